@@ -1,0 +1,38 @@
+"""Model weights as bits: ordinary Hugging Face checkpoints in, `{name: uint16 array}` out, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+WEIGHTS = "model.safetensors"
+Bits = NDArray[np.uint16]
+
+
+def to_bits(tensor: torch.Tensor) -> Bits:
+    """The bf16 cast of `tensor` as uint16, same shape, C-contiguous, on the host; never an alias of it."""
+    cast = tensor.detach().to(torch.bfloat16, copy=True).cpu().contiguous()
+    return cast.view(torch.uint16).numpy()
+
+
+def read_bits(folder: Path) -> Iterator[tuple[str, Bits]]:
+    """Yield every tensor of a checkpoint folder, one file and one tensor at a time."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{folder.name} holds no .safetensors file; is it a Hugging Face checkpoint?")
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                yield name, to_bits(file.get_tensor(name))
+
+
+def write_bits(state: Mapping[str, Bits], path: Path) -> None:
+    """Write a bf16 `.safetensors` file that transformers and vLLM load."""
+    tensors = {name: torch.from_numpy(bits).view(torch.bfloat16) for name, bits in state.items()}
+    save_file(tensors, path, metadata={"format": "pt"})

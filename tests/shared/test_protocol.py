@@ -1,0 +1,86 @@
+"""Manifests and HEAD are validated at the boundary; whatever is wrong is named."""
+
+import json
+
+import pytest
+
+from shared.protocol import AnchorRef, DeltaRef, FileRef, Head, Keys, Manifest, ProtocolError, parse
+
+SHA = "0" * 64
+KEYS = Keys("demo")
+
+
+def anchor(version: int) -> AnchorRef:
+    key = KEYS.anchor(version, 1, "model.safetensors")
+    return AnchorRef(version=version, files=(FileRef(key=key, size=1, sha256=SHA),))
+
+
+def delta(version: int) -> DeltaRef:
+    return DeltaRef(key=KEYS.delta(version, 1), size=1, sha256=SHA, version=version, changed=1)
+
+
+def manifest(version: int, at: int, deltas: list[int]) -> Manifest:
+    return Manifest(
+        run="demo",
+        version=version,
+        epoch=1,
+        sync=1,
+        created_at=0.0,
+        digest="0" * 16,
+        anchor=anchor(at),
+        deltas=tuple(delta(v) for v in deltas),
+        parent=FileRef(key=KEYS.manifest(version - 1, 1), size=1, sha256=SHA) if version else None,
+        changed=1,
+        total=100,
+        full_bytes=200,
+    )
+
+
+def test_a_manifest_survives_the_wire():
+    original = manifest(5, 3, [2, 3, 4, 5])
+    assert parse(Manifest, original.to_bytes(), "key") == original
+
+
+def test_the_way_from_any_version():
+    newest = manifest(5, 3, [2, 3, 4, 5])
+    assert [d.version for d in newest.deltas_after(3) or ()] == [4, 5]
+    assert [d.version for d in newest.deltas_after(1) or ()] == [2, 3, 4, 5]
+    assert newest.deltas_after(5) == ()
+    assert newest.deltas_after(0) is None, "only the anchor leads from there"
+    assert newest.deltas_after(6) is None, "a version that this run never had"
+
+
+@pytest.mark.parametrize("deltas", [[1, 3], [3], [4, 5], [2, 1]])
+def test_a_chain_with_a_gap_is_refused(deltas):
+    with pytest.raises(ValueError, match="do not"):
+        manifest(3, 1, deltas)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"version": -1}, "version"),
+        ({"surprise": 1}, "surprise"),
+        ({"format": "other/1"}, "format"),
+        ({"writer": "me"}, "writer"),
+        ({"manifest": {"key": "runs/../secret", "size": 1, "sha256": SHA}}, "leaves its folder"),
+        ({"manifest": {"key": "/etc/passwd", "size": 1, "sha256": SHA}}, "key"),
+    ],
+)
+def test_a_wrong_head_is_refused_by_name(change, complaint):
+    ref = {"key": KEYS.manifest(0, 1), "size": 1, "sha256": SHA}
+    head = {"run": "demo", "version": 0, "manifest": ref, "epoch": 1, "writer": "0" * 32} | change
+    with pytest.raises(ProtocolError, match=complaint) as caught:
+        parse(Head, json.dumps(head).encode(), "runs/demo/HEAD")
+    assert "runs/demo/HEAD is not a valid Head" in str(caught.value)
+
+
+@pytest.mark.parametrize("run", ["", "../x", "a/b", "a b", "x" * 97])
+def test_a_run_name_is_one_plain_word(run):
+    with pytest.raises(ProtocolError, match="run name"):
+        Keys(run)
+
+
+def test_half_a_json_is_refused():
+    with pytest.raises(ProtocolError, match="not a valid Manifest"):
+        parse(Manifest, manifest(0, 0, []).to_bytes()[:-5], "runs/demo/manifests/0")
