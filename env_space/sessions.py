@@ -1,0 +1,151 @@
+"""Games in play, and for a while those that ended, so that a retried request gets its answer again."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import takewhile
+from uuid import UUID
+
+from env_space.wordle import Game, Move, quote
+
+START_ANOTHER = "POST /sessions starts a new one"
+
+
+class SessionError(Exception):
+    """A request about a session that cannot be served; the message is a sentence for the client."""
+
+
+class UnknownSessionError(SessionError):
+    """No such session, or not any more."""
+
+
+class ConflictError(SessionError):
+    """The request contradicts what was already played."""
+
+
+class FullError(SessionError):
+    """No room for another game."""
+
+
+@dataclass(slots=True)
+class Session:
+    """One game under its id; `used_at` is the clock's reading when it was last asked for."""
+
+    id: UUID
+    seed: int
+    game: Game
+    used_at: float
+    expired: bool = False
+
+    def play(self, turn: int, word: str) -> Move:
+        """Play `word` as move number `turn`, or answer as before if that is what was played there.
+
+        Raises ConflictError for another word in a played turn and for a skipped turn, GameOverError after
+        the end.
+        """
+        moves = self.game.moves
+        if turn <= len(moves):
+            return _replay(moves[turn - 1], word)
+        if turn > len(moves) + 1 and not self.game.over:
+            raise ConflictError(f"Turn {turn} cannot be played yet; the next turn is {len(moves) + 1}.")
+        return self.game.guess(word)
+
+
+class Sessions:
+    """At most `capacity` games in play; each expires after `ttl_s` seconds in which nobody asked for it.
+
+    Games that ended take no room among those in play. They answer retries for `ttl_s` seconds, or until
+    `capacity` later games have ended. Nothing here awaits, so one event loop needs no locks.
+    """
+
+    def __init__(self, capacity: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._capacity = capacity
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._playing: dict[UUID, Session] = {}  # least recently used first
+        self._ended: dict[UUID, Session] = {}  # first ended first
+
+    def __len__(self) -> int:
+        """How many games are in play."""
+        return len(self._playing)
+
+    def open(self, id: UUID, seed: int, game: Game) -> Session:
+        """Put `game` in play under `id`, or find the session that the same request opened before.
+
+        Raises ConflictError if `id` belongs to another seed or to a game that ended, FullError if there is
+        no room.
+        """
+        self.reap()
+        if id in self._playing or id in self._ended:
+            return self._reopen(id, seed)
+        if len(self._playing) >= self._capacity:
+            raise FullError(
+                f"All {self._capacity} places are taken; try again in a moment, or raise WORDLE_MAX_SESSIONS."
+            )
+        session = self._playing[id] = Session(id, seed, game, self._clock())
+        return session
+
+    def play(self, id: UUID, turn: int, word: str) -> Move:
+        """Play a move as `Session.play` does. Raises UnknownSessionError too, also after expiry."""
+        session = self._find(id)
+        if session.expired:
+            raise UnknownSessionError(
+                f"Session {id} expired after {self._ttl_s:g} s without a request; {START_ANOTHER}."
+            )
+        move = session.play(turn, word)
+        if session.game.over:
+            self._end(session)
+        return move
+
+    def close(self, id: UUID) -> Game:
+        """End the session; a game that was not over is given up. Raises UnknownSessionError."""
+        session = self._find(id)
+        self._end(session)
+        return session.game
+
+    def reap(self) -> None:
+        """Expire the games nobody asked for, and forget those that ended long enough ago."""
+        horizon = self._clock() - self._ttl_s
+        for session in _unused_since(horizon, self._ended):
+            del self._ended[session.id]
+        for session in _unused_since(horizon, self._playing):
+            session.expired = True
+            self._end(session)
+
+    def _reopen(self, id: UUID, seed: int) -> Session:
+        session = self._playing.get(id)
+        if session is None:
+            raise ConflictError(f"Session {id} has ended; choose a new id.")
+        if session.seed != seed:
+            raise ConflictError(
+                f"Session {id} was opened with seed {session.seed}, not {seed}; choose a new id."
+            )
+        return self._find(id)
+
+    def _find(self, id: UUID) -> Session:
+        self.reap()
+        if id in self._playing:
+            session = self._playing[id] = self._playing.pop(id)
+            session.used_at = self._clock()
+            return session
+        if id in self._ended:
+            return self._ended[id]
+        raise UnknownSessionError(f"Session {id} is unknown, or ended long ago; {START_ANOTHER}.")
+
+    def _end(self, session: Session) -> None:
+        session.game.give_up()
+        if self._playing.pop(session.id, None):
+            session.used_at = self._clock()
+            self._ended[session.id] = session
+        if len(self._ended) > self._capacity:
+            del self._ended[next(iter(self._ended))]
+
+
+def _replay(move: Move, word: str) -> Move:
+    if move.word != word.lower():
+        raise ConflictError(f"Turn {move.turn} was already played with another word, {quote(move.word)}.")
+    return move
+
+
+def _unused_since(horizon: float, sessions: dict[UUID, Session]) -> list[Session]:
+    return list(takewhile(lambda session: session.used_at <= horizon, sessions.values()))

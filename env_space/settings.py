@@ -1,0 +1,45 @@
+"""The settings of the Space, read once from the environment."""
+
+from collections.abc import Mapping
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+PREFIX = "WORDLE_"
+
+
+class SettingsError(ValueError):
+    """A WORDLE_ variable cannot be used; the message is a sentence that names it."""
+
+
+class Settings(BaseModel):
+    """Each field is the environment variable of its name in upper case behind WORDLE_."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    answers: int | None = Field(None, ge=1, description="how many words can be the secret; unset: all")
+    max_sessions: int = Field(1024, ge=1, description="games in play at once")
+    session_ttl_s: float = Field(
+        600, gt=0, allow_inf_nan=False, description="seconds of inactivity before expiry"
+    )
+    host: str = Field("0.0.0.0", min_length=1, description="address to listen on")
+    port: int = Field(7860, ge=1, le=65535, description="port to listen on")
+
+
+def settings_from(environ: Mapping[str, str]) -> Settings:
+    """The settings in `environ`. Raises SettingsError on an unknown WORDLE_ variable or an unusable value."""
+    values = {
+        name.removeprefix(PREFIX).lower(): value for name, value in environ.items() if name.startswith(PREFIX)
+    }
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as error:
+        raise SettingsError(" ".join(map(_sentence, error.errors()))) from None
+
+
+def _sentence(problem: ErrorDetails) -> str:
+    variable = PREFIX + str(problem["loc"][0]).upper()
+    if problem["type"] == "extra_forbidden":
+        known = ", ".join(PREFIX + field.upper() for field in Settings.model_fields)
+        return f"{variable} is not a setting; the settings are {known}."
+    return f"{variable}={problem['input']} cannot be used: {problem['msg'].lower()}."

@@ -1,0 +1,197 @@
+"""Wordle in plain Python: the words, the feedback, one game and what it earns."""
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+LENGTH = 5
+MAX_GUESSES = 6
+GREEN, YELLOW, GREY = "+", "?", "-"
+
+OPENING = "Play Wordle."
+NOT_A_WORD = "not a word"
+GAME_OVER = " game over"
+
+
+class GameOverError(Exception):
+    """A guess came after the end of the game; the message is a sentence for the player."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardParts:
+    """What a game has earned so far; the reward is the sum of the parts."""
+
+    solved: float = 0.0
+    letters: float = 0.0
+    invalid: float = 0.0
+    gave_up: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The reward: the sum of the parts."""
+        return self.solved + self.letters + self.invalid + self.gave_up
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One played turn.
+
+    `observation` is the compact text for the policy; `feedback` the five marks, empty for an invalid word;
+    `message` a sentence if the word was invalid or repeated, else empty; `reward` and `reward_parts` what
+    the whole game has earned up to here.
+    """
+
+    turn: int
+    word: str
+    observation: str
+    feedback: str
+    message: str
+    valid: bool
+    done: bool
+    solved: bool
+    reward: float
+    reward_parts: RewardParts
+
+
+def feedback(guess: str, secret: str) -> str:
+    """Mark each letter of `guess`: '+' in place, '?' elsewhere, '-' absent.
+
+    A letter earns as many marks as the secret holds of it: greens first, then yellows from the left.
+    """
+    unmatched = Counter(s for g, s in zip(guess, secret, strict=True) if g != s)
+    marks = []
+    for g, s in zip(guess, secret, strict=True):
+        if g == s:
+            marks.append(GREEN)
+        elif unmatched[g]:
+            unmatched[g] -= 1
+            marks.append(YELLOW)
+        else:
+            marks.append(GREY)
+    return "".join(marks)
+
+
+def render(guess: str, marks: str) -> str:
+    """Letter, position and mark in turn: ('crane', '-?+--') gives 'c1-r2?a3+n4-e5-'."""
+    return "".join(f"{letter}{i}{mark}" for i, (letter, mark) in enumerate(zip(guess, marks, strict=True), 1))
+
+
+def closeness(marks: str) -> float:
+    """From 0 for no letter found to 1 for the secret; a yellow counts half a green."""
+    return (marks.count(GREEN) + 0.5 * marks.count(YELLOW)) / LENGTH
+
+
+@cache
+def guesses() -> frozenset[str]:
+    """Every word that may be guessed; holds every answer."""
+    return frozenset(_read("guesses.txt"))
+
+
+def answers(n: int | None = None) -> tuple[str, ...]:
+    """The first `n` answers (None: all), in the order of the sha256 of the word.
+
+    The order looks random and is the same in every language and process. Raises ValueError for an `n`
+    below 1 or above all.
+    """
+    words = sorted(_read("answers.txt"), key=lambda word: sha256(word.encode()).digest())
+    if n is not None and not 1 <= n <= len(words):
+        raise ValueError(f"There are {len(words)} answers; ask for 1 to {len(words)} of them, not {n}.")
+    return tuple(words[:n])
+
+
+def secret_for(seed: int, words: Sequence[str]) -> str:
+    """The secret that `seed` names among `words`; the same in every process."""
+    return words[int(sha256(str(seed).encode()).hexdigest(), 16) % len(words)]
+
+
+class Game:
+    """Six guesses at one secret. Every guess costs a turn; only valid ones earn letter credit."""
+
+    def __init__(self, secret: str, valid: Collection[str]) -> None:
+        self.secret = secret
+        self.moves: list[Move] = []
+        self.turns = 0
+        self.solved = False
+        self.gave_up = False
+        self._valid = valid
+        self._invalid_count = 0
+        self._closest = 0.0
+
+    @property
+    def over(self) -> bool:
+        """Whether no guess can follow: solved, out of turns or given up."""
+        return self.solved or self.gave_up or self.turns == MAX_GUESSES
+
+    def guess(self, word: str) -> Move:
+        """Play one turn; upper case is read as lower case. Raises GameOverError after the end."""
+        if self.over:
+            raise GameOverError(f"The game ended after turn {self.turns}; start a new one to guess again.")
+        word = word.lower()
+        problem = invalid_reason(word, self._valid)
+        marks = "" if problem else feedback(word, self.secret)
+        self._count(marks)
+        move = self._describe(word, marks, problem or self._repetition(word))
+        self.moves.append(move)
+        return move
+
+    def give_up(self) -> None:
+        """End the game where it stands; a game that is over keeps its result."""
+        self.gave_up = self.gave_up or not self.over
+
+    def reward_parts(self) -> RewardParts:
+        """What the game has earned so far."""
+        return RewardParts(
+            solved=1 + 0.05 * (MAX_GUESSES - self.turns) if self.solved else 0.0,
+            letters=0.2 * self._closest,
+            invalid=-0.05 * self._invalid_count if self._invalid_count else 0.0,
+            gave_up=-0.2 if self.gave_up else 0.0,
+        )
+
+    def _count(self, marks: str) -> None:
+        self.turns += 1
+        self.solved = marks == GREEN * LENGTH
+        self._closest = max(self._closest, closeness(marks))
+        self._invalid_count += not marks
+
+    def _describe(self, word: str, marks: str, message: str) -> Move:
+        parts = self.reward_parts()
+        return Move(
+            turn=self.turns,
+            word=word,
+            observation=(render(word, marks) if marks else NOT_A_WORD) + (GAME_OVER if self.over else ""),
+            feedback=marks,
+            message=message,
+            valid=bool(marks),
+            done=self.over,
+            solved=self.solved,
+            reward=parts.total,
+            reward_parts=parts,
+        )
+
+    def _repetition(self, word: str) -> str:
+        turn = next((move.turn for move in self.moves if move.word == word), None)
+        return f"'{word}' was already guessed in turn {turn}." if turn else ""
+
+
+def invalid_reason(word: str, valid: Collection[str]) -> str:
+    """A sentence that says why `word` cannot be guessed; empty if it can."""
+    if word in valid:
+        return ""
+    shown = quote(word)
+    if not (word.isascii() and word.isalpha()):
+        return f"{shown} is not made of the letters a to z."
+    if len(word) != LENGTH:
+        return f"{shown} has {len(word)} letters; a guess has {LENGTH}."
+    return f"{shown} is not in the word list."
+
+
+def quote(word: str) -> str:
+    """`word` in quotes for a sentence, cut short if somebody sent a novel."""
+    return repr(word if len(word) <= 20 else word[:20] + "...")
+
+
+def _read(name: str) -> list[str]:
+    return (Path(__file__).parent / "words" / name).read_text("ascii").split()

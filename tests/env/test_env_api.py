@@ -1,0 +1,180 @@
+"""The service through its ASGI interface: what a trainer sends, and what it is told when it is wrong."""
+
+import asyncio
+from uuid import UUID, uuid4
+
+import httpx
+import pytest
+
+from env_space.app import create_app
+from env_space.settings import Settings
+from env_space.wordle import answers, secret_for
+from tests.env.service import sentence, serve, start
+
+
+def test_a_game_from_opening_to_reward():
+    async def scenario(client):
+        opened = await client.post("/sessions", json={"seed": 3})
+        assert opened.json()["observation"] == "Play Wordle."
+        assert opened.json()["max_guesses"] == 6
+        game = f"/sessions/{opened.json()['session']}"
+        first = (await client.post(f"{game}/guess", json={"word": "crane", "turn": 1})).json()
+        last = (await client.post(f"{game}/guess", json={"word": "bride", "turn": 2})).json()
+        return first, last, (await client.delete(game)).json()
+
+    first, last, closed = serve(scenario)
+    assert first == {
+        "turn": 1,
+        "word": "crane",
+        "observation": "c1-r2+a3-n4-e5+",
+        "feedback": "-+--+",
+        "message": "",
+        "valid": True,
+        "done": False,
+        "solved": False,
+        "reward": pytest.approx(0.08),
+        "reward_parts": {"solved": 0, "letters": pytest.approx(0.08), "invalid": 0, "gave_up": 0},
+    }
+    assert (last["done"], last["solved"], last["reward"]) == (True, True, pytest.approx(1.4))
+    assert closed == {
+        "solved": True,
+        "turns": 2,
+        "reward": last["reward"],
+        "reward_parts": last["reward_parts"],
+    }
+
+
+def test_a_retried_opening_and_move_and_close_happen_once():
+    async def scenario(client):
+        opening = {"seed": 3, "id": str(uuid4())}
+        opened = [(await client.post("/sessions", json=opening)).json() for _ in range(2)]
+        game = f"/sessions/{opening['id']}"
+        moves = [
+            (await client.post(f"{game}/guess", json={"word": "crane", "turn": 1})).json() for _ in range(2)
+        ]
+        playing = (await client.get("/health")).json()["sessions"]
+        closed = [(await client.delete(game)).json() for _ in range(2)]
+        return opened, moves, playing, closed
+
+    opened, moves, playing, closed = serve(scenario)
+    assert opened[0] == opened[1]
+    assert moves[0] == moves[1]
+    assert playing == 1
+    assert closed[0] == closed[1]
+    assert closed[0]["turns"] == 1
+    assert closed[0]["reward_parts"]["gave_up"] == -0.2
+
+
+def test_another_word_for_a_played_turn_is_a_conflict():
+    async def scenario(client):
+        game = await start(client)
+        await client.post(f"{game}/guess", json={"word": "crane", "turn": 1})
+        changed = await client.post(f"{game}/guess", json={"word": "bride", "turn": 1})
+        skipped = await client.post(f"{game}/guess", json={"word": "bride", "turn": 3})
+        return sentence(changed, 409), sentence(skipped, 409)
+
+    changed, skipped = serve(scenario)
+    assert "already played with another word, 'crane'" in changed
+    assert "the next turn is 2" in skipped
+
+
+def test_no_guess_after_the_end():
+    async def scenario(client):
+        game = await start(client)
+        await client.post(f"{game}/guess", json={"word": "bride", "turn": 1})
+        return sentence(await client.post(f"{game}/guess", json={"word": "crane", "turn": 2}), 409)
+
+    assert serve(scenario) == "The game ended after turn 1; start a new one to guess again."
+
+
+def test_an_invalid_word_is_a_move_with_a_message():
+    async def scenario(client):
+        game = await start(client)
+        return (await client.post(f"{game}/guess", json={"word": "x" * 9000, "turn": 1})).json()
+
+    move = serve(scenario)
+    assert (move["valid"], move["observation"], move["turn"]) == (False, "not a word", 1)
+    assert move["message"] == f"'{'x' * 20}...' has 9000 letters; a guess has 5."
+    assert (move["reward"], move["reward_parts"]["letters"]) == (-0.05, 0)
+
+
+def test_members_of_a_group_play_the_secret_of_their_seed():
+    secret = secret_for(11, answers(40))
+
+    async def scenario(client):
+        games = [await start(client, seed=11) for _ in range(8)]
+        guesses = [client.post(f"{game}/guess", json={"word": secret, "turn": 1}) for game in games]
+        return [response.json()["solved"] for response in await asyncio.gather(*guesses)]
+
+    assert serve(scenario, answers=40) == [True] * 8
+
+
+def test_a_full_service_says_when_to_come_back():
+    async def scenario(client):
+        game = await start(client)
+        full = await client.post("/sessions", json={"seed": 1})
+        await client.delete(game)
+        await start(client)
+        return sentence(full, 503), full.headers["Retry-After"]
+
+    detail, retry_after = serve(scenario, max_sessions=1)
+    assert detail.startswith("All 1 places are taken")
+    assert int(retry_after) >= 1
+
+
+def test_an_expired_session_is_gone():
+    async def scenario(client):
+        game = await start(client)
+        await asyncio.sleep(0.05)
+        return sentence(await client.post(f"{game}/guess", json={"word": "crane", "turn": 1}), 404)
+
+    assert "expired after 0.02 s without a request; POST /sessions starts a new one" in serve(
+        scenario, session_ttl_s=0.02
+    )
+
+
+def test_expired_sessions_are_reaped_while_no_request_comes(monkeypatch):
+    monkeypatch.setattr("env_space.app.REAP_EVERY_S", 0.01)
+    app = create_app(Settings(session_ttl_s=0.05))
+
+    async def run():
+        transport = httpx.ASGITransport(app)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://wordle") as client,
+        ):
+            await start(client)
+            before = (await client.get("/health")).json()["sessions"]
+            await asyncio.sleep(0.2)
+            return before, (await client.get("/health")).json()["sessions"]
+
+    assert asyncio.run(run()) == (1, 0)
+
+
+def test_an_unknown_session_is_told_how_to_start_one():
+    async def scenario(client):
+        unknown = f"/sessions/{UUID(int=0)}"
+        guess = await client.post(f"{unknown}/guess", json={"word": "crane", "turn": 1})
+        return sentence(guess, 404), sentence(await client.delete(unknown), 404)
+
+    assert all("POST /sessions starts a new one" in detail for detail in serve(scenario))
+
+
+def test_words_are_the_possible_secrets():
+    async def scenario(client):
+        return (await client.get("/words")).json()
+
+    assert serve(scenario, answers=7) == {"answers": list(answers(7)), "length": 5, "max_guesses": 6}
+
+
+def test_the_home_page_leads_to_the_documentation():
+    async def scenario(client):
+        home, docs = await client.get("/"), await client.get("/docs")
+        schema = (await client.get("/openapi.json")).json()
+        return home, docs.status_code, schema["paths"].keys()
+
+    home, docs_status, paths = serve(scenario)
+    assert home.headers["Content-Type"].startswith("text/html")
+    assert 'href="docs"' in home.text
+    assert docs_status == 200
+    assert paths == {"/sessions", "/sessions/{session}/guess", "/sessions/{session}", "/words", "/health"}

@@ -1,0 +1,152 @@
+"""The store of sessions: capacity, expiry and retries, with a clock that the test turns."""
+
+from uuid import UUID, uuid4
+
+import pytest
+
+from env_space.sessions import ConflictError, FullError, Sessions, UnknownSessionError
+from env_space.wordle import Game, GameOverError, guesses
+
+TTL_S = 10.0
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def sessions(clock):
+    return Sessions(2, TTL_S, clock)
+
+
+def start(sessions, id=None, seed=1):
+    return sessions.open(id or uuid4(), seed, Game("bride", guesses())).id
+
+
+def test_a_game_expires_after_the_ttl_without_a_request(sessions, clock):
+    id = start(sessions)
+    clock.now += TTL_S
+    with pytest.raises(UnknownSessionError, match=r"expired after 10 s without a request; POST /sessions"):
+        sessions.play(id, 1, "crane")
+    assert len(sessions) == 0
+
+
+def test_every_request_puts_expiry_off(sessions, clock):
+    id = start(sessions)
+    for turn in range(1, 6):
+        clock.now += TTL_S - 1
+        sessions.play(id, turn, "zonal")
+    assert len(sessions) == 1
+
+
+def test_only_the_unused_game_expires(sessions, clock):
+    used, unused = start(sessions), start(sessions)
+    clock.now += TTL_S / 2
+    sessions.play(used, 1, "crane")
+    clock.now += TTL_S / 2
+    sessions.reap()
+    assert len(sessions) == 1
+    assert sessions.play(used, 2, "bride").solved
+    assert sessions.close(unused).gave_up
+
+
+def test_an_expired_game_was_given_up(sessions, clock):
+    id = start(sessions)
+    sessions.play(id, 1, "crane")
+    clock.now += TTL_S
+    assert sessions.close(id).reward_parts().gave_up == -0.2
+
+
+def test_a_game_that_ended_is_forgotten_in_the_end(sessions, clock):
+    id = start(sessions)
+    sessions.close(id)
+    clock.now += TTL_S
+    with pytest.raises(UnknownSessionError, match="is unknown"):
+        sessions.close(id)
+
+
+def test_capacity_counts_games_in_play_only(sessions):
+    first, _ = start(sessions), start(sessions)
+    with pytest.raises(FullError, match="All 2 places are taken"):
+        start(sessions)
+    sessions.play(first, 1, "bride")
+    start(sessions)
+    assert len(sessions) == 2
+
+
+def test_expired_games_make_room(sessions, clock):
+    start(sessions)
+    start(sessions)
+    clock.now += TTL_S
+    start(sessions)
+    assert len(sessions) == 1
+
+
+def test_no_more_games_that_ended_are_kept_than_may_be_in_play(sessions):
+    oldest, *later = ids = [uuid4() for _ in range(3)]
+    for id in ids:
+        sessions.close(start(sessions, id))
+    with pytest.raises(UnknownSessionError):
+        sessions.close(oldest)
+    assert all(sessions.close(id).gave_up for id in later)
+
+
+def test_opening_twice_is_one_game(sessions):
+    id = start(sessions)
+    sessions.play(id, 1, "crane")
+    assert start(sessions, id) == id
+    assert len(sessions) == 1
+    assert sessions.play(id, 2, "bride").turn == 2
+
+
+def test_an_id_belongs_to_its_seed_and_to_one_game(sessions):
+    id = start(sessions, seed=1)
+    with pytest.raises(ConflictError, match="was opened with seed 1, not 2; choose a new id"):
+        start(sessions, id, seed=2)
+    sessions.close(id)
+    with pytest.raises(ConflictError, match="has ended; choose a new id"):
+        start(sessions, id, seed=1)
+
+
+def test_a_move_sent_twice_is_played_once(sessions):
+    id = start(sessions)
+    first = sessions.play(id, 1, "crane")
+    assert sessions.play(id, 1, "CRANE") is first
+    assert sessions.play(id, 2, "zonal").turn == 2
+    assert sessions.play(id, 1, "crane") is first
+
+
+def test_the_last_move_can_be_retried_after_the_end(sessions):
+    id = start(sessions)
+    last = sessions.play(id, 1, "bride")
+    assert sessions.play(id, 1, "bride") is last
+    with pytest.raises(GameOverError):
+        sessions.play(id, 2, "crane")
+
+
+def test_a_played_turn_cannot_be_changed_and_no_turn_skipped(sessions):
+    id = start(sessions)
+    sessions.play(id, 1, "crane")
+    with pytest.raises(ConflictError, match="Turn 1 was already played with another word, 'crane'"):
+        sessions.play(id, 1, "zonal")
+    with pytest.raises(ConflictError, match=r"Turn 3 cannot be played yet; the next turn is 2\."):
+        sessions.play(id, 3, "zonal")
+
+
+def test_closing_twice_answers_the_same(sessions):
+    id = start(sessions)
+    sessions.play(id, 1, "crane")
+    assert sessions.close(id).reward_parts() == sessions.close(id).reward_parts()
+
+
+def test_an_unknown_session_says_how_to_start_one(sessions):
+    with pytest.raises(UnknownSessionError, match=r"is unknown, or ended long ago; POST /sessions starts"):
+        sessions.play(UUID(int=0), 1, "crane")
