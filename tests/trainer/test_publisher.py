@@ -1,0 +1,257 @@
+"""The publisher against real buckets: what is handed over is what anyone can rebuild, whatever happens."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.bucket import BucketUnreachable, open_bucket
+from shared.checkpoint import to_bits
+from shared.digest import state_digest, to_hex
+from shared.history import RunReader
+from shared.runlog import RunLogReader, RunLogWriter, SyncEvent
+from trainer.publisher import Publisher
+from trainer.run_writer import FencedError, RunWriter
+
+
+class Policy:
+    """A stand-in for model parameters: named float32 tensors that take steps of a given size."""
+
+    def __init__(self, numel: int = 4000, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.weights = {
+            "embed.weight": torch.randn(numel // 10, 10, generator=generator) * 0.1,
+            "norm.weight": torch.ones(64),
+        }
+        self._generator = generator
+
+    def step(self, size: float = 1e-4) -> None:
+        for tensor in self.weights.values():
+            tensor += size * torch.randn(tensor.shape, generator=self._generator)
+
+    def digest(self) -> str:
+        return to_hex(state_digest({name: to_bits(t) for name, t in self.weights.items()}))
+
+
+@pytest.fixture
+def assets(tmp_path: Path) -> Path:
+    folder = tmp_path / "assets"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    return folder
+
+
+class Run:
+    """A publisher with all its parts, closed at the end of the test."""
+
+    def __init__(self, url: str, assets: Path) -> None:
+        self.bucket = open_bucket(url, create=True)
+        self.reader = RunReader(self.bucket, "test")
+        self.log = RunLogWriter(self.bucket, "test", every_s=0.05)
+        self.writer = RunWriter(self.bucket, "test", model="policy", assets=assets)
+        self.publisher = Publisher(self.writer, self.log)
+        self.syncs = 0
+
+    def publish(self, policy: Policy) -> None:
+        self.syncs += 1
+        self.publisher.publish(policy.weights.items(), self.syncs)
+
+    def close(self) -> None:
+        self.publisher.close()
+        self.log.close()
+
+
+@pytest.fixture
+def make_run(bucket_url: str, assets: Path):
+    runs: list[Run] = []
+
+    def make() -> Run:
+        runs.append(Run(bucket_url, assets))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.close()
+
+
+def rebuilt(run: Run, tmp_path: Path, version: int | None = None) -> str:
+    state = run.reader.checkout(run.reader.at(version), tmp_path / f"out{version}")
+    return to_hex(state_digest(state))
+
+
+def test_every_version_can_be_rebuilt_from_the_bucket(make_run, tmp_path):
+    run, policy, digests = make_run(), Policy(), []
+    for _ in range(4):
+        run.publish(policy)
+        run.publisher.flush()
+        digests.append(policy.digest())
+        policy.step()
+    assert [rebuilt(run, tmp_path, v) for v in range(4)] == digests
+    assert (tmp_path / "out3" / "config.json").exists()
+
+
+def test_a_sync_without_changes_is_a_version_without_changes(make_run, tmp_path):
+    run, policy = make_run(), Policy()
+    run.publish(policy)
+    run.publish(policy)
+    manifest = run.publisher.flush()
+    assert (manifest.version, manifest.changed, manifest.sync) == (1, 0, 2)
+    assert rebuilt(run, tmp_path) == policy.digest()
+
+
+def test_changes_that_go_back_and_forth_are_not_lost(make_run, tmp_path):
+    """With several steps per sync a per-step mask would lose them; the diff is against what was published."""
+    run, policy = make_run(), Policy()
+    run.publish(policy)
+    before = {name: t.clone() for name, t in policy.weights.items()}
+    policy.step(0.1)
+    run.publish(policy)
+    for name, t in policy.weights.items():
+        t.copy_(before[name])
+    run.publish(policy)
+    run.publisher.flush()
+    assert rebuilt(run, tmp_path) == policy.digest()
+
+
+def test_a_slow_link_skips_versions_and_loses_nothing(make_run, tmp_path, monkeypatch):
+    run, policy = make_run(), Policy()
+    run.publish(policy)
+    put = run.bucket.put
+
+    def slow_put(key: str, data: bytes | Path) -> None:
+        time.sleep(0.2)
+        put(key, data)
+
+    monkeypatch.setattr(run.bucket, "put", slow_put)
+    started = time.perf_counter()
+    for _ in range(20):
+        policy.step()
+        run.publish(policy)
+    waited = time.perf_counter() - started
+    manifest = run.publisher.flush()
+    assert manifest.sync == 21, "the newest weights are published"
+    assert manifest.version < 15, "versions were merged"
+    assert waited < 0.2 * 3 * manifest.version, "the trainer did not wait for the link"
+    assert rebuilt(run, tmp_path) == policy.digest()
+
+
+@pytest.mark.parametrize("part", ["deltas/", "manifests/", "HEAD"])
+@pytest.mark.parametrize("stored", [False, True], ids=["lost", "stored-but-unanswered"])
+def test_a_failing_upload_is_repeated_and_nothing_is_lost(make_run, tmp_path, monkeypatch, part, stored):
+    run, policy = make_run(), Policy()
+    run.publish(policy)
+    put, failures = run.bucket.put, [3]
+
+    def failing_put(key: str, data: bytes | Path) -> None:
+        if part not in key or not failures[0]:
+            return put(key, data)
+        failures[0] -= 1
+        if stored:
+            put(key, data)
+        raise BucketUnreachable(f"{key}: the link is down")
+
+    monkeypatch.setattr(run.bucket, "put", failing_put)
+    monkeypatch.setattr("trainer.publisher._RETRY_S", 0.05)
+    for _ in range(3):
+        policy.step()
+        run.publish(policy)
+    manifest = run.publisher.flush()
+    assert rebuilt(run, tmp_path) == policy.digest()
+    assert [m.version for m in run.reader.history()] == list(range(manifest.version, -1, -1))
+
+
+def test_a_published_version_never_changes_its_content(make_run, monkeypatch):
+    """HEAD was stored but the answer was lost: replicas may serve it, so it must stay."""
+    run, policy = make_run(), Policy()
+    run.publish(policy)
+    put, seen, lost = run.bucket.put, {}, [2]
+
+    def put_without_answer(key: str, data: bytes | Path) -> None:
+        put(key, data)
+        if key.endswith("HEAD"):
+            head = run.reader.head()
+            assert head is not None
+            assert seen.setdefault(head.version, head.manifest.sha256) == head.manifest.sha256
+            if lost[0]:
+                lost[0] -= 1
+                policy.step()
+                run.publish(policy)
+                raise BucketUnreachable("no answer")
+
+    monkeypatch.setattr(run.bucket, "put", put_without_answer)
+    monkeypatch.setattr("trainer.publisher._RETRY_S", 0.05)
+    policy.step()
+    run.publish(policy)
+    run.publisher.flush()
+    assert len(seen) >= 2
+
+
+def test_a_second_trainer_takes_over_and_the_first_is_fenced_off(make_run, tmp_path):
+    first, policy = make_run(), Policy()
+    first.publish(policy)
+    policy.step()
+    first.publish(policy)
+    first.publisher.flush()
+    second = make_run()
+    policy.step()
+    second.publish(policy)
+    manifest = second.publisher.flush()
+    assert (manifest.version, manifest.epoch) == (2, 2)
+    first.publish(Policy(seed=1))
+    with pytest.raises(FencedError, match="taken over by another trainer"):
+        first.publisher.flush()
+    assert rebuilt(second, tmp_path) == policy.digest()
+
+
+def test_a_resumed_run_continues_from_the_published_bits(make_run, tmp_path):
+    run, policy = make_run(), Policy()
+    for _ in range(3):
+        run.publish(policy)
+        policy.step()
+    run.publisher.flush()
+    run.close()
+    resumed = make_run()
+    resumed.publish(policy)
+    manifest = resumed.publisher.flush()
+    assert manifest.version == 3
+    assert 0 < manifest.changed < manifest.total
+    assert rebuilt(resumed, tmp_path) == policy.digest()
+
+
+def test_anchors_keep_the_way_in_short(make_run, tmp_path):
+    run, policy = make_run(), Policy()
+    for _ in range(12):
+        run.publish(policy)
+        run.publisher.flush()
+        policy.step(0.05)  # nearly every weight changes: a delta costs about as much as the model
+    newest = run.reader.at()
+    joining = sum(d.size for d in newest.deltas_after(newest.anchor.version) or ())
+    assert newest.anchor.version > 0
+    assert joining <= newest.full_bytes
+    assert newest.deltas_after(newest.anchor.version - 1), "a replica just behind the anchor needs no anchor"
+    assert rebuilt(run, tmp_path) == newest.digest
+
+
+def test_another_model_is_refused(make_run):
+    run, policy = make_run(), Policy()
+    run.publish(policy)
+    with pytest.raises(ValueError, match=r"parameter head\.weight is not part of the run"):
+        run.publisher.publish([*policy.weights.items(), ("head.weight", torch.ones(3))], 2)
+    with pytest.raises(ValueError, match=r"parameter norm\.weight was not handed over"):
+        run.publisher.publish([("embed.weight", policy.weights["embed.weight"])], 2)
+
+
+def test_the_log_tells_what_was_published(make_run):
+    run, policy = make_run(), Policy()
+    for _ in range(3):
+        run.publish(policy)
+        run.publisher.flush()
+        policy.step()
+    run.log.flush()
+    syncs = [e for e in RunLogReader(run.bucket, "test").poll() if isinstance(e, SyncEvent)]
+    manifests = {m.version: m for m in run.reader.history()}
+    assert [s.version for s in syncs] == [0, 1, 2]
+    for sync in syncs[1:]:
+        assert sync.payload_bytes == manifests[sync.version].deltas[-1].size
+        assert sync.changed == manifests[sync.version].changed

@@ -1,0 +1,100 @@
+"""Child processes of the local run: each with its log, all of them stopped together."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+_PATIENCE_S = 15.0
+
+
+class ChildError(RuntimeError):
+    """A child process ended although it was needed; the message names its log."""
+
+
+class Processes:
+    """Starts `python -m <module>` children; leaving the block stops them and all their descendants."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self, name: str, arguments: list[str], environment: Mapping[str, str]) -> None:
+        """Run `python -m <arguments>` with the given variables on top of this process's."""
+        with self.log(name).open("wb") as log:
+            self._children[name] = subprocess.Popen(
+                [sys.executable, "-m", *arguments],
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches us only; we stop the children in order
+            )
+
+    def log(self, name: str) -> Path:
+        """Where the child's output goes."""
+        return self._folder / f"{name}.log"
+
+    def finished(self, name: str) -> bool:
+        """True once that child ended well; raises `ChildError` if it, or any other child, failed."""
+        for other, child in self._children.items():
+            code = child.poll()
+            if code is not None and (code != 0 or other != name):
+                raise ChildError(
+                    f"{other} stopped (exit code {code}); the reason is at the end of {self.log(other)}"
+                )
+        return self._children[name].poll() == 0
+
+    def stop(self) -> None:
+        """Ask everything to end, then make it."""
+        running = [psutil.Process(c.pid) for c in self._children.values() if c.poll() is None]
+        family = running + [p for child in running for p in _descendants(child)]
+        for process in running:
+            _quietly(process.terminate)
+        _, alive = psutil.wait_procs(family, timeout=_PATIENCE_S)
+        for process in alive:
+            _quietly(process.kill)
+        psutil.wait_procs(alive, timeout=_PATIENCE_S)
+        self._children.clear()
+
+
+def free_port(wanted: int = 0) -> int:
+    """`wanted`, or any free port of the loopback interface; raises `ChildError` if it is taken."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", wanted))
+        except OSError:
+            raise ChildError(
+                f"port {wanted} is in use; choose another, for example: make demo PORT={wanted + 1}"
+            ) from None
+        return int(probe.getsockname()[1])
+
+
+def _descendants(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _quietly(action: object) -> None:
+    try:
+        action()  # type: ignore[operator]
+    except psutil.NoSuchProcess:
+        return

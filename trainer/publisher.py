@@ -1,0 +1,234 @@
+"""From live parameters to published versions, while training goes on.
+
+The trainer's thread only diffs: against `mirror`, the newest bits that were handed over. A background
+thread encodes and uploads. While it is busy, further hand-overs are merged into one waiting patch set, so a
+slow link skips versions instead of queueing them; a failed upload is merged into the next one. At all times
+
+    published bits  +  the patches in flight  +  the waiting patches  =  mirror
+
+which is why nothing is lost however many syncs or uploads fail. One bf16 copy of the model is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shared import codec
+from shared.bucket import AccessDenied, BucketError, BucketMissing
+from shared.checkpoint import WEIGHTS, Bits, to_bits, write_bits
+from shared.codec import Patch
+from shared.digest import change_digest, state_digest, to_hex
+from shared.protocol import AnchorRef, DeltaRef, Manifest
+from shared.runlog import RunLogWriter, SyncEvent
+from trainer.run_writer import RunWriter
+
+_RETRY_S = 2.0
+
+
+@dataclass(frozen=True)
+class _HandOver:
+    """What one version will hold: patches since the last published one, and the state they lead to."""
+
+    patches: list[Patch]
+    digest: int
+    sync: int
+    created_at: float
+    diff_s: float
+
+    def then(self, later: _HandOver) -> _HandOver:
+        return _HandOver(
+            codec.merge(self.patches, later.patches),
+            later.digest,
+            later.sync,
+            later.created_at,
+            self.diff_s + later.diff_s,
+        )
+
+
+class Publisher:
+    """Publishes what changed. `publish` is called by one thread, the trainer's."""
+
+    def __init__(self, writer: RunWriter, log: RunLogWriter) -> None:
+        self._writer, self._log = writer, log
+        self._mirror = writer.resume()
+        self._digest = state_digest(self._mirror) if self._mirror else 0
+        self._waiting: _HandOver | None = None
+        self._busy, self._closed = False, False
+        self._failure: Exception | None = None
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._thread.start()
+
+    @property
+    def version(self) -> int | None:
+        """The newest version in the bucket."""
+        return self._writer.newest.version if self._writer.newest else None
+
+    def publish(self, weights: Iterable[tuple[str, torch.Tensor]], sync: int) -> None:
+        """Hand over the weights: checkpoint name and tensor, any float dtype, cast to bf16 here.
+
+        Returns after the diff; the very first version of a run is uploaded before it returns. Raises what
+        stopped the publisher, if something did: `FencedError`, `AccessDenied`, `CodecError`.
+        """
+        self._raise_failure()
+        started, created_at = time.perf_counter(), time.time()
+        if self._mirror is None:
+            self._publish_base(weights, sync, created_at)
+            return
+        with self._changed:
+            patches = self._diff(weights, self._mirror)
+            diff_s = time.perf_counter() - started
+            new = _HandOver(patches, self._digest, sync, created_at, diff_s)
+            self._waiting = self._waiting.then(new) if self._waiting else new
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float = 600.0) -> Manifest:
+        """Wait until everything that was handed over is published; returns the newest manifest."""
+        with self._changed:
+            idle = self._changed.wait_for(
+                lambda: self._failure or not (self._busy or self._waiting), timeout_s
+            )
+        self._raise_failure()
+        if not idle or self._writer.newest is None:
+            raise TimeoutError(
+                f"the last version is not in the bucket after {timeout_s:.0f} s; is the link up?"
+            )
+        return self._writer.newest
+
+    def close(self) -> None:
+        """Stop the background thread; what was not flushed stays unpublished."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _diff(self, weights: Iterable[tuple[str, torch.Tensor]], mirror: dict[str, Bits]) -> list[Patch]:
+        patches, names = [], set()
+        for name, tensor in weights:
+            if name not in mirror:
+                raise codec.CodecError(
+                    f"parameter {name} is not part of the run; start a new run for a new model"
+                )
+            patches.append(self._diff_one(name, mirror[name], to_bits(tensor)))
+            names.add(name)
+        if missing := mirror.keys() - names:
+            raise codec.CodecError(f"parameter {min(missing)} was not handed over; a version holds every one")
+        return [p for p in patches if p.index.size]
+
+    def _diff_one(self, name: str, old: Bits, new: Bits) -> Patch:
+        patch = codec.diff(name, old, new)
+        flat_old, flat_new = old.reshape(-1), new.reshape(-1)
+        self._digest += change_digest(name, patch.index, flat_old[patch.index], flat_new[patch.index])
+        codec.apply(patch, old)
+        return patch
+
+    def _publish_base(
+        self, weights: Iterable[tuple[str, torch.Tensor]], sync: int, created_at: float
+    ) -> None:
+        started = time.perf_counter()
+        self._mirror = {name: to_bits(tensor) for name, tensor in weights}
+        self._digest = state_digest(self._mirror)
+        base = _HandOver([], self._digest, sync, created_at, time.perf_counter() - started)
+        with tempfile.TemporaryDirectory() as folder:
+            anchor = self._writer.put_anchor(0, self._snapshot(Path(folder)))
+        self._commit(base, None, anchor, 0.0)
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            try:
+                self._publish(job)
+            except (AccessDenied, BucketMissing) as error:
+                self._failure = error
+            except BucketError as error:
+                print(f"publisher: {error}; trying again", flush=True)
+                self._settle(job)
+            except Exception as error:  # noqa: BLE001 - raised again in the trainer's thread
+                self._failure = error
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+
+    def _next(self) -> _HandOver | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or (self._waiting and not self._failure))
+            if self._closed or self._waiting is None:
+                return None
+            job, self._waiting, self._busy = self._waiting, None, True
+            return job
+
+    def _publish(self, job: _HandOver) -> None:
+        version = (self.version or 0) + 1
+        started = time.perf_counter()
+        data = codec.encode(job.patches, base=version - 1, version=version)
+        if not self._writer.anchor_is_due(len(data)):
+            encode_s = time.perf_counter() - started
+            self._commit(job, self._put_delta(job, version, data), None, encode_s)
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            with self._changed:  # with nothing waiting, the mirror is exactly this version
+                if self._waiting:
+                    job, self._waiting = job.then(self._waiting), None
+                    data = codec.encode(job.patches, base=version - 1, version=version)
+                weights_file = self._snapshot(Path(folder))
+            encode_s = time.perf_counter() - started
+            delta = self._put_delta(job, version, data)
+            self._commit(job, delta, self._writer.put_anchor(version, weights_file), encode_s)
+
+    def _settle(self, job: _HandOver) -> None:
+        """After a failure: was the version published and only the answer lost, or must it be sent again?"""
+        while not self._closed:
+            time.sleep(_RETRY_S)
+            with contextlib.suppress(BucketError):
+                if manifest := self._writer.adopt(to_hex(job.digest)):
+                    self._report(manifest, job, 0, 0.0)
+                    return
+                with self._changed:
+                    self._waiting = job.then(self._waiting) if self._waiting else job
+                return
+
+    def _snapshot(self, folder: Path) -> Path:
+        path = folder / WEIGHTS
+        write_bits(self._mirror or {}, path)
+        return path
+
+    def _put_delta(self, job: _HandOver, version: int, data: bytes) -> DeltaRef:
+        return self._writer.put_delta(version, data, sum(p.index.size for p in job.patches))
+
+    def _commit(
+        self, job: _HandOver, delta: DeltaRef | None, anchor: AnchorRef | None, encode_s: float
+    ) -> None:
+        total = sum(bits.size for bits in (self._mirror or {}).values())
+        manifest = self._writer.commit(
+            delta, anchor, digest=to_hex(job.digest), sync=job.sync, total=total, created_at=job.created_at
+        )
+        self._report(manifest, job, anchor.files[0].size if anchor else 0, encode_s)
+
+    def _report(self, manifest: Manifest, job: _HandOver, anchor_bytes: int, encode_s: float) -> None:
+        payload = manifest.deltas[-1].size if manifest.deltas else anchor_bytes
+        self._log.append(
+            SyncEvent(
+                t=time.time(),
+                version=manifest.version,
+                sync=manifest.sync,
+                payload_bytes=payload,
+                anchor_bytes=anchor_bytes,
+                full_bytes=manifest.full_bytes,
+                changed=manifest.changed,
+                total=manifest.total,
+                diff_s=job.diff_s,
+                encode_s=encode_s,
+                publish_s=time.time() - job.created_at,
+            )
+        )
+
+    def _raise_failure(self) -> None:
+        if self._failure:
+            raise self._failure

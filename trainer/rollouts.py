@@ -1,0 +1,206 @@
+"""How TRL's rollout worker reaches the replicas: several, cold ones, and which version made a sample."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import aiohttp
+import httpx
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+from trl.experimental.async_grpo import AsyncGRPOConfig
+from trl.experimental.async_grpo.async_rollout_worker import (
+    AsyncRolloutWorker,
+    RolloutGroup,
+    RolloutSample,
+    _AsyncRolloutLoop,
+)
+
+from trainer import trl_compat
+
+MODEL_NAME = "policy"  # what every replica calls the model it serves
+_PATIENCE_S = 1800.0  # a paid Space takes minutes to wake and to load a model
+_NOT_NOW = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
+_group: contextvars.ContextVar[int] = contextvars.ContextVar("group")
+
+
+class RequestRefusedError(RuntimeError):
+    """A replica will never answer such a request, for example a prompt longer than its context."""
+
+
+class ReplicasUnavailableError(RuntimeError):
+    """No replica could be reached for half an hour."""
+
+
+def wait_for_replica(urls: Sequence[str], *, poll_s: float = 1.0, say: Callable[[str], None] = print) -> None:
+    """Block until one replica serves a version, saying what each of them waits for.
+
+    Raises `ReplicasUnavailableError` if none does within half an hour.
+    """
+    deadline, said = time.monotonic() + _PATIENCE_S, ""
+    while time.monotonic() < deadline:
+        states = {url: _state(url) for url in urls}
+        if "serving" in states.values():
+            return
+        news = "; ".join(f"{url}: {state}" for url, state in states.items())
+        if news != said:
+            say(f"waiting for a replica - {news}")
+            said = news
+        time.sleep(poll_s)
+    raise ReplicasUnavailableError(f"no replica became ready within {_PATIENCE_S:.0f} s: {said}")
+
+
+def _state(url: str) -> str:
+    try:
+        answer = httpx.get(f"{url}/ready", timeout=10.0).json()
+        return f"{answer['state']}" + (f" ({answer['error']})" if answer.get("error") else "")
+    except (httpx.HTTPError, ValueError, KeyError) as error:
+        return f"not reachable ({type(error).__name__})"
+
+
+class ReplicaRolloutLoop(_AsyncRolloutLoop):
+    """TRL's loop in its child process, with requests spread over replicas and samples tagged truthfully.
+
+    A sample's `model_version` becomes the trainer's sync count of the oldest weights that can have produced
+    a token of its group, as the replicas report it; TRL alone would stamp what the trainer last sent.
+    """
+
+    def __init__(self, *, replicas: Sequence[str], epoch: int, **kwargs: Any) -> None:
+        trl_compat.install()  # this is another process than the trainer's
+        super().__init__(**kwargs)
+        self._replicas, self._epoch = list(replicas), epoch
+        self._syncs: dict[int, int] = {}
+
+    @property
+    def _request_model(self) -> str:
+        return MODEL_NAME
+
+    async def _generate_one(self, prompt: Any, tool_dict: Any, tools: Any, group_id: int = 0) -> Any:
+        _group.set(group_id)
+        return await super()._generate_one(prompt, tool_dict, tools, group_id)
+
+    async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:
+        group.model_version = self._syncs.pop(group.group_id, group.model_version)
+        return await super()._score_group(group)
+
+    async def _post(self, path: str, payload: dict, timeout: float, max_retries: int = 3) -> dict:
+        deadline = time.monotonic() + _PATIENCE_S
+        first = random.randrange(len(self._replicas))
+        for attempt in range(1 << 30):
+            url = self._replicas[(first + attempt) % len(self._replicas)]
+            try:
+                return await self._ask(f"{url}{path}", payload, timeout)
+            except _NOT_NOW as error:
+                if _is_final(error):
+                    raise RequestRefusedError(f"{url} refused a rollout's request: {error}") from error
+                if time.monotonic() > deadline:
+                    raise ReplicasUnavailableError(f"{url} does not answer: {error}") from error
+                self._counters["rollout/vllm_retry_total"] += 1
+                await asyncio.sleep(1.0)
+        raise AssertionError("unreachable")
+
+    async def _ask(self, url: str, payload: dict, timeout: float) -> dict:
+        limit = aiohttp.ClientTimeout(total=timeout)
+        async with self.session.post(url, json=payload, timeout=limit) as response:
+            if response.status >= 400:
+                reason = f"{response.reason}: {(await response.text())[:300]}"
+                raise aiohttp.ClientResponseError(
+                    response.request_info, response.history, status=response.status, message=reason
+                )
+            self._note_version(response.headers)
+            return await response.json()
+
+    def _note_version(self, headers: Any) -> None:
+        group, sync = _group.get(), int(headers.get("x-policy-sync", 0))
+        if int(headers.get("x-policy-epoch", -1)) != self._epoch:
+            sync = 0  # weights of an earlier trainer of this run: older than any of ours
+        self._syncs[group] = min(sync, self._syncs.get(group, sync))
+
+
+def _is_final(error: BaseException) -> bool:
+    """A 4xx will not get better; everything else may be a replica that wakes, restarts or commits."""
+    return (
+        isinstance(error, aiohttp.ClientResponseError) and 400 <= error.status < 500 and error.status != 429
+    )
+
+
+class ReplicaRolloutWorker(AsyncRolloutWorker):
+    """TRL's worker, running `ReplicaRolloutLoop`."""
+
+    _loop_cls = ReplicaRolloutLoop
+
+    def stop(self) -> None:
+        """As in TRL, but without its two stalls.
+
+        A child that is blocked on a full queue does not exit, so the queues are drained. Setting an event on
+        which a dead child waited never returns, so that is left to a thread.
+        """
+        threading.Thread(target=self._stop_event_mp.set, daemon=True).start()
+        deadline = time.monotonic() + 15.0
+        while self._process is not None and self._process.is_alive():
+            for pending in (self.rollout_buffer, self.metrics_queue):
+                _drain(pending)
+            self._process.join(0.05)
+            if time.monotonic() > deadline:
+                self._process.kill()
+        self._process = None
+
+
+def _drain(pending: Any) -> None:
+    with contextlib.suppress(queue.Empty, OSError, EOFError):
+        while True:
+            pending.get_nowait()
+
+
+def _inflight(args: AsyncGRPOConfig) -> int:
+    """TRL's own rule for an unset `max_inflight_tasks`: no more than can be trained before it is stale."""
+    if args.max_inflight_tasks >= 0:
+        return args.max_inflight_tasks
+    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    return max(args.max_staleness, 1) * batch
+
+
+def make_worker(
+    args: AsyncGRPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: Dataset,
+    replicas: Sequence[str],
+    epoch: int,
+    *,
+    reward_funcs: list[Callable[..., list[float]]],
+    environment_factory: Callable[[], object] | None,
+) -> ReplicaRolloutWorker:
+    """The worker that TRL would build from `args`, pointed at the replicas."""
+    return ReplicaRolloutWorker(
+        replicas=replicas,
+        epoch=epoch,
+        model_name=MODEL_NAME,
+        dataset=dataset,
+        reward_funcs=reward_funcs,
+        processing_class=tokenizer,
+        eos_token_ids=[tokenizer.eos_token_id],
+        environment_factory=environment_factory,
+        num_generations=args.num_generations,
+        max_inflight_tasks=_inflight(args),
+        queue_maxsize=args.queue_maxsize,
+        max_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        request_timeout=args.request_timeout,
+        chat_template_kwargs=args.chat_template_kwargs,
+        max_tool_calling_iterations=args.max_tool_calling_iterations,
+        log_completions=args.log_completions,
+        num_completions_to_print=args.num_completions_to_print,
+        fork_threshold_tokens=args.fork_threshold_tokens,
+    )

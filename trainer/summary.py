@@ -1,0 +1,101 @@
+"""A run in figures, derived from its log in the bucket: what `make demo` prints and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from shared.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent, StepEvent, SyncEvent
+
+
+def summarize(events: Sequence[Event], model: str) -> dict[str, Any]:
+    """All figures of a finished run. `verified` is true only when every replica's live digest equals the
+    trainer's at the same version. Rewards are means over the first and the last tenth of the steps.
+    """
+    syncs = {e.version: e for e in events if isinstance(e, SyncEvent)}
+    commits = {e.version: e for e in events if isinstance(e, CommitEvent)}
+    replicas = {e.replica: e for e in events if isinstance(e, ReplicaEvent)}
+    done = next((e for e in reversed(events) if isinstance(e, DoneEvent)), None)
+    rewards = [e.reward for e in events if isinstance(e, StepEvent) and e.reward is not None]
+    tenth = max(1, len(rewards) // 10)
+    return {
+        "model": model,
+        "syncs": len(syncs) - 1 if syncs else 0,  # version 0 is the base, not a sync
+        "full_bytes": max((s.full_bytes for s in syncs.values()), default=0),
+        "steps": len(rewards),
+        "reward_first": sum(rewards[:tenth]) / tenth if rewards else None,
+        "reward_last": sum(rewards[-tenth:]) / tenth if rewards else None,
+        "digest": done.digest if done else None,
+        "replicas": [
+            {"name": r.replica, "version": r.version, "digest": r.digest} for r in replicas.values()
+        ],
+        "verified": bool(done and replicas)
+        and all((r.version, r.digest) == (done.version, done.digest) for r in replicas.values()),
+        "versions": [_version(sync, commits.get(version)) for version, sync in sorted(syncs.items())],
+    }
+
+
+def _version(sync: SyncEvent, commit: CommitEvent | None) -> dict[str, Any]:
+    return {
+        "version": sync.version,
+        "payload_bytes": sync.payload_bytes,
+        "anchor_bytes": sync.anchor_bytes,
+        "changed": sync.changed,
+        "sparsity": 1.0 - sync.changed / sync.total,
+        "diff_s": sync.diff_s,
+        "publish_s": sync.publish_s,
+        # None for a version that the replica skipped because a newer one was there already
+        "pause_ms": commit.pause_ms if commit else None,
+        "commit_ms": commit.commit_ms if commit else None,
+        "lag_s": commit.lag_s if commit else None,
+    }
+
+
+def table(summary: dict[str, Any]) -> str:
+    """The figures of `summarize` as lines for a terminal."""
+    deltas = [v for v in summary["versions"] if v["version"] > 0 and v["changed"]]
+    rows = [
+        ("model", f"{summary['model']}, {_bytes(summary['full_bytes'])} in bf16"),
+        ("syncs", f"{summary['syncs']} in {summary['steps']} steps"),
+        ("reward", f"{summary['reward_first']:.3f} -> {summary['reward_last']:.3f}"),
+    ]
+    if deltas:
+        payload = median(v["payload_bytes"] for v in deltas)
+        rows += [
+            (
+                "changed per sync",
+                f"{100 * median(1 - v['sparsity'] for v in deltas):.2f} % of the weights (median)",
+            ),
+            (
+                "payload per sync",
+                f"{_bytes(payload)} (median), 1/{summary['full_bytes'] / payload:.0f} of a full sync",
+            ),
+            (
+                "pause",
+                f"{_median(deltas, 'pause_ms'):.0f} ms (median), {_median(deltas, 'commit_ms'):.1f} ms of it the commit",
+            ),
+            (
+                "publish, lag",
+                f"{_median(deltas, 'publish_s'):.2f} s, {_median(deltas, 'lag_s'):.2f} s (median)",
+            ),
+        ]
+    serving = ", ".join(f"{r['name']} at v{r['version']} ({r['digest']})" for r in summary["replicas"])
+    rows += [("trainer digest", str(summary["digest"])), ("replicas", serving)]
+    rows += [("verified", "yes: live weights equal the trainer's" if summary["verified"] else "NO")]
+    return "\n".join(f"  {name:18} {value}" for name, value in rows)
+
+
+def _median(versions: list[dict[str, Any]], key: str) -> float:
+    return (
+        median(v[key] for v in versions if v[key] is not None)
+        if any(v[key] is not None for v in versions)
+        else 0.0
+    )
+
+
+def _bytes(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"

@@ -1,0 +1,76 @@
+"""What TRL 1.16's experimental async GRPO needs to run without a GPU and without vLLM on the trainer's box.
+
+Patches of TRL internals, pinned to the release they were written for. `install` checks that each place still
+looks as expected and says so loudly where it does not.
+"""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import trl
+from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker, packing
+
+TESTED = "1.16."
+
+
+def install() -> None:
+    """Patch TRL in this process; raises `RuntimeError` if this release is not the tested one."""
+    if not trl.__version__.startswith(TESTED):
+        raise RuntimeError(
+            f"tested with trl {TESTED}*, found {trl.__version__}; pip install 'trl=={TESTED}0'"
+        )
+    # The rollout worker speaks HTTP only, yet refuses to start where vLLM is not installed.
+    _replace(async_rollout_worker, "is_vllm_available", lambda *args, **kwargs: True)
+    if not torch.cuda.is_available():
+        # Attention is hard-wired to a FlashAttention-3 GPU kernel, throughput to the name of a GPU.
+        _replace(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=_varlen_attention))
+        _replace(async_grpo_trainer, "get_peak_flops_per_device", lambda *args, **kwargs: None)
+
+
+def _replace(module: Any, name: str, value: Any) -> None:
+    if not hasattr(module, name):
+        raise RuntimeError(
+            f"trl {trl.__version__} has no {module.__name__}.{name} any more; adapt trl_compat.py"
+        )
+    setattr(module, name, value)
+
+
+def _varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts_q: torch.Tensor,
+    starts_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+) -> torch.Tensor:
+    """FlashAttention's varlen function through PyTorch's SDPA.
+
+    `q` is [tokens, heads, head_dim], `k` and `v` likewise with fewer heads; `starts_*` are the cumulative
+    lengths of the packed sequences. Causal masks are aligned to the bottom right, as FlashAttention does.
+    """
+    if not causal or window_size != (-1, -1):
+        raise NotImplementedError("only full causal attention has a CPU version here")
+    spans = zip(_spans(starts_q), _spans(starts_k), strict=True)
+    return torch.cat([_attend(q[a:b], k[c:d], v[c:d], softmax_scale) for (a, b), (c, d) in spans])
+
+
+def _spans(starts: torch.Tensor) -> list[tuple[int, int]]:
+    return list(itertools.pairwise(starts.tolist()))
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
+    mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
+    heads_first = [t.transpose(0, 1)[None] for t in (q, k, v)]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *heads_first, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out[0].transpose(0, 1)
