@@ -1,0 +1,129 @@
+"""The gateway: the only public port of a vLLM Space. Inference, status and the dashboard; nothing else.
+
+`python -m inference_space.app` starts it with the settings in the environment. vLLM listens on loopback,
+and what it offers beyond the three inference routes below is not reachable from outside.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.background import BackgroundTask
+
+from inference_space import dashboard
+from inference_space.follower import Follower
+from inference_space.settings import Settings, SettingsError, from_environment
+from inference_space.vllm_server import VllmServer
+from shared.bucket import open_bucket
+from shared.history import RunReader
+from shared.protocol import Manifest
+from shared.runlog import ReplicaReport
+
+INFERENCE = {"/v1/models": "GET", "/v1/completions": "POST", "/v1/chat/completions": "POST"}
+_NO_TIMEOUT = httpx.Timeout(None, connect=5.0)
+
+
+def build(settings: Settings) -> FastAPI:
+    """The whole Space as one ASGI app; the follower and vLLM live as long as it does."""
+    bucket = open_bucket(settings.bucket)
+    vllm = VllmServer(settings)
+    follower = Follower(RunReader(bucket, settings.run), vllm, settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        Path(settings.folder).mkdir(parents=True, exist_ok=True)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        async with httpx.AsyncClient(timeout=_NO_TIMEOUT, limits=limits, trust_env=False) as client:
+            app.state.client = client
+            follower.start()
+            yield
+            follower.stop()
+
+    app = FastAPI(title="Delta Weight Sync replica", lifespan=lifespan, docs_url=None, redoc_url=None)
+    _add_status(app, follower)
+    for path, method in INFERENCE.items():
+        app.add_api_route(path, _forward(vllm, follower), methods=[method])
+    dashboard.mount(app, bucket, settings.run)
+    return app
+
+
+def _add_status(app: FastAPI, follower: Follower) -> None:
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """Live: the gateway answers."""
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        """Ready: a version is served."""
+        status = follower.report(0).status
+        return JSONResponse(status.model_dump(), 200 if follower.serving else 503)
+
+    @app.get("/status")
+    async def status(after: int = -1) -> ReplicaReport:
+        """Version, digest and state, and the commits of versions newer than `after`."""
+        return follower.report(after)
+
+
+def _forward(vllm: VllmServer, follower: Follower):  # noqa: ANN202 - a FastAPI endpoint
+    async def forward(request: Request) -> Response:
+        serving = follower.serving
+        if serving is None:
+            return _unavailable(f"no version is served yet: {follower.report(0).status.state}")
+        client: httpx.AsyncClient = request.app.state.client
+        upstream = client.build_request(
+            request.method,
+            f"{vllm.url}{request.url.path}",
+            content=await request.body(),
+            headers={"content-type": request.headers.get("content-type", "application/json")},
+        )
+        try:
+            answer = await client.send(upstream, stream=True)
+        except httpx.HTTPError:
+            return _unavailable("vLLM is being restarted")
+        headers = {"content-type": answer.headers["content-type"], **_policy_headers(serving)}
+        closing = BackgroundTask(answer.aclose)
+        return StreamingResponse(answer.aiter_raw(), answer.status_code, headers, background=closing)
+
+    return forward
+
+
+def _policy_headers(serving: Manifest) -> dict[str, str]:
+    """The version at the start of the request: the oldest one that can have produced a token of it."""
+    return {
+        "x-policy-version": str(serving.version),
+        "x-policy-epoch": str(serving.epoch),
+        "x-policy-sync": str(serving.sync),
+    }
+
+
+def _unavailable(reason: str) -> JSONResponse:
+    error = {"message": f"{reason}; try again in a moment", "type": "unavailable", "code": 503}
+    return JSONResponse({"error": error}, 503, {"retry-after": "1"})
+
+
+def main() -> None:
+    """Start the Space."""
+    try:
+        settings = from_environment()
+    except SettingsError as error:
+        sys.exit(f"replica: {error}")
+    uvicorn.run(
+        build(settings),
+        host=settings.host,
+        port=settings.port,
+        access_log=False,
+        log_level="warning",
+        timeout_graceful_shutdown=5,
+    )
+
+
+if __name__ == "__main__":
+    main()

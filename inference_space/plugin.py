@@ -1,0 +1,23 @@
+"""The `vllm.general_plugins` entry point: makes our weight-transfer backend known to stock vLLM."""
+
+BACKEND = "delta_weight_sync"
+TESTED = ("0.31", "0.32", "0.33")
+
+
+def register() -> None:
+    """Called by vLLM in each of its processes, possibly more than once."""
+    import vllm
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
+
+    if not vllm.__version__.startswith(TESTED):
+        raise RuntimeError(
+            f"delta weight sync was tested with vLLM {', '.join(TESTED)}, found {vllm.__version__}; "
+            "install a tested version"
+        )
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, "inference_space.engine", "DeltaEngine")
+    if current_platform.is_cpu():
+        from inference_space import cpu_backend
+
+        cpu_backend.install()

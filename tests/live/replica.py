@@ -1,0 +1,101 @@
+"""A real replica for tests: the gateway as its own process, with its own vLLM, on loopback."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from trainer.processes import free_port
+
+PATIENCE_S = 240.0
+
+
+class Replica:
+    """`python -m inference_space.app` with its settings; `kill` is the -9 of a lost machine."""
+
+    def __init__(self, bucket_url: str, run: str, folder: Path, *, max_model_len: int = 512) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._settings = {
+            "REPLICA_BUCKET": bucket_url,
+            "REPLICA_RUN": run,
+            "REPLICA_NAME": "replica-1",
+            "REPLICA_HOST": "127.0.0.1",
+            "REPLICA_PORT": str(self.port),
+            "REPLICA_POLL_S": "0.1",
+            "REPLICA_MAX_MODEL_LEN": str(max_model_len),
+            "REPLICA_FOLDER": str(folder),
+            "OMP_NUM_THREADS": "1",
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with (self.folder / "replica.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "inference_space.app"],
+                env={**os.environ, **self._settings},
+                stdout=log,
+                stderr=log,
+            )
+
+    def kill(self) -> None:
+        """-9, and wait until everything that belonged to it is gone."""
+        assert self._process is not None
+        family = psutil.Process(self._process.pid).children(recursive=True)
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+        _, alive = psutil.wait_procs(family, timeout=30)
+        assert not alive, f"left behind: {alive}"
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait(60)
+
+    def status(self, after: int = -1) -> dict[str, Any]:
+        answer = httpx.get(f"{self.url}/status", params={"after": after}, timeout=30.0)
+        report: dict[str, Any] = answer.raise_for_status().json()
+        return report
+
+    def wait_for(self, version: int) -> dict[str, Any]:
+        """Block until the replica serves `version`; returns its status."""
+        return self._wait(lambda status: status["version"] == version, f"version {version}")
+
+    def wait_for_error(self, part: str) -> dict[str, Any]:
+        """Block until the replica reports an error that mentions `part`; returns its status."""
+        return self._wait(lambda status: part in (status["error"] or ""), f"an error about {part}")
+
+    def _wait(self, wanted: Any, what: str) -> dict[str, Any]:
+        assert self._process is not None
+        deadline = time.monotonic() + PATIENCE_S
+        last = "no answer"
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                status = self.status()["status"]
+                if wanted(status):
+                    return status
+                last = str(status)
+            except httpx.TransportError:
+                pass
+            time.sleep(0.2)
+        raise AssertionError(f"no {what}: {last}; see {self.folder}")
+
+
+def greedy(url: str, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
+    """Token ids and logprobs of 24 greedy tokens for each prompt."""
+    answers = []
+    for prompt in prompts:
+        body = {"model": "policy", "prompt": prompt, "max_tokens": 24, "temperature": 0, "logprobs": 1}
+        body |= {"ignore_eos": True, "return_token_ids": True}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120.0).raise_for_status().json()
+        choice = answer["choices"][0]
+        answers.append((choice["token_ids"], choice["logprobs"]["token_logprobs"]))
+    return answers

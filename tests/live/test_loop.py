@@ -1,0 +1,86 @@
+"""The whole loop with the real parts: TRL learns through the bucket, and survives the loss of its replica."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shared.bucket import open_bucket
+from shared.history import RunReader
+from shared.runlog import DoneEvent, RunLogReader, StepEvent
+from tests.live.replica import Replica
+from trainer.policies import tiny
+
+pytestmark = pytest.mark.live
+
+CONFIG = """
+task: shorter
+learning_rate: 3.0e-3
+max_steps: 60
+per_device_train_batch_size: 32
+num_generations: 8
+max_completion_length: 32
+max_inflight_tasks: 64
+max_staleness: 3
+token_budget: 0
+dtype: float32
+bf16: false
+use_cpu: true
+gradient_checkpointing: false
+logging_steps: 1
+save_strategy: "no"
+report_to: none
+disable_tqdm: true
+"""
+
+
+def start_trainer(folder: Path, bucket_url: str, replica_url: str) -> subprocess.Popen[bytes]:
+    tiny.build(folder / "base", tie=True, seed=0)
+    (folder / "config.yaml").write_text(CONFIG + f"output_dir: {folder}/trainer\n")
+    command = [sys.executable, "-m", "trainer.train", "--config", str(folder / "config.yaml")]
+    command += ["--model", str(folder / "base"), "--bucket", bucket_url, "--run", "loop"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with (folder / "trainer.log").open("wb") as log:
+        return subprocess.Popen(
+            [*command, "--replicas", replica_url], env=environment, stdout=log, stderr=log
+        )
+
+
+def wait_for_step(reader: RunLogReader, trainer: subprocess.Popen[bytes], step: int) -> None:
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline and trainer.poll() is None:
+        if any(isinstance(e, StepEvent) and e.step >= step for e in reader.poll()):
+            return
+        time.sleep(0.5)
+    raise AssertionError(f"the trainer did not reach step {step} (exit code {trainer.poll()})")
+
+
+def test_shorter_is_learned_through_the_bucket_although_the_replica_dies(tmp_path):
+    """The immediate-end-of-turn sanity check of the original work, with a -9 in the middle."""
+    (tmp_path / "bucket").mkdir()
+    url = (tmp_path / "bucket").as_uri()
+    replica = Replica(url, "loop", tmp_path / "replica")
+    replica.start()
+    trainer = start_trainer(tmp_path, url, replica.url)
+    try:
+        wait_for_step(RunLogReader(open_bucket(url), "loop"), trainer, 15)
+        replica.kill()
+        replica.start()
+        assert trainer.wait(400) == 0, (tmp_path / "trainer.log").read_text()[-2000:]
+        head = RunReader(open_bucket(url), "loop").at()
+        status = replica.wait_for(head.version)
+    finally:
+        trainer.kill()
+        replica.stop()
+    events = RunLogReader(open_bucket(url), "loop").poll()
+    rewards = [e.reward for e in events if isinstance(e, StepEvent)]
+    done = next(e for e in events if isinstance(e, DoneEvent))
+    assert sum(rewards[-5:]) / 5 > max(0.9, sum(rewards[:5]) / 5 + 0.2), json.dumps(rewards)
+    assert head.version >= 40
+    assert status["digest"] == head.digest == done.digest, (
+        "live replica, bucket and trainer hold the same bits"
+    )
