@@ -6,6 +6,7 @@ and what it offers beyond the three inference routes below is not reachable from
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,7 +20,7 @@ from starlette.background import BackgroundTask
 
 from inference_space import dashboard
 from inference_space.follower import Follower
-from inference_space.settings import Settings, SettingsError, from_environment
+from inference_space.settings import Settings, SettingsError, settings_from
 from inference_space.vllm_server import VllmServer
 from shared.bucket import open_bucket
 from shared.history import RunReader
@@ -30,7 +31,7 @@ INFERENCE = {"/v1/models": "GET", "/v1/completions": "POST", "/v1/chat/completio
 _NO_TIMEOUT = httpx.Timeout(None, connect=5.0)
 
 
-def build(settings: Settings) -> FastAPI:
+def create_app(settings: Settings) -> FastAPI:
     """The whole Space as one ASGI app; the follower and vLLM live as long as it does."""
     bucket = open_bucket(settings.bucket)
     vllm = VllmServer(settings)
@@ -112,11 +113,11 @@ def _unavailable(reason: str) -> JSONResponse:
 def main() -> None:
     """Start the Space."""
     try:
-        settings = from_environment()
+        settings = settings_from(os.environ)
     except SettingsError as error:
         sys.exit(f"replica: {error}")
     uvicorn.run(
-        build(settings),
+        create_app(settings),
         host=settings.host,
         port=settings.port,
         access_log=False,

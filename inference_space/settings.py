@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Mapping
 
@@ -32,7 +31,7 @@ class Settings(BaseModel):
     folder: str = "/tmp/replica"  # scratch space: checkpoints, deltas, vLLM's log
 
 
-def from_environment(environ: Mapping[str, str] = os.environ) -> Settings:
+def settings_from(environ: Mapping[str, str]) -> Settings:
     """Parse the settings; raises `SettingsError`."""
     values = {key[len(PREFIX) :].lower(): value for key, value in environ.items() if key.startswith(PREFIX)}
     try:

@@ -127,10 +127,9 @@ class Progress:
 
     def _step(self, event: StepEvent) -> None:
         newest = self._syncs[max(self._syncs)]
-        self.say(
-            f"step {event.step:4}  reward {event.reward:6.3f}  trainer v{newest.version}, replica v{self._serving}  "
-            f"{newest.payload_bytes / 1e3:.1f} KB per sync, {100 * newest.changed / newest.total:.2f} % changed"
-        )
+        versions = f"trainer v{newest.version}, replica v{self._serving}"
+        payload = f"{newest.payload_bytes / 1e3:.1f} KB, {100 * newest.changed / newest.total:.2f} % changed"
+        self.say(f"step {event.step:4}  reward {event.reward:6.3f}  {versions}  {payload}")
 
 
 _ONE_CORE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}

@@ -70,7 +70,8 @@ class Processes:
         _, alive = psutil.wait_procs(family, timeout=_PATIENCE_S)
         for process in alive:
             _quietly(process.kill)
-        psutil.wait_procs(alive, timeout=_PATIENCE_S)
+        for child in self._children.values():
+            child.wait()
         self._children.clear()
 
 

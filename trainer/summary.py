@@ -61,24 +61,18 @@ def table(summary: dict[str, Any]) -> str:
         ("reward", f"{summary['reward_first']:.3f} -> {summary['reward_last']:.3f}"),
     ]
     if deltas:
-        payload = median(v["payload_bytes"] for v in deltas)
+        payload = _median(deltas, "payload_bytes")
+        share = 100 * (1 - _median(deltas, "sparsity"))
+        pause, commit = _median(deltas, "pause_ms"), _median(deltas, "commit_ms")
+        publish, lag = _median(deltas, "publish_s"), _median(deltas, "lag_s")
         rows += [
-            (
-                "changed per sync",
-                f"{100 * median(1 - v['sparsity'] for v in deltas):.2f} % of the weights (median)",
-            ),
+            ("changed per sync", f"{share:.2f} % of the weights (medians, here and below)"),
             (
                 "payload per sync",
-                f"{_bytes(payload)} (median), 1/{summary['full_bytes'] / payload:.0f} of a full sync",
+                f"{_bytes(payload)}, 1/{summary['full_bytes'] / payload:.0f} of a full sync",
             ),
-            (
-                "pause",
-                f"{_median(deltas, 'pause_ms'):.0f} ms (median), {_median(deltas, 'commit_ms'):.1f} ms of it the commit",
-            ),
-            (
-                "publish, lag",
-                f"{_median(deltas, 'publish_s'):.2f} s, {_median(deltas, 'lag_s'):.2f} s (median)",
-            ),
+            ("pause", f"{pause:.0f} ms, {commit:.1f} ms of it the commit"),
+            ("hand-over to HEAD", f"{publish:.2f} s; to the replica's commit {lag:.2f} s"),
         ]
     serving = ", ".join(f"{r['name']} at v{r['version']} ({r['digest']})" for r in summary["replicas"])
     rows += [("trainer digest", str(summary["digest"])), ("replicas", serving)]
@@ -87,11 +81,8 @@ def table(summary: dict[str, Any]) -> str:
 
 
 def _median(versions: list[dict[str, Any]], key: str) -> float:
-    return (
-        median(v[key] for v in versions if v[key] is not None)
-        if any(v[key] is not None for v in versions)
-        else 0.0
-    )
+    known = [version[key] for version in versions if version[key] is not None]
+    return median(known) if known else 0.0
 
 
 def _bytes(count: float) -> str:

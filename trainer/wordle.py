@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 import uuid
@@ -18,22 +19,27 @@ Example: `c1-r2?a3+n4-e5-`. A guess that is not a word costs a turn. Use what th
 _PATIENCE_S = 600.0
 
 
+class GameLostError(ValueError):
+    """The server does not know the game any more: it was restarted, or the game expired."""
+
+
 class WordleEnv:
     """One game at a time over HTTP. Every member of a GRPO group gets the row's seed, so the same secret.
 
     Calls are idempotent on the server (chosen session id, numbered turns), so a lost answer is asked again.
+    TRL awaits one `reset` after the other, so the session is opened with the first guess, in parallel.
     """
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
-        self._session, self._turn = "", 0
+        self._seed, self._session, self._turn = 0, "", 0
         self._reward: float | None = None
         self._done = True
 
     def reset(self, seed: int, **row: Any) -> None:
         """Start the game of `seed`; the prompt is the dataset's."""
-        self._session, self._turn, self._reward, self._done = uuid.uuid4().hex, 0, None, False
-        self._call("POST", "/sessions", {"seed": seed, "id": self._session})
+        self._seed, self._session, self._turn = seed, uuid.uuid4().hex, 0
+        self._reward, self._done = None, False
 
     def guess(self, word: str) -> str:
         """Guess the secret word.
@@ -46,17 +52,31 @@ class WordleEnv:
         """
         if self._done:
             raise ValueError("the game is over")
+        if self._turn == 0:
+            self._open()
         self._turn += 1
-        answer = self._call("POST", f"/sessions/{self._session}/guess", {"word": word, "turn": self._turn})
+        try:
+            answer = self._call(
+                "POST", f"/sessions/{self._session}/guess", {"word": word, "turn": self._turn}
+            )
+        except GameLostError:
+            self._done, self._reward = True, None
+            raise
         self._done, self._reward = answer["done"], answer["reward"]
         return str(answer["observation"])
 
     def get_reward(self) -> float | None:
         """The game's reward; None (not scored by TRL) if the game was lost to a fault of the server."""
         if not self._done:  # the policy stopped calling the tool
-            self._reward = self._call("DELETE", f"/sessions/{self._session}", None)["reward"]
-            self._done = True
+            if self._turn == 0:
+                self._open()
+            self._reward, self._done = None, True
+            with contextlib.suppress(GameLostError):
+                self._reward = self._call("DELETE", f"/sessions/{self._session}", None)["reward"]
         return self._reward
+
+    def _open(self) -> None:
+        self._call("POST", "/sessions", {"seed": self._seed, "id": self._session})
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         deadline = time.monotonic() + _PATIENCE_S
@@ -71,7 +91,8 @@ class WordleEnv:
                     raise RuntimeError(f"the environment at {self._url} does not answer: {error}") from error
                 time.sleep(1.0)
         if response.is_error:
-            raise ValueError(response.json().get("detail", response.text))
+            kind = GameLostError if response.status_code == httpx.codes.NOT_FOUND else ValueError
+            raise kind(response.json().get("detail", response.text))
         answer: dict[str, Any] = response.json()
         return answer
 

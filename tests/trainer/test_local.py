@@ -1,0 +1,139 @@
+"""`make demo`'s manners: it cleans up after itself, and a fault is one line naming the log and the fix."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shared.runlog import CommitEvent, DoneEvent, ReplicaEvent, StepEvent, SyncEvent
+from trainer.processes import ChildError, Processes, free_port
+from trainer.summary import summarize, table
+
+
+def demo(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "trainer.local", "--folder", str(folder), *arguments]
+    return subprocess.Popen(
+        command,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_children(process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        children = psutil.Process(process.pid).children(recursive=True)
+        if len(children) >= count:
+            return children
+        time.sleep(0.1)
+    raise AssertionError(f"the demo started too little: {process.communicate()}")
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "terminate"])
+def test_an_interrupt_stops_every_process(tmp_path, sign):
+    process = demo(tmp_path / "demo")
+    children = wait_for_children(process, 3)
+    time.sleep(2)
+    children += psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(sign)
+    _, complaint = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert complaint == "stopped; every process it started is gone\n"
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert not alive
+
+
+def test_a_port_in_use_is_one_line_with_the_fix(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        process = demo(tmp_path / "demo", "--port", str(port))
+        _, complaint = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert (
+        complaint == f"demo: port {port} is in use; choose another, for example: make demo PORT={port + 1}\n"
+    )
+
+
+def test_a_crashed_child_is_one_line_that_names_its_log(tmp_path):
+    process = demo(tmp_path / "demo", WORDLE_NO_SUCH_SETTING="1")
+    children = wait_for_children(process, 1)
+    _, complaint = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert complaint.startswith("demo: env stopped (exit code 1)")
+    assert f"{tmp_path}/demo/env.log" in complaint
+    assert "WORDLE_NO_SUCH_SETTING" in (tmp_path / "demo" / "env.log").read_text()
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert not alive
+
+
+def test_a_child_that_ignores_the_request_to_end_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.processes._PATIENCE_S", 1.0)
+    (tmp_path / "stubborn.py").write_text(
+        "import signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with Processes(tmp_path) as processes:
+        processes.start("stubborn", ["stubborn"], {"PYTHONPATH": str(tmp_path)})
+        while "ready" not in processes.log("stubborn").read_text():
+            time.sleep(0.05)
+        family = psutil.Process().children(recursive=True)
+    assert len(family) >= 2
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert not alive
+
+
+def test_free_port_names_the_port_that_is_taken():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ChildError, match=str(taken.getsockname()[1])):
+            free_port(taken.getsockname()[1])
+
+
+def events(*, replica_digest: str = "b" * 16, replica_version: int = 1) -> list:
+    sync = {"t": 0, "sync": 1, "anchor_bytes": 0, "full_bytes": 200, "total": 100}
+    sync |= {"diff_s": 0.1, "encode_s": 0.1, "publish_s": 0.5}
+    commit = {"t": 0, "replica": "r", "digest": "b" * 16, "fetch_s": 0, "stage_s": 0, "commit_ms": 1}
+    return [
+        SyncEvent(version=0, payload_bytes=200, changed=0, **sync),
+        SyncEvent(version=1, payload_bytes=10, changed=4, **sync),
+        *(StepEvent(t=0, step=i, reward=i / 10, metrics={}) for i in range(20)),
+        CommitEvent(version=1, lag_s=0.7, pause_ms=20, **commit),
+        ReplicaEvent(t=0, replica="r", state="serving", version=replica_version, digest=replica_digest),
+        DoneEvent(t=0, version=1, digest="b" * 16),
+    ]
+
+
+def test_the_summary_holds_what_the_log_says():
+    summary = summarize(events(), "tiny")
+    assert summary["verified"] is True
+    assert (summary["syncs"], summary["full_bytes"], summary["digest"]) == (1, 200, "b" * 16)
+    assert (summary["reward_first"], summary["reward_last"]) == (0.05, 1.85)
+    version = summary["versions"][1]
+    assert (version["payload_bytes"], version["changed"], version["sparsity"]) == (10, 4, 0.96)
+    assert (version["pause_ms"], version["lag_s"], version["publish_s"]) == (20, 0.7, 0.5)
+    assert "1/20 of a full sync" in table(summary)
+
+
+@pytest.mark.parametrize("wrong", [{"replica_digest": "c" * 16}, {"replica_version": 0}])
+def test_one_replica_that_differs_is_not_verified(wrong):
+    assert summarize(events(**wrong), "tiny")["verified"] is False
+
+
+def test_a_run_without_a_replica_or_an_end_is_not_verified():
+    assert summarize([], "tiny")["verified"] is False
+    assert summarize(events()[:-1], "tiny")["verified"] is False
