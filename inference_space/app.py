@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import httpx
+import aiohttp
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -28,7 +28,6 @@ from shared.protocol import Manifest
 from shared.runlog import ReplicaReport
 
 INFERENCE = {"/v1/models": "GET", "/v1/completions": "POST", "/v1/chat/completions": "POST"}
-_NO_TIMEOUT = httpx.Timeout(None, connect=5.0)
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -40,9 +39,10 @@ def create_app(settings: Settings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         Path(settings.folder).mkdir(parents=True, exist_ok=True)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        async with httpx.AsyncClient(timeout=_NO_TIMEOUT, limits=limits, trust_env=False) as client:
-            app.state.client = client
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=None, connect=5.0)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+            app.state.session = session
             follower.start()
             yield
             follower.stop()
@@ -50,7 +50,7 @@ def create_app(settings: Settings) -> FastAPI:
     app = FastAPI(title="Delta Weight Sync replica", lifespan=lifespan, docs_url=None, redoc_url=None)
     _add_status(app, follower)
     for path, method in INFERENCE.items():
-        app.add_api_route(path, _forward(vllm, follower), methods=[method])
+        app.add_route(path, _forward(vllm, follower), methods=[method])
     dashboard.mount(app, bucket, settings.run)
     return app
 
@@ -73,27 +73,30 @@ def _add_status(app: FastAPI, follower: Follower) -> None:
         return follower.report(after)
 
 
-def _forward(vllm: VllmServer, follower: Follower):  # noqa: ANN202 - a FastAPI endpoint
+def _forward(vllm: VllmServer, follower: Follower) -> Callable[[Request], Awaitable[Response]]:
     async def forward(request: Request) -> Response:
         serving = follower.serving
         if serving is None:
             return _unavailable(f"no version is served yet: {follower.report(0).status.state}")
-        client: httpx.AsyncClient = request.app.state.client
-        upstream = client.build_request(
-            request.method,
-            f"{vllm.url}{request.url.path}",
-            content=await request.body(),
-            headers={"content-type": request.headers.get("content-type", "application/json")},
-        )
+        body = await request.body()
+        headers = {"content-type": request.headers.get("content-type", "application/json")}
+        session: aiohttp.ClientSession = request.app.state.session
         try:
-            answer = await client.send(upstream, stream=True)
-        except httpx.HTTPError:
+            url = f"{vllm.url}{request.url.path}"
+            answer = await session.request(request.method, url, data=body or None, headers=headers)
+            return await _relay(answer, _policy_headers(serving))
+        except aiohttp.ClientError:
             return _unavailable("vLLM is being restarted")
-        headers = {"content-type": answer.headers["content-type"], **_policy_headers(serving)}
-        closing = BackgroundTask(answer.aclose)
-        return StreamingResponse(answer.aiter_raw(), answer.status_code, headers, background=closing)
 
     return forward
+
+
+async def _relay(answer: aiohttp.ClientResponse, headers: dict[str, str]) -> Response:
+    headers["content-type"] = answer.content_type
+    if answer.content_type == "text/event-stream":
+        closing = BackgroundTask(answer.close)
+        return StreamingResponse(answer.content.iter_any(), answer.status, headers, background=closing)
+    return Response(await answer.read(), answer.status, headers)
 
 
 def _policy_headers(serving: Manifest) -> dict[str, str]:

@@ -23,7 +23,10 @@ MODEL_NAME = "policy"
 _CONTROL_TIMEOUT_S = 300.0
 _PR_SET_PDEATHSIG = 1
 _SECRETS = ("TOKEN", "SECRET", "KEY", "PASSWORD", "CREDENTIAL")
-_ON_CPU = ["--enforce-eager", "--no-enable-chunked-prefill"]
+# On the CPU the worker runs inside the engine's process (named by class: the short name is overruled), or two
+# processes would spin for each other on the same cores; split prefills would rewind seeded requests.
+_IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+_ON_CPU = ["--enforce-eager", "--no-enable-chunked-prefill", "--distributed-executor-backend", _IN_PROCESS]
 _CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
