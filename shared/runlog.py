@@ -8,7 +8,6 @@ token, so it asks them for their status and records the answer.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -43,7 +42,7 @@ class StepEvent(Record):
     t: float
     step: int
     reward: float | None
-    metrics: dict[str, float]
+    metrics: dict[str, Annotated[float, Field(allow_inf_nan=False)]]
 
 
 class ReplicaEvent(Record):
@@ -145,27 +144,25 @@ class RunLogReader:
     def __init__(self, bucket: Bucket, run: str) -> None:
         self._bucket, self._keys = bucket, Keys(run)
         self._segment, self._seen, self._etag = 0, 0, ""
+        self._ready: list[Event] = []  # read already, though a later segment could not be
 
     def poll(self) -> list[Event]:
-        """The events that were added since the last call, oldest first."""
-        return list(self._new())
-
-    def _new(self) -> Iterable[Event]:
-        while True:
-            closed = self._bucket.stat(self._keys.segment(self._segment + 1)) is not None
-            yield from self._newest_of_segment()
-            if not closed:
-                return
+        """The events that were added since the last call, oldest first; after an error none are lost."""
+        while self._read_segment():
             self._segment, self._seen, self._etag = self._segment + 1, 0, ""
+        events, self._ready = self._ready, []
+        return events
 
-    def _newest_of_segment(self) -> Iterable[Event]:
+    def _read_segment(self) -> bool:
+        """Take in what is new in the current segment; True if it is complete."""
+        complete = self._bucket.stat(self._keys.segment(self._segment + 1)) is not None
         key = self._keys.segment(self._segment)
         info = self._bucket.stat(key)
-        if info is None or info.etag == self._etag:
-            return
-        events = _parse(self._bucket.get(key), key)
-        yield from events[self._seen :]
-        self._seen, self._etag = len(events), info.etag
+        if info is not None and info.etag != self._etag:
+            events = _parse(self._bucket.get(key), key)
+            self._ready += events[self._seen :]
+            self._seen, self._etag = len(events), info.etag
+        return complete
 
 
 def _parse(data: bytes, key: str) -> list[Event]:

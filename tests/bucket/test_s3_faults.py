@@ -1,0 +1,26 @@
+"""An S3 bucket when something is wrong."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from shared.bucket import AccessDenied, BucketUnreachable, open_bucket
+
+
+def test_missing_keys_are_asked_for(s3_env: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    with pytest.raises(AccessDenied, match=r"read access to s3://weights/HEAD .* set AWS_ACCESS_KEY_ID"):
+        open_bucket("s3://weights").stat("HEAD")
+
+
+def test_a_store_that_is_gone_is_named(s3_env: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")  # five by default, ten seconds
+    with pytest.raises(BucketUnreachable, match=r"s3://weights/HEAD cannot be reached .* AWS_ENDPOINT_URL"):
+        open_bucket("s3://weights").stat("HEAD")

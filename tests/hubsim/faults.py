@@ -1,0 +1,97 @@
+"""Faults on demand: make the simulated Hub fail, stall, hang up or lie, for chosen requests."""
+
+import asyncio
+import re
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+
+class Fault(BaseModel, extra="forbid"):
+    """What happens to requests whose "METHOD /path" matches; without a `status` the real answer follows."""
+
+    match: str  # regular expression
+    times: int = -1  # how many requests it hits; -1 = all
+    status: int = 0  # answer with this status
+    headers: dict[str, str] = Field(default_factory=dict)  # of that answer
+    delay: float = 0.0  # seconds to wait first
+    drop: bool = False  # hang up without an answer
+    truncate: int = -1  # hang up after that many bytes of the body
+    flip: int = -1  # invert the bits of that byte of the body
+
+
+class Plan:
+    """The faults in force, and every request so far as "METHOD /path"."""
+
+    def __init__(self) -> None:
+        self.faults: list[Fault] = []
+        self.requests: list[str] = []
+
+    def take(self, request: str) -> Fault | None:
+        """The first fault that hits this request; one that has had its times is skipped."""
+        for fault in self.faults:
+            if fault.times != 0 and re.search(fault.match, request):
+                fault.times -= 1
+                return fault
+        return None
+
+
+def control_routes(plan: Plan) -> APIRouter:
+    """Routes under /_sim, through which a test sets faults and reads the log."""
+    routes = APIRouter(prefix="/_sim")
+
+    @routes.post("/faults")
+    async def add(fault: Fault) -> None:
+        plan.faults.append(fault)
+
+    @routes.delete("/faults")
+    async def clear() -> None:
+        plan.faults.clear()
+
+    @routes.get("/requests")
+    async def requests() -> list[str]:
+        return plan.requests
+
+    return routes
+
+
+class FaultMiddleware:
+    """Outermost layer of the server: applies the plan to each request."""
+
+    def __init__(self, app: ASGIApp, plan: Plan) -> None:
+        self.app, self.plan = app, plan
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].startswith("/_sim"):
+            return await self.app(scope, receive, send)
+        request = f"{scope['method']} {scope['path']}"
+        self.plan.requests.append(request)
+        if fault := self.plan.take(request):
+            return await self._fail(fault, scope, receive, send)
+        return await self.app(scope, receive, send)
+
+    async def _fail(self, fault: Fault, scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.sleep(fault.delay)
+        if fault.drop:
+            receive.__self__.transport.abort()  # of uvicorn's request; ASGI has no word for hanging up
+        elif fault.status:
+            await JSONResponse({"error": "injected"}, fault.status, fault.headers)(scope, receive, send)
+        else:
+            await self.app(scope, receive, _damaging(fault, send))
+
+
+def _damaging(fault: Fault, send: Send) -> Send:
+    """A `send` that damages the body. Bodies here come in one piece."""
+
+    async def damage(message: Message) -> None:
+        body = bytearray(message.get("body", b""))
+        if 0 <= fault.flip < len(body):
+            body[fault.flip] ^= 0xFF
+            message = {**message, "body": bytes(body)}
+        if 0 <= fault.truncate < len(body):  # uvicorn hangs up on a body that stays incomplete
+            message = {**message, "body": bytes(body[: fault.truncate]), "more_body": True}
+        await send(message)
+
+    return damage
