@@ -99,7 +99,8 @@ class Follower:
         started = time.time()
         folder = self._folder / "checkpoint"
         shutil.rmtree(folder, ignore_errors=True)
-        self._report(f"fetching version {manifest.version}")
+        if self.serving is None:
+            self._report(f"fetching version {manifest.version}")
         state = self._reader.checkout(manifest, folder)
         shapes = {name: list(bits.shape) for name, bits in state.items()}
         del state

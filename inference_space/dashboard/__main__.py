@@ -1,0 +1,45 @@
+"""`python -m inference_space.dashboard --bucket URL`: watch a run from anywhere."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+
+import uvicorn
+from fastapi import FastAPI
+
+from inference_space.dashboard.mount import mount
+from shared.bucket import Bucket, BucketError, open_bucket
+
+
+def main() -> None:
+    """Serve the dashboard until interrupted."""
+    args = _arguments()
+    app = mount(FastAPI(), args.bucket, args.run)
+    with socket.create_server((args.host, args.port)) as listening:
+        print(f"http://{args.host}:{listening.getsockname()[1]}/", flush=True)
+        # An open page holds a connection that would never end by itself.
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
+        uvicorn.Server(config).run(sockets=[listening])
+
+
+def _bucket(url: str) -> Bucket:
+    try:
+        return open_bucket(url)
+    except BucketError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m inference_space.dashboard", description=__doc__)
+    parser.add_argument(
+        "--bucket", required=True, type=_bucket, metavar="URL", help="hf://, s3:// or file://"
+    )
+    parser.add_argument("--run", help="the run to show (default: the one created last)")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="default: any free one")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""One reader of the bucket for any number of viewers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from inference_space.dashboard.view import Fold, Progress
+from shared.bucket import Bucket, BucketError, ObjectMissing
+from shared.history import RunReader
+from shared.protocol import Keys, ProtocolError, RunInfo, parse
+from shared.runlog import RunLogReader
+
+EVERY_S = 1.0
+FIRST_WAIT_S = 1.0
+DIGESTS_BACK = 64  # manifests to walk for the digest of a version that a replica is still on
+
+
+@dataclass(frozen=True, eq=False)
+class RunView:
+    """What every viewer sees until the next refresh; a new `revision` where anything differs."""
+
+    bucket: str
+    run: str | None
+    revision: int = 0
+    model: str | None = None
+    read: bool = False  # the bucket was read at least once
+    problem: str | None = None  # why the bucket could not be read just now
+    quiet_min: int = 0  # whole minutes without an event
+    progress: Progress | None = None  # None before the first version
+
+
+class RunCache:
+    """Keeps the newest `RunView` of a run. It reads only while somebody looks, about once a second.
+
+    Without `run` it follows the run that was created last, and another once that one is gone.
+    """
+
+    def __init__(self, bucket: Bucket, run: str | None) -> None:
+        self._bucket, self._run = bucket, run
+        self._view = RunView(bucket=bucket.url, run=run)
+        self._info: RunInfo | None = None
+        self._log: RunLogReader | None = None
+        self._fold, self._stale = Fold(), False
+        self._asked, self._ready = threading.Event(), threading.Event()
+        threading.Thread(target=self._loop, name="dashboard-reader", daemon=True).start()
+
+    def view(self) -> RunView:
+        """The newest view, at once; only the first call waits, for at most `FIRST_WAIT_S` seconds."""
+        self._asked.set()
+        self._ready.wait(FIRST_WAIT_S)
+        return self._view
+
+    def _loop(self) -> None:
+        while self._asked.wait():
+            self._asked.clear()
+            self._refresh()
+            self._ready.set()
+            time.sleep(EVERY_S)
+
+    def _refresh(self) -> None:
+        problem = None
+        try:
+            self._follow()
+        except (BucketError, ProtocolError) as error:
+            problem = str(error)
+        except Exception as error:  # noqa: BLE001 - the thread must outlive it, and viewers must read of it
+            problem = f"The bucket could not be read: {type(error).__name__}: {error}"
+        self._show(problem)
+
+    def _follow(self) -> None:
+        info = self._find()
+        if info != self._info:
+            self._info, self._log, self._stale = info, None, True
+        if self._log is None:
+            self._fold = Fold()
+        if info:
+            self._read(self._log or RunLogReader(self._bucket, info.run))
+            self._learn_digests(RunReader(self._bucket, info.run))
+
+    def _read(self, log: RunLogReader) -> None:
+        self._log = None  # a poll that fails midway loses what it had read; the next one starts over
+        events = log.poll()
+        self._log = log
+        self._fold.add(events)
+        self._stale = self._stale or bool(events)
+
+    def _find(self) -> RunInfo | None:
+        name = self._run or (self._info.run if self._info else None)
+        known = _info(self._bucket, Keys(name).info) if name else None
+        if known or self._run:
+            return known
+        keys = [found.key for found in self._bucket.list("runs/") if found.key.endswith("/run.json")]
+        return max(filter(None, (_info(self._bucket, key) for key in keys)), key=_created_at, default=None)
+
+    def _learn_digests(self, run: RunReader) -> None:
+        """Fetch the digests that were published for the versions on which the replicas say they are."""
+        digests = self._fold.digests
+        wanted = self._fold.served() - digests.keys()
+        oldest = 0
+        for manifest in islice(run.history(), DIGESTS_BACK) if wanted else ():
+            oldest, digests[manifest.version], self._stale = manifest.version, manifest.digest, True
+            if oldest <= min(wanted):
+                return
+        digests.update((version, None) for version in wanted if version < oldest)  # too far back: give up
+
+    def _show(self, problem: str | None) -> None:
+        was = self._view
+        progress = self._fold.progress() if self._stale else was.progress
+        self._stale = False
+        now = replace(
+            was,
+            run=self._info.run if self._info else self._run,
+            model=self._info.model if self._info else None,
+            read=was.read or problem is None,
+            problem=problem,
+            quiet_min=_quiet_min(progress),
+            progress=progress,
+        )
+        if vars(now) != vars(was):
+            self._view = replace(now, revision=was.revision + 1)
+
+
+def _created_at(info: RunInfo) -> float:
+    return info.created_at
+
+
+def _info(bucket: Bucket, key: str) -> RunInfo | None:
+    try:
+        return parse(RunInfo, bucket.get(key), key)
+    except ObjectMissing:
+        return None
+
+
+def _quiet_min(progress: Progress | None) -> int:
+    if progress is None or progress.done:
+        return 0
+    return max(0, int((time.time() - progress.last_t) / 60))

@@ -1,0 +1,109 @@
+"""The charts of the page: is it learning, is every replica current, what did a sync cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from inference_space.dashboard import svg
+from inference_space.dashboard.svg import Mark
+from inference_space.dashboard.view import Point, Progress, Series
+from inference_space.dashboard.words import duration, number, percent, size
+
+COLOURS = 6  # of replicas, before they repeat
+
+
+def panels(run: Progress) -> str:
+    """All charts."""
+    return f'<section class="panels">{"".join(draw(run) for draw in _PANELS)}</section>'
+
+
+def colour(index: int) -> str:
+    """The class that colours the replica at `index`."""
+    return f"r{index % COLOURS}"
+
+
+def _versions(run: Progress) -> str:
+    lines = [("trainer", "trainer", _until(run.trainer, run.last_t))]
+    lines += [(r.name, colour(at), _until(r.versions, run.last_t)) for at, r in enumerate(run.replicas)]
+    x = svg.ago(run.trainer[0][0], run.last_t, duration)
+    y = svg.whole(_ys(points for *_, points in lines), lambda version: f"v{version:.0f}")
+    marks = [Mark("step", css, points) for _, css, points in (lines[0], *reversed(lines[1:]))]
+    keys = "".join(f'<b class="{css}">{escape(name)}</b>' for name, css, _ in lines)
+    about = "the trainer's, and each replica's after it"
+    return _panel("Versions", about, f"v{run.version}", x, y, marks, keys)
+
+
+def _reward(run: Progress) -> str:
+    trend = svg.smooth(run.reward)
+    marks = [Mark("dots", "faint", run.reward), Mark("line", "good", trend)]
+    x = svg.whole(_xs([run.reward]), lambda step: f"{step:.0f}")
+    y = svg.linear(_ys([run.reward]), lambda value: f"{value:.2g}")
+    now = "none yet" if run.reward_lately is None else f"{run.reward_lately:.2f}"
+    return _panel("Reward", "of each optimizer step, and its trend", now, x, y, marks)
+
+
+def _payload(run: Progress) -> str:
+    full: Series = ((0, run.full_bytes), (max(1, run.version), run.full_bytes))
+    marks = [
+        Mark("line", "limit", full),
+        Mark("area", "delta", run.deltas),
+        Mark("line", "delta", run.deltas),
+        Mark("dots", "anchor", run.anchors),
+    ]
+    y = svg.logarithmic(_ys([full, run.deltas, run.anchors]), size)
+    keys = '<b class="delta">delta</b><b class="anchor">anchor</b><b class="limit">all weights</b>'
+    now = "none yet" if run.payload_bytes is None else size(run.payload_bytes)
+    return _panel("Payload", "bytes per version", now, _version_axis([full]), y, marks, keys)
+
+
+def _changed(run: Progress) -> str:
+    y = svg.linear(_ys([run.changed]), percent, zero=True)
+    marks = [Mark("area", "share", run.changed), Mark("line", "share", run.changed)]
+    now = percent(run.changed[-1][1]) if run.changed else "none yet"
+    return _panel("Weights changed", "share per version", now, _version_axis([run.changed]), y, marks)
+
+
+def _lags(run: Progress) -> str:
+    lines = [r.lags for r in run.replicas]
+    y = svg.linear(_ys(lines), duration, zero=True)
+    marks = [Mark("dots", colour(at), points) for at, points in enumerate(lines)]
+    keys = "".join(f'<b class="{colour(at)}">{escape(r.name)}</b>' for at, r in enumerate(run.replicas))
+    now = "none yet" if run.lag_s is None else duration(run.lag_s)
+    return _panel("Time to serving", "hand-over to commit", now, _version_axis(lines), y, marks, keys)
+
+
+def _pauses(run: Progress) -> str:
+    y = svg.linear(_ys([run.pauses]), lambda ms: duration(ms / 1000), zero=True)
+    now = "none yet" if run.pause_ms is None else duration(run.pause_ms / 1000)
+    marks = [Mark("dots", "pause", run.pauses)]
+    about = "while generation stood still, slowest replica"
+    return _panel("Pause", about, now, _version_axis([run.pauses]), y, marks)
+
+
+_PANELS = (_reward, _versions, _payload, _lags, _pauses, _changed)
+
+
+def _panel(
+    title: str, about: str, now: str, x: svg.Axis, y: svg.Axis, marks: list[Mark], keys: str = ""
+) -> str:
+    return (
+        f"<figure><figcaption><h2>{title}</h2><output>{now}</output><p>{about}</p></figcaption>"
+        f'{svg.chart(x, y, marks)}<div class="keys">{keys}</div></figure>'
+    )
+
+
+def _version_axis(lines: Iterable[Series]) -> svg.Axis:
+    return svg.whole(_xs(lines), lambda version: f"v{number(version)}")
+
+
+def _until(points: Series, t: float) -> Sequence[Point]:
+    return (*points, (t, points[-1][1])) if points else ()
+
+
+def _xs(lines: Iterable[Sequence[Point]]) -> list[float]:
+    return [x for points in lines for x, _ in points]
+
+
+def _ys(lines: Iterable[Sequence[Point]]) -> list[float]:
+    return [y for points in lines for _, y in points]

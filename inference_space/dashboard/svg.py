@@ -1,0 +1,171 @@
+"""Small charts as inline SVG that stretches with the page.
+
+The drawing fills a 1000 x 1000 box that the browser stretches; strokes keep their width, dots are round
+caps of empty strokes, and labels are HTML beside it, so nothing is distorted. Colours come from the CSS.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from inference_space.dashboard.view import Point, mean
+
+BOX = 1000
+FEW = 60  # points that are few enough for large dots
+_SPANS = tuple(unit * count for unit in (1, 60, 3600, 86_400) for count in (1, 2, 5, 10, 15, 30))
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A range of values, and the ticks that are labelled on it."""
+
+    low: float
+    high: float
+    ticks: tuple[tuple[float, str], ...]
+    log: bool = False
+
+    def place(self, value: float) -> float:
+        """Where `value` lies: 0 at `low`, 1 at `high`, cut off beyond."""
+        low, high, value = (
+            (math.log10(max(v, 1e-9)) for v in (self.low, self.high, value))
+            if self.log
+            else (self.low, self.high, value)
+        )
+        return min(1.0, max(0.0, (value - low) / (high - low)))
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One series of a chart; `colour` is a class of the style sheet."""
+
+    kind: Literal["line", "step", "dots", "area"]
+    colour: str
+    points: Sequence[Point]
+
+
+def linear(values: Iterable[float], words: Callable[[float], str], *, zero: bool = False) -> Axis:
+    """An axis around `values` with about four round ticks; from 0 where `zero`."""
+    low, high = _range(values, zero)
+    step = _round_step((high - low) / 4)
+    if not zero:
+        low = math.floor(low / step) * step
+    return Axis(low, high, _ticks(low, high, step, words))
+
+
+def ago(first: float, now: float, words: Callable[[float], str]) -> Axis:
+    """A time axis that ends `now`; ticks on round spans before it."""
+    first = min(first, now - 1)
+    step = next((step for step in _SPANS if 4 * step >= now - first), _SPANS[-1])
+    spans = range(step, int(now - first) + 1, step)
+    return Axis(first, now, ((now, "now"), *((now - span, f"−{_short(words(span))}") for span in spans)))
+
+
+def logarithmic(values: Iterable[float], words: Callable[[float], str]) -> Axis:
+    """A logarithmic axis over whole decades."""
+    positive = [value for value in values if value > 0] or [1.0]
+    low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)) + 1e-9)
+    high = max(high, low + 1)
+    ticks = (10.0**n for n in range(low, high + 1, math.ceil((high - low) / 4)))
+    return Axis(10.0**low, 10.0**high, tuple((at, _short(words(at))) for at in ticks), log=True)
+
+
+def whole(values: Iterable[float], words: Callable[[float], str]) -> Axis:
+    """An axis from the first to the last of `values`, ticks on whole numbers."""
+    low, high = _range(values, zero=False)
+    step = max(1, round(_round_step((high - low) / 4)))
+    return Axis(low, high, _ticks(low, high, step, words))
+
+
+def smooth(points: Sequence[Point]) -> list[Point]:
+    """The trend of a noisy curve: the mean of each point's neighbourhood."""
+    reach = max(2, len(points) // 24)
+    near = (points[max(0, at - reach) : at + reach + 1] for at in range(len(points)))
+    return [(x, mean([y for _, y in some])) for (x, _), some in zip(points, near, strict=True)]
+
+
+def chart(x: Axis, y: Axis, marks: Iterable[Mark]) -> str:
+    """The HTML of one chart."""
+    marks = [mark for mark in marks if mark.points]
+    if not marks:
+        return '<div class="plot none">nothing yet</div>'
+    rules = "".join(f"M0 {BOX - y.place(at) * BOX:.0f}H{BOX}" for at, _ in y.ticks)
+    paths = "".join(_path(mark, x, y) for mark in marks)
+    beside = "".join(f'<i style="bottom:{100 * y.place(at):.1f}%">{word}</i>' for at, word in y.ticks)
+    below = "".join(f'<i style="left:{100 * x.place(at):.1f}%">{word}</i>' for at, word in x.ticks)
+    return (
+        f'<div class="plot"><div class="ys">{beside}</div><svg viewBox="0 0 {BOX} {BOX}" '
+        f'preserveAspectRatio="none" aria-hidden="true"><path class="rule" d="{rules}"/>{paths}</svg>'
+        f'<div class="xs">{below}</div></div>'
+    )
+
+
+def _path(mark: Mark, x: Axis, y: Axis) -> str:
+    runs = [
+        [(round(x.place(at) * BOX), round(BOX - y.place(value) * BOX)) for at, value in run]
+        for run in _unbroken(mark.points)
+    ]
+    few = " few" if len(mark.points) < FEW else ""
+    return (
+        f'<path class="{mark.kind} {mark.colour}{few}" d="{"".join(_DRAW[mark.kind](run) for run in runs)}"/>'
+    )
+
+
+def _unbroken(points: Sequence[Point]) -> list[list[Point]]:
+    runs: list[list[Point]] = [[]]
+    for at, value in points:
+        if math.isnan(value):
+            runs.append([])
+        else:
+            runs[-1].append((at, value))
+    return [run for run in runs if run]
+
+
+Spots = list[tuple[int, int]]
+
+
+def _line(spots: Spots) -> str:
+    return "M" + "L".join(f"{left} {top}" for left, top in spots) + "h0"  # a dot where there is one spot
+
+
+def _step(spots: Spots) -> str:
+    (left, top), *rest = spots
+    return f"M{left} {top}h0" + "".join(f"H{left}V{top}" for left, top in rest)
+
+
+def _dots(spots: Spots) -> str:
+    return "".join(f"M{left} {top}h0" for left, top in spots)
+
+
+def _area(spots: Spots) -> str:
+    return f"{_line(spots)}V{BOX}H{spots[0][0]}Z"
+
+
+_DRAW: dict[str, Callable[[Spots], str]] = {"line": _line, "step": _step, "dots": _dots, "area": _area}
+
+
+def _ticks(
+    low: float, high: float, step: float, words: Callable[[float], str]
+) -> tuple[tuple[float, str], ...]:
+    first, last = math.ceil(low / step), math.floor(high / step + 1e-9)
+    return tuple((n * step, _short(words(n * step))) for n in range(first, last + 1))
+
+
+def _short(words: str) -> str:
+    return re.sub(r"\.0+(?!\d)|(\.\d*[1-9])0+(?!\d)", r"\1", words)
+
+
+def _range(values: Iterable[float], zero: bool) -> tuple[float, float]:
+    seen = [value for value in values if math.isfinite(value)] or [0.0]
+    low, high = (0.0 if zero else min(seen)), max(seen)
+    if high > low:
+        return low, high + (high - low) * (0.08 if zero else 0)
+    return low, low + (abs(low) or 1.0)
+
+
+def _round_step(rough: float) -> float:
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)

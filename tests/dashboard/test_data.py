@@ -1,0 +1,152 @@
+"""One reader follows the bucket through everything that can happen to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from inference_space.dashboard import data
+from inference_space.dashboard.data import RunCache, RunView
+from shared.bucket import Bucket, open_bucket
+from shared.protocol import RunInfo
+from tests.dashboard.written_run import WrittenRun, digest_of
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "EVERY_S", 0.02)
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Bucket:
+    return open_bucket(f"file://{tmp_path}/bucket", create=True)
+
+
+def until(cache: RunCache, wanted: Callable[[RunView], bool]) -> RunView:
+    deadline = time.monotonic() + 5
+    while not wanted(view := cache.view()):
+        assert time.monotonic() < deadline, view
+        time.sleep(0.01)
+    return view
+
+
+def version(view: RunView) -> int | None:
+    return view.progress.version if view.progress else None
+
+
+def started(bucket: Bucket, run: str = "wordle", *, versions: int = 2, created_at: float = 1e9) -> WrittenRun:
+    written = WrittenRun(bucket, run, created_at=created_at)
+    for _ in range(versions + 1):
+        written.publish(40_000, 2_000)
+    written.log.flush()
+    return written
+
+
+def test_an_empty_bucket_becomes_a_run(bucket: Bucket) -> None:
+    cache = RunCache(bucket, None)
+    empty = cache.view()
+    assert (empty.read, empty.problem, empty.run, empty.progress) == (True, None, None, None)
+    written = started(bucket)
+    view = until(cache, lambda view: version(view) == 2)
+    assert (view.run, view.model) == ("wordle", "Qwen/Qwen3-0.6B")
+    written.log.close()
+
+
+def test_the_run_created_last_is_shown_unless_one_is_named(bucket: Bucket) -> None:
+    for name, created_at in (("b-old", 1.0), ("a-new", 2.0)):
+        started(bucket, name, created_at=created_at).log.close()
+    assert until(RunCache(bucket, None), lambda view: version(view) == 2).run == "a-new"
+    assert until(RunCache(bucket, "b-old"), lambda view: version(view) == 2).run == "b-old"
+
+
+def test_digests_come_from_the_manifests(bucket: Bucket) -> None:
+    written = started(bucket, versions=4)
+    written.commit("same", 4)
+    written.commit("late", 2)
+    written.log.append(written.commit_event("wrong", 3).model_copy(update={"digest": digest_of(99)}))
+    written.log.close()
+    view = until(RunCache(bucket, "wordle"), lambda view: version(view) == 4)
+    assert view.progress
+    assert {r.name: r.digest_ok for r in view.progress.replicas} == {
+        "same": True,
+        "late": True,
+        "wrong": False,
+    }
+
+
+def test_a_vanished_bucket_is_named_and_the_figures_stay_until_it_is_back(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    written = started(bucket)
+    cache = RunCache(bucket, None)
+    until(cache, lambda view: version(view) == 2)
+    (tmp_path / "bucket").rename(tmp_path / "away")
+    gone = until(cache, lambda view: view.problem is not None)
+    assert "does not exist" in str(gone.problem)
+    assert version(gone) == 2
+    (tmp_path / "away").rename(tmp_path / "bucket")
+    written.publish(40_000, 2_000)
+    written.log.flush()
+    assert until(cache, lambda view: version(view) == 3).problem is None
+    written.log.close()
+
+
+def test_a_damaged_log_is_named_and_reading_goes_on_once_it_is_whole(bucket: Bucket) -> None:
+    started(bucket).log.close()
+    cache = RunCache(bucket, None)
+    until(cache, lambda view: version(view) == 2)
+    key = "runs/wordle/log/00000000.jsonl"
+    whole = bucket.get(key)
+    bucket.put(key, whole + b'\n{"kind":')
+    assert key in str(until(cache, lambda view: view.problem is not None).problem)
+    bucket.put(key, whole)
+    assert version(until(cache, lambda view: view.problem is None)) == 2
+
+
+def test_a_run_that_starts_over_is_read_anew(bucket: Bucket) -> None:
+    started(bucket, versions=5).log.close()
+    cache = RunCache(bucket, "wordle")
+    until(cache, lambda view: version(view) == 5)
+    bucket.delete([info.key for info in bucket.list("runs/")])
+    until(cache, lambda view: view.progress is None)
+    started(bucket, versions=1, created_at=2e9).log.close()
+    assert until(cache, lambda view: version(view) == 1).problem is None
+
+
+def test_more_viewers_read_no_more_and_none_reads_nothing(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "EVERY_S", 0.1)
+    started(bucket).log.close()
+    counted = Counted(bucket)
+    cache = RunCache(counted, "wordle")
+    until(cache, lambda view: version(view) == 2)
+    time.sleep(0.25)
+    idle = counted.reads
+    time.sleep(0.25)
+    assert counted.reads == idle, "nobody looked"
+    views = [cache.view() for _ in range(500)]
+    time.sleep(0.25)
+    assert counted.reads - idle <= 2 * 3, "two refreshes of three reads each"
+    assert len({id(view) for view in views}) == 1, "an unchanged view is the same object, rendered once"
+
+
+class Counted:
+    """A bucket that counts how often it is read."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket, self.url, self.reads = bucket, bucket.url, 0
+
+    def __getattr__(self, name: str):
+        self.reads += 1
+        return getattr(self._bucket, name)
+
+
+def test_a_run_without_a_version_waits(bucket: Bucket) -> None:
+    info = RunInfo(run="wordle", model="m", created_at=1.0, full_bytes=1)
+    bucket.put("runs/wordle/run.json", info.to_bytes())
+    view = until(RunCache(bucket, None), lambda view: view.run == "wordle")
+    assert (view.progress, view.problem) == (None, None)

@@ -1,0 +1,62 @@
+"""The dashboard inside the gateway's app."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from inference_space.dashboard import mount
+from inference_space.dashboard.__main__ import main
+from shared.bucket import open_bucket
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> FastAPI:
+    app = FastAPI()
+
+    @app.get("/health")
+    def health() -> str:
+        return "well"
+
+    @app.post("/v1/chat/completions")
+    def complete() -> str:
+        return "done"
+
+    async def mounted() -> FastAPI:  # outside of a loop Gradio makes its own and leaves them open
+        return mount(app, open_bucket(f"file://{tmp_path}", create=True), None)
+
+    return asyncio.run(mounted())
+
+
+def ask(app: FastAPI, method: str, path: str, **content) -> httpx.Response:
+    async def send() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
+            return await client.request(method, path, **content)
+
+    return asyncio.run(send())
+
+
+def test_routes_of_the_app_are_not_swallowed(gateway: FastAPI) -> None:
+    assert ask(gateway, "GET", "/health").json() == "well"
+    assert ask(gateway, "POST", "/v1/chat/completions").json() == "done"
+    assert "Delta Weight Sync" in ask(gateway, "GET", "/").text
+
+
+def test_visitors_can_only_look(gateway: FastAPI) -> None:
+    assert ask(gateway, "GET", "/gradio_api/info").json() == {"named_endpoints": {}, "unnamed_endpoints": {}}
+    assert ask(gateway, "POST", "/pause").status_code in (404, 405)
+    sent = ask(gateway, "POST", "/gradio_api/upload", files={"files": b"more than one byte"})
+    assert sent.status_code == 413
+
+
+def test_a_url_that_is_no_bucket_ends_the_command_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["dashboard", "--bucket", "ftp://somewhere"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "hf://buckets/<owner>/<name>" in capsys.readouterr().err

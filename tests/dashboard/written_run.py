@@ -1,0 +1,143 @@
+"""A run in a bucket, written as a trainer writes it: run.json, manifests, HEAD and the log."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+from shared.bucket import Bucket
+from shared.protocol import AnchorRef, DeltaRef, FileRef, Head, Keys, Manifest, RunInfo
+from shared.runlog import CommitEvent, DoneEvent, ReplicaEvent, RunLogWriter, StepEvent, SyncEvent
+
+FULL, TOTAL = 440_000, 220_000
+ANCHOR_EVERY = 50
+
+
+def digest_of(version: int) -> str:
+    return hashlib.sha256(b"%d" % version).hexdigest()[:16]
+
+
+class WrittenRun:
+    """Call `publish` for each version, then `commit` for each replica that takes it over."""
+
+    def __init__(self, bucket: Bucket, run: str = "wordle", *, created_at: float = 1_780_000_000.0) -> None:
+        self.bucket, self.keys, self.t = bucket, Keys(run), created_at
+        info = RunInfo(run=run, model="Qwen/Qwen3-0.6B", created_at=created_at, full_bytes=FULL)
+        bucket.put(self.keys.info, info.to_bytes())
+        self.log = RunLogWriter(bucket, run, every_s=0.1)
+        self.version = -1
+        self._anchor = 0
+        self._parent: FileRef | None = None
+
+    def publish(self, payload: int, changed: int, *, after_s: float = 20.0) -> None:
+        """The next version, `after_s` seconds after the last one; version 0 is an anchor."""
+        self.t, self.version = self.t + after_s, self.version + 1
+        anchor = FULL if self.version and self.version % ANCHOR_EVERY == 0 else 0
+        self._manifest(changed)
+        self.log.append(
+            SyncEvent(
+                t=self.t,
+                version=self.version,
+                sync=self.version,
+                payload_bytes=payload,
+                anchor_bytes=anchor,
+                full_bytes=FULL,
+                changed=changed,
+                total=TOTAL,
+                diff_s=0.012,
+                encode_s=0.031,
+                publish_s=0.42,
+            )
+        )
+
+    def commit(self, replica: str, version: int, *, lag_s: float = 1.9, pause_ms: float = 18.0) -> None:
+        """`replica` takes over `version` right after the last event."""
+        self.log.append(self.commit_event(replica, version, lag_s=lag_s, pause_ms=pause_ms))
+
+    def commit_event(
+        self, replica: str, version: int, *, lag_s: float = 1.9, pause_ms: float = 18.0
+    ) -> CommitEvent:
+        return CommitEvent(
+            t=self.t + lag_s,
+            replica=replica,
+            version=version,
+            digest=digest_of(version),
+            lag_s=lag_s,
+            fetch_s=0.6 * lag_s,
+            stage_s=0.2 * lag_s,
+            pause_ms=pause_ms,
+            commit_ms=0.7 * pause_ms,
+        )
+
+    def status(
+        self, replica: str, version: int | None, *, state: str = "serving", error: str | None = None
+    ) -> None:
+        """What `replica` answers when it is asked."""
+        digest = None if version is None else digest_of(version)
+        self.log.append(
+            ReplicaEvent(t=self.t, replica=replica, state=state, version=version, digest=digest, error=error)
+        )
+
+    def step(self, step: int, reward: float | None) -> None:
+        self.log.append(StepEvent(t=self.t, step=step, reward=reward, metrics={}))
+
+    def end(self, digest: str) -> None:
+        self.log.append(DoneEvent(t=self.t, version=self.version, digest=digest))
+        self.log.close()
+
+    def _manifest(self, changed: int) -> None:
+        key = self.keys.manifest(self.version, 1)
+        if self.version % ANCHOR_EVERY == 0:
+            self._anchor = self.version
+        manifest = Manifest(
+            run=self.keys.run,
+            version=self.version,
+            epoch=1,
+            sync=self.version,
+            created_at=self.t,
+            digest=digest_of(self.version),
+            anchor=AnchorRef(
+                version=self._anchor,
+                files=(_ref(self.keys.anchor(self._anchor, 1, "model.safetensors"), b""),),
+            ),
+            deltas=tuple(
+                self._delta(version, changed) for version in range(self._anchor + 1, self.version + 1)
+            ),
+            parent=self._parent,
+            changed=changed,
+            total=TOTAL,
+            full_bytes=FULL,
+        )
+        data = manifest.to_bytes()
+        self.bucket.put(key, data)
+        self._parent = _ref(key, data)
+        head = Head(run=self.keys.run, version=self.version, manifest=self._parent, epoch=1, writer="0" * 32)
+        self.bucket.put(self.keys.head, head.to_bytes())
+
+    def _delta(self, version: int, changed: int) -> DeltaRef:
+        ref = _ref(self.keys.delta(version, 1), b"")
+        return DeltaRef(**ref.model_dump(), version=version, changed=changed)
+
+
+def _ref(key: str, data: bytes) -> FileRef:
+    return FileRef(key=key, size=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def lifelike(
+    run: WrittenRun, versions: int, replicas: tuple[str, ...] = ("replica-0", "replica-1", "replica-2")
+) -> None:
+    """A training run as it usually looks: shrinking deltas, a rising reward, a replica that lags at times."""
+    chance = random.Random(0)
+    on = dict.fromkeys(replicas, 0)
+    run.publish(FULL + 12_000, TOTAL, after_s=0)
+    for version in range(1, versions + 1):
+        done = version / versions
+        share = 0.035 * (1.3 - done) * chance.uniform(0.85, 1.15)
+        run.step(version, 0.1 + 1.0 * done**0.7 + chance.gauss(0, 0.09))
+        run.publish(int(TOTAL * share * 7) + 9_000, int(TOTAL * share), after_s=chance.uniform(14, 24))
+        for at, replica in enumerate(replicas):
+            if at and chance.random() < 0.12 and version - on[replica] < 3:
+                continue
+            lag = chance.lognormvariate(0.6, 0.2) + at * 0.4 + 2 * (version - on[replica] - 1)
+            run.commit(replica, version, lag_s=lag, pause_ms=chance.lognormvariate(2.9, 0.18))
+            on[replica] = version
