@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -26,11 +27,15 @@ class StepRecorder(TrainerCallback):
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
     ) -> None:
         """One event per logged step that has a reward."""
-        numbers = {key: float(value) for key, value in (logs or {}).items() if isinstance(value, int | float)}
+        numbers = {key: float(value) for key, value in (logs or {}).items() if _is_number(value)}
         if "reward" in numbers:
             self._log.append(
                 StepEvent(t=time.time(), step=state.global_step, reward=numbers["reward"], metrics=numbers)
             )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 class ReplicaWatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import time
@@ -101,7 +102,9 @@ class WordleEnv:
 def _client(url: str) -> httpx.Client:
     """One connection pool per process; httpx clients may be shared by threads."""
     limits = httpx.Limits(max_connections=256, max_keepalive_connections=256)
-    return httpx.Client(base_url=url, limits=limits, timeout=30.0)
+    client = httpx.Client(base_url=url, limits=limits, timeout=30.0)
+    atexit.register(client.close)
+    return client
 
 
 def make_dataset(prompt: str, games: int, seed: int) -> Dataset:

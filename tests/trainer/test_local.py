@@ -86,11 +86,12 @@ def test_a_child_that_ignores_the_request_to_end_is_killed(tmp_path, monkeypatch
         "print('ready', flush=True)\n"
         "time.sleep(600)\n"
     )
+    before = set(psutil.Process().children(recursive=True))
     with Processes(tmp_path) as processes:
         processes.start("stubborn", ["stubborn"], {"PYTHONPATH": str(tmp_path)})
         while "ready" not in processes.log("stubborn").read_text():
             time.sleep(0.05)
-        family = psutil.Process().children(recursive=True)
+        family = set(psutil.Process().children(recursive=True)) - before
     assert len(family) >= 2
     _, alive = psutil.wait_procs(family, timeout=5)
     assert not alive

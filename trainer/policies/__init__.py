@@ -1,0 +1,1 @@
+"""Small local policies, built from code or installed packages: no model hub needed."""

