@@ -17,9 +17,9 @@ from shared.history import RunReader, require_digest
 from shared.protocol import Manifest, ProtocolError
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     """Run one command; a fault of the run or the bucket is one sentence on stderr and exit code 1."""
-    arguments = _parser().parse_args()
+    arguments = _parser().parse_args(words)
     try:
         bucket = open_bucket(arguments.bucket)
         reader = RunReader(bucket, arguments.run or _only_run(bucket))

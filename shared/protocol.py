@@ -131,7 +131,10 @@ class Manifest(Record):
 
 
 class Head(Record):
-    """The one overwritten object: the newest version and who may write the next one."""
+    """The one overwritten object: the newest version and who may write the next one.
+
+    Nothing names HEAD by hash, so it carries one of itself: `seal` is the sha256 of its other fields.
+    """
 
     format: Literal["delta-weight-sync/1"] = FORMAT
     run: RunName
@@ -139,6 +142,15 @@ class Head(Record):
     manifest: FileRef
     epoch: Count
     writer: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+    seal: Sha256 | Literal[""] = ""  # computed where it is not given
+
+    @model_validator(mode="after")
+    def _seal(self) -> Self:
+        seal = hashlib.sha256(self.model_dump_json(exclude={"seal"}).encode()).hexdigest()
+        if self.seal not in ("", seal):
+            raise ValueError("seal does not fit the other fields: the object is damaged")
+        object.__setattr__(self, "seal", seal)
+        return self
 
 
 class RunInfo(Record):

