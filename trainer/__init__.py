@@ -1,1 +1,6 @@
 """The trainer box: TRL's asynchronous GRPO, and the publisher that puts its weights into the bucket."""
+
+import os
+
+# TRL warns at import that async GRPO is experimental; `trl_compat` pins the one release that was tested.
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")

@@ -72,7 +72,7 @@ def _demo(name: str, folder: Path, port: int) -> None:
             "replica", ["inference_space.app"], _replica_settings(policy, bucket_url, gateway, folder)
         )
         processes.start(
-            "trainer", _trainer_command(policy, model, bucket_url, replica_url, env_url), _ONE_CORE
+            "trainer", _trainer_command(policy, model, bucket_url, replica_url, env_url), _TRAINER_SHARE
         )
         progress.say(f"dashboard    {replica_url}   (bucket {bucket_url})")
         progress.say(f"logs         {folder}/env.log, replica.log, vllm.log, trainer.log")
@@ -132,7 +132,9 @@ class Progress:
         self.say(f"step {event.step:4}  reward {event.reward:6.3f}  {versions}  {payload}")
 
 
-_ONE_CORE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
+# Trainer and replica share the machine: a core each, or a part of the one GPU.
+_TRAINER_SHARE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+_GPU_SHARE = "--gpu-memory-utilization 0.3 --enforce-eager"
 
 
 def _env_settings(port: int) -> dict[str, str]:
@@ -150,6 +152,7 @@ def _replica_settings(policy: Policy, bucket_url: str, port: int, folder: Path) 
         "REPLICA_MAX_MODEL_LEN": str(policy.max_model_len),
         "REPLICA_MAX_NUM_SEQS": str(policy.max_num_seqs),
         "REPLICA_FOLDER": str(folder),
+        "REPLICA_VLLM_ARGS": "" if _on_cpu() else _GPU_SHARE,
         "OMP_NUM_THREADS": "1",
     }
 

@@ -11,7 +11,6 @@ changed weights go to the bucket, and the replicas take them from there in their
 from __future__ import annotations
 
 import functools
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
 from trl import TrlParser
@@ -58,7 +58,7 @@ def main() -> None:
 
 def train(script: ScriptArguments, args: AsyncGRPOConfig) -> None:
     """One run from the base policy to the last version."""
-    trl_compat.install()
+    trl_compat.install(flash_attention=torch.cuda.is_available() and args.dtype != "float32")
     bucket = open_bucket(script.bucket, create=True)
     log = RunLogWriter(bucket, script.run)
     tokenizer = AutoTokenizer.from_pretrained(script.model)
@@ -148,5 +148,4 @@ def _save_assets(model: str, tokenizer: PreTrainedTokenizerBase, folder: Path) -
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     main()

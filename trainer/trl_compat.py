@@ -1,4 +1,4 @@
-"""What TRL 1.16's experimental async GRPO needs to run without a GPU and without vLLM on the trainer's box.
+"""What TRL 1.16's async GRPO needs to run on a CPU, in float32, and without vLLM on the trainer's box.
 
 Patches of TRL internals, pinned to the release they were written for. `install` checks that each place still
 looks as expected and says so loudly where it does not.
@@ -17,17 +17,20 @@ from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker
 TESTED = "1.16."
 
 
-def install() -> None:
-    """Patch TRL in this process; raises `RuntimeError` if this release is not the tested one."""
+def install(*, flash_attention: bool = False) -> None:
+    """Patch TRL in this process; raises `RuntimeError` if this release is not the tested one.
+
+    `flash_attention` keeps TRL's own attention kernel: it needs a GPU and 16-bit weights.
+    """
     if not trl.__version__.startswith(TESTED):
         raise RuntimeError(
             f"tested with trl {TESTED}*, found {trl.__version__}; pip install 'trl=={TESTED}0'"
         )
     # The rollout worker speaks HTTP only, yet refuses to start where vLLM is not installed.
     _replace(async_rollout_worker, "is_vllm_available", lambda *args, **kwargs: True)
-    if not torch.cuda.is_available():
-        # Attention is hard-wired to a FlashAttention-3 GPU kernel, throughput to the name of a GPU.
+    if not flash_attention:
         _replace(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=_varlen_attention))
+    if not torch.cuda.is_available():  # TRL looks throughput up by the name of the GPU
         _replace(async_grpo_trainer, "get_peak_flops_per_device", lambda *args, **kwargs: None)
 
 

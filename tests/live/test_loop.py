@@ -81,6 +81,9 @@ def test_shorter_is_learned_through_the_bucket_although_the_replica_dies(tmp_pat
     done = next(e for e in events if isinstance(e, DoneEvent))
     assert sum(rewards[-5:]) / 5 > max(0.9, sum(rewards[:5]) / 5 + 0.2), json.dumps(rewards)
     assert head.version >= 40
+    staleness = [e.metrics["sample/staleness_mean"] for e in events if isinstance(e, StepEvent)]
+    assert all(0 <= s <= 3 for s in staleness), "samples are tagged with the version that made them"
+    assert max(staleness) > 0
     assert status["digest"] == head.digest == done.digest, (
         "live replica, bucket and trainer hold the same bits"
     )
