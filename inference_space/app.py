@@ -22,7 +22,7 @@ from inference_space import dashboard
 from inference_space.follower import Follower
 from inference_space.settings import Settings, SettingsError, settings_from
 from inference_space.vllm_server import VllmServer
-from shared.bucket import open_bucket
+from shared.buckets import open_bucket
 from shared.history import RunReader
 from shared.protocol import Manifest
 from shared.runlog import ReplicaReport

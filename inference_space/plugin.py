@@ -1,7 +1,7 @@
 """The `vllm.general_plugins` entry point: makes our weight-transfer backend known to stock vLLM."""
 
 BACKEND = "delta_weight_sync"
-TESTED = ("0.31", "0.32", "0.33")
+TESTED = ("0.32",)
 
 
 def register() -> None:

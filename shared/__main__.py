@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shared import checkpoint, codec
-from shared.bucket import Bucket, BucketError, open_bucket
+from shared.bucket import Bucket, BucketError
+from shared.buckets import open_bucket
 from shared.checkpoint import Bits
 from shared.history import RunReader, require_digest
 from shared.protocol import Manifest, ProtocolError

@@ -78,30 +78,6 @@ class Bucket(Protocol):
         """Delete objects; those that are missing already are fine."""
 
 
-def open_bucket(url: str, *, create: bool = False) -> Bucket:
-    """The bucket at `url`: hf://buckets/<owner>/<name>[/<prefix>], s3://<name>[/<prefix>] or file:///<path>.
-
-    Without `create` nothing is contacted, and a missing bucket shows at the first use. `create` makes the
-    bucket where it does not exist yet (on the Hub a private one).
-    """
-    # The backends import this module, and a machine needs the libraries of its own backend only.
-    if url.startswith("hf://"):
-        from shared.hub_bucket import HubBucket
-
-        return HubBucket(url, create=create)
-    if url.startswith("s3://"):
-        from shared.s3_bucket import S3Bucket
-
-        return S3Bucket(url, create=create)
-    if url.startswith("file:///"):
-        from shared.fs_bucket import FileBucket
-
-        return FileBucket(url, create=create)
-    raise BucketError(
-        f"{url!r} is not the URL of a bucket: write hf://buckets/<owner>/<name>, s3://<name> or file:///<path>"
-    )
-
-
 def check_key(key: str) -> str:
     """Return a key that every backend can hold; refuse all others with `BucketError`."""
     if len(key) > 512 or not _KEY.fullmatch(key):

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared.bucket import open_bucket
+from shared.buckets import open_bucket
 from shared.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent, RunLogReader, StepEvent, SyncEvent
 from trainer.processes import ChildError, Processes, free_port
 from trainer.summary import summarize, table

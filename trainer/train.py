@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from trl import TrlParser
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-from shared.bucket import open_bucket
+from shared.buckets import open_bucket
 from shared.checkpoint import to_bits
 from shared.digest import state_digest, to_hex
 from shared.runlog import DoneEvent, RunLogWriter

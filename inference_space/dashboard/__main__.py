@@ -9,7 +9,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from inference_space.dashboard.mount import mount
-from shared.bucket import Bucket, BucketError, open_bucket
+from shared.bucket import Bucket, BucketError
+from shared.buckets import open_bucket
 
 
 def main() -> None:

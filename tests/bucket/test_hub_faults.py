@@ -9,7 +9,8 @@ from uuid import uuid4
 import pytest
 
 from shared import hub_bucket
-from shared.bucket import AccessDenied, Bucket, BucketError, BucketUnreachable, open_bucket
+from shared.bucket import AccessDenied, Bucket, BucketError, BucketUnreachable
+from shared.buckets import open_bucket
 from tests.hubsim import HubSim
 
 KEY = "runs/demo/HEAD"

@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from shared.bucket import Bucket, open_bucket
+from shared.bucket import Bucket
+from shared.buckets import open_bucket
 from tests.dashboard.written_run import FULL, TOTAL, WrittenRun, digest_of, lifelike
 
 pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")

@@ -10,7 +10,8 @@ import pytest
 
 from inference_space.dashboard import data
 from inference_space.dashboard.data import RunCache, RunView
-from shared.bucket import Bucket, open_bucket
+from shared.bucket import Bucket
+from shared.buckets import open_bucket
 from shared.protocol import RunInfo
 from tests.dashboard.written_run import WrittenRun, digest_of
 

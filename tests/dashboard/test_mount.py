@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from inference_space.dashboard import mount
 from inference_space.dashboard.__main__ import main
-from shared.bucket import open_bucket
+from shared.buckets import open_bucket
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.bucket import open_bucket
+from shared.buckets import open_bucket
 from shared.history import RunReader
 from shared.runlog import DoneEvent, RunLogReader, StepEvent
 from tests.live.replica import Replica

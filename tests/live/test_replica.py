@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from inference_space.settings import Settings
 from inference_space.vllm_server import VllmServer
-from shared.bucket import open_bucket
+from shared.buckets import open_bucket
 from shared.runlog import RunLogWriter
 from tests.live.replica import Replica, greedy
 from trainer.policies import tiny

@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from shared.__main__ import main
-from shared.bucket import open_bucket
+from shared.buckets import open_bucket
 from shared.checkpoint import read_bits, to_bits
 from shared.digest import state_digest, to_hex
 from shared.history import RunReader

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from shared.bucket import open_bucket
+from shared.buckets import open_bucket
 from shared.checkpoint import to_bits
 from shared.digest import state_digest, to_hex
 from shared.runlog import RunLogWriter

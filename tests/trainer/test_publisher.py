@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.bucket import BucketUnreachable, open_bucket
+from shared.bucket import BucketUnreachable
+from shared.buckets import open_bucket
 from shared.checkpoint import to_bits
 from shared.digest import state_digest, to_hex
 from shared.history import RunReader
