@@ -11,6 +11,7 @@ changed weights go to the bucket, and the replicas take them from there in their
 from __future__ import annotations
 
 import functools
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,14 +25,16 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from trl import TrlParser
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
+from shared.bucket import BucketError
 from shared.buckets import open_bucket
 from shared.checkpoint import to_bits
 from shared.digest import state_digest, to_hex
+from shared.protocol import ProtocolError
 from shared.runlog import DoneEvent, RunLogWriter
 from trainer import rollouts, shorter, trl_compat, wordle
 from trainer.observer import ReplicaWatch, StepRecorder
 from trainer.publisher import Publisher
-from trainer.run_writer import RunWriter
+from trainer.run_writer import FencedError, RunWriter
 from trainer.weight_transfer import BucketWeightTransfer
 
 
@@ -51,9 +54,12 @@ class ScriptArguments:
 
 
 def main() -> None:
-    """Parse, train, and leave the run in the bucket complete."""
+    """Parse, train, and leave the run in the bucket complete; a fault of the world is one sentence."""
     script, args = TrlParser((ScriptArguments, AsyncGRPOConfig)).parse_args_and_config()
-    train(script, args)
+    try:
+        train(script, args)
+    except (BucketError, ProtocolError, FencedError, rollouts.ReplicasUnavailableError) as error:
+        sys.exit(f"trainer: {error}")
 
 
 def train(script: ScriptArguments, args: AsyncGRPOConfig) -> None:
