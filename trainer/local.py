@@ -18,7 +18,7 @@ from pathlib import Path
 
 from shared.buckets import open_bucket
 from shared.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent, RunLogReader, StepEvent, SyncEvent
-from trainer.processes import ChildError, Processes, free_port
+from trainer.processes import ChildError, Processes, free_port, only_one
 from trainer.summary import summarize, table
 
 RUN = "demo"
@@ -59,8 +59,13 @@ def main() -> None:
 
 def _demo(name: str, folder: Path, port: int) -> None:
     policy = POLICIES[name]
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "bucket").mkdir(parents=True)
+    with only_one(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        (folder / "bucket").mkdir(parents=True)
+        _run(name, policy, folder, port)
+
+
+def _run(name: str, policy: Policy, folder: Path, port: int) -> None:
     bucket_url = (folder / "bucket").as_uri()
     gateway, env = free_port(port), free_port()
     progress = Progress()
@@ -117,13 +122,19 @@ class Progress:
                     )
             elif isinstance(event, CommitEvent):
                 self._serving = event.version
-            elif isinstance(event, ReplicaEvent) and event.state != self._state:
-                self._state = event.state
-                self.say(f"replica: {event.state}" + (f" ({event.error})" if event.error else ""))
+            elif isinstance(event, ReplicaEvent):
+                self._replica(event)
             elif isinstance(event, StepEvent) and event.step % 10 == 0:
                 self._step(event)
             elif isinstance(event, DoneEvent):
                 self.say(f"trained; the last version is {event.version}")
+
+    def _replica(self, event: ReplicaEvent) -> None:
+        if event.error and event.version is None and event.state != "unreachable":
+            raise ChildError(f"the replica cannot serve: {event.error}")
+        if event.state != self._state:
+            self._state = event.state
+            self.say(f"replica: {event.state}")
 
     def _step(self, event: StepEvent) -> None:
         newest = self._syncs[max(self._syncs)]

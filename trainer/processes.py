@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -85,6 +87,18 @@ def free_port(wanted: int = 0) -> int:
                 f"port {wanted} is in use; choose another, for example: make demo PORT={wanted + 1}"
             ) from None
         return int(probe.getsockname()[1])
+
+
+@contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """Hold `folder` for this process; raises `ChildError` while another one holds it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ChildError(f"another demo runs in {folder}; end it first (Ctrl-C)") from None
+        yield
 
 
 def _descendants(process: psutil.Process) -> list[psutil.Process]:

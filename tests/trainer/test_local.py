@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from shared.runlog import CommitEvent, DoneEvent, ReplicaEvent, StepEvent, SyncEvent
-from trainer.processes import ChildError, Processes, free_port
+from trainer.local import Progress
+from trainer.processes import ChildError, Processes, free_port, only_one
 from trainer.summary import summarize, table
 
 
@@ -95,6 +96,21 @@ def test_a_child_that_ignores_the_request_to_end_is_killed(tmp_path, monkeypatch
     assert len(family) >= 2
     _, alive = psutil.wait_procs(family, timeout=5)
     assert not alive
+
+
+def test_a_second_demo_leaves_the_first_alone(tmp_path):
+    with only_one(tmp_path / "demo"):
+        process = demo(tmp_path / "demo")
+        _, complaint = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert complaint == f"demo: another demo runs in {tmp_path}/demo; end it first (Ctrl-C)\n"
+
+
+def test_a_replica_that_cannot_start_ends_the_demo_with_its_reason():
+    reason = "vLLM exited while starting; the reason is at the end of vllm.log"
+    failed = ReplicaEvent(t=0, replica="r", state="starting vLLM", version=None, digest=None, error=reason)
+    with pytest.raises(ChildError, match=reason):
+        Progress().show([failed])
 
 
 def test_free_port_names_the_port_that_is_taken():
