@@ -15,7 +15,7 @@ from pathlib import Path
 from inference_space.settings import Settings
 from inference_space.vllm_server import VllmError, VllmServer
 from shared.history import RunReader
-from shared.protocol import DeltaRef, Manifest
+from shared.protocol import DeltaRef, FileRef, Manifest
 from shared.runlog import CommitEvent, ReplicaEvent, ReplicaReport
 
 _BACKOFF_S = 3.0
@@ -29,6 +29,7 @@ class Follower:
         self._reader, self._vllm, self._settings = reader, vllm, settings
         self._folder = Path(settings.folder)
         self.serving: Manifest | None = None  # the version whose bits are live, proven by digest
+        self._serving_ref: FileRef | None = None
         self._served_head = ""  # etag of the HEAD whose version is served
         self._commits: deque[CommitEvent] = deque(maxlen=_KEPT_COMMITS)
         self._stopped = threading.Event()
@@ -88,11 +89,14 @@ class Follower:
         head = self._reader.head()
         if head is None:
             return
+        if self.serving is not None and head.manifest == self._serving_ref:
+            return
         manifest = self._reader.manifest(head.manifest)
         if self.serving is None:
             self._join(manifest)
-        elif head.version != self.serving.version:
+        else:
             self._advance(manifest, self.serving)
+        self._serving_ref = head.manifest
 
     def _join(self, manifest: Manifest) -> None:
         """From nothing to serving `manifest`'s version."""
@@ -115,13 +119,18 @@ class Follower:
                 f"vLLM loaded weights with digest {digest}, version {manifest.version} has {manifest.digest}"
             )
         self._vllm.set_version(manifest.version)
-        self._serve(manifest, fetch_s=fetch_s, stage_s=0.0, pause_s=0.0, commit_s=0.0)
+        self._serve(manifest, fetch_s=fetch_s, joined=True)
 
     def _advance(self, manifest: Manifest, serving: Manifest) -> None:
         """From the version that is served to `manifest`'s."""
         deltas = manifest.deltas_after(serving.version)
-        if deltas is None:
-            self._join(manifest)
+        unchanged = not any(delta.changed for delta in deltas or ())
+        if not deltas or (unchanged and manifest.digest != serving.digest):
+            self._join(manifest)  # too far behind, or a history other than the one that is served
+            return
+        if unchanged:
+            self._vllm.set_version(manifest.version)
+            self._serve(manifest)
             return
         try:
             self._apply(manifest, deltas)
@@ -133,20 +142,23 @@ class Follower:
         started = time.perf_counter()
         paths = [self._reader.fetch(delta, self._folder) for delta in deltas]
         fetch_s = time.perf_counter() - started
-        stage_s = pause_s = commit_s = 0.0
         try:
-            if any(delta.changed for delta in deltas):
-                stage_s = self._vllm.stage(paths)
-                pause_s, commit_s = self._vllm.commit(manifest.digest, manifest.version)
-            else:
-                self._vllm.set_version(manifest.version)
+            stage_s = self._vllm.stage(paths)
+            pause_s, commit_s = self._vllm.commit(manifest.digest, manifest.version)
         finally:
             for path in paths:
                 path.unlink(missing_ok=True)
         self._serve(manifest, fetch_s=fetch_s, stage_s=stage_s, pause_s=pause_s, commit_s=commit_s)
 
     def _serve(
-        self, manifest: Manifest, *, fetch_s: float, stage_s: float, pause_s: float, commit_s: float
+        self,
+        manifest: Manifest,
+        *,
+        fetch_s: float = 0.0,
+        stage_s: float = 0.0,
+        pause_s: float = 0.0,
+        commit_s: float = 0.0,
+        joined: bool = False,
     ) -> None:
         now = time.time()
         self.serving = manifest
@@ -161,6 +173,7 @@ class Follower:
                 stage_s=stage_s,
                 pause_ms=1e3 * pause_s,
                 commit_ms=1e3 * commit_s,
+                joined=joined,
             )
         )
         self._report("serving")

@@ -70,6 +70,7 @@ class CommitEvent(Record):
     stage_s: float
     pause_ms: float  # how long generation stood still
     commit_ms: float  # the part of it that wrote and checked weights
+    joined: bool = False  # by starting vLLM from a checkout, not by patching live weights
 
 
 class ReplicaReport(Record):

@@ -144,17 +144,21 @@ class Publisher:
     def _run(self) -> None:
         while (job := self._next()) is not None:
             try:
-                self._publish(job)
-            except (AccessDenied, BucketMissing) as error:
-                self._failure = error
-            except BucketError as error:
-                print(f"publisher: {error}; trying again", flush=True)
-                self._settle(job)
+                self._attempt(job)
             except Exception as error:  # noqa: BLE001 - raised again in the trainer's thread
                 self._failure = error
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
+
+    def _attempt(self, job: _HandOver) -> None:
+        try:
+            self._publish(job)
+        except (AccessDenied, BucketMissing):
+            raise  # trying again does not help
+        except BucketError as error:
+            print(f"publisher: {error}; trying again", flush=True)
+            self._settle(job)
 
     def _next(self) -> _HandOver | None:
         with self._changed:

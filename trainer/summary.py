@@ -14,7 +14,7 @@ def summarize(events: Sequence[Event], model: str) -> dict[str, Any]:
     trainer's at the same version. Rewards are means over the first and the last tenth of the steps.
     """
     syncs = {e.version: e for e in events if isinstance(e, SyncEvent)}
-    commits = {e.version: e for e in events if isinstance(e, CommitEvent)}
+    commits = {e.version: e for e in events if isinstance(e, CommitEvent) and not e.joined}
     replicas = {e.replica: e for e in events if isinstance(e, ReplicaEvent)}
     done = next((e for e in reversed(events) if isinstance(e, DoneEvent)), None)
     rewards = [e.reward for e in events if isinstance(e, StepEvent) and e.reward is not None]
@@ -45,7 +45,7 @@ def _version(sync: SyncEvent, commit: CommitEvent | None) -> dict[str, Any]:
         "sparsity": 1.0 - sync.changed / sync.total,
         "diff_s": sync.diff_s,
         "publish_s": sync.publish_s,
-        # None for a version that the replica skipped because a newer one was there already
+        # None for a version that no replica patched in: it joined with it, or went on to a newer one
         "pause_ms": commit.pause_ms if commit else None,
         "commit_ms": commit.commit_ms if commit else None,
         "lag_s": commit.lag_s if commit else None,

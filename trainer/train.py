@@ -72,7 +72,7 @@ def train(script: ScriptArguments, args: AsyncGRPOConfig) -> None:
 
     with tempfile.TemporaryDirectory() as assets:
         _save_assets(script.model, tokenizer, Path(assets))
-        writer = RunWriter(bucket, script.run, model=script.model, assets=Path(assets))
+        writer = RunWriter(bucket, script.run, model=_public_name(script.model), assets=Path(assets))
         publisher = Publisher(writer, log)
         watch = ReplicaWatch(script.replicas, log)
         transfer = BucketWeightTransfer(
@@ -142,6 +142,11 @@ def _task(
     games = args.max_steps * args.per_device_train_batch_size // args.num_generations
     dataset = wordle.make_dataset(script.prompt, max(games, 1), args.seed)
     return dataset, [], functools.partial(wordle.WordleEnv, script.env_url)
+
+
+def _public_name(model: str) -> str:
+    """What the run calls its base: a Hub id as it is, of a local folder only the name."""
+    return Path(model).name if Path(model).is_dir() else model
 
 
 def _save_assets(model: str, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -180,6 +180,8 @@ class Fold:
         track = self._tracks.setdefault(event.replica, _Track())
         track.moved_to(event.t, event.version)
         track.digest = event.digest
+        if event.joined:  # starting vLLM takes as long as it takes; the curves are about syncs
+            return
         track.lags.append((event.version, event.lag_s))
         insort(self._pauses, event.pause_ms)
         insort(self._lags, event.lag_s)

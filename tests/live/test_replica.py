@@ -196,3 +196,17 @@ def test_the_control_plane_is_closed(replica, route):
     for method in ("GET", "POST"):
         answer = httpx.request(method, f"{replica.url}/{route}", json={}, timeout=60.0)
         assert answer.status_code in (404, 405), f"{method} /{route}: {answer.status_code}"
+
+
+def test_a_run_that_was_started_over_is_joined_afresh(trainer, replica):
+    """The same run name, but another history: only the anchor leads there."""
+    replica.wait_for(trainer.publisher.version)
+    trainer.bucket.delete([info.key for info in trainer.bucket.list("runs/live/") if "/log/" not in info.key])
+    with torch.no_grad():
+        trainer.model.model.norm.weight.mul_(0.5)
+    restarted = RunWriter(trainer.bucket, "live", model="tiny", assets=trainer.writer.assets)
+    publisher = Publisher(restarted, trainer.log)
+    publisher.publish(trainer.model.named_parameters(), 1)
+    publisher.close()
+    status = replica.wait_for(0)
+    assert status["digest"] == restarted.newest.digest
