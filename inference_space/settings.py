@@ -25,7 +25,7 @@ class Settings(BaseModel):
     host: str = "0.0.0.0"
     port: int = 7860  # the gateway's; vLLM itself takes a free port on loopback
     poll_s: float = 1.0  # how often HEAD is looked at
-    max_model_len: int = 4096
+    max_model_len: int | None = None  # tokens; None: as long as the model allows
     max_num_seqs: int = 64
     vllm_args: str = ""  # further `vllm serve` arguments, as in a shell
     folder: str = "/tmp/replica"  # scratch space: checkpoints, deltas, vLLM's log

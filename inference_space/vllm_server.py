@@ -161,13 +161,14 @@ class VllmServer:
             "--host": "127.0.0.1",
             "--port": str(port),
             "--dtype": "bfloat16",
-            "--max-model-len": str(settings.max_model_len),
             "--max-num-seqs": str(settings.max_num_seqs),
             "--weight-transfer-config": json.dumps({"backend": BACKEND}),
         }
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += [part for option in options.items() for part in option]
         command += ["--disable-uvicorn-access-log", *(_ON_CPU if _on_cpu() else [])]
+        if settings.max_model_len is not None:
+            command += ["--max-model-len", str(settings.max_model_len)]
         return command + shlex.split(settings.vllm_args)
 
 
