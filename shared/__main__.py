@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -28,6 +29,8 @@ def main(words: list[str] | None = None) -> None:
         commands[arguments.command](reader, arguments)
     except (BucketError, ProtocolError, codec.CodecError) as error:
         sys.exit(f"shared {arguments.command}: {error}")
+    except BrokenPipeError:  # `| head` has seen enough; what is still buffered goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
