@@ -58,9 +58,7 @@ class RunReader:
         self.bucket.fetch(ref.key, path)
         if path.stat().st_size != ref.size or _sha256(path) != ref.sha256:
             path.unlink()
-            raise ProtocolError(
-                f"{ref.key} is not the published object (sha256 or size differs); it was not applied"
-            )
+            raise ref.damaged()
         return path
 
     def checkout(self, manifest: Manifest, folder: Path) -> dict[str, Bits]:

@@ -67,9 +67,13 @@ class FileRef(Record):
     def check(self, data: bytes) -> None:
         """Raise `ProtocolError` unless `data` is the object that this reference pins."""
         if len(data) != self.size or hashlib.sha256(data).hexdigest() != self.sha256:
-            raise ProtocolError(
-                f"{self.key} is not the published object (sha256 or size differs); it was not applied"
-            )
+            raise self.damaged()
+
+    def damaged(self) -> ProtocolError:
+        """The error for an object whose bytes are not those that were published."""
+        return ProtocolError(
+            f"{self.key} is not the published object (sha256 or size differs); it was not applied"
+        )
 
 
 class DeltaRef(FileRef):

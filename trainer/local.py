@@ -42,7 +42,7 @@ POLICIES = {
 
 
 def main() -> None:
-    """`python -m trainer.local [--policy NAME] [--port N] [--max_steps N]`."""
+    """`python -m trainer.local [--policy NAME] [--port N] [--folder DIR]`."""
     parser = argparse.ArgumentParser(description="Run the whole loop on this machine.")
     parser.add_argument("--policy", choices=POLICIES, default="wordle-tiny")
     parser.add_argument("--port", type=int, default=0, help="port of the dashboard (default: any free one)")

@@ -22,7 +22,7 @@ def guess(word: str) -> str:
     Args:
         word: A five-letter word.
     """
-    raise NotImplementedError(word)
+    return word  # only its schema is used
 
 
 @pytest.fixture(scope="module")
