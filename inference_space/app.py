@@ -7,6 +7,7 @@ and what it offers beyond the three inference routes below is not reachable from
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -27,6 +28,9 @@ from shared.history import RunReader
 from shared.protocol import Manifest
 from shared.runlog import ReplicaReport
 
+SPANS = "x-policy-versions"  # written by version_headers.py, inside vLLM
+# An answer that spans hundreds of commits has a long header; common clients refuse more than 8190 bytes.
+_MAX_FROM_VLLM, _MAX_TO_CLIENT = 1 << 20, 1 << 12
 INFERENCE = {"/v1/models": "GET", "/v1/completions": "POST", "/v1/chat/completions": "POST"}
 
 
@@ -41,7 +45,8 @@ def create_app(settings: Settings) -> FastAPI:
         Path(settings.folder).mkdir(parents=True, exist_ok=True)
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=None, connect=5.0)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        session = aiohttp.ClientSession(connector=connector, timeout=timeout, max_field_size=_MAX_FROM_VLLM)
+        async with session:
             app.state.session = session
             follower.start()
             yield
@@ -84,7 +89,7 @@ def _forward(vllm: VllmServer, follower: Follower) -> Callable[[Request], Awaita
         try:
             url = f"{vllm.url}{request.url.path}"
             answer = await session.request(request.method, url, data=body or None, headers=headers)
-            return await _relay(answer, _policy_headers(serving))
+            return await _relay(answer, _policy_headers(answer.headers.get(SPANS, ""), serving, follower))
         except aiohttp.ClientError:
             return _unavailable("vLLM is being restarted")
 
@@ -99,13 +104,17 @@ async def _relay(answer: aiohttp.ClientResponse, headers: dict[str, str]) -> Res
     return Response(await answer.read(), answer.status, headers)
 
 
-def _policy_headers(serving: Manifest) -> dict[str, str]:
-    """The version at the start of the request: the oldest one that can have produced a token of it."""
-    return {
-        "x-policy-version": str(serving.version),
-        "x-policy-epoch": str(serving.epoch),
-        "x-policy-sync": str(serving.sync),
-    }
+def _policy_headers(spans: str, serving: Manifest, follower: Follower) -> dict[str, str]:
+    """Which weights made the answer: the oldest version of all its tokens, and the span of each version.
+
+    vLLM knows the spans when an answer is complete. A stream begins before that, so its headers name the
+    version that was served then: the oldest one that can produce a token of it.
+    """
+    versions = [int(span.split(":")[0]) for span in re.split("[,;]", spans) if span]
+    oldest = min(versions, default=serving.version)
+    epoch, sync = follower.syncs.get(oldest, (0, 0))  # unknown: older than anything a trainer has sent
+    headers = {"x-policy-version": str(oldest), "x-policy-epoch": str(epoch), "x-policy-sync": str(sync)}
+    return headers | ({SPANS: spans} if 0 < len(spans) < _MAX_TO_CLIENT else {})
 
 
 def _unavailable(reason: str) -> JSONResponse:

@@ -1,13 +1,13 @@
 """The weight-transfer engine inside vLLM: stage a delta while vLLM generates, commit it between two steps.
 
 The follower drives it through vLLM's own endpoints on loopback. vLLM answers them without a body, so each
-call names a `report` file into which the engine writes what happened, as JSON:
+call names a `report` file into which the first worker writes what happened, as JSON:
 
-    init    {tensors, report}           learn the routes           -> {"digest"}
-    stage   {paths, report}             decode, in the background  -> {"stage_s"}
-    commit  {digest, report}            write, check, or undo      -> {"digest", "commit_s"}
+    init    {tensors, report}           learn the routes                    -> {"digest", "routed"}
+    stage   {paths, report}             decode and check, in the background -> {"stage_s", "changed"}
+    commit  {digest, version, report}   write and check, or undo            -> {"digest", "commit_s"}
 
-A commit whose digest is wrong is put back bit for bit before the error is raised.
+A commit whose digest would be wrong writes nothing; one that fails is put back bit for bit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from inference_space import cpu_backend, routes
+from inference_space import cpu_backend, routes, staging
+from inference_space.ranks import Ranks
+from inference_space.staging import LiveWeights, Staged
 from shared import codec
 from shared.digest import to_hex
-from shared.digest_torch import tensor_digest
 
 
 @dataclass
@@ -43,21 +43,13 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """`op` is "stage" (with `paths`, delta files in order) or "commit" (with the expected `digest`)."""
+    """`op` is "stage" (`paths`: delta files in order) or "commit" (`digest` they must lead to, `version`)."""
 
     op: str
     report: str
     paths: list[str] = field(default_factory=list)
     digest: str = ""
-
-
-@dataclass(frozen=True)
-class _Staged:
-    """One tensor's changes on the device: flat positions int64 [n] and ULP differences int16 [n]."""
-
-    name: str
-    index: torch.Tensor
-    ulps: torch.Tensor
+    version: int = 0
 
 
 class DeltaEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -69,16 +61,15 @@ class DeltaEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Learn the routes and report the digest of the weights that vLLM loaded."""
-        with _reported(init_info.report) as report:
-            if self.parallel_config.world_size != 1:
-                raise routes.RouteError(
-                    "one replica is one device for now; start vLLM with one GPU per replica"
-                )
+        self._ranks = Ranks(self.parallel_config.world_size)
+        with self._reported(init_info.report) as report:
+            if self.parallel_config.data_parallel_size != 1:
+                raise routes.RouteError("data-parallel vLLM is not supported; start one replica per copy")
             if self.device.type == "cpu":
                 cpu_backend.self_test(self.model)
-            self._routes = routes.learn(self.model, init_info.tensors)
-            self._staged: list[_Staged] = []
-            report["digest"] = self._live_digest()
+            self._weights = self._learn(init_info.tensors)
+            self._staged, self._digest = Staged(), self._weights.digest()
+            report["digest"] = to_hex(self._digest)
 
     def start_weight_update(self) -> None:
         """Nothing to prepare: weights are written in place."""
@@ -100,73 +91,58 @@ class DeltaEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if update_info.op == "stage":
             threading.Thread(target=self._stage, args=(update_info,), name="stage", daemon=True).start()
         elif update_info.op == "commit":
-            with _reported(update_info.report) as report:
+            with self._reported(update_info.report) as report:
                 started = time.perf_counter()
-                report["digest"] = self._commit(update_info.digest)
-                report["commit_s"] = time.perf_counter() - started
+                self._commit(update_info.digest)
+                report.update(digest=update_info.digest, commit_s=time.perf_counter() - started)
         else:
             raise ValueError(f"unknown op {update_info.op!r}")
 
+    def _learn(self, tensors: dict[str, list[int]]) -> LiveWeights:
+        learned = routes.learn(self.model, tensors)
+        owned, unroutable = routes.ownership(tensors, self._ranks.gather(learned.sources()))
+        for name, reason in unroutable.items():
+            raise routes.RouteError(f"{name} has no route: {reason}")
+        return LiveWeights(learned.routes, owned[self._ranks.rank], self._ranks)
+
     def _stage(self, update_info: UpdateInfo) -> None:
-        with _reported(update_info.report, swallow=True) as report:
-            started = time.perf_counter()
-            self._staged = [
-                self._to_device(patch)
-                for path in update_info.paths
-                for patch in codec.decode(Path(path)).patches
-            ]
+        with self._reported(update_info.report, swallow=True) as report:
+            started, self._staged = time.perf_counter(), Staged()
+            paths = [Path(path) for path in update_info.paths]
+            self._staged = self._weights.stage(paths, self._digest)
+            report["changed"] = sum(write.index.numel() for write in self._staged.writes)
             report["stage_s"] = time.perf_counter() - started
 
-    def _to_device(self, patch: codec.Patch) -> _Staged:
-        route = self._routes.get(patch.name)
-        if route is None or patch.index[-1] >= route.numel():
-            raise codec.CodecError(
-                f"the delta changes {patch.name} {patch.shape}, which this model does not have"
-            )
-        index = torch.from_numpy(patch.index).to(self.device)
-        return _Staged(patch.name, index, torch.from_numpy(patch.ulps.view("int16")).to(self.device))
-
     @torch.no_grad()
-    def _commit(self, expected: str) -> str:
-        undo: list[Callable[[], None]] = []
-        try:
-            for patch in self._staged:
-                self._write(patch, undo)
-            digest = self._live_digest()
-            if digest != expected:
-                raise codec.CodecError(f"the weights have digest {digest}, published was {expected}")
-            return digest
-        except BaseException:
-            for put_back in reversed(undo):
-                put_back()
-            raise
-        finally:
-            self._staged = []
+    def _commit(self, expected: str) -> None:
+        staged, self._staged = self._staged, Staged()
+        if to_hex(staged.digest) != expected:
+            raise codec.CodecError(
+                f"the delta leads to digest {to_hex(staged.digest)}, published was {expected}"
+            )
+        staging.commit(staged.writes, self._ranks.agree)
+        self._digest = staged.digest
 
-    def _write(self, patch: _Staged, undo: list[Callable[[], None]]) -> None:
-        live = self._routes[patch.name]
-        old = live[patch.index]
-        undo.append(lambda: live.index_copy_(0, patch.index, old))
-        live.index_copy_(0, patch.index, old + patch.ulps)
-
-    def _live_digest(self) -> str:
-        return to_hex(sum(tensor_digest(name, live) for name, live in self._routes.items()))
+    def _reported(self, path: str, *, swallow: bool = False) -> _Report:
+        return _Report(Path(path) if self._ranks.rank == 0 else None, swallow)
 
 
-class _reported:  # noqa: N801 - used as a context manager only
+class _Report:
     """Writes a report file when the block ends: what the block put in, or the error that ended it."""
 
-    def __init__(self, path: str, *, swallow: bool = False) -> None:
-        self._path, self._swallow = Path(path), swallow
-        self._report: dict[str, Any] = {}
+    def __init__(self, path: Path | None, swallow: bool) -> None:
+        """`path`: None for a worker that leaves the report to the first one."""
+        self._path, self._swallow = path, swallow
+        self._content: dict[str, Any] = {}
 
     def __enter__(self) -> dict[str, Any]:
-        return self._report
+        return self._content
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if error is not None:
-            self._report["error"] = f"{type(error).__name__}: {error}"
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self._report))
-        temporary.replace(self._path)
+            self._content["error"] = f"{type(error).__name__}: {error}"
+        if self._path is not None:
+            temporary = self._path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(self._content))
+            temporary.replace(self._path)
         return self._swallow

@@ -20,6 +20,7 @@ from shared.runlog import CommitEvent, ReplicaEvent, ReplicaReport
 
 _BACKOFF_S = 3.0
 _KEPT_COMMITS = 256
+_KEPT_SYNCS = 4096  # more versions than one completion can span
 
 
 class Follower:
@@ -29,6 +30,7 @@ class Follower:
         self._reader, self._vllm, self._settings = reader, vllm, settings
         self._folder = Path(settings.folder)
         self.serving: Manifest | None = None  # the version whose bits are live, proven by digest
+        self.syncs: dict[int, tuple[int, int]] = {}  # version -> (epoch, sync), for all that vLLM may name
         self._serving_ref: FileRef | None = None
         self._served_head = ""  # etag of the HEAD whose version is served
         self._commits: deque[CommitEvent] = deque(maxlen=_KEPT_COMMITS)
@@ -118,6 +120,8 @@ class Follower:
             raise RuntimeError(
                 f"vLLM loaded weights with digest {digest}, version {manifest.version} has {manifest.digest}"
             )
+        self.syncs.clear()  # the run may have been started over: other versions with the same numbers
+        self._expect(manifest)
         self._vllm.set_version(manifest.version)
         self._serve(manifest, fetch_s=fetch_s, joined=True)
 
@@ -129,6 +133,7 @@ class Follower:
             self._join(manifest)  # too far behind, or a history other than the one that is served
             return
         if unchanged:
+            self._expect(manifest)
             self._vllm.set_version(manifest.version)
             self._serve(manifest)
             return
@@ -144,11 +149,18 @@ class Follower:
         fetch_s = time.perf_counter() - started
         try:
             stage_s = self._vllm.stage(paths)
+            self._expect(manifest)
             pause_s, commit_s = self._vllm.commit(manifest.digest, manifest.version)
         finally:
             for path in paths:
                 path.unlink(missing_ok=True)
         self._serve(manifest, fetch_s=fetch_s, stage_s=stage_s, pause_s=pause_s, commit_s=commit_s)
+
+    def _expect(self, manifest: Manifest) -> None:
+        """From now on vLLM may name this version as the maker of a token."""
+        self.syncs[manifest.version] = (manifest.epoch, manifest.sync)
+        if len(self.syncs) > _KEPT_SYNCS:
+            del self.syncs[next(iter(self.syncs))]
 
     def _serve(
         self,

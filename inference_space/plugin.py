@@ -17,6 +17,9 @@ def register() -> None:
         )
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "inference_space.engine", "DeltaEngine")
+    from inference_space import step_commit
+
+    step_commit.install()
     if current_platform.is_cpu():
         from inference_space import cpu_backend
 

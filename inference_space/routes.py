@@ -1,59 +1,147 @@
 """Checkpoint coordinates -> places in the runtime parameters, learned once from the model's own loader.
 
-vLLM fuses and renames: `q_proj`, `k_proj` and `v_proj` become rows of one `qkv_proj`. Its `load_weights`
-knows how, so each tensor's name is loaded once with a probe while `Tensor.copy_` only records where the copy
-would go. A route is the recorded destination: writing the checkpoint's flat position `i` means writing
-`route[i]`. vLLM's own sparse loader rests on the same hook; what it does per update is done here once.
+vLLM fuses, splits, transposes and renames: `q_proj`, `k_proj` and `v_proj` become rows of one `qkv_proj`, of
+which a tensor-parallel rank holds some. Its `load_weights` knows how, so it is run once on probes and the
+copies it would make are recorded. A route is the record: all pieces of a checkpoint tensor on this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from inference_space.geometry import Geometry, joined, times_touched
+from inference_space.probes import RouteError, record
 
-class RouteError(RuntimeError):
-    """A tensor whose place in the runtime model is not a plain copy; the message names it."""
 
+@dataclass(frozen=True)
+class Piece:
+    """One recorded copy: where a strided part of a checkpoint tensor is in a runtime parameter.
 
-def learn(model: torch.nn.Module, shapes: Mapping[str, Iterable[int]]) -> dict[str, torch.Tensor]:
-    """Routes of every tensor: name -> flat int16 view [numel] of its live bf16 elements, row-major.
-
-    Nothing is written. Raises `RouteError` for a tensor that the loader drops, splits, transposes or casts.
+    `memory`: flat int16 view (bf16 patterns) of the parameter, from the part's first element to its last.
+    `source`: the part in the row-major checkpoint tensor; `target`: the same elements, in the same order of
+    dimensions, in `memory`. `whole`: the part is the entire tensor, and both positions are the same number.
     """
-    return {name: _route(model, name, tuple(shape)) for name, shape in shapes.items()}
+
+    memory: torch.Tensor
+    source: Geometry
+    target: Geometry
+    whole: bool
+
+    def locate(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | slice]:
+        """Flat checkpoint positions int64 [n] -> (those in `memory` int64 [m], which of the n they are)."""
+        if self.whole:
+            return index, slice(None)
+        rest = index - self.source.offset
+        inside, target = rest >= 0, torch.zeros_like(rest)
+        for size, step, stride in zip(*self.source[1:], self.target.strides, strict=True):
+            steps = rest // step
+            inside &= steps < size
+            target += steps * stride
+            rest = rest - steps * step
+        which = (inside & (rest == 0)).nonzero().squeeze(1)
+        return target[which], which
 
 
-def _route(model: torch.nn.Module, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    probe = torch.empty(shape, dtype=torch.bfloat16)
-    with _recorded_copies() as copies:
-        model.load_weights([(name, probe)])
-    if len(copies) != 1:
-        raise RouteError(f"{name}: vLLM's loader made {len(copies)} copies, one was expected")
-    destination, source = copies[0]
-    if source.data_ptr() != probe.data_ptr() or source.shape != probe.shape or not source.is_contiguous():
-        raise RouteError(f"{name}: vLLM's loader splits or transposes it (tensor parallelism > 1?)")
-    if destination.dtype != torch.bfloat16 or not destination.is_contiguous():
-        raise RouteError(
-            f"{name}: its runtime parameter is not contiguous bf16; start vLLM with --dtype bfloat16"
-        )
-    return destination.detach().view(torch.int16).view(-1)
+@dataclass(frozen=True)
+class Route:
+    """All pieces of one checkpoint tensor on this rank: none if others hold it, several if it is split."""
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    def read(self, which: Sequence[int]) -> torch.Tensor:
+        """The tensor's live bits, row-major int16 [numel], in the pieces with these numbers; zero elsewhere.
+
+        One piece that is the whole tensor is not copied: the result is the parameter's memory.
+        """
+        chosen = [self.pieces[number] for number in which]
+        if len(chosen) == 1 and chosen[0].whole:
+            return chosen[0].memory
+        device = chosen[0].memory.device if chosen else None
+        bits = torch.zeros(math.prod(self.shape), dtype=torch.int16, device=device)
+        for piece in chosen:
+            piece.source.of(bits).copy_(piece.target.of(piece.memory))
+        return bits
 
 
-@contextmanager
-def _recorded_copies() -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+Sources = dict[str, tuple[Geometry, ...] | str]
+"""What one rank holds: per tensor its parts, or why it has no route. Plain data, for the other ranks."""
 
-    def record(destination: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        copies.append((destination, source))
-        return destination
 
-    original: Any = torch.Tensor.copy_
-    torch.Tensor.copy_ = record  # type: ignore[assignment, method-assign]
-    try:
-        yield copies
-    finally:
-        torch.Tensor.copy_ = original  # type: ignore[method-assign]
+@dataclass(frozen=True)
+class Learned:
+    """What a rank learned: `routes` of the tensors that arrive by copies, and why the others do not."""
+
+    routes: dict[str, Route]
+    unroutable: dict[str, str]
+
+    def sources(self) -> Sources:
+        """This rank's share of what `ownership` needs."""
+        parts = {name: [piece.source for piece in route.pieces] for name, route in self.routes.items()}
+        canonical = {
+            name: tuple(Geometry(p.offset, *joined(*p[1:])) for p in ps) for name, ps in parts.items()
+        }
+        return {**canonical, **self.unroutable}
+
+
+def learn(model: torch.nn.Module, shapes: Mapping[str, Sequence[int]]) -> Learned:
+    """Routes of the tensors in `shapes` (checkpoint name -> shape, all bf16); nothing is written.
+
+    Raises `RouteError` for a model that deltas cannot be written into.
+    """
+    recorder = record(model, shapes)
+    routes = {
+        name: _route(name, tuple(shape), recorder.copies[name])
+        for name, shape in shapes.items()
+        if name not in recorder.unroutable
+    }
+    return Learned(routes, recorder.unroutable)
+
+
+def ownership(
+    shapes: Mapping[str, Sequence[int]], ranks: Sequence[Sources]
+) -> tuple[list[dict[str, tuple[int, ...]]], dict[str, str]]:
+    """Which pieces each rank counts in the digest, so that every element counts once, and what has no route.
+
+    Returns per rank {name: numbers of its pieces}, and {name: reason} for all ranks. Of equal parts the first
+    one counts. Raises `RouteError` where parts overlap otherwise, or leave elements of a tensor out.
+    """
+    owned: list[dict[str, tuple[int, ...]]] = [{} for _ in ranks]
+    unroutable: dict[str, str] = {}
+    for name, shape in shapes.items():
+        held = [rank[name] for rank in ranks]
+        reasons = [parts for parts in held if isinstance(parts, str)]
+        if reasons or not any(held):
+            unroutable[name] = reasons[0] if reasons else "vLLM's loader drops it"
+            continue
+        counted: dict[Geometry, tuple[int, int]] = {}
+        for rank, parts in enumerate(held):
+            for number, part in enumerate(parts):
+                counted.setdefault(part, (rank, number))
+        if (times_touched(list(counted), math.prod(shape)) != 1).any():
+            raise RouteError(f"{name}: its parts in the model overlap or are not all of it: {list(counted)}")
+        for rank, mine in enumerate(owned):
+            mine[name] = tuple(number for at, number in counted.values() if at == rank)
+    return owned, unroutable
+
+
+def _route(name: str, shape: tuple[int, ...], copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Route:
+    numel = math.prod(shape)
+    return Route(name, shape, tuple(piece for copy in copies for piece in _pieces(*copy, numel)))
+
+
+def _pieces(destination: torch.Tensor, source: torch.Tensor, numel: int) -> list[Piece]:
+    """The copy as pieces: one, or one for each repetition of a source that is broadcast."""
+    for dim, size in enumerate(source.shape):
+        if size > 1 and source.stride(dim) == 0:
+            pairs = zip(destination.unbind(dim), source.unbind(dim), strict=True)
+            return [piece for pair in pairs for piece in _pieces(*pair, numel)]
+    sizes, strides, places = joined(source.shape, source.stride(), destination.stride())
+    from_, to = Geometry(source.storage_offset(), sizes, strides), Geometry(0, sizes, places)
+    memory = destination.detach().as_strided((to.end,), (1,)).view(torch.int16)
+    return [Piece(memory, from_, to, whole=(sizes, strides, places) == ((numel,), (1,), (1,)))]

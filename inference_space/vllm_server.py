@@ -20,6 +20,7 @@ from inference_space.plugin import BACKEND
 from inference_space.settings import Settings
 
 MODEL_NAME = "policy"
+_MIDDLEWARE = "inference_space.version_headers.VersionHeaders"
 _CONTROL_TIMEOUT_S = 300.0
 _PR_SET_PDEATHSIG = 1
 _SECRETS = ("TOKEN", "SECRET", "KEY", "PASSWORD", "CREDENTIAL")
@@ -113,19 +114,16 @@ class VllmServer:
     def commit(self, digest: str, version: int) -> tuple[float, float]:
         """Write what is staged between two engine steps; returns (pause, commit) in seconds.
 
-        In-flight requests keep their place and go on with the new weights; their cached prefixes, and every
-        other one, are dropped. If it fails, the old weights are back and generation goes on.
+        Requests in flight go on with the new weights, no new one is given a prefix of older weights, and vLLM
+        names `version` from the next token on. If it fails, none of this has happened and generation goes on.
         """
         report = self._report("commit")
-        info = {"op": "commit", "digest": digest, "report": str(report)}
-        started = time.perf_counter()
-        self._post("pause?mode=keep", None, report)
-        try:
-            self._post("update_weights", {"update_info": info}, report)
-            self._post("finish_weight_update", {"weight_version": str(version)}, report)
-        finally:
-            self._post("resume", None, report)
-        return time.perf_counter() - started, float(_read(report)["commit_s"])
+        pause = report.with_suffix(".pause")
+        pause.unlink(missing_ok=True)
+        info = {"op": "commit", "digest": digest, "version": version, "report": str(report)}
+        self._post("update_weights", {"update_info": info}, report)  # a failure ends vLLM's update session
+        self._post("finish_weight_update", None, report)
+        return float(_read(pause)["pause_s"]), float(_read(report)["commit_s"])
 
     def set_version(self, version: int) -> None:
         """Tell vLLM the version of weights that did not have to change."""
@@ -163,6 +161,7 @@ class VllmServer:
             "--dtype": "bfloat16",
             "--max-num-seqs": str(settings.max_num_seqs),
             "--weight-transfer-config": json.dumps({"backend": BACKEND}),
+            "--middleware": _MIDDLEWARE,
         }
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += [part for option in options.items() for part in option]

@@ -99,13 +99,14 @@ def _show(reader: RunReader, arguments: argparse.Namespace) -> None:
 
 def _show_tensors(reader: RunReader, manifest: Manifest) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        delta = codec.decode(reader.fetch(manifest.deltas[-1], Path(folder)))
-    print(f"{'changed':>10}  {'of':>12}  tensor")
-    for patch in delta.patches:
-        numel = 1
-        for length in patch.shape:
-            numel *= length
-        print(f"{patch.index.size:10,}  {numel:12,}  {patch.name} {list(patch.shape)}")
+        delta = codec.Delta(reader.fetch(manifest.deltas[-1], Path(folder)))
+    for number, group in enumerate(delta.groups):
+        print(f"group {number}, {group.explain()}")
+    print(f"{'changed':>10}  {'of':>12}  {'group':>5}  tensor")
+    for tensor in delta.tensors:
+        print(
+            f"{tensor.changes:10,}  {tensor.numel:12,}  {tensor.group:5}  {tensor.name} {list(tensor.shape)}"
+        )
 
 
 def _verify(reader: RunReader, arguments: argparse.Namespace) -> None:

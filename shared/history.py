@@ -79,9 +79,8 @@ class RunReader:
     def advance(self, state: dict[str, Bits], ref: FileRef, folder: Path) -> None:
         """Apply one delta file to `state` in place; `folder` is scratch space."""
         path = self.fetch(ref, folder)
-        for patch in codec.decode(path).patches:
-            if patch.name not in state:
-                raise ProtocolError(f"{ref.key} changes {patch.name}, which the anchor does not hold")
+        shapes = {name: bits.shape for name, bits in state.items()}
+        for patch in codec.Delta(path).patches(shapes, state.__getitem__):
             codec.apply(patch, state[patch.name])
         path.unlink()
 

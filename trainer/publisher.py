@@ -6,12 +6,14 @@ slow link skips versions instead of queueing them; a failed upload is merged int
 
     published bits  +  the patches in flight  +  the waiting patches  =  mirror
 
-which is why nothing is lost however many syncs or uploads fail. One bf16 copy of the model is kept.
+which is why nothing is lost however many syncs or uploads fail, and how the published bits, which the encoder
+may need, are had without a second copy of the model.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
 import threading
 import time
@@ -23,11 +25,12 @@ import torch
 
 from shared import codec
 from shared.bucket import AccessDenied, BucketError, BucketMissing
-from shared.checkpoint import WEIGHTS, Bits, to_bits, write_bits
-from shared.codec import Patch
-from shared.digest import change_digest, state_digest, to_hex
+from shared.checkpoint import WEIGHTS, write_bits
+from shared.codec import Bits, Level, Patch
+from shared.digest import to_hex
 from shared.protocol import AnchorRef, DeltaRef, Manifest
 from shared.runlog import RunLogWriter, SyncEvent
+from trainer.mirror import Mirror, Place
 from trainer.run_writer import RunWriter
 
 _RETRY_S = 2.0
@@ -56,10 +59,14 @@ class _HandOver:
 class Publisher:
     """Publishes what changed. `publish` is called by one thread, the trainer's."""
 
-    def __init__(self, writer: RunWriter, log: RunLogWriter) -> None:
-        self._writer, self._log = writer, log
-        self._mirror = writer.resume()
-        self._digest = state_digest(self._mirror) if self._mirror else 0
+    def __init__(
+        self, writer: RunWriter, log: RunLogWriter, *, level: Level = "fast", place: Place = "host"
+    ) -> None:
+        """`level`: how deltas are coded (see `shared.codec`); `place`: where the mirror is kept."""
+        self._writer, self._log, self._level = writer, log, level
+        self._mirror = Mirror(place)
+        for name, bits in (writer.resume() or {}).items():
+            self._mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16))
         self._waiting: _HandOver | None = None
         self._busy, self._closed = False, False
         self._failure: Exception | None = None
@@ -80,13 +87,13 @@ class Publisher:
         """
         self._raise_failure()
         started, created_at = time.perf_counter(), time.time()
-        if self._mirror is None:
+        if not self._mirror:
             self._publish_base(weights, sync, created_at)
             return
         with self._changed:
-            patches = self._diff(weights, self._mirror)
+            patches = self._diff(weights)
             diff_s = time.perf_counter() - started
-            new = _HandOver(patches, self._digest, sync, created_at, diff_s)
+            new = _HandOver(patches, self._mirror.digest, sync, created_at, diff_s)
             self._waiting = self._waiting.then(new) if self._waiting else new
             self._changed.notify_all()
 
@@ -110,33 +117,26 @@ class Publisher:
             self._changed.notify_all()
         self._thread.join()
 
-    def _diff(self, weights: Iterable[tuple[str, torch.Tensor]], mirror: dict[str, Bits]) -> list[Patch]:
+    def _diff(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[Patch]:
         patches, names = [], set()
         for name, tensor in weights:
-            if name not in mirror:
+            if name not in self._mirror:
                 raise codec.CodecError(
                     f"parameter {name} is not part of the run; start a new run for a new model"
                 )
-            patches.append(self._diff_one(name, mirror[name], to_bits(tensor)))
+            patches.append(self._mirror.diff(name, tensor))
             names.add(name)
-        if missing := mirror.keys() - names:
+        if missing := self._mirror.shapes.keys() - names:
             raise codec.CodecError(f"parameter {min(missing)} was not handed over; a version holds every one")
         return [p for p in patches if p.index.size]
-
-    def _diff_one(self, name: str, old: Bits, new: Bits) -> Patch:
-        patch = codec.diff(name, old, new)
-        flat_old, flat_new = old.reshape(-1), new.reshape(-1)
-        self._digest += change_digest(name, patch.index, flat_old[patch.index], flat_new[patch.index])
-        codec.apply(patch, old)
-        return patch
 
     def _publish_base(
         self, weights: Iterable[tuple[str, torch.Tensor]], sync: int, created_at: float
     ) -> None:
         started = time.perf_counter()
-        self._mirror = {name: to_bits(tensor) for name, tensor in weights}
-        self._digest = state_digest(self._mirror)
-        base = _HandOver([], self._digest, sync, created_at, time.perf_counter() - started)
+        for name, tensor in weights:
+            self._mirror.add(name, tensor)
+        base = _HandOver([], self._mirror.digest, sync, created_at, time.perf_counter() - started)
         with tempfile.TemporaryDirectory() as folder:
             anchor = self._writer.put_anchor(0, self._snapshot(Path(folder)))
         self._commit(base, None, anchor, 0.0)
@@ -171,7 +171,7 @@ class Publisher:
     def _publish(self, job: _HandOver) -> None:
         version = (self.version or 0) + 1
         started = time.perf_counter()
-        data = codec.encode(job.patches, base=version - 1, version=version)
+        data = self._encode(job, version)
         if not self._writer.anchor_is_due(len(data)):
             encode_s = time.perf_counter() - started
             self._commit(job, self._put_delta(job, version, data), None, encode_s)
@@ -180,11 +180,25 @@ class Publisher:
             with self._changed:  # with nothing waiting, the mirror is exactly this version
                 if self._waiting:
                     job, self._waiting = job.then(self._waiting), None
-                    data = codec.encode(job.patches, base=version - 1, version=version)
+                    data = self._encode(job, version)
                 weights_file = self._snapshot(Path(folder))
             encode_s = time.perf_counter() - started
             delta = self._put_delta(job, version, data)
             self._commit(job, delta, self._writer.put_anchor(version, weights_file), encode_s)
+
+    def _encode(self, job: _HandOver, version: int) -> bytes:
+        published = functools.partial(self._published, job)
+        return codec.encode(job.patches, published, base=version - 1, version=version, level=self._level)
+
+    def _published(self, job: _HandOver, name: str) -> Bits:
+        """The bits that replicas hold: the mirror's, less what is not published yet."""
+        with self._changed:
+            bits = self._mirror.bits(name).copy()
+            for pending in (self._waiting, job):
+                for patch in pending.patches if pending else ():
+                    if patch.name == name:
+                        codec.apply(codec.inverse(patch), bits)
+            return bits
 
     def _settle(self, job: _HandOver) -> None:
         """After a failure: was the version published and only the answer lost, or must it be sent again?"""
@@ -200,7 +214,7 @@ class Publisher:
 
     def _snapshot(self, folder: Path) -> Path:
         path = folder / WEIGHTS
-        write_bits(self._mirror or {}, path)
+        write_bits({name: self._mirror.bits(name) for name in self._mirror.shapes}, path)
         return path
 
     def _put_delta(self, job: _HandOver, version: int, data: bytes) -> DeltaRef:
@@ -209,9 +223,13 @@ class Publisher:
     def _commit(
         self, job: _HandOver, delta: DeltaRef | None, anchor: AnchorRef | None, encode_s: float
     ) -> None:
-        total = sum(bits.size for bits in (self._mirror or {}).values())
         manifest = self._writer.commit(
-            delta, anchor, digest=to_hex(job.digest), sync=job.sync, total=total, created_at=job.created_at
+            delta,
+            anchor,
+            digest=to_hex(job.digest),
+            sync=job.sync,
+            total=self._mirror.total,
+            created_at=job.created_at,
         )
         self._report(manifest, job, anchor.files[0].size if anchor else 0, encode_s)
 

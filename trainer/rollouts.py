@@ -29,7 +29,8 @@ from trainer import trl_compat
 MODEL_NAME = "policy"  # what every replica calls the model it serves
 _PATIENCE_S = 1800.0  # a paid Space takes minutes to wake and to load a model
 _NOT_NOW = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
-_group: contextvars.ContextVar[int] = contextvars.ContextVar("group")
+# Of the conversation that is being generated: the sync of the oldest weights, per turn.
+_turns: contextvars.ContextVar[list[int]] = contextvars.ContextVar("turns")
 
 
 class RequestRefusedError(RuntimeError):
@@ -69,27 +70,36 @@ def _state(url: str) -> str:
 class ReplicaRolloutLoop(_AsyncRolloutLoop):
     """TRL's loop in its child process, with requests spread over replicas and samples tagged truthfully.
 
-    A sample's `model_version` becomes the trainer's sync count of the oldest weights that can have produced
-    a token of its group, as the replicas report it; TRL alone would stamp what the trainer last sent.
+    A sample's `model_version` becomes the trainer's sync count of the oldest weights that produced a token of
+    its conversation, as the replicas report it; TRL alone would stamp what was last sent as its group began.
     """
 
     def __init__(self, *, replicas: Sequence[str], epoch: int, **kwargs: Any) -> None:
         trl_compat.install()  # this is another process than the trainer's
         super().__init__(**kwargs)
         self._replicas, self._epoch = list(replicas), epoch
-        self._syncs: dict[int, int] = {}
+        self._syncs: dict[str, int] = {}  # rollout id -> sync, until the conversation is scored
 
     @property
     def _request_model(self) -> str:
         return MODEL_NAME
 
     async def _generate_one(self, prompt: Any, tool_dict: Any, tools: Any, group_id: int = 0) -> Any:
-        _group.set(group_id)
-        return await super()._generate_one(prompt, tool_dict, tools, group_id)
+        turns: list[int] = []
+        _turns.set(turns)  # TRL gives each conversation a task, and so a context, of its own
+        rollout = await super()._generate_one(prompt, tool_dict, tools, group_id)
+        for sequence in rollout[2]:
+            self._syncs[sequence.rollout_id] = min(turns)
+        return rollout
 
     async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:
-        group.model_version = self._syncs.pop(group.group_id, group.model_version)
-        return await super()._score_group(group)
+        samples = await super()._score_group(group)
+        rows = [sequence.rollout_id for rollout in group.completions_sequences for sequence in rollout]
+        for sample, rollout_id in zip(samples, rows, strict=True):
+            sample.model_version = self._syncs[rollout_id]
+        for rollout_id in set(rows):
+            del self._syncs[rollout_id]
+        return samples
 
     async def _post(self, path: str, payload: dict, timeout: float, max_retries: int = 3) -> dict:
         deadline = time.monotonic() + _PATIENCE_S
@@ -119,10 +129,10 @@ class ReplicaRolloutLoop(_AsyncRolloutLoop):
             return await response.json()
 
     def _note_version(self, headers: Any) -> None:
-        group, sync = _group.get(), int(headers.get("x-policy-sync", 0))
+        sync = int(headers.get("x-policy-sync", 0))
         if int(headers.get("x-policy-epoch", -1)) != self._epoch:
             sync = 0  # weights of an earlier trainer of this run: older than any of ours
-        self._syncs[group] = min(sync, self._syncs.get(group, sync))
+        _turns.get().append(sync)
 
 
 def _is_final(error: BaseException) -> bool:

@@ -1,0 +1,193 @@
+"""The commit as one thing that happens between two engine steps: no pause, nobody preempted, exact labels.
+
+vLLM handles its utility calls between two steps, so one `/update_weights` with op "commit" needs no pause
+around it. What vLLM leaves to a pause is done in the same slot, and only if the commit succeeded:
+
+- Cached prefixes are forgotten. Running requests keep their keys and values and go on (as in PipelineRL), but
+  from then on their blocks are hashed with a secret salt of their own: a new request never meets keys and
+  values of older weights, neither those already cached nor those that such a request will fill.
+- The version that vLLM stamps on each token changes. With async scheduling a step may be under way on the
+  device; what it returns later was computed with the old weights and keeps the old version.
+
+Patches `EngineCore` of vLLM 0.32 (`v1/engine/core.py`, `v1/core/block_pool.py`, `v1/request.py`). `install`
+checks that it is the class we know; `check` tries the forgetting on the engine's own cache before the first
+version is served, and refuses what would keep old results elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from vllm.distributed.kv_events import AllBlocksCleared
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request
+
+_RPC = ["self", "method", "timeout", "args", "kwargs"]
+_STALE = "_versions_of_running_steps"  # our attribute of the engine core, see `_label_outputs`
+
+
+class StepCommitError(RuntimeError):
+    """This vLLM, or the way it is configured, cannot take weights between two steps; the message says why."""
+
+
+def install() -> None:
+    """Patch this process's `EngineCore`, once. Raises `StepCommitError` if it is not the one we know."""
+    if hasattr(EngineCore.collective_rpc, "__wrapped__"):
+        return
+    labels = ["self", "outputs"]
+    for function, known in ((EngineCore.collective_rpc, _RPC), (EngineCore._attach_weight_version, labels)):
+        if list(inspect.signature(function).parameters) != known:
+            raise StepCommitError(f"vLLM's {function.__qualname__} is not that of 0.32; install vLLM 0.32")
+    EngineCore.collective_rpc = _with_commits(EngineCore.collective_rpc)
+    EngineCore._attach_weight_version = _label_outputs
+
+
+def _with_commits(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def collective_rpc(
+        core: EngineCore,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        call = functools.partial(plain, core, method, timeout, args, kwargs)
+        if method == "init_weight_transfer_engine" and kwargs:
+            check(core, Path(kwargs["init_info"]["report"]))
+        info = kwargs.get("update_info") if kwargs and method == "update_weights" else None
+        return commit(core, call, info) if info and info["op"] == "commit" else call()
+
+    return collective_rpc
+
+
+def commit(core: EngineCore, write: Callable[[], Any], info: dict[str, Any]) -> Any:
+    """Run `write`; if it succeeds, forget and relabel. `<report>.pause` gets the seconds it took, as JSON."""
+    started = time.perf_counter()
+    result = write()
+    forget_prefixes(core.scheduler.kv_cache_manager, core.scheduler.requests.values())
+    stale = _stale(core)
+    stale.extend([core._weight_version] * (len(core.batch_queue or ()) - len(stale)))
+    core._weight_version = str(info["version"])
+    pause = {"pause_s": time.perf_counter() - started}
+    Path(info["report"]).with_suffix(".pause").write_text(json.dumps(pause))
+    return result
+
+
+def _label_outputs(core: EngineCore, outputs: dict[int, Any]) -> None:
+    """In place of `_attach_weight_version`, which vLLM calls once per finished step, in their order."""
+    stale = _stale(core)
+    version = stale.popleft() if stale else core._weight_version
+    for output in outputs.values():
+        output.weight_version = version
+
+
+def _stale(core: EngineCore) -> deque[str]:
+    """The versions of the steps that were under way at the last commit, oldest first."""
+    steps: deque[str] = core.__dict__.setdefault(_STALE, deque())
+    return steps
+
+
+def forget_prefixes(manager: KVCacheManager, requests: Iterable[Request]) -> None:
+    """Let no block that is cached now, or filled later by a begun one of `requests`, serve as a prefix."""
+    for pool in {id(pool): pool for pool in _pools(manager)}.values():
+        _forget_blocks(pool)
+    for request in requests:
+        if request.num_computed_tokens:
+            _salt(request)
+
+
+def _pools(manager: KVCacheManager) -> list[BlockPool]:
+    return [group.block_pool for group in manager.coordinator.single_type_managers]
+
+
+def _forget_blocks(pool: BlockPool) -> None:
+    """Without touching the blocks: each drops its own note of its hash when the pool hands it out again."""
+    pool.cached_block_hash_to_block = BlockHashToBlockMap()
+    pool.cached_block_hashes_by_block.clear()
+    if pool.enable_kv_cache_events:
+        pool.kv_event_queue.append(AllBlocksCleared())
+
+
+def _salt(request: Request) -> None:
+    """Give the request a chain of block hashes that nobody else can compute: those it has, and those to come.
+
+    A hash covers the tokens of all blocks before it but not the weights, so with its honest hashes a block of
+    this request is found by any new one that begins with the same tokens.
+    """
+    salt = os.urandom(16)
+    request.cache_salt = salt.hex()  # for a first block that is not full yet
+    request.block_hashes[:] = [salt + known[-16:] for known in request.block_hashes]
+
+
+def check(core: EngineCore, report: Path) -> None:
+    """Refuse an engine that would serve results of old weights; `report` gets the reason, as JSON."""
+    try:
+        _refuse_other_caches(core)
+        if core.request_block_hasher is not None:
+            _try_to_forget(core)
+    except Exception as error:
+        report.write_text(json.dumps({"error": f"{error}"}))
+        raise
+
+
+def _refuse_other_caches(core: EngineCore) -> None:
+    scheduler = core.scheduler
+    problems = {
+        "prefixes outside of vLLM; drop --kv-transfer-config": scheduler.connector,
+        "encoder results outside of vLLM; drop --ec-transfer-config": scheduler.ec_connector,
+        "encoded images; add --language-model-only": core.vllm_config.model_config.supports_multimodal_inputs,
+        "prefixes in a way we do not know; serve another model": any(
+            type(pool) is not BlockPool for pool in _pools(scheduler.kv_cache_manager)
+        ),
+    }
+    for what, present in problems.items():
+        if present:
+            raise StepCommitError(f"this vLLM would reuse results of old weights: it keeps {what}")
+
+
+def _try_to_forget(core: EngineCore) -> None:
+    """The whole claim in small, on the engine's own cache, while nothing runs."""
+    manager, size = core.scheduler.kv_cache_manager, core.scheduler.block_size
+    old, new = _probe(core, "old", 2 * size), _probe(core, "new", 2 * size)
+    _compute(manager, old, 2 * size)
+    cached = _cached(core, 3 * size)
+    forget_prefixes(manager, [old])
+    forgotten = _cached(core, 3 * size)
+    _compute(manager, new, 2 * size)
+    old.append_output_token_ids([0] * size)
+    _compute(manager, old, size)
+    reached = _cached(core, 3 * size + 1)
+    for request in (old, new):
+        manager.free(request)
+    forget_prefixes(manager, [])
+    if not (0 < cached <= 2 * size and forgotten == 0 and 0 < reached <= 2 * size):
+        raise StepCommitError(
+            f"vLLM's prefix cache does not forget as in 0.32 (reused {cached}, {forgotten}, {reached} tokens)"
+        )
+
+
+def _probe(core: EngineCore, name: str, length: int) -> Request:
+    hasher = core.request_block_hasher
+    return Request(f"step-commit-{name}", [0] * length, SamplingParams(), None, block_hasher=hasher)
+
+
+def _compute(manager: KVCacheManager, request: Request, tokens: int) -> None:
+    """What the scheduler does for a step of `tokens` tokens."""
+    manager.allocate_slots(request, tokens)
+    request.num_computed_tokens += tokens
+
+
+def _cached(core: EngineCore, length: int) -> int:
+    """How many tokens a new request of `length` tokens would find."""
+    return int(core.scheduler.kv_cache_manager.get_computed_blocks(_probe(core, "seeker", length))[1])

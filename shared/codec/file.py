@@ -1,0 +1,169 @@
+"""The delta file: plain safetensors whose metadata tells people and readers what is in it.
+
+`safe_open(...).metadata()` shows
+
+    format, base, version     what it is, and the two versions that it joins
+    tensors                   JSON rows [name, shape, changes, group] of every changed tensor
+    groups                    JSON objects: the mode of each group of tensors and its parameters
+
+and its tensors are the uint8 streams of the groups: `<group>.gaps`, `<group>.signs` and so on. Changes run
+on from tensor to tensor within a group, so that a group has one set of parameters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import zstandard
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from shared.codec import original
+from shared.codec.modes import Group, Listed, Mode, Old, candidates, decode_group, encode_group
+from shared.codec.patch import Bits, CodecError, Patch, apply, merge
+from shared.codec.values import Streams
+
+DELTA_FORMAT = "delta-weight-sync-delta/2"
+Level = Literal["fast", "small", "original"]
+Shapes = Mapping[str, Sequence[int]]
+GROUP_ELEMENTS = 1 << 25  # a group ends with the tensor that reaches this many elements
+_UNREADABLE = (SafetensorError, zstandard.ZstdError, ValidationError, ValueError, LookupError, MemoryError)
+_TABLE = TypeAdapter(list[Listed])
+_GROUPS = TypeAdapter(list[Group])
+
+
+class Delta:
+    """A delta file whose table was read; `patches` reads the changes themselves."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `CodecError` naming the file if it is not a delta."""
+        self._path = path
+        with _named(path), safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            self.original = metadata.get("format") == original.FORMAT
+            if not self.original and metadata.get("format") != DELTA_FORMAT:
+                raise CodecError(f"format {metadata.get('format')!r}, this reader knows {DELTA_FORMAT!r}")
+            self.base, self.version = int(metadata["base"]), int(metadata["version"])
+            self.tensors = (
+                original.table(file) if self.original else _TABLE.validate_json(metadata["tensors"])
+            )
+            self.groups = [] if self.original else _GROUPS.validate_json(metadata["groups"])
+
+    @property
+    def changes(self) -> int:
+        """Changed elements of the whole model."""
+        return sum(tensor.changes for tensor in self.tensors)
+
+    def patches(self, shapes: Shapes, old: Old) -> Iterator[Patch]:
+        """The changes, tensor by tensor.
+
+        `shapes` are those of the model, against which the table is checked before anything is unpacked; `old`
+        gives the bits of a tensor at version `base` (uint16, C-contiguous), asked for only where needed.
+        Raises `CodecError` naming the file; what was yielded before must then be thrown away.
+        """
+        with _named(self._path):
+            self._check(shapes)
+            yield from original.read(self._path, self.tensors, old) if self.original else self._decode(old)
+
+    def _decode(self, old: Old) -> Iterator[Patch]:
+        with safe_open(self._path, framework="numpy") as file:
+            for number, group in enumerate(self.groups):
+                listed = [tensor for tensor in self.tensors if tensor.group == number]
+                prefix = f"{number}."
+                keys = [key for key in file.keys() if key.startswith(prefix)]  # noqa: SIM118
+                streams = {key.removeprefix(prefix): file.get_tensor(key) for key in keys}
+                if any(stream.dtype != np.uint8 or stream.ndim != 1 for stream in streams.values()):
+                    raise CodecError(f"the streams of group {number} are not bytes")
+                yield from decode_group(group, listed, streams, old)
+
+    def _check(self, shapes: Shapes) -> None:
+        names = [tensor.name for tensor in self.tensors]
+        if len(set(names)) != len(names):
+            raise CodecError("a tensor is listed twice")
+        for tensor in self.tensors:
+            if tuple(shapes.get(tensor.name, ())) != tensor.shape or tensor.name not in shapes:
+                raise CodecError(
+                    f"it changes {tensor.name} {list(tensor.shape)}, which this model does not have"
+                )
+            if not 0 < tensor.changes <= tensor.numel:
+                raise CodecError(f"{tensor.name} lists {tensor.changes} changes of {tensor.numel} elements")
+            if not self.original and not 0 <= tensor.group < len(self.groups):
+                raise CodecError(f"{tensor.name} is in group {tensor.group}, which the file does not have")
+
+
+def encode(patches: Iterable[Patch], old: Old, *, base: int, version: int, level: Level = "fast") -> bytes:
+    """The delta file as bytes. `old` gives the bits of a tensor at version `base`."""
+    changed = [patch for patch in patches if patch.index.size]
+    versions = {"base": str(base), "version": str(version)}
+    if level == "original":
+        return original.save(changed, old, versions)
+    table: list[Listed] = []
+    groups: list[Group] = []
+    streams: Streams = {}
+    for mode, members in _grouped(changed, old):
+        group, coded = _cheapest(
+            ["gaps", "bands"] if (mode, level) == ("gaps", "small") else [mode], members, old
+        )
+        table += [Listed(p.name, p.shape, p.index.size, len(groups)) for p in members]
+        streams |= {f"{len(groups)}.{key}": stream for key, stream in coded.items()}
+        groups.append(group)
+    described = json.dumps([group.model_dump(exclude_defaults=True) for group in groups])
+    metadata = {"format": DELTA_FORMAT, **versions, "tensors": json.dumps(table), "groups": described}
+    return save(streams, metadata)
+
+
+def chain(deltas: Sequence[Delta], shapes: Shapes, old: Old) -> list[Patch]:
+    """What the deltas do one after the other, as one patch per tensor; `old` is at the first one's base."""
+    merged: dict[str, Patch] = {}
+
+    def between(name: str) -> Bits:
+        if name not in merged:
+            return old(name)
+        bits = old(name).copy()
+        apply(merged[name], bits)
+        return bits
+
+    for delta in deltas:
+        merged = {p.name: p for p in merge(list(merged.values()), list(delta.patches(shapes, between)))}
+    return list(merged.values())
+
+
+def _grouped(patches: Sequence[Patch], old: Old) -> Iterator[tuple[Mode, list[Patch]]]:
+    """Runs of tensors whose cheapest mode is the same."""
+    members: list[Patch] = []
+    current: Mode = "gaps"
+    for patch in patches:
+        modes = candidates(patch)
+        mode = modes[0] if len(modes) == 1 else _cheapest(modes, [patch], old)[0].mode
+        full = sum(p.numel for p in members) >= GROUP_ELEMENTS
+        if members and (mode != current or full):
+            yield current, members
+            members = []
+        current = mode
+        members.append(patch)
+    if members:
+        yield current, members
+
+
+def _cheapest(modes: Sequence[Mode], patches: Sequence[Patch], old: Old) -> tuple[Group, Streams]:
+    coded = [encode_group(mode, patches, old) for mode in modes]
+    return min(coded, key=lambda one: sum(stream.size for stream in one[1].values()))
+
+
+class _named:  # noqa: N801 - used as a context manager only
+    """Turns whatever a damaged file provokes into a `CodecError` that names the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, _UNREADABLE):
+            raise CodecError(f"{self._path.name} is not a readable delta: {error}") from error

@@ -1,0 +1,143 @@
+"""By how much the changes move: a sign bit each, and which of them move by more than one ULP, and how far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.codec import rice, runs
+from shared.codec.patch import Bits, CodecError, Index
+from shared.codec.positions import Band
+from shared.codec.rice import MAX_GOLOMB, Words, take_golomb
+from shared.codec.runs import FLIPPED, RUN, Section, State, next_run
+from shared.kernel import kernel
+
+Streams = dict[str, NDArray[np.uint8]]
+
+
+class Large(NamedTuple):
+    """The changes of one band by more than one ULP: their Exp-Golomb parameter and section length."""
+
+    k: int
+    bits: int
+
+
+class Values(NamedTuple):
+    """The values of a group: per band, where the large changes are, and how large."""
+
+    large: list[Section]
+    sizes: list[Large]
+
+
+def encode(ulps: Bits, band_of: Band, bands: int) -> tuple[Values, Streams]:
+    """Code `ulps` [n]; `band_of` [n] tells the band of each."""
+    totals = np.bincount(band_of, minlength=bands)
+    starts = np.concatenate([[0], np.cumsum(totals)[:-1]])
+    gaps, sizes = np.empty(ulps.size, np.int64), np.empty(ulps.size, np.int64)
+    signs, filled = np.zeros(ulps.size // 8 + 1, np.uint8), starts.copy()
+    _collect(ulps, band_of, np.zeros(bands, np.int64), filled, gaps, sizes, signs)
+    spans = [slice(a, b) for a, b in zip(starts, filled, strict=True)]
+    large, where = runs.encode([gaps[span] for span in spans], totals.tolist())
+    lengths, how_much = _encode_sizes([sizes[span] for span in spans])
+    streams = {"signs": signs[: (ulps.size + 7) // 8], "large": where, "sizes": how_much}
+    return Values(large, lengths), streams
+
+
+def _encode_sizes(bands: Sequence[Index]) -> tuple[list[Large], NDArray[np.uint8]]:
+    lengths = [Large(*rice.golomb_k(numbers)) for numbers in bands]
+    words = np.zeros(sum(length.bits for length in lengths) // 64 + 2, np.uint64)
+    at = 0
+    for numbers, length in zip(bands, lengths, strict=True):
+        at = rice.put_golomb(numbers, length.k, words, at)
+    return lengths, rice.to_bytes(words, at)
+
+
+class Reader:
+    """Reads the values of a group, tensor after tensor."""
+
+    def __init__(self, values: Values, streams: Streams, changes: int) -> None:
+        if streams["signs"].size != (changes + 7) // 8:
+            raise CodecError(f"{streams['signs'].size} bytes of signs for {changes} changes")
+        if len(values.sizes) != len(values.large):
+            raise CodecError("sizes and places of the large changes differ in their number of bands")
+        self._signs, self._read = streams["signs"], 0
+        self._state = runs.reader(values.large, streams["large"].size)
+        self._sizes = _size_state(values.sizes, streams["sizes"].size)
+        self._large_words, self._size_words = (rice.to_words(streams[key]) for key in ("large", "sizes"))
+        if not runs.start(self._large_words, self._state):
+            raise CodecError("the section of large changes is damaged")
+
+    def read(self, band_of: Band) -> Bits:
+        """The ULPs of the next `band_of.size` changes."""
+        ulps = np.empty(band_of.size, np.uint16)
+        words = (self._large_words, self._state, self._size_words, self._sizes)
+        if not _restore(self._signs, self._read, *words, band_of, ulps):
+            raise CodecError("the sizes of the large changes are damaged")
+        self._read += ulps.size
+        return ulps
+
+    def finished(self) -> bool:
+        """True if every value was read."""
+        return runs.finished(self._state) and bool((self._sizes[0] == self._sizes[1]).all())
+
+
+def _size_state(sizes: Sequence[Large], stream_bytes: int) -> State:
+    """int64 [3, bands]: next bit, end, parameter."""
+    state = np.zeros((3, len(sizes)), np.int64)
+    at = 0
+    for band, (k, bits) in enumerate(sizes):
+        if not (0 <= k <= MAX_GOLOMB and 0 <= bits <= 8 * stream_bytes - at):
+            raise CodecError(f"a section of {bits} bits does not fit its stream")
+        state[:, band] = (at, at + bits, k)
+        at += bits
+    return state
+
+
+@kernel
+def _collect(
+    ulps: Bits, band_of: Band, passed: Index, filled: Index, gaps: Index, sizes: Index, signs: Band
+) -> None:
+    for j in range(ulps.size):
+        value = np.int64(ulps[j])
+        negative = value >= 32768
+        size = 65536 - value if negative else value
+        signs[j >> 3] |= np.uint8(negative) << np.uint8(j & 7)
+        band = band_of[j]
+        if size > 1:
+            gaps[filled[band]] = passed[band]
+            sizes[filled[band]] = size - 2
+            filled[band] += 1
+            passed[band] = 0
+        else:
+            passed[band] += 1
+
+
+@kernel
+def _restore(
+    signs: Band,
+    first: int,
+    words: Words,
+    state: State,
+    size_words: Words,
+    sizes: State,
+    band_of: Band,
+    ulps: Bits,
+) -> bool:
+    for j in range(ulps.size):
+        band = band_of[j]
+        event = state[RUN, band] == 0
+        state[RUN, band] = next_run(words, state, band) if event else state[RUN, band] - 1
+        size = 1
+        if event != (state[FLIPPED, band] != 0):
+            extra, sizes[0, band] = take_golomb(size_words, sizes[0, band], sizes[1, band], sizes[2, band])
+            if extra < 0 or extra > 32766:
+                return False
+            size = extra + 2
+        if state[RUN, band] < 0:
+            return False
+        negative = (signs[(first + j) >> 3] >> np.uint8((first + j) & 7)) & np.uint8(1)
+        ulps[j] = np.uint16(65536 - size) if negative else np.uint16(size)
+    return True
