@@ -16,6 +16,7 @@ import torch
 from shared import codec
 from shared.codec import Bits, Patch
 from shared.digest import change_digest, tensor_digest
+from trainer.sharded import Block
 
 Place = Literal["host", "device"]
 _HOST_CHUNK = 1 << 18  # elements; the cast chunk stays in the cache
@@ -59,19 +60,26 @@ class Mirror:
         """The bits of one parameter on the host; a view where they are there already."""
         return self._bits[name].cpu().numpy().view(np.uint16)
 
-    def diff(self, name: str, tensor: torch.Tensor) -> Patch:
-        """What changed since the last time, after which the mirror equals `tensor`; any float dtype."""
-        old = self._bits[name]
+    def diff(self, name: str, tensor: torch.Tensor, block: Block | None = None) -> Patch:
+        """What changed since the last time, after which the mirror equals `tensor`; any float dtype.
+
+        With `block`, `tensor` is only that box of the parameter.
+        """
+        if (
+            tensor.is_cuda and self._place == "device" and not self._bits[name].is_cuda
+        ):  # a resumed run's bits are on the host
+            self._bits[name] = self._bits[name].to(tensor.device)
+        whole = self._bits[name]
+        old = whole[block.at] if block and block.shape == whole.shape else whole
         if old.shape != tensor.shape:
             raise codec.CodecError(
                 f"{name}: shape changed from {tuple(old.shape)} to {tuple(tensor.shape)} within a run"
             )
-        if (
-            tensor.is_cuda and self._place == "device" and not old.is_cuda
-        ):  # a resumed run's bits are on the host
-            old = self._bits[name] = old.to(tensor.device)
-        index, ulps = diff_flat(old.view(-1), tensor.detach().reshape(-1))
-        patch = Patch(name, tuple(tensor.shape), index, ulps)
+        flat = old.reshape(-1)  # a view where the box is one stretch of memory, else a copy
+        index, ulps = diff_flat(flat, tensor.detach().reshape(-1))
+        if not old.is_contiguous():
+            old.copy_(flat.view(old.shape))
+        patch = Patch(name, tuple(whole.shape), block.positions(index) if block else index, ulps)
         self._note(patch)
         return patch
 

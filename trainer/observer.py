@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -12,26 +13,126 @@ import httpx
 from pydantic import ValidationError
 from transformers import TrainerCallback
 
-from shared.runlog import ReplicaEvent, ReplicaReport, RunLogWriter, StepEvent
+from shared.runlog import ReplicaEvent, ReplicaReport, Rollout, RunLogWriter, StepEvent
 
 _POLL_S = 1.0
 
 
+class SeenRollouts:
+    """TRL's queue of samples, with an eye on what the trainer takes from it: the newest group, and the rates.
+
+    Put it in the queue's place: `trainer.rollout_queue = recorder.watch(trainer.rollout_queue)`.
+    """
+
+    def __init__(self, samples: Any) -> None:
+        self._samples = samples
+        self._group: list[Any] = []
+        self._whole: list[Any] = []
+        self._games = self._solved = self._guesses = self._invalid = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._samples, name)
+
+    def get(self, *args: Any, **options: Any) -> Any:
+        """The next sample, as the queue gives it."""
+        sample = self._samples.get(*args, **options)
+        if self._group and self._group[0].group_id != sample.group_id:
+            self._whole, self._group = self._group, []
+        self._group.append(sample)
+        answers = [answer for _, answer in _turns(sample.completion)]
+        guesses = [match for answer in answers if (match := _GUESS.match(answer))]
+        wrong = sum("not a word" in answer for answer in answers)
+        if guesses or wrong:
+            self._games += 1
+            self._solved += any(set(guess[0][2::3]) == {"+"} for guess in guesses)
+            self._guesses += len(guesses) + wrong
+            self._invalid += wrong
+        return sample
+
+    def rates(self) -> dict[str, float]:
+        """Shares of solved games and of invalid guesses since the last call; empty if nothing was played."""
+        if not self._games:
+            return {}
+        rates = {
+            "games/solve_rate": self._solved / self._games,
+            "games/invalid_rate": self._invalid / self._guesses,
+        }
+        self._games = self._solved = self._guesses = self._invalid = 0
+        return rates
+
+    def group(self) -> tuple[str, tuple[Rollout, ...]]:
+        """Prompt and rollouts of the newest whole group, once; empty if there is no new one."""
+        group, self._whole = self._whole[:_GROUP], []
+        if not group:
+            return "", ()
+        rollouts = [
+            Rollout(turns=_turns(s.completion), reward=_reward(s), sync=s.model_version) for s in group
+        ]
+        return _text(group[0].prompt[-1]), tuple(rollouts)
+
+
+_GUESS = re.compile(r"(?:[a-z]\d[+?-])+")
+_GROUP, _CHARACTERS, _GROUP_EVERY_S = 16, 600, 5.0
+
+
+def _turns(completion: Sequence[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
+    """What the policy wrote and what came back, turn by turn."""
+    turns: list[tuple[str, str]] = []
+    for message in completion:
+        if message["role"] == "assistant":
+            turns.append((_text(message), ""))
+        elif turns:
+            turns[-1] = (turns[-1][0], (turns[-1][1] + _text(message))[:_CHARACTERS])
+    return tuple(turns)
+
+
+def _text(message: dict[str, Any]) -> str:
+    calls = [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
+    words = [" ".join(map(str, call.values())) if isinstance(call, dict) else str(call) for call in calls]
+    return " ".join(filter(None, [str(message.get("content") or ""), *words]))[:_CHARACTERS]
+
+
+def _reward(sample: Any) -> float | None:
+    reward = sample.metrics.get("reward")
+    return float(reward) if _is_number(reward) else None
+
+
 class StepRecorder(TrainerCallback):
-    """Copies each of TRL's log lines into the run's log."""
+    """Copies each of TRL's log lines into the run's log, and now and then a group of rollouts."""
 
     def __init__(self, log: RunLogWriter) -> None:
         self._log = log
+        self._seen: SeenRollouts | None = None
+        self._group_due = 0.0
+
+    def watch(self, samples: Any) -> SeenRollouts:
+        """From now on also record what is taken from this queue of samples."""
+        self._seen = SeenRollouts(samples)
+        return self._seen
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
     ) -> None:
         """One event per logged step that has a reward."""
         numbers = {key: float(value) for key, value in (logs or {}).items() if _is_number(value)}
-        if "reward" in numbers:
-            self._log.append(
-                StepEvent(t=time.time(), step=state.global_step, reward=numbers["reward"], metrics=numbers)
+        if "reward" not in numbers:
+            return
+        prompt, rollouts = "", tuple[Rollout, ...]()
+        if self._seen:
+            numbers |= self._seen.rates()
+            if time.monotonic() >= self._group_due:
+                prompt, rollouts = self._seen.group()
+                self._group_due = time.monotonic() + _GROUP_EVERY_S
+        self._log.append(
+            StepEvent(
+                t=time.time(),
+                step=state.global_step,
+                reward=numbers["reward"],
+                metrics=numbers,
+                prompt=prompt,
+                rollouts=rollouts,
             )
+        )
 
 
 def _is_number(value: Any) -> bool:

@@ -17,7 +17,7 @@ import functools
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from shared.protocol import AnchorRef, DeltaRef, Manifest
 from shared.runlog import RunLogWriter, SyncEvent
 from trainer.mirror import Mirror, Place
 from trainer.run_writer import RunWriter
+from trainer.sharded import Weights, local, own_block, union
 
 _RETRY_S = 2.0
 
@@ -79,9 +80,10 @@ class Publisher:
         """The newest version in the bucket."""
         return self._writer.newest.version if self._writer.newest else None
 
-    def publish(self, weights: Iterable[tuple[str, torch.Tensor]], sync: int) -> None:
+    def publish(self, weights: Weights, sync: int, elsewhere: Callable[[], list[Patch]] = list) -> None:
         """Hand over the weights: checkpoint name and tensor, any float dtype, cast to bf16 here.
 
+        Of a sharded tensor only the part on this rank is compared; `elsewhere` gives what other ranks found.
         Returns after the diff; the very first version of a run is uploaded before it returns. Raises what
         stopped the publisher, if something did: `FencedError`, `AccessDenied`, `CodecError`.
         """
@@ -91,7 +93,7 @@ class Publisher:
             self._publish_base(weights, sync, created_at)
             return
         with self._changed:
-            patches = self._diff(weights)
+            patches = self._diff(weights, elsewhere)
             diff_s = time.perf_counter() - started
             new = _HandOver(patches, self._mirror.digest, sync, created_at, diff_s)
             self._waiting = self._waiting.then(new) if self._waiting else new
@@ -117,22 +119,23 @@ class Publisher:
             self._changed.notify_all()
         self._thread.join()
 
-    def _diff(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[Patch]:
-        patches, names = [], set()
+    def _diff(self, weights: Weights, elsewhere: Callable[[], list[Patch]]) -> list[Patch]:
+        found: dict[str, list[Patch]] = {}
         for name, tensor in weights:
             if name not in self._mirror:
                 raise codec.CodecError(
                     f"parameter {name} is not part of the run; start a new run for a new model"
                 )
-            patches.append(self._mirror.diff(name, tensor))
-            names.add(name)
-        if missing := self._mirror.shapes.keys() - names:
+            block = own_block(tensor, main=True)
+            found[name] = [self._mirror.diff(name, local(tensor), block)] if block else []
+        if missing := self._mirror.shapes.keys() - found.keys():
             raise codec.CodecError(f"parameter {min(missing)} was not handed over; a version holds every one")
-        return [p for p in patches if p.index.size]
+        for patch in elsewhere():
+            self._mirror.take(patch)
+            found[patch.name].append(patch)
+        return [patch for parts in found.values() for patch in union(parts)]
 
-    def _publish_base(
-        self, weights: Iterable[tuple[str, torch.Tensor]], sync: int, created_at: float
-    ) -> None:
+    def _publish_base(self, weights: Weights, sync: int, created_at: float) -> None:
         started = time.perf_counter()
         for name, tensor in weights:
             self._mirror.add(name, tensor)

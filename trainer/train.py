@@ -6,36 +6,41 @@
 The story: load the policy, open the run in the bucket, publish the policy as version 0, wait until a replica
 serves it, then let TRL train. Rollouts come from the replicas over HTTPS; after every optimizer step the
 changed weights go to the bucket, and the replicas take them from there in their own time.
+
+For several processes write `accelerate launch --use_fsdp --fsdp_version 2 -m` in place of `python -m`. Then
+only the main process meets bucket and replicas; the others compute, and tell it what changed in their shards.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
 from trl import TrlParser
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from shared.bucket import BucketError
 from shared.buckets import open_bucket
-from shared.checkpoint import to_bits
-from shared.digest import state_digest, to_hex
+from shared.codec import Level
 from shared.protocol import ProtocolError
 from shared.runlog import DoneEvent, RunLogWriter
 from trainer import rollouts, shorter, trl_compat, wordle
+from trainer.mirror import Place
 from trainer.observer import ReplicaWatch, StepRecorder
 from trainer.publisher import Publisher
 from trainer.run_writer import FencedError, RunWriter
-from trainer.weight_transfer import BucketWeightTransfer
+from trainer.sharded import PeerError, Peers, live_digest
+from trainer.weight_transfer import BucketWeightTransfer, ShardWeightTransfer
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,18 @@ class ScriptArguments:
     task: str = field(default="wordle", metadata={"help": "'wordle' or 'shorter'."})
     env_url: str = field(default="", metadata={"help": "URL of the Wordle Space (task 'wordle')."})
     prompt: str = field(default=wordle.PROMPT, metadata={"help": "What the policy is told (task 'wordle')."})
+    encoding: str = field(default="fast", metadata={"help": "Of deltas: 'fast', 'small' or 'original'."})
+    mirror: str = field(
+        default="host", metadata={"help": "Where the published bits are kept: 'host' or 'device'."}
+    )
+
+    def __post_init__(self) -> None:
+        for option, known in (("encoding", get_args(Level)), ("mirror", get_args(Place))):
+            if (value := getattr(self, option)) not in known:
+                raise SystemExit(f"--{option} must be one of {', '.join(known)}; it is {value!r}")
+
+
+_FAULTS = (BucketError, ProtocolError, FencedError, PeerError, rollouts.ReplicasUnavailableError)
 
 
 def main() -> None:
@@ -58,90 +75,118 @@ def main() -> None:
     script, args = TrlParser((ScriptArguments, AsyncGRPOConfig)).parse_args_and_config()
     try:
         train(script, args)
-    except (BucketError, ProtocolError, FencedError, rollouts.ReplicasUnavailableError) as error:
+    except _FAULTS as error:
         sys.exit(f"trainer: {error}")
 
 
 def train(script: ScriptArguments, args: AsyncGRPOConfig) -> None:
     """One run from the base policy to the last version."""
     trl_compat.install(flash_attention=torch.cuda.is_available() and args.dtype != "float32")
-    bucket = open_bucket(script.bucket, create=True)
-    log = RunLogWriter(bucket, script.run)
+    peers = Peers()
+    task = make_task(script, args)
     tokenizer = AutoTokenizer.from_pretrained(script.model)
-    dataset, reward_funcs, environment = _task(script, args)
 
-    with tempfile.TemporaryDirectory() as assets:
-        _save_assets(script.model, tokenizer, Path(assets))
-        writer = RunWriter(bucket, script.run, model=_public_name(script.model), assets=Path(assets))
-        publisher = Publisher(writer, log)
-        watch = ReplicaWatch(script.replicas, log)
-        transfer = BucketWeightTransfer(
-            publisher, after_first=functools.partial(rollouts.wait_for_replica, script.replicas)
-        )
-        worker = rollouts.make_worker(
-            args,
-            tokenizer,
-            dataset,
-            script.replicas,
-            writer.epoch,
-            reward_funcs=reward_funcs,
-            environment_factory=environment,
-        )
-        trainer = AsyncGRPOTrainer(
+    with contextlib.ExitStack() as stack:
+        with peers.together():
+            run = stack.enter_context(_open_run(script, args, tokenizer, task, peers)) if peers.main else None
+        trainer = trl_compat.BucketGRPOTrainer(
             model=script.model,
             args=args,
             processing_class=tokenizer,
-            train_dataset=dataset,
-            reward_funcs=reward_funcs,
-            environment_factory=environment,
-            rollout_worker=worker,
-            weight_transfer=transfer,
-            callbacks=[StepRecorder(log)],
+            train_dataset=task.dataset,
+            reward_funcs=task.reward_funcs,
+            environment_factory=task.environment,
+            rollout_worker=run.worker if run else None,
+            weight_transfer=run.transfer if run else ShardWeightTransfer(peers, script.mirror),
+            callbacks=[StepRecorder(run.log)] if run else [],
         )
         trainer.add_callback(_LastSync(trainer))
-        try:
-            trainer.train()
-            manifest = publisher.flush()
-            digest = live_digest(trainer)
-            log.append(DoneEvent(t=time.time(), version=manifest.version, digest=digest))
-            watch.wait_for(manifest.version)
-            print(f"published version {manifest.version}, digest {digest}", flush=True)
-        finally:
-            publisher.close()
-            watch.close()
-            log.close()
+        trainer.train()
+        digest = live_digest(trainer.weights(), peers)
+        if run:
+            run.finish(digest)
 
 
-def live_digest(trainer: AsyncGRPOTrainer) -> str:
-    """Digest of the trainer's live parameters, cast to bf16: what the replicas must hold in the end."""
-    weights = trainer._streaming_iter()
-    return to_hex(state_digest({name: to_bits(tensor) for name, tensor in weights}))
+@dataclass(frozen=True)
+class Task:
+    """What is trained on."""
+
+    dataset: Dataset
+    reward_funcs: list[Callable[..., list[float]]]
+    environment: Callable[[], object] | None
+
+
+def make_task(script: ScriptArguments, args: AsyncGRPOConfig) -> Task:
+    """The task of the settings."""
+    if script.task == "shorter":
+        return Task(shorter.make_dataset(), [shorter.reward_shorter], None)
+    if script.task != "wordle" or not script.env_url:
+        raise SystemExit(
+            "--task must be 'shorter', or 'wordle' together with --env_url <URL of the Wordle Space>"
+        )
+    games = args.max_steps * args.per_device_train_batch_size * args.world_size // args.num_generations
+    dataset = wordle.make_dataset(script.prompt, max(games, 1), args.seed)
+    return Task(dataset, [], functools.partial(wordle.WordleEnv, script.env_url))
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """What only the main process has: the way into the bucket, and to the replicas."""
+
+    log: RunLogWriter
+    publisher: Publisher
+    watch: ReplicaWatch
+    transfer: BucketWeightTransfer
+    worker: rollouts.ReplicaRolloutWorker
+
+    def finish(self, digest: str) -> None:
+        """Publish the rest, note the digest of the live weights, see the replicas take the last version."""
+        manifest = self.publisher.flush()
+        self.log.append(DoneEvent(t=time.time(), version=manifest.version, digest=digest))
+        self.watch.wait_for(manifest.version)
+        print(f"published version {manifest.version}, digest {digest}", flush=True)
+
+
+@contextlib.contextmanager
+def _open_run(
+    script: ScriptArguments,
+    args: AsyncGRPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    peers: Peers,
+) -> Iterator[OpenRun]:
+    bucket = open_bucket(script.bucket, create=True)
+    with contextlib.ExitStack() as stack:
+        assets = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        _save_assets(script.model, tokenizer, assets)
+        writer = RunWriter(bucket, script.run, model=_public_name(script.model), assets=assets)
+        log = stack.enter_context(contextlib.closing(RunLogWriter(bucket, script.run)))
+        watch = stack.enter_context(contextlib.closing(ReplicaWatch(script.replicas, log)))
+        publisher = stack.enter_context(
+            contextlib.closing(Publisher(writer, log, level=script.encoding, place=script.mirror))
+        )
+        wait = functools.partial(rollouts.wait_for_replica, script.replicas)
+        worker = rollouts.make_worker(
+            args,
+            tokenizer,
+            task.dataset,
+            script.replicas,
+            writer.epoch,
+            reward_funcs=task.reward_funcs,
+            environment_factory=task.environment,
+        )
+        yield OpenRun(log, publisher, watch, BucketWeightTransfer(publisher, wait, peers), worker)
 
 
 class _LastSync(TrainerCallback):
     """Publishes the last steps of a run whose length is not a multiple of `weight_sync_steps`."""
 
-    def __init__(self, trainer: AsyncGRPOTrainer) -> None:
+    def __init__(self, trainer: trl_compat.BucketGRPOTrainer) -> None:
         self._trainer = trainer
 
     def on_train_end(self, args: AsyncGRPOConfig, state: Any, control: Any, **_: Any) -> None:
         if state.global_step % args.weight_sync_steps:
             self._trainer._sync_weight()
-
-
-def _task(
-    script: ScriptArguments, args: AsyncGRPOConfig
-) -> tuple[Dataset, list[Callable[..., list[float]]], Callable[[], object] | None]:
-    """Dataset, reward functions and environment of the task."""
-    if script.task == "shorter":
-        return shorter.make_dataset(), [shorter.reward_shorter], None
-    if script.task != "wordle" or not script.env_url:
-        raise SystemExit(
-            "--task must be 'shorter', or 'wordle' together with --env_url <URL of the Wordle Space>"
-        )
-    games = args.max_steps * args.per_device_train_batch_size // args.num_generations
-    dataset = wordle.make_dataset(script.prompt, max(games, 1), args.seed)
-    return dataset, [], functools.partial(wordle.WordleEnv, script.env_url)
 
 
 def _public_name(model: str) -> str:

@@ -15,16 +15,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import zstandard
+from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from shared.codec import original
-from shared.codec.modes import Group, Listed, Mode, Old, candidates, decode_group, encode_group
+from shared.codec.modes import LAYOUTS, Group, Listed, Many, Mode, Old, candidates, decode_group, encode_group
 from shared.codec.patch import Bits, CodecError, Patch, apply, merge
 from shared.codec.values import Streams
 
@@ -33,8 +34,9 @@ Level = Literal["fast", "small", "original"]
 Shapes = Mapping[str, Sequence[int]]
 GROUP_ELEMENTS = 1 << 25  # a group ends with the tensor that reaches this many elements
 _UNREADABLE = (SafetensorError, zstandard.ZstdError, ValidationError, ValueError, LookupError, MemoryError)
-_TABLE = TypeAdapter(list[Listed])
-_GROUPS = TypeAdapter(list[Group])
+_LONGEST = 300  # characters of a reason: a file must not write pages into a log
+_TABLE = TypeAdapter(Many[tuple[str, Many[int], int, int]])
+_GROUPS = TypeAdapter(Many[Group])
 
 
 class Delta:
@@ -49,10 +51,8 @@ class Delta:
             if not self.original and metadata.get("format") != DELTA_FORMAT:
                 raise CodecError(f"format {metadata.get('format')!r}, this reader knows {DELTA_FORMAT!r}")
             self.base, self.version = int(metadata["base"]), int(metadata["version"])
-            self.tensors = (
-                original.table(file) if self.original else _TABLE.validate_json(metadata["tensors"])
-            )
-            self.groups = [] if self.original else _GROUPS.validate_json(metadata["groups"])
+            self.tensors = original.table(file) if self.original else _table(metadata["tensors"])
+            self.groups = () if self.original else _GROUPS.validate_json(metadata["groups"], strict=True)
 
     @property
     def changes(self) -> int:
@@ -65,6 +65,10 @@ class Delta:
         `shapes` are those of the model, against which the table is checked before anything is unpacked; `old`
         gives the bits of a tensor at version `base` (uint16, C-contiguous), asked for only where needed.
         Raises `CodecError` naming the file; what was yielded before must then be thrown away.
+
+        No file makes this allocate more than 64 bytes per byte of the file and 16 bytes per element of the
+        model: 10 for each change that it yields, the others for one group at a time, which is at most
+        `GROUP_ELEMENTS` and the tensor that reaches them.
         """
         with _named(self._path):
             self._check(shapes)
@@ -74,11 +78,8 @@ class Delta:
         with safe_open(self._path, framework="numpy") as file:
             for number, group in enumerate(self.groups):
                 listed = [tensor for tensor in self.tensors if tensor.group == number]
-                prefix = f"{number}."
-                keys = [key for key in file.keys() if key.startswith(prefix)]  # noqa: SIM118
-                streams = {key.removeprefix(prefix): file.get_tensor(key) for key in keys}
-                if any(stream.dtype != np.uint8 or stream.ndim != 1 for stream in streams.values()):
-                    raise CodecError(f"the streams of group {number} are not bytes")
+                names = LAYOUTS[group.mode].streams
+                streams = {name: _stream(file, f"{number}.{name}") for name in names}
                 yield from decode_group(group, listed, streams, old)
 
     def _check(self, shapes: Shapes) -> None:
@@ -92,8 +93,29 @@ class Delta:
                 )
             if not 0 < tensor.changes <= tensor.numel:
                 raise CodecError(f"{tensor.name} lists {tensor.changes} changes of {tensor.numel} elements")
-            if not self.original and not 0 <= tensor.group < len(self.groups):
-                raise CodecError(f"{tensor.name} is in group {tensor.group}, which the file does not have")
+        if not self.original:
+            self._check_groups()
+
+    def _check_groups(self) -> None:
+        """Each group has tensors, and ends where `encode` ends it: that bounds what a group unpacks to."""
+        if {tensor.group for tensor in self.tensors} != set(range(len(self.groups))):
+            raise CodecError(f"its {len(self.groups)} groups are not those that its tensors are in")
+        elements = [0] * len(self.groups)
+        for tensor in self.tensors:
+            if elements[tensor.group] >= GROUP_ELEMENTS:
+                raise CodecError(f"group {tensor.group} goes on after {elements[tensor.group]} elements")
+            elements[tensor.group] += tensor.numel
+
+
+def _table(text: str) -> list[Listed]:
+    return [Listed(*row) for row in _TABLE.validate_json(text, strict=True)]
+
+
+def _stream(file: Any, key: str) -> NDArray[np.uint8]:
+    stored = file.get_slice(key)
+    if stored.get_dtype() != "U8" or len(stored.get_shape()) != 1:
+        raise CodecError(f"stream {key} is not bytes")
+    return cast(NDArray[np.uint8], file.get_tensor(key))
 
 
 def encode(patches: Iterable[Patch], old: Old, *, base: int, version: int, level: Level = "fast") -> bytes:
@@ -101,7 +123,7 @@ def encode(patches: Iterable[Patch], old: Old, *, base: int, version: int, level
     changed = [patch for patch in patches if patch.index.size]
     versions = {"base": str(base), "version": str(version)}
     if level == "original":
-        return original.save(changed, old, versions)
+        return _canonical(original.save(changed, old, versions))
     table: list[Listed] = []
     groups: list[Group] = []
     streams: Streams = {}
@@ -114,7 +136,14 @@ def encode(patches: Iterable[Patch], old: Old, *, base: int, version: int, level
         groups.append(group)
     described = json.dumps([group.model_dump(exclude_defaults=True) for group in groups])
     metadata = {"format": DELTA_FORMAT, **versions, "tensors": json.dumps(table), "groups": described}
-    return save(streams, metadata)
+    return _canonical(save(streams, metadata))
+
+
+def _canonical(data: bytes) -> bytes:
+    """The same file with its header's keys in order: safetensors writes metadata in a random one."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8:end]), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return data[:8] + header.encode().ljust(end - 8) + data[end:]
 
 
 def chain(deltas: Sequence[Delta], shapes: Shapes, old: Old) -> list[Patch]:
@@ -166,4 +195,5 @@ class _named:  # noqa: N801 - used as a context manager only
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, _UNREADABLE):
-            raise CodecError(f"{self._path.name} is not a readable delta: {error}") from error
+            reason = f"it has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+            raise CodecError(f"{self._path.name} is not a readable delta: {reason[:_LONGEST]}") from error

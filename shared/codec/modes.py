@@ -11,32 +11,56 @@ A tensor without changes is not listed: that is the mode "empty".
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, FailFast
 
 from shared.codec import planes, positions, rice, runs, values
 from shared.codec.patch import Bits, CodecError, Index, Patch, join
-from shared.codec.runs import BANDS, Section
-from shared.codec.values import Large, Streams, Values
+from shared.codec.runs import BANDS
+from shared.codec.values import Streams, Values
 
 Mode = Literal["gaps", "bands", "mask", "dense", "raw"]
 Old = Callable[[str], Bits]
+Item = TypeVar("Item")
+Many = Annotated[tuple[Item, ...], FailFast()]  # a hostile list of a million errors is one error
 _CLUSTERED = 4.0  # times as many neighbours as independent changes would have: worth a bitmask
 
 
-class Group(BaseModel):
-    """How the tensors of one group are coded; what a reader needs beside the streams."""
+class Layout(NamedTuple):
+    """What a group of a mode has: the numbers of its limits, gaps, large and sizes; its streams."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    rows: tuple[int, int, int, int]
+    streams: tuple[str, ...]
+
+
+_VALUES = ("signs", "large", "sizes")
+LAYOUTS: dict[Mode, Layout] = {
+    "gaps": Layout((0, 1, 1, 1), ("gaps", *_VALUES)),
+    "bands": Layout((BANDS - 1, BANDS, BANDS, BANDS), ("gaps", *_VALUES)),
+    "mask": Layout((0, 0, 1, 1), ("mask", *_VALUES)),
+    "dense": Layout((0, 0, 0, 0), ("low", "high")),
+    "raw": Layout((0, 0, 0, 0), ("low", "high")),
+}
+
+
+class Group(BaseModel):
+    """How the tensors of one group are coded; what a reader needs beside the streams.
+
+    `gaps` and `large` are rows of `runs.Section`, `sizes` of `values.Large`. As plain tuples, because each
+    surplus item of a named tuple would be an error of its own.
+    """
+
+    model_config = ConfigDict(frozen=True)
     mode: Mode
-    limits: tuple[int, ...] = ()
-    gaps: tuple[Section, ...] = ()
-    large: tuple[Section, ...] = ()
-    sizes: tuple[Large, ...] = ()
+    limits: Many[int] = ()
+    gaps: Many[tuple[int, int, bool, int]] = ()
+    large: Many[tuple[int, int, bool, int]] = ()
+    sizes: Many[tuple[int, int]] = ()
 
     def explain(self) -> str:
         """What the mode means, in words."""
@@ -61,7 +85,7 @@ class Listed(NamedTuple):
     @property
     def numel(self) -> int:
         """Elements of the tensor."""
-        return Patch(self.name, self.shape, np.empty(0, np.int64), np.empty(0, np.uint16)).numel
+        return math.prod(self.shape)
 
 
 def encode_group(mode: Mode, patches: Sequence[Patch], old: Old) -> tuple[Group, Streams]:
@@ -84,6 +108,9 @@ def encode_group(mode: Mode, patches: Sequence[Patch], old: Old) -> tuple[Group,
 
 def decode_group(group: Group, listed: Sequence[Listed], streams: Streams, old: Old) -> Iterator[Patch]:
     """The patches of a group, one tensor at a time."""
+    rows = tuple(len(each) for each in (group.limits, group.gaps, group.large, group.sizes))
+    if rows != LAYOUTS[group.mode].rows:  # the kernels rely on it
+        raise CodecError(f"a group of mode {group.mode} has {rows} bands, not {LAYOUTS[group.mode].rows}")
     if group.mode in ("dense", "raw"):
         yield from _decode_planes(group.mode, listed, streams, old)
         return
@@ -157,13 +184,10 @@ def _positions(
             _require(index.size == tensor.changes, tensor)
             yield index, np.zeros(index.size, np.uint8)
         return
-    bands = BANDS if group.mode == "bands" else 1
-    if len(group.gaps) != bands or len(group.large) != bands or len(group.limits) != bands - 1:
-        raise CodecError(f"mode {group.mode} has {bands} bands, the file describes {len(group.gaps)}")
     walk = _Walk(group, streams["gaps"])
     for tensor in listed:
         index, band_of = np.empty(tensor.changes, np.int64), np.zeros(tensor.changes, np.uint8)
-        bits = old(tensor.name).reshape(-1) if bands == BANDS else None
+        bits = old(tensor.name).reshape(-1) if group.mode == "bands" else None
         _require(walk.next(tensor.numel, bits, index, band_of) == tensor.changes, tensor)
         yield index, band_of
     if not runs.finished(walk.state):

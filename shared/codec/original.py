@@ -42,8 +42,11 @@ def table(file: Any) -> list[Listed]:
 
 
 def _listed(file: Any, name: str, shape: str) -> Listed:
-    changes = file.get_slice(name + _INDICES).get_shape()
-    if file.get_slice(name + _VALUES).get_shape() != changes or len(changes) != 1:
+    indices, values = (file.get_slice(name + kind) for kind in (_INDICES, _VALUES))
+    if indices.get_dtype() not in ("I32", "I64") or values.get_dtype() != "BF16":
+        raise CodecError(f"{name}: indices are not int32 or int64, or values not bf16")
+    changes = indices.get_shape()
+    if values.get_shape() != changes or len(changes) != 1:
         raise CodecError(f"{name} has not one value per index")
     return Listed(name, tuple(int(n) for n in shape.split(",") if n), changes[0], 0)
 
@@ -54,8 +57,8 @@ def read(path: Path, listed: Sequence[Listed], old: Old) -> Iterator[Patch]:
         for tensor in listed:
             index = file.get_tensor(tensor.name + _INDICES).to(torch.int64).numpy()
             values = file.get_tensor(tensor.name + _VALUES)
-            if values.dtype != torch.bfloat16 or np.any(np.diff(index) <= 0):
-                raise CodecError(f"{tensor.name}: values are not bf16, or indices not ascending")
+            if np.any(index[1:] <= index[:-1]):
+                raise CodecError(f"{tensor.name}: indices are not ascending")
             if index.size and not 0 <= index[0] <= index[-1] < tensor.numel:
                 raise CodecError(
                     f"{tensor.name}: position {index[-1]} lies outside shape {list(tensor.shape)}"

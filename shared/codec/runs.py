@@ -48,7 +48,7 @@ def encode(bands: Sequence[Numbers], totals: Sequence[int]) -> tuple[list[Sectio
     return sections, rice.to_bytes(words, at)
 
 
-def reader(sections: Sequence[Section], stream_bytes: int) -> State:
+def reader(sections: Sequence[tuple[int, int, bool, int]], stream_bytes: int) -> State:
     """State of a reader at the start of the stream: int64 [7, bands]. Sections must fit."""
     state = np.zeros((7, len(sections)), np.int64)
     at = 0

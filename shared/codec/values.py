@@ -12,7 +12,7 @@ from shared.codec import rice, runs
 from shared.codec.patch import Bits, CodecError, Index
 from shared.codec.positions import Band
 from shared.codec.rice import MAX_GOLOMB, Words, take_golomb
-from shared.codec.runs import FLIPPED, RUN, Section, State, next_run
+from shared.codec.runs import FLIPPED, RUN, State, next_run
 from shared.kernel import kernel
 
 Streams = dict[str, NDArray[np.uint8]]
@@ -28,8 +28,8 @@ class Large(NamedTuple):
 class Values(NamedTuple):
     """The values of a group: per band, where the large changes are, and how large."""
 
-    large: list[Section]
-    sizes: list[Large]
+    large: Sequence[tuple[int, int, bool, int]]
+    sizes: Sequence[tuple[int, int]]
 
 
 def encode(ulps: Bits, band_of: Band, bands: int) -> tuple[Values, Streams]:
@@ -61,8 +61,6 @@ class Reader:
     def __init__(self, values: Values, streams: Streams, changes: int) -> None:
         if streams["signs"].size != (changes + 7) // 8:
             raise CodecError(f"{streams['signs'].size} bytes of signs for {changes} changes")
-        if len(values.sizes) != len(values.large):
-            raise CodecError("sizes and places of the large changes differ in their number of bands")
         self._signs, self._read = streams["signs"], 0
         self._state = runs.reader(values.large, streams["large"].size)
         self._sizes = _size_state(values.sizes, streams["sizes"].size)
@@ -84,7 +82,7 @@ class Reader:
         return runs.finished(self._state) and bool((self._sizes[0] == self._sizes[1]).all())
 
 
-def _size_state(sizes: Sequence[Large], stream_bytes: int) -> State:
+def _size_state(sizes: Sequence[tuple[int, int]], stream_bytes: int) -> State:
     """int64 [3, bands]: next bit, end, parameter."""
     state = np.zeros((3, len(sizes)), np.int64)
     at = 0

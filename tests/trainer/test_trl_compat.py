@@ -44,3 +44,22 @@ def test_another_release_of_trl_is_refused(monkeypatch):
 def test_a_missing_place_is_named():
     with pytest.raises(RuntimeError, match=r"has no trainer\.trl_compat\.no_such_thing any more"):
         trl_compat._replace(trl_compat, "no_such_thing", None)
+
+
+def test_frozen_parameters_are_handed_over_under_their_checkpoint_names():
+    """Version 0 is a whole checkpoint, so it needs what TRL leaves out; tied weights come once."""
+    inner = torch.nn.Linear(2, 2)
+    inner.weight.requires_grad_(False)
+    model = torch.nn.ModuleDict({"_checkpoint_wrapped_module": inner, "embed": torch.nn.Embedding(3, 2)})
+    model["head"] = torch.nn.Linear(2, 3, bias=False)
+    model["head"].weight = model["embed"].weight
+    named = dict(trl_compat.named_weights(torch.nn.ModuleDict({"module": model})))
+    assert list(named) == ["weight", "bias", "embed.weight"]
+    assert named["weight"] is inner.weight
+
+
+def test_a_trl_that_syncs_in_another_way_is_refused(monkeypatch):
+    theirs = trl_compat.async_grpo_trainer.AsyncGRPOTrainer
+    monkeypatch.setattr(theirs, "_sync_weight_merged", lambda self, t0: (t0, t0, t0))
+    with pytest.raises(RuntimeError, match="syncs weights in another way"):
+        trl_compat.install()

@@ -1,0 +1,192 @@
+"""One rank of a trainer of known weights and gradients, for tests that start several of them.
+
+    python -m tests.trainer.ranks RANK SIZE LAYOUT FOLDER JOB...
+
+LAYOUT is how parameters lie on the ranks: `whole` on each, `fsdp`, or `mesh`: two by two ranks, every kind of
+placement, and FSDP over tensor parallelism. A job is a level of the codec, and perhaps `:<rank>:<sync>`,
+where a rank then fails. Prints for each job the digest of the live weights, or the error that ended it.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from shared.buckets import open_bucket
+from shared.runlog import RunLogWriter
+from trainer.mirror import Mirror
+from trainer.publisher import Publisher
+from trainer.run_writer import RunWriter
+from trainer.sharded import Peers, live_digest
+from trainer.weight_transfer import BucketWeightTransfer, ShardWeightTransfer, WeightTransfer
+
+STEPS = 4
+
+
+class Model(torch.nn.Module):
+    """Odd sizes, a tied head, a frozen layer, and parameters smaller than the number of ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(37, 6)
+        self.head = torch.nn.Linear(6, 37, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen = torch.nn.Linear(7, 5).requires_grad_(False)
+        self.norm = torch.nn.Parameter(torch.ones(1, 6))
+        self.wide = torch.nn.Parameter(torch.randn(5, 8))
+        self.turned = torch.nn.Parameter(torch.randn(9, 5).t())
+        self.big = torch.nn.Parameter(torch.randn(301, 77))
+        self.rows = torch.nn.ParameterDict({"a": torch.randn(8, 3), "b": torch.randn(16)})
+
+
+PLACEMENTS = {
+    "embed.weight": (Shard(0), Shard(0)),
+    "frozen.weight": (Replicate(), Shard(0)),
+    "frozen.bias": (Shard(0), Replicate()),
+    "norm": (Replicate(), Replicate()),
+    "wide": (Shard(1), Shard(0)),
+    "big": (Shard(0), Shard(1)),
+}
+
+
+def shard(model: Model, layout: str) -> None:
+    """Spread the parameters over the ranks."""
+    if layout == "fsdp":
+        # FSDP refuses parameters that are not contiguous; each rank then has the whole one.
+        columns = {model.wide}
+        fully_shard(model.rows)
+        fully_shard(
+            model,
+            shard_placement_fn=lambda p: Shard(1) if p in columns else Shard(0),
+            ignored_params={model.turned},
+        )
+    elif layout == "mesh":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        for name, placements in PLACEMENTS.items():
+            _replace(model, name, distribute_tensor(model.get_parameter(name).data, mesh, placements))
+        model.head.weight = model.embed.weight
+        for name in ("rows.a", "rows.b"):
+            _replace(model, name, distribute_tensor(model.get_parameter(name).data, mesh["tp"], [Shard(0)]))
+        fully_shard(model.rows, mesh=mesh["dp"])
+
+
+def _replace(model: Model, name: str, tensor: DTensor) -> None:
+    module, _, leaf = name.rpartition(".")
+    old = model.get_parameter(name)
+    owner = model.get_submodule(module)
+    setattr(owner, leaf, torch.nn.Parameter(tensor, requires_grad=old.requires_grad))
+
+
+def step(model: Model, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """One optimizer step with gradients that depend on its number only."""
+    generator = torch.Generator().manual_seed(number)
+    for parameter in model.parameters():
+        gradient = torch.randn(parameter.shape, generator=generator)
+        if parameter.requires_grad:
+            parameter.grad = _like(gradient, parameter)
+    optimizer.step()
+
+
+def _like(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return gradient
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if all(type(p) in (Shard, Replicate) for p in placements):
+        return distribute_tensor(gradient, mesh, placements)
+    data, tensor = mesh.get_coordinate()  # FSDP over tensor parallelism splits what that has split
+    part = gradient.chunk(2)[tensor].chunk(2)[data]
+    return DTensor.from_local(part, mesh, placements, shape=gradient.shape, stride=gradient.stride())
+
+
+def run(layout: str, folder: Path, job: str) -> str:
+    """Publish the base and a version per step into `folder`; returns the digest of the live weights."""
+    level, *fault = job.split(":")
+    torch.manual_seed(0)
+    model = Model()
+    shard(model, layout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    peers = Peers()
+    failing = int(fault[1]) if fault and int(fault[0]) == peers.rank else None
+    publisher, transfer = _transfer(peers, folder, level)
+    try:
+        for number in range(STEPS):
+            _send(transfer, model, failing == number)
+            if publisher:
+                publisher.flush()
+            step(model, optimizer, number)
+        _send(transfer, model, failing == STEPS)
+        digest = live_digest(model.named_parameters(), peers)
+        assert not publisher or publisher.flush().digest == digest
+        return digest
+    finally:
+        if publisher:
+            publisher.close()
+
+
+def _send(transfer: WeightTransfer, model: Model, fails: bool) -> None:
+    """With a fault at one parameter, while the other ranks go on to the next ones."""
+    whole = mock.patch.object(Mirror, "add", _out_of_memory(Mirror.add) if fails else Mirror.add)
+    part = mock.patch.object(Mirror, "diff", _out_of_memory(Mirror.diff) if fails else Mirror.diff)
+    with whole, part:
+        transfer.send_weights(iter(model.named_parameters()))
+
+
+def _out_of_memory(method: Any) -> Any:
+    def fail_at_wide(mirror: Mirror, name: str, *rest: Any) -> Any:
+        if name == "wide":
+            raise MemoryError("no room for wide")
+        return method(mirror, name, *rest)
+
+    return fail_at_wide
+
+
+def _transfer(peers: Peers, folder: Path, level: str) -> tuple[Publisher | None, WeightTransfer]:
+    if not peers.main:
+        return None, ShardWeightTransfer(peers, "host")
+    assets = folder / "assets"
+    assets.mkdir(parents=True)
+    (assets / "config.json").write_text("{}")
+    bucket = open_bucket((folder / "bucket").as_uri(), create=True)
+    writer = RunWriter(bucket, "run", model="policy", assets=assets)
+    publisher = Publisher(writer, RunLogWriter(bucket, "run"), level=level)
+    return publisher, BucketWeightTransfer(publisher, lambda: None, peers)
+
+
+def spawn(size: int, layout: str, folder: Path, jobs: list[str]) -> list[list[str]]:
+    """Run all ranks; what each printed, a line per job. A rank that hangs fails the test."""
+    command = [sys.executable, "-m", "tests.trainer.ranks"]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(size), layout, str(folder), *jobs], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(size)
+    ]
+    try:
+        return [rank.communicate(timeout=300)[0].splitlines() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def main() -> None:
+    rank, size, layout, folder, *jobs = sys.argv[1:]
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", int(size))
+    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(size))
+    for job in jobs:
+        try:
+            print(run(layout, Path(folder) / job, job), flush=True)
+        except Exception as error:  # noqa: BLE001 - the test reads it
+            print(f"{type(error).__name__}: {error}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

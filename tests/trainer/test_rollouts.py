@@ -1,0 +1,120 @@
+"""How samples are tagged: TRL's own rollout loop against a replica on loopback that names chosen versions."""
+
+import asyncio
+import contextlib
+import multiprocessing
+import queue
+from pathlib import Path
+
+import pytest
+from accelerate import PartialState
+from aiohttp import web
+from transformers import AutoTokenizer
+
+import trainer.policies
+from trainer.policies.wordle_tokens import WordleTokens
+from trainer.processes import free_port
+from trainer.rollouts import ReplicaRolloutLoop
+from trainer.wordle import make_dataset
+
+EPOCH = 2
+TOKENIZER = Path(trainer.policies.__file__).parent / "wordle-tiny"
+
+
+class Game:
+    """A game of one guess: a conversation with it has two turns."""
+
+    def reset(self, **row):
+        pass
+
+    def guess(self, word: str) -> str:
+        """Guess a word.
+
+        Args:
+            word: A five-letter word.
+        """
+        return "game over"
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+class NamedVersions:
+    """A replica whose answers carry the headers they are given, one after the other: a guess, then an end."""
+
+    def __init__(self, headers: list[dict[str, str]]) -> None:
+        self._headers, self._asked = headers, 0
+        tokens = WordleTokens(AutoTokenizer.from_pretrained(TOKENIZER))
+        self._turns = [tokens.call(tokens.words[0]), [tokens.end_of_turn]]
+
+    async def answer(self, request: web.Request) -> web.Response:
+        turn, headers = self._turns[self._asked % 2], self._headers[self._asked % len(self._headers)]
+        self._asked += 1
+        choice = {"token_ids": turn, "logprobs": {"token_logprobs": [-1.0] * len(turn)}}
+        return web.json_response({"choices": [choice]}, headers=headers)
+
+
+def samples_of(conversations: list[list[dict[str, str]]]) -> list:
+    """One group of samples, each conversation with the headers of its turns, in the order of their start."""
+    replica = NamedVersions([headers for turns in conversations for headers in turns])
+    samples: queue.Queue = queue.Queue()
+    port = free_port()
+    loop = rollout_loop(f"http://127.0.0.1:{port}", len(conversations), samples)
+
+    async def stop_when_done() -> None:
+        app = web.Application()
+        app.router.add_post("/v1/completions", replica.answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        while samples.qsize() < len(conversations) and not rolling.done():
+            await asyncio.sleep(0.02)
+        loop._stop_event.set()
+        await asyncio.wait([rolling])
+        await runner.cleanup()
+
+    with contextlib.closing(loop._loop), loop._tool_pool:
+        rolling = loop._loop.create_task(loop._run_loops(loop._stop_event))
+        loop._loop.run_until_complete(stop_when_done())
+        rolling.result()
+    return [samples.get_nowait() for _ in conversations]
+
+
+def rollout_loop(url: str, generations: int, samples: queue.Queue) -> ReplicaRolloutLoop:
+    """What TRL starts in its child process, one conversation at a time."""
+    PartialState(cpu=True)
+    return ReplicaRolloutLoop(
+        replicas=[url],
+        epoch=EPOCH,
+        model_name="policy",
+        dataset=make_dataset("Play Wordle.", 1, seed=0),
+        reward_funcs=[],
+        processing_class=AutoTokenizer.from_pretrained(TOKENIZER),
+        eos_token_ids=[1],
+        environment_factory=Game,
+        num_generations=generations,
+        max_inflight_tasks=1,
+        rollout_buffer=samples,
+        model_version_value=multiprocessing.Value("i", 100),
+        heartbeat_value=multiprocessing.Value("d", 0.0),
+        failed_event=multiprocessing.Event(),
+        exception_info_queue=queue.Queue(),
+        metrics_queue=queue.Queue(),
+    )
+
+
+def named(sync: int, epoch: int = EPOCH) -> dict[str, str]:
+    return {"x-policy-sync": str(sync), "x-policy-epoch": str(epoch)}
+
+
+def test_each_sample_has_the_oldest_weights_of_its_own_conversation():
+    """Not of its group; the later turn may be the older one, answered by a replica that lags behind."""
+    samples = samples_of([[named(5), named(3)], [named(6), named(7)], [named(9), named(9)]])
+    assert [sample.model_version for sample in samples] == [3, 6, 9]
+    assert len({sample.group_id for sample in samples}) == 1
+    assert all(sample.completion_mask.sum() > 1 for sample in samples)
+
+
+@pytest.mark.parametrize("turn", [named(9, EPOCH - 1), {}], ids=["of an earlier trainer", "unnamed"])
+def test_weights_that_this_trainer_did_not_make_are_the_oldest_of_all(turn):
+    assert [s.model_version for s in samples_of([[named(5), turn], [named(5), named(5)]])] == [0, 5]

@@ -1,0 +1,52 @@
+"""Several trainer processes publish the bytes that a single one publishes, and stop together."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.buckets import open_bucket
+from shared.history import RunReader
+from shared.protocol import Manifest
+from tests.trainer import ranks
+from trainer.sharded import Peers
+from trainer.weight_transfer import ShardWeightTransfer
+
+
+def published(folder: Path) -> list[tuple[int, str, bytes]]:
+    """Version, digest, and the file that leads to it, newest first."""
+    bucket = open_bucket((folder / "bucket").as_uri())
+    return [(m.version, m.digest, bucket.get(key(m))) for m in RunReader(bucket, "run").history()]
+
+
+def key(manifest: Manifest) -> str:
+    if manifest.version:
+        return manifest.deltas[-1].key
+    return next(file.key for file in manifest.anchor.files if file.key.endswith(".safetensors"))
+
+
+@pytest.mark.parametrize(("layout", "size"), [("fsdp", 2), ("mesh", 4)])
+def test_sharded_ranks_publish_what_a_single_process_publishes(layout, size, tmp_path):
+    levels = ["fast", "small"]
+    digests = [ranks.run("whole", tmp_path / "alone" / level, level) for level in levels]
+    assert ranks.spawn(size, layout, tmp_path, levels) == [digests] * size
+    for level in levels:
+        versions = published(tmp_path / level)
+        assert [version for version, *_ in versions] == [4, 3, 2, 1, 0]
+        assert versions == published(tmp_path / "alone" / level)
+
+
+def test_a_fault_on_one_rank_stops_all_with_its_sentence(tmp_path):
+    """In the base, where ranks gather tensors in full, and later, where they send what changed."""
+    first, second = ranks.spawn(2, "fsdp", tmp_path, ["fast:0:0", "fast:1:0", "fast:0:2", "fast:1:2"])
+    own, told = "MemoryError: no room for wide", "PeerError: rank {} of the trainer stopped the run: {}"
+    assert first == [own, told.format(1, own), own, told.format(1, own)]
+    assert second == [told.format(0, own), own, told.format(0, own), own]
+
+
+def test_a_rank_whose_layout_changed_says_so():
+    """Its mirror would no longer be that of the elements it sends."""
+    transfer = ShardWeightTransfer(Peers(), "host")
+    transfer.send_weights(iter([("w", torch.ones(3))]))
+    with pytest.raises(ValueError, match="other is sharded in another way than at the first sync"):
+        transfer.send_weights(iter([("other", torch.ones(3))]))
