@@ -1,18 +1,22 @@
-"""What the service reads and answers, apart from `Move` and `RewardParts`, which are the game's own."""
+"""What the service reads and answers, over plain HTTP; `Move` and `RewardParts` are the game's own."""
 
-from typing import Annotated
+from typing import Annotated, Any
 from uuid import UUID
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from env_space.wordle import RewardParts
+from env_space.rewards import RewardParts
+from env_space.rules import Split
+
+SEEDS = 2**53  # whole numbers up to here are exact in every language's JSON
 
 
-def _writable(text: str) -> str:
-    # JSON can spell half of a surrogate pair, which no answer could repeat in UTF-8.
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError("half of a surrogate pair is not a character")
-    return text
+def _whole(value: Any) -> Any:
+    # To JSON, 3.0 is as good an integer as 3.
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+_WHOLE = BeforeValidator(_whole)
 
 
 class Opening(BaseModel):
@@ -20,7 +24,8 @@ class Opening(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63, description="names the secret")]
+    seed: Annotated[int, Field(gt=-SEEDS, lt=SEEDS, description="names the secret"), _WHOLE]
+    split: Annotated[Split, Field(description="train, or the tenth of the words held out of it")] = "train"
     id: Annotated[UUID | None, Field(strict=False, description="of your choice; makes a retry safe")] = None
 
 
@@ -30,6 +35,8 @@ class Opened(BaseModel):
     session: UUID
     observation: str
     max_guesses: int
+    length: int
+    hard_mode: bool
 
 
 class Guess(BaseModel):
@@ -37,8 +44,8 @@ class Guess(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    word: Annotated[str, AfterValidator(_writable)]
-    turn: Annotated[int, Field(ge=1, lt=2**31, description="1 for the first move")]
+    word: str
+    turn: Annotated[int, Field(ge=1, lt=2**31, description="1 for the first move"), _WHOLE]
 
 
 class Closed(BaseModel):
@@ -48,12 +55,14 @@ class Closed(BaseModel):
     turns: int
     reward: float
     reward_parts: RewardParts
+    secret: str
 
 
 class Words(BaseModel):
-    """Every possible secret, and the frame of a game."""
+    """Every possible secret, those of them that no training game has, and the frame of a game."""
 
     answers: tuple[str, ...]
+    held_out: tuple[str, ...]
     length: int
     max_guesses: int
 

@@ -10,10 +10,19 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from env_space.rules import SplitError
 from env_space.sessions import ConflictError, FullError, SessionError, UnknownSessionError
+from env_space.watch import NoReplicaError
 from env_space.wordle import GameOverError
 
-STATUSES = {UnknownSessionError: 404, ConflictError: 409, GameOverError: 409, FullError: 503}
+STATUSES = {
+    UnknownSessionError: 404,
+    NoReplicaError: 404,
+    ConflictError: 409,
+    GameOverError: 409,
+    SplitError: 422,
+    FullError: 503,
+}
 RETRY_AFTER_S = 1  # a game takes seconds, and a place is free as soon as one ends
 
 
@@ -41,8 +50,8 @@ class BodyLimit:
 
 def answer_problems(app: FastAPI) -> None:
     """Make `app` answer what it refuses with a status below 500 (503 when full) and a Problem."""
-    app.exception_handler(SessionError)(_refused)
-    app.exception_handler(GameOverError)(_refused)
+    for refusal in (SessionError, GameOverError, SplitError, NoReplicaError):
+        app.exception_handler(refusal)(_refused)
     app.exception_handler(RequestValidationError)(_malformed)
     app.exception_handler(HTTPException)(_unroutable)
 

@@ -27,13 +27,23 @@ class FullError(SessionError):
     """No room for another game."""
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a game comes from: what named its secret, and by which way it is played."""
+
+    seed: int
+    split: str = "train"
+    via: str = "http"
+
+
 @dataclass(slots=True)
 class Session:
     """One game under its id; `used_at` is the clock's reading when it was last asked for."""
 
     id: UUID
-    seed: int
+    origin: Origin
     game: Game
+    opened_at: float
     used_at: float
     expired: bool = False
 
@@ -55,12 +65,20 @@ class Sessions:
     """At most `capacity` games in play; each expires after `ttl_s` seconds in which nobody asked for it.
 
     Games that ended take no room among those in play. They answer retries for `ttl_s` seconds, or until
-    `capacity` later games have ended. Nothing here awaits, so one event loop needs no locks.
+    `capacity` later games have ended. `on_end` is told of every game once, as it ends. Nothing here awaits,
+    so one event loop needs no locks.
     """
 
-    def __init__(self, capacity: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._capacity = capacity
-        self._ttl_s = ttl_s
+    def __init__(
+        self,
+        capacity: int,
+        ttl_s: float,
+        on_end: Callable[[Session], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.capacity = capacity
+        self.ttl_s = ttl_s
+        self._on_end = on_end
         self._clock = clock
         self._playing: dict[UUID, Session] = {}  # least recently used first
         self._ended: dict[UUID, Session] = {}  # first ended first
@@ -69,7 +87,7 @@ class Sessions:
         """How many games are in play."""
         return len(self._playing)
 
-    def open(self, id: UUID, seed: int, game: Game) -> Session:
+    def open(self, id: UUID, origin: Origin, game: Game) -> Session:
         """Put `game` in play under `id`, or find the session that the same request opened before.
 
         Raises ConflictError if `id` belongs to another seed or to a game that ended, FullError if there is
@@ -77,12 +95,13 @@ class Sessions:
         """
         self.reap()
         if id in self._playing or id in self._ended:
-            return self._reopen(id, seed)
-        if len(self._playing) >= self._capacity:
+            return self._reopen(id, origin)
+        if len(self._playing) >= self.capacity:
             raise FullError(
-                f"All {self._capacity} places are taken; try again in a moment, or raise WORDLE_MAX_SESSIONS."
+                f"All {self.capacity} places are taken; try again in a moment, or raise WORDLE_MAX_SESSIONS."
             )
-        session = self._playing[id] = Session(id, seed, game, self._clock())
+        now = self._clock()
+        session = self._playing[id] = Session(id, origin, game, now, now)
         return session
 
     def play(self, id: UUID, turn: int, word: str) -> Move:
@@ -90,7 +109,7 @@ class Sessions:
         session = self._find(id)
         if session.expired:
             raise UnknownSessionError(
-                f"Session {id} expired after {self._ttl_s:g} s without a request; {START_ANOTHER}."
+                f"Session {id} expired after {self.ttl_s:g} s without a request; {START_ANOTHER}."
             )
         move = session.play(turn, word)
         if session.game.over:
@@ -105,20 +124,22 @@ class Sessions:
 
     def reap(self) -> None:
         """Expire the games nobody asked for, and forget those that ended long enough ago."""
-        horizon = self._clock() - self._ttl_s
+        horizon = self._clock() - self.ttl_s
         for session in _unused_since(horizon, self._ended):
             del self._ended[session.id]
         for session in _unused_since(horizon, self._playing):
             session.expired = True
             self._end(session)
 
-    def _reopen(self, id: UUID, seed: int) -> Session:
+    def _reopen(self, id: UUID, origin: Origin) -> Session:
         session = self._playing.get(id)
         if session is None:
             raise ConflictError(f"Session {id} has ended; choose a new id.")
-        if session.seed != seed:
+        if session.origin != origin:
+            then, now = session.origin, origin
             raise ConflictError(
-                f"Session {id} was opened with seed {session.seed}, not {seed}; choose a new id."
+                f"Session {id} was opened with seed {then.seed} of split {then.split}, "
+                f"not {now.seed} of {now.split}; choose a new id."
             )
         return self._find(id)
 
@@ -137,7 +158,8 @@ class Sessions:
         if self._playing.pop(session.id, None):
             session.used_at = self._clock()
             self._ended[session.id] = session
-        if len(self._ended) > self._capacity:
+            self._on_end(session)
+        if len(self._ended) > self.capacity:
             del self._ended[next(iter(self._ended))]
 
 

@@ -18,12 +18,18 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     answers: int | None = Field(None, ge=1, description="how many words can be the secret; unset: all")
+    length: int = Field(5, ge=4, le=7, description="letters of a word")
+    hard_mode: bool = Field(False, description="whether a guess must use every hint")
+    invalid_cost: float = Field(0.05, ge=0, le=1, description="off the reward for each invalid guess")
+    repeated_cost: float = Field(0.05, ge=0, le=1, description="off the reward for each repeated guess")
     max_sessions: int = Field(1024, ge=1, description="games in play at once")
     session_ttl_s: float = Field(
         600, gt=0, allow_inf_nan=False, description="seconds of inactivity before expiry"
     )
+    replica_url: str | None = Field(None, pattern="^https?://[^/]", description="whose policy can be watched")
+    replica_prompt: str = Field("Play Wordle.", min_length=1, description="what that policy was trained on")
     host: str = Field("0.0.0.0", min_length=1, description="address to listen on")
-    port: int = Field(7860, ge=1, le=65535, description="port to listen on")
+    port: int = Field(8000, ge=1, le=65535, description="port to listen on")
 
 
 def settings_from(environ: Mapping[str, str]) -> Settings:

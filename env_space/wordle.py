@@ -1,4 +1,4 @@
-"""Wordle in plain Python: the words, the feedback, one game and what it earns."""
+"""Wordle in plain Python: the words, the feedback and one game."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -7,9 +7,11 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
+from env_space.hard_mode import ignored_hint
+from env_space.rewards import GREEN, GREY, USUAL_COSTS, YELLOW, Costs, RewardParts, Tally
+
 LENGTH = 5
 MAX_GUESSES = 6
-GREEN, YELLOW, GREY = "+", "?", "-"
 
 OPENING = "Play Wordle."
 NOT_A_WORD = "not a word"
@@ -21,27 +23,12 @@ class GameOverError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class RewardParts:
-    """What a game has earned so far; the reward is the sum of the parts."""
-
-    solved: float = 0.0
-    letters: float = 0.0
-    invalid: float = 0.0
-    gave_up: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """The reward: the sum of the parts."""
-        return self.solved + self.letters + self.invalid + self.gave_up
-
-
-@dataclass(frozen=True, slots=True)
 class Move:
     """One played turn.
 
-    `observation` is the compact text for the policy; `feedback` the five marks, empty for an invalid word;
-    `message` a sentence if the word was invalid or repeated, else empty; `reward` and `reward_parts` what
-    the whole game has earned up to here.
+    `observation` is the compact text for the policy; `feedback` has a mark per letter, none for an invalid
+    word; `message` is a sentence if the word was invalid or repeated, else empty; `reward` and
+    `reward_parts` are what the whole game has earned up to here; `secret` is empty until the game is over.
     """
 
     turn: int
@@ -54,6 +41,7 @@ class Move:
     solved: bool
     reward: float
     reward_parts: RewardParts
+    secret: str
 
 
 def feedback(guess: str, secret: str) -> str:
@@ -79,24 +67,19 @@ def render(guess: str, marks: str) -> str:
     return "".join(f"{letter}{i}{mark}" for i, (letter, mark) in enumerate(zip(guess, marks, strict=True), 1))
 
 
-def closeness(marks: str) -> float:
-    """From 0 for no letter found to 1 for the secret; a yellow counts half a green."""
-    return (marks.count(GREEN) + 0.5 * marks.count(YELLOW)) / LENGTH
-
-
 @cache
-def guesses() -> frozenset[str]:
-    """Every word that may be guessed; holds every answer."""
-    return frozenset(_read("guesses.txt"))
+def guesses(length: int = LENGTH) -> frozenset[str]:
+    """Every word of `length` letters that may be guessed; holds every answer."""
+    return frozenset(_read(f"guesses-{length}.txt"))
 
 
-def answers(n: int | None = None) -> tuple[str, ...]:
-    """The first `n` answers (None: all), in the order of the sha256 of the word.
+def answers(n: int | None = None, length: int = LENGTH) -> tuple[str, ...]:
+    """The first `n` answers (None: all) of `length` letters, in the order of the sha256 of the word.
 
     The order looks random and is the same in every language and process. Raises ValueError for an `n`
     below 1 or above all.
     """
-    words = sorted(_read("answers.txt"), key=lambda word: sha256(word.encode()).digest())
+    words = sorted(_read(f"answers-{length}.txt"), key=lambda word: sha256(word.encode()).digest())
     if n is not None and not 1 <= n <= len(words):
         raise ValueError(f"There are {len(words)} answers; ask for 1 to {len(words)} of them, not {n}.")
     return tuple(words[:n])
@@ -110,15 +93,21 @@ def secret_for(seed: int, words: Sequence[str]) -> str:
 class Game:
     """Six guesses at one secret. Every guess costs a turn; only valid ones earn letter credit."""
 
-    def __init__(self, secret: str, valid: Collection[str]) -> None:
+    def __init__(
+        self, secret: str, valid: Collection[str], costs: Costs = USUAL_COSTS, hard_mode: bool = False
+    ) -> None:
         self.secret = secret
         self.moves: list[Move] = []
-        self.turns = 0
         self.solved = False
         self.gave_up = False
+        self.tally = Tally(len(secret), costs)
         self._valid = valid
-        self._invalid_count = 0
-        self._closest = 0.0
+        self._hard_mode = hard_mode
+
+    @property
+    def turns(self) -> int:
+        """How many guesses were played."""
+        return len(self.moves)
 
     @property
     def over(self) -> bool:
@@ -130,10 +119,12 @@ class Game:
         if self.over:
             raise GameOverError(f"The game ended after turn {self.turns}; start a new one to guess again.")
         word = word.lower()
-        problem = invalid_reason(word, self._valid)
+        problem = invalid_reason(word, len(self.secret), self._valid) or self._ignored_hint(word)
         marks = "" if problem else feedback(word, self.secret)
-        self._count(marks)
-        move = self._describe(word, marks, problem or self._repetition(word))
+        repetition = "" if problem else self._repetition(word)
+        self.solved = marks == GREEN * len(self.secret)
+        self.tally.count(marks, bool(repetition))
+        move = self._describe(word, marks, problem or repetition)
         self.moves.append(move)
         return move
 
@@ -143,48 +134,48 @@ class Game:
 
     def reward_parts(self) -> RewardParts:
         """What the game has earned so far."""
-        return RewardParts(
-            solved=1 + 0.05 * (MAX_GUESSES - self.turns) if self.solved else 0.0,
-            letters=0.2 * self._closest,
-            invalid=-0.05 * self._invalid_count if self._invalid_count else 0.0,
-            gave_up=-0.2 if self.gave_up else 0.0,
-        )
+        return self._parts(self.turns)
 
-    def _count(self, marks: str) -> None:
-        self.turns += 1
-        self.solved = marks == GREEN * LENGTH
-        self._closest = max(self._closest, closeness(marks))
-        self._invalid_count += not marks
+    def _parts(self, turns: int) -> RewardParts:
+        return self.tally.parts(MAX_GUESSES - turns if self.solved else None, self.gave_up)
 
     def _describe(self, word: str, marks: str, message: str) -> Move:
-        parts = self.reward_parts()
+        turn = self.turns + 1
+        over = self.solved or turn == MAX_GUESSES
+        parts = self._parts(turn)
         return Move(
-            turn=self.turns,
+            turn=turn,
             word=word,
-            observation=(render(word, marks) if marks else NOT_A_WORD) + (GAME_OVER if self.over else ""),
+            observation=(render(word, marks) if marks else NOT_A_WORD) + (GAME_OVER if over else ""),
             feedback=marks,
             message=message,
             valid=bool(marks),
-            done=self.over,
+            done=over,
             solved=self.solved,
             reward=parts.total,
             reward_parts=parts,
+            secret=self.secret if over else "",
         )
+
+    def _ignored_hint(self, word: str) -> str:
+        if not self._hard_mode:
+            return ""
+        return ignored_hint(word, ((move.word, move.feedback) for move in self.moves if move.valid))
 
     def _repetition(self, word: str) -> str:
         turn = next((move.turn for move in self.moves if move.word == word), None)
         return f"'{word}' was already guessed in turn {turn}." if turn else ""
 
 
-def invalid_reason(word: str, valid: Collection[str]) -> str:
+def invalid_reason(word: str, length: int, valid: Collection[str]) -> str:
     """A sentence that says why `word` cannot be guessed; empty if it can."""
     if word in valid:
         return ""
     shown = quote(word)
     if not (word.isascii() and word.isalpha()):
         return f"{shown} is not made of the letters a to z."
-    if len(word) != LENGTH:
-        return f"{shown} has {len(word)} letters; a guess has {LENGTH}."
+    if len(word) != length:
+        return f"{shown} has {len(word)} letters; a guess has {length}."
     return f"{shown} is not in the word list."
 
 

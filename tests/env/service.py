@@ -1,15 +1,27 @@
-"""A fresh service to talk to, and what its refusals must look like."""
+"""A fresh service to talk to, in this process or as a Space runs it, and what its refusals must look like."""
 
 import asyncio
+import os
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 
+import env_space
 from env_space.app import create_app
 from env_space.settings import Settings
+from trainer.processes import free_port
+
+ROOT = Path(env_space.__file__).parent.parent
+BRIDE = 1020  # the seed whose secret is "bride" among all words
+COMMAND = [sys.executable, "-m", "env_space.app"]
 
 
 def serve(scenario, **settings):
-    """Run `scenario(client)` against a fresh service."""
+    """Run `scenario(client)` against a fresh service in this process."""
 
     async def run():
         transport = httpx.ASGITransport(create_app(Settings(**settings)))
@@ -19,7 +31,7 @@ def serve(scenario, **settings):
     return asyncio.run(run())
 
 
-async def start(client, seed=3):
+async def start(client, seed=BRIDE):
     response = await client.post("/sessions", json={"seed": seed})
     assert response.status_code == 201
     return f"/sessions/{response.json()['session']}"
@@ -31,3 +43,42 @@ def sentence(response, status):
     assert response.json().keys() == {"detail"}
     assert response.json()["detail"].endswith(".")
     return response.json()["detail"]
+
+
+class Space:
+    """`python -m env_space.app` as a process of its own on loopback; its log is whole once it has stopped."""
+
+    def __init__(self, log, **variables):
+        self._log = log
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        environ = os.environ | {"WORDLE_HOST": "127.0.0.1", "WORDLE_PORT": str(port)} | variables
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(COMMAND, cwd=ROOT, env=environ, stderr=file)
+
+    def wait(self):
+        for _ in range(400):
+            assert self.process.poll() is None, self._log.read_text()
+            try:
+                return httpx.get(f"{self.url}/health", trust_env=False)
+            except httpx.ConnectError:
+                time.sleep(0.05)
+        raise AssertionError("the service did not answer in 20 s")
+
+    def stop(self):
+        self.process.terminate()
+        assert self.process.wait(20) is not None
+        return self._log.read_text()
+
+
+@contextmanager
+def space(folder, **variables):
+    """A running Space that has to stop properly in the end."""
+    running = Space(folder / "space.log", **variables)
+    try:
+        running.wait()
+        yield running
+    finally:
+        log = running.stop()
+    assert "Finished server process" in log
+    assert "Traceback" not in log

@@ -9,14 +9,16 @@ import pytest
 from env_space.app import create_app
 from env_space.settings import Settings
 from env_space.wordle import answers, secret_for
-from tests.env.service import sentence, serve, start
+from tests.env.service import BRIDE, sentence, serve, start
+
+NOTHING = dict.fromkeys(["solved", "greens", "yellows", "repetition", "invalid", "gave_up"], 0)
 
 
 def test_a_game_from_opening_to_reward():
     async def scenario(client):
-        opened = await client.post("/sessions", json={"seed": 3})
+        opened = await client.post("/sessions", json={"seed": BRIDE})
         assert opened.json()["observation"] == "Play Wordle."
-        assert opened.json()["max_guesses"] == 6
+        assert (opened.json()["max_guesses"], opened.json()["length"]) == (6, 5)
         game = f"/sessions/{opened.json()['session']}"
         first = (await client.post(f"{game}/guess", json={"word": "crane", "turn": 1})).json()
         last = (await client.post(f"{game}/guess", json={"word": "bride", "turn": 2})).json()
@@ -33,20 +35,23 @@ def test_a_game_from_opening_to_reward():
         "done": False,
         "solved": False,
         "reward": pytest.approx(0.08),
-        "reward_parts": {"solved": 0, "letters": pytest.approx(0.08), "invalid": 0, "gave_up": 0},
+        "reward_parts": {**NOTHING, "greens": pytest.approx(0.08)},
+        "secret": "",
     }
-    assert (last["done"], last["solved"], last["reward"]) == (True, True, pytest.approx(1.4))
+    assert (last["done"], last["solved"], last["secret"]) == (True, True, "bride")
+    assert last["reward"] == pytest.approx(1.4)
     assert closed == {
         "solved": True,
         "turns": 2,
         "reward": last["reward"],
         "reward_parts": last["reward_parts"],
+        "secret": "bride",
     }
 
 
 def test_a_retried_opening_and_move_and_close_happen_once():
     async def scenario(client):
-        opening = {"seed": 3, "id": str(uuid4())}
+        opening = {"seed": BRIDE, "id": str(uuid4())}
         opened = [(await client.post("/sessions", json=opening)).json() for _ in range(2)]
         game = f"/sessions/{opening['id']}"
         moves = [
@@ -95,11 +100,11 @@ def test_an_invalid_word_is_a_move_with_a_message():
     move = serve(scenario)
     assert (move["valid"], move["observation"], move["turn"]) == (False, "not a word", 1)
     assert move["message"] == f"'{'x' * 20}...' has 9000 letters; a guess has 5."
-    assert (move["reward"], move["reward_parts"]["letters"]) == (-0.05, 0)
+    assert move["reward_parts"] == {**NOTHING, "invalid": -0.05}
 
 
 def test_members_of_a_group_play_the_secret_of_their_seed():
-    secret = secret_for(11, answers(40))
+    secret = secret_for(11, answers(40)[:36])
 
     async def scenario(client):
         games = [await start(client, seed=11) for _ in range(8)]
@@ -164,17 +169,23 @@ def test_words_are_the_possible_secrets():
     async def scenario(client):
         return (await client.get("/words")).json()
 
-    assert serve(scenario, answers=7) == {"answers": list(answers(7)), "length": 5, "max_guesses": 6}
+    assert serve(scenario, answers=20) == {
+        "answers": list(answers(20)),
+        "held_out": list(answers(20)[18:]),
+        "length": 5,
+        "max_guesses": 6,
+    }
 
 
-def test_the_home_page_leads_to_the_documentation():
+def test_what_the_service_offers_is_documented():
     async def scenario(client):
-        home, docs = await client.get("/"), await client.get("/docs")
-        schema = (await client.get("/openapi.json")).json()
-        return home, docs.status_code, schema["paths"].keys()
+        docs = await client.get("/docs")
+        return docs.status_code, (await client.get("/openapi.json")).json()["paths"]
 
-    home, docs_status, paths = serve(scenario)
-    assert home.headers["Content-Type"].startswith("text/html")
-    assert 'href="docs"' in home.text
+    docs_status, paths = serve(scenario)
     assert docs_status == 200
-    assert paths == {"/sessions", "/sessions/{session}/guess", "/sessions/{session}", "/words", "/health"}
+    sessions = {"/sessions", "/sessions/{session}/guess", "/sessions/{session}"}
+    assert paths.keys() == sessions | {"/words", "/health", "/schema", "/metadata", "/watch"}
+    move = paths["/sessions/{session}/guess"]["post"]
+    assert move["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/Guess")
+    assert move["responses"]["200"]["content"]["application/json"]["schema"]["$ref"].endswith("/Move")

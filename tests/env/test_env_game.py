@@ -1,25 +1,14 @@
 """The game itself: feedback, observations, rules and rewards."""
 
 import random
+from dataclasses import asdict
 from itertools import product
 
 import pytest
 
+from env_space.rewards import Costs
 from env_space.wordle import Game, GameOverError, answers, feedback, guesses
-
-
-def reference(guess, secret):
-    """Feedback by counting instead of using letters up: a yellow needs a copy beyond those to its left."""
-
-    def mark(i):
-        letter = guess[i]
-        if secret[i] == letter:
-            return "+"
-        misplaced_in_secret = sum(s == letter != g for g, s in zip(guess, secret, strict=True))
-        misplaced_before = sum(g == letter != s for g, s in zip(guess[:i], secret[:i], strict=True))
-        return "?" if misplaced_before < misplaced_in_secret else "-"
-
-    return "".join(map(mark, range(5)))
+from tests.env.reference import differences
 
 
 @pytest.mark.parametrize(
@@ -41,23 +30,28 @@ def reference(guess, secret):
     ],
 )
 def test_known_hard_cases_of_repeated_letters(guess, secret, marks):
-    assert feedback(guess, secret) == marks == reference(guess, secret)
+    assert feedback(guess, secret) == marks
+    assert differences([guess], [secret]) == []
 
 
 def test_feedback_equals_the_reference_on_every_pattern_of_three_letters():
     words = ["".join(letters) for letters in product("abc", repeat=5)]
-    assert all(feedback(g, s) == reference(g, s) for g in words for s in words)
+    assert differences(words, words) == []
 
 
-def test_feedback_equals_the_reference_on_real_words():
-    rng = random.Random(0)
-    allowed, secrets = sorted(guesses()), answers()
-    pairs = [(rng.choice(allowed), rng.choice(secrets)) for _ in range(30_000)]
-    assert all(feedback(g, s) == reference(g, s) for g, s in pairs)
+def test_feedback_equals_the_reference_on_many_pairs_of_real_words():
+    """250 000 pairs; `python -m tests.env.reference` compares several millions."""
+    assert differences(random.Random(0).sample(sorted(guesses()), 250), list(answers()[:1000])) == []
 
 
-def play(secret, *words):
-    game = Game(secret, guesses())
+@pytest.mark.parametrize("length", [4, 6, 7])
+def test_feedback_equals_the_reference_on_words_of_other_lengths(length):
+    allowed, secrets = sorted(guesses(length)), answers(length=length)
+    assert differences(random.Random(0).sample(allowed, 100), list(secrets[:300])) == []
+
+
+def play(secret, *words, **rules):
+    game = Game(secret, guesses(len(secret)), **rules)
     return game, [game.guess(word) for word in words]
 
 
@@ -83,7 +77,8 @@ def test_six_wrong_guesses_end_the_game_with_credit_for_the_closest():
     assert [move.done for move in moves] == [False] * 5 + [True]
     assert moves[-1].observation.endswith(" game over")
     assert not moves[-1].solved
-    assert moves[-1].reward == pytest.approx(0.2 * 2 / 5)
+    assert [move.secret for move in moves] == [""] * 5 + ["bride"]
+    assert moves[-1].reward == pytest.approx(0.2 * 2 / 5 - 4 * 0.05)
     with pytest.raises(GameOverError):
         game.guess("bride")
 
@@ -110,7 +105,7 @@ def test_an_invalid_word_is_named_costs_a_turn_and_earns_no_letter_credit(word, 
     game, [move] = play("bride", word)
     assert (move.observation, move.message) == ("not a word", sentence)
     assert (move.turn, move.valid, move.feedback) == (1, False, "")
-    assert move.reward_parts.letters == 0
+    assert (move.reward_parts.greens, move.reward_parts.yellows) == (0, 0)
     assert move.reward == pytest.approx(-0.05)
     assert game.turns == 1
 
@@ -123,15 +118,84 @@ def test_six_invalid_words_end_the_game():
 
 def test_an_invalid_word_keeps_the_credit_earned_before():
     _, moves = play("bride", "crane", "bridx")
-    assert moves[-1].reward_parts.letters == pytest.approx(0.08)
+    assert moves[-1].reward_parts.greens == pytest.approx(0.08)
     assert moves[-1].reward == pytest.approx(0.03)
 
 
-def test_a_repeated_word_is_named_and_played():
-    _, moves = play("bride", "crane", "CRANE")
-    assert moves[1].message == "'crane' was already guessed in turn 1."
+def test_a_repeated_word_is_named_costs_and_earns_no_letters():
+    game, moves = play("bride", "crane", "CRANE", "crane")
+    assert [move.message for move in moves[1:]] == ["'crane' was already guessed in turn 1."] * 2
     assert moves[1].valid
     assert moves[1].observation == moves[0].observation
+    assert moves[2].reward_parts.repetition == pytest.approx(-0.1)
+    assert moves[2].reward_parts.greens == moves[0].reward_parts.greens
+    assert (game.tally.repeated, game.tally.invalid) == (2, 0)
+
+
+def test_a_repeated_invalid_word_is_invalid_and_nothing_else():
+    game, moves = play("bride", "bridx", "bridx")
+    assert (moves[1].reward_parts.invalid, moves[1].reward_parts.repetition) == (pytest.approx(-0.1), 0)
+    assert (game.tally.repeated, game.tally.invalid) == (0, 2)
+
+
+def test_wasted_guesses_cost_what_the_costs_say():
+    _, moves = play("bride", "crane", "crane", "bridx", costs=Costs(invalid=0.5, repeated=0.25))
+    assert moves[2].reward_parts.repetition == pytest.approx(-0.25)
+    assert moves[2].reward_parts.invalid == pytest.approx(-0.5)
+
+
+def test_letters_are_those_of_the_closest_guess_and_a_yellow_counts_half():
+    _, moves = play("bride", "dried", "zonal", "pride")
+    parts = [(move.reward_parts.greens, move.reward_parts.yellows) for move in moves]
+    assert parts[0] == (pytest.approx(0.2 * 2 / 5), pytest.approx(0.2 * 2 / 2 / 5))  # d?r+i+e?d-
+    assert parts[1] == parts[0]
+    assert parts[2] == (pytest.approx(0.2 * 4 / 5), 0)
+
+
+def test_the_reward_is_the_sum_of_its_parts():
+    _, moves = play("bride", "crane", "crane", "bridx", "bride")
+    parts = asdict(moves[-1].reward_parts)
+    assert moves[-1].reward == pytest.approx(sum(parts.values()))
+    assert parts == pytest.approx(
+        {"solved": 1.1, "greens": 0.2, "yellows": 0, "repetition": -0.05, "invalid": -0.05, "gave_up": 0}
+    )
+
+
+@pytest.mark.parametrize(
+    ("secret", "first", "word", "sentence"),
+    [
+        ("bride", "crane", "bumpy", "Hard mode: letter 2 of a guess must be 'r', as 'crane' showed."),
+        ("bride", "dream", "crane", "Hard mode: a guess must contain 'd', as 'dream' showed."),
+        ("geese", "eerie", "remit", "Hard mode: letter 5 of a guess must be 'e', as 'eerie' showed."),
+        ("label", "llama", "lucky", "Hard mode: a guess must contain 'l' 2 times, as 'llama' showed."),
+    ],
+)
+def test_hard_mode_names_the_hint_that_a_guess_ignores(secret, first, word, sentence):
+    _, moves = play(secret, first, word, hard_mode=True)
+    assert (moves[1].message, moves[1].valid, moves[1].feedback) == (sentence, False, "")
+    assert moves[1].reward_parts.invalid == pytest.approx(-0.05)
+    assert play(secret, first, word)[1][1].valid, "without hard mode the word is fine"
+
+
+def test_hard_mode_allows_what_uses_every_hint_and_remembers_all_guesses():
+    _, moves = play("bride", "crane", "gripe", "crime", "bride", hard_mode=True)
+    assert [move.valid for move in moves] == [True, True, True, True]
+    _, moves = play("bride", "gripe", "zonal", "crane", hard_mode=True)
+    assert [move.valid for move in moves] == [True, False, False]
+    assert moves[2].message.endswith("as 'gripe' showed.")
+
+
+@pytest.mark.parametrize(
+    ("secret", "guess", "marks"), [("tree", "reed", "??+-"), ("letters", "settler", "?+++???")]
+)
+def test_words_of_other_lengths(secret, guess, marks):
+    _, [move] = play(secret, guess)
+    assert (move.feedback, move.valid) == (marks, True)
+    _, [move] = play(secret, "crane")
+    assert move.message == f"'crane' has 5 letters; a guess has {len(secret)}."
+    _, [move] = play(secret, secret)
+    assert move.solved
+    assert move.reward == pytest.approx(1.45)
 
 
 def test_giving_up_costs_once_and_only_before_the_end():

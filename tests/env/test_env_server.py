@@ -1,62 +1,93 @@
-"""`python -m env_space.app` as a Space runs it: one real process behind a real socket."""
+"""`python -m env_space.app` as a Space runs it: real processes and sockets, many games, metrics, logs."""
 
+import asyncio
+import json
 import os
+import re
 import socket
 import subprocess
-import sys
 import time
-from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
+import pytest
 
-import env_space
-
-COMMAND = [sys.executable, "-m", "env_space.app"]
-ROOT = Path(env_space.__file__).parent.parent
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+from tests.env import load
+from tests.env.service import COMMAND, ROOT, space
 
 
-@contextmanager
-def service(**variables):
-    port = free_port()
-    environ = os.environ | {"WORDLE_HOST": "127.0.0.1", "WORDLE_PORT": str(port)} | variables
-    process = subprocess.Popen(COMMAND, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True)
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
-            wait_for(client, process)
-            yield client
-    finally:
-        process.terminate()
-        _, log = process.communicate(timeout=10)
-    assert "Finished server process" in log
+def read_log(folder):
+    return [json.loads(line) for line in (folder / "space.log").read_text().splitlines()]
 
 
-def wait_for(client, process):
-    for _ in range(200):
-        assert process.poll() is None, process.communicate()[1]
-        try:
-            return client.get("/health")
-        except httpx.ConnectError:
-            time.sleep(0.05)
-    raise AssertionError("the service did not answer in 10 s")
+def metric(url, name):
+    text = httpx.get(f"{url}/metrics", trust_env=False).text
+    return float(re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)[1])
 
 
-def test_a_game_over_a_real_socket():
-    with service(WORDLE_ANSWERS="1") as client:
+def play(client, secret, *words, seed=5):
+    session = client.post("/sessions", json={"seed": seed}).json()["session"]
+    for turn, word in enumerate([*words, secret], 1):
+        move = client.post(f"/sessions/{session}/guess", json={"word": word, "turn": turn}).json()
+    return move
+
+
+def test_games_are_counted_for_prometheus_and_logged_as_one_line_of_json_each(tmp_path):
+    with space(tmp_path, WORDLE_ANSWERS="1") as running, httpx.Client(base_url=running.url) as client:
         [secret] = client.get("/words").json()["answers"]
-        session = client.post("/sessions", json={"seed": 5}).json()["session"]
-        move = client.post(f"/sessions/{session}/guess", json={"word": secret, "turn": 1}).json()
-        assert (move["solved"], move["reward_parts"]["solved"]) == (True, 1.25)
+        assert play(client, secret)["reward_parts"]["solved"] == 1.25
+        play(client, secret, "zonal", "zonal", "zzzzz")
+        play(client, "zonal", *["zzzzz"] * 5)
+        client.delete(f"/sessions/{client.post('/sessions', json={'seed': 1}).json()['session']}")
+        client.post("/sessions", json={"seed": 1})
+        games = 'wordle_games_total{{outcome="{}",split="train",via="http"}}'.format
+        counted = {how: metric(running.url, games(how)) for how in ("solved", "lost", "gave_up")}
+        guesses = {
+            kind: metric(running.url, f'wordle_guesses_total{{kind="{kind}"}}')
+            for kind in ("new", "repeated", "invalid")
+        }
+        active = metric(running.url, "wordle_active_sessions"), metric(running.url, "wordle_max_sessions")
+        moves = metric(running.url, 'wordle_move_seconds_count{via="http"}')
+    assert counted == {"solved": 2, "lost": 1, "gave_up": 1}
+    assert guesses == {"new": 4, "repeated": 1, "invalid": 6}
+    assert active == (1, 1024)
+    assert moves == 11
+
+    lines = read_log(tmp_path)
+    games = [line for line in lines if line["message"] == "game ended"]
+    assert [game["outcome"] for game in games] == ["solved", "solved", "lost", "gave_up"]
+    assert (games[1]["turns"], games[1]["repeated"], games[1]["invalid"], games[1]["seed"]) == (4, 1, 1, 5)
+    assert games[1]["reward"] == pytest.approx(sum(games[1]["reward_parts"].values()))
+    assert "stopped with 1 games in play" in [line["message"] for line in lines]
+
+
+def test_a_stop_lets_the_request_in_hand_finish_and_is_quick(tmp_path):
+    with space(tmp_path) as running:
+        host, port = running.url.removeprefix("http://").split(":")
+        body = b'{"seed": 1}'
+        head = (
+            f"POST /sessions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        with socket.create_connection((host, port)) as link:
+            link.sendall(head.encode() + body[:5])
+            time.sleep(0.2)
+            running.process.terminate()
+            time.sleep(0.2)
+            link.sendall(body[5:])
+            assert link.recv(100).startswith(b"HTTP/1.1 201")
+        running.process.wait(8)
+
+
+def test_many_games_at_once_over_plain_http(tmp_path):
+    with space(tmp_path, WORDLE_MAX_SESSIONS="128") as running:
+        report = asyncio.run(load.run(running.url, "http", games=128, seconds=2))
+    assert (report["errors"], report["first_errors"]) == (0, [])
+    assert report["games"] >= 128
 
 
 def test_a_wrong_setting_stops_the_start_with_a_sentence():
     environ = os.environ | {"WORDLE_ANSWERS": "1000000"}
-    stopped = subprocess.run(COMMAND, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=30)
+    stopped = subprocess.run(COMMAND, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
     assert stopped.returncode == 1
     assert stopped.stderr.startswith("The Wordle Space cannot start. There are ")
     assert "Traceback" not in stopped.stderr

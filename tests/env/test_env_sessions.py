@@ -4,7 +4,7 @@ from uuid import UUID, uuid4
 
 import pytest
 
-from env_space.sessions import ConflictError, FullError, Sessions, UnknownSessionError
+from env_space.sessions import ConflictError, FullError, Origin, Sessions, UnknownSessionError
 from env_space.wordle import Game, GameOverError, guesses
 
 TTL_S = 10.0
@@ -24,11 +24,11 @@ def clock():
 
 @pytest.fixture
 def sessions(clock):
-    return Sessions(2, TTL_S, clock)
+    return Sessions(2, TTL_S, clock=clock)
 
 
-def start(sessions, id=None, seed=1):
-    return sessions.open(id or uuid4(), seed, Game("bride", guesses())).id
+def start(sessions, id=None, seed=1, split="train"):
+    return sessions.open(id or uuid4(), Origin(seed, split), Game("bride", guesses())).id
 
 
 def test_a_game_expires_after_the_ttl_without_a_request(sessions, clock):
@@ -109,8 +109,10 @@ def test_opening_twice_is_one_game(sessions):
 
 def test_an_id_belongs_to_its_seed_and_to_one_game(sessions):
     id = start(sessions, seed=1)
-    with pytest.raises(ConflictError, match="was opened with seed 1, not 2; choose a new id"):
+    with pytest.raises(ConflictError, match="with seed 1 of split train, not 2 of train; choose a new id"):
         start(sessions, id, seed=2)
+    with pytest.raises(ConflictError, match="not 1 of held_out"):
+        start(sessions, id, split="held_out")
     sessions.close(id)
     with pytest.raises(ConflictError, match="has ended; choose a new id"):
         start(sessions, id, seed=1)
@@ -150,3 +152,19 @@ def test_closing_twice_answers_the_same(sessions):
 def test_an_unknown_session_says_how_to_start_one(sessions):
     with pytest.raises(UnknownSessionError, match=r"is unknown, or ended long ago; POST /sessions starts"):
         sessions.play(UUID(int=0), 1, "crane")
+
+
+def test_every_game_is_reported_once_as_it_ends(clock):
+    ended = []
+    sessions = Sessions(9, TTL_S, ended.append, clock)
+    solved, closed, expired = start(sessions), start(sessions), start(sessions)
+    sessions.play(solved, 1, "bride")
+    sessions.close(solved)
+    sessions.close(closed)
+    sessions.close(closed)
+    clock.now += TTL_S
+    sessions.reap()
+    sessions.reap()
+    assert [session.id for session in ended] == [solved, closed, expired]
+    assert [session.expired for session in ended] == [False, False, True]
+    assert ended[2].used_at - ended[2].opened_at == TTL_S

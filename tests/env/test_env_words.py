@@ -1,14 +1,13 @@
 """The word lists, and the secrets that seeds name."""
 
-import json
-import subprocess
-import sys
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 import env_space
+from env_space.rules import rules_from
+from env_space.settings import Settings
 from env_space.wordle import answers, guesses, secret_for
 
 WORDS = Path(env_space.__file__).parent / "words"
@@ -18,18 +17,25 @@ def read(name):
     return (WORDS / name).read_text("ascii").split()
 
 
-@pytest.mark.parametrize(("name", "least"), [("answers.txt", 3000), ("guesses.txt", 6000)])
-def test_lists_are_sorted_five_letter_words_without_duplicates(name, least):
-    words = read(name)
-    assert len(words) > least
-    assert words == sorted(set(words))
-    assert all(len(word) == 5 and word.isascii() and word.isalpha() and word.islower() for word in words)
+SIZES = {4: (1904, 3437), 5: (3532, 6734), 6: (5397, 11176), 7: (6827, 15844)}
+EACH_LENGTH = pytest.mark.parametrize("length", SIZES)
 
 
-def test_every_answer_can_be_guessed_and_no_withheld_word_is_an_answer():
-    assert set(read("answers.txt")) <= guesses()
-    assert set(read("withheld.txt")) <= guesses()
-    assert not set(read("withheld.txt")) & set(answers())
+@EACH_LENGTH
+def test_lists_are_sorted_words_of_one_length_without_duplicates(length):
+    lists = read(f"answers-{length}.txt"), read(f"guesses-{length}.txt")
+    assert tuple(map(len, lists)) == SIZES[length]
+    for words in lists:
+        assert words == sorted(set(words))
+        assert all(len(w) == length and w.isascii() and w.isalpha() and w.islower() for w in words)
+
+
+@EACH_LENGTH
+def test_every_answer_can_be_guessed_and_no_withheld_word_is_an_answer(length):
+    withheld = {word for word in read("withheld.txt") if len(word) == length}
+    assert len(withheld) > 5
+    assert set(answers(length=length)) | withheld <= guesses(length)
+    assert not withheld & set(answers(length=length))
 
 
 def test_the_notice_names_the_owners_of_the_lists():
@@ -52,18 +58,10 @@ def test_an_impossible_number_of_answers_is_refused(n):
 
 def test_secrets_stay_what_they_were():
     """Published results name seeds, so a seed must keep its secret."""
+    rules = rules_from(Settings())
     assert answers(5) == ("yoked", "hunks", "heard", "creak", "stoop")
-    assert [secret_for(seed, answers()) for seed in (0, 1, 2, -1)] == ["lusty", "beret", "fable", "hewed"]
-
-
-def test_another_process_draws_the_same_secrets():
-    script = (
-        "import json; from env_space.wordle import answers, secret_for;"
-        "print(json.dumps([secret_for(seed, answers(500)) for seed in range(50)]))"
-    )
-    root = Path(env_space.__file__).parent.parent
-    out = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, check=True).stdout
-    assert json.loads(out) == [secret_for(seed, answers(500)) for seed in range(50)]
+    assert [rules.deal(seed).secret for seed in (0, 1, 2, -1)] == ["lorry", "serum", "hurls", "scope"]
+    assert [rules.deal(seed, "held_out").secret for seed in (0, 1, 2)] == ["lemon", "adobe", "merry"]
 
 
 def test_seeds_reach_nearly_every_answer_evenly():

@@ -1,6 +1,6 @@
 """Builds and warm-starts the small Wordle policy that the default run trains further.
 
-    python -m trainer.policies.wordle --words env_space/words/answers.txt --out trainer/policies/wordle-tiny
+    python -m trainer.policies.wordle --words env_space/words/answers-5.txt --out trainer/policies/wordle-tiny
 
 Two phases of behaviour cloning on synthetic games. First the model learns to play from a solver that only
 guesses consistent words; then games of a mostly random player dilute that skill until the sampled policy

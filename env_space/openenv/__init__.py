@@ -1,0 +1,1 @@
+"""OpenEnv's protocol, so that its stock clients can play."""

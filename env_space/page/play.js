@@ -1,0 +1,129 @@
+// A person plays: the same sessions over HTTP as a trainer's, one request a move.
+
+import { Board, describe, element } from "./board.js";
+
+const ROWS = ["qwertyuiop", "asdfghjkl", "↵zxcvbnm⌫"];
+const NAMES = { "↵": "Enter", "⌫": "Delete letter" };
+const PRAISE = ["On the first guess!", "On the second guess!", "In three.", "In four.", "In five.", "On the last guess!"];
+
+const panel = document.querySelector("#play");
+const board = new Board(panel);
+const says = panel.querySelector(".says");
+const keys = panel.querySelector(".keys");
+const seedLink = panel.querySelector(".seed");
+let game = { over: true };
+
+async function ask(method, path, body) {
+  const answer = await fetch(path, {
+    method,
+    headers: { "Content-Type": "application/json" },
+    body: body && JSON.stringify(body),
+  });
+  const content = await answer.json();
+  if (!answer.ok) throw new Error(content.detail);
+  return content;
+}
+
+const randomSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
+const seedInAddress = () => Number(/^#seed=(\d{1,15})$/.exec(location.hash)?.[1] ?? NaN);
+
+async function start(seed) {
+  if (!game.over) ask("DELETE", `sessions/${game.session}`).catch(() => {});
+  game = { over: true };
+  try {
+    const opened = await ask("POST", "sessions", { seed });
+    game = { ...opened, turn: 1, typed: "", over: false, busy: false };
+    board.clear(opened.max_guesses, opened.length);
+    keys.querySelectorAll("button").forEach((key) => key.removeAttribute("data-mark"));
+    seedLink.textContent = `#${seed}`;
+    seedLink.href = `#seed=${seed}`;
+    seedLink.title = "A link to the same word, for somebody else";
+    says.textContent = `Guess a word of ${opened.length} letters.${opened.hard_mode ? " Use every hint." : ""}`;
+  } catch (problem) {
+    says.textContent = problem.message;
+  }
+}
+
+async function submit() {
+  if (game.typed.length < game.length) {
+    says.textContent = `A guess has ${game.length} letters.`;
+    return;
+  }
+  game.busy = true;
+  try {
+    const move = await ask("POST", `sessions/${game.session}/guess`, { word: game.typed, turn: game.turn });
+    await show(move);
+  } catch (problem) {
+    const lost = problem instanceof TypeError;
+    says.textContent = lost ? "The server did not answer. Press Enter to send the guess again." : problem.message;
+  }
+  game.busy = false;
+}
+
+async function show(move) {
+  board.note(element("code", { textContent: move.observation }));
+  await board.show(move);
+  [...move.feedback].forEach((mark, i) => colour(move.word[i], mark));
+  game.over = move.done;
+  game.turn += 1;
+  game.typed = "";
+  const aloud = element("span", { className: "aloud", textContent: `${describe(move)}. ` });
+  says.replaceChildren(element("span", {}, aloud, move.done ? result(move) : advice(move)));
+}
+
+function advice(move) {
+  const left = game.max_guesses - move.turn;
+  return `${move.message} ${left} ${left === 1 ? "guess" : "guesses"} left.`;
+}
+
+function result(move) {
+  if (move.solved) return `${PRAISE[move.turn - 1]} The word is ${move.secret.toUpperCase()}.`;
+  return `Not this time. The word was ${move.secret.toUpperCase()}.`;
+}
+
+// A key keeps the best that is known of its letter.
+function colour(letter, mark) {
+  const key = keys.querySelector(`[data-key="${letter}"]`);
+  const rank = " -?+";
+  if (rank.indexOf(mark) <= rank.indexOf(key.dataset.mark ?? " ")) return;
+  key.dataset.mark = mark;
+  const known = { "+": "right place", "?": "another place", "-": "not in the word" }[mark];
+  key.ariaLabel = `${letter}, ${known}`;
+}
+
+function press(key) {
+  if (game.over || game.busy) return;
+  if (key === "↵") submit();
+  else if (key === "⌫") game.typed = game.typed.slice(0, -1);
+  else if (game.typed.length < game.length) game.typed += key;
+  if (key !== "↵") board.type(game.turn - 1, game.typed);
+}
+
+function keyButton(key) {
+  const button = element("button", { type: "button", textContent: key === "↵" ? "Enter" : key });
+  button.dataset.key = key;
+  button.ariaLabel = NAMES[key] ?? key;
+  button.addEventListener("pointerdown", (event) => event.preventDefault()); // the focus stays where it is
+  button.addEventListener("click", () => press(key));
+  return button;
+}
+
+document.addEventListener("keydown", (event) => {
+  if (panel.hidden || event.ctrlKey || event.metaKey || event.altKey) return;
+  const key = { Enter: "↵", Backspace: "⌫" }[event.key] ?? event.key.toLowerCase();
+  const onControl = event.target.closest("a, button") && event.key === "Enter";
+  if (onControl || !/^[a-z↵⌫]$/.test(key)) return;
+  event.preventDefault();
+  press(key);
+});
+
+panel.querySelector(".new").addEventListener("click", () => {
+  history.replaceState(null, "", location.pathname);
+  start(randomSeed());
+  board.list.focus({ preventScroll: true });
+});
+addEventListener("hashchange", () => Number.isNaN(seedInAddress()) || start(seedInAddress()));
+addEventListener("pagehide", () => game.over || fetch(`sessions/${game.session}`, { method: "DELETE", keepalive: true }));
+
+keys.append(...ROWS.map((row) => element("div", {}, ...[...row].map(keyButton))));
+start(Number.isNaN(seedInAddress()) ? randomSeed() : seedInAddress());

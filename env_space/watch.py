@@ -1,0 +1,86 @@
+"""A game that the policy of a replica plays, streamed to who watches as server-sent events."""
+
+import json
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+from uuid import uuid4
+
+from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
+from pydantic import TypeAdapter
+
+from env_space.games import problems
+from env_space.replica import Replica, ReplicaError, connect
+from env_space.rules import Rules
+from env_space.sessions import FullError, Origin, Session, SessionError, Sessions
+from env_space.wordle import MAX_GUESSES, Move
+
+MAX_WATCHED = 8  # every one of them takes the replica's time
+_MOVE = TypeAdapter(Move)
+_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+
+class NoReplicaError(Exception):
+    """There is no policy to watch; the message is a sentence that says why."""
+
+
+class Watch:
+    """The route `/watch`. Each request is a new game on the same engine and store as any other."""
+
+    def __init__(self, sessions: Sessions, rules: Rules, url: str | None, prompt: str) -> None:
+        self._sessions, self._rules = sessions, rules
+        self._url, self._prompt = url, prompt
+        self._watched = 0
+
+    def route(self, app: FastAPI) -> None:
+        """Offer the route on `app`."""
+        app.get("/watch", response_class=StreamingResponse, responses=problems(404, 503))(self.watch)
+
+    async def watch(self) -> StreamingResponse:
+        """Events of a game that the policy plays: `opened`, a `turn` a move, then `ended` or `problem`."""
+        if self._url is None:
+            raise NoReplicaError(
+                "No policy is connected; set WORDLE_REPLICA_URL to the address of a replica to watch it play."
+            )
+        if self._watched >= MAX_WATCHED:
+            raise FullError(f"{MAX_WATCHED} games are being watched already; try again in a minute.")
+        seed = secrets.randbits(31)
+        session = self._sessions.open(uuid4(), Origin(seed, via="watch"), self._rules.deal(seed))
+        events = self._events(self._url, session)
+        return StreamingResponse(events, media_type="text/event-stream", headers=_HEADERS)
+
+    async def _events(self, url: str, session: Session) -> AsyncIterator[str]:
+        self._watched += 1
+        try:
+            yield _event(
+                "opened", seed=session.origin.seed, max_guesses=MAX_GUESSES, length=self._rules.length
+            )
+            async for event in self._play(url, session):
+                yield event
+        except (ReplicaError, SessionError) as error:
+            yield _event("problem", detail=str(error))
+        finally:
+            self._watched -= 1
+            with suppress(SessionError):
+                self._sessions.close(session.id)
+
+    async def _play(self, url: str, session: Session) -> AsyncIterator[str]:
+        async with connect(url) as http:
+            replica = Replica(http, self._prompt)
+            while not session.game.over:
+                turn = await replica.turn()
+                if turn.word is None:
+                    self._sessions.close(session.id)
+                    yield _event("turn", text=turn.text, version=turn.version, move=None)
+                    break
+                move = self._sessions.play(session.id, session.game.turns + 1, turn.word)
+                replica.tell(move.observation)
+                shown = _MOVE.dump_python(move)
+                yield _event("turn", text=turn.text, version=turn.version, move=shown)
+        yield _event("ended", solved=session.game.solved, secret=session.game.secret)
+
+
+def _event(kind: str, **data: Any) -> str:
+    return f"event: {kind}\ndata: {json.dumps(data)}\n\n"

@@ -1,0 +1,141 @@
+"""Watching the policy of a replica: a real one behind real vLLM, and what is said where there is none."""
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+
+import trainer
+from env_space.rules import rules_from
+from env_space.settings import Settings as SpaceSettings
+from inference_space.settings import Settings
+from inference_space.vllm_server import VllmServer
+from tests.env.browser import chromium
+from tests.env.service import sentence, serve, space
+
+from playwright.sync_api import expect  # isort: skip - after the check that it is installed
+
+POLICY = Path(trainer.__file__).parent / "policies" / "wordle-tiny"
+
+
+def watch(**settings):
+    """The events of one watched game as (kind, data), and how many games are in play afterwards."""
+
+    async def scenario(client):
+        answer = await client.get("/watch", timeout=60)
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        events = [event.split("\n") for event in answer.text.strip().split("\n\n")]
+        playing = (await client.get("/health")).json()["sessions"]
+        return [(kind[7:], json.loads(data[6:])) for kind, data in events], playing
+
+    return serve(scenario, **settings)
+
+
+@contextmanager
+def broken_replica(*answers):
+    """A replica that gives these answers, (status, body), in turn, and keeps the requests."""
+    answers, asked = list(answers), []
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self):
+            length = int(self.headers.get("Content-Length", 0))
+            asked.append(json.loads(self.rfile.read(length) or "null"))
+            status, body = answers.pop(0)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_POST = answer  # noqa: N815 - the names that http.server asks for
+
+        def log_message(self, *_):
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", asked
+    server.shutdown()
+    server.server_close()
+
+
+MODELS = (200, b'{"data": [{"id": "policy"}]}')
+
+
+def says(text):
+    return 200, json.dumps({"choices": [{"message": {"content": text}}]}).encode()
+
+
+def test_without_a_replica_it_says_which_setting_connects_one():
+    async def scenario(client):
+        return sentence(await client.get("/watch"), 404)
+
+    assert "set WORDLE_REPLICA_URL" in serve(scenario)
+
+
+def test_a_replica_that_cannot_be_reached_may_be_asleep():
+    events, playing = watch(replica_url="http://127.0.0.1:9")
+    assert [kind for kind, _ in events] == ["opened", "problem"]
+    assert events[1][1]["detail"].startswith("The replica cannot be reached. If it is a Space that sleeps")
+    assert playing == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ((503, b'{"error": {"message": "no version is served yet: joining"}}'), "no version is served yet"),
+        ((503, b"<html>Your space is waking up</html>"), "cannot play now: it answers 503."),
+        ((404, b'{"error": "nothing here"}'), "cannot play now: it answers 404."),
+        ((200, b"<html>"), "did not answer as vLLM does."),
+        ((200, b'{"data": []}'), "did not answer as vLLM does."),
+    ],
+)
+def test_a_replica_that_does_not_play_is_quoted(answer, reason):
+    with broken_replica(answer) as (url, _):
+        events, playing = watch(replica_url=url)
+    assert reason in events[-1][1]["detail"]
+    assert events[-1][1]["detail"].endswith("try again in a few minutes.")
+    assert playing == 0
+
+
+def test_a_policy_that_calls_no_tool_ends_its_game():
+    with broken_replica(MODELS, says("I would rather not.")) as (url, _):
+        events, _ = watch(replica_url=url)
+    assert [kind for kind, _ in events] == ["opened", "turn", "ended"]
+    assert (events[1][1]["text"], events[1][1]["move"]) == ("I would rather not.", None)
+    assert events[2][1]["solved"] is False
+
+
+def test_the_policy_is_asked_with_the_prompt_of_the_setting_and_reads_what_came_of_its_guess():
+    call = '<tool_call>\n{"name": "guess", "arguments": {"word": "zzzzz"}}\n</tool_call>'
+    with broken_replica(MODELS, says(call), says("")) as (url, asked):
+        events, _ = watch(replica_url=url, replica_prompt="Find the word.")
+    assert events[1][1]["move"]["message"] == "'zzzzz' is not in the word list."
+    assert [message["content"] for message in asked[2]["messages"]] == ["Find the word.", call, "not a word"]
+
+
+@pytest.mark.live
+def test_the_policy_of_a_real_replica_plays_on_the_page(tmp_path):
+    vllm = VllmServer(Settings(bucket=tmp_path.as_uri(), run="none", folder=str(tmp_path), max_model_len=512))
+    vllm.start(POLICY)
+    settings = {"WORDLE_REPLICA_URL": vllm.url, "WORDLE_ANSWERS": "128"}
+    try:
+        with space(tmp_path, **settings) as running, chromium() as browser:
+            page = browser.new_page(reduced_motion="reduce")
+            page.goto(running.url)
+            page.get_by_role("tab", name="Watch the policy").click()
+            expect(page.get_by_role("button", name="Watch another")).to_be_enabled(timeout=60_000)
+            said = page.locator("#watch .says").inner_text()
+            turns = page.locator("#watch .board li[data-feedback]").count()
+            wrote = page.locator("#watch .log code").all_inner_texts()
+            health = httpx.get(f"{running.url}/health").json()
+    finally:
+        vllm.stop()
+    words = rules_from(SpaceSettings(answers=128)).train
+    assert said.rstrip(".").split()[-1].lower() in words
+    assert len(wrote) == turns > 0
+    assert all(text.startswith('<tool_call> {"name": "guess"') for text in wrote)
+    assert health["sessions"] == 1, "the game that the page keeps for the person"
