@@ -59,3 +59,13 @@ $(VENV)/.smollm2: $(VENV)/.app
 $(VENV)/.test: $(VENV)/.app tests/requirements.txt
 	$(PIP) install -r tests/requirements.txt
 	@touch $@
+
+# What it costs, side by side with what it replaces (about 15 minutes): bench/results.json, docs/bench-*.svg.
+.PHONY: bench
+bench: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.bench
+	$(BIN)/python -m bench
+	$(BIN)/python -m bench.readme
+
+$(VENV)/.bench: $(VENV)/.app bench/requirements.txt
+	$(PIP) install -r bench/requirements.txt
+	@touch $@

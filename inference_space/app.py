@@ -56,7 +56,7 @@ def create_app(settings: Settings) -> FastAPI:
     _add_status(app, follower)
     for path, method in INFERENCE.items():
         app.add_route(path, _forward(vllm, follower), methods=[method])
-    dashboard.mount(app, bucket, settings.run)
+    dashboard.mount(app, bucket, settings.run, controls=follower.orders, key=settings.key)
     return app
 
 

@@ -3,8 +3,8 @@
 The follower drives it through vLLM's own endpoints on loopback. vLLM answers them without a body, so each
 call names a `report` file into which the first worker writes what happened, as JSON:
 
-    init    {tensors, report}           learn the routes                    -> {"digest", "routed"}
-    stage   {paths, report}             decode and check, in the background -> {"stage_s", "changed"}
+    init    {tensors, report}           learn the routes                    -> {"digest"}
+    stage   {paths, report}             decode and check, in the background -> {"stage_s"}
     commit  {digest, version, report}   write and check, or undo            -> {"digest", "commit_s"}
 
 A commit whose digest would be wrong writes nothing; one that fails is put back bit for bit.
@@ -26,10 +26,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from inference_space import cpu_backend, routes, staging
+from inference_space import cpu_backend, routes, scatter, staging
+from inference_space.fallback import Fallback
 from inference_space.ranks import Ranks
 from inference_space.staging import LiveWeights, Staged
-from shared import codec
+from shared import checkpoint, codec
 from shared.digest import to_hex
 
 
@@ -67,6 +68,7 @@ class DeltaEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 raise routes.RouteError("data-parallel vLLM is not supported; start one replica per copy")
             if self.device.type == "cpu":
                 cpu_backend.self_test(self.model)
+            scatter.warm_up(self.device)
             self._weights = self._learn(init_info.tensors)
             self._staged, self._digest = Staged(), self._weights.digest()
             report["digest"] = to_hex(self._digest)
@@ -102,15 +104,16 @@ class DeltaEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         learned = routes.learn(self.model, tensors)
         owned, unroutable = routes.ownership(tensors, self._ranks.gather(learned.sources()))
         for name, reason in unroutable.items():
-            raise routes.RouteError(f"{name} has no route: {reason}")
-        return LiveWeights(learned.routes, owned[self._ranks.rank], self._ranks)
+            print(f"{name} has no route, so each commit loads it anew, which is slow: {reason}", flush=True)
+        loaded = checkpoint.read_bits(Path(self.model_config.model)) if unroutable else ()
+        fallback = Fallback(self.model, {name: bits for name, bits in loaded if name in unroutable})
+        return LiveWeights(learned.routes, owned[self._ranks.rank], fallback, self._ranks)
 
     def _stage(self, update_info: UpdateInfo) -> None:
         with self._reported(update_info.report, swallow=True) as report:
             started, self._staged = time.perf_counter(), Staged()
             paths = [Path(path) for path in update_info.paths]
             self._staged = self._weights.stage(paths, self._digest)
-            report["changed"] = sum(write.index.numel() for write in self._staged.writes)
             report["stage_s"] = time.perf_counter() - started
 
     @torch.no_grad()
@@ -120,7 +123,7 @@ class DeltaEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise codec.CodecError(
                 f"the delta leads to digest {to_hex(staged.digest)}, published was {expected}"
             )
-        staging.commit(staged.writes, self._ranks.agree)
+        staging.commit(staged.steps, self._ranks.agree)
         self._digest = staged.digest
 
     def _reported(self, path: str, *, swallow: bool = False) -> _Report:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from pathlib import Path
 
+from inference_space.orders import Orders
 from inference_space.settings import Settings
 from inference_space.vllm_server import VllmError, VllmServer
 from shared.history import RunReader
@@ -29,6 +30,7 @@ class Follower:
     def __init__(self, reader: RunReader, vllm: VllmServer, settings: Settings) -> None:
         self._reader, self._vllm, self._settings = reader, vllm, settings
         self._folder = Path(settings.folder)
+        self.orders = Orders(reader)
         self.serving: Manifest | None = None  # the version whose bits are live, proven by digest
         self.syncs: dict[int, tuple[int, int]] = {}  # version -> (epoch, sync), for all that vLLM may name
         self._serving_ref: FileRef | None = None
@@ -77,6 +79,25 @@ class Follower:
         if self.serving is not None and not self._vllm.alive():
             self.serving = None
             raise RuntimeError(f"vLLM died and is started again; see {self._vllm.log}")
+        if self.serving is not None and self.orders.rejoining.is_set():
+            self.orders.rejoining.clear()
+            self._join(self.serving)
+        if not self._obeyed():
+            self._look()
+
+    def _obeyed(self) -> bool:
+        """True if the owner wants another version than the newest; it is served then."""
+        if self.orders.pinned is None:
+            return self.orders.paused and self.serving is not None
+        if self.serving is None:
+            self._join(self.orders.pinned)
+        elif self.serving != self.orders.pinned:
+            self._advance(self.orders.pinned, self.serving)
+        self._serving_ref, self._served_head = None, ""  # so that HEAD is looked at again afterwards
+        return True
+
+    def _look(self) -> None:
+        """Serve the newest version."""
         info = self._reader.bucket.stat(self._reader.keys.head)
         if info is None:
             self._report("waiting for the run's first version")

@@ -21,9 +21,10 @@ from inference_space.probes import RouteError, record
 class Piece:
     """One recorded copy: where a strided part of a checkpoint tensor is in a runtime parameter.
 
-    `memory`: flat int16 view (bf16 patterns) of the parameter, from the part's first element to its last.
-    `source`: the part in the row-major checkpoint tensor; `target`: the same elements, in the same order of
-    dimensions, in `memory`. `whole`: the part is the entire tensor, and both positions are the same number.
+    `memory`: flat int16 view of the parameter, from the part's first element to its last; in a float32 one
+    the bf16 patterns are every other element. `source`: the part in the row-major checkpoint tensor;
+    `target`: the same elements, in the same dimensions, in `memory`. `whole`: the part is the entire tensor,
+    and both positions are the same number.
     """
 
     memory: torch.Tensor
@@ -32,18 +33,31 @@ class Piece:
     whole: bool
 
     def locate(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | slice]:
-        """Flat checkpoint positions int64 [n] -> (those in `memory` int64 [m], which of the n they are)."""
+        """Which of some elements are in this piece, and where.
+
+        `index`: their flat checkpoint positions, int64 [n], increasing. Returns the positions in `memory` of
+        those in the piece, int64 [m], and what selects them from the n: a slice, or int64 [m].
+        """
         if self.whole:
             return index, slice(None)
-        rest = index - self.source.offset
-        inside, target = rest >= 0, torch.zeros_like(rest)
+        bounds = torch.tensor([self.source.offset, self.source.end], device=index.device)
+        low, high = torch.searchsorted(index, bounds).tolist()
+        rest = index[low:high] - self.source.offset
+        if self.source.strides == (1,):
+            return rest * self.target.strides[0] + self.target.offset, slice(low, high)
+        inside, target = self._divide(rest)
+        which = inside.nonzero().squeeze(1)
+        return target[which], which + low
+
+    def _divide(self, rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whether positions behind the source's offset are in it, and their places in `memory`."""
+        inside, target = torch.ones_like(rest, dtype=torch.bool), torch.full_like(rest, self.target.offset)
         for size, step, stride in zip(*self.source[1:], self.target.strides, strict=True):
             steps = rest // step
             inside &= steps < size
             target += steps * stride
             rest = rest - steps * step
-        which = (inside & (rest == 0)).nonzero().squeeze(1)
-        return target[which], which
+        return inside & (rest == 0), target
 
 
 @dataclass(frozen=True)
@@ -115,19 +129,25 @@ def ownership(
     unroutable: dict[str, str] = {}
     for name, shape in shapes.items():
         held = [rank[name] for rank in ranks]
-        reasons = [parts for parts in held if isinstance(parts, str)]
-        if reasons or not any(held):
+        parts = [part for part in held if not isinstance(part, str)]
+        if len(parts) == len(held) and any(parts):
+            for mine, numbers in zip(owned, _first_of_each(name, math.prod(shape), parts), strict=True):
+                mine[name] = numbers
+        else:
+            reasons = [reason for reason in held if isinstance(reason, str)]
             unroutable[name] = reasons[0] if reasons else "vLLM's loader drops it"
-            continue
-        counted: dict[Geometry, tuple[int, int]] = {}
-        for rank, parts in enumerate(held):
-            for number, part in enumerate(parts):
-                counted.setdefault(part, (rank, number))
-        if (times_touched(list(counted), math.prod(shape)) != 1).any():
-            raise RouteError(f"{name}: its parts in the model overlap or are not all of it: {list(counted)}")
-        for rank, mine in enumerate(owned):
-            mine[name] = tuple(number for at, number in counted.values() if at == rank)
     return owned, unroutable
+
+
+def _first_of_each(name: str, numel: int, held: Sequence[Sequence[Geometry]]) -> list[tuple[int, ...]]:
+    """Per rank the numbers of its parts that no part before equals; together they must be the tensor."""
+    seen: dict[Geometry, tuple[int, int]] = {}
+    for rank, parts in enumerate(held):
+        for number, part in enumerate(parts):
+            seen.setdefault(part, (rank, number))
+    if (times_touched(list(seen), numel) != 1).any():
+        raise RouteError(f"{name}: its parts in the model overlap, or are not all of it: {list(seen)}")
+    return [tuple(number for at, number in seen.values() if at == rank) for rank in range(len(held))]
 
 
 def _route(name: str, shape: tuple[int, ...], copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Route:
@@ -142,6 +162,8 @@ def _pieces(destination: torch.Tensor, source: torch.Tensor, numel: int) -> list
             pairs = zip(destination.unbind(dim), source.unbind(dim), strict=True)
             return [piece for pair in pairs for piece in _pieces(*pair, numel)]
     sizes, strides, places = joined(source.shape, source.stride(), destination.stride())
-    from_, to = Geometry(source.storage_offset(), sizes, strides), Geometry(0, sizes, places)
-    memory = destination.detach().as_strided((to.end,), (1,)).view(torch.int16)
-    return [Piece(memory, from_, to, whole=(sizes, strides, places) == ((numel,), (1,), (1,)))]
+    wide = destination.element_size() // 2  # 2 for float32, of which bf16 is the upper half
+    to = Geometry(wide - 1, sizes, tuple(place * wide for place in places))
+    memory = destination.detach().as_strided((Geometry(0, sizes, places).end,), (1,)).view(torch.int16)
+    whole = (sizes, strides, to) == ((numel,), (1,), (0, (numel,), (1,)))
+    return [Piece(memory, Geometry(source.storage_offset(), sizes, strides), to, whole)]

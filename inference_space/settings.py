@@ -28,6 +28,7 @@ class Settings(BaseModel):
     max_model_len: int | None = None  # tokens; None: as long as the model allows
     max_num_seqs: int = 64
     vllm_args: str = ""  # further `vllm serve` arguments, as in a shell
+    key: str = ""  # of the owner, for the dashboard's controls; empty: nobody has one
     folder: str = "/tmp/replica"  # scratch space: checkpoints, deltas, vLLM's log
 
 

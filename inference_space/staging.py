@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from inference_space import scatter
+from inference_space.fallback import Fallback
 from inference_space.ranks import Ranks
-from inference_space.routes import Piece, Route
+from inference_space.routes import Route
 from shared import codec
 from shared.digest_torch import change_digest, tensor_digest
 
@@ -46,29 +48,44 @@ class Write:
             raise codec.CodecError(f"{count} of {self.index.numel()} elements are not what was written")
 
 
+class Step(Protocol):
+    """One part of a commit; `undo` must work however far `do` came."""
+
+    def do(self) -> None:
+        """Write the new bits."""
+
+    def undo(self) -> None:
+        """Put the old bits back."""
+
+    def check(self) -> None:
+        """Raise `CodecError` unless the new bits are in memory."""
+
+
 @dataclass
 class Staged:
     """A commit that is ready: `digest` is that of the parameters once all of it is written."""
 
     digest: int = 0
-    writes: list[Write] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
 
 
 class LiveWeights:
     """The checkpoint's tensors as they are in this worker's memory."""
 
-    def __init__(self, routes: dict[str, Route], owned: Owned, ranks: Ranks) -> None:
+    def __init__(self, routes: dict[str, Route], owned: Owned, fallback: Fallback, ranks: Ranks) -> None:
         """`owned`: numbers of the pieces that this worker counts in the digest."""
-        self._routes, self._owned, self._ranks = routes, owned, ranks
-        self.shapes = {name: route.shape for name, route in routes.items()}
+        self._routes, self._owned, self._fallback, self._ranks = routes, owned, fallback, ranks
+        self.shapes = {name: routes[name].shape for name in owned} | fallback.shapes
 
     def digest(self) -> int:
         """Digest of the live parameters, of all workers, read from memory."""
         mine = sum(tensor_digest(name, self._routes[name].read(own)) for name, own in self._owned.items())
-        return sum(self._ranks.gather(mine)) % (1 << 64)
+        return sum(self._ranks.gather(mine), self._fallback.digest()) % (1 << 64)
 
     def bits(self, name: str) -> codec.Bits:
         """One whole checkpoint tensor, on the host; every worker must ask for it."""
+        if name in self._fallback.shapes:
+            return self._fallback.bits(name)
         part = self._routes[name].read(self._owned[name])
         return self._ranks.whole(part).numpy().view(np.uint16).reshape(self.shapes[name])
 
@@ -81,46 +98,48 @@ class LiveWeights:
             raise codec.CodecError(
                 f"the live weights were changed by someone: digest {live:016x}, not {known:016x}"
             )
-        staged, moved = Staged(), 0
-        for patch in codec.chain([codec.Delta(path) for path in paths], self.shapes, self.bits):
-            for number, piece in enumerate(self._routes[patch.name].pieces):
-                write, which = _locate(piece, patch)
-                staged.writes.append(write)
-                if number in self._owned[patch.name]:
-                    index = torch.from_numpy(patch.index).to(write.index.device)[which]
-                    moved += change_digest(patch.name, index, write.old, write.new)
-        staged.digest = (known + sum(self._ranks.gather(moved))) % (1 << 64)
+        patches = codec.chain([codec.Delta(path) for path in paths], self.shapes, self.bits)
+        reload = self._fallback.stage([p for p in patches if p.name in self._fallback.shapes])
+        staged, moved = Staged(steps=[reload]), 0
+        for patch in patches:
+            if patch.name in self._owned:
+                moved += self._locate(patch, staged.steps)
+        staged.digest = sum(self._ranks.gather(moved), known + reload.moved()) % (1 << 64)
         return staged
 
+    def _locate(self, patch: codec.Patch, steps: list[Step]) -> int:
+        """Add the writes of one tensor; returns by how much those that this worker counts move the digest."""
+        moved = 0
+        for number, piece in enumerate(self._routes[patch.name].pieces):
+            index = torch.from_numpy(patch.index).to(piece.memory.device)
+            places, which = piece.locate(index)
+            old = scatter.take(piece.memory, places)
+            new = old + torch.from_numpy(patch.ulps.view(np.int16)).to(old.device)[which]
+            steps.append(Write(piece.memory, places, old, new))
+            if number in self._owned[patch.name]:
+                moved += change_digest(patch.name, index[which], old, new)
+        return moved
 
-def _locate(piece: Piece, patch: codec.Patch) -> tuple[Write, torch.Tensor | slice]:
-    """The patch's elements in one piece, and which of them they are."""
-    device = piece.memory.device
-    index, which = piece.locate(torch.from_numpy(patch.index).to(device))
-    ulps = torch.from_numpy(patch.ulps.view(np.int16)).to(device)[which]
-    old = scatter.take(piece.memory, index)
-    return Write(piece.memory, index, old, old + ulps), which
 
-
-def commit(writes: Sequence[Write], agree: Callable[[BaseException | None], None]) -> None:
+def commit(steps: Sequence[Step], agree: Callable[[BaseException | None], None]) -> None:
     """Write, check, and if anything fails here or on another worker, put everything back and raise."""
-    done: list[Write] = []
+    done: list[Step] = []
     try:
-        _write(writes, done, agree)
+        _write(steps, done, agree)
     except BaseException:
-        for write in reversed(done):
-            write.undo()
+        for step in reversed(done):
+            step.undo()
         raise
 
 
-def _write(writes: Sequence[Write], done: list[Write], agree: Callable[[BaseException | None], None]) -> None:
+def _write(steps: Sequence[Step], done: list[Step], agree: Callable[[BaseException | None], None]) -> None:
     failure: BaseException | None = None
     try:
-        for write in writes:
-            done.append(write)  # before it is written: half a write is undone as well
-            write.do()
-        for write in writes:
-            write.check()
+        for step in steps:
+            done.append(step)  # before it is written: half a write is undone as well
+            step.do()
+        for step in steps:
+            step.check()
     except BaseException as error:  # noqa: BLE001 - raised below, once every worker knows
         failure = error
     agree(failure)

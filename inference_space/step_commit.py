@@ -43,7 +43,7 @@ class StepCommitError(RuntimeError):
 
 def install() -> None:
     """Patch this process's `EngineCore`, once. Raises `StepCommitError` if it is not the one we know."""
-    if hasattr(EngineCore.collective_rpc, "__wrapped__"):
+    if EngineCore._attach_weight_version is _label_outputs:
         return
     labels = ["self", "outputs"]
     for function, known in ((EngineCore.collective_rpc, _RPC), (EngineCore._attach_weight_version, labels)):
@@ -73,14 +73,14 @@ def _with_commits(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def commit(core: EngineCore, write: Callable[[], Any], info: dict[str, Any]) -> Any:
     """Run `write`; if it succeeds, forget and relabel. `<report>.pause` gets the seconds it took, as JSON."""
+    version, report = str(info["version"]), Path(info["report"]).with_suffix(".pause")
     started = time.perf_counter()
     result = write()
     forget_prefixes(core.scheduler.kv_cache_manager, core.scheduler.requests.values())
     stale = _stale(core)
     stale.extend([core._weight_version] * (len(core.batch_queue or ()) - len(stale)))
-    core._weight_version = str(info["version"])
-    pause = {"pause_s": time.perf_counter() - started}
-    Path(info["report"]).with_suffix(".pause").write_text(json.dumps(pause))
+    core._weight_version = version
+    report.write_text(json.dumps({"pause_s": time.perf_counter() - started}))
     return result
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
@@ -54,24 +54,24 @@ def _spans(prompts: list[Choices]) -> str:
 
 
 def _install() -> None:
-    if hasattr(AsyncLLM.generate, "__wrapped__"):
+    if AsyncLLM.generate is _generate:
         return
     known = "weight_versions" in inspect.signature(CompletionOutput).parameters
-    if not known or not inspect.isasyncgenfunction(AsyncLLM.generate):
+    if not known or not inspect.isasyncgenfunction(_plain):
         raise RuntimeError("vLLM's AsyncLLM.generate is not that of 0.32; install vLLM 0.32")
-    AsyncLLM.generate = _noting(AsyncLLM.generate)
+    AsyncLLM.generate = _generate
 
 
-def _noting(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
-    def generate(*args: Any, **kwargs: Any) -> Any:
-        prompts = _prompts.get(None)
-        if prompts is None:
-            return plain(*args, **kwargs)
-        prompts.append([])
-        return _noted(plain(*args, **kwargs), prompts[-1])
+_plain = AsyncLLM.generate
 
-    return generate
+
+@functools.wraps(_plain)
+def _generate(*args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+    outputs, prompts = _plain(*args, **kwargs), _prompts.get(None)
+    if prompts is None:
+        return outputs
+    prompts.append([])
+    return _noted(outputs, prompts[-1])
 
 
 async def _noted(

@@ -71,6 +71,20 @@ def _hash_change(
     return total
 
 
+@kernel
+def _hash_moved(
+    bits: Bits, index: NDArray[np.int64], ulps: Bits, inner: NDArray[np.uint32], seed: np.uint64
+) -> np.uint64:
+    total = np.uint64(0)
+    for j in range(index.size):
+        i = np.uint64(index[j])
+        outer = _mix(seed + i // np.uint64(BLOCK)) | np.uint64(1)
+        new = bits[index[j]]
+        old = np.uint16(new - ulps[j])
+        total += outer * np.uint64(inner[i % np.uint64(BLOCK)]) * (np.uint64(new) - np.uint64(old))
+    return total
+
+
 def seed(name: str) -> np.uint64:
     """Start of a tensor's blocks in the hash: the first eight bytes of sha256(name), little-endian."""
     return np.uint64(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
@@ -84,6 +98,11 @@ def tensor_digest(name: str, bits: Bits, first: int = 0) -> int:
 def change_digest(name: str, index: NDArray[np.int64], old: Bits, new: Bits) -> int:
     """What to add to a digest (mod 2^64) when `old` becomes `new` at the flat positions `index`."""
     return int(_hash_change(index, old, new, INNER, seed(name)))
+
+
+def moved_digest(name: str, bits: Bits, index: NDArray[np.int64], ulps: Bits) -> int:
+    """As `change_digest`, for flat `bits` (uint16) to which `ulps` were already added at `index`."""
+    return int(_hash_moved(bits, index, ulps, INNER, seed(name)))
 
 
 def state_digest(state: Mapping[str, Bits]) -> int:

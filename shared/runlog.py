@@ -35,14 +35,24 @@ class SyncEvent(Record):
     publish_s: float  # from hand-over to HEAD, in the background
 
 
+class Rollout(Record):
+    """One conversation of a group: per turn what the policy wrote and what the environment answered."""
+
+    turns: tuple[tuple[str, str], ...]
+    reward: float | None
+    sync: int  # of the oldest weights that wrote a token of it
+
+
 class StepEvent(Record):
-    """One optimizer step, with what TRL logged about it."""
+    """One optimizer step, with what TRL logged about it, and now and then one group of its rollouts."""
 
     kind: Literal["step"] = "step"
     t: float
     step: int
     reward: float | None
     metrics: dict[str, Annotated[float, Field(allow_inf_nan=False)]]
+    prompt: str = ""  # of `rollouts`, which share it
+    rollouts: tuple[Rollout, ...] = ()
 
 
 class ReplicaEvent(Record):

@@ -15,7 +15,7 @@ import torch
 
 from shared import codec
 from shared.codec import Bits, Patch
-from shared.digest import change_digest, tensor_digest
+from shared.digest import change_digest, moved_digest, tensor_digest
 from trainer.sharded import Block
 
 Place = Literal["host", "device"]
@@ -91,6 +91,9 @@ class Mirror:
 
     def _note(self, patch: Patch) -> None:
         flat = self._bits[patch.name].view(-1)
+        if flat.device.type == "cpu":
+            self.digest += moved_digest(patch.name, flat.numpy().view(np.uint16), patch.index, patch.ulps)
+            return
         new = flat[torch.from_numpy(patch.index).to(flat.device)].cpu().numpy().view(np.uint16)
         self.digest += change_digest(patch.name, patch.index, new - patch.ulps, new)
 

@@ -89,6 +89,7 @@ def train(script: ScriptArguments, args: AsyncGRPOConfig) -> None:
     with contextlib.ExitStack() as stack:
         with peers.together():
             run = stack.enter_context(_open_run(script, args, tokenizer, task, peers)) if peers.main else None
+        recorder = StepRecorder(run.log) if run else None
         trainer = trl_compat.BucketGRPOTrainer(
             model=script.model,
             args=args,
@@ -98,8 +99,10 @@ def train(script: ScriptArguments, args: AsyncGRPOConfig) -> None:
             environment_factory=task.environment,
             rollout_worker=run.worker if run else None,
             weight_transfer=run.transfer if run else ShardWeightTransfer(peers, script.mirror),
-            callbacks=[StepRecorder(run.log)] if run else [],
+            callbacks=[recorder] if recorder else [],
         )
+        if recorder:
+            trainer.rollout_queue = recorder.watch(trainer.rollout_queue)
         trainer.add_callback(_LastSync(trainer))
         trainer.train()
         digest = live_digest(trainer.weights(), peers)

@@ -1,27 +1,42 @@
-"""`python -m inference_space.dashboard --bucket URL`: watch a run from anywhere."""
+"""`python -m inference_space.dashboard --bucket URL`: watch a run from anywhere, or export it as a folder."""
 
 from __future__ import annotations
 
 import argparse
 import socket
+import sys
+from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
 
+from inference_space.dashboard.export import export
 from inference_space.dashboard.mount import mount
 from shared.bucket import Bucket, BucketError
 from shared.buckets import open_bucket
+from shared.codec import CodecError
+from shared.protocol import ProtocolError
 
 
 def main() -> None:
-    """Serve the dashboard until interrupted."""
+    """Serve the dashboard until interrupted, or write it to a folder."""
     args = _arguments()
+    if args.export:
+        _export(args)
+        return
     app = mount(FastAPI(), args.bucket, args.run)
     with socket.create_server((args.host, args.port)) as listening:
         print(f"http://{args.host}:{listening.getsockname()[1]}/", flush=True)
         # An open page holds a connection that would never end by itself.
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
         uvicorn.Server(config).run(sockets=[listening])
+
+
+def _export(args: argparse.Namespace) -> None:
+    try:
+        print(export(args.bucket, args.run, args.export))
+    except (BucketError, ProtocolError, CodecError) as error:
+        sys.exit(f"dashboard: {error}")
 
 
 def _bucket(url: str) -> Bucket:
@@ -37,6 +52,9 @@ def _arguments() -> argparse.Namespace:
         "--bucket", required=True, type=_bucket, metavar="URL", help="hf://, s3:// or file://"
     )
     parser.add_argument("--run", help="the run to show (default: the one created last)")
+    parser.add_argument(
+        "--export", type=Path, metavar="FOLDER", help="write the run as a static page, and serve nothing"
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="default: any free one")
     return parser.parse_args()

@@ -7,7 +7,8 @@ import time
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from inference_space.dashboard.view import Fold, Progress
+from inference_space.dashboard.fold import Fold
+from inference_space.dashboard.view import Progress
 from shared.bucket import Bucket, BucketError, ObjectMissing
 from shared.history import RunReader
 from shared.protocol import Keys, ProtocolError, RunInfo, parse
@@ -25,6 +26,7 @@ class RunView:
     bucket: str
     run: str | None
     revision: int = 0
+    created_at: float = 0.0  # of the run, unix seconds
     model: str | None = None
     read: bool = False  # the bucket was read at least once
     problem: str | None = None  # why the bucket could not be read just now
@@ -48,7 +50,9 @@ class RunCache:
         threading.Thread(target=self._loop, name="dashboard-reader", daemon=True).start()
 
     def view(self) -> RunView:
-        """The newest view, at once; only the first call waits, for at most `FIRST_WAIT_S` seconds."""
+        """The newest view, at once; only the first call, and the first after a while without viewers, waits
+        for a fresh one, for at most `FIRST_WAIT_S` seconds.
+        """
         self._asked.set()
         self._ready.wait(FIRST_WAIT_S)
         return self._view
@@ -59,6 +63,8 @@ class RunCache:
             self._refresh()
             self._ready.set()
             time.sleep(EVERY_S)
+            if not self._asked.is_set():
+                self._ready.clear()
 
     def _refresh(self) -> None:
         problem = None
@@ -92,8 +98,7 @@ class RunCache:
         known = _info(self._bucket, Keys(name).info) if name else None
         if known or self._run:
             return known
-        keys = [found.key for found in self._bucket.list("runs/") if found.key.endswith("/run.json")]
-        return max(filter(None, (_info(self._bucket, key) for key in keys)), key=_created_at, default=None)
+        return newest_run(self._bucket)
 
     def _learn_digests(self, run: RunReader) -> None:
         """Fetch the digests that were published for the versions on which the replicas say they are."""
@@ -114,6 +119,7 @@ class RunCache:
             was,
             run=self._info.run if self._info else self._run,
             model=self._info.model if self._info else None,
+            created_at=self._info.created_at if self._info else 0.0,
             read=was.read or problem is None,
             problem=problem,
             quiet_min=_quiet_min(progress),
@@ -121,6 +127,12 @@ class RunCache:
         )
         if vars(now) != vars(was):
             self._view = replace(now, revision=was.revision + 1)
+
+
+def newest_run(bucket: Bucket) -> RunInfo | None:
+    """The run that was created last."""
+    keys = [found.key for found in bucket.list("runs/") if found.key.endswith("/run.json")]
+    return max(filter(None, (_info(bucket, key) for key in keys)), key=_created_at, default=None)
 
 
 def _created_at(info: RunInfo) -> float:

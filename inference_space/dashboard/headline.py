@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from inference_space.dashboard.view import LATELY, Progress
+from inference_space.dashboard.fold import LATELY
+from inference_space.dashboard.view import Progress
 from inference_space.dashboard.words import duration, plural, size
 
 

@@ -1,40 +1,59 @@
-"""The page: one HTML component that Gradio keeps up to date."""
+"""The page: the run in one HTML component that Gradio keeps up to date, and the other views around it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
+from inference_space.dashboard.boards import boards
+from inference_space.dashboard.controls import Controls, Owner
 from inference_space.dashboard.data import EVERY_S, RunView
 from inference_space.dashboard.headline import headline
+from inference_space.dashboard.owner import build as owner_tab
 from inference_space.dashboard.panels import panels
+from inference_space.dashboard.past import moments
+from inference_space.dashboard.shell import navigation, rest, scripts, styles
 from inference_space.dashboard.tables import tables
+from inference_space.dashboard.view import Progress
 from inference_space.dashboard.words import age, clock
 
-STYLE = f"<style>{(Path(__file__).parent / 'style.css').read_text()}</style>"
+HEAD = f"<style>{styles()}</style><script>{scripts()}</script>"
 
 
-def build(view: Callable[[], RunView]) -> gr.Blocks:
-    """The dashboard of whatever `view` returns; it is called about once a second for every open page.
+def build(
+    view: Callable[[], RunView], controls: Controls | None = None, owner: Owner | None = None
+) -> gr.Blocks:
+    """The dashboard of whatever `view` returns; called once a second per open page.
 
-    Mount it with `head=STYLE`.
+    Mount it with `head=HEAD`, beside the routes of `routes.py`. With `controls` it has the owner's tab.
     """
 
     def tick(seen: int) -> tuple[Any, Any]:
         now = view()
         return (gr.skip(), gr.skip()) if now.revision == seen else (render(now), now.revision)
 
-    with gr.Blocks(title="Delta Weight Sync", analytics_enabled=False, fill_width=True) as blocks:
+    with (
+        gr.Blocks(title="Delta Weight Sync", analytics_enabled=False, fill_width=True) as blocks,
+        gr.Column(elem_id="dws"),
+    ):
         seen = gr.State(-1)
-        page = gr.HTML(apply_default_css=False, js_on_load=None, elem_id="dws")
+        _html(navigation(owner=controls is not None))
+        page = _html("", elem_id="dws-live", elem_classes=["view", "view-run"])
+        _html(rest())
+        if controls:
+            with gr.Column(elem_classes=["view", "view-owner"]):
+                owner_tab(controls, owner or Owner())
         events = [blocks.load, gr.Timer(EVERY_S).tick]
         gr.on(events, tick, seen, [page, seen], show_progress="hidden", queue=False, api_visibility="private")
     return blocks
+
+
+def _html(content: str, **options: Any) -> gr.HTML:
+    return gr.HTML(content, apply_default_css=False, js_on_load=None, **options)
 
 
 @lru_cache(maxsize=2)
@@ -42,12 +61,16 @@ def render(view: RunView) -> str:
     """The page of one view; worked out once for all its viewers."""
     alert = f'<p class="alert" role="alert">{escape(view.problem)}</p>' if view.problem else ""
     run = view.progress
-    inside = (
-        headline(run) + panels(run) + tables(run)
-        if run
-        else f'<h1>{escape(_waiting(view))}</h1><p class="lead">{_PATIENCE}</p>'
-    )
-    return f"<main>{_top(view)}{alert}{inside}</main>"
+    if run is None:
+        waiting = f'<h1>{escape(_waiting(view))}</h1><p class="lead">{_PATIENCE}</p>'
+        return f'<div class="page">{_top(view)}{alert}{waiting}</div>'
+    where = f'data-version="{run.version}" data-moments="{moments(run.version)}"'
+    return f'<div class="page" {where}>{_top(view)}{alert}{body(run)}</div>'
+
+
+def body(run: Progress) -> str:
+    """All that is shown of a run, now or as it was."""
+    return headline(run) + panels(run) + tables(run) + boards(run)
 
 
 def _top(view: RunView) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from inference_space.dashboard import svg
+from inference_space.dashboard.series import Point, Series
 from inference_space.dashboard.svg import Mark
-from inference_space.dashboard.view import Point, Progress, Series
+from inference_space.dashboard.view import Progress
 from inference_space.dashboard.words import duration, number, percent, size
 
 COLOURS = 6  # of replicas, before they repeat
@@ -41,6 +42,33 @@ def _reward(run: Progress) -> str:
     y = svg.linear(_ys([run.reward]), lambda value: f"{value:.2g}")
     now = "none yet" if run.reward_lately is None else f"{run.reward_lately:.2f}"
     return _panel("Reward", "of each optimizer step, and its trend", now, x, y, marks)
+
+
+def _games(run: Progress) -> str:
+    marks = [Mark("line", "good", svg.smooth(run.solved)), Mark("line", "bad", svg.smooth(run.invalid))]
+    marks.insert(0, Mark("dots", "faint", run.solved))
+    x = svg.whole(_xs([run.solved]), lambda step: f"{step:.0f}")
+    y = svg.linear([*_ys([run.solved, run.invalid])], percent, zero=True)
+    now = percent(run.solved[-1][1]) if run.solved else "none yet"
+    keys = '<b class="good">games solved</b><b class="bad">guesses that are no word</b>'
+    return _panel("Solved", "of the games of each step", now, x, y, marks, keys)
+
+
+def _staleness(run: Progress) -> str:
+    marks = [Mark("area", "share", run.staleness), Mark("line", "share", run.staleness)]
+    x = svg.whole(_xs([run.staleness]), lambda step: f"{step:.0f}")
+    y = svg.linear(_ys([run.staleness]), lambda value: f"{value:.2g}", zero=True)
+    now = f"{run.staleness[-1][1]:.2g}" if run.staleness else "none yet"
+    about = "of the samples used: syncs since their oldest weights"
+    return _panel("Staleness", about, now, x, y, marks)
+
+
+def _saved(run: Progress) -> str:
+    marks = [Mark("area", "delta", run.saved), Mark("line", "delta", run.saved)]
+    y = svg.linear(_ys([run.saved]), size, zero=True)
+    now = size(run.saved[-1][1]) if run.saved else "none yet"
+    about = "against all weights at every sync, summed up"
+    return _panel("Bytes saved", about, now, _version_axis([run.saved]), y, marks)
 
 
 def _payload(run: Progress) -> str:
@@ -81,7 +109,7 @@ def _pauses(run: Progress) -> str:
     return _panel("Pause", about, now, _version_axis([run.pauses]), y, marks)
 
 
-_PANELS = (_reward, _versions, _payload, _lags, _pauses, _changed)
+_PANELS = (_reward, _versions, _payload, _games, _lags, _saved, _staleness, _pauses, _changed)
 
 
 def _panel(

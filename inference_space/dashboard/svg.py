@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from inference_space.dashboard.view import Point, mean
+from inference_space.dashboard.series import Point, mean
 
 BOX = 1000
 FEW = 60  # points that are few enough for large dots

@@ -5,22 +5,23 @@ from __future__ import annotations
 from html import escape
 
 from inference_space.dashboard.panels import colour
+from inference_space.dashboard.timeline import timeline
 from inference_space.dashboard.view import Progress, Replica, Slowest
 from inference_space.dashboard.words import duration, number, percent, plural, size
 from shared.runlog import SyncEvent
 
 
 def tables(run: Progress) -> str:
-    """Both tables."""
-    return _replicas(run) + _syncs(run)
+    """Replicas, the last syncs on a clock, and the same in figures."""
+    return _replicas(run) + timeline(run) + _syncs(run)
 
 
 def _replicas(run: Progress) -> str:
     if not run.replicas:
-        return _card("Replicas", "", "<p>No replica has reported yet.</p>")
+        return card("Replicas", "", "<p>No replica has reported yet.</p>")
     rows = "".join(_replica(at, replica) for at, replica in enumerate(run.replicas))
     heads = ("replica", "state", "version", "lag", "to serving", "bits equal the trainer's", "last error")
-    return _card("Replicas", "", _table(heads, rows))
+    return card("Replicas", "", table(heads, rows))
 
 
 def _replica(at: int, replica: Replica) -> str:
@@ -38,7 +39,7 @@ def _replica(at: int, replica: Replica) -> str:
         f"{equal} <code>{replica.digest or ''}</code>",
         f'<span class="error">{escape(replica.error or "")}</span>',
     )
-    return _row(cells)
+    return row(cells)
 
 
 def _behind(versions: int | None) -> str:
@@ -48,21 +49,15 @@ def _behind(versions: int | None) -> str:
 
 
 _STEPS = ("diff", "encode", "publish", "fetch", "stage", "commit", "pause")
-_BAR = {"diff", "publish", "fetch", "stage", "pause"}  # publish holds encode, pause holds commit
 
 
 def _syncs(run: Progress) -> str:
-    spans = [_spans(sync, slow) for sync, slow in run.syncs]
-    longest = max((sum(seconds for _, seconds in span) for span in spans), default=0) or 1
-    rows = "".join(
-        _sync(sync, slow, _bar(span, longest)) for (sync, slow), span in zip(run.syncs, spans, strict=True)
-    )
-    steps = (f'<b class="{step}">{step}</b>' if step in _BAR else step for step in _STEPS)
-    about = "fetch, stage, commit and pause are the slowest replica's"
-    return _card("Last syncs", about, _table(("version", "changed", "payload", *steps, ""), rows))
+    rows = "".join(_sync(sync, slow) for sync, slow in run.syncs)
+    about = "fetch, stage, commit and pause are the slowest replica's; publish holds diff and encode"
+    return card("Last syncs", about, table(("version", "changed", "payload", *_STEPS), rows))
 
 
-def _sync(sync: SyncEvent, slow: Slowest | None, bar: str) -> str:
+def _sync(sync: SyncEvent, slow: Slowest | None) -> str:
     share = sync.changed / max(1, sync.total)
     ours = (sync.diff_s, sync.encode_s, sync.publish_s)
     theirs = (
@@ -74,37 +69,22 @@ def _sync(sync: SyncEvent, slow: Slowest | None, bar: str) -> str:
         f'{percent(share)} <span class="mute">{number(sync.changed)}</span>' if sync.version else "all",
         size(sync.payload_bytes) + anchor,
         *("" if seconds is None else duration(seconds) for seconds in (*ours, *theirs)),
-        bar,
     )
-    return _row(cells)
+    return row(cells)
 
 
-Span = tuple[str, float]
+def table(heads: tuple[str, ...], rows: str) -> str:
+    """A table that scrolls sideways where the page is too narrow."""
+    head = "".join(f'<th scope="col">{name}</th>' for name in heads)
+    inside = f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody>"
+    return f'<div class="scroll" tabindex="0"><table>{inside}</table></div>'
 
 
-def _spans(sync: SyncEvent, slow: Slowest | None) -> list[Span]:
-    spans = [("diff", sync.diff_s), ("publish", sync.publish_s)]
-    if slow:
-        spans += [("fetch", slow.fetch_s), ("stage", slow.stage_s), ("pause", slow.pause_ms / 1000)]
-    return spans
-
-
-def _bar(spans: list[Span], longest: float) -> str:
-    parts = "".join(
-        f'<u class="{name}" style="width:{100 * seconds / longest:.1f}%"></u>' for name, seconds in spans
-    )
-    words = ", ".join(f"{name} {duration(seconds)}" for name, seconds in spans)
-    return f'<div class="bar" title="{words}">{parts}</div>'
-
-
-def _table(heads: tuple[str, ...], rows: str) -> str:
-    head = "".join(f"<th>{name}</th>" for name in heads)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-
-
-def _row(cells: tuple[str, ...]) -> str:
+def row(cells: tuple[str, ...]) -> str:
+    """One row of HTML cells."""
     return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
-def _card(title: str, about: str, inside: str) -> str:
+def card(title: str, about: str, inside: str) -> str:
+    """A part of the page with a heading."""
     return f'<section class="card"><h2>{title}</h2><p>{about}</p>{inside}</section>'

@@ -34,7 +34,7 @@ Level = Literal["fast", "small", "original"]
 Shapes = Mapping[str, Sequence[int]]
 GROUP_ELEMENTS = 1 << 25  # a group ends with the tensor that reaches this many elements
 _UNREADABLE = (SafetensorError, zstandard.ZstdError, ValidationError, ValueError, LookupError, MemoryError)
-_LONGEST = 300  # characters of a reason: a file must not write pages into a log
+_LONGEST = 300  # characters of a reason
 _TABLE = TypeAdapter(Many[tuple[str, Many[int], int, int]])
 _GROUPS = TypeAdapter(Many[Group])
 
@@ -127,10 +127,9 @@ def encode(patches: Iterable[Patch], old: Old, *, base: int, version: int, level
     table: list[Listed] = []
     groups: list[Group] = []
     streams: Streams = {}
-    for mode, members in _grouped(changed, old):
-        group, coded = _cheapest(
-            ["gaps", "bands"] if (mode, level) == ("gaps", "small") else [mode], members, old
-        )
+    sparse: list[Mode] = ["gaps", "bands"] if level == "small" else ["gaps"]
+    for mode, members in _grouped(changed, old, sparse):
+        group, coded = _cheapest(sparse if mode == "gaps" else [mode], members, old)
         table += [Listed(p.name, p.shape, p.index.size, len(groups)) for p in members]
         streams |= {f"{len(groups)}.{key}": stream for key, stream in coded.items()}
         groups.append(group)
@@ -162,13 +161,16 @@ def chain(deltas: Sequence[Delta], shapes: Shapes, old: Old) -> list[Patch]:
     return list(merged.values())
 
 
-def _grouped(patches: Sequence[Patch], old: Old) -> Iterator[tuple[Mode, list[Patch]]]:
-    """Runs of tensors whose cheapest mode is the same."""
+def _grouped(
+    patches: Sequence[Patch], old: Old, sparse: Sequence[Mode]
+) -> Iterator[tuple[Mode, list[Patch]]]:
+    """Runs of tensors whose cheapest mode is the same; "gaps" stands for all modes in `sparse`."""
     members: list[Patch] = []
     current: Mode = "gaps"
     for patch in patches:
-        modes = candidates(patch)
-        mode = modes[0] if len(modes) == 1 else _cheapest(modes, [patch], old)[0].mode
+        others = candidates(patch)
+        mode = _cheapest([*sparse, *others], [patch], old)[0].mode if others else "gaps"
+        mode = "gaps" if mode in sparse else mode
         full = sum(p.numel for p in members) >= GROUP_ELEMENTS
         if members and (mode != current or full):
             yield current, members
@@ -195,5 +197,10 @@ class _named:  # noqa: N801 - used as a context manager only
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, _UNREADABLE):
-            reason = f"it has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
-            raise CodecError(f"{self._path.name} is not a readable delta: {reason[:_LONGEST]}") from error
+            reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            raise CodecError(f"{self._path.name} is not a readable delta: {_line(reason)}") from error
+
+
+def _line(text: str) -> str:
+    """`text` as a log can take it: no pages, no line breaks, no terminal codes from a file."""
+    return "".join(letter for letter in " ".join(text.split())[:_LONGEST] if letter.isprintable())

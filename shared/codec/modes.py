@@ -123,10 +123,10 @@ def decode_group(group: Group, listed: Sequence[Listed], streams: Streams, old: 
 
 
 def candidates(patch: Patch) -> list[Mode]:
-    """The modes that can be the cheapest for a tensor at level `fast`."""
+    """The modes beside the sparse ones that can be the cheapest for a tensor."""
     density = patch.index.size / patch.numel
     neighbours = np.count_nonzero(np.diff(patch.index) == 1) / patch.index.size
-    modes: list[Mode] = ["gaps"]
+    modes: list[Mode] = []
     if density > 1 / 8 or neighbours > _CLUSTERED * density + 0.05:
         modes.append("mask")
     if density > 1 / 4:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -54,13 +55,24 @@ def diff_flat(old: Bits, new: Bits, first: int = 0, *, update: bool = False) -> 
 
     With `update`, `old` becomes `new`.
     """
-    scratch = np.empty(min(CHUNK, old.size), np.int64), np.empty(min(CHUNK, old.size), np.uint16)
+    scratch = _scratch()
     found: list[tuple[Index, Bits]] = []
     for start in range(0, old.size, CHUNK):
         parts = old[start : start + CHUNK], new[start : start + CHUNK]
         count = _scan(*parts, first + start, update, *scratch)
         found.append((scratch[0][:count].copy(), scratch[1][:count].copy()))
     return join([index for index, _ in found], np.int64), join([ulps for _, ulps in found], np.uint16)
+
+
+_kept = threading.local()
+
+
+def _scratch() -> tuple[Index, Bits]:
+    """Room for the changes of a chunk, kept for the next one: fresh pages cost more than the comparison."""
+    if not hasattr(_kept, "scratch"):
+        _kept.scratch = np.empty(CHUNK, np.int64), np.empty(CHUNK, np.uint16)
+    scratch: tuple[Index, Bits] = _kept.scratch
+    return scratch
 
 
 Number = TypeVar("Number", bound=np.generic)

@@ -26,8 +26,8 @@ def bucket(tmp_path: Path) -> Bucket:
     return open_bucket(f"file://{tmp_path}/bucket", create=True)
 
 
-def until(cache: RunCache, wanted: Callable[[RunView], bool]) -> RunView:
-    deadline = time.monotonic() + 5
+def until(cache: RunCache, wanted: Callable[[RunView], bool], seconds: float = 5) -> RunView:
+    deadline = time.monotonic() + seconds
     while not wanted(view := cache.view()):
         assert time.monotonic() < deadline, view
         time.sleep(0.01)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -12,6 +15,12 @@ from fastapi import FastAPI
 from inference_space.dashboard import mount
 from inference_space.dashboard.__main__ import main
 from shared.buckets import open_bucket
+
+
+def in_a_loop(work: Coroutine[Any, Any, Any]) -> Any:
+    """Run it in a thread of its own: the browser of other tests keeps a loop in this one."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()
 
 
 @pytest.fixture
@@ -29,7 +38,7 @@ def gateway(tmp_path: Path) -> FastAPI:
     async def mounted() -> FastAPI:  # outside of a loop Gradio makes its own and leaves them open
         return mount(app, open_bucket(f"file://{tmp_path}", create=True), None)
 
-    return asyncio.run(mounted())
+    return in_a_loop(mounted())
 
 
 def ask(app: FastAPI, method: str, path: str, **content) -> httpx.Response:
@@ -37,7 +46,7 @@ def ask(app: FastAPI, method: str, path: str, **content) -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
             return await client.request(method, path, **content)
 
-    return asyncio.run(send())
+    return in_a_loop(send())
 
 
 def test_routes_of_the_app_are_not_swallowed(gateway: FastAPI) -> None:

@@ -6,7 +6,9 @@ import math
 
 import pytest
 
-from inference_space.dashboard.view import POINTS, Fold, thin
+from inference_space.dashboard.fold import Fold
+from inference_space.dashboard.series import POINTS, thin
+from inference_space.dashboard.timeline import spans
 from shared.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent, StepEvent, SyncEvent
 
 A, B = "a" * 16, "b" * 16
@@ -158,3 +160,37 @@ def test_a_long_curve_is_thinned_without_losing_its_spike() -> None:
     assert len(thinned) <= POINTS
     assert max(thinned, key=lambda p: p[1]) == (pytest.approx(7777, abs=34), 100.0)
     assert thin(points[:POINTS]) == tuple(points[:POINTS])
+
+
+def test_a_sync_on_the_clock_ends_with_the_last_replicas_commit() -> None:
+    run = folded(
+        sync(0, 1100), sync(1, 30), commit("x", 1, lag_s=4, pause_ms=500), commit("y", 1, lag_s=2)
+    ).progress()
+    assert run
+    event, slow = run.syncs[0]
+    assert spans(event, slow) == [
+        ("diff", 0.0, 0.1),
+        ("publish", 0.1, 0.3),
+        ("idle", 0.3, 0.5),
+        ("fetch", 0.5, 2.5),
+        ("stage", 2.5, 3.5),
+        ("pause", 3.5, 4),
+    ]
+    assert spans(event, None) == [("diff", 0.0, 0.1), ("publish", 0.1, 0.3)]
+
+
+def test_what_was_saved_adds_up_and_an_anchor_counts_against_it() -> None:
+    run = folded(sync(0, 1100), sync(1, 30), sync(2, 50, anchor=1100), sync(3, 40)).progress()
+    assert run
+    assert run.saved == ((1, 970), (2, 820), (3, 1780))
+
+
+def test_rates_and_staleness_come_from_the_steps_that_have_them() -> None:
+    steps = [
+        StepEvent(t=0, step=1, reward=1.0, metrics={"games/solve_rate": 0.5, "games/invalid_rate": 0.1}),
+        StepEvent(t=0, step=2, reward=1.0, metrics={"sample/staleness_mean": 2.0}),
+    ]
+    run = folded(sync(0, 1100), *steps).progress()
+    assert run
+    assert (run.solved, run.invalid, run.staleness) == (((1, 0.5),), ((1, 0.1),), ((2, 2.0),))
+    assert run.group is None

@@ -22,6 +22,7 @@ class WrittenRun:
 
     def __init__(self, bucket: Bucket, run: str = "wordle", *, created_at: float = 1_780_000_000.0) -> None:
         self.bucket, self.keys, self.t = bucket, Keys(run), created_at
+        self.created_at = created_at
         info = RunInfo(run=run, model="Qwen/Qwen3-0.6B", created_at=created_at, full_bytes=FULL)
         bucket.put(self.keys.info, info.to_bytes())
         self.log = RunLogWriter(bucket, run, every_s=0.1)
@@ -34,20 +35,27 @@ class WrittenRun:
         self.t, self.version = self.t + after_s, self.version + 1
         anchor = FULL if self.version and self.version % ANCHOR_EVERY == 0 else 0
         self._manifest(changed)
-        self.log.append(
-            SyncEvent(
-                t=self.t,
-                version=self.version,
-                sync=self.version,
-                payload_bytes=payload,
-                anchor_bytes=anchor,
-                full_bytes=FULL,
-                changed=changed,
-                total=TOTAL,
-                diff_s=0.012,
-                encode_s=0.031,
-                publish_s=0.42,
-            )
+        self.log.append(self._sync(payload, changed, anchor))
+
+    def skip_to(self, version: int) -> SyncEvent:
+        """Publish `version` without those before it, and without logging it."""
+        self.version = version
+        self._manifest(TOTAL if version == 0 else 2_000)
+        return self._sync(FULL if version == 0 else 40_000, TOTAL if version == 0 else 2_000, 0)
+
+    def _sync(self, payload: int, changed: int, anchor: int) -> SyncEvent:
+        return SyncEvent(
+            t=self.t,
+            version=self.version,
+            sync=self.version,
+            payload_bytes=payload,
+            anchor_bytes=anchor,
+            full_bytes=FULL,
+            changed=changed,
+            total=TOTAL,
+            diff_s=0.012,
+            encode_s=0.031,
+            publish_s=0.42,
         )
 
     def commit(self, replica: str, version: int, *, lag_s: float = 1.9, pause_ms: float = 18.0) -> None:

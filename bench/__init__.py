@@ -1,0 +1,9 @@
+"""`make bench`: what this project costs, measured side by side with what it replaces.
+
+    python -m bench                     every section, then the plots and the list of targets
+    python -m bench --only size,speed   some sections; the others keep their figures in results.json
+    python -m bench.readme              writes the tables of README.md from results.json
+
+Each section is a module with `run(results)`, runs in a process of its own on one thread, and fills one key of
+`bench/results.json`. Ratios compare figures of the same run; absolute ones are of a shared, noisy machine.
+"""

@@ -1,0 +1,42 @@
+"""Runs the sections, each in a process of its own, then draws the plots and says which targets are met."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+
+from bench import machine, plots, results, targets
+
+SECTIONS = ("size", "speed", "growth", "links", "memory", "live", "gpu")
+_ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas between them")
+    chosen = parser.parse_args().only.split(",")
+    if unknown := set(chosen) - set(SECTIONS):
+        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    results.put("machine", machine.describe())
+    for section in chosen:
+        _run(section)
+    measured = results.read()
+    results.put("targets", targets.check(measured))
+    plots.draw(measured)
+    print(targets.explain(results.read()["targets"]))
+
+
+def _run(section: str) -> None:
+    started = time.perf_counter()
+    print(f"bench: {section} ...", flush=True)
+    environment = os.environ | dict.fromkeys(_ONE_THREAD, "1") | {"HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, "-m", "bench.section", section], check=True, env=environment)
+    print(f"bench: {section} took {time.perf_counter() - started:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""How size and speed grow: with the share of weights that change, and with the size of the model."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench import competitors, deltas
+from bench.change import Change
+from bench.entropy import limits
+from bench.results import SCRATCH, Results
+from bench.timing import summary, take_turns
+from shared import codec
+from shared.codec import Level, Patch
+
+SHARES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
+PARTS = {"16 M": (1, 0), "63 M": (4, 0), "220 M": (14, 0), "596 M": (28, 151936)}  # layers, vocabulary
+_LEVELS: tuple[Level, ...] = ("fast", "small")
+_ROUNDS = 3
+
+
+def run(results: Results) -> dict[str, Any]:
+    """Both sweeps, on parts of the Qwen3-0.6B-shaped set."""
+    part = deltas.qwen_shapes(*PARTS["63 M"])
+    with_changes = [measure(deltas.qwen(share=share, shapes=part)) for share in SHARES]
+    with_size = [measure(deltas.qwen(shapes=deltas.qwen_shapes(*part))) for part in PARTS.values()]
+    return {"changes": with_changes, "size": with_size}
+
+
+def measure(change: Change) -> dict[str, Any]:
+    """Bytes per change, limits, and speeds of encode and decode."""
+    print(
+        f"  {change.elements / 1e6:.0f} M weights, {change.changed / change.elements:.2%} changed", flush=True
+    )
+    files = {level: _file(change, level) for level in _LEVELS}
+    sizes = {level: file.stat().st_size for level, file in files.items()}
+    sizes |= {"gap_zstd": competitors.gap_zstd(change), "bitmask_zstd": competitors.bitmask_zstd(change)}
+    works = {f"encode {level}": functools.partial(change.encode, level) for level in _LEVELS}
+    works |= {f"decode {level}": functools.partial(_decode, change, file) for level, file in files.items()}
+    rounds = take_turns(works, _ROUNDS)
+    return {
+        "elements": change.elements,
+        "changed": change.changed,
+        "share": change.changed / change.elements,
+        "per_change": {name: round(size / change.changed, 4) for name, size in sizes.items()},
+        "limits": asdict(limits(change)),
+        "parts": {name: summary(seconds, change.model_bytes) for name, seconds in rounds.items()},
+    }
+
+
+def _file(change: Change, level: Level) -> Path:
+    path = SCRATCH / f"growth-{level}.safetensors"
+    path.write_bytes(change.encode(level))
+    return path
+
+
+def _decode(change: Change, path: Path) -> list[Patch]:
+    return list(codec.Delta(path).patches(change.shapes, change.old.__getitem__))

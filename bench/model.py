@@ -1,0 +1,159 @@
+"""Both sides of the speed benchmark: a trainer's model with its mirror, and a replica's memory.
+
+The model goes back and forth between the two states of a change, so that every round finds the same work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from bench import competitors
+from bench.change import Change
+from bench.competitors import Tensors
+from bench.results import SCRATCH
+from inference_space import staging
+from inference_space.scatter import take
+from inference_space.staging import Write
+from shared import codec
+from shared.codec import Bits, Level, Patch
+from shared.digest import tensor_digest
+from trainer.mirror import Mirror
+
+
+def bf16_tensors(bits: dict[str, Bits]) -> Tensors:
+    """A copy of the weights as torch has them."""
+    return {name: torch.from_numpy(array.copy()).view(torch.bfloat16) for name, array in bits.items()}
+
+
+class Model:
+    """The trainer's side: live parameters, the mirror, and the files it made in this round."""
+
+    def __init__(self, change: Change) -> None:
+        """`change.old` becomes the memory of the live parameters."""
+        self.bits = change.old
+        self._next, self._after = change.patches, [codec.inverse(patch) for patch in change.patches]
+        self._fp32: Tensors = {}
+        self.mirror = Mirror()
+        for name, tensor in self.live():
+            self.mirror.add(name, tensor)
+        self.found: list[Patch] = []
+        self.files: dict[str, bytes] = {}
+
+    def live(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The parameters: bf16, or fp32 after `to_fp32`."""
+        if self._fp32:
+            yield from self._fp32.items()
+        else:
+            for name, array in self.bits.items():
+                yield name, torch.from_numpy(array).view(torch.bfloat16)
+
+    def to_fp32(self) -> None:
+        """Keep the parameters in fp32 from now on."""
+        self._fp32 = {name: tensor.float() for name, tensor in self.live()}
+
+    def turn(self) -> None:
+        """Take the step to the other state."""
+        for patch in self._next:
+            flat = self.bits[patch.name].reshape(-1)
+            codec.apply(patch, self.bits[patch.name])
+            if self._fp32:
+                values = torch.from_numpy(flat[patch.index]).view(torch.bfloat16).float()
+                self._fp32[patch.name].view(-1)[torch.from_numpy(patch.index)] = values
+        self._next, self._after = self._after, self._next
+
+    def diff(self) -> None:
+        """What the trainer waits for."""
+        self.found = [self.mirror.diff(name, tensor) for name, tensor in self.live()]
+
+    def encode(self, level: Level) -> None:
+        """What the publisher's thread does then."""
+        self._pending = {patch.name: patch for patch in self.found}
+        self.files[level] = codec.encode(self.found, self._published, base=0, version=1, level=level)
+
+    def publish_original(self, snapshot: Tensors) -> None:
+        """Diff and encode as the original layout's authors do it."""
+        self.files["others"] = competitors.publish_original(snapshot, self.live())
+
+    def write(self) -> None:
+        """The round's files onto the disk."""
+        SCRATCH.mkdir(parents=True, exist_ok=True)
+        for name, content in self.files.items():
+            (SCRATCH / f"{name}.safetensors").write_bytes(content)
+
+    def _published(self, name: str) -> Bits:
+        """The bits that replicas hold: as the publisher gets them, from the mirror."""
+        bits = self.mirror.bits(name).copy()
+        codec.apply(codec.inverse(self._pending[name]), bits)
+        return bits
+
+
+class Reader:
+    """The replica's side: its memory, and what it decoded last."""
+
+    def __init__(self, model: Model) -> None:
+        self.live = {name: array.copy() for name, array in model.bits.items()}
+        self.tensors = {n: torch.from_numpy(array).view(torch.bfloat16) for n, array in self.live.items()}
+        self._shapes = {name: array.shape for name, array in self.live.items()}
+        self._patches: list[Patch] = []
+        self._writes: list[Write] = []
+
+    def decode(self, level: str) -> None:
+        """File to patches."""
+        delta = codec.Delta(SCRATCH / f"{level}.safetensors")
+        self._patches = list(delta.patches(self._shapes, self.live.__getitem__))
+
+    def receive(self, level: str) -> None:
+        """File to weights."""
+        delta = codec.Delta(SCRATCH / f"{level}.safetensors")
+        for patch in delta.patches(self._shapes, self.live.__getitem__):
+            codec.apply(patch, self.live[patch.name])
+
+    def apply(self) -> None:
+        """Add the patches."""
+        for patch in self._patches:
+            codec.apply(patch, self.live[patch.name])
+
+    def take_back(self) -> None:
+        """Take them back."""
+        for patch in self._patches:
+            codec.apply(codec.inverse(patch), self.live[patch.name])
+
+    def stage(self) -> None:
+        """Old and new bits of every change, for the commit."""
+        self._writes = [prepared(self.tensors[patch.name], patch) for patch in self._patches]
+
+    def commit(self) -> None:
+        """Write and read back, as the engine does within the pause."""
+        staging.commit(self._writes, lambda failure: None)
+
+    def undo(self) -> None:
+        """Put the old bits back."""
+        for write in self._writes:
+            write.undo()
+
+    def receive_original(self) -> None:
+        """As the original layout's authors do it."""
+        competitors.receive_original(SCRATCH / "others.safetensors", self.tensors)
+
+    def digest(self) -> int:
+        """Of all live weights."""
+        return sum(tensor_digest(name, array) for name, array in self.live.items())
+
+    def publish_full(self) -> None:
+        """The whole model as a file."""
+        competitors.publish_full(self.tensors.items(), SCRATCH / "full.safetensors")
+
+    def receive_full(self) -> None:
+        """The whole model out of the file."""
+        competitors.receive_full(SCRATCH / "full.safetensors", self.tensors)
+
+
+def prepared(tensor: torch.Tensor, patch: Patch) -> Write:
+    """A patch of one live tensor (bf16, any device), ready to be written."""
+    memory = tensor.view(torch.int16).view(-1)
+    index = torch.from_numpy(patch.index).to(memory.device)
+    old = take(memory, index)
+    return Write(memory, index, old, old + torch.from_numpy(patch.ulps.view(np.int16)).to(memory.device))

@@ -1,0 +1,39 @@
+"""Fills the marked places of README.md from results.json, so that no figure in them is typed by hand.
+
+    python -m bench.readme
+
+A place is `<!-- bench:NAME -->` up to `<!-- /bench -->`; NAME is one of `TABLES` in `bench.tables`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+from bench.results import ROOT, Results, read
+from bench.tables import TABLES
+
+_PLACE = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
+Table = Callable[[Results], str]
+
+
+def fill(text: str, results: Results, tables: Mapping[str, Table] = TABLES) -> str:
+    """The text with every marked place written anew. Raises `ValueError` for a name that no table has."""
+
+    def written(place: re.Match[str]) -> str:
+        begin, name, end = place.groups()
+        if name not in tables:
+            raise ValueError(f"no table {name!r} for the place in the README; there are {', '.join(tables)}")
+        return f"{begin}{tables[name](results)}\n{end}"
+
+    return _PLACE.sub(written, text)
+
+
+def main() -> None:
+    """Command line."""
+    path = ROOT / "README.md"
+    path.write_text(fill(path.read_text(), read()))
+
+
+if __name__ == "__main__":
+    main()

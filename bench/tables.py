@@ -1,0 +1,208 @@
+"""The Markdown tables of the README, one function per marked place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench import links
+from bench.live_table import live
+from bench.markdown import table
+from bench.results import Results
+
+
+def machine(results: Results) -> str:
+    """One line: what it was measured on, and when."""
+    about, versions = results["machine"], results["machine"]["versions"]
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
+    days = sorted({section["date"] for section in results.values() if "date" in section})
+    parts = f"{about['processor']}, {about['cores']} cores, {about['memory_gib']} GiB"
+    when = " to ".join(sorted({days[0], days[-1]}))
+    return f"{parts}, {when}; seconds are of one core's work. Python {about['python']}, {packages}."
+
+
+def size(results: Results) -> str:
+    """Bytes per change of every set."""
+    head = [
+        "delta",
+        "changed",
+        "small",
+        "its limit",
+        "fast",
+        "its limit",
+        "gaps + zstd",
+        "bitmask + zstd",
+        "original",
+    ]
+    return table(head, [_size_row(row) for row in results["size"]["sets"]])
+
+
+def _size_row(row: dict[str, Any]) -> list[str]:
+    per_change, limits = row["per_change"], row["limits"]
+    return [
+        f"{row['model']}, {row['trainer']}",
+        f"{row['share']:.2%}",
+        f"**{per_change['small']:.3f}**",
+        f"{limits['by_exponent']:.3f}",
+        f"**{per_change['fast']:.3f}**",
+        f"{limits['independent']:.3f}",
+        *(f"{per_change[way]:.3f}" for way in ("gap_zstd", "bitmask_zstd", "original")),
+    ]
+
+
+def sync(results: Results) -> str:
+    """What one sync of the Qwen3-0.6B-shaped set sends, and what would be sent instead."""
+    sizes = next(s["bytes"] for s in results["size"]["sets"] if s["model"].startswith("Qwen"))
+    names = {
+        "small": "**small**",
+        "fast": "**fast**",
+        "gap_zstd": "gaps + zstd",
+        "bitmask_zstd": "bitmask + zstd",
+    }
+    names |= {"original": "original layout", "full": "all weights, bf16"}
+    rows = [(name, sizes[key]) for key, name in names.items()]
+    rows += [
+        (f"LoRA adapter instead, r = {a['rank']}, {a['targets']}", a["bytes"])
+        for a in results["size"]["adapters"]
+    ]
+    ordered = sorted(rows, key=lambda row: row[1])
+    return table(
+        ["one sync of Qwen3-0.6B, 1 % changed", "MB", "of all weights"],
+        [[name, f"{count / 1e6:.1f}", f"1/{sizes['full'] / count:.0f}"] for name, count in ordered],
+    )
+
+
+def speed(results: Results) -> str:
+    """Publish and receive per level, against the original layout's way."""
+    section = results["speed"]
+    parts, ratios = section["parts"], section["ratios"]
+    rows = []
+    for level in ("fast", "small", "original"):
+        columns = ["diff bf16", f"encode {level}", f"publish {level} bf16", f"publish {level} fp32"]
+        columns += [f"decode {level}", f"apply {level}", f"receive {level}"]
+        row = [level, *(f"{parts[part]['median_gb_s']:.1f}" for part in columns)]
+        row += [
+            f"{ratios[f'publish {level} bf16']['median']:.1f}x",
+            f"{ratios[f'receive {level}']['median']:.2f}x",
+        ]
+        rows.append(row)
+    others = ["", "", "publish by others bf16", "publish by others fp32", "", "", "receive by others"]
+    rows.append(["others' way", *(f"{parts[p]['median_gb_s']:.1f}" if p else "" for p in others), "1", "1"])
+    head = ["GB/s of model", "diff", "encode", "publish", "publish from fp32", "decode", "apply", "receive"]
+    return table([*head, "publish, against others", "receive"], rows)
+
+
+def parts(results: Results) -> str:
+    """The other parts of a sync."""
+    measured = results["speed"]["parts"]
+    names = {
+        "stage": "stage",
+        "commit": "commit (write, read back)",
+        "undo": "undo",
+        "digest": "digest of all weights",
+    }
+    rows = [
+        [name, f"{1e3 * measured[key]['median_s']:.0f} ms", f"{measured[key]['median_gb_s']:.1f}"]
+        for key, name in names.items()
+    ]
+    return table(["part", "Qwen3-0.6B-shaped, 1 %", "GB/s of model"], rows)
+
+
+def profile(results: Results) -> str:
+    """What bounds level small."""
+    section = results["speed"]["profile"]
+    rows = []
+    for side in ("encode", "decode"):
+        total = section[side]["total"]
+        shares = ", ".join(
+            f"{part} {seconds / total:.0%}"
+            for part, seconds in sorted(section[side].items(), key=lambda item: -item[1])
+            if part != "total" and seconds / total >= 0.01
+        )
+        rows.append([side, f"{total:.2f} s", f"{section['walk_alone'][f'{side}_gb_s']:.1f} GB/s", shares])
+    return table(["small", "time", "walk alone", "of the time"], rows)
+
+
+def growth(results: Results) -> str:
+    """Bytes and speeds by share of changes, then by size of the model."""
+    rows = [*results["growth"]["changes"], *results["growth"]["size"]]
+    return table(
+        [
+            "weights",
+            "changed",
+            "small, B",
+            "limit",
+            "fast, B",
+            "limit",
+            "encode small",
+            "decode small",
+            "fast",
+            "fast",
+        ],
+        [_growth_row(row) for row in rows],
+    )
+
+
+def _growth_row(row: dict[str, Any]) -> list[str]:
+    levels = (("small", "by_exponent"), ("fast", "independent"))
+    sizes = [f"{x:.3f}" for level, limit in levels for x in (row["per_change"][level], row["limits"][limit])]
+    works = [f"{work} {level}" for level in ("small", "fast") for work in ("encode", "decode")]
+    speeds = [f"{row['parts'][work]['median_gb_s']:.1f} GB/s" for work in works]
+    return [f"{row['elements'] / 1e6:.0f} M", f"{row['share']:.2%}", *sizes, *speeds]
+
+
+def sync_time(results: Results) -> str:
+    """Seconds of a whole sync by link; the fastest in bold."""
+    section = results["links"]
+    rows = []
+    for way in section["bytes"]:
+        seconds = [
+            (f"{section['seconds'][f'{link}'][way]:.2f} s", section["fastest"][f"{link}"])
+            for link in links.LINKS
+        ]
+        rows.append([way, *(f"**{text}**" if best == way else text for text, best in seconds)])
+    return table(["one sync, Qwen3-0.6B-shaped, 1 %", *(f"{link:,} MB/s" for link in links.LINKS)], rows)
+
+
+def gpu(results: Results) -> str:
+    """The GPU's figures, or that there are none."""
+    section = results["gpu"]
+    if "unmeasured" in section:
+        return f"GPU: unmeasured ({section['unmeasured']}); `python -m bench --only gpu` measures it."
+    names = {"diff_gb_s": "diff and pack, GB/s", "commit_ms": "commit, ms", "digest_gb_s": "digest, GB/s"}
+    return table([section["device"], ""], [[text, f"{section[key]:.1f}"] for key, text in names.items()])
+
+
+def memory(results: Results) -> str:
+    """The publisher's peak."""
+    measured = {level: results["memory"][level] for level in ("fast", "small")}
+    rows = [[f"publisher, {level}", f"{row['extra_mib']} MiB"] for level, row in measured.items()]
+    return table(["peak beside parameters and mirror", f"of {measured['fast']['model_mib']} MiB"], rows)
+
+
+def targets(results: Results) -> str:
+    """Every target and what was measured."""
+    marks = {True: "met", False: "**missed**", None: "unmeasured"}
+    return table(
+        ["target", "bound", "measured", ""],
+        [[t["text"], t["bound"], _figure(t["figure"]), marks[t["met"]]] for t in results["targets"]],
+    )
+
+
+def _figure(figure: float | None) -> str:
+    return "" if figure is None else f"{figure:.3g}"
+
+
+TABLES = {
+    "machine": machine,
+    "size": size,
+    "sync": sync,
+    "speed": speed,
+    "parts": parts,
+    "profile": profile,
+    "growth": growth,
+    "links": sync_time,
+    "memory": memory,
+    "live": live,
+    "gpu": gpu,
+    "targets": targets,
+}

@@ -1,0 +1,106 @@
+"""What is in one delta: changed elements by layer and kind of tensor, and by how many ULPs they moved.
+
+Names, shapes and counts stand in the file's table. The distances of the modes `gaps`, `mask` and `dense`
+decode without any weights; those of `bands` and `raw` need the old ones, which a dashboard does not have.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from shared.codec import Bits, Delta
+
+FAR = 5  # ULPs: what moved at least as far is counted together
+MAX_DECODE = 64 << 20  # bytes of a delta that is decoded for a picture
+_ALONE = {"gaps", "mask", "dense"}
+_LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One row of a delta's table."""
+
+    name: str
+    shape: tuple[int, ...]
+    changes: int
+    elements: int
+    mode: str
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """A delta, opened."""
+
+    base: int
+    version: int
+    level: str
+    tensors: tuple[Tensor, ...]
+    ulps: dict[int, int] | None  # signed distance, cut off at `FAR`, -> elements; None: `why` says it
+    why: str
+
+    @property
+    def changes(self) -> int:
+        """Changed elements."""
+        return sum(tensor.changes for tensor in self.tensors)
+
+
+def open_delta(path: Path) -> Anatomy:
+    """Read a delta file; raises `CodecError` naming it if it is none."""
+    delta = Delta(path)
+    modes = ["original" if delta.original else delta.groups[tensor.group].mode for tensor in delta.tensors]
+    tensors = tuple(
+        Tensor(tensor.name, tuple(tensor.shape), tensor.changes, tensor.numel, mode)
+        for tensor, mode in zip(delta.tensors, modes, strict=True)
+    )
+    why = _why_not(set(modes), path.stat().st_size)
+    level = "original" if delta.original else "small" if "bands" in modes else "fast"
+    return Anatomy(delta.base, delta.version, level, tensors, None if why else _ulps(delta), why)
+
+
+def _why_not(modes: set[str], size: int) -> str:
+    if size > MAX_DECODE:
+        return "This delta is too large to be decoded for a picture."
+    if modes <= _ALONE:
+        return ""
+    named = " and ".join(sorted(modes - _ALONE))
+    return f"How far they moved is coded against the old weights (mode {named}), which only replicas have."
+
+
+def _ulps(delta: Delta) -> dict[int, int]:
+    counts: Counter[int] = Counter()
+    for patch in delta.patches({tensor.name: tensor.shape for tensor in delta.tensors}, _no_weights):
+        moved = np.clip(patch.ulps.view(np.int16), -FAR, FAR)
+        counts.update(
+            dict(zip(*(part.tolist() for part in np.unique(moved, return_counts=True)), strict=True))
+        )
+    return dict(counts)
+
+
+def _no_weights(name: str) -> Bits:
+    raise AssertionError(f"{name}: modes that stand alone ask for no weights")
+
+
+Cells = dict[tuple[str, int | None], tuple[int, int]]
+
+
+def cells(tensors: tuple[Tensor, ...]) -> Cells:
+    """(kind, layer or None) -> changed elements, elements of the tensors that changed."""
+    found: Cells = {}
+    for tensor in tensors:
+        place = _place(tensor.name)
+        changes, elements = found.get(place, (0, 0))
+        found[place] = changes + tensor.changes, elements + tensor.elements
+    return found
+
+
+def _place(name: str) -> tuple[str, int | None]:
+    name = name.removesuffix(".weight")
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return name.removeprefix("model."), None
+    return re.sub(r"\.\d+\.", ".*.", match[2]), int(match[1])

@@ -1,0 +1,85 @@
+"""The views beside the live page, each a piece of HTML that the page asks for when it is opened."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from fastapi import APIRouter
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.background import BackgroundTask
+
+from inference_space.dashboard import browser
+from inference_space.dashboard.data import RunView
+from inference_space.dashboard.facts import scene
+from inference_space.dashboard.inside import inside
+from inference_space.dashboard.library import Library
+from inference_space.dashboard.page import body
+from inference_space.dashboard.past import Past
+from shared.bucket import BucketError
+from shared.codec import CodecError
+from shared.protocol import ProtocolError
+
+_FAULTS = (BucketError, ProtocolError, CodecError)
+
+
+def router(view: Callable[[], RunView], library: Library) -> APIRouter:
+    """`GET dashboard/...`; whatever is wrong with the run is a sentence with status 404."""
+    routes, past = APIRouter(prefix="/dashboard"), Past(library.bucket, body)
+
+    @routes.get("/frame")
+    def frame(version: int) -> Response:
+        """The live page as it was at a moment of the run."""
+        now = view()
+        newest = now.progress.version if now.progress else 0
+        return _page(lambda: past.at(library.run, now.created_at, version, newest))
+
+    @routes.get("/inside")
+    def inside_a_delta(version: int) -> Response:
+        """Where a version's changes are."""
+        return _page(lambda: inside(library.delta(version)[1]))
+
+    @routes.get("/bucket")
+    def bucket(page: int = 0) -> Response:
+        """The objects of the run."""
+        return _page(lambda: browser.listing(library.objects(), library.run, max(0, page), served=True))
+
+    @routes.get("/delta")
+    def delta(version: int) -> Response:
+        """A delta, opened in place."""
+        return _page(lambda: browser.opened(*library.delta(version), served=True))
+
+    @routes.get("/verify")
+    def verify(version: int) -> Response:
+        """Whether a version's files give its digest."""
+        return _page(lambda: f'<b class="yes">verified</b>: {library.verify(version)}')
+
+    @routes.get("/explain")
+    def explain() -> JSONResponse:
+        """The numbers of the animations."""
+        return JSONResponse(scene(view().progress, view().model))
+
+    routes.add_api_route("/object", _download(library), methods=["GET"])
+    return routes
+
+
+def _download(library: Library) -> Callable[[str], Response]:
+    def download(key: str) -> Response:
+        """One object of the run, as it is."""
+        folder = tempfile.TemporaryDirectory()
+        try:
+            path = library.fetch(key, Path(folder.name))
+        except _FAULTS as error:
+            folder.cleanup()
+            return PlainTextResponse(str(error), 404)
+        return FileResponse(path, filename=path.name, background=BackgroundTask(folder.cleanup))
+
+    return download
+
+
+def _page(work: Callable[[], str]) -> Response:
+    try:
+        return HTMLResponse(work())
+    except _FAULTS as error:
+        return PlainTextResponse(str(error), 404)

@@ -1,0 +1,63 @@
+// Choosing a moment of the run, and choosing a version.
+(() => {
+  const { html, slider } = window.dws.stage;
+
+  /** A slider over the moments of a run; its right end is the live page. Call what it returns when the run moved on. */
+  function scrubber(root, source, fill) {
+    const bar = root.querySelector(".scrub"), past = root.querySelector("#dws-past");
+    const live = html("button", { type: "button" }, "Newest");
+    let moments = [], at = null;
+    const range = slider({
+      label: "Look back", min: 0, max: 1, value: 1, words: (index) => (moments.length ? `v${moments[index]}` : ""),
+      then: (index) => go(index),
+    });
+    const input = range.element.querySelector("input");
+
+    function go(index) {
+      at = index >= moments.length - 1 ? null : moments[index];
+      root.classList.toggle("back", at !== null);
+      past.hidden = at === null;
+      if (at !== null) fill(past, source.frame(at));
+    }
+
+    function refresh() {
+      const fresh = source.moments();
+      bar.hidden = fresh.length < 3;
+      if (fresh.length === moments.length && fresh.at(-1) === moments.at(-1)) return;
+      moments = fresh;
+      input.max = moments.length - 1;
+      const index = at === null ? moments.length - 1 : moments.findIndex((version) => version >= at);
+      range.set(index);
+    }
+    live.addEventListener("click", () => {
+      range.set(moments.length - 1);
+      go(moments.length - 1);
+    });
+    bar.append(range.element, live);
+    return refresh;
+  }
+
+  /** A slider over all versions; keeps what was chosen while the view is away. */
+  function picker(host, versions, then) {
+    if (!versions.length) {
+      host.replaceChildren(html("p", {}, "No delta has been published yet."));
+      return;
+    }
+    const chosen = Number(host.dataset.chosen) || versions.at(-1);
+    const found = versions.findIndex((version) => version >= chosen);
+    const first = found < 0 ? versions.length - 1 : found;
+    let waiting;
+    const range = slider({
+      label: "Version", min: 0, max: versions.length - 1, value: first, words: (index) => `v${versions[index]}`,
+      then(index) {
+        host.dataset.chosen = versions[index];
+        clearTimeout(waiting); // while the slider moves, only where it rests is asked for
+        waiting = setTimeout(() => then(versions[index]), 120);
+      },
+    });
+    host.replaceChildren(range.element);
+    then(versions[first]);
+  }
+
+  window.dws.controls = { scrubber, picker };
+})();

@@ -1,0 +1,47 @@
+// Builds the four animations from one object of numbers, and lets the visitor choose whose numbers.
+(() => {
+  const { stage } = window.dws;
+  const { html } = stage;
+
+  class Figure {
+    constructor(article) {
+      this.element = html("div", { class: "scene" });
+      this.stage = html("div", { class: "canvas" });
+      this.said = html("p", { class: "said", "aria-live": "polite" });
+      this.controls = html("div", { class: "controls" });
+      this.element.append(this.stage, this.said, this.controls);
+      article.querySelector(".scene")?.remove();
+      article.append(this.element);
+    }
+
+    say(text) {
+      this.said.textContent = text;
+    }
+  }
+
+  function build(root, facts, scene) {
+    for (const article of root.querySelectorAll("[data-scene]")) {
+      stage.figures[article.dataset.scene](new Figure(article), facts, scene);
+    }
+  }
+
+  function choice(root, scene) {
+    const box = root.querySelector(".whose");
+    const named = (facts, at) => (scene.measured && at === 0 ? `this run: ${facts.label}` : `an example: ${facts.label}`);
+    const buttons = scene.facts.map((facts, at) => {
+      const button = html("button", { type: "button", "aria-pressed": String(at === 0) }, named(facts, at));
+      button.addEventListener("click", () => {
+        buttons.forEach((one) => one.setAttribute("aria-pressed", String(one === button)));
+        build(root, facts, scene);
+      });
+      return button;
+    });
+    box.replaceChildren("Numbers of ", ...buttons);
+  }
+
+  /** `scene`: what facts.py makes. */
+  window.dws.explain = (root, scene) => {
+    choice(root, scene);
+    build(root, scene.facts[0], scene);
+  };
+})();

@@ -1,0 +1,121 @@
+// The same formulas as formulas.py, for the browser; a test compares the two.
+window.dws = window.dws || {};
+(() => {
+  const MANTISSA = 7, SMALLEST = -126;
+  const exponentOf = (weight) => {
+    let exponent = Math.floor(Math.log2(Math.abs(weight)));
+    if (2 ** exponent > Math.abs(weight)) exponent -= 1; // log2 may round up
+    return exponent;
+  };
+  const transfer_s = (size, link) => size / link;
+
+  function ulp(weight) {
+    return 2 ** (Math.max(weight ? exponentOf(weight) : SMALLEST, SMALLEST) - MANTISSA);
+  }
+
+  function bf16(value) {
+    const tick = ulp(value), at = value / tick, down = Math.floor(at), rest = at - down;
+    const up = rest > 0.5 || (rest === 0.5 && down % 2 !== 0);
+    return (down + (up ? 1 : 0)) * tick;
+  }
+
+  function bits(weight) {
+    const exponent = exponentOf(weight);
+    const mantissa = Math.round((Math.abs(weight) / 2 ** exponent - 1) * (1 << MANTISSA));
+    return (weight < 0 ? 32768 : 0) + (exponent + 127) * (1 << MANTISSA) + mantissa;
+  }
+
+  const flip_chance = (weight, update) => Math.min(1, Math.abs(update) / ulp(weight));
+
+  function flip_share(weights, updates, rate) {
+    return weights.reduce((sum, w, i) => sum + flip_chance(w, rate * updates[i]), 0) / weights.length;
+  }
+
+  function broadcast_spans(facts, link, window) {
+    const spans = [], wait = transfer_s(facts.full_bytes, link);
+    for (let t = 0; t < window;) {
+      const sent = t + facts.step_s;
+      spans.push(["trainer", "train", t, sent], ["trainer", "wait", sent, sent + wait]);
+      spans.push(["replica", "generate", t, sent], ["replica", "wait", sent, sent + wait]);
+      spans.push(["wire", "full", sent, sent + wait]);
+      t = sent + wait;
+    }
+    return spans;
+  }
+
+  function delta_spans(facts, link, window) {
+    const cycle = facts.step_s + facts.diff_s, spans = [];
+    for (let step = 0; step < Math.ceil(window / cycle); step++) {
+      const t = step * cycle;
+      spans.push(["trainer", "train", t, t + facts.step_s], ["trainer", "wait", t + facts.step_s, t + cycle]);
+    }
+    let start = cycle, generating = 0;
+    while (start < window) {
+      const uploaded = start + facts.encode_s + transfer_s(facts.delta_bytes, link);
+      const seen = uploaded + facts.poll_s / 2;
+      const staged = seen + transfer_s(facts.delta_bytes, link) + facts.stage_s;
+      spans.push(["wire", "up", start, uploaded], ["wire", "down", seen, staged]);
+      spans.push(["replica", "generate", generating, staged]);
+      spans.push(["replica", "wait", staged, staged + facts.pause_s]);
+      generating = staged + facts.pause_s;
+      start = Math.max(uploaded, (Math.floor(start / cycle + 1e-9) + 1) * cycle);
+    }
+    spans.push(["replica", "generate", generating, Math.max(window, generating)]);
+    return spans;
+  }
+
+  function idle_share(spans, lane, window) {
+    const waits = spans.filter(([at, what, a]) => at === lane && what === "wait" && a < window);
+    return waits.reduce((sum, [, , a, b]) => sum + Math.min(b, window) - a, 0) / window;
+  }
+
+  function steps_done(spans, window) {
+    return spans.filter(([lane, what, , b]) => lane === "trainer" && what === "train" && b <= window).length;
+  }
+
+  function bucket_sync(facts, link) {
+    const wire = transfer_s(facts.delta_bytes, link);
+    return [
+      ["diff", facts.diff_s], ["encode", facts.encode_s], ["upload", wire], ["poll", facts.poll_s / 2],
+      ["fetch", wire], ["stage", facts.stage_s], ["commit", facts.pause_s],
+    ];
+  }
+
+  const broadcast_sync = (facts, link) => [["broadcast", transfer_s(facts.full_bytes, link)]];
+
+  function stopped_s(facts, link, replicas) {
+    const whole = transfer_s(facts.full_bytes, link);
+    return [facts.diff_s + replicas * facts.pause_s, (1 + replicas) * whole];
+  }
+
+  const moved_bytes = (facts, replicas) => [(1 + replicas) * facts.delta_bytes, replicas * facts.full_bytes];
+
+  function break_even_link(facts) {
+    const fixed = facts.diff_s + facts.encode_s + facts.poll_s / 2 + facts.stage_s + facts.pause_s;
+    return (facts.full_bytes - 2 * facts.delta_bytes) / fixed;
+  }
+
+  function landings(facts, versions, anchor_every, joins_at) {
+    const { full_bytes, delta_bytes } = facts;
+    const story = [["anchor", 0, "", full_bytes], ["take-anchor", 0, "A", full_bytes]];
+    for (let version = 1; version <= versions; version++) {
+      story.push(["delta", version, "", delta_bytes]);
+      if (version % anchor_every === 0) story.push(["anchor", version, "", full_bytes]);
+      story.push(["take-delta", version, "A", delta_bytes]);
+      if (version === joins_at) {
+        const anchor = version - version % anchor_every;
+        story.push(["join", version, "B", 0], ["take-anchor", anchor, "B", full_bytes]);
+        for (let v = anchor + 1; v <= version; v++) story.push(["take-delta", v, "B", delta_bytes]);
+      } else if (version > joins_at) story.push(["take-delta", version, "B", delta_bytes]);
+    }
+    return story;
+  }
+
+  const bytes_to_join = (facts, anchor_every, version) =>
+    facts.full_bytes + (version % anchor_every) * facts.delta_bytes;
+
+  window.dws.formulas = {
+    transfer_s, ulp, bf16, bits, flip_chance, flip_share, broadcast_spans, delta_spans, idle_share, steps_done,
+    bucket_sync, broadcast_sync, stopped_s, moved_bytes, break_even_link, landings, bytes_to_join,
+  };
+})();

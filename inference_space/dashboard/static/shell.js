@@ -1,0 +1,119 @@
+// The tabs, the scrubber, and what fills a view when it is opened. `dws.source` says where from.
+(() => {
+  const { dws } = window;
+  const { html } = dws.stage;
+  const get = async (path) => {
+    const answer = await fetch(`dashboard/${path}`);
+    const text = await answer.text();
+    if (!answer.ok) throw new Error(text);
+    return text;
+  };
+  /** The views of a server; an exported folder brings its own source. */
+  const server = {
+    moments: () => JSON.parse(document.querySelector("[data-moments]")?.dataset.moments || "[]"),
+    versions: () => [...Array(Number(document.querySelector("[data-version]")?.dataset.version || 0)).keys()].map((v) => v + 1),
+    frame: (version) => get(`frame?version=${version}`),
+    inside: (version) => get(`inside?version=${version}`),
+    bucket: (page) => get(`bucket?page=${page}`),
+    delta: (version) => get(`delta?version=${version}`),
+    verify: (version) => get(`verify?version=${version}`),
+    explain: async () => JSON.parse(await get("explain")),
+  };
+
+  /** Puts what `asked` resolves to into `host`; what comes too late, after another question, is dropped. */
+  async function fill(host, asked) {
+    const mine = (host.asked = asked);
+    host.setAttribute("aria-busy", "true");
+    let text;
+    try {
+      text = await asked;
+    } catch (error) {
+      text = html("p", { class: "alert", role: "alert" }, error.message || "The server does not answer.").outerHTML;
+    }
+    if (host.asked !== mine) return;
+    host.innerHTML = text;
+    host.removeAttribute("aria-busy");
+  }
+
+  class Shell {
+    constructor(root, source) {
+      Object.assign(this, { root, source });
+      const refresh = dws.controls.scrubber(root, source, fill);
+      const name = () => (location.hash.slice(1) in this.views ? location.hash.slice(1) : "run");
+      addEventListener("hashchange", () => this.show(name()));
+      this.views = Object.fromEntries([...root.querySelectorAll("[data-tab]")].map((tab) => [tab.dataset.tab, tab]));
+      root.querySelector(".view-bucket").addEventListener("click", (event) => this.clicked(event));
+      this.show(name());
+      refresh();
+      new MutationObserver(() => {
+        refresh();
+        if (root.dataset.view === "inside" && !root.querySelector(".pick input")) this.inside();
+      }).observe(root.querySelector("#dws-live"), { childList: true, subtree: true, attributes: true });
+    }
+
+    show(name) {
+      this.root.dataset.view = name;
+      for (const [other, tab] of Object.entries(this.views)) {
+        if (other === name) tab.setAttribute("aria-current", "page");
+        else tab.removeAttribute("aria-current");
+      }
+      if (name in this) this[name]();
+    }
+
+    filled(name) {
+      return this.root.querySelector(`.view-${name} .filled`);
+    }
+
+    inside() {
+      dws.controls.picker(this.root.querySelector(".view-inside .pick"), this.source.versions(),
+        (version) => fill(this.filled("inside"), this.source.inside(version)));
+    }
+
+    bucket(page = 0) {
+      fill(this.filled("bucket"), this.source.bucket(page));
+    }
+
+    async explain() {
+      if (this.explained) return;
+      this.explained = true;
+      dws.explain(this.root.querySelector(".view-explain"), await this.source.explain());
+    }
+
+    clicked({ target }) {
+      const { delta, page, verify } = target.dataset;
+      if (page) this.bucket(Number(page));
+      if (delta) this.toggle(target, Number(delta));
+      if (verify) this.prove(target, Number(verify));
+    }
+
+    toggle(button, version) {
+      const row = button.closest("tr"), open = button.getAttribute("aria-expanded") === "true";
+      button.setAttribute("aria-expanded", String(!open));
+      button.textContent = open ? "Open" : "Close";
+      if (open) return row.nextElementSibling.remove();
+      const cell = html("td", { colspan: "3" });
+      row.after(html("tr", { class: "unfolded" }, cell));
+      fill(cell, this.source.delta(version));
+    }
+
+    prove(button, version) {
+      button.disabled = true;
+      const output = button.parentElement.querySelector("output");
+      output.textContent = "rebuilding this version from the bucket …";
+      fill(output, this.source.verify(version)).then(() => (button.disabled = false));
+    }
+  }
+
+  /** Gradio builds its page after the scripts have run: wait for the last part of it. */
+  function whenThere(selector, then) {
+    const found = document.querySelector(selector);
+    if (found) return then(found);
+    const watch = new MutationObserver(() => {
+      if (!document.querySelector(selector)) return;
+      watch.disconnect();
+      then(document.querySelector(selector));
+    });
+    watch.observe(document.documentElement, { childList: true, subtree: true });
+  }
+  whenThere(".view-explain [data-scene='sync']", () => new Shell(document.querySelector("#dws"), dws.source || server));
+})();

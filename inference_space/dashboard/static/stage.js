@@ -1,0 +1,144 @@
+// What the four animations share: numbers in words, SVG and HTML elements, sliders and a player.
+window.dws = window.dws || {};
+(() => {
+  const still = matchMedia("(prefers-reduced-motion: reduce)");
+
+  function digits(value) {
+    const size = Math.abs(value);
+    if (size < 0.0995) return String(Number(value.toPrecision(2)));
+    return value.toFixed(size >= 99.5 ? 0 : size >= 9.95 ? 1 : 2);
+  }
+
+  function scaled(count, units) {
+    let at = 0;
+    for (; Math.abs(count) >= 999.5 && at < units.length - 1; at++) count /= 1000;
+    return `${at ? digits(count) : count.toFixed(0)} ${units[at]}`;
+  }
+
+  const words = {
+    digits,
+    short: (text) => text.replace(/\.0+(?!\d)|(\.\d*[1-9])0+(?!\d)/, "$1"),
+    size: (count) => scaled(count, ["bytes", "kB", "MB", "GB", "TB", "PB"]),
+    number: (count) => scaled(count, ["", "k", "M", "G", "T"]).trim(),
+    percent: (share) => `${digits(100 * share)} %`,
+    duration(seconds) {
+      if (seconds > 0 && seconds < 1) {
+        return seconds >= 0.00995 ? `${(1000 * seconds).toFixed(0)} ms` : `${(1000 * seconds).toFixed(1)} ms`;
+      }
+      if (seconds < 120) return `${digits(seconds)} s`;
+      return seconds < 7200 ? `${digits(seconds / 60)} min` : `${digits(seconds / 3600)} h`;
+    },
+  };
+
+  function make(space, name, attributes, children) {
+    const element = document.createElementNS(space, name);
+    for (const [key, value] of Object.entries(attributes || {})) element.setAttribute(key, value);
+    element.append(...children);
+    return element;
+  }
+  const svg = (name, attributes, ...children) => make("http://www.w3.org/2000/svg", name, attributes, children);
+  const html = (name, attributes, ...children) => make("http://www.w3.org/1999/xhtml", name, attributes, children);
+
+  /** A labelled slider; `log` spaces it by factors. `words` names a value, `then` hears of a new one. */
+  function slider({ label, min, max, value, step, log, words: say, then }) {
+    const inner = log ? Math.log10 : (x) => x, outer = log ? (x) => 10 ** x : (x) => x;
+    const output = html("output");
+    const input = html("input", {
+      type: "range", min: inner(min), max: inner(max), step: step || (log ? 0.01 : 1), "aria-label": label,
+    });
+    function show(fresh) {
+      output.textContent = say(fresh);
+      input.setAttribute("aria-valuetext", say(fresh));
+    }
+    function set(fresh) {
+      input.value = inner(fresh);
+      show(fresh);
+    }
+    input.addEventListener("input", () => {
+      show(outer(Number(input.value)));
+      then(outer(Number(input.value)));
+    });
+    set(value);
+    const element = html("label", { class: "slider" }, html("span", {}, label), input, output);
+    return { element, set };
+  }
+
+  /** Plays from 0 to `length` seconds and over again, while its figure is in sight. */
+  class Player {
+    constructor(figure, { length, rest = 1.5, show }) {
+      Object.assign(this, { figure, length, rest, show, at: 0, wanted: !still.matches });
+      this.button = html("button", { type: "button", class: "play" });
+      this.button.addEventListener("click", () => this.want(!this.wanted));
+      new IntersectionObserver(([seen]) => this.inSight(seen.isIntersecting), { threshold: 0.35 }).observe(figure);
+      this.name();
+    }
+
+    inSight(seen) {
+      this.seen = seen;
+      this.tick();
+    }
+
+    want(wanted) {
+      if (wanted && this.at >= this.length) this.at = 0;
+      this.wanted = wanted;
+      this.name();
+      this.tick();
+    }
+
+    name() {
+      this.button.textContent = this.wanted ? "Pause" : "Play";
+      this.button.dataset.state = this.wanted ? "playing" : "paused";
+      const said = this.figure.querySelector(".said"); // only read out what the visitor asked for
+      if (said) said.setAttribute("aria-live", this.wanted ? "off" : "polite");
+    }
+
+    seek(at) {
+      this.at = at;
+      this.show(Math.min(at, this.length));
+    }
+
+    /** After a control was moved: start over, or show the end where nothing moves. */
+    restart() {
+      this.seek(this.wanted ? 0 : this.length);
+    }
+
+    tick() {
+      if (this.looping) return;
+      this.looping = true;
+      let last = performance.now();
+      const frame = (now) => {
+        this.looping = Boolean(this.wanted && this.seen && this.figure.isConnected);
+        if (!this.looping) return;
+        this.at += Math.max(0, Math.min(0.1, (now - last) / 1000));
+        last = now;
+        if (this.at > this.length + this.rest) this.at = 0;
+        this.show(Math.min(this.at, this.length));
+        requestAnimationFrame(frame);
+      };
+      requestAnimationFrame(frame);
+    }
+  }
+
+  /** Calls `draw(width)` now and whenever the width of `host` changes. */
+  function fit(host, draw) {
+    let width = 0;
+    new ResizeObserver(() => {
+      if (host.clientWidth && host.clientWidth !== width) draw((width = host.clientWidth));
+    }).observe(host);
+  }
+
+  /** 0 to 1, slow at both ends. */
+  function ease(share) {
+    const x = Math.min(1, Math.max(0, share));
+    return x * x * (3 - 2 * x);
+  }
+
+  /** Says that the link was chosen as small as the model, as long as it is that one. */
+  function smallLink(facts, link) {
+    if (link !== facts.link || link >= 100e6) return "";
+    return ` This small model starts on a small link: ${words.size(link)}/s is to it what 100 MB/s is to a model of 1.19 GB.`;
+  }
+
+  const figures = {}; // name -> build(figure, facts, scene), by the four scripts
+  window.dws.stage = { words, svg, html, slider, Player, fit, figures, ease, smallLink };
+})();

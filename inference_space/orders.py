@@ -1,0 +1,39 @@
+"""What the owner told a replica: written by the dashboard's controls, obeyed by the follower's thread."""
+
+from __future__ import annotations
+
+import threading
+
+from inference_space.dashboard.controls import Following
+from shared.history import RunReader
+from shared.protocol import Manifest
+
+
+class Orders:
+    """The dashboard's `Controls`; each takes effect at the follower's next turn."""
+
+    def __init__(self, reader: RunReader) -> None:
+        self._reader = reader
+        self.paused = False
+        self.pinned: Manifest | None = None
+        self.rejoining = threading.Event()
+
+    def following(self) -> Following:
+        """What the replica follows now."""
+        return Following(paused=self.paused, pinned=self.pinned.version if self.pinned else None)
+
+    def pause(self) -> None:
+        """Stay at the version that is served."""
+        self.paused, self.pinned = True, None
+
+    def resume(self) -> None:
+        """Follow the newest version again."""
+        self.paused, self.pinned = False, None
+
+    def pin(self, version: int) -> None:
+        """Go to `version` and stay there; raises `ProtocolError` if the run has no such version."""
+        self.paused, self.pinned = False, self._reader.at(version)
+
+    def rejoin(self) -> None:
+        """Fetch everything anew and start vLLM again."""
+        self.rejoining.set()

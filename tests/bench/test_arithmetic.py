@@ -1,0 +1,154 @@
+"""The benchmark's arithmetic: limits, sizes of competitors, links, percentiles, and the README's places."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load
+
+from bench import competitors, deltas, entropy, gpu, links, readme, replay, targets, timing
+from bench.change import Change
+from shared import codec
+
+
+def change(share: float, numel: int = 1 << 18, seed: int = 0) -> Change:
+    """Independent changes by one unit up or down."""
+    rng = np.random.default_rng(seed)
+    old = torch.from_numpy(rng.normal(0, 0.02, (64, numel // 64))).bfloat16().view(torch.uint16).numpy()
+    moves = rng.choice(np.array([1, 65535], np.uint16), old.shape) * (rng.random(old.shape) < share)
+    return Change("model", "trainer", 1e-5, {"w": old}, [codec.diff("w", old, old + moves.astype(np.uint16))])
+
+
+@pytest.mark.parametrize("share", [0.01, 0.3])
+def test_the_limit_of_independent_changes_is_the_entropy_of_a_coin_and_a_sign(share):
+    measured = change(share)
+    p = measured.changed / measured.elements
+    per_change = (-(p * math.log2(p) + (1 - p) * math.log2(1 - p)) / p + 1) / 8
+    limits = entropy.limits(measured)
+    assert limits.independent == pytest.approx(per_change, rel=1e-3)
+    assert limits.by_exponent <= limits.independent
+    assert limits.by_exponent == pytest.approx(per_change, rel=0.02), "the exponent tells nothing here"
+
+
+def test_the_limit_by_exponent_uses_what_the_exponent_tells():
+    rng = np.random.default_rng(1)
+    old = rng.choice(np.array([0x3C00, 0x3E00], np.uint16), 1 << 18)  # two octaves, of which one moves
+    new = old + ((old == 0x3C00) & (rng.random(old.size) < 0.5)).astype(np.uint16)
+    limits = entropy.limits(Change("model", "trainer", 0.0, {"w": old}, [codec.diff("w", old, new)]))
+    assert limits.by_exponent == pytest.approx(2 / 8, rel=1e-2), (
+        "half of one octave: one bit per element of it"
+    )
+    assert limits.independent == pytest.approx(4 * 0.8113 / 8, rel=1e-2), "a quarter of all"
+
+
+def test_no_coder_is_below_its_limit_and_all_hold_the_same_changes():
+    measured = change(0.01)
+    limits = entropy.limits(measured)
+    sizes = {level: len(measured.encode(level)) / measured.changed for level in ("fast", "small")}
+    assert limits.independent < sizes["fast"] < competitors.gap_zstd(measured) / measured.changed
+    assert sizes["fast"] < competitors.bitmask_zstd(measured) / measured.changed
+    assert limits.by_exponent < sizes["small"]
+
+
+def test_gaps_beyond_16_bits_are_there_in_full():
+    gaps = np.array([0, 65534, 65535, 65536, 400_000, 0, 131_070])
+    codes = competitors.gap_codes(gaps)
+    whole = np.flatnonzero(codes < competitors.FAR)
+    assert np.diff(np.cumsum(codes.astype(np.int64))[whole], prepend=0).tolist() == gaps.tolist()
+
+
+def test_the_original_layout_carries_the_change_to_the_other_side(tmp_path):
+    measured = change(0.02)
+    before = {"w": torch.from_numpy(measured.old["w"].copy()).view(torch.bfloat16)}
+    snapshot, replica = {"w": before["w"].clone()}, {"w": before["w"].clone()}
+    measured.taken()
+    live = torch.from_numpy(measured.old["w"]).view(torch.bfloat16)
+    file = competitors.publish_original(snapshot, [("w", live.float())])
+    assert set(load(file)) == {"w.indices", "w.values"}
+    (tmp_path / "delta").write_bytes(file)
+    competitors.receive_original(tmp_path / "delta", replica)
+    for tensor in (snapshot["w"], replica["w"]):
+        assert torch.equal(tensor.view(torch.int16), live.view(torch.int16))
+
+
+def test_an_adapter_has_two_matrices_per_layer():
+    shapes = {"model.layers.0.self_attn.q_proj.weight": (2048, 1024), "model.norm.weight": (1024,)}
+    assert competitors.adapter(shapes, 16, ["q_proj"]) == pytest.approx(4 * 16 * (2048 + 1024), rel=0.01)
+    assert competitors.adapter(shapes, 16, ["q_proj"], torch.bfloat16) < competitors.adapter(
+        shapes, 16, ["q_proj"]
+    )
+
+
+def test_the_shapes_of_qwen3():
+    shapes = deltas.qwen_shapes()
+    assert len(shapes) == 310
+    assert sum(math.prod(shape) for shape in shapes.values()) == 596_049_920
+
+
+def test_the_learning_rate_that_changes_a_given_share():
+    torch.manual_seed(0)
+    weights = (0.02 * torch.randn(1 << 16)).bfloat16()
+    update = replay.Update(torch.randn(1 << 16), torch.randn(1 << 16))
+    for step in (replay.late, replay.grid, replay.bf16):
+        lr = replay.rate_for(0.05, step, weights, update)
+        assert replay.share_of_changes(step, weights, update, lr) == pytest.approx(0.05, rel=0.1)
+
+
+def test_master_weights_of_a_late_step_round_to_bf16_weights_of_the_same_octave():
+    torch.manual_seed(0)
+    weights = (0.02 * torch.randn(1 << 16)).bfloat16()
+    old, new = replay.late(weights, replay.Update(torch.zeros(1 << 16), torch.zeros(1 << 16)), 1.0)
+    assert torch.equal(old, new), "no update, no change"
+    assert (old.view(torch.int16) - weights.view(torch.int16)).abs().max() <= 1
+
+
+def test_competitors_take_turns_and_the_first_round_does_not_count():
+    order: list[str] = []
+    works = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
+    rounds = timing.take_turns(works, 2, before_round=lambda: order.append("|"))
+    assert "".join(order) == "|ab|ab|ab"
+    assert {name: len(seconds) for name, seconds in rounds.items()} == {"a": 2, "b": 2}
+    assert timing.ratio([4.0, 9.0], [2.0, 3.0]) == {"best": 2.0, "median": 2.5}
+    assert timing.summary([2.0, 4.0], int(8e9))["best_gb_s"] == 4.0
+
+
+def test_a_sync_is_its_parts_and_its_bytes_over_the_link():
+    lean, quick = (1.0, 50_000_000), (0.5, 100_000_000)
+    assert links.time(lean, 100.0) == 1.5
+    assert links.crossover(lean, quick) == 100.0
+    assert links.time(lean, 100.0) == links.time(quick, 100.0)
+    assert links.crossover(quick, lean) is None
+
+
+def test_percentiles_are_values_that_were_measured():
+    from bench.live import percentiles
+
+    assert percentiles([n / 1000 for n in range(1, 101)]) == {"p50": 50.0, "p99": 99.0}
+    assert percentiles([0.007]) == {"p50": 7.0, "p99": 7.0}
+
+
+def test_a_target_that_was_not_measured_is_neither_met_nor_missed():
+    checked = targets.check({"gpu": {"unmeasured": "no GPU here"}})
+    assert all(target["met"] is None for target in checked)
+    measured = targets.check({"gpu": {"diff_gb_s": 99.0, "commit_ms": 19.0}})
+    assert [target["met"] for target in measured if target["figure"] is not None] == [False, True]
+
+
+def test_marked_places_of_the_readme_are_written_and_nothing_else():
+    text = (
+        "before\n<!-- bench:size -->\nold\n<!-- /bench -->\nbetween\n<!-- bench:size -->\n<!-- /bench -->\n"
+    )
+    filled = readme.fill(text, {}, {"size": lambda results: "new"})
+    place = "<!-- bench:size -->\nnew\n<!-- /bench -->\n"
+    assert filled == f"before\n{place}between\n{place}"
+    assert readme.fill(filled, {}, {"size": lambda results: "new"}) == filled
+    with pytest.raises(ValueError, match="no table 'size'"):
+        readme.fill(text, {}, {})
+
+
+def test_the_gpu_section_measures_every_part_on_any_device(monkeypatch):
+    monkeypatch.setattr(gpu, "_REPEATS", 2)
+    measured = gpu.measure(change(0.01), torch.device("cpu"))
+    assert set(measured) == {"diff_gb_s", "commit_ms", "take_ms", "put_ms", "digest_gb_s"}
+    assert all(figure > 0 for figure in measured.values())

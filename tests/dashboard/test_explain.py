@@ -1,0 +1,108 @@
+"""The animations on the page: the run's own numbers, the keyboard, and rest for whoever wants no motion."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
+from playwright.sync_api import Browser, Page, expect
+
+from inference_space.dashboard import formulas as f
+from inference_space.dashboard.facts import EXAMPLE, LINK
+from inference_space.dashboard.words import duration, size
+
+if TYPE_CHECKING:
+    from tests.dashboard.real_run import RealRun
+
+SCENES = ("ship", "rounding", "landing", "sync")
+
+
+def opened(page: Page, url: str) -> Page:
+    page.goto(f"{url}#explain")
+    expect(page.locator(".scene")).to_have_count(len(SCENES))
+    return page
+
+
+def test_the_numbers_are_the_runs(page: Page, url: str, real: RealRun) -> None:
+    opened(page, url)
+    given = httpx.get(f"{url}dashboard/explain").json()
+    mine = given["facts"][0]
+    manifests = [manifest for manifest in real.reader.history() if manifest.version]
+    sizes = sorted(manifest.deltas[-1].size for manifest in manifests)
+    assert given["measured"] is True
+    assert mine["delta_bytes"] == sizes[1], "the median of three"
+    assert mine["full_bytes"] == manifests[0].full_bytes
+    assert mine["link"] == pytest.approx(LINK * mine["full_bytes"] / EXAMPLE.full_bytes)
+    assert mine["changed"] == manifests[0].changed / manifests[0].total
+    expect(page.locator("[data-scene=ship] .said")).to_contain_text(f"The {size(sizes[1])} that changed")
+    expect(page.locator("[data-scene=ship] .said")).to_contain_text(
+        f"This small model starts on a small link: {size(mine['link'])}/s"
+    )
+    expect(page.locator("[data-scene=rounding] .tally")).to_contain_text("tiny-qwen changed")
+
+
+def test_without_a_run_an_example_is_shown_and_its_table_holds(page: Page, url: str, bucket: object) -> None:
+    opened(page, url)
+    expect(page.locator(".whose button")).to_have_text(["an example: Qwen3-0.6B"])
+    cells = page.locator("[data-scene=sync] tbody tr td").all_inner_texts()
+    whole, through = EXAMPLE.full_bytes / LINK, sum(s for _, s in f.bucket_sync(EXAMPLE, LINK))
+    lost = f.stopped_s(EXAMPLE, LINK, 3)
+    moved = f.moved_bytes(EXAMPLE, 3)
+    assert cells[:2] == [duration(through), duration(whole)]
+    assert cells[6:8] == [duration(seconds) for seconds in lost]
+    assert cells[8:10] == [size(count) for count in moved]
+
+
+def test_everything_answers_to_the_keyboard(page: Page, url: str, bucket: object) -> None:
+    opened(page, url)
+    sync, landing, rounding = (
+        page.locator(f"[data-scene={name}]") for name in ("sync", "landing", "rounding")
+    )
+    sync.get_by_label("Replicas").focus()
+    page.keyboard.press("End")
+    expect(sync.locator(".node.replica")).to_have_count(16)
+    before = rounding.locator(".slider output").first.inner_text()
+    rounding.get_by_label("Learning rate").focus()
+    page.keyboard.press("PageUp")
+    expect(rounding.locator(".slider output").first).not_to_have_text(before)
+    rounding.get_by_role("button", name="One step").focus()
+    page.keyboard.press("Enter")
+    expect(rounding.locator(".said")).to_contain_text("Step")
+    landing.get_by_role("button", name="Next").focus()
+    page.keyboard.press("Enter")
+    expect(landing.get_by_role("button", name="Play")).to_be_visible()
+    told = landing.locator(".said").inner_text()
+    page.keyboard.press("Enter")
+    expect(landing.locator(".said")).not_to_have_text(told)
+
+
+def test_where_motion_is_not_wanted_the_end_is_shown_and_nothing_moves(
+    browser: Browser, url: str, bucket: object
+) -> None:
+    with browser.new_context(reduced_motion="reduce") as context:
+        page = opened(context.new_page(), url)
+        ship = page.locator("[data-scene=ship]")
+        window = 10 * (EXAMPLE.step_s + EXAMPLE.diff_s)
+        full, delta = (spans(EXAMPLE, LINK, window) for spans in (f.broadcast_spans, f.delta_spans))
+        expect(ship.locator(".count")).to_have_text(
+            [f"{f.steps_done(spans, window)} steps" for spans in (full, delta)]
+        )
+        expect(page.locator("[data-scene=landing] .said")).to_contain_text("delta of v12")
+        frames = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        shown = page.locator("#dws").inner_html()
+        page.evaluate(frames)
+        assert page.locator(".view-explain").inner_html() in shown
+
+
+def test_an_animation_runs_while_it_is_in_sight(page: Page, url: str, bucket: object) -> None:
+    opened(page, url)
+    page.locator("[data-scene=ship]").scroll_into_view_if_needed()
+    head = page.locator("[data-scene=ship] .playhead").first
+    expect(head).not_to_have_attribute("x1", "64")
+    page.locator("[data-scene=ship] .play").click()
+    stopped = head.get_attribute("x1")
+    page.evaluate("new Promise(done => setTimeout(done, 120))")
+    assert head.get_attribute("x1") == stopped

@@ -1,0 +1,104 @@
+"""Ten thousand versions: what is read and what is sent stays bounded, and the ends are shown."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from inference_space.dashboard import browser as bucket_browser
+from inference_space.dashboard.data import RunCache
+from inference_space.dashboard.page import body, render
+from inference_space.dashboard.past import FRAMES, Past, moments
+from shared.bucket import Bucket, ObjectInfo
+from shared.buckets import open_bucket
+from shared.runlog import SEGMENT, CommitEvent, Event, StepEvent
+from tests.dashboard.test_data import until, version
+from tests.dashboard.written_run import WrittenRun
+
+VERSIONS = 10_000
+REPLICAS = ("replica-0", "replica-1", "replica-2")
+
+
+class Counted:
+    """A bucket that counts what is asked of it."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket, self.url, self.asked = bucket, bucket.url, Counter[str]()
+
+    def __getattr__(self, name: str):
+        self.asked[name] += 1
+        return getattr(self._bucket, name)
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> Counted:
+    """The log of a long run, whose segments are written as the trainer leaves them; manifests of its end."""
+    bucket = open_bucket(f"file://{tmp_path_factory.mktemp('long')}/bucket", create=True)
+    run = WrittenRun(bucket)
+    run.log.close()
+    first = run.skip_to(0)
+    last = run.skip_to(VERSIONS)
+    events: list[Event] = [first]
+    for v in range(1, VERSIONS + 1):
+        t = run.created_at + 20.0 * v
+        events.append(StepEvent(t=t, step=v, reward=v / VERSIONS, metrics={"sample/staleness_mean": 1.0}))
+        events.append(last.model_copy(update={"version": v, "sync": v, "t": t}))
+        events += [commit_of(run, replica, v, t) for replica in REPLICAS]
+    lines = [event.model_dump_json().encode() for event in events]
+    for number, start in enumerate(range(0, len(lines), SEGMENT)):
+        bucket.put(run.keys.segment(number), b"\n".join(lines[start : start + SEGMENT]))
+    return Counted(bucket)
+
+
+def commit_of(run: WrittenRun, replica: str, version: int, t: float) -> CommitEvent:
+    return run.commit_event(replica, version).model_copy(update={"t": t + 1.9})
+
+
+@pytest.fixture(scope="module")
+def cache(long_run: Counted) -> RunCache:
+    return RunCache(long_run, None)
+
+
+def test_the_first_reading_takes_each_segment_once(long_run: Counted, cache: RunCache) -> None:
+    view = until(cache, lambda view: version(view) == VERSIONS, seconds=60)
+    segments = -(-(1 + VERSIONS * 5) // SEGMENT)
+    assert long_run.asked["get"] <= segments + 6, "every segment, run.json, HEAD, and the newest manifest"
+    assert view.progress
+    assert [replica.version for replica in view.progress.replicas] == [VERSIONS] * 3
+    assert [replica.digest_ok for replica in view.progress.replicas] == [True] * 3
+    assert "v10000 serving on 3/3 replicas" in render(view)
+
+
+def test_a_refresh_reads_and_sends_no_more_than_that_of_a_short_run(
+    long_run: Counted, cache: RunCache
+) -> None:
+    view = until(cache, lambda view: version(view) == VERSIONS, seconds=60)
+    before = sum(long_run.asked.values())
+    cache._refresh()
+    assert sum(long_run.asked.values()) - before <= 6
+    assert len(render(view)) < 150_000
+
+
+def test_looking_back_reads_the_log_once(long_run: Counted) -> None:
+    past = Past(long_run, body)
+    before = long_run.asked["get"]
+    pages = [past.at("wordle", 0.0, one, VERSIONS) for one in moments(VERSIONS)[1:6]]
+    log = -(-(1 + VERSIONS * 5) // SEGMENT)
+    assert log <= long_run.asked["get"] - before <= log + 3, "the live page may have been refreshed meanwhile"
+    assert len(moments(VERSIONS)) <= FRAMES + 1
+    assert "v256 serving on 3/3 replicas" in pages[0]
+
+
+def test_the_bucket_browser_shows_a_page_of_it(long_run: Counted) -> None:
+    objects = [
+        ObjectInfo(f"runs/wordle/{kind}/{v:08d}.e1{end}", 1000, "")
+        for kind, end in (("deltas", ".safetensors"), ("manifests", ".json"))
+        for v in range(1, VERSIONS + 1)
+    ]
+    newest = bucket_browser.listing(objects, "wordle", 0, served=True)
+    oldest = bucket_browser.listing(objects, "wordle", VERSIONS // bucket_browser.PAGE - 1, served=True)
+    assert len(newest) < 40_000
+    assert "<b>20.0 MB</b> in 20000 objects" in newest
+    assert "00010000.e1.safetensors" in newest
+    assert "00000001.e1.safetensors" in oldest

@@ -1,0 +1,1 @@
+"""A fuzzer of the delta reader: `python -m tests.fuzz --cases N --seed S`."""

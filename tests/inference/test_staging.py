@@ -1,0 +1,182 @@
+"""Staging and committing on live memory: exact for any layout, put back bit for bit when anything fails."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from inference_space import scatter, staging
+from inference_space.fallback import Fallback
+from inference_space.ranks import Ranks
+from inference_space.routes import learn, ownership
+from inference_space.staging import LiveWeights
+from shared import codec
+from shared.digest import state_digest
+
+SHAPES = {"q": (6, 8), "k": (3, 8), "v": (3, 8), "out": (8, 6), "norm": (8,)}
+
+
+class Model(torch.nn.Module):
+    """Lays tensors out as vLLM's models do: q, k and v fused, `out` transposed, `norm` in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Parameter(torch.zeros(12, 8, dtype=torch.bfloat16))
+        self.out = torch.nn.Parameter(torch.zeros(6, 8, dtype=torch.bfloat16))
+        self.norm = torch.nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
+        self.norm_twin = torch.nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
+
+    @torch.no_grad()
+    def load_weights(self, weights) -> None:
+        for name, tensor in weights:
+            if name == "out":
+                self.out.copy_(tensor.t())
+            elif name == "norm":
+                self.norm.copy_(tensor)
+                self.norm_twin.copy_(tensor)
+            else:
+                first = {"q": 0, "k": 6, "v": 9}[name]
+                self.qkv[first : first + len(tensor)].copy_(tensor)
+
+    def memory(self) -> list[np.ndarray]:
+        return [p.detach().view(torch.int16).numpy().copy() for p in self.parameters()]
+
+
+def random_state(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    return {name: rng.integers(0, 65536, shape).astype(np.uint16) for name, shape in SHAPES.items()}
+
+
+def moved(rng: np.random.Generator, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    share = rng.choice([0.02, 0.3, 1.0])
+    return {
+        name: np.where(rng.random(bits.shape) < share, rng.integers(0, 65536, bits.shape), bits).astype(
+            np.uint16
+        )
+        for name, bits in state.items()
+    }
+
+
+def load(state: dict[str, np.ndarray]) -> Model:
+    model = Model()
+    tensors = {name: torch.from_numpy(bits.copy()).view(torch.bfloat16) for name, bits in state.items()}
+    model.load_weights(tensors.items())
+    return model
+
+
+def live(model: Model) -> LiveWeights:
+    learned = learn(model, SHAPES)
+    assert not learned.unroutable
+    (owned,), _ = ownership(SHAPES, [learned.sources()])
+    return LiveWeights(learned.routes, owned, Fallback(model, {}), Ranks(1))
+
+
+def delta(path: Path, old: dict[str, np.ndarray], new: dict[str, np.ndarray], level: str = "fast") -> Path:
+    patches = [codec.diff(name, old[name], new[name]) for name in old]
+    path.write_bytes(codec.encode(patches, old.__getitem__, base=0, version=1, level=level))
+    return path
+
+
+def assert_same(model: Model, state: dict[str, np.ndarray]) -> None:
+    for mine, fresh in zip(model.memory(), load(state).memory(), strict=True):
+        np.testing.assert_array_equal(mine, fresh)
+
+
+def test_a_thousand_deltas_with_undos_between_them_leave_what_a_fresh_load_would(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    state = random_state(rng)
+    model = load(state)
+    weights = live(model)
+    path = tmp_path / "delta.safetensors"
+    known = weights.digest()
+    assert known == state_digest(state)
+    for turn in range(1000):
+        new = moved(rng, state)
+        level = ("fast", "small", "original")[turn % 3]
+        staged = weights.stage([delta(path, state, new, level)], known)
+        assert staged.digest == state_digest(new)
+        if turn % 4 == 0 and len(staged.steps) > 1:
+            with monkeypatch.context() as broken:
+                broken.setattr(scatter, "wrong", lambda *_: 1)
+                with pytest.raises(codec.CodecError, match="not what was written"):
+                    staging.commit(staged.steps, Ranks(1).agree)
+            assert_same(model, state)
+            assert weights.digest() == known
+        staging.commit(staged.steps, Ranks(1).agree)
+        state, known = new, staged.digest
+        assert weights.digest() == known
+    assert_same(model, state)
+
+
+def test_several_deltas_are_staged_as_one(tmp_path):
+    rng = np.random.default_rng(1)
+    states = [random_state(rng)]
+    for _ in range(4):
+        states.append(moved(rng, states[-1]))
+    model = load(states[0])
+    weights = live(model)
+    paths = [
+        delta(tmp_path / f"{i}.safetensors", states[i], states[i + 1], ("small", "fast")[i % 2])
+        for i in range(4)
+    ]
+    staged = weights.stage(paths, weights.digest())
+    staging.commit(staged.steps, Ranks(1).agree)
+    assert_same(model, states[-1])
+
+
+def test_a_failure_in_the_middle_of_the_writing_is_put_back(tmp_path, monkeypatch):
+    rng = np.random.default_rng(2)
+    state = random_state(rng)
+    model = load(state)
+    weights = live(model)
+    staged = weights.stage([delta(tmp_path / "d", state, moved(rng, state))], weights.digest())
+    written, put = [], scatter.put
+
+    def fails_at_the_third(memory, index, values):
+        written.append(memory)
+        put(memory, index, values)
+        if len(written) == 3:
+            raise MemoryError("device lost")
+
+    monkeypatch.setattr(scatter, "put", fails_at_the_third)
+    with pytest.raises(MemoryError):
+        staging.commit(staged.steps, Ranks(1).agree)
+    assert len(written) > 3
+    assert_same(model, state)
+
+
+def test_weights_that_someone_else_changed_are_noticed_before_anything_is_written(tmp_path):
+    rng = np.random.default_rng(3)
+    state = random_state(rng)
+    model = load(state)
+    weights = live(model)
+    known = weights.digest()
+    path = delta(tmp_path / "d", state, moved(rng, state))
+    with torch.no_grad():
+        model.qkv[7, 3] += 1
+    before = model.memory()
+    with pytest.raises(codec.CodecError, match="live weights were changed by someone"):
+        weights.stage([path], known)
+    assert all((a == b).all() for a, b in zip(before, model.memory(), strict=True))
+
+
+def test_a_delta_of_another_base_does_not_lead_to_its_digest(tmp_path):
+    rng = np.random.default_rng(4)
+    state, other = random_state(rng), random_state(rng)
+    weights = live(load(state))
+    new = moved(rng, other)
+    staged = weights.stage([delta(tmp_path / "d", other, new)], weights.digest())
+    assert staged.digest != state_digest(new)
+
+
+def test_the_host_kernels_do_what_the_tensor_operations_of_a_device_do():
+    memory = torch.randint(-32768, 32767, (1000,), dtype=torch.int16)
+    index = torch.randperm(1000)[:100].sort().values
+    values = torch.randint(-32768, 32767, (100,), dtype=torch.int16)
+    expected = memory.clone().index_copy_(0, index, values)
+    assert torch.equal(scatter.take(memory, index), memory[index])
+    scatter.put(memory, index, values)
+    assert torch.equal(memory, expected)
+    assert scatter.wrong(memory, index, values) == 0
+    memory[index[5]] ^= 1
+    assert scatter.wrong(memory, index, values) == 1
