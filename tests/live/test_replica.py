@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from inference_space.settings import Settings
 from inference_space.vllm_server import VllmServer
 from shared.buckets import open_bucket
+from shared.codec import Level
 from shared.runlog import RunLogWriter
 from tests.live.replica import Replica, greedy
 from trainer.policies import tiny
@@ -27,11 +28,11 @@ VERSIONS = 6
 class Trainer:
     """Takes random steps with a real model and publishes them; what TRL does, without the learning."""
 
-    def __init__(self, url: str, base: Path) -> None:
+    def __init__(self, url: str, base: Path, level: Level = "fast") -> None:
         self.bucket = open_bucket(url, create=True)
         self.log = RunLogWriter(self.bucket, "live")
         self.writer = RunWriter(self.bucket, "live", model="tiny", assets=base)
-        self.publisher = Publisher(self.writer, self.log)
+        self.publisher = Publisher(self.writer, self.log, level=level)
         self.model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         self.syncs = 0
 
