@@ -4,19 +4,18 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from inference_space.settings import Settings
 from inference_space.vllm_server import VllmError, VllmServer
+from tests.live.asking import Answer, Stream, ask, body
 from tests.live.replica import Replica
 from tests.live.test_replica import Trainer
 from trainer.policies import tiny
@@ -28,39 +27,6 @@ VLLM_ARGS = f"--block-size {BLOCK} --enable-prompt-tokens-details"
 PROMPT = [3 + 37 * i % 200 for i in range(2 * BLOCK)]
 CONTEXT = 2048
 LONG = 1600  # tokens; at a few milliseconds each, some commits fit in
-
-
-@dataclass(frozen=True)
-class Answer:
-    tokens: list[int]
-    logprobs: list[float]
-    cached: int  # tokens of the prompt that came from the prefix cache
-    spans: list[tuple[str, int, int]]  # version, first token, token after the last
-    headers: httpx.Headers
-
-
-def ask(url: str, prompt: list[int], max_tokens: int) -> Answer:
-    """Greedy tokens, as many as asked for."""
-    answer = httpx.post(f"{url}/v1/completions", json=body(prompt, max_tokens), timeout=120.0)
-    content = answer.raise_for_status().json()
-    (choice,) = content["choices"]
-    return Answer(
-        tokens=choice["token_ids"],
-        logprobs=choice["logprobs"]["token_logprobs"],
-        cached=content["usage"]["prompt_tokens_details"]["cached_tokens"],
-        spans=spans_of(answer.headers.get("x-policy-versions", "")),
-        headers=answer.headers,
-    )
-
-
-def body(prompt: Any, max_tokens: int) -> dict[str, Any]:
-    sampling = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, "logprobs": 0}
-    return {"model": "policy", "prompt": prompt, "return_token_ids": True, **sampling}
-
-
-def spans_of(text: str) -> list[tuple[str, int, int]]:
-    parts = [part.replace("-", ":").split(":") for part in text.split(",") if part]
-    return [(version, int(start), int(end)) for version, start, end in parts]
 
 
 @pytest.fixture(scope="module")
@@ -100,41 +66,6 @@ def update(trainer: Trainer, replica: Replica) -> int:
     return trainer.publisher.version
 
 
-class Stream:
-    """A long greedy completion of `PROMPT`, whose tokens can be watched as they come."""
-
-    def __init__(self, url: str) -> None:
-        self.tokens: list[int] = []
-        self._url, self._news = url, threading.Condition()
-        self._thread = threading.Thread(target=self._read)
-        self._thread.start()
-
-    def _read(self) -> None:
-        request = {**body(PROMPT, LONG), "stream": True}
-        with httpx.stream("POST", f"{self._url}/v1/completions", json=request, timeout=120.0) as answer:
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    self._add(json.loads(line[6:])["choices"][0]["token_ids"])
-
-    def _add(self, tokens: list[int]) -> None:
-        with self._news:
-            self.tokens += tokens
-            self._news.notify_all()
-
-    def first(self, count: int) -> list[int]:
-        """The first `count` tokens, as soon as they are there."""
-        with self._news:
-            assert self._news.wait_for(lambda: len(self.tokens) >= count, timeout=120.0)
-            return self.tokens[:count]
-
-    @property
-    def running(self) -> bool:
-        return len(self.tokens) < LONG
-
-    def join(self) -> None:
-        self._thread.join()
-
-
 def test_every_request_in_flight_finishes_through_a_stream_of_commits(trainer, replica):
     first = trainer.publisher.version
     with ThreadPoolExecutor(16) as pool:
@@ -157,35 +88,50 @@ def test_every_request_in_flight_finishes_through_a_stream_of_commits(trainer, r
 
 
 def test_a_prefix_never_outlives_its_weights(trainer, replica, tmp_path):
-    """New requests follow a running one whose blocks stand on old keys and values, and match a fresh server.
+    """New requests follow a running one whose blocks stand on old keys and values; a fresh server agrees."""
+    overtaken = 0
+    while not (chase := follow_a_running_request(trainer, replica)).beside:
+        overtaken += 1
+        assert overtaken < 5, "the request was always done before its first followers were"
+    again = [ask(replica.url, prompt, 24) for prompt in chase.prompts]
+    with fresh_server(trainer, tmp_path) as fresh:
+        expected = [ask(fresh.url, prompt, 1) for prompt in chase.prompts]
+        expected_again = [ask(fresh.url, prompt, 24) for prompt in chase.prompts]
 
-    Each new prompt is some blocks longer than the last. The first finds nothing although all of it was cached
-    before the commit; each later one finds what the one before it computed, and nothing of the running one,
-    although from the commit on that one has filled blocks with the very tokens that are asked for.
+    found = [answer.cached for answer in chase.answers]
+    assert found == [0, *((len(prompt) - 1) // BLOCK * BLOCK for prompt in chase.prompts[:-1])]
+    assert [a.cached for a in chase.answers + again] == [a.cached for a in expected + expected_again]
+    assert [a.tokens for a in chase.answers + again] == [a.tokens for a in expected + expected_again]
+    assert [a.logprobs for a in chase.answers + again] == [a.logprobs for a in expected + expected_again]
+
+
+@dataclass(frozen=True)
+class Chase:
+    prompts: list[list[int]]
+    answers: list[Answer]  # one token each
+    beside: bool  # some prompts ended in blocks filled after the commit, while their filler still ran
+
+
+def follow_a_running_request(trainer: Trainer, replica: Replica) -> Chase:
+    """Prompts that begin like a request which runs through a commit, each some blocks longer than the last.
+
+    The first should find nothing, although all of it was cached before the commit; each later one what the
+    one before it computed, and nothing of the running request, although from the commit on that one has
+    filled blocks with the very tokens that are asked for.
     """
     ask(replica.url, PROMPT, 1)
     assert ask(replica.url, PROMPT, 1).cached > 0
-    stream = Stream(replica.url)
+    stream = Stream(replica.url, PROMPT, LONG)
     stream.first(BLOCK)
     update(trainer, replica)
-    at_commit = len(stream.tokens)
-    lengths = range(4 * BLOCK, LONG - BLOCK, 4 * BLOCK)
-    prompts, growing, beside = [], [], []
-    for length in lengths:
+    at_commit, beside = len(stream.tokens), False
+    prompts, answers = [], []
+    for length in range(4 * BLOCK, LONG - BLOCK, 4 * BLOCK):
         prompts.append([*PROMPT, *stream.first(length + 1)])
-        growing.append(ask(replica.url, prompts[-1], 1))
-        beside.append(stream.running and length > at_commit)
+        answers.append(ask(replica.url, prompts[-1], 1))
+        beside |= stream.running and length > at_commit
     stream.join()
-    again = [ask(replica.url, prompt, 24) for prompt in prompts]
-
-    with fresh_server(trainer, tmp_path) as fresh:
-        expected = [ask(fresh.url, prompt, 1) for prompt in prompts]
-        expected_again = [ask(fresh.url, prompt, 24) for prompt in prompts]
-    assert any(beside), "the running request should still fill blocks while others ask for them"
-    assert [answer.cached for answer in growing] == [0, *(2 * BLOCK + length for length in lengths[:-1])]
-    assert [a.cached for a in growing + again] == [a.cached for a in expected + expected_again]
-    assert [a.tokens for a in growing + again] == [a.tokens for a in expected + expected_again]
-    assert [a.logprobs for a in growing + again] == [a.logprobs for a in expected + expected_again]
+    return Chase(prompts, answers, beside)
 
 
 @contextmanager
