@@ -7,6 +7,7 @@ while the next step is already under way. Prints one JSON object per completion.
 
 import json
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from inference_space import step_commit  # noqa: E402
 
 TOKENS = 8
 PROMPTS = [[5 + i, 6, 7] * 4 for i in range(3)]
-REPORT = Path("commit.json")
+REPORT = Path(tempfile.mkdtemp()) / "commit.json"
 
 
 def schedule_ahead() -> None:
