@@ -46,13 +46,13 @@ def measure(change: Change, device: torch.device) -> dict[str, Any]:
     median = functools.partial(_median, finish=torch.cuda.synchronize if device.type == "cuda" else list)
     diff_s = median(lambda: [mirror.diff(name, tensor) for name, tensor in live.items()], before=turn)
     commit_s = median(lambda: commit(forth[0], lambda failure: None))
-    take_s = median(lambda: [scatter.take(write.memory, write.index) for write in forth[0]])
+    read_s = median(lambda: [scatter.moved(write.memory, write.index, write.new) for write in forth[0]])
     put_s = median(lambda: _put(forth[0]))
     digest_s = median(lambda: [digest(name, tensor.view(torch.int16)) for name, tensor in live.items()])
     return {
         "diff_gb_s": change.model_bytes / diff_s / 1e9,
         "commit_ms": 1e3 * commit_s,
-        "take_ms": 1e3 * take_s,
+        "read_ms": 1e3 * read_s,
         "put_ms": 1e3 * put_s,
         "digest_gb_s": change.model_bytes / digest_s / 1e9,
     }

@@ -2,8 +2,8 @@
 
 The delta is one real update of about 1 %, forth and back. Three ways to get it into the same server take
 turns: our commit, vLLM's own sparse loader with the same delta in the original layout, and vLLM's loader with
-a whole checkpoint. Then requests run all the time, while windows without syncs, with one sync per second, and
-with one right after the other take turns.
+a whole checkpoint. Then requests run all the time, while windows without syncs, with one every two seconds,
+one per second, and one right after the other take turns.
 """
 
 from __future__ import annotations
@@ -25,8 +25,13 @@ from bench.results import SCRATCH, Results
 from shared.checkpoint import WEIGHTS, write_bits
 from shared.digest import state_digest, to_hex
 
-_ROUNDS, _WINDOWS, _WINDOW_S, _IN_FLIGHT = 10, 5, 12.0, 8
-_PERIODS = {"none": None, "each second": 1.0, "without a break": 0.0}  # seconds between syncs
+_ROUNDS, _WINDOWS, _WINDOW_S, _IN_FLIGHT = 10, 12, 5.0, 8
+_PERIODS = {
+    "none": None,
+    "every 2 s": 2.0,
+    "each second": 1.0,
+    "without a break": 0.0,
+}  # seconds between syncs
 
 
 Shapes = dict[str, tuple[int, ...]]
@@ -147,9 +152,9 @@ def _under_load(server: LiveServer, switch: Switch) -> dict[str, Any]:
     """Tokens per second in windows of each kind, in turns, and the syncs that went on meanwhile."""
     tokens: dict[str, list[float]] = {kind: [] for kind in _PERIODS}
     syncs: dict[str, list[Sync]] = {kind: [] for kind in _PERIODS}
-    for _ in range(_WINDOWS):
-        for kind, period in _PERIODS.items():
-            with _stream(switch, period, syncs[kind]):
+    for turn in range(_WINDOWS):
+        for kind in list(_PERIODS)[:: -1 if turn % 2 else 1]:  # forth and back: no kind is always the first
+            with _stream(switch, _PERIODS[kind], syncs[kind]):
                 tokens[kind].append(throughput(server, _WINDOW_S))
     still = tokens["none"]
     shares = {kind: [a / b for a, b in zip(tokens[kind], still, strict=True)] for kind in _PERIODS}

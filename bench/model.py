@@ -15,7 +15,7 @@ from bench.change import Change
 from bench.competitors import Tensors
 from bench.results import SCRATCH
 from inference_space import staging
-from inference_space.scatter import take
+from inference_space.scatter import moved
 from inference_space.staging import Write
 from shared import codec
 from shared.codec import Bits, Level, Patch
@@ -154,6 +154,7 @@ class Reader:
 def prepared(tensor: torch.Tensor, patch: Patch) -> Write:
     """A patch of one live tensor (bf16, any device), ready to be written."""
     memory = tensor.view(torch.int16).view(-1)
-    index = torch.from_numpy(patch.index).to(memory.device)
-    old = take(memory, index)
-    return Write(memory, index, old, old + torch.from_numpy(patch.ulps.view(np.int16)).to(memory.device))
+    index, ulps = (
+        torch.from_numpy(array).to(memory.device) for array in (patch.index, patch.ulps.view(np.int16))
+    )
+    return Write(memory, index, *moved(memory, index, ulps))

@@ -78,8 +78,8 @@ def _links(axes: Axes, results: Results) -> None:
 
 
 def _pauses(axes: Axes, syncs: dict[str, Any]) -> None:
-    for (kind, row), level in zip(syncs.items(), ("fast", "small"), strict=True):
-        pauses = row["pauses_ms"]
+    for kind, level in {"each second": "fast", "without a break": "small"}.items():
+        pauses = syncs[kind]["pauses_ms"]
         shares = [100 * (rank + 1) / len(pauses) for rank in range(len(pauses))]
         axes.plot(pauses, shares, drawstyle="steps-post", color=_COLOURS[level], label=f"a sync {kind}")
     axes.set(xlabel="pause of generation, ms", ylabel="% of syncs at most", xlim=(0, None), ylim=(0, 101))

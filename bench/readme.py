@@ -1,4 +1,4 @@
-"""Fills the marked places of README.md from results.json, so that no figure in them is typed by hand.
+"""Fills the marked places of the pages from results.json, so that no figure in them is typed by hand.
 
     python -m bench.readme
 
@@ -14,6 +14,7 @@ from bench.results import ROOT, Results, read
 from bench.tables import TABLES
 
 _PLACE = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
+PAGES = ("README.md", "docs/benchmarks.md")
 Table = Callable[[Results], str]
 
 
@@ -23,7 +24,7 @@ def fill(text: str, results: Results, tables: Mapping[str, Table] = TABLES) -> s
     def written(place: re.Match[str]) -> str:
         begin, name, end = place.groups()
         if name not in tables:
-            raise ValueError(f"no table {name!r} for the place in the README; there are {', '.join(tables)}")
+            raise ValueError(f"no table {name!r} for this place; there are {', '.join(tables)}")
         return f"{begin}{tables[name](results)}\n{end}"
 
     return _PLACE.sub(written, text)
@@ -31,8 +32,8 @@ def fill(text: str, results: Results, tables: Mapping[str, Table] = TABLES) -> s
 
 def main() -> None:
     """Command line."""
-    path = ROOT / "README.md"
-    path.write_text(fill(path.read_text(), read()))
+    for path in (ROOT / page for page in PAGES):
+        path.write_text(fill(path.read_text(), read()))
 
 
 if __name__ == "__main__":

@@ -102,16 +102,14 @@ class Reload:
     old: Elements
     new: Elements
 
-    def do(self) -> None:
-        """Load the tensors with the new bits."""
+    def do(self) -> int:
+        """Load the tensors with the new bits; the model holds none that could be read back."""
         self.fallback.write(self.new)
+        return 0
 
     def undo(self) -> None:
         """Load them with the old bits, however far `do` came."""
         self.fallback.write(self.old)
-
-    def check(self) -> None:
-        """Nothing to read back: the model does not hold these tensors as bits."""
 
     def moved(self) -> int:
         """By how much this moves the state digest (mod 2^64); of several ranks, one counts it."""

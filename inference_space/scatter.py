@@ -1,4 +1,4 @@
-"""Reading, writing and checking scattered elements of a parameter, in O(changes).
+"""Reading and writing scattered elements of a parameter, in O(changes).
 
 `memory` is a flat int16 view of a live parameter, `index` int64 [n] positions in it, `values` int16 [n] bits,
 all on one device. On the host one numba thread does it, so that vLLM's own threads are left alone.
@@ -12,29 +12,28 @@ from numpy.typing import NDArray
 
 from shared.kernel import kernel
 
+_PART = 4096  # elements
 
-def take(memory: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The bits at `index`: int16 [n]."""
+
+def moved(memory: torch.Tensor, index: torch.Tensor, ulps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bits at `index` as they are and with `ulps` (int16 [n]) added, which wraps: two of int16 [n]."""
     if memory.device.type != "cpu":
-        return memory[index]
-    values = torch.empty(index.numel(), dtype=torch.int16)
-    _take(memory.numpy(), index.numpy(), values.numpy())
-    return values
+        old = memory[index]
+        return old, old + ulps
+    old, new = (torch.empty(index.numel(), dtype=torch.int16) for _ in range(2))
+    _moved(memory.numpy(), index.numpy(), ulps.numpy(), old.numpy(), new.numpy())
+    return old, new
 
 
-def put(memory: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
-    """Write `values` at `index`."""
-    if memory.device.type != "cpu":
-        memory.index_copy_(0, index, values)
-    else:
-        _put(memory.numpy(), index.numpy(), values.numpy())
+def put(memory: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> int | torch.Tensor:
+    """Write `values` at `index` and read them back: returns how many elements are not what was written.
 
-
-def wrong(memory: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> int:
-    """How many elements at `index` are not `values`."""
-    if memory.device.type != "cpu":
-        return int((memory[index] != values).sum().item())
-    return int(_wrong(memory.numpy(), index.numpy(), values.numpy()))
+    On a device the count is a tensor there, so that nobody waits for each of many writes.
+    """
+    if memory.device.type == "cpu":
+        return int(_put(memory.numpy(), index.numpy(), values.numpy()))
+    memory.index_copy_(0, index, values)
+    return (memory[index] != values).sum()
 
 
 def warm_up(device: torch.device) -> None:
@@ -43,25 +42,30 @@ def warm_up(device: torch.device) -> None:
         torch.zeros(1, dtype=torch.int16, device=device),
         torch.zeros(1, dtype=torch.int64, device=device),
     )
-    put(memory, index, take(memory, index))
-    wrong(memory, index, memory)
+    put(memory, index, moved(memory, index, memory)[1])
 
 
 @kernel
-def _take(memory: NDArray[np.int16], index: NDArray[np.int64], values: NDArray[np.int16]) -> None:
+def _moved(
+    memory: NDArray[np.int16],
+    index: NDArray[np.int64],
+    ulps: NDArray[np.int16],
+    old: NDArray[np.int16],
+    new: NDArray[np.int16],
+) -> None:
     for j in range(index.size):
-        values[j] = memory[index[j]]
+        old[j] = memory[np.uint64(index[j])]  # unsigned: without a branch for Python's negative indices
+        new[j] = old[j] + ulps[j]
 
 
 @kernel
-def _put(memory: NDArray[np.int16], index: NDArray[np.int64], values: NDArray[np.int16]) -> None:
-    for j in range(index.size):
-        memory[index[j]] = values[j]
-
-
-@kernel
-def _wrong(memory: NDArray[np.int16], index: NDArray[np.int64], values: NDArray[np.int16]) -> int:
-    count = 0
-    for j in range(index.size):
-        count += memory[index[j]] != values[j]
-    return count
+def _put(memory: NDArray[np.int16], index: NDArray[np.int64], values: NDArray[np.int16]) -> int:
+    """In parts, so that what is read back is still near."""
+    wrong = 0
+    for first in range(0, index.size, _PART):
+        last = min(first + _PART, index.size)
+        for j in range(first, last):
+            memory[np.uint64(index[j])] = values[j]
+        for j in range(first, last):
+            wrong += memory[np.uint64(index[j])] != values[j]
+    return wrong

@@ -23,6 +23,7 @@ from shared import codec
 from shared.digest_torch import change_digest, tensor_digest
 
 Owned = dict[str, tuple[int, ...]]
+Count = int | torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -34,31 +35,23 @@ class Write:
     old: torch.Tensor
     new: torch.Tensor
 
-    def do(self) -> None:
+    def do(self) -> Count:
         """Write the new bits."""
-        scatter.put(self.memory, self.index, self.new)
+        return scatter.put(self.memory, self.index, self.new)
 
     def undo(self) -> None:
         """Put the old bits back."""
         scatter.put(self.memory, self.index, self.old)
 
-    def check(self) -> None:
-        """Raise `CodecError` unless the new bits are in memory."""
-        if count := scatter.wrong(self.memory, self.index, self.new):
-            raise codec.CodecError(f"{count} of {self.index.numel()} elements are not what was written")
-
 
 class Step(Protocol):
     """One part of a commit; `undo` must work however far `do` came."""
 
-    def do(self) -> None:
-        """Write the new bits."""
+    def do(self) -> Count:
+        """Write the new bits; returns how many of them are not there when they are read back."""
 
     def undo(self) -> None:
         """Put the old bits back."""
-
-    def check(self) -> None:
-        """Raise `CodecError` unless the new bits are in memory."""
 
 
 @dataclass
@@ -109,12 +102,11 @@ class LiveWeights:
 
     def _locate(self, patch: codec.Patch, steps: list[Step]) -> int:
         """Add the writes of one tensor; returns by how much those that this worker counts move the digest."""
-        moved = 0
+        moved, changes = 0, (patch.index, patch.ulps.view(np.int16))
         for number, piece in enumerate(self._routes[patch.name].pieces):
-            index = torch.from_numpy(patch.index).to(piece.memory.device)
+            index, ulps = (torch.from_numpy(a).to(piece.memory.device) for a in changes)
             places, which = piece.locate(index)
-            old = scatter.take(piece.memory, places)
-            new = old + torch.from_numpy(patch.ulps.view(np.int16)).to(old.device)[which]
+            old, new = scatter.moved(piece.memory, places, ulps[which])
             steps.append(Write(piece.memory, places, old, new))
             if number in self._owned[patch.name]:
                 moved += change_digest(patch.name, index[which], old, new)
@@ -134,12 +126,13 @@ def commit(steps: Sequence[Step], agree: Callable[[BaseException | None], None])
 
 def _write(steps: Sequence[Step], done: list[Step], agree: Callable[[BaseException | None], None]) -> None:
     failure: BaseException | None = None
+    wrong: Count = 0
     try:
         for step in steps:
             done.append(step)  # before it is written: half a write is undone as well
-            step.do()
-        for step in steps:
-            step.check()
+            wrong = wrong + step.do()
+        if count := int(wrong):
+            raise codec.CodecError(f"{count} elements are not what was written")
     except BaseException as error:  # noqa: BLE001 - raised below, once every worker knows
         failure = error
     agree(failure)

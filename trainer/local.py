@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from shared.buckets import open_bucket
 from shared.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent, RunLogReader, StepEvent, SyncEvent
-from trainer.processes import ChildError, Processes, free_port, only_one
+from trainer.processes import ChildError, Processes, free_port, interrupt_once, only_one
 from trainer.summary import summarize, table
 
 RUN = "demo"
@@ -48,7 +47,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0, help="port of the dashboard (default: any free one)")
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="where everything is written")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupt_once()
     try:
         _demo(arguments.policy, arguments.folder.resolve(), arguments.port)
     except KeyboardInterrupt:
@@ -192,10 +191,6 @@ def _on_cpu() -> bool:
     import torch
 
     return not torch.cuda.is_available()
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

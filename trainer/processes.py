@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Self
 import psutil
 
 _PATIENCE_S = 15.0
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 class ChildError(RuntimeError):
@@ -64,17 +66,42 @@ class Processes:
         return self._children[name].poll() == 0
 
     def stop(self) -> None:
-        """Ask everything to end, then make it."""
-        running = [psutil.Process(c.pid) for c in self._children.values() if c.poll() is None]
-        family = running + [p for child in running for p in _descendants(child)]
-        for process in running:
-            _quietly(process.terminate)
-        _, alive = psutil.wait_procs(family, timeout=_PATIENCE_S)
-        for process in alive:
-            _quietly(process.kill)
-        for child in self._children.values():
-            child.wait()
-        self._children.clear()
+        """Ask everything to end, then make it; whoever asks us to end meanwhile has to wait for that."""
+        with _deaf():
+            running = [psutil.Process(c.pid) for c in self._children.values() if c.poll() is None]
+            family = running + [p for child in running for p in _descendants(child)]
+            for process in running:
+                _quietly(process.terminate)
+            _, alive = psutil.wait_procs(family, timeout=_PATIENCE_S)
+            for process in alive:
+                _quietly(process.kill)
+            for child in self._children.values():
+                child.wait()
+            self._children.clear()
+
+
+def interrupt_once() -> None:
+    """Ctrl-C and the request to end raise `KeyboardInterrupt`, the first time only: a second one, from an
+    impatient user or from `make`, must not interrupt the cleaning up.
+    """
+
+    def interrupt(*_: object) -> None:
+        for sign in _ENDING:
+            signal.signal(sign, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for sign in _ENDING:
+        signal.signal(sign, interrupt)
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    before = {sign: signal.signal(sign, signal.SIG_IGN) for sign in _ENDING}
+    try:
+        yield
+    finally:
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
 
 
 def free_port(wanted: int = 0) -> int:

@@ -18,7 +18,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,32 +28,13 @@ from shared.checkpoint import WEIGHTS, write_bits
 from shared.codec import Bits, Level, Patch
 from shared.digest import to_hex
 from shared.protocol import AnchorRef, DeltaRef, Manifest
-from shared.runlog import RunLogWriter, SyncEvent
+from shared.runlog import RunLogWriter
+from trainer.hand_over import HandOver, taken_back
 from trainer.mirror import Mirror, Place
 from trainer.run_writer import RunWriter
 from trainer.sharded import Weights, local, own_block, union
 
 _RETRY_S = 2.0
-
-
-@dataclass(frozen=True)
-class _HandOver:
-    """What one version will hold: patches since the last published one, and the state they lead to."""
-
-    patches: list[Patch]
-    digest: int
-    sync: int
-    created_at: float
-    diff_s: float
-
-    def then(self, later: _HandOver) -> _HandOver:
-        return _HandOver(
-            codec.merge(self.patches, later.patches),
-            later.digest,
-            later.sync,
-            later.created_at,
-            self.diff_s + later.diff_s,
-        )
 
 
 class Publisher:
@@ -68,7 +48,7 @@ class Publisher:
         self._mirror = Mirror(place)
         for name, bits in (writer.resume() or {}).items():
             self._mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16))
-        self._waiting: _HandOver | None = None
+        self._waiting: HandOver | None = None
         self._busy, self._closed = False, False
         self._failure: Exception | None = None
         self._changed = threading.Condition()
@@ -95,7 +75,7 @@ class Publisher:
         with self._changed:
             patches = self._diff(weights, elsewhere)
             diff_s = time.perf_counter() - started
-            new = _HandOver(patches, self._mirror.digest, sync, created_at, diff_s)
+            new = HandOver(patches, self._mirror.digest, sync, created_at, diff_s)
             self._waiting = self._waiting.then(new) if self._waiting else new
             self._changed.notify_all()
 
@@ -139,7 +119,7 @@ class Publisher:
         started = time.perf_counter()
         for name, tensor in weights:
             self._mirror.add(name, tensor)
-        base = _HandOver([], self._mirror.digest, sync, created_at, time.perf_counter() - started)
+        base = HandOver([], self._mirror.digest, sync, created_at, time.perf_counter() - started)
         with tempfile.TemporaryDirectory() as folder:
             anchor = self._writer.put_anchor(0, self._snapshot(Path(folder)))
         self._commit(base, None, anchor, 0.0)
@@ -154,7 +134,7 @@ class Publisher:
                 self._busy = False
                 self._changed.notify_all()
 
-    def _attempt(self, job: _HandOver) -> None:
+    def _attempt(self, job: HandOver) -> None:
         try:
             self._publish(job)
         except (AccessDenied, BucketMissing):
@@ -163,7 +143,7 @@ class Publisher:
             print(f"publisher: {error}; trying again", flush=True)
             self._settle(job)
 
-    def _next(self) -> _HandOver | None:
+    def _next(self) -> HandOver | None:
         with self._changed:
             self._changed.wait_for(lambda: self._closed or (self._waiting and not self._failure))
             if self._closed or self._waiting is None:
@@ -171,7 +151,7 @@ class Publisher:
             job, self._waiting, self._busy = self._waiting, None, True
             return job
 
-    def _publish(self, job: _HandOver) -> None:
+    def _publish(self, job: HandOver) -> None:
         version = (self.version or 0) + 1
         started = time.perf_counter()
         data = self._encode(job, version)
@@ -189,21 +169,15 @@ class Publisher:
             delta = self._put_delta(job, version, data)
             self._commit(job, delta, self._writer.put_anchor(version, weights_file), encode_s)
 
-    def _encode(self, job: _HandOver, version: int) -> bytes:
+    def _encode(self, job: HandOver, version: int) -> bytes:
         published = functools.partial(self._published, job)
         return codec.encode(job.patches, published, base=version - 1, version=version, level=self._level)
 
-    def _published(self, job: _HandOver, name: str) -> Bits:
-        """The bits that replicas hold: the mirror's, less what is not published yet."""
+    def _published(self, job: HandOver, name: str) -> Bits:
         with self._changed:
-            bits = self._mirror.bits(name).copy()
-            for pending in (self._waiting, job):
-                for patch in pending.patches if pending else ():
-                    if patch.name == name:
-                        codec.apply(codec.inverse(patch), bits)
-            return bits
+            return taken_back(self._mirror.bits(name), name, [self._waiting, job])
 
-    def _settle(self, job: _HandOver) -> None:
+    def _settle(self, job: HandOver) -> None:
         """After a failure: was the version published and only the answer lost, or must it be sent again?"""
         while not self._closed:
             time.sleep(_RETRY_S)
@@ -220,11 +194,11 @@ class Publisher:
         write_bits({name: self._mirror.bits(name) for name in self._mirror.shapes}, path)
         return path
 
-    def _put_delta(self, job: _HandOver, version: int, data: bytes) -> DeltaRef:
+    def _put_delta(self, job: HandOver, version: int, data: bytes) -> DeltaRef:
         return self._writer.put_delta(version, data, sum(p.index.size for p in job.patches))
 
     def _commit(
-        self, job: _HandOver, delta: DeltaRef | None, anchor: AnchorRef | None, encode_s: float
+        self, job: HandOver, delta: DeltaRef | None, anchor: AnchorRef | None, encode_s: float
     ) -> None:
         manifest = self._writer.commit(
             delta,
@@ -236,23 +210,8 @@ class Publisher:
         )
         self._report(manifest, job, anchor.files[0].size if anchor else 0, encode_s)
 
-    def _report(self, manifest: Manifest, job: _HandOver, anchor_bytes: int, encode_s: float) -> None:
-        payload = manifest.deltas[-1].size if manifest.deltas else anchor_bytes
-        self._log.append(
-            SyncEvent(
-                t=time.time(),
-                version=manifest.version,
-                sync=manifest.sync,
-                payload_bytes=payload,
-                anchor_bytes=anchor_bytes,
-                full_bytes=manifest.full_bytes,
-                changed=manifest.changed,
-                total=manifest.total,
-                diff_s=job.diff_s,
-                encode_s=encode_s,
-                publish_s=time.time() - job.created_at,
-            )
-        )
+    def _report(self, manifest: Manifest, job: HandOver, anchor_bytes: int, encode_s: float) -> None:
+        self._log.append(job.event(manifest, anchor_bytes, encode_s))
 
     def _raise_failure(self) -> None:
         if self._failure:

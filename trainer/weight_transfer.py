@@ -15,12 +15,14 @@ from trainer.mirror import Mirror, Place
 from trainer.publisher import Publisher
 from trainer.sharded import Block, Peers, gathered, local, own_block
 
+OnSync = Callable[[Iterator[tuple[str, torch.Tensor]], int], None]  # all parameters; which sync this is
+
 
 class WeightTransfer:
-    """What both kinds have in common: nothing to set up, to pause or to release."""
+    """One rank's: `on_sync` is what it does with its part of the parameters at each sync."""
 
-    def __init__(self, peers: Peers) -> None:
-        self._peers = peers
+    def __init__(self, peers: Peers, on_sync: OnSync) -> None:
+        self._peers, self._on_sync = peers, on_sync
         self.syncs = 0
 
     def init_weight_transfer(self) -> None:
@@ -37,7 +39,7 @@ class WeightTransfer:
         self.syncs += 1
         weights = gathered(iterator, first=self.syncs == 1, main=self._peers.main)
         with self._peers.together(weights):
-            self._hand_over(weights)
+            self._on_sync(weights, self.syncs)
 
     def resume(self) -> None:
         """Nothing to resume (see above)."""
@@ -45,44 +47,51 @@ class WeightTransfer:
     def destroy(self) -> None:
         """Nothing to release: the publisher belongs to `train.py`, which flushes it."""
 
-    def _hand_over(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        raise NotImplementedError
 
-
-class BucketWeightTransfer(WeightTransfer):
+def to_bucket(publisher: Publisher, after_first: Callable[[], None], peers: Peers) -> WeightTransfer:
     """The main rank's: publishes each of TRL's weight syncs as a version of the run.
 
     `after_first` runs once, after the first sync: the replicas can only start when there is a version.
     """
 
-    def __init__(self, publisher: Publisher, after_first: Callable[[], None], peers: Peers) -> None:
-        super().__init__(peers)
-        self._publisher, self._after_first = publisher, after_first
-
-    def _hand_over(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        if self.syncs == 1:
-            self._publisher.publish(weights, self.syncs)
-            self._after_first()
+    def hand_over(weights: Iterator[tuple[str, torch.Tensor]], sync: int) -> None:
+        if sync == 1:
+            publisher.publish(weights, sync)
+            after_first()
         else:
-            self._publisher.publish(weights, self.syncs, self._peers.receive)
+            publisher.publish(weights, sync, peers.receive)
+
+    return WeightTransfer(peers, hand_over)
 
 
-class ShardWeightTransfer(WeightTransfer):
-    """That of every other rank: keeps a mirror of its own blocks and sends what changed to the main rank."""
+def to_main(peers: Peers, place: Place) -> WeightTransfer:
+    """That of every other rank: sends the main rank what changed in its own blocks."""
+    shards = _Shards(place)
 
-    def __init__(self, peers: Peers, place: Place) -> None:
-        super().__init__(peers)
+    def hand_over(weights: Iterator[tuple[str, torch.Tensor]], sync: int) -> None:
+        if sync == 1:
+            shards.keep(weights)
+        else:
+            peers.send(shards.changes(weights))
+
+    return WeightTransfer(peers, hand_over)
+
+
+class _Shards:
+    """A rank's own blocks, as they were handed over last."""
+
+    def __init__(self, place: Place) -> None:
         self._mirror = Mirror(place)
         self._blocks: dict[str, Block | None] = {}
 
-    def _hand_over(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        if self.syncs > 1:
-            self._peers.send([self._diff(*named) for named in weights if self._is_mine(*named)])
-            return
+    def keep(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
             self._blocks[name] = own_block(tensor, main=False)
             if self._blocks[name]:
                 self._mirror.add(name, local(tensor))
+
+    def changes(self, weights: Iterator[tuple[str, torch.Tensor]]) -> list[Patch]:
+        return [self._diff(*named) for named in weights if self._is_mine(*named)]
 
     def _is_mine(self, name: str, tensor: torch.Tensor) -> bool:
         block = own_block(tensor, main=False)

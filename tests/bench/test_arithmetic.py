@@ -150,5 +150,5 @@ def test_marked_places_of_the_readme_are_written_and_nothing_else():
 def test_the_gpu_section_measures_every_part_on_any_device(monkeypatch):
     monkeypatch.setattr(gpu, "_REPEATS", 2)
     measured = gpu.measure(change(0.01), torch.device("cpu"))
-    assert set(measured) == {"diff_gb_s", "commit_ms", "take_ms", "put_ms", "digest_gb_s"}
+    assert set(measured) == {"diff_gb_s", "commit_ms", "read_ms", "put_ms", "digest_gb_s"}
     assert all(figure > 0 for figure in measured.values())

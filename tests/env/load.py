@@ -1,10 +1,11 @@
 """Many games at once from one client process, against a running service; prints what they met.
 
-    python -m tests.env.load --url http://127.0.0.1:8000 --games 256 --minutes 10 --protocol http
+    python -m tests.env.load --url http://127.0.0.1:8000 --games 256 --minutes 10 --protocol http --think 0.25
 
 `--protocol ws` plays over `/ws` with OpenEnv's own client, so it needs an environment in which `openenv` is
-installed. Every game is whole: opened, guessed to its end, closed; then its player starts the next, without
-a pause. The guesses are drawn from the answers, so nearly all games take six.
+installed. Every game is whole: opened, guessed to its end, closed; then its player starts the next. Before
+each guess it thinks, as a policy does, for `--think` seconds on average; with 0 the server has all it can do.
+The guesses are drawn from the answers, so nearly all games take six.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class OpenEnvPlayer(Player):
 PLAYERS = {"http": HttpPlayer, "ws": OpenEnvPlayer}
 
 
-async def play(player: Player, words: list[str], seed: int, until: float, tally: Tally) -> None:
+async def play(player: Player, words: list[str], seed: int, until: float, think: float, tally: Tally) -> None:
     """Play games until the clock says `until`; every one is finished."""
     rng = random.Random(seed)
     while time.monotonic() < until:
@@ -118,6 +119,7 @@ async def play(player: Player, words: list[str], seed: int, until: float, tally:
             await player.start(rng.randrange(2**31))
             over = False
             while not over:
+                await asyncio.sleep(rng.uniform(0, 2 * think))
                 started = time.perf_counter()
                 over = await player.guess(rng.choice(words))
                 tally.count(time.perf_counter() - started)
@@ -128,14 +130,14 @@ async def play(player: Player, words: list[str], seed: int, until: float, tally:
             await asyncio.sleep(0.1)
 
 
-async def run(url: str, protocol: str, games: int, seconds: float) -> dict[str, object]:
+async def run(url: str, protocol: str, games: int, seconds: float, think: float = 0) -> dict[str, object]:
     """Play `games` games at once for `seconds`; returns the report."""
     words = json.load(urlopen(f"{url}/words"))["answers"]
     before = _server(url)
     players = [PLAYERS[protocol](url) for _ in range(games)]
     tally, used = Tally(time.monotonic()), time.process_time()
     tasks = [
-        asyncio.create_task(play(player, words, seed, tally.started + seconds, tally))
+        asyncio.create_task(play(player, words, seed, tally.started + seconds, think, tally))
         for seed, player in enumerate(players)
     ]
     await asyncio.sleep(seconds * 0.8)
@@ -193,8 +195,10 @@ def main() -> None:
     parser.add_argument("--protocol", choices=PLAYERS, default="http")
     parser.add_argument("--games", type=int, default=256)
     parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--think", type=float, default=0, help="seconds before a guess, on average")
     options = parser.parse_args()
-    report = asyncio.run(run(options.url, options.protocol, options.games, options.minutes * 60))
+    seconds = options.minutes * 60
+    report = asyncio.run(run(options.url, options.protocol, options.games, seconds, options.think))
     print(json.dumps(report))
 
 

@@ -88,7 +88,7 @@ def test_a_thousand_deltas_with_undos_between_them_leave_what_a_fresh_load_would
     model = load(state)
     weights = live(model)
     path = tmp_path / "delta.safetensors"
-    known = weights.digest()
+    known, put = weights.digest(), scatter.put
     assert known == state_digest(state)
     for turn in range(1000):
         new = moved(rng, state)
@@ -97,7 +97,7 @@ def test_a_thousand_deltas_with_undos_between_them_leave_what_a_fresh_load_would
         assert staged.digest == state_digest(new)
         if turn % 4 == 0 and len(staged.steps) > 1:
             with monkeypatch.context() as broken:
-                broken.setattr(scatter, "wrong", lambda *_: 1)
+                broken.setattr(scatter, "put", lambda *write: put(*write) + 1)
                 with pytest.raises(codec.CodecError, match="not what was written"):
                     staging.commit(staged.steps, Ranks(1).agree)
             assert_same(model, state)
@@ -134,9 +134,10 @@ def test_a_failure_in_the_middle_of_the_writing_is_put_back(tmp_path, monkeypatc
 
     def fails_at_the_third(memory, index, values):
         written.append(memory)
-        put(memory, index, values)
+        wrong = put(memory, index, values)
         if len(written) == 3:
             raise MemoryError("device lost")
+        return wrong
 
     monkeypatch.setattr(scatter, "put", fails_at_the_third)
     with pytest.raises(MemoryError):
@@ -174,9 +175,13 @@ def test_the_host_kernels_do_what_the_tensor_operations_of_a_device_do():
     index = torch.randperm(1000)[:100].sort().values
     values = torch.randint(-32768, 32767, (100,), dtype=torch.int16)
     expected = memory.clone().index_copy_(0, index, values)
-    assert torch.equal(scatter.take(memory, index), memory[index])
-    scatter.put(memory, index, values)
+    old, new = scatter.moved(memory, index, values)
+    assert torch.equal(old, memory[index])
+    assert torch.equal(new, memory[index] + values)
+    assert scatter.put(memory, index, values) == 0
     assert torch.equal(memory, expected)
-    assert scatter.wrong(memory, index, values) == 0
-    memory[index[5]] ^= 1
-    assert scatter.wrong(memory, index, values) == 1
+
+
+def test_a_write_that_did_not_take_is_counted():
+    memory, twice = torch.zeros(9, dtype=torch.int16), torch.tensor([2, 5, 5])
+    assert scatter.put(memory, twice, torch.tensor([1, 2, 3], dtype=torch.int16)) == 1

@@ -25,7 +25,7 @@ from trainer.mirror import Mirror
 from trainer.publisher import Publisher
 from trainer.run_writer import RunWriter
 from trainer.sharded import Peers, live_digest
-from trainer.weight_transfer import BucketWeightTransfer, ShardWeightTransfer, WeightTransfer
+from trainer.weight_transfer import WeightTransfer, to_bucket, to_main
 
 STEPS = 4
 
@@ -149,14 +149,14 @@ def _out_of_memory(method: Any) -> Any:
 
 def _transfer(peers: Peers, folder: Path, level: str) -> tuple[Publisher | None, WeightTransfer]:
     if not peers.main:
-        return None, ShardWeightTransfer(peers, "host")
+        return None, to_main(peers, "host")
     assets = folder / "assets"
     assets.mkdir(parents=True)
     (assets / "config.json").write_text("{}")
     bucket = open_bucket((folder / "bucket").as_uri(), create=True)
     writer = RunWriter(bucket, "run", model="policy", assets=assets)
     publisher = Publisher(writer, RunLogWriter(bucket, "run"), level=level)
-    return publisher, BucketWeightTransfer(publisher, lambda: None, peers)
+    return publisher, to_bucket(publisher, lambda: None, peers)
 
 
 def spawn(size: int, layout: str, folder: Path, jobs: list[str]) -> list[list[str]]:

@@ -39,13 +39,16 @@ def wait_for_children(process: subprocess.Popen[str], count: int) -> list[psutil
     raise AssertionError(f"the demo started too little: {process.communicate()}")
 
 
+@pytest.mark.parametrize("times", [1, 20], ids=["once", "impatiently"])
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "terminate"])
-def test_an_interrupt_stops_every_process(tmp_path, sign):
+def test_an_interrupt_stops_every_process(tmp_path, sign, times):
     process = demo(tmp_path / "demo")
     children = wait_for_children(process, 3)
     time.sleep(2)
     children += psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(sign)
+    for _ in range(times):
+        process.send_signal(sign)
+        time.sleep(0.02)
     _, complaint = process.communicate(timeout=60)
     assert process.returncode != 0
     assert complaint == "stopped; every process it started is gone\n"

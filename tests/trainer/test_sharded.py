@@ -10,7 +10,7 @@ from shared.history import RunReader
 from shared.protocol import Manifest
 from tests.trainer import ranks
 from trainer.sharded import Peers
-from trainer.weight_transfer import ShardWeightTransfer
+from trainer.weight_transfer import to_main
 
 
 def published(folder: Path) -> list[tuple[int, str, bytes]]:
@@ -46,7 +46,7 @@ def test_a_fault_on_one_rank_stops_all_with_its_sentence(tmp_path):
 
 def test_a_rank_whose_layout_changed_says_so():
     """Its mirror would no longer be that of the elements it sends."""
-    transfer = ShardWeightTransfer(Peers(), "host")
+    transfer = to_main(Peers(), "host")
     transfer.send_weights(iter([("w", torch.ones(3))]))
     with pytest.raises(ValueError, match="other is sharded in another way than at the first sync"):
         transfer.send_weights(iter([("other", torch.ones(3))]))
