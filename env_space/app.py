@@ -4,13 +4,16 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
+from env_space import setup_page
 from env_space.games import Games
+from env_space.keys import AT_ONCE, KeyCheck
 from env_space.logs import log_as_json, log_game
 from env_space.metrics import Metrics, MoveTimer
 from env_space.openenv import routes as openenv
@@ -41,48 +44,72 @@ def create_app(settings: Settings) -> FastAPI:
         log_game(session)
 
     sessions = Sessions(settings.max_sessions, settings.session_ttl_s, ended)
+    visitors = Sessions(AT_ONCE, settings.session_ttl_s, ended, more="")
     metrics.watch_sessions(sessions.__len__, sessions.capacity)
-    app = FastAPI(title="Wordle environment", description=__doc__, lifespan=_reaping(sessions))
+    app = FastAPI(title="Wordle environment", description=__doc__, lifespan=_reaping(sessions, visitors))
     app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
     app.add_middleware(MoveTimer, metrics=metrics)
+    app.add_middleware(KeyCheck, key="" if settings.open else settings.key)
     answer_problems(app)
     Games(sessions, rules).route(app)
+    Games(visitors, rules, via="page").route(app, "/play", documented=False)
     openenv.route(app, sessions, rules, metrics)
-    Watch(sessions, rules, settings.replica_url, settings.replica_prompt).route(app)
+    Watch(visitors, rules, settings).route(app)
     Pages(sessions, rules, metrics).route(app)
     return app
 
 
-def _reaping(sessions: Sessions) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+def _reaping(*stores: Sessions) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        reaper = asyncio.create_task(_reap_forever(sessions))
+        reaper = asyncio.create_task(_reap_forever(stores))
         yield
         reaper.cancel()
-        _log.info("stopped with %d games in play", len(sessions))
+        _log.info("stopped with %d games in play", sum(map(len, stores)))
 
     return lifespan
 
 
-async def _reap_forever(sessions: Sessions) -> None:
+async def _reap_forever(stores: Iterable[Sessions]) -> None:
     """Every request reaps too; this frees the memory while none comes."""
     while True:
         await asyncio.sleep(REAP_EVERY_S)
-        sessions.reap()
+        for sessions in stores:
+            sessions.reap()
 
 
 def main() -> None:
-    """Serve with the settings of the environment, in one process: the games live in its memory."""
+    """Serve with the settings of the environment, in one process: the games live in its memory.
+
+    Where it is not set up, it says so: on the Hub on its page, elsewhere as it ends.
+    """
+    if "SPACE_ID" in os.environ and (problems := setup_page.problems_of(os.environ)):
+        log_as_json()
+        _log.error(setup_page.sentence(problems))
+        return _serve(setup_page.create_app(problems), *_address(os.environ))
     try:
         settings = settings_from(os.environ)
         app = create_app(settings)
     except ValueError as error:
         sys.exit(f"The Wordle Space cannot start. {error}")
     log_as_json()
+    return _serve(app, settings.host, settings.port)
+
+
+def _address(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Host and port where the settings as a whole cannot be used."""
+    default, port = Settings.model_fields, environ.get("WORDLE_PORT", "")
+    return (
+        environ.get("WORDLE_HOST", default["host"].default),
+        int(port) if port.isdecimal() else default["port"].default,
+    )
+
+
+def _serve(app: ASGIApp, host: str, port: int) -> None:
     uvicorn.run(
         app,
-        host=settings.host,
-        port=settings.port,
+        host=host,
+        port=port,
         access_log=False,
         log_config=None,
         timeout_keep_alive=KEEP_ALIVE_S,

@@ -20,26 +20,29 @@ _MOVE = TypeAdapter(Move)
 class Games:
     """Open, guess, close. No handler awaits once it has read its request, so the store needs no locks."""
 
-    def __init__(self, sessions: Sessions, rules: Rules) -> None:
+    def __init__(self, sessions: Sessions, rules: Rules, via: str = "http") -> None:
         self._sessions = sessions
         self._rules = rules
+        self._via = via
 
-    def route(self, app: FastAPI) -> None:
-        """Offer the routes on `app`."""
-        app.post("/sessions", status_code=201, responses=problems(400, 409, 413, 422, 503))(self.open)
+    def route(self, app: FastAPI, at: str = "/sessions", *, documented: bool = True) -> None:
+        """Offer the routes on `app`, below `at`."""
+        options: dict[str, Any] = {"include_in_schema": documented}
+        app.post(at, status_code=201, responses=problems(400, 401, 409, 413, 422, 503), **options)(self.open)
         app.router.add_api_route(
-            "/sessions/{session}/guess",
+            f"{at}/{{session}}/guess",
             self.guess,
             methods=["POST"],
-            responses=problems(404, 409, 413, 422),
+            responses=problems(401, 404, 409, 413, 422),
             route_class_override=MoveRoute,
+            **options,
         )
-        app.delete("/sessions/{session}", responses=problems(404, 422))(self.close)
+        app.delete(f"{at}/{{session}}", responses=problems(401, 404, 422), **options)(self.close)
 
     async def open(self, opening: Opening) -> Opened:
         """Start a game whose secret the seed names."""
         game = self._rules.deal(opening.seed, opening.split)
-        origin = Origin(opening.seed, opening.split)
+        origin = Origin(opening.seed, opening.split, self._via)
         session = self._sessions.open(opening.id or uuid4(), origin, game)
         return Opened(
             session=session.id,

@@ -6,6 +6,8 @@ from typing import Any
 
 import httpx
 
+from env_space.keys import replica_headers
+
 PATIENCE_S = 60.0
 _CALLED_WORD = re.compile(r'"word"\s*:\s*"([^"]*)"')
 _ASLEEP = "If it is a Space that sleeps, open its page to wake it, and try again in a few minutes."
@@ -85,9 +87,10 @@ class Replica:
         return answer
 
 
-def connect(url: str) -> httpx.AsyncClient:
-    """A client for the replica at `url`."""
-    return httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, trust_env=False)
+def connect(url: str, key: str) -> httpx.AsyncClient:
+    """A client for the replica at `url`, with what opens it."""
+    headers = replica_headers(url, key)
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=PATIENCE_S, trust_env=False)
 
 
 def _reason(answer: httpx.Response) -> str:

@@ -75,8 +75,10 @@ class Sessions:
         ttl_s: float,
         on_end: Callable[[Session], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
+        more: str = ", or raise WORDLE_MAX_SESSIONS",
     ) -> None:
         self.capacity = capacity
+        self._more = more  # what helps, besides waiting, when all places are taken
         self.ttl_s = ttl_s
         self._on_end = on_end
         self._clock = clock
@@ -97,9 +99,7 @@ class Sessions:
         if id in self._playing or id in self._ended:
             return self._reopen(id, origin)
         if len(self._playing) >= self.capacity:
-            raise FullError(
-                f"All {self.capacity} places are taken; try again in a moment, or raise WORDLE_MAX_SESSIONS."
-            )
+            raise FullError(f"All {self.capacity} places are taken; try again in a moment{self._more}.")
         now = self._clock()
         session = self._playing[id] = Session(id, origin, game, now, now)
         return session

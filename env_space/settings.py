@@ -6,10 +6,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 PREFIX = "WORDLE_"
+SENDABLE = "^[!-~]*$"  # in a header
 
 
 class SettingsError(ValueError):
     """A WORDLE_ variable cannot be used; the message is a sentence that names it."""
+
+    def __init__(self, problems: Mapping[str, str]) -> None:
+        super().__init__(" ".join(problems.values()))
+        self.problems = problems  # variable -> its sentence
 
 
 class Settings(BaseModel):
@@ -28,6 +33,9 @@ class Settings(BaseModel):
     )
     replica_url: str | None = Field(None, pattern="^https?://[^/]", description="whose policy can be watched")
     replica_prompt: str = Field("Play Wordle.", min_length=1, description="what that policy was trained on")
+    replica_key: str = Field("", pattern=SENDABLE, repr=False, description="that replica's key")
+    key: str = Field("", pattern=SENDABLE, repr=False, description="what the API asks for; empty: it is open")
+    open: bool = Field(False, description="whether the API is open although there is a key")
     host: str = Field("0.0.0.0", min_length=1, description="address to listen on")
     port: int = Field(8000, ge=1, le=65535, description="port to listen on")
 
@@ -40,12 +48,18 @@ def settings_from(environ: Mapping[str, str]) -> Settings:
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
-        raise SettingsError(" ".join(map(_sentence, error.errors()))) from None
+        raise SettingsError({_variable(found): _sentence(found) for found in error.errors()}) from None
+
+
+def _variable(problem: ErrorDetails) -> str:
+    return PREFIX + str(problem["loc"][0]).upper()
 
 
 def _sentence(problem: ErrorDetails) -> str:
-    variable = PREFIX + str(problem["loc"][0]).upper()
+    variable = _variable(problem)
     if problem["type"] == "extra_forbidden":
         known = ", ".join(PREFIX + field.upper() for field in Settings.model_fields)
         return f"{variable} is not a setting; the settings are {known}."
+    if variable.endswith("KEY"):
+        return f"{variable} cannot be sent in a header; use printable ASCII without spaces."
     return f"{variable}={problem['input']} cannot be used: {problem['msg'].lower()}."

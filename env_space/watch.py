@@ -15,6 +15,7 @@ from env_space.games import problems
 from env_space.replica import Replica, ReplicaError, connect
 from env_space.rules import Rules
 from env_space.sessions import FullError, Origin, Session, SessionError, Sessions
+from env_space.settings import Settings
 from env_space.wordle import MAX_GUESSES, Move
 
 MAX_WATCHED = 8  # every one of them takes the replica's time
@@ -29,9 +30,10 @@ class NoReplicaError(Exception):
 class Watch:
     """The route `/watch`. Each request is a new game on the same engine and store as any other."""
 
-    def __init__(self, sessions: Sessions, rules: Rules, url: str | None, prompt: str) -> None:
+    def __init__(self, sessions: Sessions, rules: Rules, settings: Settings) -> None:
         self._sessions, self._rules = sessions, rules
-        self._url, self._prompt = url, prompt
+        self._url, self._prompt = settings.replica_url, settings.replica_prompt
+        self._key = settings.replica_key
         self._watched = 0
 
     def route(self, app: FastAPI) -> None:
@@ -67,7 +69,7 @@ class Watch:
                 self._sessions.close(session.id)
 
     async def _play(self, url: str, session: Session) -> AsyncIterator[str]:
-        async with connect(url) as http:
+        async with connect(url, self._key) as http:
             replica = Replica(http, self._prompt)
             while not session.game.over:
                 turn = await replica.turn()

@@ -1,7 +1,7 @@
 """The gateway: the only public port of a vLLM Space. Inference, status and the dashboard; nothing else.
 
 `python -m inference_space.app` starts it with the settings in the environment. vLLM listens on loopback,
-and what it offers beyond the three inference routes below is not reachable from outside.
+and what it offers beyond the three inference routes below is not reachable from outside: see `gate.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -17,28 +17,32 @@ import aiohttp
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.background import BackgroundTask
+from starlette.types import ASGIApp
 
-from inference_space import dashboard
+from inference_space import dashboard, setup_page
 from inference_space.follower import Follower
+from inference_space.gate import Gate, Lane
+from inference_space.progress import CountingReader
 from inference_space.settings import Settings, SettingsError, settings_from
 from inference_space.vllm_server import VllmServer
+from shared.bucket import BucketError
 from shared.buckets import open_bucket
-from shared.history import RunReader
-from shared.protocol import Manifest
+from shared.protocol import Manifest, ProtocolError
 from shared.runlog import ReplicaReport
 
 SPANS = "x-policy-versions"  # written by version_headers.py, inside vLLM
 # An answer that spans hundreds of commits has a long header; common clients refuse more than 8190 bytes.
 _MAX_FROM_VLLM, _MAX_TO_CLIENT = 1 << 20, 1 << 12
 INFERENCE = {"/v1/models": "GET", "/v1/completions": "POST", "/v1/chat/completions": "POST"}
+# A view of the dashboard may rebuild a model; more of them at once would only wait for each other.
+READING = Lane(at_once=16, seconds=600.0)
 
 
 def create_app(settings: Settings) -> FastAPI:
     """The whole Space as one ASGI app; the follower and vLLM live as long as it does."""
     bucket = open_bucket(settings.bucket)
     vllm = VllmServer(settings)
-    follower = Follower(RunReader(bucket, settings.run), vllm, settings)
+    follower = Follower(CountingReader(bucket, settings.run), vllm, settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -52,11 +56,16 @@ def create_app(settings: Settings) -> FastAPI:
             yield
             follower.stop()
 
-    app = FastAPI(title="Delta Weight Sync replica", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Delta Weight Sync replica", lifespan=lifespan, openapi_url=None)
     _add_status(app, follower)
     for path, method in INFERENCE.items():
         app.add_route(path, _forward(vllm, follower), methods=[method])
     dashboard.mount(app, bucket, settings.run, controls=follower.orders, key=settings.key)
+    if "SPACE_ID" in os.environ:
+        app.add_middleware(setup_page.SetupPage, problems=lambda: follower.problems)
+    inference = Lane(settings.max_requests or 4 * settings.max_num_seqs, settings.request_s)
+    key = "" if settings.open_inference else settings.key
+    app.add_middleware(Gate, key=key, inference=inference, reading=READING)
     return app
 
 
@@ -99,9 +108,16 @@ def _forward(vllm: VllmServer, follower: Follower) -> Callable[[Request], Awaita
 async def _relay(answer: aiohttp.ClientResponse, headers: dict[str, str]) -> Response:
     headers["content-type"] = answer.content_type
     if answer.content_type == "text/event-stream":
-        closing = BackgroundTask(answer.close)
-        return StreamingResponse(answer.content.iter_any(), answer.status, headers, background=closing)
+        return StreamingResponse(_parts(answer), answer.status, headers)
     return Response(await answer.read(), answer.status, headers)
+
+
+async def _parts(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    try:
+        async for part in answer.content.iter_any():
+            yield part
+    finally:
+        answer.close()  # whoever left early: vLLM need not go on
 
 
 def _policy_headers(spans: str, serving: Manifest, follower: Follower) -> dict[str, str]:
@@ -123,19 +139,30 @@ def _unavailable(reason: str) -> JSONResponse:
 
 
 def main() -> None:
-    """Start the Space."""
+    """Start the Space. Where it is not set up, it says so: on the Hub on its page, elsewhere as it ends."""
+    problems = setup_page.problems_of(os.environ) if "SPACE_ID" in os.environ else {}
+    if problems:
+        print(f"replica: {setup_page.sentence(problems)}", flush=True)
+        return _serve(setup_page.create_app(problems), *_address(os.environ))
     try:
         settings = settings_from(os.environ)
-    except SettingsError as error:
+        app = create_app(settings)
+    except (SettingsError, ProtocolError, BucketError) as error:
         sys.exit(f"replica: {error}")
-    uvicorn.run(
-        create_app(settings),
-        host=settings.host,
-        port=settings.port,
-        access_log=False,
-        log_level="warning",
-        timeout_graceful_shutdown=5,
+    return _serve(app, settings.host, settings.port)
+
+
+def _address(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Host and port where the settings as a whole cannot be used."""
+    default, port = Settings.model_fields, environ.get("REPLICA_PORT", "")
+    return (
+        environ.get("REPLICA_HOST", default["host"].default),
+        int(port) if port.isdecimal() else default["port"].default,
     )
+
+
+def _serve(app: ASGIApp, host: str, port: int) -> None:
+    uvicorn.run(app, host=host, port=port, access_log=False, log_level="warning", timeout_graceful_shutdown=5)
 
 
 if __name__ == "__main__":

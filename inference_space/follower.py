@@ -12,11 +12,12 @@ import time
 from collections import deque
 from pathlib import Path
 
+from inference_space.access import refusal
 from inference_space.orders import Orders
+from inference_space.progress import CountingReader
 from inference_space.settings import Settings
 from inference_space.vllm_server import VllmError, VllmServer
-from shared.history import RunReader
-from shared.protocol import DeltaRef, FileRef, Manifest
+from shared.protocol import DeltaRef, Manifest
 from shared.runlog import CommitEvent, ReplicaEvent, ReplicaReport
 
 _BACKOFF_S = 3.0
@@ -27,28 +28,32 @@ _KEPT_SYNCS = 4096  # more versions than one completion can span
 class Follower:
     """Runs in a thread of the gateway's process; `serving` and `report` may be read by any thread."""
 
-    def __init__(self, reader: RunReader, vllm: VllmServer, settings: Settings) -> None:
+    def __init__(self, reader: CountingReader, vllm: VllmServer, settings: Settings) -> None:
         self._reader, self._vllm, self._settings = reader, vllm, settings
         self._folder = Path(settings.folder)
         self.orders = Orders(reader)
         self.serving: Manifest | None = None  # the version whose bits are live, proven by digest
+        self.problems: dict[str, str] = {}  # what the owner must set before the bucket can be read
         self.syncs: dict[int, tuple[int, int]] = {}  # version -> (epoch, sync), for all that vLLM may name
-        self._serving_ref: FileRef | None = None
+        self._served_last: Manifest | None = None
         self._served_head = ""  # etag of the HEAD whose version is served
         self._commits: deque[CommitEvent] = deque(maxlen=_KEPT_COMMITS)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
-        self._state = "starting"
+        self._state, self._fetching = "starting", False
         self._error: str | None = None
+        self._printed = ""
 
     def start(self) -> None:
         """Begin to follow."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop following and end vLLM."""
+        """Stop following and end vLLM, also one that is just being started."""
         self._stopped.set()
-        self._thread.join()
+        while self._thread.is_alive():
+            self._vllm.stop()
+            self._thread.join(0.5)
         self._vllm.stop()
 
     def report(self, after: int) -> ReplicaReport:
@@ -57,7 +62,7 @@ class Follower:
         status = ReplicaEvent(
             t=time.time(),
             replica=self._settings.name,
-            state=self._state,
+            state=f"{self._state}: {self._reader.progress()}" if self._fetching else self._state,
             version=serving.version if serving else None,
             digest=serving.digest if serving else None,
             error=self._error,
@@ -69,32 +74,43 @@ class Follower:
         while not self._stopped.is_set():
             try:
                 self._turn()
+                self.problems = {}
                 self._stopped.wait(self._settings.poll_s)
             except Exception as error:  # noqa: BLE001 - whatever it was: report it, keep serving, try again
-                self._report(error=f"{error}")
-                print(f"replica {self._settings.name}: {error}", flush=True)
+                self._explain(error)
                 self._stopped.wait(_BACKOFF_S)
+
+    def _explain(self, error: Exception) -> None:
+        """Report what went wrong, and print it once."""
+        self.problems = refusal(error, self._reader.bucket.url)
+        reason = "; ".join(f"{name}: {problem}" for name, problem in self.problems.items()) or f"{error}"
+        self._report(error=reason)
+        if reason != self._printed:
+            print(f"replica {self._settings.name}: {reason}", flush=True)
+            self._printed = reason
 
     def _turn(self) -> None:
         if self.serving is not None and not self._vllm.alive():
             self.serving = None
             raise RuntimeError(f"vLLM died and is started again; see {self._vllm.log}")
-        if self.serving is not None and self.orders.rejoining.is_set():
+        held = self._held()
+        if self.orders.rejoining.is_set():
             self.orders.rejoining.clear()
-            self._join(self.serving)
-        if not self._obeyed():
+            self._follow(held, afresh=True)
+        elif held is None:
             self._look()
+        else:
+            self._hold(held)
 
-    def _obeyed(self) -> bool:
-        """True if the owner wants another version than the newest; it is served then."""
-        if self.orders.pinned is None:
-            return self.orders.paused and self.serving is not None
-        if self.serving is None:
-            self._join(self.orders.pinned)
-        elif self.serving != self.orders.pinned:
-            self._advance(self.orders.pinned, self.serving)
-        self._serving_ref, self._served_head = None, ""  # so that HEAD is looked at again afterwards
-        return True
+    def _held(self) -> Manifest | None:
+        """The version that the owner wants, whatever the newest is."""
+        return self._served_last if self.orders.paused else self.orders.pinned
+
+    def _hold(self, manifest: Manifest) -> None:
+        """Serve `manifest`'s version and no other."""
+        self._served_head = ""  # so that HEAD is looked at again afterwards
+        if manifest != self.serving or self._error:
+            self._follow(manifest)
 
     def _look(self) -> None:
         """Serve the newest version."""
@@ -107,30 +123,28 @@ class Follower:
         elif self._error:
             self._report("serving")
 
-    def _follow(self) -> None:
-        """Serve what HEAD names now."""
-        head = self._reader.head()
-        if head is None:
+    def _follow(self, manifest: Manifest | None = None, *, afresh: bool = False) -> None:
+        """Serve `manifest`'s version (None: what HEAD names now), by starting over if `afresh`."""
+        manifest = manifest or self._newest()
+        if manifest is None:
             return
-        if self.serving is not None and head.manifest == self._serving_ref:
-            return
-        manifest = self._reader.manifest(head.manifest)
-        if self.serving is None:
+        if self.serving is None or afresh:
             self._join(manifest)
-        else:
+        elif manifest != self.serving:
             self._advance(manifest, self.serving)
-        self._serving_ref = head.manifest
+        else:
+            self._report("serving")
+
+    def _newest(self) -> Manifest | None:
+        head = self._reader.head()
+        return self._reader.manifest(head.manifest) if head else None
 
     def _join(self, manifest: Manifest) -> None:
         """From nothing to serving `manifest`'s version."""
         started = time.time()
         folder = self._folder / "checkpoint"
         shutil.rmtree(folder, ignore_errors=True)
-        if self.serving is None:
-            self._report(f"fetching version {manifest.version}")
-        state = self._reader.checkout(manifest, folder)
-        shapes = {name: list(bits.shape) for name, bits in state.items()}
-        del state
+        shapes = self._checkout(manifest, folder)
         fetch_s = time.time() - started
         self.serving = None
         self._report(f"starting vLLM with version {manifest.version}")
@@ -145,6 +159,18 @@ class Follower:
         self._expect(manifest)
         self._vllm.set_version(manifest.version)
         self._serve(manifest, fetch_s=fetch_s, joined=True)
+
+    def _checkout(self, manifest: Manifest, folder: Path) -> dict[str, list[int]]:
+        """Fetch a version; returns the shapes of its tensors."""
+        if self.serving is None:
+            self._report(f"fetching version {manifest.version}")
+        self._reader.expect(manifest, folder)
+        self._fetching = self.serving is None
+        try:
+            state = self._reader.checkout(manifest, folder)
+        finally:
+            self._fetching = False
+        return {name: list(bits.shape) for name, bits in state.items()}
 
     def _advance(self, manifest: Manifest, serving: Manifest) -> None:
         """From the version that is served to `manifest`'s."""
@@ -194,7 +220,7 @@ class Follower:
         joined: bool = False,
     ) -> None:
         now = time.time()
-        self.serving = manifest
+        self.serving = self._served_last = manifest
         self._commits.append(
             CommitEvent(
                 t=now,

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Mapping
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import ErrorDetails
 
 PREFIX = "REPLICA_"
 
 
 class SettingsError(ValueError):
-    """The environment does not describe a replica; the message names the variable and the fix."""
+    """The environment does not describe a replica; the message names each variable and the fix."""
+
+    def __init__(self, problems: Mapping[str, str]) -> None:
+        super().__init__("set the Space's variables: " + "; ".join(f"{k}: {v}" for k, v in problems.items()))
+        self.problems = problems  # variable -> what is wrong with it
 
 
 class Settings(BaseModel):
@@ -28,8 +34,19 @@ class Settings(BaseModel):
     max_model_len: int | None = None  # tokens; None: as long as the model allows
     max_num_seqs: int = 64
     vllm_args: str = ""  # further `vllm serve` arguments, as in a shell
-    key: str = ""  # of the owner, for the dashboard's controls; empty: nobody has one
+    # Opens inference and the owner's controls; empty: inference is open, and nobody has the controls.
+    key: str = Field("", repr=False)
+    open_inference: bool = False  # whether inference needs no key
+    max_requests: int | None = Field(None, ge=1)  # inference requests at once; None: 4 * max_num_seqs
+    request_s: float = Field(900.0, gt=0)  # the longest that one of them may take
     folder: str = "/tmp/replica"  # scratch space: checkpoints, deltas, vLLM's log
+
+    @field_validator("key")
+    @classmethod
+    def _sendable(cls, key: str) -> str:
+        if not re.fullmatch("[!-~]*", key):
+            raise ValueError("a header cannot hold it, use printable ASCII without spaces")
+        return key
 
 
 def settings_from(environ: Mapping[str, str]) -> Settings:
@@ -38,5 +55,11 @@ def settings_from(environ: Mapping[str, str]) -> Settings:
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
-        problems = (f"{PREFIX}{str(e['loc'][0]).upper()}: {e['msg'].lower()}" for e in error.errors())
-        raise SettingsError("set the Space's variables: " + "; ".join(problems)) from None
+        problems = {f"{PREFIX}{str(e['loc'][0]).upper()}": _in_words(e) for e in error.errors()}
+        raise SettingsError(problems) from None
+
+
+def _in_words(problem: ErrorDetails) -> str:
+    """What is wrong, without the value: it may be a secret."""
+    words = {"missing": "not set", "extra_forbidden": "there is no such variable"}
+    return words.get(problem["type"], problem["msg"].removeprefix("Value error, ").lower())

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from shared.bucket import Bucket
-from shared.protocol import Digest, Keys, ProtocolError, Record
+from shared.protocol import FORMAT, Digest, Keys, ProtocolError, Record
 
 SEGMENT = 512
 
@@ -86,6 +86,7 @@ class CommitEvent(Record):
 class ReplicaReport(Record):
     """What a replica answers at `/status?after=<version>`: itself, and its commits of newer versions."""
 
+    format: str = FORMAT
     status: ReplicaEvent
     commits: tuple[CommitEvent, ...]
 

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from transformers import TrainerCallback
 
 from shared.runlog import ReplicaEvent, ReplicaReport, Rollout, RunLogWriter, StepEvent
+from trainer import space_access
 
 _POLL_S = 1.0
 
@@ -172,7 +173,8 @@ class ReplicaWatch:
 
     def _ask(self, url: str) -> ReplicaReport:
         try:
-            answer = self._http.get(f"{url}/status", params={"after": self._after[url]})
+            after = {"after": self._after[url]}
+            answer = self._http.get(f"{url}/status", params=after, headers=space_access.headers(url))
             return ReplicaReport.model_validate_json(answer.raise_for_status().content)
         except (httpx.HTTPError, ValidationError) as error:
             known = self._last.get(url)

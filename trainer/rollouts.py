@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
-import httpx
 from datasets import Dataset
+from multidict import CIMultiDict, CIMultiDictProxy
 from transformers import PreTrainedTokenizerBase
 from trl.experimental.async_grpo import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_rollout_worker import (
@@ -24,10 +24,11 @@ from trl.experimental.async_grpo.async_rollout_worker import (
     _AsyncRolloutLoop,
 )
 
-from trainer import trl_compat
+from trainer import space_access, trl_compat
+from trainer.cold_spaces import PATIENCE_S, SpacesUnavailableError
 
 MODEL_NAME = "policy"  # what every replica calls the model it serves
-_PATIENCE_S = 1800.0  # a paid Space takes minutes to wake and to load a model
+NO_HEADERS = CIMultiDictProxy(CIMultiDict[str]())
 _NOT_NOW = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
 # Of the conversation that is being generated: the sync of the oldest weights, per turn.
 _turns: contextvars.ContextVar[list[int]] = contextvars.ContextVar("turns")
@@ -35,36 +36,6 @@ _turns: contextvars.ContextVar[list[int]] = contextvars.ContextVar("turns")
 
 class RequestRefusedError(RuntimeError):
     """A replica will never answer such a request, for example a prompt longer than its context."""
-
-
-class ReplicasUnavailableError(RuntimeError):
-    """No replica could be reached for half an hour."""
-
-
-def wait_for_replica(urls: Sequence[str], *, poll_s: float = 1.0, say: Callable[[str], None] = print) -> None:
-    """Block until one replica serves a version, saying what each of them waits for.
-
-    Raises `ReplicasUnavailableError` if none does within half an hour.
-    """
-    deadline, said = time.monotonic() + _PATIENCE_S, ""
-    while time.monotonic() < deadline:
-        states = {url: _state(url) for url in urls}
-        if "serving" in states.values():
-            return
-        news = "; ".join(f"{url}: {state}" for url, state in states.items())
-        if news != said:
-            say(f"waiting for a replica - {news}")
-            said = news
-        time.sleep(poll_s)
-    raise ReplicasUnavailableError(f"no replica became ready within {_PATIENCE_S:.0f} s: {said}")
-
-
-def _state(url: str) -> str:
-    try:
-        answer = httpx.get(f"{url}/ready", timeout=10.0).json()
-        return f"{answer['state']}" + (f" ({answer['error']})" if answer.get("error") else "")
-    except (httpx.HTTPError, ValueError, KeyError) as error:
-        return f"not reachable ({type(error).__name__})"
 
 
 class ReplicaRolloutLoop(_AsyncRolloutLoop):
@@ -102,7 +73,7 @@ class ReplicaRolloutLoop(_AsyncRolloutLoop):
         return samples
 
     async def _post(self, path: str, payload: dict, timeout: float, max_retries: int = 3) -> dict:
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + PATIENCE_S
         first = random.randrange(len(self._replicas))
         for attempt in range(1 << 30):
             url = self._replicas[(first + attempt) % len(self._replicas)]
@@ -112,19 +83,20 @@ class ReplicaRolloutLoop(_AsyncRolloutLoop):
                 if _is_final(error):
                     raise RequestRefusedError(f"{url} refused a rollout's request: {error}") from error
                 if time.monotonic() > deadline:
-                    raise ReplicasUnavailableError(f"{url} does not answer: {error}") from error
+                    raise SpacesUnavailableError(f"{url} does not answer: {error}") from error
                 self._counters["rollout/vllm_retry_total"] += 1
                 await asyncio.sleep(1.0)
         raise AssertionError("unreachable")
 
     async def _ask(self, url: str, payload: dict, timeout: float) -> dict:
         limit = aiohttp.ClientTimeout(total=timeout)
-        async with self.session.post(url, json=payload, timeout=limit) as response:
-            if response.status >= 400:
+        # A redirect would carry the key to wherever it leads.
+        options = {"headers": space_access.headers(url), "allow_redirects": False, "timeout": limit}
+        async with self.session.post(url, json=payload, **options) as response:
+            if response.status >= 300:
                 reason = f"{response.reason}: {(await response.text())[:300]}"
-                raise aiohttp.ClientResponseError(
-                    response.request_info, response.history, status=response.status, message=reason
-                )
+                asked = response.request_info._replace(headers=NO_HEADERS)  # an error must not tell the key
+                raise aiohttp.ClientResponseError(asked, (), status=response.status, message=reason)
             self._note_version(response.headers)
             return await response.json()
 

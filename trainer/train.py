@@ -35,12 +35,13 @@ from shared.codec import Level
 from shared.protocol import ProtocolError
 from shared.runlog import DoneEvent, RunLogWriter
 from trainer import rollouts, shorter, trl_compat, wordle
+from trainer.cold_spaces import ColdSpaces, SpacesUnavailableError
 from trainer.mirror import Place
 from trainer.observer import ReplicaWatch, StepRecorder
 from trainer.publisher import Publisher
 from trainer.run_writer import FencedError, RunWriter
 from trainer.sharded import PeerError, Peers, live_digest
-from trainer.weight_transfer import BucketWeightTransfer, ShardWeightTransfer
+from trainer.weight_transfer import WeightTransfer, to_bucket, to_main
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class ScriptArguments:
                 raise SystemExit(f"--{option} must be one of {', '.join(known)}; it is {value!r}")
 
 
-_FAULTS = (BucketError, ProtocolError, FencedError, PeerError, rollouts.ReplicasUnavailableError)
+_FAULTS = (BucketError, ProtocolError, FencedError, PeerError, SpacesUnavailableError)
 
 
 def main() -> None:
@@ -98,7 +99,7 @@ def train(script: ScriptArguments, args: AsyncGRPOConfig) -> None:
             reward_funcs=task.reward_funcs,
             environment_factory=task.environment,
             rollout_worker=run.worker if run else None,
-            weight_transfer=run.transfer if run else ShardWeightTransfer(peers, script.mirror),
+            weight_transfer=run.transfer if run else to_main(peers, script.mirror),
             callbacks=[recorder] if recorder else [],
         )
         if recorder:
@@ -139,7 +140,7 @@ class OpenRun:
     log: RunLogWriter
     publisher: Publisher
     watch: ReplicaWatch
-    transfer: BucketWeightTransfer
+    transfer: WeightTransfer
     worker: rollouts.ReplicaRolloutWorker
 
     def finish(self, digest: str) -> None:
@@ -158,6 +159,8 @@ def _open_run(
     task: Task,
     peers: Peers,
 ) -> Iterator[OpenRun]:
+    spaces = ColdSpaces(script.replicas, script.env_url)
+    spaces.knock()
     bucket = open_bucket(script.bucket, create=True)
     with contextlib.ExitStack() as stack:
         assets = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -168,7 +171,6 @@ def _open_run(
         publisher = stack.enter_context(
             contextlib.closing(Publisher(writer, log, level=script.encoding, place=script.mirror))
         )
-        wait = functools.partial(rollouts.wait_for_replica, script.replicas)
         worker = rollouts.make_worker(
             args,
             tokenizer,
@@ -178,7 +180,7 @@ def _open_run(
             reward_funcs=task.reward_funcs,
             environment_factory=task.environment,
         )
-        yield OpenRun(log, publisher, watch, BucketWeightTransfer(publisher, wait, peers), worker)
+        yield OpenRun(log, publisher, watch, to_bucket(publisher, spaces.wait, peers), worker)
 
 
 class _LastSync(TrainerCallback):

@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 from datasets import Dataset
 
+from trainer import space_access
+
 PROMPT = """You are playing Wordle. Find the secret five-letter word in at most six guesses.
 Call the tool `guess` with one five-letter English word per turn. Each answer repeats your letters with their
 position and a mark: + right letter in the right place, ? right letter in another place, - not in the word.
@@ -91,18 +93,30 @@ class WordleEnv:
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"the environment at {self._url} does not answer: {error}") from error
                 time.sleep(1.0)
-        if response.is_error:
-            kind = GameLostError if response.status_code == httpx.codes.NOT_FOUND else ValueError
-            raise kind(response.json().get("detail", response.text))
+        if not response.is_success:
+            raise _refusal(self._url, response)
         answer: dict[str, Any] = response.json()
         return answer
+
+
+def _refusal(url: str, response: httpx.Response) -> ValueError:
+    """What a refusal means; only the Wordle Space itself answers with a `detail`."""
+    try:
+        detail = str(response.json()["detail"])
+    except (ValueError, LookupError, TypeError):
+        return ValueError(
+            f"{url} answered {response.status_code}, which is not the Wordle Space: check --env_url, and that"
+            " HF_TOKEN may read the Space if it is private"
+        )
+    lost = response.status_code == httpx.codes.NOT_FOUND
+    return GameLostError(detail) if lost else ValueError(f"{url} refused: {detail}")
 
 
 @functools.cache
 def _client(url: str) -> httpx.Client:
     """One connection pool per process; httpx clients may be shared by threads."""
     limits = httpx.Limits(max_connections=256, max_keepalive_connections=256)
-    client = httpx.Client(base_url=url, limits=limits, timeout=30.0)
+    client = httpx.Client(base_url=url, headers=space_access.headers(url), limits=limits, timeout=30.0)
     atexit.register(client.close)
     return client
 

@@ -1,4 +1,4 @@
-// A person plays: the same sessions over HTTP as a trainer's, one request a move.
+// A person plays: on the engine that trains a policy, one request a move.
 
 import { Board, describe, element } from "./board.js";
 
@@ -28,10 +28,10 @@ const randomSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
 const seedInAddress = () => Number(/^#seed=(\d{1,15})$/.exec(location.hash)?.[1] ?? NaN);
 
 async function start(seed) {
-  if (!game.over) ask("DELETE", `sessions/${game.session}`).catch(() => {});
+  if (!game.over) ask("DELETE", `play/${game.session}`).catch(() => {});
   game = { over: true };
   try {
-    const opened = await ask("POST", "sessions", { seed });
+    const opened = await ask("POST", "play", { seed });
     game = { ...opened, turn: 1, typed: "", over: false, busy: false };
     board.clear(opened.max_guesses, opened.length);
     keys.querySelectorAll("button").forEach((key) => key.removeAttribute("data-mark"));
@@ -51,7 +51,7 @@ async function submit() {
   }
   game.busy = true;
   try {
-    const move = await ask("POST", `sessions/${game.session}/guess`, { word: game.typed, turn: game.turn });
+    const move = await ask("POST", `play/${game.session}/guess`, { word: game.typed, turn: game.turn });
     await show(move);
   } catch (problem) {
     const lost = problem instanceof TypeError;
@@ -123,7 +123,7 @@ panel.querySelector(".new").addEventListener("click", () => {
   board.list.focus({ preventScroll: true });
 });
 addEventListener("hashchange", () => Number.isNaN(seedInAddress()) || start(seedInAddress()));
-addEventListener("pagehide", () => game.over || fetch(`sessions/${game.session}`, { method: "DELETE", keepalive: true }));
+addEventListener("pagehide", () => game.over || fetch(`play/${game.session}`, { method: "DELETE", keepalive: true }));
 
 keys.append(...ROWS.map((row) => element("div", {}, ...[...row].map(keyButton))));
 start(Number.isNaN(seedInAddress()) ? randomSeed() : seedInAddress());

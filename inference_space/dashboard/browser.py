@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from html import escape
 from urllib.parse import quote
@@ -71,7 +72,12 @@ def _object(kind: str, info: ObjectInfo, folder: str, served: bool, openable: Co
     if served and kind != "anchors":
         words = f'href="dashboard/object?key={quote(info.key)}" download aria-label="Download {escape(name)}"'
         actions.append(f"<a {words}>Download</a>")
-    return row((f"<code>{escape(name)}</code>", size(info.size), " ".join(actions)))
+    return row((f"<code>{_wrapping(name)}</code>", size(info.size), " ".join(actions)))
+
+
+def _wrapping(name: str) -> str:
+    """A name that breaks where its parts end, if it has to."""
+    return re.sub(r"(/|\.e\d+)", r"\1<wbr>", escape(name))
 
 
 def _pager(page: int, pages: int) -> str:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 from inference_space.dashboard.fold import Fold
+from inference_space.dashboard.past import Past
 from inference_space.dashboard.view import Progress
 from shared.bucket import Bucket, BucketError, ObjectMissing
 from shared.history import RunReader
@@ -15,6 +18,7 @@ from shared.protocol import Keys, ProtocolError, RunInfo, parse
 from shared.runlog import RunLogReader
 
 EVERY_S = 1.0
+IDLE_S = 60.0  # between two readings while nobody looks
 FIRST_WAIT_S = 1.0
 DIGESTS_BACK = 64  # manifests to walk for the digest of a version that a replica is still on
 
@@ -29,42 +33,51 @@ class RunView:
     created_at: float = 0.0  # of the run, unix seconds
     model: str | None = None
     read: bool = False  # the bucket was read at least once
+    parts: int = 0  # of the log that were read so far, while it is read for the first time
     problem: str | None = None  # why the bucket could not be read just now
     quiet_min: int = 0  # whole minutes without an event
     progress: Progress | None = None  # None before the first version
 
 
 class RunCache:
-    """Keeps the newest `RunView` of a run. It reads only while somebody looks, about once a second.
+    """Keeps the newest `RunView` of a run, from the moment it is made: about once a second while somebody
+    looks and once a minute while nobody does, so that nobody waits for a long run to be read.
 
     Without `run` it follows the run that was created last, and another once that one is gone.
     """
 
     def __init__(self, bucket: Bucket, run: str | None) -> None:
-        self._bucket, self._run = bucket, run
+        self._bucket, self._run = _Told(bucket, self._progressed), run
         self._view = RunView(bucket=bucket.url, run=run)
         self._info: RunInfo | None = None
         self._log: RunLogReader | None = None
-        self._fold, self._stale = Fold(), False
+        self._fold, self.past, self._stale = Fold(), Past(), False
         self._asked, self._ready = threading.Event(), threading.Event()
         threading.Thread(target=self._loop, name="dashboard-reader", daemon=True).start()
+
+    def now(self) -> RunView:
+        """The newest view there is, without waiting; somebody looks from now on."""
+        self._asked.set()
+        return self._view
 
     def view(self) -> RunView:
         """The newest view, at once; only the first call, and the first after a while without viewers, waits
         for a fresh one, for at most `FIRST_WAIT_S` seconds.
         """
         self._asked.set()
-        self._ready.wait(FIRST_WAIT_S)
+        if not self._view.parts:
+            self._ready.wait(FIRST_WAIT_S)
         return self._view
 
     def _loop(self) -> None:
-        while self._asked.wait():
+        while True:
             self._asked.clear()
             self._refresh()
             self._ready.set()
             time.sleep(EVERY_S)
             if not self._asked.is_set():
                 self._ready.clear()
+                self._asked.wait(IDLE_S)
 
     def _refresh(self) -> None:
         problem = None
@@ -79,19 +92,20 @@ class RunCache:
     def _follow(self) -> None:
         info = self._find()
         if info != self._info:
-            self._info, self._log, self._stale = info, None, True
-        if self._log is None:
-            self._fold = Fold()
-        if info:
-            self._read(self._log or RunLogReader(self._bucket, info.run))
+            self._info, self._stale = info, True
+            self._fold, self.past = Fold(), Past()
+            self._log = RunLogReader(self._bucket, info.run) if info else None
+        if info and self._log:
+            events = self._log.poll()
+            self.past.add(self._fold, events)
+            self._stale = self._stale or bool(events)
             self._learn_digests(RunReader(self._bucket, info.run))
 
-    def _read(self, log: RunLogReader) -> None:
-        self._log = None  # a poll that fails midway loses what it had read; the next one starts over
-        events = log.poll()
-        self._log = log
-        self._fold.add(events)
-        self._stale = self._stale or bool(events)
+    def _progressed(self, key: str) -> None:
+        """Tell those who wait for the first reading how far it is."""
+        if not self._view.read and "/log/" in key:
+            was, run = self._view, self._info.run if self._info else self._run
+            self._view = replace(was, run=run, parts=was.parts + 1, revision=was.revision + 1)
 
     def _find(self) -> RunInfo | None:
         name = self._run or (self._info.run if self._info else None)
@@ -121,12 +135,28 @@ class RunCache:
             model=self._info.model if self._info else None,
             created_at=self._info.created_at if self._info else 0.0,
             read=was.read or problem is None,
+            parts=0,
             problem=problem,
             quiet_min=_quiet_min(progress),
             progress=progress,
         )
         if vars(now) != vars(was):
             self._view = replace(now, revision=was.revision + 1)
+
+
+class _Told:
+    """A bucket that tells which objects were read."""
+
+    def __init__(self, bucket: Bucket, tell: Callable[[str], None]) -> None:
+        self._bucket, self._tell = bucket, tell
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bucket, name)
+
+    def get(self, key: str) -> bytes:
+        data = self._bucket.get(key)
+        self._tell(key)
+        return data
 
 
 def newest_run(bucket: Bucket) -> RunInfo | None:

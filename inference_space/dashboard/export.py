@@ -14,16 +14,17 @@ from inference_space.dashboard import browser
 from inference_space.dashboard.anatomy import Anatomy
 from inference_space.dashboard.data import RunView, newest_run
 from inference_space.dashboard.facts import scene
+from inference_space.dashboard.fold import Fold
 from inference_space.dashboard.inside import inside
 from inference_space.dashboard.library import Library
 from inference_space.dashboard.page import body, render
-from inference_space.dashboard.past import moments, replay
+from inference_space.dashboard.past import Past, moments
 from inference_space.dashboard.shell import navigation, rest, scripts, styles
 from inference_space.dashboard.view import Progress
 from shared.bucket import Bucket, ObjectMissing
 from shared.codec import CodecError
 from shared.protocol import Keys, Manifest, ProtocolError, RunInfo, parse
-from shared.runlog import RunLogReader, SyncEvent
+from shared.runlog import RunLogReader
 
 PAGES = 8  # of the bucket's listing
 
@@ -82,11 +83,14 @@ def _info(bucket: Bucket, run: str | None) -> RunInfo:
 
 
 def _frames(library: Library) -> dict[int, Progress]:
-    events = RunLogReader(library.bucket, library.run).poll()
-    newest = max((event.version for event in events if isinstance(event, SyncEvent)), default=None)
+    fold, past = Fold(), Past()
+    past.add(fold, RunLogReader(library.bucket, library.run).poll())
+    fold.digests |= library.digests(fold.served())
+    newest = fold.progress()
     if newest is None:
         raise ProtocolError(f"run {library.run!r} in {library.bucket.url} has not published a first version")
-    return dict(replay(events, moments(newest), library.digests))
+    *earlier, last = moments(newest.version)
+    return {version: past.at(version, library.digests) for version in earlier} | {last: newest}
 
 
 def _data(library: Library, frames: dict[int, Progress], info: RunInfo) -> dict[str, object]:

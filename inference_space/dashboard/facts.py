@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import asdict, replace
-from itertools import pairwise
 from typing import Any
 
 from inference_space.dashboard.formulas import Facts, rate_for_share
@@ -49,7 +48,7 @@ def facts_of(run: Progress | None, model: str | None) -> Facts | None:
         encode_s=_median([sync.encode_s for sync, _ in syncs]),
         stage_s=_median([one.stage_s for one in slow]),
         pause_s=run.pause_ms / 1000,
-        anchor_every=_anchor_every(run),
+        anchor_every=max(2, round(run.anchor_every or EXAMPLE.anchor_every)),
     )
 
 
@@ -84,9 +83,3 @@ def _grid() -> tuple[list[float], list[float], list[float]]:
 
 def _median(values: list[float]) -> float:
     return middle(sorted(values)) or 0.0
-
-
-def _anchor_every(run: Progress) -> int:
-    versions = [version for version, _ in run.anchors]
-    gaps = [round(b - a) for a, b in pairwise(versions)]
-    return max(2, round(_median([float(gap) for gap in gaps]))) if gaps else EXAMPLE.anchor_every

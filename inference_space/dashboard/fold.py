@@ -9,13 +9,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from inference_space.dashboard.series import Point, mean_y, middle, since, thin
+from inference_space.dashboard.series import Curve, Point, Series, mean, middle, since
 from inference_space.dashboard.view import Progress, Replica, Slowest
 from shared.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent, StepEvent, SyncEvent
 
 ROWS = 12  # of the table of syncs
 LATELY = 20  # steps
 WINDOW = 24  # versions in the staircase
+UNSETTLED = 64  # versions that replicas may still be taking over
 SOLVED, INVALID, STALENESS = "games/solve_rate", "games/invalid_rate", "sample/staleness_mean"
 
 
@@ -25,13 +26,18 @@ class _Track:
     version: int | None = None
     digest: str | None = None
     error: str | None = None
-    versions: list[Point] = field(default_factory=list)
-    lags: list[Point] = field(default_factory=list)
+    lag_s: float | None = None
+    versions: deque[Point] = field(default_factory=deque)  # in the staircase's window
+    lags: Curve = field(default_factory=lambda: Curve(peaks=True))
 
     def moved_to(self, t: float, version: int | None) -> None:
         if not self.versions or version != self.version:
             self.versions.append((t, math.nan if version is None else version))
         self.version = version
+
+    def forget(self, t: float) -> None:
+        while len(self.versions) > 1 and self.versions[1][0] <= t:
+            self.versions.popleft()
 
 
 class Fold:
@@ -44,17 +50,18 @@ class Fold:
         self._done: DoneEvent | None = None
         self._recent: deque[SyncEvent] = deque(maxlen=ROWS)
         self._sent = self._sent_full = 0
-        self._trainer: list[Point] = []
-        self._deltas: list[Point] = []
-        self._anchors: list[Point] = []
-        self._changed: list[Point] = []
-        self._saved: list[Point] = []
-        self._reward: list[Point] = []
-        self._metrics: dict[str, list[Point]] = {SOLVED: [], INVALID: [], STALENESS: []}
+        self._trainer: deque[Point] = deque(maxlen=WINDOW)
+        self._deltas, self._changed, self._saved = Curve(), Curve(), Curve()
+        self._anchors, self._pauses = Curve(peaks=True), Curve(peaks=True)
+        self._anchored: deque[int] = deque(maxlen=ROWS)
+        self._reward = Curve()
+        self._first: list[float] = []
+        self._lately: deque[float] = deque(maxlen=LATELY)
+        self._metrics = {SOLVED: Curve(), INVALID: Curve(), STALENESS: Curve(peaks=True)}
         self._group: StepEvent | None = None
-        self._slowest: dict[int, Slowest] = {}
+        self._slowest: dict[int, Slowest] = {}  # of the newest versions, by the order of their first commit
         self._tracks: dict[str, _Track] = {}
-        self._sizes, self._pauses, self._lags = list[float](), list[float](), list[float]()  # sorted
+        self._all_sizes, self._all_pauses, self._all_lags = (list[float]() for _ in range(3))  # sorted
 
     def add(self, events: Iterable[Event]) -> None:
         """Fold events, oldest first."""
@@ -81,59 +88,66 @@ class Fold:
         """The page's figures and curves; None before the first version."""
         if self.version is None:
             return None
-        start = self._trainer[max(0, len(self._trainer) - WINDOW)][0]
         return Progress(
             version=self.version,
             last_t=self._last_t,
             done=self._done,
             done_ok=self._matches(self._done.version, self._done.digest) if self._done else None,
             full_bytes=self._recent[-1].full_bytes,
-            payload_bytes=middle(self._sizes),
+            payload_bytes=middle(self._all_sizes),
             sent_bytes=self._sent,
             sent_full_bytes=self._sent_full,
-            pause_ms=middle(self._pauses),
-            worst_pause_ms=self._pauses[-1] if self._pauses else None,
-            lag_s=middle(self._lags),
-            step_s=middle(sorted(b - a for (a, _), (b, _) in pairwise(self._trainer[-WINDOW:]))),
-            replicas=tuple(self._shown(name, start) for name in sorted(self._tracks)),
+            anchor_every=middle(sorted(b - a for a, b in pairwise(self._anchored))),
+            pause_ms=middle(self._all_pauses),
+            worst_pause_ms=self._all_pauses[-1] if self._all_pauses else None,
+            lag_s=middle(self._all_lags),
+            step_s=middle(sorted(b - a for (a, _), (b, _) in pairwise(self._trainer))),
+            replicas=tuple(self._shown(name) for name in sorted(self._tracks)),
             syncs=tuple((sync, self._slowest.get(sync.version)) for sync in reversed(self._recent)),
-            trainer=since(self._trainer, start),
-            deltas=thin(self._deltas),
-            anchors=thin(self._anchors, max),
-            changed=thin(self._changed),
-            pauses=thin([(version, slow.pause_ms) for version, slow in self._slowest.items()], max),
-            saved=thin(self._saved),
-            reward=thin(self._reward),
-            solved=thin(self._metrics[SOLVED]),
-            invalid=thin(self._metrics[INVALID]),
-            staleness=thin(self._metrics[STALENESS], max),
+            trainer=tuple(self._trainer),
+            deltas=self._deltas.points(),
+            anchors=self._anchors.points(),
+            changed=self._changed.points(),
+            pauses=self._pauses.points() + self._unsettled(),
+            saved=self._saved.points(),
+            reward=self._reward.points(),
+            solved=self._metrics[SOLVED].points(),
+            invalid=self._metrics[INVALID].points(),
+            staleness=self._metrics[STALENESS].points(),
             group=self._group,
-            reward_first=mean_y(self._reward[:LATELY]),
-            reward_lately=mean_y(self._reward[-LATELY:]),
+            reward_first=mean(self._first) if self._first else None,
+            reward_lately=mean(self._lately) if self._lately else None,
         )
 
     def _sync(self, event: SyncEvent) -> None:
         self.version, self._done = event.version, None
         self._recent.append(event)
         self._trainer.append((event.t, event.version))
-        if event.version == 0:
-            self._anchors.append((0, event.payload_bytes))
-            return
+        for track in self._tracks.values():
+            track.forget(self._trainer[0][0])
+        if event.version == 0 or event.anchor_bytes:
+            self._anchored.append(event.version)
+            self._anchors.add(event.version, event.anchor_bytes or event.payload_bytes)
+        if event.version:
+            self._delta(event)
+
+    def _delta(self, event: SyncEvent) -> None:
         self._sent += event.payload_bytes + event.anchor_bytes
         self._sent_full += event.full_bytes
-        self._saved.append((event.version, self._sent_full - self._sent))
-        self._deltas.append((event.version, event.payload_bytes))
-        self._changed.append((event.version, event.changed / max(1, event.total)))
-        insort(self._sizes, event.payload_bytes)
-        if event.anchor_bytes:
-            self._anchors.append((event.version, event.anchor_bytes))
+        self._saved.add(event.version, self._sent_full - self._sent)
+        self._deltas.add(event.version, event.payload_bytes)
+        self._changed.add(event.version, event.changed / max(1, event.total))
+        insort(self._all_sizes, event.payload_bytes)
 
     def _step(self, event: StepEvent) -> None:
         if event.reward is not None and math.isfinite(event.reward):
-            self._reward.append((event.step, event.reward))
-        for name, points in self._metrics.items():
+            self._reward.add(event.step, event.reward)
+            self._lately.append(event.reward)
+            if len(self._first) < LATELY:
+                self._first.append(event.reward)
+        for name, curve in self._metrics.items():
             if name in event.metrics:
-                points.append((event.step, event.metrics[name]))
+                curve.add(event.step, event.metrics[name])
         if event.rollouts:
             self._group = event
 
@@ -148,9 +162,13 @@ class Fold:
         track.digest = event.digest
         if event.joined:  # starting vLLM takes as long as it takes; the curves are about syncs
             return
-        track.lags.append((event.version, event.lag_s))
-        insort(self._pauses, event.pause_ms)
-        insort(self._lags, event.lag_s)
+        track.lag_s = event.lag_s
+        track.lags.add(event.version, event.lag_s)
+        insort(self._all_pauses, event.pause_ms)
+        insort(self._all_lags, event.lag_s)
+        self._take_slowest(event)
+
+    def _take_slowest(self, event: CommitEvent) -> None:
         was = self._slowest.get(event.version, Slowest(0, 0, 0, 0, event))
         self._slowest[event.version] = Slowest(
             max(was.fetch_s, event.fetch_s),
@@ -159,20 +177,26 @@ class Fold:
             max(was.pause_ms, event.pause_ms),
             max(was.last, event, key=lambda commit: commit.lag_s),
         )
+        if len(self._slowest) > UNSETTLED:
+            oldest = next(iter(self._slowest))
+            self._pauses.add(oldest, self._slowest.pop(oldest).pause_ms)
 
-    def _shown(self, name: str, start: float) -> Replica:
+    def _unsettled(self) -> Series:
+        return tuple((version, slow.pause_ms) for version, slow in self._slowest.items())
+
+    def _shown(self, name: str) -> Replica:
         track = self._tracks[name]
         return Replica(
             name=name,
             state=track.state,
             version=track.version,
             behind=None if track.version is None else (self.version or 0) - track.version,
-            lag_s=track.lags[-1][1] if track.lags else None,
+            lag_s=track.lag_s,
             digest=track.digest,
             digest_ok=self._matches(track.version, track.digest),
             error=track.error,
-            versions=since(track.versions, start),
-            lags=thin(track.lags, max),
+            versions=since(list(track.versions), self._trainer[0][0]),
+            lags=track.lags.points(),
         )
 
     def _matches(self, version: int | None, digest: str | None) -> bool | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from inference_space.dashboard.anatomy import Anatomy, open_delta
-from shared.bucket import Bucket, Listing, ObjectMissing
+from shared.bucket import Bucket, Listing, ObjectInfo, ObjectMissing
 from shared.history import RunReader
 from shared.protocol import Keys, Manifest, ProtocolError, parse
 
@@ -45,6 +45,17 @@ class _Once(Generic[Answer]):
             return self._kept[key]
 
 
+def manifests_of(objects: Listing) -> dict[int, ObjectInfo]:
+    """The manifest of each version; of several writers' the last one's, which HEAD came to name."""
+    found: dict[int, tuple[int, ObjectInfo]] = {}
+    for info in objects:
+        if match := _MANIFEST.fullmatch(info.key):
+            version, epoch = int(match[1]), int(match[2])
+            if version not in found or epoch > found[version][0]:
+                found[version] = epoch, info
+    return {version: info for version, (_, info) in found.items()}
+
+
 class Library:
     """Reads of one run on demand. One at a time: fifty viewers of a delta cost one download."""
 
@@ -53,7 +64,7 @@ class Library:
         self.bucket, self._run = bucket, run
         self._lock = threading.Lock()
         self._listed: tuple[float, str, Listing] = (-LIST_EVERY_S, "", [])
-        self._manifests: dict[tuple[str, str], Manifest] = {}
+        self._manifests: dict[ObjectInfo, Manifest] = {}
         self._deltas, self._proofs = _Once(self._open), _Once(self._rebuild)
 
     @property
@@ -84,8 +95,9 @@ class Library:
         return self._proofs(self._manifest(version))
 
     def digests(self, versions: set[int]) -> dict[int, str]:
-        """The published digests of versions."""
-        return {version: self._manifest(version).digest for version in versions}
+        """The published digests of versions, of those that the run still has."""
+        there = versions & manifests_of(self.objects()).keys()
+        return {version: self._manifest(version).digest for version in there}
 
     def fetch(self, key: str, folder: Path) -> Path:
         """Download an object of the run to `folder`; anchors and other runs' objects are refused."""
@@ -99,26 +111,15 @@ class Library:
         return path
 
     def _manifest(self, version: int) -> Manifest:
-        """The manifest of a version; of several writers' the last one's, which HEAD came to name."""
-        found = self._newest().get(version)
-        if found is None:
+        info = manifests_of(self.objects()).get(version)
+        if info is None:
             raise ProtocolError(f"run {self.run!r} has no version {version} in {self.bucket.url}")
-        key, etag = found
         with self._lock:
-            if (key, etag) not in self._manifests:
-                self._manifests[key, etag] = parse(Manifest, self.bucket.get(key), key)
+            if info not in self._manifests:
+                self._manifests[info] = parse(Manifest, self.bucket.get(info.key), info.key)
                 if len(self._manifests) > 4 * KEPT:
                     del self._manifests[next(iter(self._manifests))]
-            return self._manifests[key, etag]
-
-    def _newest(self) -> dict[int, tuple[str, str]]:
-        """Version -> key and etag of its manifest with the highest epoch."""
-        found: dict[int, tuple[int, str, str]] = {}
-        for info in self.objects():
-            if match := _MANIFEST.fullmatch(info.key):
-                version, epoch = int(match[1]), int(match[2])
-                found[version] = max(found.get(version, (-1, "", "")), (epoch, info.key, info.etag))
-        return {version: (key, etag) for version, (_, key, etag) in found.items()}
+            return self._manifests[info]
 
     def _open(self, manifest: Manifest) -> tuple[Manifest, Anatomy]:
         if not manifest.deltas:

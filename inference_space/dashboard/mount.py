@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 
 import gradio as gr
 from fastapi import FastAPI
 
+from inference_space.dashboard import login
 from inference_space.dashboard.controls import Controls, Owner
 from inference_space.dashboard.data import RunCache
+from inference_space.dashboard.first import FirstPaint, put_into
 from inference_space.dashboard.library import Library
-from inference_space.dashboard.page import HEAD, build
+from inference_space.dashboard.page import build, paint
 from inference_space.dashboard.routes import router
 from shared.bucket import Bucket
 
@@ -27,16 +29,19 @@ def mount(
     """Serve the dashboard of `run` (None: the run created last) at `path` of `app`; returns `app`.
 
     Mount it after the app's own routes: at "/" it answers every path that no earlier route took. With
-    `controls` there is a tab for the owner: whoever gives `key`, or logs in as the Space's author.
+    `controls` there is a tab for the owner: whoever gives `key`, or logs in as the Space's author. Reading
+    the bucket begins at once. Raises `ValueError` if this Gradio's page is not the one we know.
     """
-    view = RunCache(bucket, run).view
-    app.include_router(router(view, Library(bucket, lambda: view().run)), prefix=path.rstrip("/"))
-    owner = Owner(key, os.environ.get("SPACE_AUTHOR_NAME", ""))
+    put_into((Path(gr.__file__).parent / "templates/frontend/index.html").read_text(), "")
+    cache, owner = RunCache(bucket, run), Owner(key, login.author())
+    if not (owner.key or owner.name):
+        controls = None  # nobody could use them
+    app.include_router(router(cache, Library(bucket, lambda: cache.view().run)), prefix=path.rstrip("/"))
+    app.add_middleware(FirstPaint, path, lambda: paint(cache.now(), owner=controls is not None))
     return gr.mount_gradio_app(
         app,
-        build(view, controls, owner),
+        build(cache.view, controls, owner),
         path,
-        head=HEAD,
         theme=gr.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
         footer_links=[],
         run_history=False,

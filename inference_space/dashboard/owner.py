@@ -2,41 +2,53 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from html import escape
 
 import gradio as gr
 
 from inference_space.dashboard.controls import Controls, Owner
+from inference_space.dashboard.login import hindrance
+from shared.bucket import BucketError
 
 _REFUSED = (
     "Only the owner may do this: give the replica's key (its setting REPLICA_KEY), or log in as its owner."
 )
+_NO_VERSION = "Give the version to pin: a whole number from 0 on."
+_ACTIONS = {
+    "Pause following": "it keeps the version that it serves, whatever is published.",
+    "Follow the newest": "ends a pause and a pin.",
+    "Re-join": "it fetches everything anew and starts vLLM again; until then it answers nothing.",
+    "Pin this version": "it goes there and stays; for an older version vLLM starts again.",
+}
 
 
 def build(controls: Controls, owner: Owner) -> None:
     """Add the tab's components to the Blocks that are being built."""
     gr.HTML("<h1>This replica</h1>", apply_default_css=False)
     said = gr.HTML(lambda: describe(controls), elem_id="dws-owner-said", apply_default_css=False)
-    if login := bool(os.environ.get("OAUTH_CLIENT_ID") and owner.name):
-        gr.LoginButton()
+    if owner.name:
+        gr.LoginButton(size="md", icon=None)
+    else:
+        gr.HTML(f'<p class="mute">{escape(hindrance())}</p>', apply_default_css=False)
     key = gr.Textbox(label="Key", type="password", visible=bool(owner.key), elem_id="dws-key")
     with gr.Row():
-        pause, resume, rejoin = (
-            gr.Button(name) for name in ("Pause following", "Follow the newest", "Re-join")
-        )
+        pause, resume, rejoin = (gr.Button(name) for name in list(_ACTIONS)[:3])
     with gr.Row():
-        version = gr.Number(label="Version", precision=0, minimum=0, value=0)
-        pin = gr.Button("Pin this version")
+        version = gr.Number(label="Version", precision=0, minimum=0)
+        pin = gr.Button(list(_ACTIONS)[3])
+    answer = gr.HTML("", elem_id="dws-owner-answer", apply_default_css=False)
+    about = "".join(f"<li><b>{name}</b>: {words}</li>" for name, words in _ACTIONS.items())
+    gr.HTML(f"<ul>{about}</ul>", apply_default_css=False)
     for button, act in (
         (pause, lambda _: controls.pause()),
         (resume, lambda _: controls.resume()),
         (rejoin, lambda _: controls.rejoin()),
-        (pin, lambda number: controls.pin(int(number))),
+        (pin, lambda number: _pin(controls, number)),
     ):
-        run = _guarded(controls, owner, act, login)
-        button.click(run, [key, version], said, queue=False, show_progress="hidden", api_visibility="private")
+        run = _guarded(controls, owner, act)
+        outputs = [said, answer]
+        button.click(run, [key, version], outputs, show_progress="hidden", api_visibility="private")
 
 
 def describe(controls: Controls) -> str:
@@ -49,18 +61,24 @@ def describe(controls: Controls) -> str:
     return "<p>It follows the newest version.</p>"
 
 
+def _pin(controls: Controls, version: int | None) -> None:
+    if version is None or version < 0:
+        raise ValueError(_NO_VERSION)
+    controls.pin(version)
+
+
 def _guarded(
-    controls: Controls, owner: Owner, act: Callable[[int], None], login: bool
-) -> Callable[[str, int, gr.Request], str]:
-    def run(key: str, version: int, request: gr.Request) -> str:
-        session = request.request.session if login and request.request else {}
-        name = session.get("oauth_info", {}).get("userinfo", {}).get("preferred_username", "")
-        if not owner.allows(key or "", name):
-            return f'<p class="alert" role="alert">{_REFUSED}</p>'
+    controls: Controls, owner: Owner, act: Callable[[int | None], None]
+) -> Callable[[str | None, int | None, gr.OAuthProfile | None], tuple[str, str]]:
+    # Gradio fills in the profile, which only its signed session can hold; nobody can send one.
+    def run(key: str | None, version: int | None, profile: gr.OAuthProfile | None) -> tuple[str, str]:
+        refused = ""
         try:
-            act(version or 0)
-        except ValueError as error:
-            return f'<p class="alert" role="alert">{escape(str(error))}</p>'
-        return describe(controls)
+            if not owner.allows(key or "", profile.username if profile else ""):
+                raise ValueError(_REFUSED)
+            act(version)
+        except (ValueError, BucketError) as error:
+            refused = f'<p class="alert" role="alert">{escape(str(error))}</p>'
+        return describe(controls), refused
 
     return run

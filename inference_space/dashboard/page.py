@@ -12,16 +12,15 @@ import gradio as gr
 from inference_space.dashboard.boards import boards
 from inference_space.dashboard.controls import Controls, Owner
 from inference_space.dashboard.data import EVERY_S, RunView
+from inference_space.dashboard.facts import facts_of
 from inference_space.dashboard.headline import headline
 from inference_space.dashboard.owner import build as owner_tab
 from inference_space.dashboard.panels import panels
 from inference_space.dashboard.past import moments
-from inference_space.dashboard.shell import navigation, rest, scripts, styles
+from inference_space.dashboard.shell import first, navigation, rest
 from inference_space.dashboard.tables import tables
 from inference_space.dashboard.view import Progress
-from inference_space.dashboard.words import age, clock
-
-HEAD = f"<style>{styles()}</style><script>{scripts()}</script>"
+from inference_space.dashboard.words import age, clock, plural
 
 
 def build(
@@ -29,7 +28,8 @@ def build(
 ) -> gr.Blocks:
     """The dashboard of whatever `view` returns; called once a second per open page.
 
-    Mount it with `head=HEAD`, beside the routes of `routes.py`. With `controls` it has the owner's tab.
+    Mount it beside the routes of `routes.py`, with `first.FirstPaint` around it, which brings its styles and
+    scripts. With `controls` it has the owner's tab.
     """
 
     def tick(seen: int) -> tuple[Any, Any]:
@@ -48,12 +48,20 @@ def build(
             with gr.Column(elem_classes=["view", "view-owner"]):
                 owner_tab(controls, owner or Owner())
         events = [blocks.load, gr.Timer(EVERY_S).tick]
-        gr.on(events, tick, seen, [page, seen], show_progress="hidden", queue=False, api_visibility="private")
+        gr.on(events, tick, seen, [page, seen], show_progress="hidden", api_visibility="private")
+    for event in blocks.fns.values():
+        event.queue = False  # each is one short call: no line to wait in, and one route less to guard
     return blocks
 
 
 def _html(content: str, **options: Any) -> gr.HTML:
     return gr.HTML(content, apply_default_css=False, js_on_load=None, **options)
+
+
+def paint(view: RunView, *, owner: bool) -> str:
+    """What is there before Gradio's scripts are."""
+    enough = view.progress is not None and view.progress.version > 1
+    return first(render(view), owner=owner, scrub=enough)
 
 
 @lru_cache(maxsize=2)
@@ -62,9 +70,10 @@ def render(view: RunView) -> str:
     alert = f'<p class="alert" role="alert">{escape(view.problem)}</p>' if view.problem else ""
     run = view.progress
     if run is None:
-        waiting = f'<h1>{escape(_waiting(view))}</h1><p class="lead">{_PATIENCE}</p>'
-        return f'<div class="page">{_top(view)}{alert}{waiting}</div>'
-    where = f'data-version="{run.version}" data-moments="{moments(run.version)}"'
+        waiting = f'<h1>{escape(_waiting(view))}</h1><p class="lead">{_patience(view)}</p>'
+        return f'<div class="page" data-run="">{_top(view)}{alert}{waiting}</div>'
+    shown = f"{view.run} measured" if facts_of(run, view.model) else f"{view.run}"
+    where = f'data-run="{escape(shown)}" data-version="{run.version}" data-moments="{moments(run.version)}"'
     return f'<div class="page" {where}>{_top(view)}{alert}{body(run)}</div>'
 
 
@@ -86,19 +95,21 @@ def _state(view: RunView) -> tuple[str, str]:
     if view.problem:
         return "bad", "bucket not readable"
     if view.progress is None:
-        return "idle", "waiting"
+        return "idle", "waiting" if view.read else "reading"
     if view.progress.done:
         return "done", "training ended"
     return ("idle", f"quiet for {age(view.quiet_min)}") if view.quiet_min else ("live", "live")
 
 
-_PATIENCE = "Leave this page open, it goes on by itself."
+def _patience(view: RunView) -> str:
+    read = f"<b>{plural(view.parts, 'part')}</b> of its log so far. " if view.parts else ""
+    return f"{read}Leave this page open, it goes on by itself."
 
 
 def _waiting(view: RunView) -> str:
     if view.problem:
         return "The dashboard shows the run as soon as the bucket can be read."
     if not view.read:
-        return "Reading the bucket …"
+        return f"Reading run {view.run!r} …" if view.run else "Reading the bucket …"
     name = f"run {view.run!r}" if view.run else "a run"
     return f"Waiting for a trainer to publish the first version of {name} to {view.bucket} …"

@@ -8,8 +8,8 @@ from html import escape
 from inference_space.dashboard import svg
 from inference_space.dashboard.series import Point, Series
 from inference_space.dashboard.svg import Mark
-from inference_space.dashboard.view import Progress
-from inference_space.dashboard.words import duration, number, percent, size
+from inference_space.dashboard.view import Progress, Replica
+from inference_space.dashboard.words import behind, duration, number, percent, size
 
 COLOURS = 6  # of replicas, before they repeat
 
@@ -30,9 +30,14 @@ def _versions(run: Progress) -> str:
     x = svg.ago(run.trainer[0][0], run.last_t, duration)
     y = svg.whole(_ys(points for *_, points in lines), lambda version: f"v{version:.0f}")
     marks = [Mark("step", css, points) for _, css, points in (lines[0], *reversed(lines[1:]))]
-    keys = "".join(f'<b class="{css}">{escape(name)}</b>' for name, css, _ in lines)
+    keys = '<b class="trainer">trainer</b>' + "".join(_behind(at, r) for at, r in enumerate(run.replicas))
     about = "the trainer's, and each replica's after it"
     return _panel("Versions", about, f"v{run.version}", x, y, marks, keys)
+
+
+def _behind(at: int, replica: Replica) -> str:
+    words = "serves none" if replica.behind is None else behind(replica.behind)
+    return f'<b class="{colour(at)}">{escape(replica.name)}: {words}</b>'
 
 
 def _reward(run: Progress) -> str:
@@ -66,7 +71,7 @@ def _staleness(run: Progress) -> str:
 def _saved(run: Progress) -> str:
     marks = [Mark("area", "delta", run.saved), Mark("line", "delta", run.saved)]
     y = svg.linear(_ys([run.saved]), size, zero=True)
-    now = size(run.saved[-1][1]) if run.saved else "none yet"
+    now = size(run.sent_full_bytes - run.sent_bytes) if run.saved else "none yet"
     about = "against all weights at every sync, summed up"
     return _panel("Bytes saved", about, now, _version_axis([run.saved]), y, marks)
 
@@ -94,7 +99,7 @@ def _changed(run: Progress) -> str:
 
 def _lags(run: Progress) -> str:
     lines = [r.lags for r in run.replicas]
-    y = svg.linear(_ys(lines), duration, zero=True)
+    y = svg.logarithmic(_ys(lines), duration)
     marks = [Mark("dots", colour(at), points) for at, points in enumerate(lines)]
     keys = "".join(f'<b class="{colour(at)}">{escape(r.name)}</b>' for at, r in enumerate(run.replicas))
     now = "none yet" if run.lag_s is None else duration(run.lag_s)
@@ -102,7 +107,7 @@ def _lags(run: Progress) -> str:
 
 
 def _pauses(run: Progress) -> str:
-    y = svg.linear(_ys([run.pauses]), lambda ms: duration(ms / 1000), zero=True)
+    y = svg.logarithmic(_ys([run.pauses]), lambda ms: duration(ms / 1000))
     now = "none yet" if run.pause_ms is None else duration(run.pause_ms / 1000)
     marks = [Mark("dots", "pause", run.pauses)]
     about = "while generation stood still, slowest replica"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from inference_space.dashboard.fold import Fold
 from inference_space.dashboard.view import Progress
-from shared.bucket import Bucket
 from shared.protocol import ProtocolError
-from shared.runlog import Event, RunLogReader, SyncEvent
+from shared.runlog import Event, SyncEvent
 
 FRAMES = 60  # at most so many moments of a run
 
@@ -28,54 +27,48 @@ def stride(newest: int) -> int:
     return step
 
 
-Digests = Callable[[set[int]], dict[int, str]]
-
-
-def replay(
-    events: Sequence[Event], versions: Sequence[int], digests: Digests = lambda _: {}
-) -> Iterator[tuple[int, Progress]]:
-    """The run as it stood just before the version after each of `versions` came.
-
-    `digests` looks up what was published for the versions that replicas say they are on.
-    """
-    fold, wanted = Fold(), sorted(versions)
-    for event in events:
-        while wanted and isinstance(event, SyncEvent) and event.version > wanted[0]:
-            yield from _frame(fold, wanted.pop(0), digests)
-        fold.add([event])
-    for version in wanted:
-        yield from _frame(fold, version, digests)
-
-
-def _frame(fold: Fold, version: int, digests: Digests) -> Iterator[tuple[int, Progress]]:
-    fold.digests |= digests(fold.served() - fold.digests.keys())
-    progress = fold.progress()
-    if progress is not None:
-        yield version, progress
+Digests = Callable[[set[int]], dict[int, str]]  # the published digests of versions
 
 
 class Past:
-    """Frames of a run, rendered once for all viewers: one reading of the log makes all that are missing."""
+    """The moments of one run, kept while it is folded, so that looking back reads nothing anew."""
 
-    def __init__(self, bucket: Bucket, render: Callable[[Progress], str]) -> None:
-        self._bucket, self._render = bucket, render
-        self._lock = threading.Lock()
-        self._of: tuple[str, float] = ("", 0.0)
-        self._frames: dict[int, str] = {}
+    def __init__(self) -> None:
+        self._frames: dict[int, Progress] = {}
 
-    def at(self, run: str, created_at: float, version: int, newest: int) -> str:
-        """The page of `run` at a moment; raises `ProtocolError` for a version that is none."""
-        with self._lock:
-            if (run, created_at) != self._of:
-                self._of, self._frames = (run, created_at), {}
-            if version not in self._frames and version in moments(newest):
-                self._make(moments(newest)[:-1])
-            if version not in self._frames:
-                raise ProtocolError(f"version {version} is not one of the moments of run {run!r}")
-            return self._frames[version]
+    def add(self, fold: Fold, events: Iterable[Event]) -> None:
+        """Fold events, and keep how the run stood just before the version after each moment came."""
+        for event in events:
+            if isinstance(event, SyncEvent) and fold.version is not None:
+                self._keep(fold, fold.version, event.version)
+            fold.add([event])
 
-    def _make(self, wanted: list[int]) -> None:
-        kept = {version: self._frames[version] for version in wanted if version in self._frames}
-        events = RunLogReader(self._bucket, self._of[0]).poll()
-        missing = [version for version in wanted if version not in kept]
-        self._frames = kept | {at: self._render(progress) for at, progress in replay(events, missing)}
+    def at(self, version: int, digests: Digests) -> Progress:
+        """The run at a moment before its newest; raises `ProtocolError` for a version that is none."""
+        found = self._frames.get(version)
+        if found is None:
+            raise ProtocolError(f"version {version} is not one of the moments at which the run was kept")
+        unknown = {r.version for r in found.replicas if r.digest_ok is None and r.version is not None}
+        if unknown:
+            self._frames[version] = found = _compared(found, digests(unknown))
+        return found
+
+    def _keep(self, fold: Fold, version: int, newest: int) -> None:
+        step = stride(newest)
+        if kept := range(-(-version // step) * step, newest, step):
+            progress = fold.progress()
+            assert progress is not None
+            self._frames |= dict.fromkeys(kept, progress)
+        if len(self._frames) > FRAMES:
+            self._frames = {at: frame for at, frame in self._frames.items() if at % step == 0}
+
+
+def _compared(run: Progress, published: dict[int, str]) -> Progress:
+    """With what is known by now of the digests of the versions that replicas were on."""
+    replicas = (
+        replace(r, digest_ok=r.digest == published[r.version])
+        if r.digest is not None and r.version in published
+        else r
+        for r in run.replicas
+    )
+    return replace(run, replicas=tuple(replicas))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 from fastapi import APIRouter
@@ -11,12 +12,13 @@ from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTex
 from starlette.background import BackgroundTask
 
 from inference_space.dashboard import browser
-from inference_space.dashboard.data import RunView
+from inference_space.dashboard.data import RunCache
 from inference_space.dashboard.facts import scene
 from inference_space.dashboard.inside import inside
 from inference_space.dashboard.library import Library
 from inference_space.dashboard.page import body
-from inference_space.dashboard.past import Past
+from inference_space.dashboard.past import FRAMES
+from inference_space.dashboard.view import Progress
 from shared.bucket import BucketError
 from shared.codec import CodecError
 from shared.protocol import ProtocolError
@@ -24,16 +26,14 @@ from shared.protocol import ProtocolError
 _FAULTS = (BucketError, ProtocolError, CodecError)
 
 
-def router(view: Callable[[], RunView], library: Library) -> APIRouter:
+def router(cache: RunCache, library: Library) -> APIRouter:
     """`GET dashboard/...`; whatever is wrong with the run is a sentence with status 404."""
-    routes, past = APIRouter(prefix="/dashboard"), Past(library.bucket, body)
+    routes = APIRouter(prefix="/dashboard")
 
     @routes.get("/frame")
     def frame(version: int) -> Response:
         """The live page as it was at a moment of the run."""
-        now = view()
-        newest = now.progress.version if now.progress else 0
-        return _page(lambda: past.at(library.run, now.created_at, version, newest))
+        return _page(lambda: _body(cache.past.at(version, library.digests)))
 
     @routes.get("/inside")
     def inside_a_delta(version: int) -> Response:
@@ -58,10 +58,16 @@ def router(view: Callable[[], RunView], library: Library) -> APIRouter:
     @routes.get("/explain")
     def explain() -> JSONResponse:
         """The numbers of the animations."""
-        return JSONResponse(scene(view().progress, view().model))
+        now = cache.view()
+        return JSONResponse(scene(now.progress, now.model))
 
     routes.add_api_route("/object", _download(library), methods=["GET"])
     return routes
+
+
+@lru_cache(maxsize=FRAMES)
+def _body(run: Progress) -> str:
+    return body(run)
 
 
 def _download(library: Library) -> Callable[[str], Response]:

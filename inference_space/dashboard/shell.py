@@ -25,15 +25,26 @@ _TABS = {"run": "Run", "inside": "Inside a delta", "bucket": "Bucket", "explain"
 
 def navigation(*, owner: bool) -> str:
     """The tabs, and the scrubber of the run's view."""
-    tabs = "".join(
-        f'<a href="#{name}" data-tab="{name}">{escape(title)}</a>'
-        for name, title in _TABS.items()
-        if owner or name != "owner"
-    )
     scrub = (
         '<div class="scrub view view-run" hidden></div><div class="view view-run" id="dws-past" hidden></div>'
     )
-    return f'<nav aria-label="Views">{tabs}</nav>{scrub}'
+    return _tabs("data-tab", owner=owner) + scrub
+
+
+def first(page: str, *, owner: bool, scrub: bool) -> str:
+    """The run's view before there are scripts; `scrub` leaves room for the scrubber."""
+    room = '<div class="scrub"></div>' if scrub else ""
+    view = f'<div class="view view-run">{page}</div>'
+    return f'<main id="dws" class="first">{_tabs("data-first", owner=owner)}{room}{view}</main>'
+
+
+def _tabs(attribute: str, *, owner: bool) -> str:
+    tabs = "".join(
+        f'<a href="#{name}" {attribute}="{name}">{escape(title)}</a>'
+        for name, title in _TABS.items()
+        if owner or name != "owner"
+    )
+    return f'<nav aria-label="Views">{tabs}</nav>'
 
 
 def rest() -> str:

@@ -7,7 +7,7 @@ from html import escape
 from inference_space.dashboard.panels import colour
 from inference_space.dashboard.timeline import timeline
 from inference_space.dashboard.view import Progress, Replica, Slowest
-from inference_space.dashboard.words import duration, number, percent, plural, size
+from inference_space.dashboard.words import behind, duration, number, percent, size
 from shared.runlog import SyncEvent
 
 
@@ -19,33 +19,28 @@ def tables(run: Progress) -> str:
 def _replicas(run: Progress) -> str:
     if not run.replicas:
         return card("Replicas", "", "<p>No replica has reported yet.</p>")
-    rows = "".join(_replica(at, replica) for at, replica in enumerate(run.replicas))
-    heads = ("replica", "state", "version", "lag", "to serving", "bits equal the trainer's", "last error")
-    return card("Replicas", "", table(heads, rows))
+    rows = "".join(row(_replica(at, replica), _HEADS) for at, replica in enumerate(run.replicas))
+    return card("Replicas", "", f'<div class="stack">{table(_HEADS, rows)}</div>')
 
 
-def _replica(at: int, replica: Replica) -> str:
+_HEADS = ("replica", "state", "version", "lag", "to serving", "bits equal the trainer's", "last error")
+
+
+def _replica(at: int, replica: Replica) -> tuple[str, ...]:
     match replica.digest_ok:
         case None:
             equal = '<span class="mute">not checked</span>'
         case ok:
             equal = f'<span class="{"yes" if ok else "no"}">{"yes" if ok else "no"}</span>'
-    cells = (
+    return (
         f'<b class="{colour(at)}">{escape(replica.name)}</b>',
         escape(replica.state),
         "none" if replica.version is None else f"v{replica.version}",
-        _behind(replica.behind),
+        "" if replica.behind is None else behind(replica.behind),
         "" if replica.lag_s is None else duration(replica.lag_s),
         f"{equal} <code>{replica.digest or ''}</code>",
         f'<span class="error">{escape(replica.error or "")}</span>',
     )
-    return row(cells)
-
-
-def _behind(versions: int | None) -> str:
-    if versions is None:
-        return ""
-    return "current" if versions <= 0 else f"{plural(versions, 'version')} behind"
 
 
 _STEPS = ("diff", "encode", "publish", "fetch", "stage", "commit", "pause")
@@ -80,9 +75,10 @@ def table(heads: tuple[str, ...], rows: str) -> str:
     return f'<div class="scroll" tabindex="0"><table>{inside}</table></div>'
 
 
-def row(cells: tuple[str, ...]) -> str:
-    """One row of HTML cells."""
-    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+def row(cells: tuple[str, ...], heads: tuple[str, ...] = ()) -> str:
+    """One row of HTML cells; with `heads` each can be shown without the table's head, where it is narrow."""
+    names = [f' data-head="{head}"' for head in heads] or [""] * len(cells)
+    return f"<tr>{''.join(f'<td{name}>{cell}</td>' for name, cell in zip(names, cells, strict=True))}</tr>"
 
 
 def card(title: str, about: str, inside: str) -> str:

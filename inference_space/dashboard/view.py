@@ -35,7 +35,7 @@ class Slowest:
     last: CommitEvent  # of the replica that took it over last
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Progress:
     """Everything a page shows of a run with at least one version."""
 
@@ -47,6 +47,7 @@ class Progress:
     payload_bytes: float | None  # median delta
     sent_bytes: int  # deltas and anchors after version 0
     sent_full_bytes: int  # what whole checkpoints would have been
+    anchor_every: float | None  # versions, median of the last anchors; None before the second
     pause_ms: float | None  # median
     worst_pause_ms: float | None
     lag_s: float | None  # median

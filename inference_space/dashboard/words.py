@@ -45,6 +45,11 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def behind(versions: int) -> str:
+    """How far a replica is from the newest version: `current`, `2 versions behind`."""
+    return "current" if versions <= 0 else f"{plural(versions, 'version')} behind"
+
+
 def _scaled(count: float, units: tuple[str, ...]) -> str:
     for unit in units:
         if abs(count) < 999.5 or unit == units[-1]:

@@ -1,44 +1,36 @@
-"""One Chromium and one dashboard for all tests of the page; each test begins with an empty bucket."""
+"""One Chromium and one dashboard for all tests of the page; each test begins with an empty bucket.
+
+The dashboard may be seconds behind the bucket, and still at the run of the test before: `shown` waits for it.
+"""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
+import httpx
 import pytest
 
 from shared.bucket import Bucket
 from shared.buckets import open_bucket
-from tests.dashboard.real_run import RealRun
+from tests.dashboard.chromium import PATIENCE_S, chromium, watched_page
+from tests.dashboard.real_run import RealRun, Shown
 from tests.dashboard.written_run import WrittenRun
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-FLAGS = (
-    "--no-sandbox --disable-gpu --disable-quic --no-first-run"
-    " --disable-background-networking --disable-component-update --disable-sync"
-)
-
 
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
-    api = pytest.importorskip(
-        "playwright.sync_api", reason="playwright drives the browser: pip install playwright"
-    )
-    names = ("chromium", "chromium-browser", "google-chrome")
-    path = next(filter(None, map(shutil.which, names)), None)
-    if path is None:
-        pytest.skip("no Chromium on PATH: apt-get install chromium")
-    with api.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=FLAGS.split())
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="package")
@@ -64,19 +56,13 @@ def bucket(folder: Path) -> Bucket:
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
     """A desktop page; a script error or a browser dialog on it fails the test."""
-    faults: list[str] = []
-    with browser.new_context(viewport={"width": 1280, "height": 900}) as context:
-        page = context.new_page()
-        page.set_default_timeout(10_000)
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("dialog", lambda dialog: (faults.append(dialog.message), dialog.dismiss()))
+    with watched_page(browser) as page:
         yield page
-    assert faults == []
 
 
 @pytest.fixture
 def run(bucket: Bucket) -> Iterator[WrittenRun]:
-    run = WrittenRun(bucket)
+    run = WrittenRun(bucket, run=f"written-{uuid4().hex[:6]}")
     yield run
     run.log.close()
 
@@ -89,3 +75,18 @@ def real(bucket: Bucket) -> Iterator[RealRun]:
         real.step(reward)
     yield real
     real.close()
+
+
+@pytest.fixture
+def shown(url: str) -> Shown:
+    """Waits until the dashboard shows a run at its version (None: that there is none)."""
+
+    def wait(real: RealRun | None) -> None:
+        name = f"{real.reader.keys.run} measured" if real else ""
+        wanted = f'data-run="{name}"' + (f' data-version="{real.version}"' if real else "")
+        deadline = time.monotonic() + PATIENCE_S
+        while wanted not in httpx.get(url, timeout=PATIENCE_S).text:
+            assert time.monotonic() < deadline, f"the page has no {wanted}"
+            time.sleep(0.1)
+
+    return wait

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -105,6 +105,9 @@ class RealRun:
         )
         self.log.append(commit)
         self.log.append(ReplicaEvent(**common, state="serving"))
+
+
+Shown = Callable[[RealRun | None], None]  # the fixture of conftest.py
 
 
 def _shapes(layers: int, width: int) -> Iterator[tuple[str, tuple[int, int]]]:

@@ -1,27 +1,41 @@
 """`python -m tests.dashboard.screenshots --bucket URL --out docs`: pictures of every view of a run.
 
-Desktop and phone, light and dark, made small by 96 colours; `dashboard.png` opens the README.
+Desktop and phone, light and dark, made small by 128 colours; `dashboard.png` opens the README.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
-from tests.dashboard.conftest import FLAGS
+from shared.buckets import open_bucket
+from tests.dashboard.chromium import chromium
+from tests.dashboard.told import Told, controlled
 
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 READY = {"run": "#dws-live figure", "inside": ".heat", "bucket": ".opened", "explain": ".scene"}
-TALLEST = {"run": 5400, "inside": 1400, "bucket": 1400, "explain": 4600}  # pixels of a picture
+OWNER = {"owner": ".view-owner ul"}
+TALLEST = {"run": 5400, "inside": 1400, "bucket": 1400, "explain": 4600, "owner": 900}  # pixels of a picture
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a visitor looks at the page."""
+
+    device: str
+    scheme: str
+
+
+LOOKS = [Look(device, scheme) for device in SIZES for scheme in ("light", "dark")]
 
 
 def main() -> None:
@@ -30,13 +44,13 @@ def main() -> None:
     parser.add_argument("--bucket", required=True)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
-    with _serving(arguments.bucket) as url, sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=FLAGS.split())
-        for device, (width, height) in SIZES.items():
-            for scheme in ("light", "dark"):
-                _photograph(browser, url, arguments.out, device, scheme, width, height)
-        browser.close()
+    with chromium() as browser:
+        with _serving(arguments.bucket) as url:
+            for look in LOOKS:
+                _photograph(browser, url, arguments.out, look, READY)
+        with controlled(open_bucket(arguments.bucket), Told()) as url:
+            for look in LOOKS:
+                _photograph(browser, url, arguments.out, look, OWNER)
 
 
 @contextmanager
@@ -48,26 +62,27 @@ def _serving(bucket: str) -> Iterator[str]:
         server.terminate()
 
 
-def _photograph(
-    browser: Browser, url: str, out: Path, device: str, scheme: str, width: int, height: int
-) -> None:
-    with browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme) as context:
+def _photograph(browser: Browser, url: str, out: Path, look: Look, views: dict[str, str]) -> None:
+    width, height = SIZES[look.device]
+    with browser.new_context(
+        viewport={"width": width, "height": height}, color_scheme=look.scheme
+    ) as context:
         page = context.new_page()
         page.goto(url)
-        expect(page.locator(READY["run"]).first).to_be_visible(timeout=30_000)
-        if (device, scheme) == ("desktop", "light"):
+        expect(page.locator("#dws-live figure").first).to_be_visible()
+        if look == LOOKS[0] and "run" in views:
             _keep(page.screenshot(), height, out / "dashboard.png")
-        for view in READY:
-            _open(page, view)
-            path = out / f"dashboard-{view}-{device}-{scheme}.png"
+        for view, ready in views.items():
+            _open(page, view, ready)
+            path = out / f"dashboard-{view}-{look.device}-{look.scheme}.png"
             _keep(page.screenshot(full_page=True), TALLEST[view], path)
 
 
-def _open(page: Page, view: str) -> None:
+def _open(page: Page, view: str, ready: str) -> None:
     page.locator(f"[data-tab={view}]").click()
     if view == "bucket":
         page.locator("[data-delta]").first.click()
-    expect(page.locator(READY[view]).first).to_be_visible()
+    expect(page.locator(ready).first).to_be_visible()
     if view == "explain":  # each animation plays while it is in sight: let it come to something
         for scene in page.locator(".scene").all():
             scene.scroll_into_view_if_needed()
@@ -78,7 +93,7 @@ def _open(page: Page, view: str) -> None:
 def _keep(png: bytes, tallest: int, path: Path) -> None:
     picture = Image.open(io.BytesIO(png)).convert("RGB")
     picture = picture.crop((0, 0, picture.width, min(picture.height, tallest)))
-    picture.quantize(96, dither=Image.Dither.NONE).save(path, optimize=True)
+    picture.quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 if __name__ == "__main__":

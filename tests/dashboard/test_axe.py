@@ -5,18 +5,22 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Page, expect
 
+from shared.bucket import Bucket
 from tests.dashboard.real_run import games
+from tests.dashboard.told import KEY, Told, controlled
 
 if TYPE_CHECKING:
-    from tests.dashboard.real_run import RealRun
+    from tests.dashboard.real_run import RealRun, Shown
 
 AXE = "axe-core@4.11.0"
 READY = {"run": "#dws-live .boards", "inside": ".heat", "bucket": ".opened", "explain": ".scene"}
@@ -40,15 +44,16 @@ def axe(pytestconfig: pytest.Config) -> Path:
     return script
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+DEVICES = [(1280, "light"), (390, "dark")]
+
+
+@pytest.mark.parametrize(("width", "scheme"), DEVICES)
 def test_nothing_serious(
-    browser: Browser, url: str, real: RealRun, axe: Path, width: int, scheme: str
+    browser: Browser, url: str, real: RealRun, axe: Path, shown: Shown, width: int, scheme: str
 ) -> None:
     real.step(0.8, games())
-    viewport = {"width": width, "height": 900}
-    with browser.new_context(viewport=viewport, color_scheme=scheme, reduced_motion="reduce") as context:
-        page = context.new_page()
-        page.goto(url)
+    shown(real)
+    with looking(browser, url, width, scheme) as page:
         expect(page.locator("#dws-live h1")).to_have_text("v4 serving on 1/1 replica")
         page.add_script_tag(path=axe)
         for view, there in READY.items():
@@ -57,6 +62,29 @@ def test_nothing_serious(
                 page.locator("[data-delta]").first.click()
             expect(page.locator(there).first).to_be_visible()
             assert page.evaluate(_RUN) == [], view
+
+
+def test_nothing_serious_on_the_owners_tab(browser: Browser, bucket: Bucket, axe: Path) -> None:
+    with controlled(bucket, Told()) as url:
+        for width, scheme in DEVICES:
+            with looking(browser, f"{url}#owner", width, scheme) as page:
+                page.add_script_tag(path=axe)
+                page.get_by_role("button", name="Re-join").click()
+                expect(page.get_by_role("alert")).to_be_visible()
+                assert page.evaluate(_RUN) == [], "a refusal"
+                page.get_by_label("Key").fill(KEY)
+                page.get_by_role("button", name="Pause following").click()
+                expect(page.locator("#dws-owner-said")).to_contain_text("paused")
+                assert page.evaluate(_RUN) == [], "an answer"
+
+
+@contextmanager
+def looking(browser: Browser, url: str, width: int, scheme: str) -> Iterator[Page]:
+    viewport = {"width": width, "height": 900}
+    with browser.new_context(viewport=viewport, color_scheme=scheme, reduced_motion="reduce") as context:
+        page = context.new_page()
+        page.goto(url)
+        yield page
 
 
 _RUN = """async () => {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +11,11 @@ import pytest
 
 from inference_space.dashboard import data
 from inference_space.dashboard.data import RunCache, RunView
-from shared.bucket import Bucket
+from inference_space.dashboard.page import render
+from shared.bucket import Bucket, BucketUnreachable, ObjectInfo
 from shared.buckets import open_bucket
 from shared.protocol import RunInfo
+from shared.runlog import SEGMENT
 from tests.dashboard.written_run import WrittenRun, digest_of
 
 
@@ -26,7 +29,7 @@ def bucket(tmp_path: Path) -> Bucket:
     return open_bucket(f"file://{tmp_path}/bucket", create=True)
 
 
-def until(cache: RunCache, wanted: Callable[[RunView], bool], seconds: float = 5) -> RunView:
+def until(cache: RunCache, wanted: Callable[[RunView], bool], seconds: float = 20) -> RunView:
     deadline = time.monotonic() + seconds
     while not wanted(view := cache.view()):
         assert time.monotonic() < deadline, view
@@ -115,6 +118,88 @@ def test_a_run_that_starts_over_is_read_anew(bucket: Bucket) -> None:
     until(cache, lambda view: view.progress is None)
     started(bucket, versions=1, created_at=2e9).log.close()
     assert until(cache, lambda view: version(view) == 1).problem is None
+
+
+def test_the_run_is_read_before_anybody_looks_and_kept_up_with_while_nobody_does(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "IDLE_S", 0.05)
+    written = started(bucket)
+    cache = RunCache(bucket, None)
+    soon(lambda: version(cache._view) == 2)
+    written.publish(40_000, 2_000)
+    written.log.close()
+    soon(lambda: version(cache._view) == 3)
+
+
+def test_the_first_reading_tells_how_far_it_is(bucket: Bucket) -> None:
+    written = started(bucket, versions=3)
+    for step in range(SEGMENT):
+        written.step(step, 0.5)
+    written.log.close()
+    stuck = Stuck(bucket)
+    cache = RunCache(stuck, None)
+    soon(lambda: cache.now().parts == 1)
+    assert "Reading run &#x27;wordle&#x27; …" in render(cache.view())
+    assert "<b>1 part</b> of its log so far" in render(cache.view())
+    stuck.free.set()
+    assert until(cache, lambda view: version(view) == 3).parts == 0
+
+
+def test_a_reading_that_fails_midway_goes_on_where_it_was(bucket: Bucket) -> None:
+    written = started(bucket)
+    counted = Flaky(bucket)
+    cache = RunCache(counted, "wordle")
+    until(cache, lambda view: version(view) == 2)
+    counted.broken = True
+    written.publish(40_000, 2_000)
+    written.log.close()
+    assert until(cache, lambda view: view.problem is not None).progress
+    counted.broken, before = False, counted.parts
+    until(cache, lambda view: version(view) == 3)
+    assert counted.parts - before == 1, "only the part that is new"
+
+
+def soon(reached: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class Stuck:
+    """A bucket that does not give the second part of the log until it is `free`."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket, self.url = bucket, bucket.url
+        self.free = threading.Event()
+
+    def get(self, key: str) -> bytes:
+        assert not key.endswith("log/00000001.jsonl") or self.free.wait(20)
+        return self._bucket.get(key)
+
+    def __getattr__(self, name: str):
+        return getattr(self._bucket, name)
+
+
+class Flaky:
+    """A bucket whose log cannot be looked up while it is `broken`; counts the parts that were read."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket, self.url = bucket, bucket.url
+        self.broken, self.parts = False, 0
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        if self.broken and "/log/" in key:
+            raise BucketUnreachable(f"{key} cannot be reached: try again")
+        return self._bucket.stat(key)
+
+    def get(self, key: str) -> bytes:
+        self.parts += "/log/" in key
+        return self._bucket.get(key)
+
+    def __getattr__(self, name: str):
+        return getattr(self._bucket, name)
 
 
 def test_more_viewers_read_no_more_and_none_reads_nothing(

@@ -13,9 +13,10 @@ from playwright.sync_api import Browser, Page, expect
 from inference_space.dashboard import formulas as f
 from inference_space.dashboard.facts import EXAMPLE, LINK
 from inference_space.dashboard.words import duration, size
+from tests.dashboard.chromium import PATIENCE_S
 
 if TYPE_CHECKING:
-    from tests.dashboard.real_run import RealRun
+    from tests.dashboard.real_run import RealRun, Shown
 
 SCENES = ("ship", "rounding", "landing", "sync")
 
@@ -26,9 +27,15 @@ def opened(page: Page, url: str) -> Page:
     return page
 
 
-def test_the_numbers_are_the_runs(page: Page, url: str, real: RealRun) -> None:
+@pytest.fixture
+def empty(bucket: object, shown: Shown) -> None:
+    shown(None)
+
+
+def test_the_numbers_are_the_runs(page: Page, url: str, real: RealRun, shown: Shown) -> None:
+    shown(real)
     opened(page, url)
-    given = httpx.get(f"{url}dashboard/explain").json()
+    given = httpx.get(f"{url}dashboard/explain", timeout=PATIENCE_S).json()
     mine = given["facts"][0]
     manifests = [manifest for manifest in real.reader.history() if manifest.version]
     sizes = sorted(manifest.deltas[-1].size for manifest in manifests)
@@ -44,7 +51,7 @@ def test_the_numbers_are_the_runs(page: Page, url: str, real: RealRun) -> None:
     expect(page.locator("[data-scene=rounding] .tally")).to_contain_text("tiny-qwen changed")
 
 
-def test_without_a_run_an_example_is_shown_and_its_table_holds(page: Page, url: str, bucket: object) -> None:
+def test_without_a_run_an_example_is_shown_and_its_table_holds(page: Page, url: str, empty: None) -> None:
     opened(page, url)
     expect(page.locator(".whose button")).to_have_text(["an example: Qwen3-0.6B"])
     cells = page.locator("[data-scene=sync] tbody tr td").all_inner_texts()
@@ -56,7 +63,7 @@ def test_without_a_run_an_example_is_shown_and_its_table_holds(page: Page, url: 
     assert cells[8:10] == [size(count) for count in moved]
 
 
-def test_everything_answers_to_the_keyboard(page: Page, url: str, bucket: object) -> None:
+def test_everything_answers_to_the_keyboard(page: Page, url: str, empty: None) -> None:
     opened(page, url)
     sync, landing, rounding = (
         page.locator(f"[data-scene={name}]") for name in ("sync", "landing", "rounding")
@@ -80,7 +87,7 @@ def test_everything_answers_to_the_keyboard(page: Page, url: str, bucket: object
 
 
 def test_where_motion_is_not_wanted_the_end_is_shown_and_nothing_moves(
-    browser: Browser, url: str, bucket: object
+    browser: Browser, url: str, empty: None
 ) -> None:
     with browser.new_context(reduced_motion="reduce") as context:
         page = opened(context.new_page(), url)
@@ -97,7 +104,7 @@ def test_where_motion_is_not_wanted_the_end_is_shown_and_nothing_moves(
         assert page.locator(".view-explain").inner_html() in shown
 
 
-def test_an_animation_runs_while_it_is_in_sight(page: Page, url: str, bucket: object) -> None:
+def test_an_animation_runs_while_it_is_in_sight(page: Page, url: str, empty: None) -> None:
     opened(page, url)
     page.locator("[data-scene=ship]").scroll_into_view_if_needed()
     head = page.locator("[data-scene=ship] .playhead").first

@@ -8,8 +8,10 @@ import pytest
 
 from inference_space.dashboard import browser as bucket_browser
 from inference_space.dashboard.data import RunCache
+from inference_space.dashboard.fold import UNSETTLED
 from inference_space.dashboard.page import body, render
-from inference_space.dashboard.past import FRAMES, Past, moments
+from inference_space.dashboard.past import FRAMES, moments
+from inference_space.dashboard.series import POINTS
 from shared.bucket import Bucket, ObjectInfo
 from shared.buckets import open_bucket
 from shared.runlog import SEGMENT, CommitEvent, Event, StepEvent
@@ -78,16 +80,24 @@ def test_a_refresh_reads_and_sends_no_more_than_that_of_a_short_run(
     cache._refresh()
     assert sum(long_run.asked.values()) - before <= 6
     assert len(render(view)) < 150_000
+    assert view.progress
+    curves = [value for value in vars(view.progress).values() if isinstance(value, tuple)]
+    curves += [curve for replica in view.progress.replicas for curve in (replica.versions, replica.lags)]
+    assert max(map(len, curves)) <= POINTS + UNSETTLED + 1, "what a page shows does not grow with the run"
 
 
-def test_looking_back_reads_the_log_once(long_run: Counted) -> None:
-    past = Past(long_run, body)
+def test_looking_back_reads_nothing_of_the_log_again(long_run: Counted, cache: RunCache) -> None:
+    until(cache, lambda view: version(view) == VERSIONS, seconds=60)
     before = long_run.asked["get"]
-    pages = [past.at("wordle", 0.0, one, VERSIONS) for one in moments(VERSIONS)[1:6]]
-    log = -(-(1 + VERSIONS * 5) // SEGMENT)
-    assert log <= long_run.asked["get"] - before <= log + 3, "the live page may have been refreshed meanwhile"
-    assert len(moments(VERSIONS)) <= FRAMES + 1
-    assert "v256 serving on 3/3 replicas" in pages[0]
+    pages = {one: body(cache.past.at(one, no_digests)) for one in moments(VERSIONS)[:-1]}
+    assert long_run.asked["get"] - before <= 3, "the live page may have been refreshed meanwhile"
+    assert 1 < len(pages) <= FRAMES
+    assert all(f"v{one} serving on 3/3 replicas" in page for one, page in pages.items() if one)
+    assert "v0 published, no replica has reported yet" in pages[0]
+
+
+def no_digests(versions: set[int]) -> dict[int, str]:
+    return {}
 
 
 def test_the_bucket_browser_shows_a_page_of_it(long_run: Counted) -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from inference_space.dashboard.fold import Fold
-from inference_space.dashboard.series import POINTS, thin
+from inference_space.dashboard.series import POINTS, Curve
 from inference_space.dashboard.timeline import spans
 from shared.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent, StepEvent, SyncEvent
 
@@ -154,12 +154,23 @@ def test_the_staircase_of_a_stuck_replica_reaches_into_the_window() -> None:
     assert run.replicas[0].behind == 99
 
 
-def test_a_long_curve_is_thinned_without_losing_its_spike() -> None:
-    points = [(float(n), 100.0 if n == 7777 else 1.0) for n in range(10_000)]
-    thinned = thin(points, max)
-    assert len(thinned) <= POINTS
-    assert max(thinned, key=lambda p: p[1]) == (pytest.approx(7777, abs=34), 100.0)
-    assert thin(points[:POINTS]) == tuple(points[:POINTS])
+def test_a_long_curve_stays_short_and_loses_neither_its_spike_nor_its_end() -> None:
+    peaks, means = Curve(peaks=True), Curve()
+    for n in range(10_000):
+        for curve in (peaks, means):
+            curve.add(n, 100.0 if n == 7777 else 1.0 + n % 2)
+    for curve in (peaks, means):
+        assert POINTS // 2 <= len(curve.points()) <= POINTS + 1
+        assert curve.points()[-1] == (9999, 2.0)
+    assert max(peaks.points(), key=lambda point: point[1]) == (pytest.approx(7777, abs=34), 100.0)
+    assert means.points()[0] == (pytest.approx(31.5), 1.5)
+
+
+def test_a_short_curve_is_what_was_added() -> None:
+    curve, points = Curve(), tuple((n, 3.0 * n) for n in range(POINTS))
+    for x, y in points:
+        curve.add(x, y)
+    assert curve.points() == points
 
 
 def test_a_sync_on_the_clock_ends_with_the_last_replicas_commit() -> None:

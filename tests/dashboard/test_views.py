@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import httpx
@@ -12,15 +11,19 @@ pytest.importorskip("playwright.sync_api", reason="playwright drives the browser
 from playwright.sync_api import Page, expect
 
 from inference_space.dashboard.words import number, size
+from tests.dashboard.chromium import PATIENCE_S
 from tests.dashboard.real_run import KINDS, games
 
 if TYPE_CHECKING:
     from shared.bucket import Bucket
-    from tests.dashboard.real_run import RealRun
+    from tests.dashboard.real_run import RealRun, Shown
 
 
-def test_the_page_of_a_real_run_shows_what_was_published(page: Page, url: str, real: RealRun) -> None:
+def test_the_page_of_a_real_run_shows_what_was_published(
+    page: Page, url: str, real: RealRun, shown: Shown
+) -> None:
     real.step(0.8, games())
+    shown(real)
     manifest = real.reader.at()
     page.goto(url)
     live = page.locator("#dws-live")
@@ -39,7 +42,8 @@ def test_the_page_of_a_real_run_shows_what_was_published(page: Page, url: str, r
     assert live.locator("img").count() == 0
 
 
-def test_inside_a_delta_of_any_version(page: Page, url: str, real: RealRun) -> None:
+def test_inside_a_delta_of_any_version(page: Page, url: str, real: RealRun, shown: Shown) -> None:
+    shown(real)
     page.goto(f"{url}#inside")
     inside = page.locator(".view-inside")
     expect(inside.locator(".heat tbody tr")).to_have_count(len(KINDS))
@@ -53,7 +57,8 @@ def test_inside_a_delta_of_any_version(page: Page, url: str, real: RealRun) -> N
     expect(inside).to_contain_text(f"v0 → v1: {number(real.reader.at(1).changed)} weights changed")
 
 
-def test_a_delta_is_opened_in_place_and_proven(page: Page, url: str, real: RealRun) -> None:
+def test_a_delta_is_opened_in_place_and_proven(page: Page, url: str, real: RealRun, shown: Shown) -> None:
+    shown(real)
     manifest = real.reader.at(3)
     page.goto(f"{url}#bucket")
     bucket = page.locator(".view-bucket")
@@ -69,42 +74,35 @@ def test_a_delta_is_opened_in_place_and_proven(page: Page, url: str, real: RealR
     expect(bucket.locator(".opened")).to_have_count(0)
 
 
-def shown(url: str, real: RealRun) -> None:
-    """Wait until the server has noticed that the run before is gone."""
-    deadline = time.monotonic() + 10
-    while f"run {real.reader.keys.run}<" not in httpx.get(f"{url}dashboard/bucket").text:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_a_download_is_the_object_and_nothing_else_can_be_had(
-    url: str, real: RealRun, bucket: Bucket
+    url: str, real: RealRun, bucket: Bucket, shown: Shown
 ) -> None:
-    shown(url, real)
+    shown(real)
     ref = real.reader.at(3).deltas[-1]
-    answer = httpx.get(f"{url}dashboard/object", params={"key": ref.key})
+    answer = httpx.get(f"{url}dashboard/object", params={"key": ref.key}, timeout=PATIENCE_S)
     ref.check(answer.content)
     anchor = real.reader.at(3).anchor.files[0].key
     for key in (anchor, "runs/other/HEAD", "../../etc/passwd", f"{ref.key}/../../HEAD"):
-        refused = httpx.get(f"{url}dashboard/object", params={"key": key})
+        refused = httpx.get(f"{url}dashboard/object", params={"key": key}, timeout=PATIENCE_S)
         assert refused.status_code == 404
         assert "can be downloaded here" in refused.text
 
 
-def test_a_damaged_delta_is_named_by_verify(url: str, real: RealRun, bucket: Bucket) -> None:
-    shown(url, real)
+def test_a_damaged_delta_is_named_by_verify(url: str, real: RealRun, bucket: Bucket, shown: Shown) -> None:
+    shown(real)
     key = real.reader.at(2).deltas[-1].key
     data = bytearray(bucket.get(key))
     data[-1] ^= 1
     bucket.put(key, bytes(data))
-    answer = httpx.get(f"{url}dashboard/verify", params={"version": 3}, timeout=20)
+    answer = httpx.get(f"{url}dashboard/verify", params={"version": 3}, timeout=PATIENCE_S)
     assert answer.status_code == 404
     assert f"{key} is not the published object" in answer.text
 
 
 def test_a_half_written_version_is_no_version_yet(
-    page: Page, url: str, real: RealRun, bucket: Bucket
+    page: Page, url: str, real: RealRun, bucket: Bucket, shown: Shown
 ) -> None:
+    shown(real)
     bucket.put(real.reader.keys.delta(4, 1), b"half of a delta")
     page.goto(url)
     expect(page.locator("#dws-live h1")).to_have_text("v3 serving on 1/1 replica")
@@ -113,8 +111,9 @@ def test_a_half_written_version_is_no_version_yet(
     expect(page.get_by_role("alert")).to_contain_text("has no version 4")
 
 
-def test_scrubbing_shows_the_run_as_it_was(page: Page, url: str, real: RealRun) -> None:
+def test_scrubbing_shows_the_run_as_it_was(page: Page, url: str, real: RealRun, shown: Shown) -> None:
     real.step(0.9)
+    shown(real)
     page.goto(url)
     expect(page.locator("#dws-live h1")).to_have_text("v4 serving on 1/1 replica")
     slider = page.get_by_label("Look back")
@@ -129,3 +128,18 @@ def test_scrubbing_shows_the_run_as_it_was(page: Page, url: str, real: RealRun) 
     real.step(0.9)
     page.get_by_role("button", name="Newest").click()
     expect(page.locator("#dws-live h1")).to_have_text("v5 serving on 1/1 replica")
+
+
+def test_an_open_view_turns_to_the_run_that_takes_the_place_of_another(
+    page: Page, url: str, real: RealRun, bucket: Bucket, shown: Shown
+) -> None:
+    """Nobody has to reload: a page left open in another view shows what is there now."""
+    shown(real)
+    page.goto(f"{url}#explain")
+    expect(page.locator(".whose button").first).to_have_text("this run: tiny-qwen")
+    page.locator("[data-tab=bucket]").click()
+    expect(page.locator(".view-bucket .lead")).to_contain_text(f"of run {real.reader.keys.run}")
+    bucket.delete([info.key for info in bucket.list("runs/")])
+    expect(page.locator(".view-bucket [role=alert]")).to_contain_text("holds no run yet")
+    page.locator("[data-tab=explain]").click()
+    expect(page.locator(".whose button").first).to_have_text("an example: Qwen3-0.6B")

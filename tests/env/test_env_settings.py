@@ -29,7 +29,8 @@ def test_an_unknown_variable_is_refused_with_the_known_ones():
     assert str(refusal.value) == (
         "WORDLE_ANSWER is not a setting; the settings are WORDLE_ANSWERS, WORDLE_LENGTH, WORDLE_HARD_MODE, "
         "WORDLE_INVALID_COST, WORDLE_REPEATED_COST, WORDLE_MAX_SESSIONS, WORDLE_SESSION_TTL_S, "
-        "WORDLE_REPLICA_URL, WORDLE_REPLICA_PROMPT, WORDLE_HOST, WORDLE_PORT."
+        "WORDLE_REPLICA_URL, WORDLE_REPLICA_PROMPT, WORDLE_REPLICA_KEY, WORDLE_KEY, WORDLE_OPEN, "
+        "WORDLE_HOST, WORDLE_PORT."
     )
 
 

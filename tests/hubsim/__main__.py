@@ -1,4 +1,4 @@
-"""`python -m tests.hubsim ROOT`: serve on a free loopback port, print the port, stop when stdin closes."""
+"""`python -m tests.hubsim ROOT`: serve on free loopback ports, print the Hub's, stop when stdin closes."""
 
 import os
 import socket
@@ -10,14 +10,18 @@ import uvicorn
 
 from .server import build
 
+SPACES = 12  # how many there can be at a time
+
 
 def main() -> None:
     """Serve until the process that started this one lets go of stdin, or dies."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(build(Path(sys.argv[1])), log_level="critical", lifespan="off"))
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(1 + SPACES)]
+    port, *doors = [listener.getsockname()[1] for listener in listeners]
+    app = build(Path(sys.argv[1]), [f"http://127.0.0.1:{door}" for door in doors])
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", date_header=False))
     threading.Thread(target=lambda: os._exit(0) if not sys.stdin.read() else None, daemon=True).start()
-    print(listener.getsockname()[1], flush=True)
-    server.run(sockets=[listener])
+    print(port, flush=True)
+    server.run(sockets=listeners)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """The Xet storage service over http, as hf_xet calls it."""
 
-import re
 from itertools import groupby
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request, Response
 
-from .store import Cas, HubError
+from .cas import Cas, parse_range
+from .errors import HubError
 from .xet import Term
 
 Auth = Annotated[str, Header()]
@@ -42,7 +42,7 @@ def _download_routes(routes: APIRouter, cas: Cas) -> None:
         _authorize(authorization, "xet-write", "xet-read")
         if file_hash not in cas.files:
             raise HubError(404, "file not found")
-        skip, terms = cas.reconstruct(file_hash, *_parse_range(range, cas.size(file_hash)))
+        skip, terms = cas.reconstruct(file_hash, *parse_range(range, cas.size(file_hash)))
         described = [
             {"hash": t.xorb, "unpacked_length": t.size, "range": {"start": t.start, "end": t.end}}
             for t in terms
@@ -53,7 +53,7 @@ def _download_routes(routes: APIRouter, cas: Cas) -> None:
     @routes.get("/data/{name}")
     async def data(name: str, range: Range = "bytes=0-") -> Response:
         content = (cas.root / name).read_bytes()
-        start, stop = _parse_range(range, len(content))
+        start, stop = parse_range(range, len(content))
         headers = {"Content-Range": f"bytes {start}-{stop - 1}/{len(content)}"}
         return Response(content[start:stop], 206, headers, media_type="application/octet-stream")
 
@@ -69,14 +69,6 @@ def _xorb_spans(cas: Cas, terms: list[Term], url: str) -> dict[str, Any]:
         chunks = {"start": start, "end": end}
         spans[name] = [{"url": url + name, "ranges": [{"chunks": chunks, "bytes": packed}]}]
     return spans
-
-
-def _parse_range(header: str, size: int) -> tuple[int, int]:
-    """A Range header as a half-open interval that lies within `size` bytes."""
-    first, last = re.fullmatch(r"bytes=(\d+)-(\d*)", header).groups()
-    if int(first) >= size > 0:
-        raise HubError(416, "Range Not Satisfiable")
-    return int(first), min(int(last) + 1, size) if last else size
 
 
 def _authorize(authorization: str, *allowed: str) -> None:

@@ -2,11 +2,14 @@
 
 import asyncio
 import re
+from collections.abc import Callable
+from uuid import uuid4
 
-from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .clock import http_date
 
 
 class Fault(BaseModel, extra="forbid"):
@@ -38,35 +41,17 @@ class Plan:
         return None
 
 
-def control_routes(plan: Plan) -> APIRouter:
-    """Routes under /_sim, through which a test sets faults and reads the log."""
-    routes = APIRouter(prefix="/_sim")
-
-    @routes.post("/faults")
-    async def add(fault: Fault) -> None:
-        plan.faults.append(fault)
-
-    @routes.delete("/faults")
-    async def clear() -> None:
-        plan.faults.clear()
-
-    @routes.get("/requests")
-    async def requests() -> list[str]:
-        return plan.requests
-
-    return routes
-
-
 class FaultMiddleware:
-    """Outermost layer of the server: applies the plan to each request."""
+    """Outermost layer of the server: applies the plan to each request, and stamps each answer."""
 
-    def __init__(self, app: ASGIApp, plan: Plan) -> None:
-        self.app, self.plan = app, plan
+    def __init__(self, app: ASGIApp, plan: Plan, label: Callable[[Scope], str]) -> None:
+        self.app, self.plan, self.label = app, plan, label
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        send = _stamping(send)
         if scope["type"] != "http" or scope["path"].startswith("/_sim"):
             return await self.app(scope, receive, send)
-        request = f"{scope['method']} {scope['path']}"
+        request = self.label(scope)
         self.plan.requests.append(request)
         if fault := self.plan.take(request):
             return await self._fail(fault, scope, receive, send)
@@ -95,3 +80,15 @@ def _damaging(fault: Fault, send: Send) -> Send:
         await send(message)
 
     return damage
+
+
+def _stamping(send: Send) -> Send:
+    """A `send` that puts a date and a number on an answer."""
+
+    async def stamp(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            more = [(b"date", http_date().encode()), (b"x-request-id", b"Root=1-%s" % uuid4().hex.encode())]
+            message["headers"] = [*message.get("headers", ()), *more]
+        await send(message)
+
+    return stamp

@@ -1,132 +1,117 @@
-"""What the simulated Hub holds: buckets in memory, the content of their files on disk."""
+"""What the simulated Hub holds, and who may see it: in memory, but for the content of large files."""
 
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from .xet import Term, Xorb, parse_shard
+from .accounts import READ, Accounts, Caller
+from .buckets import BucketState
+from .cas import Cas
+from .errors import HubError, repo_missing
+from .repos import KINDS, RepoState
+from .spaces import Builds, SpaceState
 
-TOKENS = {"hf_write": True, "hf_read": False}  # token -> may it write?
-
-
-class HubError(Exception):
-    """An answer that is not a success, as the real Hub words it."""
-
-    def __init__(self, status: int, message: str, code: str = "") -> None:
-        super().__init__(message)
-        self.status, self.message, self.code = status, message, code
-
-
-def now() -> str:
-    """The time as the Hub writes it."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-@dataclass
-class Entry:
-    """One file of a bucket."""
-
-    size: int
-    xet_hash: str
-    uploaded_at: str = field(default_factory=now)
-
-    def to_json(self, path: str) -> dict[str, object]:
-        times = {"mtime": self.uploaded_at, "uploadedAt": self.uploaded_at}
-        return {"type": "file", "path": path, "size": self.size, "xetHash": self.xet_hash, **times}
-
-
-@dataclass
-class BucketState:
-    """One bucket: path -> file."""
-
-    id: str
-    private: bool
-    created_at: str = field(default_factory=now)
-    files: dict[str, Entry] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, object]:
-        size = sum(file.size for file in self.files.values())
-        times = {"createdAt": self.created_at, "updatedAt": self.created_at}
-        return {"id": self.id, "private": self.private, "size": size, "totalFiles": len(self.files), **times}
-
-
-class Cas:
-    """Content-addressed storage: xorbs as files, an index of their chunks, and the files made of them."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.root.mkdir(parents=True, exist_ok=True)
-        self.xorbs: dict[str, Xorb] = {}
-        self.files: dict[str, list[Term]] = {}
-
-    def put_xorb(self, name: str, data: bytes) -> bool:
-        """Store a xorb; False if it was there already."""
-        if name in self.xorbs:
-            return False
-        index = Xorb.parse(data)
-        (self.root / name).write_bytes(data)
-        self.xorbs[name] = index
-        return True
-
-    def put_shard(self, data: bytes) -> None:
-        """Make the files of a shard known; every xorb that they use must be here already."""
-        files = parse_shard(data)
-        for term in (term for terms in files.values() for term in terms):
-            if term.xorb not in self.xorbs:
-                raise HubError(400, f"unknown xorb {term.xorb}")
-        self.files.update(files)
-
-    def size(self, file_hash: str) -> int:
-        """Bytes of a file, unpacked."""
-        return sum(term.size for term in self.files[file_hash])
-
-    def reconstruct(self, file_hash: str, start: int, stop: int) -> tuple[int, list[Term]]:
-        """The chunks that hold bytes [start, stop) of a file, and how many of their first bytes to skip."""
-        skip, terms, position = 0, [], 0
-        for term in self.files[file_hash]:
-            if position < stop and start < position + term.size:
-                before, trimmed = self._trim(term, start - position, stop - position)
-                if not terms:
-                    skip = start - position - before
-                terms.append(trimmed)
-            position += term.size
-        return skip, terms
-
-    def _trim(self, term: Term, start: int, stop: int) -> tuple[int, Term]:
-        """Drop the chunks outside bytes [start, stop) of a term; also says how many bytes went in front."""
-        sizes = self.xorbs[term.xorb].sizes
-        first, last, before, size = term.start, term.end, 0, term.size
-        while before + sizes[first] <= start:
-            before += sizes[first]
-            first += 1
-        while size - sizes[last - 1] >= stop:
-            last -= 1
-            size -= sizes[last]
-        return before, Term(term.xorb, first, last, size - before)
+Who = str | None  # an Authorization header
 
 
 class Hub:
-    """All buckets, and the storage behind them."""
+    """Accounts, buckets, repositories and Spaces, and the storage behind them.
 
-    def __init__(self, root: Path) -> None:
+    `doors` are the URLs at which Spaces can be visited; each new Space takes one.
+    """
+
+    def __init__(self, root: Path, doors: list[str]) -> None:
+        self.accounts = Accounts()
         self.cas = Cas(root / "xorbs")
         self.buckets: dict[str, BucketState] = {}
+        self.repos: dict[tuple[str, str], RepoState] = {}
+        self.spaces: dict[str, SpaceState] = {}
+        self.doors = doors
+        self.builds: dict[str, Builds] = {}  # how the builds of Spaces will go, where a test said so
 
-    def authorize(self, authorization: str | None, *, write: bool) -> None:
-        """Check an Authorization header; no header at all is an anonymous reader."""
-        token = (authorization or "").removeprefix("Bearer ")
-        if authorization and token not in TOKENS:
-            raise HubError(401, "Invalid credentials in Authorization header")
-        if write and not authorization:
-            raise HubError(401, "Invalid username or password.")
-        if write and not TOKENS[token]:
-            raise HubError(403, "Forbidden: this token has no write access")
-
-    def bucket(self, name: str, authorization: str | None, *, write: bool = False) -> BucketState:
+    def bucket(self, name: str, who: Who, *, write: bool = False) -> BucketState:
         """Look up a bucket on behalf of a caller; to a stranger a private one looks missing."""
-        self.authorize(authorization, write=False)
-        bucket = self.buckets.get(name)
-        if bucket is None or (bucket.private and not authorization):
-            raise HubError(404 if authorization else 401, "Repository not found", "RepoNotFound")
-        self.authorize(authorization, write=write)
+        caller, bucket = self.accounts.caller(who), self.buckets.get(name)
+        if bucket is None or (bucket.private and not caller.may(READ, "bucket", name)):
+            raise repo_missing(anonymous=caller.anonymous)
+        if write:
+            caller.must_write("bucket", name)
         return bucket
+
+    def repo(self, kind: str, name: str, who: Who, *, write: bool = False) -> RepoState:
+        """The same for a repository; `kind` is models, datasets or spaces."""
+        caller, repo = self.accounts.caller(who), self.repos.get((kind, name))
+        if repo is None or (repo.private and not caller.may(READ, KINDS[kind], name)):
+            raise repo_missing(anonymous=caller.anonymous)
+        if write:
+            caller.must_write(KINDS[kind], name)
+        return repo
+
+    def readable(self, kind: str, name: str, who: Who) -> RepoState:
+        """A repository whose files the caller may read: past the gate, where there is one."""
+        repo = self.repo(kind, name, who)
+        if repo.gated and not self._past_gate(repo, self.accounts.caller(who)):
+            raise _gated(repo, anonymous=not who)
+        return repo
+
+    def space(self, name: str, who: Who, *, write: bool = False) -> SpaceState:
+        self.repo("spaces", name, who, write=write)
+        return self.spaces[name]
+
+    def owner(self, name: str, who: Who) -> str:
+        """The account that a path names; the client writes "me" for the caller's own."""
+        owner = self.accounts.whoami(who)["name"] if name == "me" else name
+        if owner not in self.accounts.accounts:
+            raise repo_missing()
+        return owner
+
+    def visible(self, kind: str, who: Who) -> list[RepoState]:
+        """The repositories of a kind that a caller may see."""
+        if kind not in KINDS:
+            raise HubError(404, "Not Found")
+        caller = self.accounts.caller(who)
+        repos = [repo for (plural, _), repo in self.repos.items() if plural == kind]
+        return [repo for repo in repos if not repo.private or caller.may(READ, KINDS[kind], repo.id)]
+
+    def visible_buckets(self, owner: str, who: Who) -> list[BucketState]:
+        """The buckets of an owner that a caller may see."""
+        caller = self.accounts.caller(who)
+        owned = [bucket for bucket in self.buckets.values() if bucket.id.startswith(f"{owner}/")]
+        return [one for one in owned if not one.private or caller.may(READ, "bucket", one.id)]
+
+    def info(self, repo: RepoState, revision: str = "main", *, blobs: bool = False) -> dict[str, Any]:
+        """What `repo_info` reads; of a Space with its runtime."""
+        shown = repo.to_json(revision, blobs=blobs)
+        return shown | self.spaces[repo.id].to_json() if repo.kind == "spaces" else shown
+
+    def move(self, kind: str, source: str, target: str, who: Who) -> None:
+        """Rename a bucket or a repository; `kind` is bucket, model, dataset or space."""
+        self.accounts.caller(who).must_write(kind, target.split("/")[0])
+        if target in self.buckets if kind == "bucket" else (f"{kind}s", target) in self.repos:
+            raise HubError(409, f"{target} exists already")
+        if kind == "bucket":
+            self.bucket(source, who, write=True).id = target
+            self.buckets[target] = self.buckets.pop(source)
+            return
+        plural = f"{kind}s"
+        self.repo(plural, source, who, write=True).id = target
+        self.repos[plural, target] = self.repos.pop((plural, source))
+        if kind == "space":
+            self.spaces[target] = self.spaces.pop(source)
+
+    def new_door(self) -> str:
+        """The URL of a Space to be: one that no other Space has."""
+        taken = {space.door for space in self.spaces.values()}
+        if free := [door for door in self.doors if door not in taken]:
+            return free[0]
+        raise HubError(500, f"the simulator has ports for {len(self.doors)} Spaces, and all are taken")
+
+    def _past_gate(self, repo: RepoState, caller: Caller) -> bool:
+        owner = caller.belongs_to(repo.id.split("/")[0])
+        return owner or (caller.account is not None and caller.account.name in repo.granted)
+
+
+def _gated(repo: RepoState, *, anonymous: bool) -> HubError:
+    message = f"Access to {KINDS[repo.kind]} {repo.id} is restricted"
+    if anonymous:
+        return HubError(401, f"{message}. You must have access to it and be authenticated.", "GatedRepo")
+    return HubError(403, f"{message} and you are not in the authorized list.", "GatedRepo")

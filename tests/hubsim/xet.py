@@ -40,15 +40,25 @@ class Xorb:
         return cls(tuple(offsets), tuple(sizes))
 
 
-def parse_shard(data: bytes) -> dict[str, list[Term]]:
-    """The files of an uploaded shard: file hash -> its terms, in order."""
-    files, position = {}, RECORD
+@dataclass(frozen=True)
+class ShardFile:
+    """One file of a shard; `sha256` is empty where the client left it out, as it does for buckets."""
+
+    hash: str
+    terms: list[Term]
+    sha256: str
+
+
+def parse_shard(data: bytes) -> list[ShardFile]:
+    """The files of an uploaded shard."""
+    files, position = [], RECORD
     while data[position : position + 32] != LAST:
         file_hash, flags, count = struct.unpack_from("<32sII", data, position)
-        position += RECORD
-        files[_hex(file_hash)] = list(_terms(data, position, count))
-        position += RECORD * count * (2 if flags & HAS_VERIFICATION else 1)
+        terms = list(_terms(data, position + RECORD, count))
+        position += RECORD + RECORD * count * (2 if flags & HAS_VERIFICATION else 1)
+        sha256 = _hex(data[position : position + 32]) if flags & HAS_METADATA else ""
         position += RECORD if flags & HAS_METADATA else 0
+        files.append(ShardFile(_hex(file_hash), terms, sha256))
     return files
 
 

@@ -46,6 +46,12 @@ class Replica:
                 stderr=log,
             )
 
+    @property
+    def pid(self) -> int:
+        """Of the gateway."""
+        assert self._process is not None
+        return self._process.pid
+
     def kill(self) -> None:
         """-9, and wait until everything that belonged to it is gone."""
         assert self._process is not None

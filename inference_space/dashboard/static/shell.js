@@ -10,8 +10,8 @@
   };
   /** The views of a server; an exported folder brings its own source. */
   const server = {
-    moments: () => JSON.parse(document.querySelector("[data-moments]")?.dataset.moments || "[]"),
-    versions: () => [...Array(Number(document.querySelector("[data-version]")?.dataset.version || 0)).keys()].map((v) => v + 1),
+    moments: () => JSON.parse(document.querySelector("#dws-live [data-moments]")?.dataset.moments || "[]"),
+    versions: () => [...Array(Number(document.querySelector("#dws-live [data-version]")?.dataset.version || 0)).keys()].map((v) => v + 1),
     frame: (version) => get(`frame?version=${version}`),
     inside: (version) => get(`inside?version=${version}`),
     bucket: (page) => get(`bucket?page=${page}`),
@@ -37,18 +37,19 @@
 
   class Shell {
     constructor(root, source) {
-      Object.assign(this, { root, source });
+      Object.assign(this, { root, source, shownRun: undefined, explained: null });
       const refresh = dws.controls.scrubber(root, source, fill);
       const name = () => (location.hash.slice(1) in this.views ? location.hash.slice(1) : "run");
       addEventListener("hashchange", () => this.show(name()));
       this.views = Object.fromEntries([...root.querySelectorAll("[data-tab]")].map((tab) => [tab.dataset.tab, tab]));
       root.querySelector(".view-bucket").addEventListener("click", (event) => this.clicked(event));
       this.show(name());
-      refresh();
-      new MutationObserver(() => {
+      const moved = () => {
         refresh();
-        if (root.dataset.view === "inside" && !root.querySelector(".pick input")) this.inside();
-      }).observe(root.querySelector("#dws-live"), { childList: true, subtree: true, attributes: true });
+        this.follow();
+      };
+      moved();
+      new MutationObserver(moved).observe(root.querySelector("#dws-live"), { childList: true, subtree: true, attributes: true });
     }
 
     show(name) {
@@ -57,7 +58,15 @@
         if (other === name) tab.setAttribute("aria-current", "page");
         else tab.removeAttribute("aria-current");
       }
-      if (name in this) this[name]();
+      if (name in this && this.shownRun !== undefined) this[name]();
+    }
+
+    /** The first run that is known, one that began and another one fill the open view anew. */
+    follow() {
+      const run = this.root.querySelector("#dws-live [data-run]")?.dataset.run;
+      if (run === undefined || run === this.shownRun) return;
+      this.shownRun = run;
+      this.show(this.root.dataset.view);
     }
 
     filled(name) {
@@ -74,9 +83,12 @@
     }
 
     async explain() {
-      if (this.explained) return;
-      this.explained = true;
-      dws.explain(this.root.querySelector(".view-explain"), await this.source.explain());
+      const run = this.shownRun;
+      if (this.explained === run) return; // keeps what the visitor has set
+      this.explained = run;
+      const scene = await this.source.explain();
+      if (this.explained !== run) return;
+      dws.explain(this.root.querySelector(".view-explain"), scene);
     }
 
     clicked({ target }) {
@@ -115,5 +127,5 @@
     });
     watch.observe(document.documentElement, { childList: true, subtree: true });
   }
-  whenThere(".view-explain [data-scene='sync']", () => new Shell(document.querySelector("#dws"), dws.source || server));
+  whenThere(".view-explain [data-scene='sync']", (last) => new Shell(last.closest("#dws"), dws.source || server));
 })();

@@ -1,0 +1,41 @@
+"""How far the download of a version is, for whoever waits for a replica to wake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shared.history import RunReader
+from shared.protocol import FileRef, Manifest
+
+_STEPS = 10  # what is said changes so often: it is also written to the run's log
+
+
+class CountingReader(RunReader):
+    """A reader that counts what it has fetched, also of the file that is on its way."""
+
+    _wanted, _fetched, _folder = 0, 0, Path("/nowhere")
+
+    def expect(self, manifest: Manifest, folder: Path) -> None:
+        """From now on count the download of this version to `folder`, from its anchor on."""
+        files = [*manifest.anchor.files, *(manifest.deltas_after(manifest.anchor.version) or ())]
+        self._wanted, self._fetched, self._folder = sum(file.size for file in files), 0, folder
+
+    def fetch(self, ref: FileRef, folder: Path) -> Path:
+        """As in `RunReader`."""
+        path = super().fetch(ref, folder)
+        self._fetched += ref.size
+        return path
+
+    def progress(self) -> str:
+        """So many megabytes of all, such as "27 of 269 MB", in tenths of the whole."""
+        parts = sum(_size(part) for part in self._folder.glob(".*.part"))
+        share = _STEPS * min(self._fetched + parts, self._wanted) // max(self._wanted, 1)
+        digits = 0 if self._wanted >= 10e6 else 1
+        return f"{share * self._wanted / _STEPS / 1e6:.{digits}f} of {self._wanted / 1e6:.{digits}f} MB"
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # it was finished meanwhile
+        return 0

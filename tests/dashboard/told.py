@@ -1,0 +1,91 @@
+"""A dashboard that is mounted with controls, on loopback, and controls that remember what they were told."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from fastapi import FastAPI
+
+from inference_space.dashboard import mount
+from inference_space.dashboard.controls import Following
+from shared.bucket import Bucket
+from shared.buckets import open_bucket
+
+KEY = "a-long-secret"
+REFUSED = "#dws-owner-answer [role=alert]"  # on the page
+
+
+class Told:
+    """A replica's controls; the run has versions up to 9."""
+
+    def __init__(self) -> None:
+        self.now, self.calls = Following(paused=False, pinned=None), list[str]()
+
+    def following(self) -> Following:
+        return self.now
+
+    def pause(self) -> None:
+        self.calls.append("pause")
+        self.now = Following(paused=True, pinned=None)
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+        self.now = Following(paused=False, pinned=None)
+
+    def pin(self, version: int) -> None:
+        if version > 9:
+            raise ValueError(f"the run has no version {version}")
+        self.calls.append(f"pin {version}")
+        self.now = Following(paused=False, pinned=version)
+
+    def rejoin(self) -> None:
+        self.calls.append("rejoin")
+
+
+@contextmanager
+def controlled(bucket: Bucket, told: Told, key: str = KEY) -> Iterator[str]:
+    """The URL of a dashboard of `bucket` whose owner's tab speaks to `told`."""
+    with served(lambda _: mount(FastAPI(), bucket, None, controls=told, key=key)) as url:
+        yield f"{url}/"
+
+
+@contextmanager
+def served(make: Callable[[str], FastAPI]) -> Iterator[str]:
+    """Serve the app that `make` returns when it is told its URL."""
+    started = threading.Event()
+    servers: list[uvicorn.Server] = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+        async def serve() -> None:  # outside of a loop Gradio makes its own and leaves them open
+            config = uvicorn.Config(make(url), log_level="error", timeout_graceful_shutdown=1)
+            servers.append(uvicorn.Server(config))
+            started.set()
+            await servers[0].serve(sockets=[listening])
+
+        thread = threading.Thread(target=asyncio.run, args=[serve()])
+        thread.start()
+        assert started.wait(60)
+        while not servers[0].started:
+            time.sleep(0.02)
+        yield url
+        servers[0].should_exit = True
+        thread.join()
+
+
+def main() -> None:
+    """Serve the bucket that is named, until the standard input ends."""
+    with controlled(open_bucket(sys.argv[1]), Told()) as url:
+        print(url, flush=True)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""The run files for one GPU: options that TRL and the trainer know, with what a game of Wordle needs."""
+
+from pathlib import Path
+
+import pytest
+from trl import TrlParser
+from trl.experimental.async_grpo import AsyncGRPOConfig
+
+from trainer.train import ScriptArguments
+
+CONFIGS = Path(__file__).parents[2] / "trainer" / "configs"
+WHERE = [
+    "--bucket",
+    "hf://buckets/me/wordle",
+    "--run",
+    "first",
+    "--replicas",
+    "https://r",
+    "--env_url",
+    "https://e",
+]
+
+
+@pytest.fixture(params=["qwen3_0_6b", "qwen3_1_7b"])
+def parsed(request, tmp_path):
+    parser = TrlParser((ScriptArguments, AsyncGRPOConfig))
+    options = ["--config", str(CONFIGS / f"{request.param}.yaml"), *WHERE]
+    # bf16 autocast is checked against the hardware when it is parsed
+    return parser.parse_args_and_config([*options, "--bf16", "false", "--output_dir", str(tmp_path)])
+
+
+def test_only_the_addresses_are_missing(parsed):
+    script, _ = parsed
+    assert script.model.startswith("Qwen/Qwen3-")
+    assert script.task == "wordle"
+    assert script.replicas == ["https://r"]
+
+
+def test_the_policy_does_not_think_and_may_make_six_guesses(parsed):
+    _, args = parsed
+    assert args.chat_template_kwargs == {"enable_thinking": False}
+    assert args.max_tool_calling_iterations == 6
+    assert args.max_completion_length == 1024
+
+
+def test_no_game_is_longer_than_a_forward_pass_may_be(parsed):
+    _, args = parsed
+    turns = args.max_tool_calling_iterations + 1
+    assert args.token_budget > turns * args.max_completion_length + 500
+
+
+def test_a_step_has_whole_groups(parsed):
+    _, args = parsed
+    assert args.per_device_train_batch_size % args.num_generations == 0
+
+
+def test_small_steps_are_not_rounded_away(parsed):
+    _, args = parsed
+    assert args.dtype == "float32"

@@ -1,0 +1,209 @@
+"""Both Spaces from their own Dockerfiles' steps, as UID 1000 on port 7860, run the loop against each other.
+
+No Docker engine runs here, so `dockerfile.py` executes the steps as shell in an image of its own. Proven by
+that: each staged folder holds all that its Dockerfile copies, the Space's own requirements are enough,
+everything works for a user who may write to /tmp only, the port is that of the front matter, and no variable
+but the Space's own is needed. Not proven: the FROM images themselves (vLLM here is the CPU build of the same
+version, in another Python), that Docker's builder takes the steps, and anything of a GPU. Two Spaces on one
+machine cannot both have port 7860 of every address, so each gets a loopback address of its own.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from shared.buckets import open_bucket
+from shared.history import RunReader
+from shared.runlog import RunLogReader, StepEvent
+from tests.deploy.dockerfile import CHECKOUT, Job, parse
+from trainer.deploy.stage import App, stage
+
+PORT = 7860
+KEY, TOKEN, WRITING = "planted-key-of-both-spaces", "hf_plantedReadingToken", "hf_plantedWritingToken"
+STEPS = 3
+PATIENCE_S = 480.0  # on a machine that does other things, too; alone it takes less than two minutes
+
+
+def may_mount() -> bool:
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        return False
+    mounting = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    return subprocess.run(mounting, capture_output=True).returncode == 0
+
+
+class Space:
+    """A Space that is built from its staged folder and runs with these variables and secrets."""
+
+    def __init__(self, app: App, folder: Path, host: str, environ: dict[str, str]) -> None:
+        self.url, self.log = f"http://{host}:{PORT}", folder / f"{app}.log"
+        stage(app, folder / app)
+        given = {"SPACE_ID": f"me/wordle-{app}", "HF_TOKEN": TOKEN, **environ}
+        binds = {"/bucket": str(folder / "bucket")}
+        self._job = Job(str(folder / app), str(folder / f"{app}.image"), given, binds)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        command = ["unshare", "--mount", sys.executable, "-m", "tests.deploy.dockerfile"]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, cwd=CHECKOUT, stdin=subprocess.PIPE, stdout=log, stderr=log
+            )
+        assert self.process.stdin is not None
+        with self.process.stdin as job:
+            job.write(json.dumps(asdict(self._job)).encode())
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(60)
+
+    def wake(self) -> None:
+        """As after a sleep: the same image, and nothing of what ran in it."""
+        self.stop()
+        self._job = replace(self._job, built=True)
+        self.start()
+
+    def wait(self, path: str, until: Callable[[httpx.Response], bool]) -> httpx.Response:
+        last: object = "no answer"
+        for _ in range(int(PATIENCE_S * 4)):
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            try:
+                last = httpx.get(f"{self.url}{path}", trust_env=False, timeout=30)
+                if until(last):
+                    return last
+            except httpx.TransportError as error:
+                last = error
+            time.sleep(0.25)
+        raise AssertionError(f"{self.url}{path}: {last}; {self.log.read_text()[-3000:]}")
+
+    def family(self) -> list[psutil.Process]:
+        process = psutil.Process(self.process.pid)
+        return [process, *process.children(recursive=True)]
+
+
+def start_trainer(folder: Path, env: Space, replica: Space) -> subprocess.Popen[bytes]:
+    here = CHECKOUT / "trainer"
+    command = [sys.executable, "-m", "trainer.train", "--config", str(here / "configs/wordle_tiny.yaml")]
+    command += ["--model", str(here / "policies/wordle-tiny"), "--run", "loop", "--use_cpu", "true"]
+    command += ["--bucket", (folder / "bucket").as_uri(), "--replicas", replica.url, "--env_url", env.url]
+    command += ["--max_steps", str(STEPS), "--per_device_train_batch_size", "16"]
+    command += ["--max_inflight_tasks", "16", "--output_dir", str(folder / "trainer")]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environ |= {"SPACE_KEY": KEY, "HF_TOKEN": WRITING}
+    with (folder / "trainer.log").open("wb") as log:
+        return subprocess.Popen(command, env=environ, cwd=folder, stdout=log, stderr=log)
+
+
+def serves(version: int) -> Callable[[httpx.Response], bool]:
+    return lambda answer: answer.json()["status"]["version"] == version
+
+
+NEEDS = "an image of its own takes root and the right to mount: run this test as root"
+
+
+@pytest.mark.live
+@pytest.mark.skipif(not may_mount(), reason=NEEDS)
+def test_both_spaces_run_the_loop_and_wake_from_sleep(tmp_path: Path) -> None:
+    (tmp_path / "bucket").mkdir()
+    env_host, replica_host = "127.0.0.2", "127.0.0.3"
+    watching = {"WORDLE_REPLICA_URL": f"http://{replica_host}:{PORT}", "WORDLE_REPLICA_KEY": KEY}
+    rules = {"WORDLE_HOST": env_host, "WORDLE_ANSWERS": "128", "WORDLE_KEY": KEY}
+    following = {"REPLICA_BUCKET": "file:///bucket", "REPLICA_RUN": "loop", "REPLICA_KEY": KEY}
+    sizes = {"REPLICA_HOST": replica_host, "REPLICA_MAX_MODEL_LEN": "256", "OMP_NUM_THREADS": "1"}
+    with ExitStack() as stack:
+        env = stack.enter_context(Space("env", tmp_path, env_host, rules | watching))
+        replica = stack.enter_context(Space("replica", tmp_path, replica_host, following | sizes))
+        trainer = start_trainer(tmp_path, env, replica)
+        stack.callback(trainer.wait)
+        stack.callback(trainer.kill)
+        assert trainer.wait(PATIENCE_S) == 0, (tmp_path / "trainer.log").read_text()[-3000:]
+        bucket = open_bucket((tmp_path / "bucket").as_uri())
+        head = RunReader(bucket, "loop").at()
+        served = replica.wait("/status", serves(head.version)).json()
+        assert served["status"]["digest"] == head.digest
+        steps = [event for event in RunLogReader(bucket, "loop").poll() if isinstance(event, StepEvent)]
+        assert (len(steps), head.version) == (STEPS, STEPS)
+        assert played(env) >= STEPS * 16
+
+        for space in (env, replica):
+            assert {process.uids().real for process in space.family()} == {1000}
+            assert httpx.get(f"{space.url}/").status_code == 200
+        assert httpx.post(f"{env.url}/sessions", json={"seed": 1}).status_code == 401
+        assert httpx.post(f"{replica.url}/v1/completions", json={}).status_code == 401
+        assert "event: ended" in httpx.get(f"{env.url}/watch", timeout=60).text
+        assert leaks(tmp_path, env, replica) == []
+
+        replica.wake()
+        joined = replica.wait("/status", serves(head.version)).json()
+        assert [commit["joined"] for commit in joined["commits"]] == [True]
+        assert joined["status"]["digest"] == head.digest
+
+
+def played(env: Space) -> int:
+    """Games that ended over the API."""
+    text = httpx.get(f"{env.url}/metrics").text
+    counts = re.findall(r'^wordle_games_total{.*via="http"} (\S+)$', text, re.MULTILINE)
+    return sum(int(float(count)) for count in counts)
+
+
+def leaks(folder: Path, env: Space, replica: Space) -> list[str]:
+    """Where one of the planted secrets can be seen: logs, bucket, pages, process lists, vLLM's variables."""
+    [gateway, *vllm] = replica.family()
+    texts: dict[str, bytes | str] = {str(path): path.read_bytes() for path in folder.glob("*.log")}
+    texts |= {str(path): path.read_bytes() for path in (folder / "bucket").rglob("*") if path.is_file()}
+    scratch = Path(f"/proc/{gateway.pid}/root/tmp/replica")
+    texts |= {str(path): path.read_bytes() for path in scratch.glob("*.*")}
+    assert str(scratch / "vllm.log") in texts
+    for space, paths in ((env, ENV_PAGES), (replica, REPLICA_PAGES)):
+        texts |= {f"{space.url}{path}": httpx.get(f"{space.url}{path}").text for path in paths}
+    for process in (*env.family(), gateway, *vllm):
+        texts[f"command line of {process.pid}"] = " ".join(process.cmdline())
+    texts |= {f"variables of {process.pid}": json.dumps(process.environ()) for process in vllm}
+    secrets = [KEY, TOKEN, WRITING]
+    return [
+        place
+        for place, text in texts.items()
+        if any(secret in (text if isinstance(text, str) else text.decode("latin-1")) for secret in secrets)
+    ]
+
+
+ENV_PAGES = ["/", "/health", "/ready", "/metrics", "/docs", "/openapi.json", "/words", "/sessions", "/no"]
+REPLICA_PAGES = ["/", "/health", "/ready", "/status", "/v1/models", "/dashboard/bucket", "/v1/completions"]
+
+
+@pytest.mark.parametrize("app", ["env", "replica"])
+def test_a_dockerfile_pins_its_image_and_serves_where_the_front_matter_says(app: App, tmp_path: Path) -> None:
+    stage(app, tmp_path)
+    steps = parse((tmp_path / "Dockerfile").read_text())
+    front: dict[str, Any] = yaml.safe_load((tmp_path / "README.md").read_text().split("---\n")[1])
+    (image,) = (rest for name, rest in steps if name == "FROM")
+    assert re.fullmatch(r"[\w/-]+:v?\d+\.\d+\.\d+(-[\w.-]+)?", image)
+    assert ("EXPOSE", str(front["app_port"])) in steps
+    assert (front["app_port"], front["sdk"]) == (PORT, "docker")
+    assert [rest for name, rest in steps if name == "USER"] == ["1000"]
+    as_user = {name for name, _ in steps[steps.index(("USER", "1000")) :]}
+    assert as_user <= {"USER", "ENV", "EXPOSE", "CMD", "ENTRYPOINT"}
+    assert len(front["short_description"]) <= 60
+    assert front.keys() >= {"title", "suggested_hardware", "startup_duration_timeout", "tags", "license"}
+    needs = (tmp_path / "requirements.txt").read_text().splitlines()
+    loose = [need for need in needs if need[:1].isalpha() and not re.search("[=>~]=", need)]
+    assert loose == []

@@ -1,0 +1,177 @@
+"""`python -m tests.docs.run [--quick]`: run the commands of the pages, say what did not work.
+
+See the package's text for what a page may write. Each block is a shell of its own: variables do not go on to
+the next block; background blocks end with their page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from tests.docs.blocks import Block, blocks
+from tests.docs.stage import ROOT, Stage, staged
+
+_QUICK_S, _SLOW_S, _READY_S = 120.0, 3600.0, 600.0
+_LINES = 30  # of a failed command's output
+_PATIENCE_S = 30.0
+
+
+@dataclass
+class Report:
+    """What became of each block."""
+
+    passed: list[Block] = field(default_factory=list)
+    failed: list[Block] = field(default_factory=list)
+    left_out: list[tuple[Block, str]] = field(default_factory=list)
+
+    def summary(self) -> str:
+        """The last lines of the output."""
+        lines = [f"not run: {block.place}, {reason}" for block, reason in self.left_out]
+        counts = f"{len(self.passed)} blocks passed, {len(self.failed)} failed, {len(self.left_out)} not run"
+        return "\n".join([*lines, *(f"FAILED: {block.place}" for block in self.failed), counts])
+
+
+def pages() -> list[tuple[Path, str]]:
+    """The README, then the pages of docs/."""
+    return [
+        (ROOT / "README.md", "README.md"),
+        *((p, f"docs/{p.name}") for p in sorted((ROOT / "docs").glob("*.md"))),
+    ]
+
+
+def check(every: Sequence[list[Block]], stage: Stage, *, quick: bool) -> Report:
+    """Run all blocks, page after page; quick ones of two pages at once, unless both deploy."""
+    report = Report()
+    deploying = [page for page in every if any("trainer.deploy" in block.code for block in page)]
+    lanes = [deploying, [page for page in every if page not in deploying]] if quick else [every]
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        list(pool.map(functools.partial(_lane, stage, report, quick), lanes))
+    return report
+
+
+def _lane(stage: Stage, report: Report, quick: bool, lane: Sequence[list[Block]]) -> None:
+    for page in lane:
+        with ExitStack() as background:
+            for block in page:
+                _block(block, stage, background, report, quick=quick)
+
+
+def _block(block: Block, stage: Stage, background: ExitStack, report: Report, *, quick: bool) -> None:
+    if reason := block.reason or ("it is slow" if quick and block.slow else ""):
+        report.left_out.append((block, reason))
+        return
+    started = time.monotonic()
+    trouble = background.enter_context(_served(block, stage)) if block.until else _run(block, stage)
+    (report.failed if trouble else report.passed).append(block)
+    first = next((line for line in block.code.splitlines() if line and not line.startswith("#")), "")
+    mark = "FAILED" if trouble else "ok"
+    print(f"{mark:6} {time.monotonic() - started:6.1f} s  {block.place:32} {first[:90]}", flush=True)
+    if trouble:
+        print("\n".join(f"       {line}" for line in trouble.splitlines()[-_LINES:]), flush=True)
+
+
+def _run(block: Block, stage: Stage) -> str:
+    """What is wrong with a block that ends by itself, else nothing."""
+    with tempfile.TemporaryFile("w+") as output:
+        shell = _start(block, stage, output.fileno())
+        try:
+            code = shell.wait(_SLOW_S if block.slow else _QUICK_S)
+        except subprocess.TimeoutExpired:
+            code = "none in time"
+        finally:
+            _stop(shell)
+        output.seek(0)
+        printed = output.read()
+    if code != 0:
+        return f"{printed}\nexit code {code}"
+    return f"it printed\n{printed}" if block.shows and not _same(printed, block.shown) else ""
+
+
+def _same(printed: str, shown: str) -> bool:
+    texts = ("\n".join(line.rstrip() for line in text.strip().splitlines()) for text in (printed, shown))
+    found, wanted = texts
+    return re.fullmatch(".*".join(map(re.escape, wanted.split("…"))), found, re.DOTALL) is not None
+
+
+@contextmanager
+def _served(block: Block, stage: Stage) -> Iterator[str]:
+    """A background block; yields what is wrong with it, else nothing."""
+    with tempfile.TemporaryFile("w+") as output:
+        shell = _start(block, stage, output.fileno())
+        try:
+            ready = _answers(block.until, shell)
+            output.seek(0)
+            yield "" if ready else f"{output.read()}\n{block.until} does not answer"
+        finally:
+            _stop(shell)
+
+
+def _answers(url: str, shell: subprocess.Popen[bytes]) -> bool:
+    deadline = time.monotonic() + _READY_S
+    while time.monotonic() < deadline and shell.poll() is None:
+        try:
+            if httpx.get(url, timeout=5.0, trust_env=False).is_success:
+                return True
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.3)
+    return False
+
+
+def _start(block: Block, stage: Stage, output: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        ["bash", "-euo", "pipefail", "-c", block.code],
+        cwd=stage.folder,
+        env=stage.environment,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def _stop(shell: subprocess.Popen[bytes]) -> None:
+    """End the block's whole process group; nothing that a page started stays."""
+    for sign in (signal.SIGINT, signal.SIGKILL):
+        try:
+            os.killpg(shell.pid, sign)
+        except ProcessLookupError:
+            break
+        try:
+            shell.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            continue
+    shell.wait()
+
+
+def main() -> None:
+    """Command line; exit code 1 if a command of a page does not work."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.docs.run", description="Check the pages' commands."
+    )
+    parser.add_argument("--quick", action="store_true", help="leave the slow blocks out")
+    quick = parser.parse_args().quick
+    every = [blocks(path, page) for path, page in pages()]
+    with tempfile.TemporaryDirectory() as temporary, staged(Path(temporary)) as stage:
+        report = check(every, stage, quick=quick)
+    print(report.summary())
+    sys.exit(1 if report.failed else 0)
+
+
+if __name__ == "__main__":
+    main()

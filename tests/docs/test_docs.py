@@ -1,0 +1,145 @@
+"""The pages: their commands work, and the runner that says so can fail."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench import readme, results
+from tests.docs.blocks import PageError, blocks
+from tests.docs.run import check, pages
+from tests.docs.stage import ROOT, Stage
+
+
+def page(folder: Path, text: str) -> list:
+    path = folder / "page.md"
+    path.write_text(text)
+    return blocks(path, "page.md")
+
+
+def checked(folder: Path, text: str, *, quick: bool = True):
+    return check([page(folder, text)], Stage(folder, dict(os.environ)), quick=quick)
+
+
+def test_a_page_whose_commands_work(tmp_path):
+    report = checked(tmp_path, "```bash\ntouch a\n```\ntext\n```bash\ntest -f a\n```\n")
+    assert [block.line for block in report.passed] == [1, 5]
+    assert not report.failed
+
+
+def test_a_command_that_fails_is_named_with_its_output(tmp_path, capsys):
+    report = checked(tmp_path, "```bash\necho why >&2\nfalse\necho never\n```\n```bash\ntrue\n```\n")
+    assert [block.place for block in report.failed] == ["page.md:1"]
+    assert len(report.passed) == 1, "the others are still checked"
+    printed = capsys.readouterr().out
+    assert "why" in printed
+    assert "exit code 1" in printed
+    assert "FAILED: page.md:1" in report.summary()
+
+
+@pytest.mark.parametrize(
+    ("shown", "same"), [("a 1\nb", True), ("a …\nb", True), ("a 2\nb", False), ("a 1", False)]
+)
+def test_output_that_a_page_shows_is_compared(tmp_path, shown, same):
+    text = f"<!-- docs-check: shows -->\n```bash\nprintf 'a 1\\nb\\n'\n```\n\n```text\n{shown}\n```\n"
+    assert bool(checked(tmp_path, text).passed) == same
+
+
+def test_a_background_block_serves_the_rest_of_its_page_and_then_ends(tmp_path):
+    text = """
+<!-- docs-check: background until http://127.0.0.1:{port}/ -->
+```bash
+echo $$ > pid; exec {python} -m http.server {port} --bind 127.0.0.1
+```
+```bash
+{python} -c "import urllib.request as r; r.build_opener(r.ProxyHandler({{}})).open('http://127.0.0.1:{port}/')"
+```
+"""
+    report = checked(tmp_path, text.format(port=_free_port(), python=sys.executable))
+    assert len(report.passed) == 2
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_background_block_that_dies_has_failed(tmp_path):
+    text = "<!-- docs-check: background until http://127.0.0.1:1/ -->\n```bash\necho gone; exit 3\n```\n"
+    assert checked(tmp_path, text).failed
+
+
+def test_what_is_not_run_is_listed_with_its_reason(tmp_path):
+    text = (
+        "<!-- docs-check: not run, it needs a GPU -->\n```bash\nfalse\n```\n"
+        "<!-- docs-check: slow -->\n```bash\ntouch slow\n```\n"
+    )
+    quick = checked(tmp_path, text)
+    assert [reason for _, reason in quick.left_out] == ["it needs a GPU", "it is slow"]
+    assert "not run: page.md:2, it needs a GPU" in quick.summary()
+    assert len(checked(tmp_path, text, quick=False).passed) == 1
+    assert (tmp_path / "slow").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("```sh\nls\n```\n", "write ```bash"),
+        ("<!-- docs-check: perhaps -->\n```bash\nls\n```\n", "does not know 'perhaps'"),
+        ("<!-- docs-check: shows -->\n```bash\nls\n```\n", "shows nothing"),
+    ],
+)
+def test_a_page_that_would_not_be_checked_is_refused(tmp_path, text, fix):
+    with pytest.raises(PageError, match=fix):
+        page(tmp_path, text)
+
+
+def test_measured_figures_are_those_of_the_benchmark():
+    """`python -m bench.readme` writes the marked places anew."""
+    for path, name in pages():
+        assert readme.fill(path.read_text(), results.read()) == path.read_text(), f"{name} has older figures"
+
+
+def test_sentences_of_the_operations_page_are_what_programs_say():
+    page = (ROOT / "docs" / "operations.md").read_text()
+    sentences = re.findall(r"^\| `(.+?)` \|", page.split("## What goes wrong")[1], re.MULTILINE)
+    assert len(sentences) > 10
+    said = "\n".join(_strings())
+    for sentence in sentences:
+        parts = [re.escape(part) for part in sentence.split("…")]
+        assert re.search("[^\n]*".join(parts), said), f"no program says {sentence!r}"
+
+
+def _strings() -> Iterator[str]:
+    """Every string of the programs in a line of its own, with … for what is put into it."""
+    for app in ("shared", "trainer", "inference_space", "env_space"):
+        for path in (ROOT / app).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    yield "".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values)
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield node.value.replace("\n", " ")
+
+
+def test_links_between_pages_lead_somewhere():
+    for path, name in pages():
+        for target in re.findall(r"\]\((?!https?://)([^)#]+)[^)]*\)|srcset=\"([^\"]+)\"", path.read_text()):
+            link = next(filter(None, target))
+            assert (path.parent / link).exists(), f"{name} links to {link}"
+
+
+@pytest.mark.live
+def test_every_quick_command_of_the_pages_works():
+    """`make docs-check` runs the slow ones too."""
+    command = [sys.executable, "-m", "tests.docs.run", "--quick"]
+    result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=600)
+    assert result.returncode == 0, result.stdout

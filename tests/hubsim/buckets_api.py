@@ -1,0 +1,118 @@
+"""The Hub's bucket endpoints, as huggingface_hub calls them, but for the content of files."""
+
+import json
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from .bucket_events import feed
+from .buckets import BucketState
+from .creation import is_private
+from .errors import HubError
+from .store import Hub
+
+PAGE = 1000
+NO_HASH = "0" * 64  # of an empty file, which the storage has no need to keep
+API = "/api/buckets/{owner}/{name}"
+Auth = Annotated[str | None, Header()]
+
+
+def bucket_routes(hub: Hub) -> APIRouter:
+    """Routes that make, show, change and delete buckets and what they hold."""
+    routes = APIRouter()
+    _life_routes(routes, hub)
+    _info_routes(routes, hub)
+    _tree_routes(routes, hub)
+    _batch_routes(routes, hub)
+    return routes
+
+
+def _life_routes(routes: APIRouter, hub: Hub) -> None:
+    @routes.post(API)
+    async def create(owner: str, name: str, request: Request, authorization: Auth = None) -> dict[str, str]:
+        owner = hub.owner(owner, authorization)
+        bucket_id, where = f"{owner}/{name}", f"buckets/{owner}/{name}"
+        hub.accounts.caller(authorization).must_write("bucket", owner)
+        if bucket_id in hub.buckets:
+            raise HubError(409, "You already created this bucket", url=where)
+        private = is_private(await request.json(), hub.accounts.accounts[owner])
+        hub.buckets[bucket_id] = BucketState(bucket_id, private)
+        return {"id": bucket_id, "url": f"{request.base_url}{where}"}
+
+    @routes.put(API + "/settings")
+    async def settings(owner: str, name: str, wish: dict[str, Any], authorization: Auth = None) -> None:
+        hub.bucket(f"{owner}/{name}", authorization, write=True).private = wish["private"]
+
+    @routes.delete(API, status_code=204)
+    async def delete(owner: str, name: str, authorization: Auth = None) -> None:
+        hub.bucket(f"{owner}/{name}", authorization, write=True)
+        del hub.buckets[f"{owner}/{name}"]
+
+
+def _info_routes(routes: APIRouter, hub: Hub) -> None:
+    @routes.get(API)
+    async def info(owner: str, name: str, authorization: Auth = None) -> dict[str, Any]:
+        return hub.bucket(f"{owner}/{name}", authorization).to_json()
+
+    @routes.get("/api/buckets/{owner}")
+    async def browse(owner: str, search: str = "", authorization: Auth = None) -> list[dict[str, Any]]:
+        owner = hub.owner(owner, authorization)
+        seen = hub.visible_buckets(owner, authorization)
+        return [bucket.to_json() for bucket in seen if search in bucket.id]
+
+    @routes.get(API + "/events")
+    async def events(
+        owner: str, name: str, cursor: int = 0, since: str = "", authorization: Auth = None
+    ) -> StreamingResponse:
+        bucket = hub.bucket(f"{owner}/{name}", authorization)
+        return StreamingResponse(feed(bucket, cursor, since), media_type="text/event-stream")
+
+
+def _tree_routes(routes: APIRouter, hub: Hub) -> None:
+    @routes.get(API + "/tree")
+    @routes.get(API + "/tree/{prefix:path}")
+    async def tree(
+        owner: str,
+        name: str,
+        request: Request,
+        prefix: str = "",
+        recursive: bool = True,
+        cursor: int = 0,
+        authorization: Auth = None,
+    ) -> JSONResponse:
+        found = hub.bucket(f"{owner}/{name}", authorization).tree(prefix, recursive=recursive)
+        more = str(request.url.include_query_params(cursor=cursor + PAGE))
+        headers = {"Link": f'<{more}>; rel="next"'} if cursor + PAGE < len(found) else None
+        return JSONResponse(found[cursor : cursor + PAGE], headers=headers)
+
+    @routes.post(API + "/paths-info")
+    async def paths_info(
+        owner: str, name: str, asked: dict[str, list[str]], authorization: Auth = None
+    ) -> list[dict[str, Any]]:
+        files = hub.bucket(f"{owner}/{name}", authorization).files
+        return [files[path].to_json(path) for path in asked["paths"] if path in files]
+
+
+def _batch_routes(routes: APIRouter, hub: Hub) -> None:
+    @routes.post(API + "/batch")
+    async def batch(owner: str, name: str, request: Request, authorization: Auth = None) -> JSONResponse:
+        bucket = hub.bucket(f"{owner}/{name}", authorization, write=True)
+        operations = [json.loads(line) for line in (await request.body()).splitlines()]
+        failed = [failure for operation in operations if (failure := _apply(hub, bucket, operation))]
+        counts = {"processed": len(operations), "succeeded": len(operations) - len(failed)}
+        answer = {"success": not failed, **counts, "failed": failed}
+        return JSONResponse(answer, 422 if failed and not counts["succeeded"] else 200)
+
+
+def _apply(hub: Hub, bucket: BucketState, operation: dict[str, Any]) -> dict[str, str] | None:
+    """One line of a batch; returns what the Hub says where it refuses."""
+    path = operation["path"]
+    if operation["type"] == "deleteFile":
+        bucket.delete(path)
+        return None
+    xet_hash, copied = operation["xetHash"], operation["type"] == "copyFile"
+    if xet_hash not in hub.cas.files or (copied and xet_hash == NO_HASH):
+        return {"path": path, "error": "Xet hash not found"}
+    bucket.put(path, hub.cas.size(xet_hash), xet_hash, operation["mtime"])
+    return None

@@ -1,0 +1,244 @@
+"""What the owner orders is what the replica does: pause, resume, pin, join again; also when vLLM dies.
+
+vLLM is stood in for, as here it has to die at a given moment; tests/live/test_owner.py orders a real one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from inference_space.follower import Follower
+from inference_space.progress import CountingReader
+from inference_space.settings import Settings
+from inference_space.vllm_server import VllmError
+from shared import checkpoint, codec
+from shared.bucket import Bucket
+from shared.buckets import open_bucket
+from shared.digest import state_digest, to_hex
+from shared.protocol import ProtocolError
+from tests.dashboard.real_run import RealRun
+from tests.dashboard.test_long_run import Counted
+from tests.dashboard.written_run import WrittenRun
+
+PATIENCE_S = 30
+
+
+class Mortal:
+    """A vLLM that holds the weights in memory, counts how often it was started, and can be killed."""
+
+    log = Path("vllm.log")
+
+    def __init__(self) -> None:
+        self.starts, self._alive, self._staged = 0, False, list[Path]()
+
+    def start(self, folder: Path) -> None:
+        self.bits, self._alive = dict(checkpoint.read_bits(folder)), True
+        self.starts += 1
+
+    def alive(self) -> bool:
+        return self._alive
+
+    def stop(self) -> None:
+        self._alive = False
+
+    kill = stop
+
+    def init_engine(self, tensors: dict[str, list[int]]) -> str:
+        return self.digest()
+
+    def digest(self) -> str:
+        return to_hex(state_digest(self.bits))
+
+    def stage(self, paths: list[Path]) -> float:
+        self._new = {name: bits.copy() for name, bits in self.bits.items()}
+        for path in paths:
+            shapes = {name: bits.shape for name, bits in self._new.items()}
+            for patch in codec.Delta(path).patches(shapes, self._new.__getitem__):
+                codec.apply(patch, self._new[patch.name])
+        return 0.0
+
+    def commit(self, digest: str, version: int) -> tuple[float, float]:
+        if to_hex(state_digest(self._new)) != digest:
+            raise VllmError("other weights than were published")
+        self.bits = self._new
+        return 0.0, 0.0
+
+    def set_version(self, version: int) -> None:
+        pass
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Bucket:
+    return open_bucket(f"file://{tmp_path}/bucket", create=True)
+
+
+@pytest.fixture
+def run(bucket: Bucket) -> Iterator[RealRun]:
+    """At version 3."""
+    run = RealRun(bucket, run="ordered", layers=1)
+    for _ in range(3):
+        run.step()
+    yield run
+    run.close()
+
+
+@pytest.fixture
+def vllm() -> Mortal:
+    return Mortal()
+
+
+@pytest.fixture
+def follower(
+    bucket: Bucket, run: RealRun, vllm: Mortal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Follower]:
+    monkeypatch.setattr("inference_space.follower._BACKOFF_S", 0.05)
+    settings = Settings(bucket=bucket.url, run="ordered", name="r", poll_s=0.01, folder=str(tmp_path / "r"))
+    follower = Follower(CountingReader(bucket, "ordered"), vllm, settings)
+    follower.start()
+    reaches(follower, 3)
+    yield follower
+    follower.stop()
+
+
+def soon(reached: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not reached():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+def reaches(follower: Follower, version: int) -> None:
+    soon(
+        lambda: follower.serving is not None and follower.serving.version == version,
+        f"version {version}: {follower.report(0).status}",
+    )
+
+
+def stays(follower: Follower, version: int) -> None:
+    """It still serves `version` after it has looked around a few times."""
+    time.sleep(0.3)
+    reaches(follower, version)
+
+
+def test_paused_it_stays_and_resumed_it_catches_up_without_a_restart(
+    follower: Follower, run: RealRun, vllm: Mortal
+) -> None:
+    follower.orders.pause()
+    run.step()
+    run.step()
+    stays(follower, 3)
+    follower.orders.resume()
+    reaches(follower, 5)
+    assert (vllm.digest(), vllm.starts) == (run.reader.at(5).digest, 1)
+
+
+def test_a_pinned_version_is_served_exactly_whatever_comes(
+    follower: Follower, run: RealRun, vllm: Mortal
+) -> None:
+    follower.orders.pin(1)
+    reaches(follower, 1)
+    run.step()
+    stays(follower, 1)
+    assert vllm.digest() == run.reader.at(1).digest
+    assert follower.orders.following().pinned == 1
+    follower.orders.resume()
+    reaches(follower, 4)
+    assert (vllm.digest(), vllm.starts) == (run.reader.at(4).digest, 2), "back by a restart, on by deltas"
+
+
+def test_a_later_version_is_reached_from_a_pinned_one_by_its_deltas(
+    follower: Follower, run: RealRun, vllm: Mortal
+) -> None:
+    follower.orders.pause()
+    run.step()
+    run.step()
+    follower.orders.pin(4)
+    reaches(follower, 4)
+    assert (vllm.digest(), vllm.starts) == (run.reader.at(4).digest, 1)
+
+
+def test_unpinned_at_the_newest_version_nothing_is_fetched_anew(
+    follower: Follower, run: RealRun, vllm: Mortal
+) -> None:
+    follower.orders.pin(3)
+    stays(follower, 3)
+    follower.orders.resume()
+    stays(follower, 3)
+    run.step()
+    reaches(follower, 4)
+    assert vllm.starts == 1
+
+
+def test_joining_again_starts_over_with_the_newest(follower: Follower, run: RealRun, vllm: Mortal) -> None:
+    vllm.bits["model.embed_tokens.weight"][0, 0] ^= 1  # what a join heals
+    follower.orders.rejoin()
+    soon(lambda: vllm.starts == 2, "a second start")
+    reaches(follower, 3)
+    assert vllm.digest() == run.reader.at(3).digest
+    stays(follower, 3)
+    assert vllm.starts == 2, "once is enough"
+
+
+def test_a_pinned_replica_that_joins_again_stays_pinned(
+    follower: Follower, run: RealRun, vllm: Mortal
+) -> None:
+    follower.orders.pin(2)
+    reaches(follower, 2)
+    starts = vllm.starts
+    follower.orders.rejoin()
+    soon(lambda: vllm.starts == starts + 1, "another start")
+    stays(follower, 2)
+
+
+def test_a_vllm_that_dies_while_paused_comes_back_at_its_version(
+    follower: Follower, run: RealRun, vllm: Mortal
+) -> None:
+    follower.orders.pause()
+    run.step()
+    vllm.kill()
+    soon(lambda: vllm.starts == 2, "a second start")
+    reaches(follower, 3)
+    stays(follower, 3)
+    assert vllm.digest() == run.reader.at(3).digest
+
+
+def test_a_pinned_version_whose_files_are_gone_leaves_what_is_served(
+    follower: Follower, run: RealRun, vllm: Mortal, bucket: Bucket
+) -> None:
+    anchor = run.reader.at(1).anchor.files[0].key
+    kept = bucket.get(anchor)
+    bucket.delete([anchor])
+    follower.orders.pin(1)
+    soon(lambda: anchor in (follower.report(0).status.error or ""), "an error that names the file")
+    assert follower.serving
+    assert follower.serving.version == 3
+    follower.orders.resume()
+    soon(lambda: follower.report(0).status.error is None, "no error")
+    assert vllm.starts == 1
+    bucket.put(anchor, kept)
+
+
+@pytest.mark.parametrize("version", [4, 99999999, 10**12])
+def test_a_version_that_is_not_there_is_a_sentence(follower: Follower, version: int) -> None:
+    with pytest.raises(
+        ProtocolError, match=f"run 'ordered' has no version {version}, its newest is version 3"
+    ):
+        follower.orders.pin(version)
+    assert follower.orders.following().pinned is None
+
+
+def test_an_old_version_of_a_long_run_is_found_by_one_listing(tmp_path: Path) -> None:
+    bucket = open_bucket(f"file://{tmp_path}/bucket", create=True)
+    run = WrittenRun(bucket, "long")
+    for _ in range(200):
+        run.publish(40_000, 2_000)
+    run.log.close()
+    counted = Counted(bucket)
+    follower = Follower(CountingReader(counted, "long"), Mortal(), Settings(bucket="", run="long"))
+    follower.orders.pin(2)
+    assert follower.orders.following().pinned == 2
+    assert (counted.asked["list"], counted.asked["get"]) == (1, 2), "HEAD and the manifest"

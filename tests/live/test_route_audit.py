@@ -1,0 +1,147 @@
+"""Nothing but the documented routes answers on the public port: every route of vLLM and of Gradio is tried.
+
+vLLM's routes come from the running server's own OpenAPI and from its source, Gradio's from the dashboard's
+app. Each is tried with all methods, with the key and without. Detours are in test_public_port.py.
+"""
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.routing import Mount
+
+from inference_space import dashboard
+from inference_space.dashboard.controls import Following
+from shared.buckets import open_bucket
+from tests.live.conftest import KEY
+
+pytestmark = pytest.mark.live
+
+RIGHT = {"X-Space-Key": KEY}
+METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"]
+ASK = {
+    "model": "policy",
+    "prompt": [5, 6, 7],
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 1,
+}
+# What the README of the Space documents; everything else is 404, or 405 where only the method is another.
+DOCUMENTED = {
+    ("GET", "/"),
+    ("HEAD", "/"),
+    ("GET", "/health"),
+    ("GET", "/ready"),
+    ("GET", "/status"),
+    ("GET", "/v1/models"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("GET", "/theme.css"),
+    ("GET", "/favicon.ico"),
+    ("GET", "/assets/x"),
+    ("GET", "/static/x"),
+    ("GET", "/gradio_api/heartbeat/x"),
+    ("POST", "/gradio_api/run/predict"),
+    ("GET", "/login/huggingface"),
+    ("GET", "/login/callback"),
+    ("GET", "/logout"),
+    *(("GET", f"/dashboard/{view}") for view in ("frame", "inside", "bucket", "delta", "verify")),
+    *(("GET", f"/dashboard/{view}") for view in ("explain", "object")),
+}
+
+
+@pytest.fixture(scope="module")
+def vllm_paths(its_vllm) -> set[str]:
+    command_line = its_vllm.cmdline()
+    port = command_line[command_line.index("--port") + 1]
+    own = httpx.get(f"http://127.0.0.1:{port}/openapi.json").json()["paths"]
+    options = ["--enable-fault-tolerance", "--enable-scale-out"]
+    command = [sys.executable, "-m", "tests.live.vllm_routes", *options]
+    source = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    return set(own) | set(json.loads(source.splitlines()[-1]))
+
+
+class Nobody:
+    """Controls, so that the dashboard has its owner's tab."""
+
+    def following(self) -> Following:
+        return Following(paused=False, pinned=None)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+
+@pytest.fixture(scope="module")
+def gradio_paths(tmp_path_factory) -> set[str]:
+    async def mounted() -> FastAPI:  # outside of a loop Gradio makes its own and leaves them open
+        bucket = open_bucket(tmp_path_factory.mktemp("empty").as_uri(), create=True)
+        return dashboard.mount(FastAPI(), bucket, None, controls=Nobody(), key=KEY)
+
+    with ThreadPoolExecutor(1) as pool:
+        app = pool.submit(asyncio.run, mounted()).result()
+    (gradio,) = (route for route in app.routes if isinstance(route, Mount))
+    return {route.path for route in [*gradio.app.routes, *app.routes]}
+
+
+def filled(path: str) -> str:
+    """The path with a value for each parameter."""
+    return re.sub(r"{[^}]*}", "x", path) or "/"
+
+
+def answers(url: str, paths: set[str]) -> dict[tuple[str, str, bool], int]:
+    """(method, path, with the key?) -> status, for all methods."""
+    seen = {}
+    with httpx.Client(base_url=url, timeout=60.0) as client:
+        for path in sorted({filled(path) for path in paths}):
+            for method in METHODS:
+                body = {"json": ASK} if method in ("POST", "PUT", "PATCH") else {}
+                for key in (False, True):
+                    headers = RIGHT if key else {}
+                    with client.stream(method, path, headers=headers, **body) as answer:  # some have no end
+                        seen[method, path, key] = answer.status_code
+    return seen
+
+
+@pytest.mark.parametrize("source", ["vllm_paths", "gradio_paths"])
+def test_of_all_routes_only_the_documented_ones_answer(guarded, source, request):
+    paths = request.getfixturevalue(source)
+    assert len(paths) > 50, "the source was found"
+    seen = answers(guarded.url, paths)
+    undocumented = {asked: status for asked, status in seen.items() if asked[:2] not in DOCUMENTED}
+    assert {asked: status for asked, status in undocumented.items() if status not in (404, 405)} == {}
+    elsewhere = {path for _, path in DOCUMENTED}
+    assert {path for (_, path, _), status in undocumented.items() if status == 405} <= elsewhere
+    closed = {asked[:2] for asked, status in seen.items() if status == 401}
+    assert closed <= {("POST", "/v1/completions"), ("POST", "/v1/chat/completions")}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "without", "status"),
+    [
+        ("GET", "/", 200, 200),
+        ("HEAD", "/", 200, 200),
+        ("GET", "/health", 200, 200),
+        ("GET", "/ready", 200, 200),
+        ("GET", "/status", 200, 200),
+        ("GET", "/v1/models", 200, 200),
+        ("POST", "/v1/completions", 401, 200),
+        ("POST", "/v1/chat/completions", 401, 200),
+        ("GET", "/theme.css", 200, 200),
+        ("GET", "/dashboard/bucket", 200, 200),
+        ("GET", "/dashboard/object?key=runs/live/HEAD", 200, 200),
+        ("GET", "/dashboard/object?key=../../etc/passwd", 404, 404),
+        ("GET", "/login/huggingface", 404, 404),
+        ("GET", "/logout", 302, 302),
+        ("POST", "/gradio_api/run/predict", 422, 422),
+    ],
+)
+def test_documented_routes_answer_as_documented(guarded, method, path, without, status):
+    body = {"json": ASK} if method == "POST" else {}
+    assert httpx.request(method, f"{guarded.url}{path}", **body).status_code == without
+    assert httpx.request(method, f"{guarded.url}{path}", headers=RIGHT, **body).status_code == status
