@@ -23,7 +23,7 @@ demo: $(VENV)/.app $(VENV)/.$(POLICY)
 	@$(BIN)/python -m trainer.local --policy $(POLICY) --port $(PORT)
 
 test: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.app $(VENV)/.test
 	$(BIN)/ruff check .

@@ -57,7 +57,7 @@ ROUTES = (
     # Of Gradio's routes those without which the page does not work. An event carries plain values only; those
     # of the owner's tab are refused behind it to whoever neither gives the key nor is logged in as the owner.
     Route(f"/(assets|static){_FILE}"),
-    Route("/(theme.css|favicon.ico)"),
+    Route(r"/(theme\.css|favicon\.ico)"),
     Route(r"/gradio_api/heartbeat/\w{1,40}"),
     Route("/gradio_api/run/predict", "POST", body=16 << 10, reads=plain_call),
     Route("/login/(huggingface|callback)"),

@@ -23,6 +23,7 @@ MODEL_NAME = "policy"
 _MIDDLEWARE = "inference_space.version_headers.VersionHeaders"
 _CONTROL_TIMEOUT_S = 300.0
 _PR_SET_PDEATHSIG = 1
+_SHOWN_LINES = 40
 _SECRETS = ("TOKEN", "SECRET", "KEY", "PASSWORD", "CREDENTIAL")
 # On the CPU the worker runs inside the engine's process (named by class: the short name is overruled), or two
 # processes would spin for each other on the same cores; split prefills would rewind seeded requests.
@@ -64,10 +65,16 @@ class VllmServer:
         deadline = time.monotonic() + timeout_s
         while not self._answers():
             if not self.alive():
+                self._show_end()
                 raise VllmError(f"vLLM exited while starting; the reason is at the end of {self.log}")
             if time.monotonic() > deadline:
                 raise VllmError(f"vLLM did not answer within {timeout_s:.0f} s; see {self.log}")
             time.sleep(0.25)
+
+    def _show_end(self) -> None:
+        """Print the end of vLLM's log: a Space shows its owner what is printed, and no files."""
+        end = self.log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:]
+        print("\n".join([f"the end of {self.log}:", *end]), flush=True)
 
     def alive(self) -> bool:
         """True while the process runs."""

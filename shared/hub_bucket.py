@@ -162,9 +162,11 @@ class HubBucket:
     def _refusal(self, error: HfHubHTTPError, place: str, write: bool) -> BucketError:
         status, right = error.response.status_code, "write" if write else "read"
         if status in (401, 403):
+            why = "this token may not" if status == 403 else "the token is wrong or expired"
+            why = why if get_token() else "HF_TOKEN is not set"
             return AccessDenied(
-                f"the Hub refused {right} access to {place} ({status}): set HF_TOKEN to a token with {right}"
-                f" access to {self._id}"
+                f"the Hub refused {right} access to {place} ({status}, {why}): set HF_TOKEN to a token with"
+                f" {right} access to {self._id}"
             )
         if status == 404:
             return BucketMissing(

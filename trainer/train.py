@@ -82,6 +82,10 @@ def main() -> None:
 
 def train(script: ScriptArguments, args: AsyncGRPOConfig) -> None:
     """One run from the base policy to the last version."""
+    if args.token_budget is None:  # TRL would ask a replica, which starts once version 0 is published
+        raise SystemExit(
+            "--token_budget is needed: the most tokens of a sample, prompt and answers; see configs/"
+        )
     trl_compat.install(flash_attention=torch.cuda.is_available() and args.dtype != "float32")
     peers = Peers()
     task = make_task(script, args)

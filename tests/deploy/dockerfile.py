@@ -154,9 +154,9 @@ def mount(job: Job) -> Path:
     for folder in (upper, work, root):
         folder.mkdir(parents=True, exist_ok=True)
     _mount("-t", "overlay", "overlay", "-o", f"lowerdir=/,upperdir={upper},workdir={work}", root)
-    for hidden in ("/tmp", str(CHECKOUT)):
+    for hidden in (str(CHECKOUT), "/tmp"):  # in this order: the checkout may lie below /tmp
         _mount("-t", "tmpfs", "-o", "mode=1777", "tmpfs", f"{root}{hidden}")
-    for shared in ("/proc", "/dev"):
+    for shared in ("/proc", "/dev", "/sys"):
         _mount("--rbind", shared, f"{root}{shared}")
     (site,) = Path(sys.prefix, "lib").glob("python*/site-packages")
     for inside, here in {f"{LINKED}": f"{site}", f"{CONTEXT}": job.context, **job.binds}.items():

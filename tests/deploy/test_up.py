@@ -198,6 +198,7 @@ def test_an_up_that_broke_off_is_finished_by_the_next(world: World, api):
         ("hf_write", ["SPACE_HF_TOKEN may write", "type Read"]),
         ("hf_team", ["SPACE_HF_TOKEN may write", "type Read"]),
         ("hf_expired", ["SPACE_HF_TOKEN", "does not know this token"]),
+        ("hf_r\u00e9ad", ["SPACE_HF_TOKEN holds a letter that no token has"]),
     ],
 )
 def test_spaces_get_no_token_but_a_read_only_one(world: World, monkeypatch, token, words):

@@ -36,6 +36,9 @@ def explained(what: str, variable: str = "HF_TOKEN") -> Iterator[None]:
             f"{what}: the Hub gave no answer ({type(error).__name__}); check the network and HF_ENDPOINT,"
             " then run the same command again"
         ) from error
+    except UnicodeEncodeError:
+        sentence = f"{variable} holds a letter that no token has; copy it again from {TOKENS}"
+        raise DeployError(sentence) from None
     except ValueError as error:  # what the client itself refuses to send
         raise DeployError(f"{what}: {masked(' '.join(str(error).split()))[:300]}") from error
 
