@@ -23,7 +23,7 @@ demo: $(VENV)/.app $(VENV)/.$(POLICY)
 	@$(BIN)/python -m trainer.local --policy $(POLICY) --port $(PORT)
 
 test: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.app $(VENV)/.test
 	$(BIN)/ruff check .
@@ -62,7 +62,7 @@ $(VENV)/.test: $(VENV)/.app tests/requirements.txt
 
 # What it costs, side by side with what it replaces (about 15 minutes): bench/results.json, docs/bench-*.svg.
 .PHONY: bench
-bench: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.bench
+bench: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test $(VENV)/.bench
 	$(BIN)/python -m bench
 	$(BIN)/python -m bench.readme
 

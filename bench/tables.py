@@ -179,6 +179,30 @@ def memory(results: Results) -> str:
     return table(["peak beside parameters and mirror", f"of {measured['fast']['model_mib']} MiB"], rows)
 
 
+def threads(results: Results) -> str:
+    """What the second thread brings."""
+    measured = results["threads"]["times_as_fast_with_two"]
+    return table(
+        ["two threads against one", *measured], [["times as fast", *(f"{x:.2f}" for x in measured.values())]]
+    )
+
+
+def dashboard(results: Results) -> str:
+    """What 10,000 versions cost a visitor and the server."""
+    section = results["dashboard"]
+    names = {
+        "refresh_ms": "a refresh after one more version: read, fold, render",
+        "answer_ms": "the server's answer to a visitor",
+        "first_paint_ms": "first paint in a Chromium that knows nothing of the page",
+    }
+    rows = [
+        [text, f"{section[key]['median']:.0f} ms", f"{section[key]['worst']:.0f} ms"]
+        for key, text in names.items()
+    ]
+    rows.append(["the log's first reading, once", f"{section['first_reading_s']:.1f} s", ""])
+    return table([f"{section['versions']:,} versions, 3 replicas", "median", "worst"], rows)
+
+
 def targets(results: Results) -> str:
     """Every target and what was measured."""
     marks = {True: "met", False: "**missed**", None: "unmeasured"}
@@ -203,6 +227,8 @@ TABLES = {
     "links": sync_time,
     "memory": memory,
     "live": live,
+    "threads": threads,
+    "dashboard": dashboard,
     "gpu": gpu,
     "targets": targets,
 }

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from shared.kernel import kernel
 
 BLOCK = 4096
+_NO_BLOCK = np.uint64(1 << 63)  # a number that none has
 Bits = NDArray[np.uint16]
 
 
@@ -70,10 +71,12 @@ def _hash_dense(bits: Bits, first: int, inner: NDArray[np.uint32], seed: np.uint
 def _hash_change(
     index: NDArray[np.int64], old: Bits, new: Bits, inner: NDArray[np.uint32], seed: np.uint64
 ) -> np.uint64:
-    total = np.uint64(0)
+    total, block, outer = np.uint64(0), _NO_BLOCK, np.uint64(0)
     for j in range(index.size):
         i = np.uint64(index[j])
-        outer = _mix(seed + i // np.uint64(BLOCK)) | np.uint64(1)
+        if i // np.uint64(BLOCK) != block:  # increasing positions stay in a block for a while
+            block = i // np.uint64(BLOCK)
+            outer = _mix(seed + block) | np.uint64(1)
         total += outer * np.uint64(inner[i % np.uint64(BLOCK)]) * (np.uint64(new[j]) - np.uint64(old[j]))
     return total
 
@@ -82,11 +85,13 @@ def _hash_change(
 def _hash_moved(
     bits: Bits, index: NDArray[np.int64], ulps: Bits, inner: NDArray[np.uint32], seed: np.uint64
 ) -> np.uint64:
-    total = np.uint64(0)
+    total, block, outer = np.uint64(0), _NO_BLOCK, np.uint64(0)
     for j in range(index.size):
         i = np.uint64(index[j])
-        outer = _mix(seed + i // np.uint64(BLOCK)) | np.uint64(1)
-        new = bits[index[j]]
+        if i // np.uint64(BLOCK) != block:
+            block = i // np.uint64(BLOCK)
+            outer = _mix(seed + block) | np.uint64(1)
+        new = bits[i]
         old = np.uint16(new - ulps[j])
         total += outer * np.uint64(inner[i % np.uint64(BLOCK)]) * (np.uint64(new) - np.uint64(old))
     return total

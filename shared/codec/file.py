@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import zstandard
@@ -26,6 +26,7 @@ from safetensors.numpy import save
 
 from shared.codec import original
 from shared.codec.modes import LAYOUTS, Group, Listed, Many, Mode, Old, candidates, decode_group, encode_group
+from shared.codec.parallel import in_order
 from shared.codec.patch import Bits, CodecError, Patch, apply, merge
 from shared.codec.values import Streams
 
@@ -67,8 +68,8 @@ class Delta:
         Raises `CodecError` naming the file; what was yielded before must then be thrown away.
 
         No file makes this allocate more than 64 bytes per byte of the file and 16 bytes per element of the
-        model: 10 for each change that it yields, the others for one group at a time, which is at most
-        `GROUP_ELEMENTS` and the tensor that reaches them.
+        model: 10 for each change that it yields, the others for as many groups at a time as there are
+        threads, each at most `GROUP_ELEMENTS` and the tensor that reaches them.
         """
         with _named(self._path):
             self._check(shapes)
@@ -76,11 +77,16 @@ class Delta:
 
     def _decode(self, old: Old) -> Iterator[Patch]:
         with safe_open(self._path, framework="numpy") as file:
-            for number, group in enumerate(self.groups):
-                listed = [tensor for tensor in self.tensors if tensor.group == number]
-                names = LAYOUTS[group.mode].streams
-                streams = {name: _stream(file, f"{number}.{name}") for name in names}
-                yield from decode_group(group, listed, streams, old)
+            for patches in in_order(_decoded, self._coded(file, old)):
+                yield from patches
+
+    def _coded(self, file: Any, old: Old) -> Iterator[_Coded]:
+        members: list[list[Listed]] = [[] for _ in self.groups]
+        for tensor in self.tensors:
+            members[tensor.group].append(tensor)
+        for number, (group, listed) in enumerate(zip(self.groups, members, strict=True)):
+            streams = {name: _stream(file, f"{number}.{name}") for name in LAYOUTS[group.mode].streams}
+            yield _Coded(group, listed, streams, _held([group.mode], listed, old))
 
     def _check(self, shapes: Shapes) -> None:
         names = [tensor.name for tensor in self.tensors]
@@ -107,6 +113,25 @@ class Delta:
             elements[tensor.group] += tensor.numel
 
 
+class _Coded(NamedTuple):
+    """All that the decoding of one group needs."""
+
+    group: Group
+    listed: list[Listed]
+    streams: Streams
+    old: Old
+
+
+def _decoded(coded: _Coded) -> list[Patch]:
+    return list(decode_group(*coded))
+
+
+def _held(modes: Sequence[Mode], tensors: Iterable[Listed | Patch], old: Old) -> Old:
+    """`old` for another thread: asked in this one, for it may take a lock, or ask other workers in turn."""
+    needed = any(LAYOUTS[mode].reads_old for mode in modes)
+    return {tensor.name: old(tensor.name) for tensor in tensors if needed}.__getitem__
+
+
 def _table(text: str) -> list[Listed]:
     return [Listed(*row) for row in _TABLE.validate_json(text, strict=True)]
 
@@ -128,8 +153,7 @@ def encode(patches: Iterable[Patch], old: Old, *, base: int, version: int, level
     groups: list[Group] = []
     streams: Streams = {}
     sparse: list[Mode] = ["gaps", "bands"] if level == "small" else ["gaps"]
-    for mode, members in _grouped(changed, old, sparse):
-        group, coded = _cheapest(sparse if mode == "gaps" else [mode], members, old)
+    for members, group, coded in in_order(_encoded, _uncoded(changed, old, sparse)):
         table += [Listed(p.name, p.shape, p.index.size, len(groups)) for p in members]
         streams |= {f"{len(groups)}.{key}": stream for key, stream in coded.items()}
         groups.append(group)
@@ -179,6 +203,24 @@ def _grouped(
         members.append(patch)
     if members:
         yield current, members
+
+
+class _Uncoded(NamedTuple):
+    """All that the coding of one group needs."""
+
+    modes: Sequence[Mode]
+    members: list[Patch]
+    old: Old
+
+
+def _uncoded(patches: Sequence[Patch], old: Old, sparse: Sequence[Mode]) -> Iterator[_Uncoded]:
+    for mode, members in _grouped(patches, old, sparse):
+        modes = sparse if mode == "gaps" else [mode]
+        yield _Uncoded(modes, members, _held(modes, members, old))
+
+
+def _encoded(uncoded: _Uncoded) -> tuple[list[Patch], Group, Streams]:
+    return uncoded.members, *_cheapest(*uncoded)
 
 
 def _cheapest(modes: Sequence[Mode], patches: Sequence[Patch], old: Old) -> tuple[Group, Streams]:

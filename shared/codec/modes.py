@@ -32,19 +32,20 @@ _CLUSTERED = 4.0  # times as many neighbours as independent changes would have: 
 
 
 class Layout(NamedTuple):
-    """What a group of a mode has: the numbers of its limits, gaps, large and sizes; its streams."""
+    """What a group of a mode has: the numbers of its limits, gaps, large and sizes; and what it reads."""
 
     rows: tuple[int, int, int, int]
     streams: tuple[str, ...]
+    reads_old: bool = False
 
 
 _VALUES = ("signs", "large", "sizes")
 LAYOUTS: dict[Mode, Layout] = {
     "gaps": Layout((0, 1, 1, 1), ("gaps", *_VALUES)),
-    "bands": Layout((BANDS - 1, BANDS, BANDS, BANDS), ("gaps", *_VALUES)),
+    "bands": Layout((BANDS - 1, BANDS, BANDS, BANDS), ("gaps", *_VALUES), reads_old=True),
     "mask": Layout((0, 0, 1, 1), ("mask", *_VALUES)),
     "dense": Layout((0, 0, 0, 0), ("low", "high")),
-    "raw": Layout((0, 0, 0, 0), ("low", "high")),
+    "raw": Layout((0, 0, 0, 0), ("low", "high"), reads_old=True),
 }
 
 

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from shared.codec import rice, runs
 from shared.codec.patch import Bits, CodecError, Index
-from shared.codec.positions import Band
+from shared.codec.positions import Band, flat_walk
 from shared.codec.rice import MAX_GOLOMB, Words, take_golomb
-from shared.codec.runs import FLIPPED, RUN, State, next_run
+from shared.codec.runs import FLIPPED, LEFT, RUN, State, next_run
 from shared.kernel import kernel
 
 Streams = dict[str, NDArray[np.uint8]]
@@ -71,11 +71,23 @@ class Reader:
     def read(self, band_of: Band) -> Bits:
         """The ULPs of the next `band_of.size` changes."""
         ulps = np.empty(band_of.size, np.uint16)
-        words = (self._large_words, self._state, self._size_words, self._sizes)
-        if not _restore(self._signs, self._read, *words, band_of, ulps):
+        where, how_much = (self._large_words, self._state), (self._size_words, self._sizes)
+        _restore_signs(self._signs, self._read, ulps)
+        if self._state.shape[1] == 1:
+            large = np.empty(min(ulps.size, self._most_large()), np.int64)
+            count = flat_walk(*where, ulps.size, large)
+            good = count >= 0 and _restore_flat(*how_much, large[:count], ulps)
+        else:
+            good = _restore_bands(*where, *how_much, band_of, ulps)
+        if not good:
             raise CodecError("the sizes of the large changes are damaged")
         self._read += ulps.size
         return ulps
+
+    def _most_large(self) -> int:
+        """Of a single band: how many large changes there may still be."""
+        size_bits = int(self._sizes[1, 0] - self._sizes[0, 0])
+        return size_bits if self._state[FLIPPED, 0] else int(self._state[LEFT, 0]) + 1
 
     def finished(self) -> bool:
         """True if every value was read."""
@@ -114,28 +126,40 @@ def _collect(
 
 
 @kernel
-def _restore(
-    signs: Band,
-    first: int,
-    words: Words,
-    state: State,
-    size_words: Words,
-    sizes: State,
-    band_of: Band,
-    ulps: Bits,
+def _restore_signs(signs: Band, first: int, ulps: Bits) -> None:
+    """Every change as if it were by one ULP."""
+    for j in range(ulps.size):
+        at = np.uint64(first + j)
+        negative = (signs[at >> np.uint64(3)] >> np.uint8(at & np.uint64(7))) & np.uint8(1)
+        ulps[j] = np.uint16(1) - np.uint16(2) * np.uint16(negative)
+
+
+@kernel
+def _enlarge(size_words: Words, sizes: State, band: int, ulps: Bits, j: int) -> bool:
+    """Read the size of a large change and give it to change `j`, which has its sign already."""
+    extra, sizes[0, band] = take_golomb(size_words, sizes[0, band], sizes[1, band], sizes[2, band])
+    ulps[j] *= np.uint16(extra + 2)  # times one or minus one, which is 2^16 - 1 here
+    return 0 <= extra <= 32766
+
+
+@kernel
+def _restore_flat(size_words: Words, sizes: State, large: Index, ulps: Bits) -> bool:
+    for j in large:
+        if not _enlarge(size_words, sizes, 0, ulps, j):
+            return False
+    return True
+
+
+@kernel
+def _restore_bands(
+    words: Words, state: State, size_words: Words, sizes: State, band_of: Band, ulps: Bits
 ) -> bool:
     for j in range(ulps.size):
         band = band_of[j]
         event = state[RUN, band] == 0
         state[RUN, band] = next_run(words, state, band) if event else state[RUN, band] - 1
-        size = 1
-        if event != (state[FLIPPED, band] != 0):
-            extra, sizes[0, band] = take_golomb(size_words, sizes[0, band], sizes[1, band], sizes[2, band])
-            if extra < 0 or extra > 32766:
-                return False
-            size = extra + 2
+        if event != (state[FLIPPED, band] != 0) and not _enlarge(size_words, sizes, band, ulps, j):
+            return False
         if state[RUN, band] < 0:
             return False
-        negative = (signs[(first + j) >> 3] >> np.uint8((first + j) & 7)) & np.uint8(1)
-        ulps[j] = np.uint16(65536 - size) if negative else np.uint16(size)
     return True

@@ -28,6 +28,7 @@ def main(words: list[str] | None = None) -> None:
             anchor_every=arguments.anchor_every,
             steps_per_hour=arguments.steps_per_hour,
             egress_usd_gb=arguments.price_egress,
+            cores=arguments.cores,
         )
     )
     try:
@@ -56,6 +57,13 @@ def _parser() -> argparse.ArgumentParser:
         choices=get_args(Trainer),
         default="fp32",
         help="fp32: with fp32 master weights (default); fp32-start: its first steps; bf16: without a master",
+    )
+    parser.add_argument(
+        "--cores",
+        type=units.positive,
+        default=2,
+        metavar="N",
+        help="for rank 0 and for each worker (default: 2)",
     )
     parser.add_argument(
         "--anchor-every", type=units.positive, metavar="N", help="versions (default: as the publisher does)"

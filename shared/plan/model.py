@@ -1,9 +1,10 @@
 """From a question (how large, how sparse, how many replicas, what link) to bytes, seconds and money.
 
 Seconds follow the program as it is. The trainer waits for the diff alone, which each rank makes of its own
-shard. Rank 0 then encodes and uploads in the background, one version at a time, on one core. Each replica
-takes one version after the other: fetch, decode (every worker all of it), digest and placing (every worker
-its part), commit. So versions flow at the pace of the slower of the two, and a slow publisher merges steps.
+shard. Rank 0 then encodes and uploads in the background, one version at a time. Each replica takes one
+version after the other: fetch, decode (every worker all of it), digest and placing (every worker its part),
+commit. So versions flow at the pace of the slower of the two, and a slow publisher merges steps. Encode and
+decode take several threads where there are more than two cores; all else takes one.
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ class Question:
     anchor_every: int | None = None  # versions; None: as the publisher decides
     steps_per_hour: float | None = None  # None: as many as the system carries
     egress_usd_gb: float = 0.0
+    cores: int = 2  # for rank 0, and for each worker of a replica
+
+    @property
+    def threads(self) -> int:
+        """How many of them encode or decode."""
+        return min(rates.MAX_THREADS, max(1, self.cores // 2))
 
 
 @dataclass(frozen=True)
@@ -175,11 +182,11 @@ def _parts(question: Question, changes: float, delta: float, ranks: int, workers
     here = rates.DIGEST.seconds(params) + rates.PLACE.seconds(params, changes)
     return Parts(
         diff=rates.DIFF[question.trainer].seconds(params) / ranks,
-        encode=encode_s(params, changes, level),
+        encode=encode_s(params, changes, level) / question.threads,
         upload=sent_s,
         notice=rates.POLL_S / 2,
         fetch=sent_s,
-        stage=rates.DECODE[level].seconds(params, changes) + here / workers,
+        stage=rates.DECODE[level].seconds(params, changes) / question.threads + here / workers,
         commit=rates.COMMIT.seconds(params, changes) / workers,
     )
 
@@ -197,7 +204,8 @@ def _save_s(params: float) -> float:
 def _join(question: Question, changes: float, delta: float, full: float, every: int) -> Join:
     """Anchor, deltas after it, then the checkpoint onto the disk from which vLLM starts."""
     params, decode = question.params, rates.DECODE[question.level]
-    each = delta / question.link + decode.seconds(params, changes) + rates.APPLY.seconds(params, changes)
+    decode_s = decode.seconds(params, changes) / question.threads
+    each = delta / question.link + decode_s + rates.APPLY.seconds(params, changes)
     rebuild = rates.LOAD.seconds(params) + rates.DIGEST.seconds(params) + _save_s(params)
     anchor, deltas = full / question.link, (every - 1) / 2 * each
     return Join(anchor, deltas, rebuild, anchor + 2 * deltas + rebuild)

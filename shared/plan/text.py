@@ -36,14 +36,14 @@ def _sync(plan: Plan) -> Iterator[str]:
         time_text(parts.diff),
         f"the trainer waits; {_several(plan.trainer_ranks, 'rank')}, each its shard",
     )
-    yield _row("encode", time_text(parts.encode), "in the background, on one core of rank 0")
+    yield _row("encode", time_text(parts.encode), f"in the background, {_threads(plan)} of rank 0")
     yield _row("upload", time_text(parts.upload), "in the background")
     yield _row("notice", time_text(parts.notice), "half of the interval at which HEAD is looked at")
     yield _row("fetch", time_text(parts.fetch), "the replica generates meanwhile")
     yield _row(
         "decode and stage",
         time_text(parts.stage),
-        f"meanwhile too; {_several(plan.replica_workers, 'worker')}",
+        f"meanwhile too; {_several(plan.replica_workers, 'worker')}, each decodes with {_threads(plan)}",
     )
     yield _row("commit", time_text(parts.commit), "generation waits")
     yield _row("hand-over to serving", time_text(parts.total))
@@ -108,6 +108,10 @@ def _memory(plan: Plan) -> float:
     return rates.REPLICA_BYTES * plan.question.params
 
 
+def _threads(plan: Plan) -> str:
+    return _several(plan.question.threads, "thread")
+
+
 def _allowed(limits: dict[str, int]) -> str:
     return ", ".join(f"{plan} {count:,}" for plan, count in limits.items())
 
@@ -132,7 +136,7 @@ def assumptions(plan: Plan) -> list[str]:
     """What the prediction rests on, each a sentence."""
     asked = plan.question
     lines = [
-        "seconds are those of one core of an AMD EPYC per process (`make bench`); no GPU was measured",
+        "seconds are those of an AMD EPYC's core per thread (`make bench`); no GPU was measured",
         f"a rank of the trainer per {rates.GPU_BYTES / 1e9:.0f} GB at {rates.TRAINER_BYTES:.0f} bytes per"
         f" weight, a worker of a replica at {rates.REPLICA_BYTES:.1f}",
         f"each machine has a link of {size_text(asked.link)}/s, and the store serves all of them at once",
@@ -145,6 +149,10 @@ def assumptions(plan: Plan) -> list[str]:
     if plan.trainer_ranks > 1:
         lines.append(
             f"ranks hand rank 0 {size_text(10 * plan.changes)} of changes at each sync, in no time here"
+        )
+    if asked.threads > 1:
+        lines.append(
+            f"threads share the work evenly; two of them were measured, {rates.TWO_THREADS} times one"
         )
     if not coding.is_calibrated(asked.share, asked.trainer):
         lines.append(f"{100 * asked.share:.3g} % is outside of what was measured for trainer {asked.trainer}")

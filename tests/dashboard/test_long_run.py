@@ -14,9 +14,9 @@ from inference_space.dashboard.past import FRAMES, moments
 from inference_space.dashboard.series import POINTS
 from shared.bucket import Bucket, ObjectInfo
 from shared.buckets import open_bucket
-from shared.runlog import SEGMENT, CommitEvent, Event, StepEvent
+from shared.runlog import SEGMENT
 from tests.dashboard.test_data import until, version
-from tests.dashboard.written_run import WrittenRun
+from tests.dashboard.written_run import long
 
 VERSIONS = 10_000
 REPLICAS = ("replica-0", "replica-1", "replica-2")
@@ -35,26 +35,9 @@ class Counted:
 
 @pytest.fixture(scope="module")
 def long_run(tmp_path_factory: pytest.TempPathFactory) -> Counted:
-    """The log of a long run, whose segments are written as the trainer leaves them; manifests of its end."""
     bucket = open_bucket(f"file://{tmp_path_factory.mktemp('long')}/bucket", create=True)
-    run = WrittenRun(bucket)
-    run.log.close()
-    first = run.skip_to(0)
-    last = run.skip_to(VERSIONS)
-    events: list[Event] = [first]
-    for v in range(1, VERSIONS + 1):
-        t = run.created_at + 20.0 * v
-        events.append(StepEvent(t=t, step=v, reward=v / VERSIONS, metrics={"sample/staleness_mean": 1.0}))
-        events.append(last.model_copy(update={"version": v, "sync": v, "t": t}))
-        events += [commit_of(run, replica, v, t) for replica in REPLICAS]
-    lines = [event.model_dump_json().encode() for event in events]
-    for number, start in enumerate(range(0, len(lines), SEGMENT)):
-        bucket.put(run.keys.segment(number), b"\n".join(lines[start : start + SEGMENT]))
+    long(bucket, VERSIONS, REPLICAS)
     return Counted(bucket)
-
-
-def commit_of(run: WrittenRun, replica: str, version: int, t: float) -> CommitEvent:
-    return run.commit_event(replica, version).model_copy(update={"t": t + 1.9})
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,16 @@ import random
 
 from shared.bucket import Bucket
 from shared.protocol import AnchorRef, DeltaRef, FileRef, Head, Keys, Manifest, RunInfo
-from shared.runlog import CommitEvent, DoneEvent, ReplicaEvent, RunLogWriter, StepEvent, SyncEvent
+from shared.runlog import (
+    SEGMENT,
+    CommitEvent,
+    DoneEvent,
+    Event,
+    ReplicaEvent,
+    RunLogWriter,
+    StepEvent,
+    SyncEvent,
+)
 
 FULL, TOTAL = 440_000, 220_000
 ANCHOR_EVERY = 50
@@ -129,6 +138,23 @@ class WrittenRun:
 
 def _ref(key: str, data: bytes) -> FileRef:
     return FileRef(key=key, size=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def long(bucket: Bucket, versions: int, replicas: tuple[str, ...]) -> WrittenRun:
+    """A run's log as a trainer leaves it, segment by segment, with manifests of its two ends only."""
+    run = WrittenRun(bucket)
+    run.log.close()
+    first, last = run.skip_to(0), run.skip_to(versions)
+    events: list[Event] = [first]
+    for v in range(1, versions + 1):
+        run.t = run.created_at + 20.0 * v
+        events.append(StepEvent(t=run.t, step=v, reward=v / versions, metrics={"sample/staleness_mean": 1.0}))
+        events.append(last.model_copy(update={"version": v, "sync": v, "t": run.t}))
+        events += [run.commit_event(replica, v) for replica in replicas]
+    lines = [event.model_dump_json().encode() for event in events]
+    for number, start in enumerate(range(0, len(lines), SEGMENT)):
+        bucket.put(run.keys.segment(number), b"\n".join(lines[start : start + SEGMENT]))
+    return run
 
 
 def lifelike(

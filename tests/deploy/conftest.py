@@ -36,7 +36,7 @@ class Apps:
     replica: str
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def apps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apps]:
     with _running(tmp_path_factory.mktemp("apps"), {}, {}) as apps:
         yield apps
@@ -178,7 +178,7 @@ class KeyedApps(Apps):
     key: str
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def keyed_apps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeyedApps]:
     key = "k" * 40
     with _running(tmp_path_factory.mktemp("keyed"), {"WORDLE_KEY": key}, {"REPLICA_KEY": key}) as apps:

@@ -19,7 +19,9 @@ PATIENCE_S = 240.0
 class Replica:
     """`python -m inference_space.app` with its settings; `kill` is the -9 of a lost machine."""
 
-    def __init__(self, bucket_url: str, run: str, folder: Path, *, max_model_len: int = 512) -> None:
+    def __init__(
+        self, bucket_url: str, run: str, folder: Path, *, name: str = "replica-1", max_model_len: int = 512
+    ) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.port = free_port()
@@ -27,7 +29,7 @@ class Replica:
         self._settings = {
             "REPLICA_BUCKET": bucket_url,
             "REPLICA_RUN": run,
-            "REPLICA_NAME": "replica-1",
+            "REPLICA_NAME": name,
             "REPLICA_HOST": "127.0.0.1",
             "REPLICA_PORT": str(self.port),
             "REPLICA_POLL_S": "0.1",

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -159,6 +160,38 @@ def test_a_chain_of_deltas_is_one_patch_per_tensor(tmp, level):
         codec.apply(patch, live[patch.name])
     for name in live:
         np.testing.assert_array_equal(live[name], states[-1][name])
+
+
+@pytest.mark.parametrize("level", ["fast", "small"])
+def test_threads_write_the_same_bytes_and_read_the_same_changes(tmp, level, monkeypatch):
+    rng, askers = np.random.default_rng(0), set()
+    old = {f"{i}.weight": weights(rng, 40, 50) for i in range(30)}
+    new = {name: stepped(rng, bits, 1e-5) for name, bits in old.items()}
+    new["7.weight"] = old["7.weight"] ^ 1  # of another mode than its neighbours
+
+    def bits(name: str) -> np.ndarray:
+        askers.add(threading.current_thread())
+        return old[name]
+
+    def coded() -> tuple[bytes, list[codec.Patch]]:
+        patches = [codec.diff(name, old[name], new[name]) for name in old]
+        path = tmp / "threads.safetensors"
+        path.write_bytes(codec.encode(patches, bits, base=3, version=4, level=level))
+        assert len(codec.Delta(path).groups) > 10
+        return path.read_bytes(), list(codec.Delta(path).patches(shapes(old), bits))
+
+    monkeypatch.setattr("shared.codec.file.GROUP_ELEMENTS", 4000)
+    found = []
+    for threads in (1, 4):
+        monkeypatch.setattr("shared.codec.parallel.THREADS", threads)
+        found.append(coded())
+    (alone, changes), (together, same) = found
+    assert together == alone
+    for one, other in zip(changes, same, strict=True):
+        assert one.name == other.name
+        np.testing.assert_array_equal(one.index, other.index)
+        np.testing.assert_array_equal(one.ulps, other.ulps)
+    assert not askers - {threading.current_thread()}, "it may hold a lock, and workers must ask in one order"
 
 
 def test_a_delta_explains_itself_to_safe_open(tmp):

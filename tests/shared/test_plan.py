@@ -13,6 +13,7 @@ from bench import results
 from inference_space.settings import Settings
 from shared import codec
 from shared.buckets import open_bucket
+from shared.codec import parallel
 from shared.history import RunReader
 from shared.plan import Question, coding, model, predict, rates, units
 from shared.plan.__main__ import main
@@ -95,6 +96,22 @@ def test_the_table_of_sizes_is_what_bench_measured():
 def test_rules_of_the_program():
     assert rates.MAX_CHAIN == MAX_CHAIN
     assert Settings.model_fields["poll_s"].default == rates.POLL_S
+    for cores in (1, 2, 3, 8, 32, 200):
+        asked = Question(params=10**9, share=0.01, replicas=1, link=1e8, cores=cores)
+        assert asked.threads == parallel.threads(cores)
+
+
+def test_threads_help_as_much_as_is_said():
+    measured = MEASURED["threads"]["times_as_fast_with_two"].values()
+    assert (min(measured), max(measured)) == pytest.approx(rates.TWO_THREADS, rel=0.15)
+
+
+def test_more_cores_encode_and_decode_sooner():
+    two, eight = (predict(Question(10**12, 0.01, 1, 1e9, cores=cores)) for cores in (2, 8))
+    assert eight.parts.encode == pytest.approx(two.parts.encode / 4)
+    assert eight.parts.stage < two.parts.stage
+    assert eight.parts.commit == two.parts.commit
+    assert eight.join.deltas_s < two.join.deltas_s
 
 
 def test_requests_per_version_are_those_that_the_clients_make(hub, hub_env, tmp_path):
