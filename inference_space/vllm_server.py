@@ -25,11 +25,14 @@ _CONTROL_TIMEOUT_S = 300.0
 _PR_SET_PDEATHSIG = 1
 _SHOWN_LINES = 40
 _SECRETS = ("TOKEN", "SECRET", "KEY", "PASSWORD", "CREDENTIAL")
+# Not `-m`, nor a file: multiprocessing would import the whole server again in each process of the engine.
+_SERVE = "from vllm.entrypoints.launchers.api_server.entry import main; main()"
 # On the CPU the worker runs inside the engine's process (named by class: the short name is overruled), or two
 # processes would spin for each other on the same cores; split prefills would rewind seeded requests.
 _IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _ON_CPU = ["--enforce-eager", "--no-enable-chunked-prefill", "--distributed-executor-backend", _IN_PROCESS]
-_CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+_ON_CPU += ["--kv-cache-memory-bytes", str(1 << 30)]  # with a size given, vLLM need not measure and warm up
+_CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 class VllmError(RuntimeError):
@@ -170,7 +173,7 @@ class VllmServer:
             "--weight-transfer-config": json.dumps({"backend": BACKEND}),
             "--middleware": _MIDDLEWARE,
         }
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command = [sys.executable, "-c", _SERVE]
         command += [part for option in options.items() for part in option]
         command += ["--disable-uvicorn-access-log", *(_ON_CPU if _on_cpu() else [])]
         if settings.max_model_len is not None:

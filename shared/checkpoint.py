@@ -1,15 +1,20 @@
-"""Model weights as bits: ordinary Hugging Face checkpoints in, `{name: uint16 array}` out, and back."""
+"""Model weights as bits: ordinary Hugging Face checkpoints in, `{name: uint16 array}` out, and back.
+
+torch takes seconds to import, so who only looks at a run is spared it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
-from safetensors.torch import save_file
+
+if TYPE_CHECKING:
+    import torch
 
 WEIGHTS = "model.safetensors"
 Bits = NDArray[np.uint16]
@@ -17,6 +22,8 @@ Bits = NDArray[np.uint16]
 
 def to_bits(tensor: torch.Tensor) -> Bits:
     """The bf16 cast of `tensor` as uint16, same shape, C-contiguous, on the host; never an alias of it."""
+    import torch
+
     cast = tensor.detach().to(torch.bfloat16, copy=True).cpu().contiguous()
     return cast.view(torch.uint16).numpy()
 
@@ -34,5 +41,8 @@ def read_bits(folder: Path) -> Iterator[tuple[str, Bits]]:
 
 def write_bits(state: Mapping[str, Bits], path: Path) -> None:
     """Write a bf16 `.safetensors` file that transformers and vLLM load."""
+    import torch
+    from safetensors.torch import save_file
+
     tensors = {name: torch.from_numpy(bits).view(torch.bfloat16) for name, bits in state.items()}
     save_file(tensors, path, metadata={"format": "pt"})

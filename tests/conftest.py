@@ -1,7 +1,11 @@
 """Settings of the whole suite."""
 
+import os
+
 import pytest
 from hypothesis import settings
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for children, too: several threads would spin for a core
 
 # The first call of a compiled kernel takes a second, later ones microseconds: deadlines would only be noise.
 settings.register_profile("suite", deadline=None)

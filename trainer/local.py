@@ -32,11 +32,12 @@ class Policy:
     config: str
     max_model_len: int
     max_num_seqs: int
+    kv_cache_mib: int  # on a CPU, where filling it is a good part of the start
 
 
 POLICIES = {
-    "wordle-tiny": Policy("wordle_tiny.yaml", max_model_len=256, max_num_seqs=64),
-    "smollm2": Policy("smollm2.yaml", max_model_len=512, max_num_seqs=32),
+    "wordle-tiny": Policy("wordle_tiny.yaml", max_model_len=256, max_num_seqs=64, kv_cache_mib=64),
+    "smollm2": Policy("smollm2.yaml", max_model_len=512, max_num_seqs=32, kv_cache_mib=1024),
 }
 
 
@@ -152,6 +153,7 @@ def _env_settings(port: int) -> dict[str, str]:
 
 
 def _replica_settings(policy: Policy, bucket_url: str, port: int, folder: Path) -> dict[str, str]:
+    cpu_share = f"--kv-cache-memory-bytes {policy.kv_cache_mib << 20}"
     return {
         "REPLICA_BUCKET": bucket_url,
         "REPLICA_RUN": RUN,
@@ -162,7 +164,7 @@ def _replica_settings(policy: Policy, bucket_url: str, port: int, folder: Path) 
         "REPLICA_MAX_MODEL_LEN": str(policy.max_model_len),
         "REPLICA_MAX_NUM_SEQS": str(policy.max_num_seqs),
         "REPLICA_FOLDER": str(folder),
-        "REPLICA_VLLM_ARGS": "" if _on_cpu() else _GPU_SHARE,
+        "REPLICA_VLLM_ARGS": cpu_share if _on_cpu() else _GPU_SHARE,
         "OMP_NUM_THREADS": "1",
     }
 

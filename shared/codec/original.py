@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from safetensors import safe_open
-from safetensors import torch as safetensors_torch
 
 from shared.codec.modes import Listed, Old
 from shared.codec.patch import CodecError, Patch
@@ -23,6 +21,9 @@ _INDICES, _VALUES = ".indices", ".values"
 
 def save(patches: Sequence[Patch], old: Old, versions: dict[str, str]) -> bytes:
     """The file as bytes; positions beyond 2^31 need int64 indices, and get them."""
+    import torch  # seconds, for a layout that few ask for
+    from safetensors import torch as safetensors_torch
+
     tensors: dict[str, torch.Tensor] = {}
     shapes = {}
     for patch in patches:
@@ -53,6 +54,8 @@ def _listed(file: Any, name: str, shape: str) -> Listed:
 
 def read(path: Path, listed: Sequence[Listed], old: Old) -> Iterator[Patch]:
     """The patches: what the absolute values change against `old`."""
+    import torch
+
     with safe_open(path, framework="pt") as file:
         for tensor in listed:
             index = file.get_tensor(tensor.name + _INDICES).to(torch.int64).numpy()

@@ -144,10 +144,10 @@ def _enlarge(size_words: Words, sizes: State, band: int, ulps: Bits, j: int) -> 
 
 @kernel
 def _restore_flat(size_words: Words, sizes: State, large: Index, ulps: Bits) -> bool:
+    good = True
     for j in large:
-        if not _enlarge(size_words, sizes, 0, ulps, j):
-            return False
-    return True
+        good &= _enlarge(size_words, sizes, 0, ulps, j)
+    return good
 
 
 @kernel

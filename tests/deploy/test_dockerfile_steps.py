@@ -30,6 +30,7 @@ from shared.buckets import open_bucket
 from shared.history import RunReader
 from shared.runlog import RunLogReader, StepEvent
 from tests.deploy.dockerfile import CHECKOUT, Job, parse
+from tests.live.replica import SMALL_CACHE
 from trainer.deploy.stage import App, stage
 
 PORT = 7860
@@ -139,6 +140,7 @@ def test_both_spaces_run_the_loop_and_wake_from_sleep(tmp_path: Path) -> None:
     rules = {"WORDLE_HOST": env_host, "WORDLE_ANSWERS": "128", "WORDLE_KEY": KEY}
     following = {"REPLICA_BUCKET": "file:///bucket", "REPLICA_RUN": "loop", "REPLICA_KEY": KEY}
     sizes = {"REPLICA_HOST": replica_host, "REPLICA_MAX_MODEL_LEN": "256", "OMP_NUM_THREADS": "1"}
+    sizes |= {"REPLICA_VLLM_ARGS": SMALL_CACHE}
     with ExitStack() as stack:
         env = stack.enter_context(Space("env", tmp_path, env_host, rules | watching))
         replica = stack.enter_context(Space("replica", tmp_path, replica_host, following | sizes))

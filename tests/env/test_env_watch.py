@@ -16,6 +16,7 @@ from inference_space.settings import Settings
 from inference_space.vllm_server import VllmServer
 from tests.env.browser import chromium
 from tests.env.service import sentence, serve, space
+from tests.live.replica import SMALL_CACHE
 
 from playwright.sync_api import expect  # isort: skip - after the check that it is installed
 
@@ -119,7 +120,8 @@ def test_the_policy_is_asked_with_the_prompt_of_the_setting_and_reads_what_came_
 
 @pytest.mark.live
 def test_the_policy_of_a_real_replica_plays_on_the_page(tmp_path):
-    vllm = VllmServer(Settings(bucket=tmp_path.as_uri(), run="none", folder=str(tmp_path), max_model_len=512))
+    small = {"max_model_len": 512, "vllm_args": SMALL_CACHE}
+    vllm = VllmServer(Settings(bucket=tmp_path.as_uri(), run="none", folder=str(tmp_path), **small))
     vllm.start(POLICY)
     settings = {"WORDLE_REPLICA_URL": vllm.url, "WORDLE_ANSWERS": "128"}
     try:

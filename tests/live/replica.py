@@ -14,6 +14,7 @@ import psutil
 from trainer.processes import free_port
 
 PATIENCE_S = 240.0
+SMALL_CACHE = f"--kv-cache-memory-bytes {64 << 20}"  # vLLM's default fills a gigabyte at each start
 
 
 class Replica:
@@ -43,7 +44,7 @@ class Replica:
         with (self.folder / "replica.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "inference_space.app"],
-                env={**os.environ, **self._settings},
+                env={"REPLICA_VLLM_ARGS": SMALL_CACHE, **os.environ, **self._settings},
                 stdout=log,
                 stderr=log,
             )

@@ -16,14 +16,14 @@ import pytest
 from inference_space.settings import Settings
 from inference_space.vllm_server import VllmError, VllmServer
 from tests.live.asking import Answer, Stream, ask, body
-from tests.live.replica import Replica
+from tests.live.replica import SMALL_CACHE, Replica
 from tests.live.test_replica import Trainer
 from trainer.policies import tiny
 
 pytestmark = pytest.mark.live
 
 BLOCK = 32  # the smallest that vLLM's CPU kernels like; prefixes are shared in whole blocks
-VLLM_ARGS = f"--block-size {BLOCK} --enable-prompt-tokens-details"
+VLLM_ARGS = f"{SMALL_CACHE} --block-size {BLOCK} --enable-prompt-tokens-details"
 PROMPT = [3 + 37 * i % 200 for i in range(2 * BLOCK)]
 CONTEXT = 2048
 LONG = 1600  # tokens; at a few milliseconds each, some commits fit in
@@ -245,6 +245,7 @@ def test_a_vllm_that_keeps_prefixes_elsewhere_is_refused(policy, tmp_path):
     connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     connector |= {"kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "kv")}}
     arguments = f"--kv-transfer-config '{json.dumps(connector)}'"
+    arguments = f"{SMALL_CACHE} {arguments}"
     settings = Settings(bucket="", run="", folder=str(tmp_path), max_model_len=CONTEXT, vllm_args=arguments)
     server = VllmServer(settings)
     try:

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from shared.history import RunReader
-from tests.live.replica import Replica, greedy
+from tests.live.replica import SMALL_CACHE, Replica, greedy
 from tests.live.test_replica import PROMPTS, Trainer
 from trainer.policies import tiny
 
 pytestmark = pytest.mark.live
 
-TWO_WORKERS = "--tensor-parallel-size 2 --distributed-executor-backend mp"
+TWO_WORKERS = f"{SMALL_CACHE} --tensor-parallel-size 2 --distributed-executor-backend mp"
 
 
 def test_two_workers_together_hold_each_version(tmp_path: Path, monkeypatch):

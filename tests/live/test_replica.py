@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -14,7 +16,7 @@ from inference_space.vllm_server import VllmServer
 from shared.buckets import open_bucket
 from shared.codec import Level
 from shared.runlog import RunLogWriter
-from tests.live.replica import Replica, greedy
+from tests.live.replica import SMALL_CACHE, Replica, greedy
 from trainer.policies import tiny
 from trainer.publisher import Publisher
 from trainer.run_writer import RunWriter
@@ -51,31 +53,47 @@ class Trainer:
         self.log.close()
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def tied(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def trainer(tied, tmp_path_factory):
-    base = tmp_path_factory.mktemp("base")
-    tiny.build(base, tie=tied, seed=0)
-    folder = tmp_path_factory.mktemp("bucket")
-    trainer = Trainer(folder.as_uri(), base)
+@contextmanager
+def follow(folder: Path, *, tied: bool) -> Iterator[tuple[Trainer, Replica]]:
+    """A trainer that has published version 0, and a replica that was just started."""
+    tiny.build(folder / "base", tie=tied, seed=0)
+    trainer = Trainer((folder / "bucket").as_uri(), folder / "base")
     trainer.publish()
-    yield trainer
-    trainer.close()
+    replica = Replica(trainer.bucket.url, "live", folder / "replica")
+    replica.start()
+    try:
+        yield trainer, replica
+    finally:
+        replica.stop()
+        trainer.close()
 
 
 @pytest.fixture(scope="module")
-def replica(trainer, tmp_path_factory):
-    replica = Replica(trainer.bucket.url, "live", tmp_path_factory.mktemp("replica"))
-    replica.start()
-    yield replica
-    replica.stop()
+def both(tmp_path_factory):
+    with follow(tmp_path_factory.mktemp("tied"), tied=True) as both:
+        yield both
+
+
+@pytest.fixture
+def trainer(both):
+    return both[0]
+
+
+@pytest.fixture
+def replica(both):
+    return both[1]
 
 
 def test_live_weights_answer_as_freshly_loaded_ones(trainer, replica, tmp_path):
+    answers_as_a_fresh_one(trainer, replica, tmp_path)
+
+
+def test_so_do_those_of_a_model_with_a_head_of_its_own(tmp_path):
+    with follow(tmp_path, tied=False) as (trainer, replica):
+        answers_as_a_fresh_one(trainer, replica, tmp_path)
+
+
+def answers_as_a_fresh_one(trainer: Trainer, replica: Replica, folder: Path) -> None:
     replica.wait_for(0)
     before = greedy(replica.url, PROMPTS)
     for _ in range(VERSIONS):
@@ -85,20 +103,13 @@ def test_live_weights_answer_as_freshly_loaded_ones(trainer, replica, tmp_path):
     live = greedy(replica.url, PROMPTS)
     assert [tokens for tokens, _ in live] != [tokens for tokens, _ in before], "the syncs changed nothing"
 
-    command = [
-        sys.executable,
-        "-m",
-        "shared",
-        "checkout",
-        trainer.bucket.url,
-        "--out",
-        str(tmp_path / "model"),
-    ]
+    command = [sys.executable, "-m", "shared", "checkout", trainer.bucket.url, "--out", str(folder / "model")]
     subprocess.run(command, check=True, capture_output=True)
-    (tmp_path / "fresh").mkdir()
-    fresh = VllmServer(Settings(bucket="", run="", folder=str(tmp_path / "fresh"), max_model_len=512))
+    (folder / "fresh").mkdir()
+    small = {"max_model_len": 512, "vllm_args": SMALL_CACHE}
+    fresh = VllmServer(Settings(bucket="", run="", folder=str(folder / "fresh"), **small))
     try:
-        fresh.start(tmp_path / "model")
+        fresh.start(folder / "model")
         assert greedy(fresh.url, PROMPTS) == live
     finally:
         fresh.stop()
