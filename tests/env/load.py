@@ -112,22 +112,23 @@ PLAYERS = {"http": HttpPlayer, "ws": OpenEnvPlayer}
 
 
 async def play(player: Player, words: list[str], seed: int, until: float, think: float, tally: Tally) -> None:
-    """Play games until the clock says `until`; every one is finished."""
-    rng = random.Random(seed)
-    while time.monotonic() < until:
+    """Play games, at least one, until the clock says `until`; every one is finished."""
+    rng, over = random.Random(seed), False
+    while not over:
         try:
             await player.start(rng.randrange(2**31))
-            over = False
-            while not over:
+            done = False
+            while not done:
                 await asyncio.sleep(rng.uniform(0, 2 * think))
                 started = time.perf_counter()
-                over = await player.guess(rng.choice(words))
+                done = await player.guess(rng.choice(words))
                 tally.count(time.perf_counter() - started)
             await player.finish()
             tally.games += 1
         except Exception as error:  # noqa: BLE001 - whatever it was, it is what we count
             tally.errors.append(f"{type(error).__name__}: {error}")
             await asyncio.sleep(0.1)
+        over = time.monotonic() >= until
 
 
 async def run(url: str, protocol: str, games: int, seconds: float, think: float = 0) -> dict[str, object]:
