@@ -132,8 +132,10 @@ def test_requests_per_version_are_those_that_the_clients_make(hub, hub_env, tmp_
         head = reader.head()
         reader.fetch(reader.manifest(head.manifest).deltas[-1], tmp_path)
 
-    assert counted(hub, publish) == rates.PUBLISHING
-    assert counted(hub, take) == rates.TAKING
+    for work, said in ((publish, rates.PUBLISHING), (take, rates.TAKING)):
+        made = counted(hub, work)
+        assert (made.files, made.api) == (said.files, said.api)
+        assert made.all == pytest.approx(said.all, abs=5), "Xet's own depend on what it has in its caches"
     assert counted(hub, lambda: bucket.stat("runs/run/HEAD")) == rates.Requests(1, 0, 1)
     publisher.close()
     log.close()
