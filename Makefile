@@ -60,7 +60,7 @@ $(VENV)/.test: $(VENV)/.app tests/requirements.txt
 	$(PIP) install -r tests/requirements.txt
 	@touch $@
 
-# What it costs, side by side with what it replaces (about 15 minutes): bench/results.json, docs/bench-*.svg.
+# What it costs, side by side with what it replaces (about 20 minutes): bench/results.json, docs/bench-*.svg.
 .PHONY: bench
 bench: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test $(VENV)/.bench
 	$(BIN)/python -m bench

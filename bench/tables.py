@@ -190,6 +190,8 @@ def threads(results: Results) -> str:
 def dashboard(results: Results) -> str:
     """What 10,000 versions cost a visitor and the server."""
     section = results["dashboard"]
+    if "unmeasured" in section:
+        return f"Dashboard: unmeasured ({section['unmeasured']})."
     names = {
         "refresh_ms": "a refresh after one more version: read, fold, render",
         "answer_ms": "the server's answer to a visitor",

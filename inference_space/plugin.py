@@ -1,5 +1,7 @@
 """The `vllm.general_plugins` entry point: makes our weight-transfer backend known to stock vLLM."""
 
+import multiprocessing
+
 BACKEND = "delta_weight_sync"
 TESTED = ("0.32",)
 
@@ -17,8 +19,10 @@ def register() -> None:
         )
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "inference_space.engine", "DeltaEngine")
-    from inference_space import step_commit
+    from inference_space import lifeline, step_commit
 
+    if multiprocessing.parent_process():  # vLLM's engine and workers; who starts vLLM decides for the server
+        lifeline.end_with_parent()
     step_commit.install()
     if current_platform.is_cpu():
         from inference_space import cpu_backend

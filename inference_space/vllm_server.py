@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shlex
@@ -16,13 +15,13 @@ from typing import Any
 
 import httpx
 
+from inference_space.lifeline import end_with_parent
 from inference_space.plugin import BACKEND
 from inference_space.settings import Settings
 
 MODEL_NAME = "policy"
 _MIDDLEWARE = "inference_space.version_headers.VersionHeaders"
 _CONTROL_TIMEOUT_S = 300.0
-_PR_SET_PDEATHSIG = 1
 _SHOWN_LINES = 40
 _SECRETS = ("TOKEN", "SECRET", "KEY", "PASSWORD", "CREDENTIAL")
 # Not `-m`, nor a file: multiprocessing would import the whole server again in each process of the engine.
@@ -63,7 +62,7 @@ class VllmServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=end_with_parent,
             )
         deadline = time.monotonic() + timeout_s
         while not self._answers():
@@ -206,11 +205,6 @@ def _on_cpu() -> bool:
     import torch
 
     return not torch.cuda.is_available()
-
-
-def _die_with_parent() -> None:
-    """Linux: let the kernel end vLLM when the gateway is killed, so that no orphan keeps memory and port."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _free_port() -> int:

@@ -26,9 +26,9 @@ from safetensors.numpy import save
 
 from shared.codec import original
 from shared.codec.modes import LAYOUTS, Group, Listed, Many, Mode, Old, candidates, decode_group, encode_group
-from shared.codec.parallel import in_order
 from shared.codec.patch import Bits, CodecError, Patch, apply, merge
 from shared.codec.values import Streams
+from shared.parallel import in_order
 
 DELTA_FORMAT = "delta-weight-sync-delta/2"
 Level = Literal["fast", "small", "original"]

@@ -208,7 +208,7 @@ class _Walk:
 
     def next(self, numel: int, bits: Bits | None, index: Index, band_of: positions.Band) -> int:
         if bits is None:
-            return positions.flat_walk(self.words, self.state, numel, index)
+            return runs.walk(self.words, self.state, numel, index)
         count = 0
         for part in positions.blocks(bits):
             rest = index[count:], band_of[count:]

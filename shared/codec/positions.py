@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from shared.codec.lanes import LANES, below, lowest, ones, select
 from shared.codec.patch import Bits, Index
-from shared.codec.rice import Words, take
-from shared.codec.runs import BANDS, END, FAR, FLIPPED, LEFT, QUOTIENT, REMAINDER, RUN, K, State, next_run
+from shared.codec.rice import Words
+from shared.codec.runs import BANDS, FLIPPED, RUN, State, next_run
 from shared.kernel import kernel
 
 Band = NDArray[np.uint8]
@@ -140,57 +140,6 @@ def _note(mask: np.uint64, hits: np.uint64, band: int, carried: Index, filled: I
 
 
 @kernel
-def flat_walk(words: Words, state: State, numel: int, index: Index) -> int:
-    """Positions of one tensor's changes into `index`; returns their number, -1 if the stream is damaged."""
-    if state[FLIPPED, 0]:
-        return _flipped_walk(words, state, numel, index)
-    count, at, k = 0, state[RUN, 0], state[K, 0]  # as `next_run`, with the state in registers
-    left, remainder, quotient, end = state[LEFT, 0], state[REMAINDER, 0], state[QUOTIENT, 0], state[END, 0]
-    number = quotient >> 6
-    word = words[number] >> np.uint64(quotient & 63) << np.uint64(quotient & 63)
-    while at < numel:
-        if count == index.size:
-            return -1
-        index[count] = at
-        count += 1
-        if left == 0:
-            at += 1 + FAR
-            break
-        left -= 1
-        while word == 0 and (number + 1) << 6 < end:
-            number += 1
-            word = words[number]
-        one = (number << 6) + lowest(word)
-        zeros = one - quotient
-        if word == 0 or one >= end or zeros >> (60 - k) != 0:
-            return -1
-        word &= word - np.uint64(1)
-        at += 1 + (zeros << k) + take(words, remainder, k)
-        remainder += k
-        quotient = one + 1
-    state[RUN, 0], state[LEFT, 0] = at - numel, left
-    state[REMAINDER, 0], state[QUOTIENT, 0] = remainder, quotient
-    return count
-
-
-@kernel
-def _flipped_walk(words: Words, state: State, numel: int, index: Index) -> int:
-    count = 0
-    for at in range(numel):
-        if state[RUN, 0] == 0:
-            state[RUN, 0] = next_run(words, state, 0)
-            if state[RUN, 0] < 0:
-                return -1
-        else:
-            state[RUN, 0] -= 1
-            if count == index.size:
-                return -1
-            index[count] = at
-            count += 1
-    return count
-
-
-@kernel
 def band_walk(
     words: Words,
     state: State,
@@ -202,7 +151,7 @@ def band_walk(
     index: Index,
     band_of: Band,
 ) -> int:
-    """As `flat_walk` for eight bands and one part of `blocks`; `band_of` [n] gets the band of each change."""
+    """As `runs.walk` for eight bands and one part of `blocks`; `band_of` [n] gets the band of each change."""
     masks, run = np.empty(BANDS, np.uint64), state[RUN].copy()
     always = state[FLIPPED].any()
     count = 0

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.codec import rice
-from shared.codec.patch import CodecError
+from shared.codec.lanes import lowest
+from shared.codec.patch import CodecError, Index
 from shared.codec.rice import MAX_K, Numbers, Words, next_one, take
 from shared.kernel import kernel
 
@@ -85,6 +86,59 @@ def start(words: Words, state: State) -> bool:
         state[RUN, band] = next_run(words, state, band)
         good = good and state[RUN, band] >= 0
     return good
+
+
+@kernel
+def walk(words: Words, state: State, numel: int, index: Index) -> int:
+    """Which of the next `numel` items of a single band are events, into `index`; returns how many, or -1 if the
+    stream is damaged.
+    """
+    if state[FLIPPED, 0]:
+        return _flipped_walk(words, state, numel, index)
+    count, at, k = 0, state[RUN, 0], state[K, 0]  # as `next_run`, with the state in registers
+    left, remainder, quotient, end = state[LEFT, 0], state[REMAINDER, 0], state[QUOTIENT, 0], state[END, 0]
+    number = quotient >> 6
+    word = words[number] >> np.uint64(quotient & 63) << np.uint64(quotient & 63)
+    while at < numel:
+        if count == index.size:
+            return -1
+        index[count] = at
+        count += 1
+        if left == 0:
+            at += 1 + FAR
+            break
+        left -= 1
+        while word == 0 and (number + 1) << 6 < end:
+            number += 1
+            word = words[number]
+        one = (number << 6) + lowest(word)
+        zeros = one - quotient
+        if word == 0 or one >= end or zeros >> (60 - k) != 0:
+            return -1
+        word &= word - np.uint64(1)
+        at += 1 + (zeros << k) + take(words, remainder, k)
+        remainder += k
+        quotient = one + 1
+    state[RUN, 0], state[LEFT, 0] = at - numel, left
+    state[REMAINDER, 0], state[QUOTIENT, 0] = remainder, quotient
+    return count
+
+
+@kernel
+def _flipped_walk(words: Words, state: State, numel: int, index: Index) -> int:
+    count = 0
+    for at in range(numel):
+        if state[RUN, 0] == 0:
+            state[RUN, 0] = next_run(words, state, 0)
+            if state[RUN, 0] < 0:
+                return -1
+        else:
+            state[RUN, 0] -= 1
+            if count == index.size:
+                return -1
+            index[count] = at
+            count += 1
+    return count
 
 
 def finished(state: State) -> bool:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from shared.codec import rice, runs
 from shared.codec.patch import Bits, CodecError, Index
-from shared.codec.positions import Band, flat_walk
+from shared.codec.positions import Band
 from shared.codec.rice import MAX_GOLOMB, Words, take_golomb
 from shared.codec.runs import FLIPPED, LEFT, RUN, State, next_run
 from shared.kernel import kernel
@@ -75,7 +75,7 @@ class Reader:
         _restore_signs(self._signs, self._read, ulps)
         if self._state.shape[1] == 1:
             large = np.empty(min(ulps.size, self._most_large()), np.int64)
-            count = flat_walk(*where, ulps.size, large)
+            count = runs.walk(*where, ulps.size, large)
             good = count >= 0 and _restore_flat(*how_much, large[:count], ulps)
         else:
             good = _restore_bands(*where, *how_much, band_of, ulps)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from shared import parallel
 from shared.plan import coding, rates
 from shared.plan.rates import Level, Space, Trainer
 
@@ -36,7 +37,7 @@ class Question:
     @property
     def threads(self) -> int:
         """How many of them encode or decode."""
-        return min(rates.MAX_THREADS, max(1, self.cores // 2))
+        return parallel.threads(self.cores)
 
 
 @dataclass(frozen=True)

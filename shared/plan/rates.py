@@ -83,7 +83,6 @@ APPLY: Final = Cost(0.0, 9.0)  # add a decoded delta to weights on the host
 # Rules of the program; tests compare them with where they are in force.
 MAX_CHAIN: Final = 128  # an anchor at least every so many versions (trainer/run_writer.py)
 POLL_S: Final = 1.0  # how often a replica looks at HEAD (inference_space/settings.py)
-MAX_THREADS: Final = 16  # that encode or decode, at most half of the cores (shared/codec/parallel.py)
 TWO_THREADS: Final = (1.34, 1.68)  # times as fast as one, at least and at most; `make bench`, section threads
 
 GPU_BYTES: Final = 80e9  # assumed: one accelerator

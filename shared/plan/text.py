@@ -151,8 +151,9 @@ def assumptions(plan: Plan) -> list[str]:
             f"ranks hand rank 0 {size_text(10 * plan.changes)} of changes at each sync, in no time here"
         )
     if asked.threads > 1:
+        least, most = rates.TWO_THREADS
         lines.append(
-            f"threads share the work evenly; two of them were measured, {rates.TWO_THREADS} times one"
+            f"threads share the work evenly; two were measured to be {least:.1f} to {most:.1f} times as fast"
         )
     if not coding.is_calibrated(asked.share, asked.trainer):
         lines.append(f"{100 * asked.share:.3g} % is outside of what was measured for trainer {asked.trainer}")

@@ -19,14 +19,19 @@ FLAGS = (
 )
 
 
+def installed() -> str | None:
+    """The browser of this machine."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return next(filter(None, map(shutil.which, names)), None)
+
+
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """A browser; its pages and what is expected of them get `PATIENCE_S` seconds."""
     api = pytest.importorskip(
         "playwright.sync_api", reason="playwright drives the browser: pip install playwright"
     )
-    names = ("chromium", "chromium-browser", "google-chrome")
-    path = next(filter(None, map(shutil.which, names)), None)
+    path = installed()
     if path is None:
         pytest.skip("no Chromium on PATH: apt-get install chromium")
     api.expect.set_options(timeout=1000 * PATIENCE_S)

@@ -61,7 +61,7 @@ class Replica:
         family = psutil.Process(self._process.pid).children(recursive=True)
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
-        _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
+        _, alive = psutil.wait_procs(family, timeout=30)
         assert not alive, f"left behind: {alive}"
 
     def stop(self) -> None:

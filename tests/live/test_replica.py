@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -222,3 +223,11 @@ def test_a_run_that_was_started_over_is_joined_afresh(trainer, replica):
     publisher.close()
     status = replica.wait_for(0)
     assert status["digest"] == restarted.newest.digest
+
+
+def test_nothing_outlives_a_killed_gateway(replica):
+    """Not even a vLLM that no longer listens to a request to end."""
+    family = psutil.Process(replica.pid).children(recursive=True)
+    server = next(process for process in family if "--served-model-name" in process.cmdline())
+    server.suspend()
+    replica.kill()

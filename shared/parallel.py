@@ -1,4 +1,4 @@
-"""Several groups of a file at once: the kernels run without the interpreter lock."""
+"""Work on several cores at once: the kernels run without the interpreter lock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def in_order(work: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Res
     if THREADS == 1:
         yield from map(work, jobs)
         return
-    pool, running = ThreadPoolExecutor(THREADS, "codec"), deque[Future[Result]]()
+    pool, running = ThreadPoolExecutor(THREADS), deque[Future[Result]]()
     try:
         for job in jobs:
             running.append(pool.submit(work, job))

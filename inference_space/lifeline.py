@@ -1,0 +1,17 @@
+"""No process of vLLM outlives the one that started it, however that one ended.
+
+A request to end is not enough: a server that is asked in the middle of a request may wait for an answer that
+an engine which ended before it will never give.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Linux: let the kernel kill this process when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
