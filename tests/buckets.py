@@ -52,7 +52,10 @@ def s3_env(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
-@pytest.fixture(params=["file", "s3", "hf"])
+STORES = ["file", *(pytest.param(store, marks=pytest.mark.full) for store in ("s3", "hf"))]
+
+
+@pytest.fixture(params=STORES)
 def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The URL of a bucket that does not exist yet, for each kind of store."""
     if request.param == "file":
