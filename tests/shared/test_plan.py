@@ -228,9 +228,9 @@ def test_units(parse, text, value):
     ],
 )
 def test_what_is_no_quantity_is_refused_with_the_fix(parse, texts, fix):
-    for text in texts:
+    for written in texts:
         with pytest.raises(argparse.ArgumentTypeError, match=fix):
-            parse(text)
+            parse(written)
 
 
 WORDS = ["--params", "1T", "--changed", "1%", "--replicas", "32", "--link", "1GB/s"]
