@@ -90,7 +90,7 @@ def start(words: Words, state: State) -> bool:
 
 @kernel
 def walk(words: Words, state: State, numel: int, index: Index) -> int:
-    """Which of the next `numel` items of one band are events, into `index`; returns how many, -1 if damaged."""
+    """Which of the next `numel` items of one band are events, into `index`; returns how many, -1 if bad."""
     if state[FLIPPED, 0]:
         return _flipped_walk(words, state, numel, index)
     count, at, k = 0, state[RUN, 0], state[K, 0]  # as `next_run`, with the state in registers
