@@ -34,6 +34,7 @@ SPANS = "x-policy-versions"  # written by version_headers.py, inside vLLM
 # An answer that spans hundreds of commits has a long header; common clients refuse more than 8190 bytes.
 _MAX_FROM_VLLM, _MAX_TO_CLIENT = 1 << 20, 1 << 12
 INFERENCE = {"/v1/models": "GET", "/v1/completions": "POST", "/v1/chat/completions": "POST"}
+KEEP_ALIVE_S = 120  # a policy plays its environment for seconds between two requests on one connection
 # A view of the dashboard may rebuild a model; more of them at once would only wait for each other.
 READING = Lane(at_once=16, seconds=600.0)
 
@@ -162,7 +163,15 @@ def _address(environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _serve(app: ASGIApp, host: str, port: int) -> None:
-    uvicorn.run(app, host=host, port=port, access_log=False, log_level="warning", timeout_graceful_shutdown=5)
+    uvicorn.run(
+        app,
+        host=host,
+        port=port,
+        access_log=False,
+        log_level="warning",
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=5,
+    )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ import aiohttp
 from datasets import Dataset
 from multidict import CIMultiDict, CIMultiDictProxy
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import get_json_schema
+from transformers.utils.chat_parsing.response_templates import load_response_template
 from trl.experimental.async_grpo import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_rollout_worker import (
     AsyncRolloutWorker,
@@ -48,8 +50,19 @@ class ReplicaRolloutLoop(_AsyncRolloutLoop):
     def __init__(self, *, replicas: Sequence[str], epoch: int, **kwargs: Any) -> None:
         trl_compat.install()  # this is another process than the trainer's
         super().__init__(**kwargs)
+        self._prepare_turns()
         self._replicas, self._epoch = list(replicas), epoch
         self._syncs: dict[str, int] = {}  # rollout id -> sync, until the conversation is scored
+
+    def _prepare_turns(self) -> None:
+        """Do once what would be done again at each turn of each conversation, and cost more than the request:
+        derive the tools' schemas from their docstrings, and compile the way in which a response is read.
+        """
+        if self.environment_factories is not None:
+            schemas = {name: [*map(get_json_schema, tools)] for name, tools in self._env_tools.items()}
+            self._env_tools = schemas
+        if template := getattr(self.tokenizer, "response_template", None):
+            self.tokenizer.response_template = load_response_template(template)
 
     @property
     def _request_model(self) -> str:
@@ -58,6 +71,7 @@ class ReplicaRolloutLoop(_AsyncRolloutLoop):
     async def _generate_one(self, prompt: Any, tool_dict: Any, tools: Any, group_id: int = 0) -> Any:
         turns: list[int] = []
         _turns.set(turns)  # TRL gives each conversation a task, and so a context, of its own
+        space_access.share(self.session)
         rollout = await super()._generate_one(prompt, tool_dict, tools, group_id)
         for sequence in rollout[2]:
             self._syncs[sequence.rollout_id] = min(turns)

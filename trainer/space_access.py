@@ -6,9 +6,14 @@ part of a URL, an option or a log line.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import os
 import re
+from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
+
+import aiohttp
 
 KEY_HEADER = "X-Space-Key"
 _SENDABLE = re.compile(r"[!-~]*")
@@ -24,6 +29,24 @@ def headers(url: str) -> dict[str, str]:
     if _on_the_hub(url) and (token := _read("HF_TOKEN")):
         wanted["Authorization"] = f"Bearer {token}"
     return {name: value for name, value in wanted.items() if value}
+
+
+_shared: contextvars.ContextVar[aiohttp.ClientSession] = contextvars.ContextVar("shared")
+
+
+def share(session: aiohttp.ClientSession) -> None:
+    """Let `connections` give out `session` in this task and in those that it starts."""
+    _shared.set(session)
+
+
+@contextlib.asynccontextmanager
+async def connections() -> AsyncIterator[aiohttp.ClientSession]:
+    """The connections that were shared with this task; without any, new ones, closed after the block."""
+    if shared := _shared.get(None):
+        yield shared
+    else:
+        async with aiohttp.ClientSession() as session:
+            yield session
 
 
 def _on_the_hub(url: str) -> bool:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
+import asyncio
 import contextlib
-import functools
+import json
 import time
 import uuid
 from typing import Any
 
-import httpx
+import aiohttp
 from datasets import Dataset
 
 from trainer import space_access
@@ -20,6 +20,8 @@ position and a mark: + right letter in the right place, ? right letter in anothe
 Example: `c1-r2?a3+n4-e5-`. A guess that is not a word costs a turn. Use what the marks tell you."""
 
 _PATIENCE_S = 600.0
+_TIMEOUT = aiohttp.ClientTimeout(total=30.0)
+_NOT_NOW = (429, 502, 503, 504)
 
 
 class GameLostError(ValueError):
@@ -30,7 +32,8 @@ class WordleEnv:
     """One game at a time over HTTP. Every member of a GRPO group gets the row's seed, so the same secret.
 
     Calls are idempotent on the server (chosen session id, numbered turns), so a lost answer is asked again.
-    TRL awaits one `reset` after the other, so the session is opened with the first guess, in parallel.
+    TRL awaits one `reset` after the other, so the session is opened with the first guess, in parallel. What
+    asks the server is asynchronous: a rollout waits for its game without a thread.
     """
 
     def __init__(self, url: str) -> None:
@@ -44,7 +47,7 @@ class WordleEnv:
         self._seed, self._session, self._turn = seed, uuid.uuid4().hex, 0
         self._reward, self._done = None, False
 
-    def guess(self, word: str) -> str:
+    async def guess(self, word: str) -> str:
         """Guess the secret word.
 
         Args:
@@ -56,10 +59,10 @@ class WordleEnv:
         if self._done:
             raise ValueError("the game is over")
         if self._turn == 0:
-            self._open()
+            await self._open()
         self._turn += 1
         try:
-            answer = self._call(
+            answer = await self._call(
                 "POST", f"/sessions/{self._session}/guess", {"word": word, "turn": self._turn}
             )
         except GameLostError:
@@ -68,57 +71,63 @@ class WordleEnv:
         self._done, self._reward = answer["done"], answer["reward"]
         return str(answer["observation"])
 
-    def get_reward(self) -> float | None:
+    async def get_reward(self) -> float | None:
         """The game's reward; None (not scored by TRL) if the game was lost to a fault of the server."""
         if not self._done:  # the policy stopped calling the tool
             if self._turn == 0:
-                self._open()
+                await self._open()
             self._reward, self._done = None, True
             with contextlib.suppress(GameLostError):
-                self._reward = self._call("DELETE", f"/sessions/{self._session}", None)["reward"]
+                self._reward = (await self._call("DELETE", f"/sessions/{self._session}", None))["reward"]
         return self._reward
 
-    def _open(self) -> None:
-        self._call("POST", "/sessions", {"seed": self._seed, "id": self._session})
+    async def _open(self) -> None:
+        await self._call("POST", "/sessions", {"seed": self._seed, "id": self._session})
 
-    def _call(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         deadline = time.monotonic() + _PATIENCE_S
         while True:
             try:
-                response = _client(self._url).request(method, path, json=body)
-                if response.status_code not in (429, 502, 503, 504) or time.monotonic() > deadline:
+                status, answer, wait_s = await self._ask(method, path, body)
+                if status not in _NOT_NOW or time.monotonic() > deadline:
                     break
-                time.sleep(float(response.headers.get("retry-after", 1)))
-            except httpx.TransportError as error:
+                await asyncio.sleep(wait_s)
+            except (aiohttp.ClientError, TimeoutError) as error:
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"the environment at {self._url} does not answer: {error}") from error
-                time.sleep(1.0)
-        if not response.is_success:
-            raise _refusal(self._url, response)
-        answer: dict[str, Any] = response.json()
-        return answer
+                await asyncio.sleep(1.0)
+        if not 200 <= status < 300:
+            raise _refusal(self._url, status, answer)
+        return dict(answer)
+
+    async def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, Any, float]:
+        """Status, JSON (None if it is none), and the seconds after which to ask again."""
+        # A redirect would carry the key to wherever it leads.
+        options = {"headers": space_access.headers(self._url), "allow_redirects": False, "timeout": _TIMEOUT}
+        async with (
+            space_access.connections() as session,
+            session.request(method, f"{self._url}{path}", json=body, **options) as response,
+        ):
+            wait_s = float(response.headers.get("retry-after", 1))
+            return response.status, _parsed(await response.read()), wait_s
 
 
-def _refusal(url: str, response: httpx.Response) -> ValueError:
-    """What a refusal means; only the Wordle Space itself answers with a `detail`."""
+def _parsed(text: bytes) -> Any:
     try:
-        detail = str(response.json()["detail"])
-    except (ValueError, LookupError, TypeError):
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _refusal(url: str, status: int, answer: Any) -> ValueError:
+    """What a refusal means; only the Wordle Space itself answers with a `detail`."""
+    if not isinstance(answer, dict) or "detail" not in answer:
         return ValueError(
-            f"{url} answered {response.status_code}, which is not the Wordle Space: check --env_url, and that"
+            f"{url} answered {status}, which is not the Wordle Space: check --env_url, and that"
             " HF_TOKEN may read the Space if it is private"
         )
-    lost = response.status_code == httpx.codes.NOT_FOUND
-    return GameLostError(detail) if lost else ValueError(f"{url} refused: {detail}")
-
-
-@functools.cache
-def _client(url: str) -> httpx.Client:
-    """One connection pool per process; httpx clients may be shared by threads."""
-    limits = httpx.Limits(max_connections=256, max_keepalive_connections=256)
-    client = httpx.Client(base_url=url, headers=space_access.headers(url), limits=limits, timeout=30.0)
-    atexit.register(client.close)
-    return client
+    detail = str(answer["detail"])
+    return GameLostError(detail) if status == 404 else ValueError(f"{url} refused: {detail}")
 
 
 def make_dataset(prompt: str, games: int, seed: int) -> Dataset:

@@ -17,7 +17,7 @@ from trainer import rollouts, space_access
 from trainer.cold_spaces import ColdSpaces
 from trainer.observer import ReplicaWatch
 from trainer.rollouts import ReplicaRolloutLoop
-from trainer.wordle import WordleEnv, _client
+from trainer.wordle import WordleEnv
 
 KEY, TOKEN = "four-random-words-in-a-row", "hf_secret"
 
@@ -58,7 +58,6 @@ def server(status: int = 200, body: object = None, headers: dict[str, str] | Non
     finally:
         serving.shutdown()
         serving.server_close()
-        _client.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -110,7 +109,7 @@ def test_every_request_to_a_space_carries_the_key(tmp_path):
         post(url)
         env = WordleEnv(url)
         env.reset(seed=1)
-        env._open()
+        asyncio.run(env._open())
     assert len(asked) >= 5
     assert {request.get("x-space-key") for request in asked} == {KEY}
     assert not any("authorization" in request for request in asked)
@@ -138,7 +137,7 @@ def test_no_redirect_takes_the_key_along():
             env = WordleEnv(url)
             env.reset(seed=1)
             with pytest.raises(ValueError, match="answered 307"):
-                env.get_reward()
+                asyncio.run(env.get_reward())
     assert (len(asked_here), asked_there) == (2, [])
 
 
@@ -156,4 +155,4 @@ def test_what_is_not_a_wordle_space_is_named_so():
         env = WordleEnv(url)
         env.reset(seed=1)
         with pytest.raises(ValueError, match="not the Wordle Space: check --env_url, and that HF_TOKEN"):
-            env.get_reward()
+            asyncio.run(env.get_reward())

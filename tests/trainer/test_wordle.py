@@ -1,5 +1,6 @@
 """The game as TRL sees it, against the real environment service on loopback."""
 
+import asyncio
 import os
 import pickle
 import subprocess
@@ -54,18 +55,26 @@ def words(space):
     return httpx.get(f"{space.url}/words").json()["answers"]
 
 
+def guess(env: WordleEnv, word: str) -> str:
+    return asyncio.run(env.guess(word))
+
+
+def reward(env: WordleEnv) -> float | None:
+    return asyncio.run(env.get_reward())
+
+
 def solve(env: WordleEnv, words: list[str]) -> str:
     """Play until the secret is found, by elimination; returns it."""
     left = list(words)
     while True:
-        guess = left[0]
-        observation = env.guess(guess)
+        word = left[0]
+        observation = guess(env, word)
         marks = observation.split()[0][2::3]
         if marks == "+++++":
-            return guess
+            return word
         if observation.endswith("game over"):
             return ""
-        left = [w for w in left[1:] if all((w[i] == guess[i]) == (m == "+") for i, m in enumerate(marks))]
+        left = [w for w in left[1:] if all((w[i] == word[i]) == (m == "+") for i, m in enumerate(marks))]
 
 
 def test_members_of_a_group_play_the_same_secret(space, words):
@@ -77,7 +86,7 @@ def test_members_of_a_group_play_the_same_secret(space, words):
         first, second = factory(), factory()
         for env in (first, second):
             env.reset(**row)
-        games.append((solve(first, words), solve(second, words), first.get_reward(), second.get_reward()))
+        games.append((solve(first, words), solve(second, words), reward(first), reward(second)))
     assert all(a == b and x == y for a, b, x, y in games)
     assert len({secret for secret, *_ in games}) > 4
 
@@ -86,18 +95,18 @@ def test_a_solved_game_pays_and_is_over(space, words):
     env = WordleEnv(space.url)
     env.reset(seed=3)
     assert solve(env, words)
-    assert env.get_reward() > 1.0
+    assert reward(env) > 1.0
     with pytest.raises(ValueError, match="the game is over"):
-        env.guess(words[0])
+        guess(env, words[0])
 
 
 def test_giving_up_costs(space):
     env = WordleEnv(space.url)
     env.reset(seed=3)
-    assert env.get_reward() < 0
+    assert reward(env) < 0
     env.reset(seed=3)
-    env.guess("zzzzz")
-    assert env.get_reward() < 0
+    guess(env, "zzzzz")
+    assert reward(env) < 0
 
 
 def test_an_instance_is_reused_for_the_next_game(space, words):
@@ -105,7 +114,7 @@ def test_an_instance_is_reused_for_the_next_game(space, words):
     for seed in (1, 2):
         env.reset(seed=seed)
         solve(env, words)
-        assert env.get_reward() is not None
+        assert reward(env) is not None
 
 
 def test_a_restarted_environment_fails_its_games_but_not_the_run(words):
@@ -114,15 +123,15 @@ def test_a_restarted_environment_fails_its_games_but_not_the_run(words):
     try:
         env = WordleEnv(space.url)
         env.reset(seed=1)
-        env.guess("zzzzz")
+        guess(env, "zzzzz")
         space.stop()
         with ThreadPoolExecutor(1) as pool:
-            lost = pool.submit(env.guess, words[0])  # waits for the server to come back
+            lost = pool.submit(guess, env, words[0])  # waits for the server to come back
             space.start()
             with pytest.raises(ValueError, match="session"):
                 lost.result(timeout=60)
-        assert env.get_reward() is None, "not scored, rather than scored wrongly"
+        assert reward(env) is None, "not scored, rather than scored wrongly"
         env.reset(seed=2)
-        assert env.guess(words[0])
+        assert guess(env, words[0])
     finally:
         space.stop()
