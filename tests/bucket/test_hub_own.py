@@ -140,6 +140,7 @@ def run(hub: HubSim, folder: Path, scratch: Path) -> dict[str, str]:
     return outcomes(report)
 
 
+@pytest.mark.long
 def test_the_clients_own_tests_pass(own_tests: Path, tmp_path: Path) -> None:
     with HubSim(tmp_path / "hub") as hub:
         accounts(hub, own_tests)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from shared import codec
 from shared.codec.file import GROUP_ELEMENTS
 from shared.codec.modes import encode_group
 from tests.fuzz.check import check, decoded
-from tests.fuzz.mutate import NUMBERS, Parts, put_together, replace_stream, take_apart
+from tests.fuzz.mutate import NUMBERS, Parts, mutate, put_together, replace_stream, take_apart
 from tests.fuzz.seeds import OLD, seeds
 
 REPOSITORY = Path(__file__).parents[2]
@@ -62,6 +63,17 @@ def test_the_seeds_of_the_fuzzer_have_every_mode(path):
     assert flipped == {(mode, flip) for mode in ("gaps", "bands") for flip in (True, False)}
 
 
+def test_hundreds_of_damaged_files(path):
+    """The fuzzer's first cases, always the same ones."""
+    rng, files = Random(1), list(seeds().values())
+    accepted = []
+    for _ in range(300):
+        path.write_bytes(mutate(rng.choice(files), rng))
+        accepted.append(check(path))
+    assert 0 < sum(accepted) < 300
+
+
+@pytest.mark.long
 def test_thousands_of_damaged_files_with_every_index_checked(pytestconfig):
     """The fuzzer, with the kernels compiled so that an access outside an array is an IndexError."""
     checked = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(pytestconfig.cache.mkdir("checked-kernels"))}
