@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import aiohttp
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inference_space import dashboard, setup_page
 from inference_space.follower import Follower
@@ -59,9 +59,8 @@ def create_app(settings: Settings) -> FastAPI:
 
     app = FastAPI(title="Delta Weight Sync replica", lifespan=lifespan, openapi_url=None)
     _add_status(app, follower)
-    for path, method in INFERENCE.items():
-        app.add_route(path, _forward(vllm, follower), methods=[method])
     dashboard.mount(app, bucket, settings.run, controls=follower.orders, key=settings.key)
+    app.add_middleware(Inference, vllm=vllm, follower=follower)
     if "SPACE_ID" in os.environ:
         app.add_middleware(setup_page.SetupPage, problems=lambda: follower.problems)
     inference = Lane(settings.max_requests or 4 * settings.max_num_seqs, settings.request_s)
@@ -88,22 +87,33 @@ def _add_status(app: FastAPI, follower: Follower) -> None:
         return follower.report(after)
 
 
-def _forward(vllm: VllmServer, follower: Follower) -> Callable[[Request], Awaitable[Response]]:
-    async def forward(request: Request) -> Response:
-        serving = follower.serving
+class Inference:
+    """ASGI middleware: takes vLLM's own routes to vLLM, before the app, whose layers cost as much."""
+
+    def __init__(self, app: ASGIApp, *, vllm: VllmServer, follower: Follower) -> None:
+        self._app, self._vllm, self._follower = app, vllm, follower
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        answer = self._app
+        if scope["type"] == "http" and INFERENCE.get(scope["path"]) == scope["method"]:
+            answer = await self._forward(Request(scope, receive))
+        await answer(scope, receive, send)
+
+    async def _forward(self, request: Request) -> Response:
+        serving = self._follower.serving
         if serving is None:
-            return _unavailable(f"no version is served yet: {follower.report(0).status.state}")
+            return _unavailable(f"no version is served yet: {self._follower.report(0).status.state}")
         body = await request.body()
         headers = {"content-type": request.headers.get("content-type", "application/json")}
         session: aiohttp.ClientSession = request.app.state.session
         try:
-            url = f"{vllm.url}{request.url.path}"
+            url = f"{self._vllm.url}{request.scope['path']}"
             answer = await session.request(request.method, url, data=body or None, headers=headers)
-            return await _relay(answer, _policy_headers(answer.headers.get(SPANS, ""), serving, follower))
+            spans = answer.headers.get(SPANS, "")
+            return await _relay(answer, _policy_headers(spans, serving, self._follower))
         except aiohttp.ClientError:
             return _unavailable("vLLM is being restarted")
-
-    return forward
 
 
 async def _relay(answer: aiohttp.ClientResponse, headers: dict[str, str]) -> Response:
