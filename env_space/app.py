@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
@@ -34,8 +35,11 @@ PING_EVERY_S, PING_PATIENCE_S = 30, 300
 _log = logging.getLogger("wordle")
 
 
-def create_app(settings: Settings) -> FastAPI:
-    """The service with an empty store. Raises ValueError if `settings.answers` is more than there are."""
+def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) -> FastAPI:
+    """The service with an empty store, whose games age by `clock`.
+
+    Raises ValueError if `settings.answers` is more than there are.
+    """
     rules = rules_from(settings)
     metrics = Metrics()
 
@@ -43,8 +47,8 @@ def create_app(settings: Settings) -> FastAPI:
         metrics.count_game(session)
         log_game(session)
 
-    sessions = Sessions(settings.max_sessions, settings.session_ttl_s, ended)
-    visitors = Sessions(AT_ONCE, settings.session_ttl_s, ended, more="")
+    sessions = Sessions(settings.max_sessions, settings.session_ttl_s, ended, clock)
+    visitors = Sessions(AT_ONCE, settings.session_ttl_s, ended, clock, more="")
     metrics.watch_sessions(sessions.__len__, sessions.capacity)
     app = FastAPI(title="Wordle environment", description=__doc__, lifespan=_reaping(sessions, visitors))
     app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)

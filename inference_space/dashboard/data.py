@@ -23,6 +23,14 @@ FIRST_WAIT_S = 1.0
 DIGESTS_BACK = 64  # manifests to walk for the digest of a version that a replica is still on
 
 
+Pause = Callable[[float, threading.Event | None], object]
+
+
+def _pause(seconds: float, until: threading.Event | None) -> None:
+    """Wait that long, or until something happens."""
+    (until or threading.Event()).wait(seconds)
+
+
 @dataclass(frozen=True, eq=False)
 class RunView:
     """What every viewer sees until the next refresh; a new `revision` where anything differs."""
@@ -46,8 +54,8 @@ class RunCache:
     Without `run` it follows the run that was created last, and another once that one is gone.
     """
 
-    def __init__(self, bucket: Bucket, run: str | None) -> None:
-        self._bucket, self._run = _Told(bucket, self._progressed), run
+    def __init__(self, bucket: Bucket, run: str | None, pause: Pause = _pause) -> None:
+        self._bucket, self._run, self._pause = _Told(bucket, self._progressed), run, pause
         self._view = RunView(bucket=bucket.url, run=run)
         self._info: RunInfo | None = None
         self._log: RunLogReader | None = None
@@ -74,10 +82,10 @@ class RunCache:
             self._asked.clear()
             self._refresh()
             self._ready.set()
-            time.sleep(EVERY_S)
+            self._pause(EVERY_S, None)
             if not self._asked.is_set():
                 self._ready.clear()
-                self._asked.wait(IDLE_S)
+                self._pause(IDLE_S, self._asked)
 
     def _refresh(self) -> None:
         problem = None

@@ -59,11 +59,13 @@ def manifests_of(objects: Listing) -> dict[int, ObjectInfo]:
 class Library:
     """Reads of one run on demand. One at a time: fifty viewers of a delta cost one download."""
 
-    def __init__(self, bucket: Bucket, run: Callable[[], str | None]) -> None:
+    def __init__(
+        self, bucket: Bucket, run: Callable[[], str | None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`run` names the run that is shown, None before there is one."""
-        self.bucket, self._run = bucket, run
+        self.bucket, self._run, self._clock = bucket, run, clock
         self._lock = threading.Lock()
-        self._listed: tuple[float, str, Listing] = (-LIST_EVERY_S, "", [])
+        self._listed: tuple[float, str, Listing] = (0.0, "", [])
         self._manifests: dict[ObjectInfo, Manifest] = {}
         self._deltas, self._proofs = _Once(self._open), _Once(self._rebuild)
 
@@ -78,9 +80,9 @@ class Library:
         """All objects of the run, at most `LIST_EVERY_S` seconds old."""
         with self._lock:
             at, run, listing = self._listed
-            if run != self.run or time.monotonic() - at > LIST_EVERY_S:
+            if run != self.run or self._clock() - at > LIST_EVERY_S:
                 run, listing = self.run, self.bucket.list(Keys(self.run).folder)
-                self._listed = time.monotonic(), run, listing
+                self._listed = self._clock(), run, listing
             return listing
 
     def delta(self, version: int) -> tuple[Manifest, Anatomy]:

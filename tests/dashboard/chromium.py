@@ -1,54 +1,5 @@
-"""One headless Chromium for tests of pages; where there is none, a test says so and is skipped."""
+"""The browser under its former name, for tests/live."""
 
-from __future__ import annotations
+from tests.browser import chromium, watched_page
 
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-import pytest
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
-
-PATIENCE_S = 30  # for what a page comes to show: a loaded machine is slow, and no test is about speed
-FLAGS = (
-    "--no-sandbox --disable-gpu --disable-quic --no-first-run"
-    " --disable-background-networking --disable-component-update --disable-sync"
-)
-
-
-def installed() -> str | None:
-    """The browser of this machine."""
-    names = ("chromium", "chromium-browser", "google-chrome")
-    return next(filter(None, map(shutil.which, names)), None)
-
-
-@contextmanager
-def chromium() -> Iterator[Browser]:
-    """A browser; its pages and what is expected of them get `PATIENCE_S` seconds."""
-    api = pytest.importorskip(
-        "playwright.sync_api", reason="playwright drives the browser: pip install playwright"
-    )
-    path = installed()
-    if path is None:
-        pytest.skip("no Chromium on PATH: apt-get install chromium")
-    api.expect.set_options(timeout=1000 * PATIENCE_S)
-    with api.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=FLAGS.split())
-        yield browser
-        browser.close()
-
-
-@contextmanager
-def watched_page(browser: Browser) -> Iterator[Page]:
-    """A desktop page; a script error or a browser dialog on it fails the test."""
-    faults: list[str] = []
-    with browser.new_context(viewport={"width": 1280, "height": 900}) as context:
-        context.set_default_timeout(1000 * PATIENCE_S)
-        page = context.new_page()
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("dialog", lambda dialog: (faults.append(dialog.message), dialog.dismiss()))
-        yield page
-    assert not faults, faults
+__all__ = ["chromium", "watched_page"]

@@ -1,4 +1,4 @@
-"""One Chromium and one dashboard for all tests of the page; each test begins with an empty bucket.
+"""One dashboard for all tests of the page; each test begins with an empty bucket.
 
 The dashboard may be seconds behind the bucket, and still at the run of the test before: `shown` waits for it.
 """
@@ -6,8 +6,6 @@ The dashboard may be seconds behind the bucket, and still at the run of the test
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,18 +17,13 @@ import pytest
 
 from shared.bucket import Bucket
 from shared.buckets import open_bucket
-from tests.dashboard.chromium import PATIENCE_S, chromium, watched_page
+from tests.browser import PATIENCE_S, watched_page
 from tests.dashboard.real_run import RealRun, Shown
+from tests.dashboard.told import dashboard
 from tests.dashboard.written_run import WrittenRun
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
-
-
-@pytest.fixture(scope="package")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
 
 
 @pytest.fixture(scope="package")
@@ -40,11 +33,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def url(folder: Path) -> Iterator[str]:
-    command = [sys.executable, "-m", "inference_space.dashboard", "--bucket", f"file://{folder}"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout
-        yield server.stdout.readline().strip()
-        server.terminate()
+    """A dashboard that looks at the bucket five times a second, so that no test waits for long."""
+    with pytest.MonkeyPatch.context() as often:
+        for interval in ("data.EVERY_S", "page.EVERY_S", "library.LIST_EVERY_S"):
+            often.setattr(f"inference_space.dashboard.{interval}", 0.2)
+        with dashboard(open_bucket(f"file://{folder}", create=True)) as url:
+            yield url
 
 
 @pytest.fixture
@@ -87,6 +81,6 @@ def shown(url: str) -> Shown:
         deadline = time.monotonic() + PATIENCE_S
         while wanted not in httpx.get(url, timeout=PATIENCE_S).text:
             assert time.monotonic() < deadline, f"the page has no {wanted}"
-            time.sleep(0.1)
+            time.sleep(0.05)
 
     return wait

@@ -18,7 +18,7 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, expect
 
 from shared.buckets import open_bucket
-from tests.dashboard.chromium import chromium
+from tests.browser import chromium
 from tests.dashboard.told import Told, controlled
 
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}

@@ -22,6 +22,8 @@ from tests.dashboard.told import KEY, REFUSED, Told, controlled
 if TYPE_CHECKING:
     from tests.dashboard.real_run import RealRun, Shown
 
+pytestmark = pytest.mark.long
+
 AXE = "axe-core@4.11.0"
 READY = {"run": "#dws-live .boards", "inside": ".heat", "bucket": ".opened", "explain": ".scene"}
 

@@ -13,6 +13,8 @@ from tests.dashboard.written_run import FULL, TOTAL, WrittenRun, digest_of, life
 pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
 from playwright.sync_api import Browser, Page, expect
 
+pytestmark = pytest.mark.full
+
 HOSTILE = "<img src=x onerror=alert(1)> ${alert(2)} {{constructor}} `"
 
 

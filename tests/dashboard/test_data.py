@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from shared.protocol import RunInfo
 from shared.runlog import SEGMENT
 from tests.dashboard.written_run import WrittenRun, digest_of
 
+PATIENCE_S = 60
+
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +32,7 @@ def bucket(tmp_path: Path) -> Bucket:
     return open_bucket(f"file://{tmp_path}/bucket", create=True)
 
 
-def until(cache: RunCache, wanted: Callable[[RunView], bool], seconds: float = 20) -> RunView:
+def until(cache: RunCache, wanted: Callable[[RunView], bool], seconds: float = PATIENCE_S) -> RunView:
     deadline = time.monotonic() + seconds
     while not wanted(view := cache.view()):
         assert time.monotonic() < deadline, view
@@ -51,7 +54,7 @@ def started(bucket: Bucket, run: str = "wordle", *, versions: int = 2, created_a
 
 def test_an_empty_bucket_becomes_a_run(bucket: Bucket) -> None:
     cache = RunCache(bucket, None)
-    empty = cache.view()
+    empty = until(cache, lambda view: view.read)
     assert (empty.read, empty.problem, empty.run, empty.progress) == (True, None, None, None)
     written = started(bucket)
     view = until(cache, lambda view: version(view) == 2)
@@ -160,7 +163,7 @@ def test_a_reading_that_fails_midway_goes_on_where_it_was(bucket: Bucket) -> Non
     assert counted.parts - before == 1, "only the part that is new"
 
 
-def soon(reached: Callable[[], bool], seconds: float = 20) -> None:
+def soon(reached: Callable[[], bool], seconds: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + seconds
     while not reached():
         assert time.monotonic() < deadline
@@ -175,7 +178,7 @@ class Stuck:
         self.free = threading.Event()
 
     def get(self, key: str) -> bytes:
-        assert not key.endswith("log/00000001.jsonl") or self.free.wait(20)
+        assert not key.endswith("log/00000001.jsonl") or self.free.wait(PATIENCE_S)
         return self._bucket.get(key)
 
     def __getattr__(self, name: str):
@@ -202,22 +205,45 @@ class Flaky:
         return getattr(self._bucket, name)
 
 
-def test_more_viewers_read_no_more_and_none_reads_nothing(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(data, "EVERY_S", 0.1)
+def test_more_viewers_read_no_more_and_none_reads_nothing(bucket: Bucket) -> None:
     started(bucket).log.close()
-    counted = Counted(bucket)
-    cache = RunCache(counted, "wordle")
-    until(cache, lambda view: version(view) == 2)
-    time.sleep(0.25)
-    idle = counted.reads
-    time.sleep(0.25)
-    assert counted.reads == idle, "nobody looked"
+    counted, pauses = Counted(bucket), Pauses()
+    cache = RunCache(counted, "wordle", pauses)
+    assert pauses.begun() == data.EVERY_S
+    first = counted.reads
+
     views = [cache.view() for _ in range(500)]
-    time.sleep(0.25)
-    assert counted.reads - idle <= 2 * 3, "two refreshes of three reads each"
+    assert {version(view) for view in views} == {2}
     assert len({id(view) for view in views}) == 1, "an unchanged view is the same object, rendered once"
+    assert counted.reads == first, "looking reads nothing"
+
+    pauses.end()
+    assert pauses.begun() == data.EVERY_S, "somebody looked, so it was read again after a second"
+    assert counted.reads - first == 3
+    assert cache._view is views[0]
+
+    pauses.end()
+    assert pauses.begun() == data.IDLE_S, "nobody looked since"
+    assert counted.reads - first == 3
+
+
+class Pauses:
+    """Those of a reader, which end when the test says so."""
+
+    def __init__(self) -> None:
+        self._begun, self._over = queue.Queue[float](), queue.Queue[None]()
+
+    def __call__(self, seconds: float, until: threading.Event | None) -> None:
+        self._begun.put(seconds)
+        self._over.get()
+
+    def begun(self) -> float:
+        """Wait until the reader pauses; for how long it would."""
+        return self._begun.get(timeout=PATIENCE_S)
+
+    def end(self) -> None:
+        """Let the reader go on."""
+        self._over.put(None)
 
 
 class Counted:

@@ -13,10 +13,12 @@ from playwright.sync_api import Browser, Page, expect
 from inference_space.dashboard import formulas as f
 from inference_space.dashboard.facts import EXAMPLE, LINK
 from inference_space.dashboard.words import duration, size
-from tests.dashboard.chromium import PATIENCE_S
+from tests.browser import PATIENCE_S
 
 if TYPE_CHECKING:
     from tests.dashboard.real_run import RealRun, Shown
+
+pytestmark = pytest.mark.full
 
 SCENES = ("ship", "rounding", "landing", "sync")
 
@@ -105,11 +107,16 @@ def test_where_motion_is_not_wanted_the_end_is_shown_and_nothing_moves(
 
 
 def test_an_animation_runs_while_it_is_in_sight(page: Page, url: str, empty: None) -> None:
+    """The page's own clock is turned on: nothing has to be waited for to see that it stays."""
+    page.clock.install()
     opened(page, url)
     page.locator("[data-scene=ship]").scroll_into_view_if_needed()
     head = page.locator("[data-scene=ship] .playhead").first
     expect(head).not_to_have_attribute("x1", "64")
     page.locator("[data-scene=ship] .play").click()
     stopped = head.get_attribute("x1")
-    page.evaluate("new Promise(done => setTimeout(done, 120))")
+    page.clock.run_for(5000)
     assert head.get_attribute("x1") == stopped
+    page.locator("[data-scene=ship] .play").click()
+    page.clock.run_for(500)
+    assert head.get_attribute("x1") != stopped

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tests.dashboard.real_run import RealRun
 
 
+@pytest.mark.full
 def test_a_folder_shows_the_run_without_a_server(
     page: Page, tmp_path: Path, real: RealRun, bucket: Bucket
 ) -> None:

@@ -9,8 +9,10 @@ pytest.importorskip("playwright.sync_api", reason="playwright drives the browser
 from playwright.sync_api import Browser, Page, expect
 
 from inference_space.dashboard.first import put_into
-from tests.dashboard.chromium import PATIENCE_S
+from tests.browser import PATIENCE_S
 from tests.dashboard.real_run import RealRun, Shown
+
+pytestmark = pytest.mark.full
 
 
 def test_the_answer_itself_shows_the_run_without_any_script(

@@ -117,6 +117,7 @@ def manifest_of(version: int, anchor: int) -> Manifest:
     )
 
 
+@pytest.mark.full
 def test_the_browser_computes_the_same(page: Page, tmp_path: Path) -> None:
     page.goto("about:blank")
     page.add_script_tag(path=STATIC / "formulas.js")

@@ -49,6 +49,7 @@ def test_a_missing_library_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "install gradio[oauth]" in login.hindrance()
 
 
+@pytest.mark.full
 def test_the_author_is_the_owner_and_another_is_not(page: Page, tmp_path: Path) -> None:
     pytest.importorskip("authlib", reason="logging in needs authlib: pip install 'gradio[oauth]'")
     bucket = open_bucket(f"file://{tmp_path}/bucket", create=True)

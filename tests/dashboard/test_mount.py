@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -15,12 +14,7 @@ from fastapi import FastAPI
 from inference_space.dashboard import mount
 from inference_space.dashboard.__main__ import main
 from shared.buckets import open_bucket
-
-
-def in_a_loop(work: Coroutine[Any, Any, Any]) -> Any:
-    """Run it in a thread of its own: the browser of other tests keeps a loop in this one."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, work).result()
+from tests.browser import PATIENCE_S
 
 
 @pytest.fixture
@@ -38,7 +32,7 @@ def gateway(tmp_path: Path) -> FastAPI:
     async def mounted() -> FastAPI:  # outside of a loop Gradio makes its own and leaves them open
         return mount(app, open_bucket(f"file://{tmp_path}", create=True), None)
 
-    return in_a_loop(mounted())
+    return asyncio.run(mounted())
 
 
 def ask(app: FastAPI, method: str, path: str, **content) -> httpx.Response:
@@ -46,7 +40,7 @@ def ask(app: FastAPI, method: str, path: str, **content) -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
             return await client.request(method, path, **content)
 
-    return in_a_loop(send())
+    return asyncio.run(send())
 
 
 def test_routes_of_the_app_are_not_swallowed(gateway: FastAPI) -> None:
@@ -60,6 +54,19 @@ def test_visitors_can_only_look(gateway: FastAPI) -> None:
     assert ask(gateway, "POST", "/pause").status_code in (404, 405)
     sent = ask(gateway, "POST", "/gradio_api/upload", files={"files": b"more than one byte"})
     assert sent.status_code == 413
+
+
+@pytest.mark.full
+def test_the_command_says_where_it_serves_the_bucket(tmp_path: Path) -> None:
+    bucket = open_bucket(f"file://{tmp_path}/bucket", create=True)
+    command = [sys.executable, "-m", "inference_space.dashboard", "--bucket", bucket.url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout
+        try:
+            page = httpx.get(server.stdout.readline().strip(), timeout=PATIENCE_S)
+        finally:
+            server.terminate()
+    assert "Waiting for a trainer to publish the first version" in page.text
 
 
 def test_a_url_that_is_no_bucket_ends_the_command_with_a_sentence(

@@ -26,6 +26,7 @@ def replica(told: Told, tmp_path: Path) -> Iterator[str]:
         yield url
 
 
+@pytest.mark.full
 def test_only_the_key_opens_the_controls(page: Page, replica: str, told: Told) -> None:
     page.goto(f"{replica}#owner")
     said = page.locator("#dws-owner-said")
@@ -55,6 +56,7 @@ def test_only_the_key_opens_the_controls(page: Page, replica: str, told: Told) -
     assert told.calls == ["pause", "pin 7", "rejoin", "resume"]
 
 
+@pytest.mark.full
 def test_without_a_key_nobody_could_use_the_tab_so_there_is_none(
     page: Page, told: Told, tmp_path: Path
 ) -> None:
@@ -65,6 +67,7 @@ def test_without_a_key_nobody_could_use_the_tab_so_there_is_none(
         assert "Pause following" not in page.content()
 
 
+@pytest.mark.full
 def test_a_dashboard_without_controls_has_no_such_tab(page: Page, url: str, bucket: object) -> None:
     page.goto(f"{url}#owner")
     expect(page.locator("#dws-live h1")).to_contain_text("Waiting for a trainer")

@@ -6,6 +6,7 @@ import queue
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from inference_space.dashboard.fold import Fold
@@ -13,6 +14,8 @@ from shared.bucket import Bucket
 from shared.runlog import RunLogReader, RunLogWriter, StepEvent
 from tests.dashboard.test_view import sync
 from trainer.observer import StepRecorder
+
+pytestmark = pytest.mark.live
 
 CRANE, PLUMB = "c1-r2?a3+n4-e5-", "p1+l2+u3+m4+b5+"
 
@@ -48,7 +51,7 @@ def test_a_group_and_its_rates_reach_the_page(bucket: Bucket) -> None:
     log = RunLogWriter(bucket, "wordle")
     recorder = StepRecorder(log)
     seen = recorder.watch(samples)
-    assert [seen.get(timeout=1).group_id for _ in range(3)] == [1, 1, 2]
+    assert [seen.get(timeout=60).group_id for _ in range(3)] == [1, 1, 2]
     assert seen.qsize() == 0, "everything else is the queue's"
     recorder.on_log(None, SimpleNamespace(global_step=7), None, {"reward": 0.7})
     log.close()

@@ -11,12 +11,14 @@ pytest.importorskip("playwright.sync_api", reason="playwright drives the browser
 from playwright.sync_api import Page, expect
 
 from inference_space.dashboard.words import number, size
-from tests.dashboard.chromium import PATIENCE_S
+from tests.browser import PATIENCE_S
 from tests.dashboard.real_run import KINDS, games
 
 if TYPE_CHECKING:
     from shared.bucket import Bucket
     from tests.dashboard.real_run import RealRun, Shown
+
+pytestmark = pytest.mark.full
 
 
 def test_the_page_of_a_real_run_shows_what_was_published(

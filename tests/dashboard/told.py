@@ -57,6 +57,13 @@ def controlled(bucket: Bucket, told: Told, key: str = KEY) -> Iterator[str]:
 
 
 @contextmanager
+def dashboard(bucket: Bucket) -> Iterator[str]:
+    """The URL of a dashboard of `bucket` that nobody controls."""
+    with served(lambda _: mount(FastAPI(), bucket, None)) as url:
+        yield f"{url}/"
+
+
+@contextmanager
 def served(make: Callable[[str], FastAPI]) -> Iterator[str]:
     """Serve the app that `make` returns when it is told its URL."""
     started = threading.Event()
@@ -73,11 +80,13 @@ def served(make: Callable[[str], FastAPI]) -> Iterator[str]:
         thread = threading.Thread(target=asyncio.run, args=[serve()])
         thread.start()
         assert started.wait(60)
-        while not servers[0].started:
-            time.sleep(0.02)
-        yield url
-        servers[0].should_exit = True
-        thread.join()
+        try:
+            while not servers[0].started:
+                time.sleep(0.02)
+            yield url
+        finally:
+            servers[0].should_exit = True
+            thread.join()
 
 
 def main() -> None:

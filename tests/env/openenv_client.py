@@ -183,7 +183,7 @@ def main():
         "runtime": runtime_checks(url, Path(folder)),
         "validate_url": command("validate", "--url", url),
         "validate_folder": command("validate", folder, "--level", "static"),
-        "load": asyncio.run(load.run(url, "ws", games=64, seconds=2)),
+        "load": asyncio.run(load.run(url, "ws", games=64, seconds=0)),
     }
     print(json.dumps(seen))
 

@@ -17,6 +17,7 @@ from trainer.processes import free_port
 
 ROOT = Path(env_space.__file__).parent.parent
 BRIDE = 1020  # the seed whose secret is "bride" among all words
+PATIENCE_S = 60
 COMMAND = [sys.executable, "-m", "env_space.app"]
 
 
@@ -57,17 +58,25 @@ class Space:
             self.process = subprocess.Popen(COMMAND, cwd=ROOT, env=environ, stderr=file)
 
     def wait(self):
-        for _ in range(400):
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
             assert self.process.poll() is None, self._log.read_text()
             try:
-                return httpx.get(f"{self.url}/health", trust_env=False)
+                return httpx.get(f"{self.url}/health", trust_env=False, timeout=PATIENCE_S)
             except httpx.ConnectError:
-                time.sleep(0.05)
-        raise AssertionError("the service did not answer in 20 s")
+                time.sleep(0.02)
+        raise AssertionError(f"the service did not answer in {PATIENCE_S} s")
+
+    def says(self, words):
+        """Wait until its log has these words."""
+        deadline = time.monotonic() + PATIENCE_S
+        while words not in self._log.read_text():
+            assert time.monotonic() < deadline, self._log.read_text()
+            time.sleep(0.02)
 
     def stop(self):
         self.process.terminate()
-        assert self.process.wait(20) is not None
+        self.process.wait(PATIENCE_S)
         return self._log.read_text()
 
 

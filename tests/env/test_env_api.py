@@ -6,9 +6,10 @@ from uuid import UUID, uuid4
 import httpx
 import pytest
 
-from env_space.app import create_app
+from env_space.app import REAP_EVERY_S, create_app
 from env_space.settings import Settings
 from env_space.wordle import answers, secret_for
+from tests import idle_time
 from tests.env.service import BRIDE, sentence, serve, start
 
 NOTHING = dict.fromkeys(["solved", "greens", "yellows", "repetition", "invalid", "gave_up"], 0)
@@ -127,33 +128,40 @@ def test_a_full_service_says_when_to_come_back():
     assert int(retry_after) >= 1
 
 
-def test_an_expired_session_is_gone():
-    async def scenario(client):
-        game = await start(client)
-        await asyncio.sleep(0.05)
-        return sentence(await client.post(f"{game}/guess", json={"word": "crane", "turn": 1}), 404)
-
-    assert "expired after 0.02 s without a request; POST /sessions starts a new one" in serve(
-        scenario, session_ttl_s=0.02
-    )
-
-
-def test_expired_sessions_are_reaped_while_no_request_comes(monkeypatch):
-    monkeypatch.setattr("env_space.app.REAP_EVERY_S", 0.01)
-    app = create_app(Settings(session_ttl_s=0.05))
+def over_time(scenario, **settings):
+    """Run `scenario(client)` against a running service; to wait takes no time, and its games age by that."""
 
     async def run():
+        app = create_app(Settings(**settings), clock=asyncio.get_running_loop().time)
         transport = httpx.ASGITransport(app)
         async with (
             app.router.lifespan_context(app),
             httpx.AsyncClient(transport=transport, base_url="http://wordle") as client,
         ):
-            await start(client)
-            before = (await client.get("/health")).json()["sessions"]
-            await asyncio.sleep(0.2)
-            return before, (await client.get("/health")).json()["sessions"]
+            return await scenario(client)
 
-    assert asyncio.run(run()) == (1, 0)
+    return idle_time.run(run())
+
+
+def test_an_expired_session_is_gone():
+    async def scenario(client):
+        game = await start(client)
+        await asyncio.sleep(600)
+        return sentence(await client.post(f"{game}/guess", json={"word": "crane", "turn": 1}), 404)
+
+    assert "expired after 600 s without a request; POST /sessions starts a new one" in over_time(scenario)
+
+
+def test_expired_sessions_are_reaped_while_no_request_comes():
+    async def scenario(client):
+        await start(client)
+        playing = []
+        for seconds in (0, 59, REAP_EVERY_S + 1):
+            await asyncio.sleep(seconds)
+            playing.append((await client.get("/health")).json()["sessions"])
+        return playing
+
+    assert over_time(scenario, session_ttl_s=60) == [1, 1, 0]
 
 
 def test_an_unknown_session_is_told_how_to_start_one():

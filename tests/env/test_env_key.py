@@ -1,9 +1,9 @@
 """Who may play: the API takes the key of the Space, people on the page need none."""
 
 import asyncio
+import functools
 import json
 import threading
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
@@ -16,11 +16,9 @@ from websockets.sync.client import connect
 from env_space.app import create_app
 from env_space.keys import AT_ONCE, replica_headers
 from env_space.settings import Settings, SettingsError, settings_from
-from tests.env.browser import chromium
-from tests.env.service import BRIDE, sentence, serve, space, start
-from trainer.wordle import WordleEnv, _client
-
-from playwright.sync_api import expect  # isort: skip - after the check that it is installed
+from tests.browser import watched_page
+from tests.env.service import BRIDE, PATIENCE_S, sentence, serve, space, start
+from trainer.wordle import WordleEnv
 
 KEY = "four-random-words-in-a-row"
 RIGHT, WRONG = {"X-Space-Key": KEY}, {"X-Space-Key": KEY[:-1]}
@@ -99,53 +97,61 @@ def test_no_detour_leads_to_the_api(path):
     assert sent[0]["status"] in (401, 404, 405)
 
 
-def test_a_socket_is_refused_before_it_opens(tmp_path):
-    with space(tmp_path, WORDLE_KEY=KEY) as running:
-        url = f"{running.url.replace('http', 'ws')}/ws"
-        refusals = []
-        for given in ({}, WRONG):
-            with pytest.raises(InvalidStatus) as refused, connect(url, additional_headers=given):
-                pass
-            refusals.append(refused.value.response)
-        with connect(url, additional_headers=RIGHT) as socket:
-            socket.send(json.dumps({"type": "reset", "data": {"seed": 1}}))
-            assert json.loads(socket.recv())["type"] == "observation"
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    """A Space with a key."""
+    with space(tmp_path_factory.mktemp("key"), WORDLE_KEY=KEY) as running:
+        yield running.url
+
+
+@pytest.mark.full
+def test_a_socket_is_refused_before_it_opens(url):
+    opening = functools.partial(connect, f"{url.replace('http', 'ws')}/ws", open_timeout=PATIENCE_S)
+    refusals = []
+    for given in ({}, WRONG):
+        with pytest.raises(InvalidStatus) as refused, opening(additional_headers=given):
+            pass
+        refusals.append(refused.value.response)
+    with opening(additional_headers=RIGHT) as socket:
+        socket.send(json.dumps({"type": "reset", "data": {"seed": 1}}))
+        assert json.loads(socket.recv())["type"] == "observation"
     assert [refusal.status_code for refusal in refusals] == [401, 401]
     assert b"send its WORDLE_KEY" in refusals[0].body
     assert b"compare it" in refusals[1].body
 
 
-def test_a_trainer_plays_with_its_space_key_and_is_told_when_it_is_wrong(tmp_path, monkeypatch):
-    with space(tmp_path, WORDLE_KEY=KEY) as running:
-        for given, said in (("", "send its WORDLE_KEY"), ("not-the-key", "compare it with its WORDLE_KEY")):
-            monkeypatch.setenv("SPACE_KEY", given)
-            with trainer(running.url) as env, pytest.raises(ValueError, match=said):
-                env.get_reward()
-        monkeypatch.setenv("SPACE_KEY", KEY)
-        with trainer(running.url) as env:
-            assert env.guess("bride") == "b1+r2+i3+d4+e5+ game over"
+@pytest.mark.full
+def test_a_trainer_plays_with_its_space_key_and_is_told_when_it_is_wrong(url, monkeypatch):
+    for given, said in (("", "send its WORDLE_KEY"), ("not-the-key", "compare it with its WORDLE_KEY")):
+        monkeypatch.setenv("SPACE_KEY", given)
+        with pytest.raises(ValueError, match=said):
+            asyncio.run(trainer(url).get_reward())
+    monkeypatch.setenv("SPACE_KEY", KEY)
+    assert asyncio.run(trainer(url).guess("bride")) == "b1+r2+i3+d4+e5+ game over"
 
 
-@contextmanager
 def trainer(url):
-    """A game as a new trainer plays it: one keeps its connections, with its key, for as long as it lives."""
-    _client.cache_clear()
+    """A game as a trainer plays it."""
     env = WordleEnv(url)
     env.reset(seed=BRIDE)
-    yield env
-    _client(url).close()
-    _client.cache_clear()
+    return env
 
 
-def test_a_person_plays_on_the_page_of_a_space_with_a_key(tmp_path):
-    with space(tmp_path, WORDLE_KEY=KEY) as running, chromium() as browser:
-        page = browser.new_page(reduced_motion="reduce")
-        page.goto(f"{running.url}/#seed={BRIDE}")
-        expect(page.locator("#play .says")).to_have_text("Guess a word of 5 letters.")
+@pytest.mark.full
+def test_a_person_plays_on_the_page_of_a_space_with_a_key(browser, url):
+    before = playing(url)
+    with watched_page(browser, reduced_motion="reduce") as page:
+        page.goto(f"{url}/#seed={BRIDE}")
+        says = page.locator("#play .says")
+        says.get_by_text("Guess a word of 5 letters.").wait_for()
         page.keyboard.type("bride")
         page.keyboard.press("Enter")
-        expect(page.locator("#play .says")).to_contain_text("On the first guess!")
-        assert httpx.get(f"{running.url}/health").json()["sessions"] == 0
+        says.get_by_text("On the first guess!").wait_for()
+    assert playing(url) == before, "a person takes no place of the API"
+
+
+def playing(url):
+    return httpx.get(f"{url}/health", timeout=PATIENCE_S).json()["sessions"]
 
 
 def test_visitors_have_places_of_their_own():
@@ -179,7 +185,7 @@ def test_a_watched_replica_gets_its_key():
         return (await client.get("/watch")).text
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
     try:
         url = f"http://127.0.0.1:{server.server_port}"
         events = serve(scenario, key=KEY, replica_url=url, replica_key="the-replica's-own")

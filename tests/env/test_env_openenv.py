@@ -1,7 +1,7 @@
 """OpenEnv's messages on a socket, right and wrong ones; its real client is in test_env_openenv_client."""
 
+import asyncio
 import json
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -10,6 +10,7 @@ from starlette.websockets import WebSocketDisconnect
 
 from env_space.app import create_app
 from env_space.settings import Settings
+from tests import idle_time
 from tests.env.service import BRIDE
 
 
@@ -163,14 +164,22 @@ def test_a_full_service_says_so_under_openenvs_code_and_serves_again_when_a_plac
 
 
 def test_an_idle_connection_is_closed_with_a_sentence_and_its_game_given_up():
-    with service(session_ttl_s=0.2) as client, client.websocket_connect("/ws") as socket:
-        say(socket, "reset", seed=1)
-        with pytest.raises(WebSocketDisconnect) as closed:
-            socket.receive_json()
-        assert closed.value.reason == "Closed after 0.2 s without a message; connect again and reset."
-        deadline = time.monotonic() + 10
-        while playing(client) and time.monotonic() < deadline:
-            time.sleep(0.01)
+    """Told to the app itself, in a loop in which ten minutes take no time."""
+    app, sent = create_app(Settings()), []
+    reset = json.dumps({"type": "reset", "data": {"seed": 1}})
+    said = iter([{"type": "websocket.connect"}, {"type": "websocket.receive", "text": reset}])
+
+    async def receive():
+        return next(said, None) or await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message)
+
+    socket = {"type": "websocket", "path": "/ws", "raw_path": b"/ws", "query_string": b"", "headers": []}
+    idle_time.run(app(socket, receive, send))
+    assert [message["type"] for message in sent] == ["websocket.accept", "websocket.send", "websocket.close"]
+    assert sent[-1]["reason"] == "Closed after 600 s without a message; connect again and reset."
+    with TestClient(app) as client:
         assert playing(client) == 0
 
 

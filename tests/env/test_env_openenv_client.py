@@ -19,6 +19,8 @@ from env_space.settings import Settings
 from env_space.wordle import feedback
 from tests.env.service import ROOT, space
 
+pytestmark = pytest.mark.long  # it installs a hundred packages
+
 OPENENV = "openenv==0.10.0"
 FOLDER = Path(env_space.__file__).parent
 RULES = rules_from(Settings(answers=60))
@@ -123,4 +125,4 @@ def test_openenvs_command_passes_the_folder(seen):
 def test_many_games_at_once_with_openenvs_client(seen):
     report = seen["load"]
     assert (report["errors"], report["first_errors"]) == (0, [])
-    assert report["games"] >= 64
+    assert report["games"] == 64

@@ -6,20 +6,17 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from tests.env.browser import chromium
+from tests.browser import watched_page
 from tests.env.service import BRIDE, space
 
-from playwright.sync_api import expect  # isort: skip - after the check that it is installed
+pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
+from playwright.sync_api import expect
+
+pytestmark = pytest.mark.full
 
 MARKS = re.compile(r"^[-+?]{5}$")
 DESK = {"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"}
 PHONE = {"viewport": {"width": 390, "height": 844}, "reduced_motion": "reduce", "has_touch": True}
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with chromium() as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +28,10 @@ def url(tmp_path_factory):
 @pytest.fixture
 def page(browser, url):
     """The game whose word is "bride", on a desktop; whatever the page complains about fails the test."""
-    problems = []
-    with browser.new_context(**DESK) as context:
-        page = context.new_page()
-        page.on("pageerror", lambda error: problems.append(str(error)))
+    with watched_page(browser, **DESK) as page:
         page.goto(f"{url}/#seed={BRIDE}")
         expect(says(page)).to_have_text("Guess a word of 5 letters.")
         yield page
-    assert problems == []
 
 
 def says(page):
@@ -120,8 +113,7 @@ def test_the_keyboard_on_the_page_plays_and_remembers_what_is_known(page):
 
 def test_nothing_on_the_page_comes_from_elsewhere_and_a_link_names_the_game(browser, url):
     asked = []
-    with browser.new_context(**DESK) as context:
-        page = context.new_page()
+    with watched_page(browser, **DESK) as page:
         page.on("request", lambda request: asked.append(request.url))
         page.goto(f"{url}/#seed={BRIDE}")
         expect(page.get_by_role("link", name=f"#{BRIDE}")).to_have_attribute("href", f"#seed={BRIDE}")
@@ -132,8 +124,7 @@ def test_nothing_on_the_page_comes_from_elsewhere_and_a_link_names_the_game(brow
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_phone_shows_the_board_and_the_keyboard_at_once(browser, url, scheme):
-    with browser.new_context(**PHONE, color_scheme=scheme) as context:
-        page = context.new_page()
+    with watched_page(browser, **PHONE, color_scheme=scheme) as page:
         page.goto(f"{url}/#seed={BRIDE}")
         expect(says(page)).to_have_text("Guess a word of 5 letters.")
         for letter in "crane":
@@ -153,8 +144,7 @@ BRIGHTNESS = (
 
 def test_seven_letters_fit_a_small_phone(browser, tmp_path):
     small = PHONE | {"viewport": {"width": 360, "height": 640}}
-    with space(tmp_path, WORDLE_LENGTH="7") as running, browser.new_context(**small) as context:
-        page = context.new_page()
+    with space(tmp_path, WORDLE_LENGTH="7") as running, watched_page(browser, **small) as page:
         page.goto(running.url)
         expect(says(page)).to_have_text("Guess a word of 7 letters.")
         board, keys = (page.locator(f"#play {part}").bounding_box() for part in (".board", ".keys"))

@@ -4,8 +4,7 @@ import httpx
 import pytest
 
 from env_space import setup_page
-from tests.env.browser import chromium
-from tests.env.service import Space, sentence, space
+from tests.env.service import PATIENCE_S, Space, sentence
 
 SET_UP = {"SPACE_ID": "me/wordle-env", "WORDLE_KEY": "four-random-words-in-a-row"}
 
@@ -28,12 +27,13 @@ def test_a_space_that_is_not_set_up_names_what_it_lacks(variables, name, said):
     assert setup_page.problems_of({"WORDLE_OPEN": "true"}) == {}
 
 
+@pytest.mark.full
 def test_a_duplicated_space_shows_how_to_set_it_up_and_says_so_once(tmp_path):
     """As on the Hub, where a duplicate has the variables, but no secret."""
     running = Space(tmp_path / "space.log", SPACE_ID="me/wordle-env", WORDLE_LENGTH="9")
     try:
         running.wait()
-        with httpx.Client(base_url=running.url) as client:
+        with httpx.Client(base_url=running.url, timeout=PATIENCE_S) as client:
             home, health = client.get("/"), client.get("/health")
             refused = [client.get("/ready"), client.post("/sessions", json={"seed": 1}), client.get("/docs")]
     finally:
@@ -47,17 +47,12 @@ def test_a_duplicated_space_shows_how_to_set_it_up_and_says_so_once(tmp_path):
     assert "Traceback" not in log
 
 
-def test_elsewhere_than_on_the_hub_no_key_is_needed(tmp_path):
-    with space(tmp_path) as running:
-        assert httpx.post(f"{running.url}/sessions", json={"seed": 1}).status_code == 201
-
-
-def test_the_set_up_page_fits_a_phone_in_both_schemes(tmp_path):
+@pytest.mark.full
+def test_the_set_up_page_fits_a_phone_in_both_schemes(browser, tmp_path):
     problems = {"WORDLE_KEY": "WORDLE_KEY is not set.", "WORDLE_X": f"WORDLE_X={'x' * 90} is not a setting."}
     path = tmp_path / "page.html"
     path.write_text(setup_page.page(problems))
-    with chromium() as browser:
-        for scheme in ("light", "dark"):
-            phone = browser.new_page(viewport={"width": 360, "height": 640}, color_scheme=scheme)
-            phone.goto(path.as_uri())
-            assert phone.evaluate("document.documentElement.scrollWidth") == 360
+    for scheme in ("light", "dark"):
+        phone = browser.new_page(viewport={"width": 360, "height": 640}, color_scheme=scheme)
+        phone.goto(path.as_uri())
+        assert phone.evaluate("document.documentElement.scrollWidth") == 360

@@ -14,11 +14,9 @@ from env_space.rules import rules_from
 from env_space.settings import Settings as SpaceSettings
 from inference_space.settings import Settings
 from inference_space.vllm_server import VllmServer
-from tests.env.browser import chromium
-from tests.env.service import sentence, serve, space
+from tests.browser import watched_page
+from tests.env.service import PATIENCE_S, sentence, serve, space
 from tests.live.replica import SMALL_CACHE
-
-from playwright.sync_api import expect  # isort: skip - after the check that it is installed
 
 POLICY = Path(trainer.__file__).parent / "policies" / "wordle-tiny"
 
@@ -57,7 +55,7 @@ def broken_replica(*answers):
             """Say nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}", asked
     server.shutdown()
     server.server_close()
@@ -119,21 +117,23 @@ def test_the_policy_is_asked_with_the_prompt_of_the_setting_and_reads_what_came_
 
 
 @pytest.mark.live
-def test_the_policy_of_a_real_replica_plays_on_the_page(tmp_path):
+def test_the_policy_of_a_real_replica_plays_on_the_page(browser, tmp_path):
     small = {"max_model_len": 512, "vllm_args": SMALL_CACHE}
     vllm = VllmServer(Settings(bucket=tmp_path.as_uri(), run="none", folder=str(tmp_path), **small))
     vllm.start(POLICY)
     settings = {"WORDLE_REPLICA_URL": vllm.url, "WORDLE_ANSWERS": "128"}
     try:
-        with space(tmp_path, **settings) as running, chromium() as browser:
-            page = browser.new_page(reduced_motion="reduce")
+        with (
+            space(tmp_path, **settings) as running,
+            watched_page(browser, reduced_motion="reduce") as page,
+        ):
             page.goto(running.url)
             page.get_by_role("tab", name="Watch the policy").click()
-            expect(page.get_by_role("button", name="Watch another")).to_be_enabled(timeout=60_000)
+            page.locator("button:enabled", has_text="Watch another").wait_for()
             said = page.locator("#watch .says").inner_text()
             turns = page.locator("#watch .board li[data-feedback]").count()
             wrote = page.locator("#watch .log code").all_inner_texts()
-            health = httpx.get(f"{running.url}/health").json()
+            health = httpx.get(f"{running.url}/health", timeout=PATIENCE_S).json()
     finally:
         vllm.stop()
     words = rules_from(SpaceSettings(answers=128)).train

@@ -14,6 +14,8 @@ with warnings.catch_warnings():
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
+pytestmark = pytest.mark.live  # vLLM's own kernels
+
 TOKENS, HIDDEN, INNER, EXPERTS = 9, 64, 96, 5
 
 

@@ -11,6 +11,8 @@ from inference_space.fallback import Fallback
 from shared import codec
 from shared.digest import state_digest
 
+pytestmark = pytest.mark.live  # vLLM's own patching of weights
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM imports parts of torch that are deprecated
     import vllm.model_executor.model_loader.checkpoint_weight_patch  # noqa: F401

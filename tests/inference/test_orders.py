@@ -24,22 +24,26 @@ from tests.dashboard.real_run import RealRun
 from tests.dashboard.test_long_run import Counted
 from tests.dashboard.written_run import WrittenRun
 
-PATIENCE_S = 30
+PATIENCE_S = 60
 
 
 class Mortal:
-    """A vLLM that holds the weights in memory, counts how often it was started, and can be killed."""
+    """A vLLM that holds the weights in memory and can be killed.
+
+    Counts how often it was started, and asked whether it lives: a follower asks once in each turn.
+    """
 
     log = Path("vllm.log")
 
     def __init__(self) -> None:
-        self.starts, self._alive, self._staged = 0, False, list[Path]()
+        self.starts, self.asked, self._alive = 0, 0, False
 
     def start(self, folder: Path) -> None:
         self.bits, self._alive = dict(checkpoint.read_bits(folder)), True
         self.starts += 1
 
     def alive(self) -> bool:
+        self.asked += 1
         return self._alive
 
     def stop(self) -> None:
@@ -118,10 +122,12 @@ def reaches(follower: Follower, version: int) -> None:
     )
 
 
-def stays(follower: Follower, version: int) -> None:
+def stays(follower: Follower, vllm: Mortal, version: int) -> None:
     """It still serves `version` after it has looked around a few times."""
-    time.sleep(0.3)
-    reaches(follower, version)
+    before = vllm.asked
+    soon(lambda: vllm.asked > before + 5, "more turns")
+    assert follower.serving
+    assert follower.serving.version == version
 
 
 def test_paused_it_stays_and_resumed_it_catches_up_without_a_restart(
@@ -130,7 +136,7 @@ def test_paused_it_stays_and_resumed_it_catches_up_without_a_restart(
     follower.orders.pause()
     run.step()
     run.step()
-    stays(follower, 3)
+    stays(follower, vllm, 3)
     follower.orders.resume()
     reaches(follower, 5)
     assert (vllm.digest(), vllm.starts) == (run.reader.at(5).digest, 1)
@@ -142,7 +148,7 @@ def test_a_pinned_version_is_served_exactly_whatever_comes(
     follower.orders.pin(1)
     reaches(follower, 1)
     run.step()
-    stays(follower, 1)
+    stays(follower, vllm, 1)
     assert vllm.digest() == run.reader.at(1).digest
     assert follower.orders.following().pinned == 1
     follower.orders.resume()
@@ -165,9 +171,9 @@ def test_unpinned_at_the_newest_version_nothing_is_fetched_anew(
     follower: Follower, run: RealRun, vllm: Mortal
 ) -> None:
     follower.orders.pin(3)
-    stays(follower, 3)
+    stays(follower, vllm, 3)
     follower.orders.resume()
-    stays(follower, 3)
+    stays(follower, vllm, 3)
     run.step()
     reaches(follower, 4)
     assert vllm.starts == 1
@@ -179,7 +185,7 @@ def test_joining_again_starts_over_with_the_newest(follower: Follower, run: Real
     soon(lambda: vllm.starts == 2, "a second start")
     reaches(follower, 3)
     assert vllm.digest() == run.reader.at(3).digest
-    stays(follower, 3)
+    stays(follower, vllm, 3)
     assert vllm.starts == 2, "once is enough"
 
 
@@ -191,7 +197,7 @@ def test_a_pinned_replica_that_joins_again_stays_pinned(
     starts = vllm.starts
     follower.orders.rejoin()
     soon(lambda: vllm.starts == starts + 1, "another start")
-    stays(follower, 2)
+    stays(follower, vllm, 2)
 
 
 def test_a_vllm_that_dies_while_paused_comes_back_at_its_version(
@@ -202,7 +208,7 @@ def test_a_vllm_that_dies_while_paused_comes_back_at_its_version(
     vllm.kill()
     soon(lambda: vllm.starts == 2, "a second start")
     reaches(follower, 3)
-    stays(follower, 3)
+    stays(follower, vllm, 3)
     assert vllm.digest() == run.reader.at(3).digest
 
 

@@ -1,9 +1,11 @@
 """A replica that is not set up says what it lacks: variables as it starts, a token as it reads the bucket."""
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from uuid import uuid4
 
 import httpx
@@ -19,10 +21,12 @@ from inference_space.progress import CountingReader
 from inference_space.settings import Settings
 from inference_space.setup_page import problems_of
 from inference_space.vllm_server import VllmServer
+from shared.bucket import Bucket, ObjectInfo
 from shared.buckets import open_bucket
 from tests.hubsim import HubSim
 from trainer.processes import free_port
 
+PATIENCE_S = 120
 SET_UP = {
     "SPACE_ID": "me/wordle-replica-1",
     "REPLICA_BUCKET": "hf://buckets/me/wordle",
@@ -73,6 +77,7 @@ def test_a_set_up_space_starts_and_open_inference_needs_no_key():
     assert problems_of(SET_UP | {"REPLICA_KEY": "", "REPLICA_OPEN_INFERENCE": "true"}) == {}
 
 
+@pytest.mark.full
 def test_a_duplicated_space_serves_the_page_and_says_so_once(tmp_path):
     """As on the Hub, where a duplicate has the variables, but no secret."""
     port = free_port()
@@ -85,7 +90,7 @@ def test_a_duplicated_space_serves_the_page_and_says_so_once(tmp_path):
         home = wait_for(f"http://127.0.0.1:{port}/")
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(PATIENCE_S)
     said = (tmp_path / "log").read_text()
     assert "REPLICA_KEY" in home.text
     assert "https://huggingface.co/spaces/me/wordle-replica-1/settings" in home.text
@@ -94,11 +99,11 @@ def test_a_duplicated_space_serves_the_page_and_says_so_once(tmp_path):
 
 
 def wait_for(url: str) -> httpx.Response:
-    for _ in range(600):
-        try:
-            return httpx.get(url, trust_env=False)
-        except httpx.ConnectError:
-            time.sleep(0.1)
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(httpx.ConnectError):
+            return httpx.get(url, trust_env=False, timeout=PATIENCE_S)
+        time.sleep(0.1)
     raise AssertionError(f"{url} does not answer")
 
 
@@ -129,6 +134,7 @@ def wordle(tmp_path_factory):
         yield hub
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("token", "bucket", "name", "said"),
     [
@@ -153,6 +159,7 @@ def test_why_the_bucket_cannot_be_read(wordle, monkeypatch, tmp_path, capfd, tok
         assert token not in status.error
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("token", ["hf_write", "hf_read", "hf_bucket_read"])
 def test_a_token_that_may_read_is_enough(wordle, monkeypatch, tmp_path, token):
     monkeypatch.setenv("HF_TOKEN", token)
@@ -166,17 +173,37 @@ def test_a_token_that_may_read_is_enough(wordle, monkeypatch, tmp_path, token):
 
 
 def following(url: str, folder, until) -> Follower:
-    """A follower of the bucket at `url` that got as far as `until`."""
+    """A follower of the bucket at `url` that got as far as `until`, and has looked a few times more."""
     settings = Settings(bucket=url, run=f"run-{uuid4().hex}", poll_s=0.05, folder=str(folder))
-    follower = Follower(CountingReader(open_bucket(url), settings.run), VllmServer(settings), settings)
+    bucket = Looked(open_bucket(url))
+    follower = Follower(CountingReader(bucket, settings.run), VllmServer(settings), settings)
     follower.start()
-    for _ in range(400):
-        if until(follower):
-            break
-        time.sleep(0.05)
-    time.sleep(0.3)  # for some more tries
+    wait_until(lambda: until(follower))
+    seen = bucket.looks
+    wait_until(lambda: bucket.looks > seen + 3)
     follower.stop()
     return follower
+
+
+def wait_until(reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+class Looked:
+    """A bucket that counts how often it was looked whether there is something: once in each turn."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket, self.url, self.looks = bucket, bucket.url, 0
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        self.looks += 1
+        return self._bucket.stat(key)
+
+    def __getattr__(self, name: str):
+        return getattr(self._bucket, name)
 
 
 def test_the_page_gives_way_when_the_bucket_can_be_read():

@@ -22,6 +22,8 @@ with warnings.catch_warnings():
 
     from inference_space import step_commit
 
+pytestmark = pytest.mark.live  # vLLM's own cache manager
+
 BLOCK = 16
 PLACE = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
 FULL = FullAttentionSpec(block_size=BLOCK, **PLACE)
