@@ -41,7 +41,7 @@ class Processes:
 
     def start(self, name: str, arguments: list[str], environment: Mapping[str, str]) -> None:
         """Run `python -m <arguments>` with the given variables on top of this process's."""
-        with self.log(name).open("wb") as log:
+        with self.log(name).open("wb") as log, _later():
             self._children[name] = subprocess.Popen(
                 [sys.executable, "-m", *arguments],
                 env={**os.environ, **environment},
@@ -92,6 +92,20 @@ def interrupt_once() -> None:
 
     for sign in _ENDING:
         signal.signal(sign, interrupt)
+
+
+@contextmanager
+def _later() -> Iterator[None]:
+    """Whoever asks us to end meanwhile is heard after the block: a child half started would be lost."""
+    asked: list[int] = []
+    before = {sign: signal.signal(sign, lambda number, _: asked.append(number)) for sign in _ENDING}
+    try:
+        yield
+    finally:
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
+    for sign in asked[:1]:
+        signal.raise_signal(sign)
 
 
 @contextmanager

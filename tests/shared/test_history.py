@@ -3,12 +3,12 @@
 import contextlib
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -19,6 +19,8 @@ from shared.checkpoint import read_bits, to_bits
 from shared.digest import state_digest, to_hex
 from shared.history import RunReader
 from shared.protocol import ProtocolError
+from tests import forked
+from tests.shared import killed_trainer
 from tests.shared.written_run import write_run
 
 
@@ -143,23 +145,31 @@ def test_a_rolled_back_manifest_is_refused(tmp_path):
 
 
 def test_a_trainer_killed_while_it_uploads_leaves_the_last_version_usable(tmp_path):
-    """-9 at six moments of an endless run: HEAD can always be rebuilt, and the next trainer goes on."""
-    url = (tmp_path / "bucket").as_uri()
-    (tmp_path / "bucket").mkdir()
-    newest = -1
-    for moment in (0.0, 0.15, 0.3, 0.45, 0.6, 0.75):
-        publishing = [sys.executable, "-m", "tests.shared.written_run", url, str(tmp_path / "base")]
-        trainer = subprocess.Popen(publishing, stdout=subprocess.PIPE, text=True, env=os.environ)
-        assert trainer.stdout is not None
-        trainer.stdout.readline()  # it has begun to publish
-        time.sleep(moment)
-        trainer.send_signal(signal.SIGKILL)
-        trainer.communicate()
+    """-9 in the middle of each object and right after it: HEAD can be rebuilt, the next trainer goes on."""
+    url, assets = (tmp_path / "bucket").as_uri(), tmp_path / "assets"
+    assets.mkdir()
+    (assets / "config.json").write_text("{}")
+    killed(url, assets, BASE - 1, True)
+    reader = RunReader(open_bucket(url), killed_trainer.RUN)
+    assert reader.head() is None
+    killed(url, assets, BASE, True)
+    newest = 0
+    for last, whole in product(range(1, max(HEADS) + 1), (False, True)):
+        killed(url, assets, last, whole)
+        newest += sum(last > head or (last == head and whole) for head in HEADS)
+        assert reader.at().version == newest, f"object {last}, whole: {whole}"
         result = command("verify", url)
         assert result.code == 0, result.complaint
-        version = RunReader(open_bucket(url), "test").at().version
-        assert version > newest, "the next trainer took over from the last usable version"
-        newest = version
+
+
+BASE = 5  # objects of a run's first version: weights, config.json, run.json, manifest, HEAD
+HEADS = (4, 7)  # a later trainer writes HEAD to take over, then delta, manifest and HEAD per version
+
+
+def killed(url: str, assets: Path, last: int, whole: bool) -> None:
+    trainer = forked.start(killed_trainer.publish, url, assets, last, whole)
+    trainer.join(300)
+    assert trainer.exitcode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("version", [None, 1])

@@ -1,6 +1,5 @@
-"""Writes runs for tests with the real publisher. As a program: publishes without end, until it is killed."""
+"""Writes runs for tests with the real publisher."""
 
-import sys
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from trainer.publisher import Publisher
 from trainer.run_writer import RunWriter
 
 
-def write_run(url: str, base: Path, versions: int, *, say: bool = False) -> list[str]:
+def write_run(url: str, base: Path, versions: int) -> list[str]:
     """Publish that many versions of a tiny policy that drifts; returns the digest of each."""
     if not base.exists() or not any(base.iterdir()):
         tiny.build(base, tie=True, seed=0)
@@ -28,8 +27,6 @@ def write_run(url: str, base: Path, versions: int, *, say: bool = False) -> list
         publisher.publish(model.named_parameters(), sync)
         publisher.flush()
         digests.append(to_hex(state_digest({name: to_bits(p) for name, p in model.named_parameters()})))
-        if say:
-            print(f"published {sync}", flush=True)
         _drift(model)
     publisher.close()
     log.close()
@@ -40,7 +37,3 @@ def write_run(url: str, base: Path, versions: int, *, say: bool = False) -> list
 def _drift(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         parameter += 1e-4 * torch.randn_like(parameter)
-
-
-if __name__ == "__main__":
-    write_run(sys.argv[1], Path(sys.argv[2]), 1_000_000, say=True)

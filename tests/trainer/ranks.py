@@ -1,14 +1,11 @@
-"""One rank of a trainer of known weights and gradients, for tests that start several of them.
+"""The ranks of a trainer of known weights and gradients, each a process.
 
-    python -m tests.trainer.ranks RANK SIZE LAYOUT FOLDER JOB...
-
-LAYOUT is how parameters lie on the ranks: `whole` on each, `fsdp`, or `mesh`: two by two ranks, every kind of
-placement, and FSDP over tensor parallelism. A job is a level of the codec, and perhaps `:<rank>:<sync>`,
-where a rank then fails. Prints for each job the digest of the live weights, or the error that ended it.
+The layout is how parameters lie on the ranks: `whole` on each, `fsdp`, or `mesh`: two by two ranks, every
+kind of placement, and FSDP over tensor parallelism. A job is a level of the codec, and perhaps
+`:<rank>:<sync>`, where a rank then fails. Each job's result is the digest of the live weights, or the error
+that ended it.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from shared.buckets import open_bucket
 from shared.runlog import RunLogWriter
+from tests import forked
 from trainer.mirror import Mirror
 from trainer.publisher import Publisher
 from trainer.run_writer import RunWriter
@@ -160,33 +158,26 @@ def _transfer(peers: Peers, folder: Path, level: str) -> tuple[Publisher | None,
 
 
 def spawn(size: int, layout: str, folder: Path, jobs: list[str]) -> list[list[str]]:
-    """Run all ranks; what each printed, a line per job. A rank that hangs fails the test."""
-    command = [sys.executable, "-m", "tests.trainer.ranks"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(size), layout, str(folder), *jobs], stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(size)
-    ]
+    """Run all ranks; each one's results of the jobs. A rank that hangs fails the test."""
+    ranks = [forked.start(_rank, rank, size, layout, folder, jobs) for rank in range(size)]
     try:
-        return [rank.communicate(timeout=300)[0].splitlines() for rank in ranks]
+        for rank in ranks:
+            rank.join(300)
+        assert [rank.exitcode for rank in ranks] == [0] * size
     finally:
         for rank in ranks:
             rank.kill()
+    return [(folder / f"results-{rank}").read_text().splitlines() for rank in range(size)]
 
 
-def main() -> None:
-    rank, size, layout, folder, *jobs = sys.argv[1:]
+def _rank(rank: int, size: int, layout: str, folder: Path, jobs: list[str]) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", int(size))
-    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(size))
-    for job in jobs:
-        try:
-            print(run(layout, Path(folder) / job, job), flush=True)
-        except Exception as error:  # noqa: BLE001 - the test reads it
-            print(f"{type(error).__name__}: {error}", flush=True)
+    store = dist.FileStore(f"{folder}/store", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    with (folder / f"results-{rank}").open("w") as results:
+        for job in jobs:
+            try:
+                print(run(layout, folder / job, job), file=results)
+            except Exception as error:  # noqa: BLE001 - the test reads it
+                print(f"{type(error).__name__}: {error}", file=results)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -25,6 +25,7 @@ def key(manifest: Manifest) -> str:
     return next(file.key for file in manifest.anchor.files if file.key.endswith(".safetensors"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("layout", "size"), [("fsdp", 2), ("mesh", 4)])
 def test_sharded_ranks_publish_what_a_single_process_publishes(layout, size, tmp_path):
     levels = ["fast", "small"]
@@ -36,6 +37,7 @@ def test_sharded_ranks_publish_what_a_single_process_publishes(layout, size, tmp
         assert versions == published(tmp_path / "alone" / level)
 
 
+@pytest.mark.full
 def test_a_fault_on_one_rank_stops_all_with_its_sentence(tmp_path):
     """In the base, where ranks gather tensors in full, and later, where they send what changed."""
     first, second = ranks.spawn(2, "fsdp", tmp_path, ["fast:0:0", "fast:1:0", "fast:0:2", "fast:1:2"])

@@ -13,7 +13,7 @@ import pytest
 
 from shared.buckets import open_bucket
 from shared.runlog import RunLogWriter
-from trainer import rollouts, space_access
+from trainer import observer, rollouts, space_access
 from trainer.cold_spaces import ColdSpaces
 from trainer.observer import ReplicaWatch
 from trainer.rollouts import ReplicaRolloutLoop
@@ -98,12 +98,13 @@ def test_a_key_that_no_header_can_hold_is_refused_without_being_told(monkeypatch
     assert key not in str(refused.value)
 
 
-def test_every_request_to_a_space_carries_the_key(tmp_path):
+def test_every_request_to_a_space_carries_the_key(tmp_path, monkeypatch):
+    monkeypatch.setattr(observer, "_POLL_S", 0.02)
     with server(body={"state": "serving"}) as (url, asked):
         ColdSpaces([url]).wait()
         log = RunLogWriter(open_bucket(tmp_path.as_uri(), create=True), "run")
         watch = ReplicaWatch([url], log)
-        watch.wait_for(1, timeout_s=1.5)
+        assert watch.wait_for(None, timeout_s=300.0), "it has asked, and understood no version"
         watch.close()
         log.close()
         post(url)

@@ -1,0 +1,15 @@
+"""Processes that start at once: each is forked from one that has imported what trainers need, and no more."""
+
+import multiprocessing
+from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["pytest", "tests.trainer.ranks", "tests.shared.killed_trainer"])
+
+
+def start(work: Callable[..., None], *arguments: object) -> ForkServerProcess:
+    """A process that does `work(*arguments)`, a function of a module."""
+    process = _CONTEXT.Process(target=work, args=arguments, daemon=True)
+    process.start()
+    return process

@@ -1,0 +1,51 @@
+"""A trainer that `kill -9` ends at a chosen moment of what it writes into a folder."""
+
+import itertools
+import os
+import signal
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from shared.buckets import open_bucket
+from shared.runlog import RunLogWriter
+from trainer.publisher import Publisher
+from trainer.run_writer import RunWriter
+
+RUN = "test"
+
+
+def publish(url: str, assets: Path, last: int, whole: bool) -> None:
+    """Publish version after version, and die at object number `last`: with half of it written, or all."""
+    bucket, numbers = open_bucket(url, create=True), itertools.count(1)
+    put = bucket.put
+
+    def put_or_die(key: str, data: bytes | Path) -> None:
+        if "/log/" in key or next(numbers) != last:
+            return put(key, data)
+        if whole:
+            put(key, data)
+            _die()
+        with mock.patch("shared.fs_bucket._write", _write_half):
+            return put(key, data)
+
+    with mock.patch.object(bucket, "put", put_or_die):
+        publisher = Publisher(
+            RunWriter(bucket, RUN, model="policy", assets=assets), RunLogWriter(bucket, RUN)
+        )
+        weights = {"embed.weight": torch.ones(600, 100), "norm.weight": torch.ones(64)}
+        for sync in itertools.count(1):
+            weights["embed.weight"][0] = torch.randn(100)  # few changes: no anchor is due in this test
+            publisher.publish(weights.items(), sync)
+            publisher.flush()
+
+
+def _write_half(path: Path, data: bytes | Path) -> None:
+    content = data if isinstance(data, bytes) else data.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    _die()
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
