@@ -1,14 +1,13 @@
 """The trainer waits for Spaces that are cold, and ends with a sentence where waiting does not help."""
 
 import socket
-import subprocess
-import sys
 
 import httpx
 import pytest
 
 from trainer import cold_spaces
 from trainer.cold_spaces import ColdSpaces, SpacesUnavailableError
+from trainer.train import main
 
 SERVING = {"state": "serving", "error": None}
 
@@ -18,6 +17,7 @@ def keyless(monkeypatch):
     monkeypatch.setenv("SPACE_KEY", "")
 
 
+@pytest.mark.full
 def test_it_waits_with_progress_until_replica_and_environment_are_up(apps, server):
     said: list[str] = []
     states = [{"state": "starting"}, {"state": "fetching version 7"}, SERVING]
@@ -28,11 +28,13 @@ def test_it_waits_with_progress_until_replica_and_environment_are_up(apps, serve
     assert [line for line in said if "fetching version 7" in line and "healthy" in line]
 
 
+@pytest.mark.full
 def test_one_serving_replica_is_enough(apps, server):
     with server({"/ready": SERVING}) as ready:
         ColdSpaces([apps.replica, ready], apps.env, say=lambda line: None).wait(poll_s=0.0)
 
 
+@pytest.mark.full
 def test_the_environment_is_waited_for_as_well(apps, server):
     said: list[str] = []
     health = [503, 503, {"status": "healthy"}]
@@ -58,6 +60,7 @@ def test_a_private_space_that_this_token_may_not_see_is_not_waited_for(world):
         ColdSpaces([], door).knock()
 
 
+@pytest.mark.full
 def test_a_url_of_something_else_is_not_waited_for(apps):
     with pytest.raises(SpacesUnavailableError, match=r"no replica, .*--replicas"):
         ColdSpaces([apps.env]).knock()
@@ -110,6 +113,7 @@ def test_a_space_without_its_secrets_is_not_waited_for(server):
                 spaces.knock()
 
 
+@pytest.mark.full
 def test_a_wrong_key_ends_the_run_at_once_and_the_right_one_does_not(keyed_apps, monkeypatch):
     for key in ("", "wrong"):
         monkeypatch.setenv("SPACE_KEY", key)
@@ -120,6 +124,7 @@ def test_a_wrong_key_ends_the_run_at_once_and_the_right_one_does_not(keyed_apps,
     ColdSpaces([keyed_apps.replica], keyed_apps.env).knock()
 
 
+@pytest.mark.full
 def test_the_key_check_opens_no_game(keyed_apps, monkeypatch):
     monkeypatch.setenv("SPACE_KEY", keyed_apps.key)
     ColdSpaces([keyed_apps.replica], keyed_apps.env).knock()
@@ -135,17 +140,12 @@ def test_patience_ends(server, monkeypatch):
         ColdSpaces([url], say=lambda line: None).wait(poll_s=0.05)
 
 
-def test_the_trainer_ends_with_the_sentence(apps, tmp_path):
-    command = [sys.executable, "-m", "trainer.train", "--config", "trainer/configs/wordle_tiny.yaml"]
-    command += [
-        "--model",
-        "trainer/policies/wordle-tiny",
-        "--bucket",
-        (tmp_path / "b").as_uri(),
-        "--run",
-        "r",
-    ]
-    command += ["--replicas", apps.env, "--env_url", apps.env]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 1
-    assert ended.stderr.splitlines()[-1].startswith(f"trainer: {apps.env} is no replica")
+@pytest.mark.full
+def test_the_trainer_ends_with_the_sentence(apps, tmp_path, monkeypatch):
+    options = ["--config", "trainer/configs/wordle_tiny.yaml", "--model", "trainer/policies/wordle-tiny"]
+    options += ["--bucket", (tmp_path / "b").as_uri(), "--run", "r", "--output_dir", str(tmp_path)]
+    options += ["--replicas", apps.env, "--env_url", apps.env, "--use_cpu", "true"]
+    monkeypatch.setattr("sys.argv", ["trainer.train", *options])
+    with pytest.raises(SystemExit, match=f"^trainer: {apps.env} is no replica"):
+        main()
+    assert not (tmp_path / "b").exists(), "nothing was written"
