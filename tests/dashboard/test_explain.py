@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
 from playwright.sync_api import Browser, Page, expect
 
-from inference_space.dashboard import formulas as f
 from inference_space.dashboard.facts import EXAMPLE, LINK
 from inference_space.dashboard.words import duration, size
 from tests.browser import PATIENCE_S
+from tests.dashboard.test_formulas import Formulas
 
 if TYPE_CHECKING:
     from tests.dashboard.real_run import RealRun, Shown
@@ -56,7 +56,7 @@ def test_the_numbers_are_the_runs(page: Page, url: str, real: RealRun, shown: Sh
 def test_without_a_run_an_example_is_shown_and_its_table_holds(page: Page, url: str, empty: None) -> None:
     opened(page, url)
     expect(page.locator(".whose button")).to_have_text(["an example: Qwen3-0.6B"])
-    cells = page.locator("[data-scene=sync] tbody tr td").all_inner_texts()
+    f, cells = Formulas(page), page.locator("[data-scene=sync] tbody tr td").all_inner_texts()
     whole, through = EXAMPLE.full_bytes / LINK, sum(s for _, s in f.bucket_sync(EXAMPLE, LINK))
     lost = f.stopped_s(EXAMPLE, LINK, 3)
     moved = f.moved_bytes(EXAMPLE, 3)
@@ -95,6 +95,7 @@ def test_where_motion_is_not_wanted_the_end_is_shown_and_nothing_moves(
         page = opened(context.new_page(), url)
         ship = page.locator("[data-scene=ship]")
         window = 10 * (EXAMPLE.step_s + EXAMPLE.diff_s)
+        f = Formulas(page)
         full, delta = (spans(EXAMPLE, LINK, window) for spans in (f.broadcast_spans, f.delta_spans))
         expect(ship.locator(".count")).to_have_text(
             [f"{f.steps_done(spans, window)} steps" for spans in (full, delta)]

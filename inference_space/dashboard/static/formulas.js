@@ -1,4 +1,5 @@
-// The same formulas as formulas.py, for the browser; a test compares the two.
+// What the explaining animations compute: the one place of these formulas. Bytes and bytes per second, seconds,
+// and bf16 weights as ordinary numbers. formulas.py has flip_share, too: it finds the rate for a share.
 window.dws = window.dws || {};
 (() => {
   const MANTISSA = 7, SMALLEST = -126;
@@ -9,28 +10,35 @@ window.dws = window.dws || {};
   };
   const transfer_s = (size, link) => size / link;
 
+  // The distance from one bf16 number to the next at the magnitude of `weight`.
   function ulp(weight) {
     return 2 ** (Math.max(weight ? exponentOf(weight) : SMALLEST, SMALLEST) - MANTISSA);
   }
 
+  // The nearest bf16 number; halfway between two, the one whose last bit is 0.
   function bf16(value) {
     const tick = ulp(value), at = value / tick, down = Math.floor(at), rest = at - down;
     const up = rest > 0.5 || (rest === 0.5 && down % 2 !== 0);
     return (down + (up ? 1 : 0)) * tick;
   }
 
+  // The 16 bits of a normal bf16 number, as an integer.
   function bits(weight) {
     const exponent = exponentOf(weight);
     const mantissa = Math.round((Math.abs(weight) / 2 ** exponent - 1) * (1 << MANTISSA));
     return (weight < 0 ? 32768 : 0) + (exponent + 127) * (1 << MANTISSA) + mantissa;
   }
 
+  // How likely an update moves the cast of a weight to another number, its fp32 value being anywhere.
   const flip_chance = (weight, update) => Math.min(1, Math.abs(update) / ulp(weight));
 
+  // The expected share of `weights` that flip when each moves by `rate` times its update.
   function flip_share(weights, updates, rate) {
     return weights.reduce((sum, w, i) => sum + flip_chance(w, rate * updates[i]), 0) / weights.length;
   }
 
+  // Full weights after every step: trainer and replicas wait for the transfer.
+  // A span is lane, what happens, first and last second.
   function broadcast_spans(facts, link, window) {
     const spans = [], wait = transfer_s(facts.full_bytes, link);
     for (let t = 0; t < window;) {
@@ -43,6 +51,8 @@ window.dws = window.dws || {};
     return spans;
   }
 
+  // A delta after every step: the trainer waits for the diff, a replica for the commit.
+  // While an upload is under way, later steps are merged into the next one.
   function delta_spans(facts, link, window) {
     const cycle = facts.step_s + facts.diff_s, spans = [];
     for (let step = 0; step < Math.ceil(window / cycle); step++) {
@@ -52,7 +62,7 @@ window.dws = window.dws || {};
     let start = cycle, generating = 0;
     while (start < window) {
       const uploaded = start + facts.encode_s + transfer_s(facts.delta_bytes, link);
-      const seen = uploaded + facts.poll_s / 2;
+      const seen = uploaded + facts.poll_s / 2; // on average, HEAD moved half a poll ago
       const staged = seen + transfer_s(facts.delta_bytes, link) + facts.stage_s;
       spans.push(["wire", "up", start, uploaded], ["wire", "down", seen, staged]);
       spans.push(["replica", "generate", generating, staged]);
@@ -64,15 +74,18 @@ window.dws = window.dws || {};
     return spans;
   }
 
+  // The share of `window` that a lane spends waiting.
   function idle_share(spans, lane, window) {
     const waits = spans.filter(([at, what, a]) => at === lane && what === "wait" && a < window);
     return waits.reduce((sum, [, , a, b]) => sum + Math.min(b, window) - a, 0) / window;
   }
 
+  // Optimizer steps that end within `window`.
   function steps_done(spans, window) {
     return spans.filter(([lane, what, , b]) => lane === "trainer" && what === "train" && b <= window).length;
   }
 
+  // One sync through the bucket, stage by stage, for every replica at once: each has a link of its own.
   function bucket_sync(facts, link) {
     const wire = transfer_s(facts.delta_bytes, link);
     return [
@@ -81,20 +94,27 @@ window.dws = window.dws || {};
     ];
   }
 
+  // One broadcast of all weights, passed on from replica to replica while it arrives (as NCCL does).
   const broadcast_sync = (facts, link) => [["broadcast", transfer_s(facts.full_bytes, link)]];
 
+  // Machine-seconds in which nobody works, per sync: through the bucket, and by broadcast.
   function stopped_s(facts, link, replicas) {
     const whole = transfer_s(facts.full_bytes, link);
     return [facts.diff_s + replicas * facts.pause_s, (1 + replicas) * whole];
   }
 
+  // Bytes over all links per sync: one upload and a download each, and a broadcast to each.
   const moved_bytes = (facts, replicas) => [(1 + replicas) * facts.delta_bytes, replicas * facts.full_bytes];
 
+  // From this link speed on a broadcast serves the new weights sooner than the bucket does.
   function break_even_link(facts) {
     const fixed = facts.diff_s + facts.encode_s + facts.poll_s / 2 + facts.stage_s + facts.pause_s;
     return (facts.full_bytes - 2 * facts.delta_bytes) / fixed;
   }
 
+  // What happens in the bucket and at two replicas, in order: what, version, which replica ("" for the
+  // bucket), bytes. Replica A follows from the start; B joins once `joins_at` is published: newest anchor,
+  // then the deltas.
   function landings(facts, versions, anchor_every, joins_at) {
     const { full_bytes, delta_bytes } = facts;
     const story = [["anchor", 0, "", full_bytes], ["take-anchor", 0, "A", full_bytes]];
@@ -111,6 +131,7 @@ window.dws = window.dws || {};
     return story;
   }
 
+  // What a replica fetches to join at `version`.
   const bytes_to_join = (facts, anchor_every, version) =>
     facts.full_bytes + (version % anchor_every) * facts.delta_bytes;
 
