@@ -1,38 +1,56 @@
-"""One replica with a key, for all tests of what its public port lets through."""
+"""One replica for all tests that only need some replica, with a key and secrets. They share a process of the
+suite, in this order, as the last of them leave it broken.
+"""
 
 from collections.abc import Iterator
 
 import psutil
 import pytest
 
-from tests.live.replica import Replica
-from tests.live.test_replica import Trainer
+from tests.live.asking import KEY
+from tests.live.replica import SMALL_CACHE, Replica
+from tests.live.run import Trainer
 from trainer.policies import tiny
 
-KEY, TOKEN = "planted-key-of-this-replica", "hf_plantedToken"
+TOKEN = "hf_plantedToken"
+BLOCK = 32  # the smallest that vLLM's CPU kernels like; prefixes are shared in whole blocks
+CONTEXT = 2048
+SETTINGS = {
+    "REPLICA_KEY": KEY,
+    "REPLICA_VLLM_ARGS": f"{SMALL_CACHE} --block-size {BLOCK} --enable-prompt-tokens-details",
+    "HF_TOKEN": TOKEN,
+    "AWS_SECRET_ACCESS_KEY": TOKEN,
+}
 
 
-@pytest.fixture(scope="package")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
-    """A replica of the run "live" with a key and secrets, which serves version 0."""
-    base, folder = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("replica")
+@pytest.fixture(scope="session")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    """It has published version 0 of the run "live"."""
+    base = tmp_path_factory.mktemp("base")
     tiny.build(base, tie=True, seed=0)
     trainer = Trainer(tmp_path_factory.mktemp("bucket").as_uri(), base)
     trainer.publish()
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("REPLICA_KEY", KEY)
-        environment.setenv("HF_TOKEN", TOKEN)
-        environment.setenv("AWS_SECRET_ACCESS_KEY", TOKEN)
-        replica = Replica(trainer.bucket.url, "live", folder)
-        replica.start()
-    replica.wait_for(0)
-    yield replica
-    replica.stop()
+    yield trainer
     trainer.close()
 
 
-@pytest.fixture(scope="package")
-def its_vllm(guarded: Replica) -> psutil.Process:
+@pytest.fixture(scope="session")
+def replica(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
+    """It serves whatever the trainer published last."""
+    folder = tmp_path_factory.mktemp("replica")
+    replica = Replica(trainer.bucket.url, "live", folder, max_model_len=CONTEXT, environ=SETTINGS)
+    replica.start()
+    replica.wait_for(0)
+    yield replica
+    replica.stop()
+
+
+@pytest.fixture(scope="session")
+def its_vllm(replica: Replica) -> psutil.Process:
     """The vLLM of that replica, found as anybody with a shell would find it."""
-    family = psutil.Process(guarded.pid).children(recursive=True)
+    return vllm_of(replica)
+
+
+def vllm_of(replica: Replica) -> psutil.Process:
+    family = psutil.Process(replica.pid).children(recursive=True)
     return next(process for process in family if "--served-model-name" in process.cmdline())

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,14 @@ class Replica:
     """`python -m inference_space.app` with its settings; `kill` is the -9 of a lost machine."""
 
     def __init__(
-        self, bucket_url: str, run: str, folder: Path, *, name: str = "replica-1", max_model_len: int = 512
+        self,
+        bucket_url: str,
+        run: str,
+        folder: Path,
+        *,
+        name: str = "replica-1",
+        max_model_len: int = 512,
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -36,7 +44,9 @@ class Replica:
             "REPLICA_POLL_S": "0.1",
             "REPLICA_MAX_MODEL_LEN": str(max_model_len),
             "REPLICA_FOLDER": str(folder),
+            "REPLICA_VLLM_ARGS": SMALL_CACHE,
             "OMP_NUM_THREADS": "1",
+            **(environ or {}),
         }
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -44,7 +54,7 @@ class Replica:
         with (self.folder / "replica.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "inference_space.app"],
-                env={"REPLICA_VLLM_ARGS": SMALL_CACHE, **os.environ, **self._settings},
+                env={**os.environ, **self._settings},
                 stdout=log,
                 stderr=log,
             )
@@ -61,7 +71,7 @@ class Replica:
         family = psutil.Process(self._process.pid).children(recursive=True)
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
-        _, alive = psutil.wait_procs(family, timeout=30)
+        _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
         assert not alive, f"left behind: {alive}"
 
     def stop(self) -> None:
@@ -76,13 +86,13 @@ class Replica:
 
     def wait_for(self, version: int) -> dict[str, Any]:
         """Block until the replica serves `version`; returns its status."""
-        return self._wait(lambda status: status["version"] == version, f"version {version}")
+        return self.wait_until(lambda status: status["version"] == version, f"version {version}")
 
     def wait_for_error(self, part: str) -> dict[str, Any]:
         """Block until the replica reports an error that mentions `part`; returns its status."""
-        return self._wait(lambda status: part in (status["error"] or ""), f"an error about {part}")
+        return self.wait_until(lambda status: part in (status["error"] or ""), f"an error about {part}")
 
-    def _wait(self, wanted: Any, what: str) -> dict[str, Any]:
+    def wait_until(self, wanted: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
         assert self._process is not None
         deadline = time.monotonic() + PATIENCE_S
         last = "no answer"
@@ -96,15 +106,3 @@ class Replica:
                 pass
             time.sleep(0.2)
         raise AssertionError(f"no {what}: {last}; see {self.folder}")
-
-
-def greedy(url: str, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
-    """Token ids and logprobs of 24 greedy tokens for each prompt."""
-    answers = []
-    for prompt in prompts:
-        body = {"model": "policy", "prompt": prompt, "max_tokens": 24, "temperature": 0, "logprobs": 1}
-        body |= {"ignore_eos": True, "return_token_ids": True}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120.0).raise_for_status().json()
-        choice = answer["choices"][0]
-        answers.append((choice["token_ids"], choice["logprobs"]["token_logprobs"]))
-    return answers

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from shared.history import RunReader
-from tests.live.replica import SMALL_CACHE, Replica, greedy
-from tests.live.test_replica import PROMPTS, Trainer
+from tests.live.replica import SMALL_CACHE, Replica
+from tests.live.run import Trainer, greedy, update
 from trainer.policies import tiny
 
 pytestmark = pytest.mark.live
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.live
 TWO_WORKERS = f"{SMALL_CACHE} --tensor-parallel-size 2 --distributed-executor-backend mp"
 
 
-def test_two_workers_together_hold_each_version(tmp_path: Path, monkeypatch):
+def test_two_workers_together_hold_each_version(tmp_path: Path):
     """Level "small", whose reader needs whole tensors, of which each worker has a part.
 
     Staging a version hashes what both workers hold in memory: each but the last is proven by its successor.
@@ -22,19 +22,17 @@ def test_two_workers_together_hold_each_version(tmp_path: Path, monkeypatch):
     tiny.build(tmp_path / "base", tie=True, seed=0)
     trainer = Trainer((tmp_path / "bucket").as_uri(), tmp_path / "base", level="small")
     trainer.publish()
-    monkeypatch.setenv("REPLICA_VLLM_ARGS", TWO_WORKERS)
-    replica = Replica(trainer.bucket.url, "live", tmp_path / "replica")
+    environ = {"REPLICA_VLLM_ARGS": TWO_WORKERS}
+    replica = Replica(trainer.bucket.url, "live", tmp_path / "replica", environ=environ)
     replica.start()
     try:
         replica.wait_for(0)
-        before = greedy(replica.url, PROMPTS)
+        before = greedy(replica.url)
         for _ in range(3):
-            trainer.step()
-            trainer.publish()
-            status = replica.wait_for(trainer.publisher.version)
-        assert status["digest"] == RunReader(trainer.bucket, "live").at().digest
+            update(trainer, replica)
+        assert replica.status()["status"]["digest"] == RunReader(trainer.bucket, "live").at().digest
         assert [commit["joined"] for commit in replica.status()["commits"]] == [True, False, False, False]
-        assert greedy(replica.url, PROMPTS) != before, "the syncs changed nothing"
+        assert greedy(replica.url) != before, "the syncs changed nothing"
     finally:
         replica.stop()
         trainer.close()

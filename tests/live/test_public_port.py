@@ -8,17 +8,17 @@ import httpx
 import psutil
 import pytest
 
-from tests.live.conftest import KEY, TOKEN
+from tests.live.asking import HEADERS as RIGHT
+from tests.live.asking import KEY
+from tests.live.conftest import TOKEN
 from tests.live.replica import Replica
 
 pytestmark = pytest.mark.live
 
-RIGHT = {"X-Space-Key": KEY}
 
-
-def sent(guarded: Replica, head: str) -> tuple[int, bytes]:
+def sent(replica: Replica, head: str) -> tuple[int, bytes]:
     """Status and the rest of the answer to a request whose head goes out exactly as it stands here."""
-    with socket.create_connection(("127.0.0.1", guarded.port), timeout=30) as link:
+    with socket.create_connection(("127.0.0.1", replica.port), timeout=30) as link:
         link.sendall(head.replace("\n", "\r\n").encode("latin-1"))
         received = b"".join(iter(lambda: link.recv(1 << 16), b""))
     status = re.match(rb"HTTP/1.1 (\d+)", received)
@@ -58,9 +58,9 @@ DETOURS = [
 
 @pytest.mark.parametrize("target", DETOURS)
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_no_detour_leads_anywhere(guarded, method, target):
+def test_no_detour_leads_anywhere(replica, method, target):
     fields = f"Host: replica\nX-Space-Key: {KEY}\nConnection: close\nContent-Length: 0\n\n"
-    status, received = sent(guarded, f"{method} {target} HTTP/1.1\n{fields}")
+    status, received = sent(replica, f"{method} {target} HTTP/1.1\n{fields}")
     assert status in (400, 404, 405), received[:200]
     assert b"root:" not in received
 
@@ -69,38 +69,38 @@ FORWARDED = "X-Forwarded-Prefix: /pause\nForwarded: for=127.0.0.1\nX-Forwarded-F
 OVERRIDES = "X-HTTP-Method-Override: POST\nX-Original-URL: /pause\nX-Rewrite-URL: /pause\n"
 
 
-def test_headers_lead_nowhere_else(guarded):
+def test_headers_lead_nowhere_else(replica):
     plain = "GET /health HTTP/1.1\nHost: replica\nConnection: close\n"
-    health = sent(guarded, f"{plain}\n")
+    health = sent(replica, f"{plain}\n")
     for more in (OVERRIDES, FORWARDED):
-        status, received = sent(guarded, f"{plain}{more}\n")
+        status, received = sent(replica, f"{plain}{more}\n")
         assert (status, received.split(b"\r\n")[-1]) == (200, health[1].split(b"\r\n")[-1])
     absolute = plain.replace("/health", "http://evil.example/health")
-    assert sent(guarded, f"{absolute}\n")[0] in (200, 404)
-    assert sent(guarded, "CONNECT 127.0.0.1:22 HTTP/1.1\nHost: replica\n\n")[0] in (400, 404, 405)
+    assert sent(replica, f"{absolute}\n")[0] in (200, 404)
+    assert sent(replica, "CONNECT 127.0.0.1:22 HTTP/1.1\nHost: replica\n\n")[0] in (400, 404, 405)
 
 
 @pytest.mark.parametrize("path", ["/", "/v1/realtime", "/health", "/gradio_api/queue/join"])
-def test_no_socket_is_upgraded(guarded, path):
+def test_no_socket_is_upgraded(replica, path):
     upgrade = "Connection: Upgrade\nUpgrade: websocket\nSec-WebSocket-Version: 13\n"
     upgrade += "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\n"
-    status, _ = sent(guarded, f"GET {path} HTTP/1.1\nHost: replica\nX-Space-Key: {KEY}\n{upgrade}\n")
+    status, _ = sent(replica, f"GET {path} HTTP/1.1\nHost: replica\nX-Space-Key: {KEY}\n{upgrade}\n")
     assert status in (400, 403, 404, 405)
 
 
-def test_no_answer_is_meant_for_other_sites(guarded):
+def test_no_answer_is_meant_for_other_sites(replica):
     """Gradio would let any site read and send, with cookies, wherever the host is not this machine."""
     given = {"Host": "me-replica.hf.space", "Origin": "https://evil.example"}
     for path in ("/", "/status", "/theme.css"):
-        answer = httpx.get(f"{guarded.url}{path}", headers=given)
+        answer = httpx.get(f"{replica.url}{path}", headers=given)
         assert not [name for name in answer.headers if name.startswith("access-control")]
     asking = given | {"Access-Control-Request-Method": "POST"}
-    assert httpx.options(f"{guarded.url}/gradio_api/run/predict", headers=asking).status_code == 405
+    assert httpx.options(f"{replica.url}/gradio_api/run/predict", headers=asking).status_code == 405
 
 
-def test_the_owners_events_need_the_key(guarded):
+def test_the_owners_events_need_the_key(replica):
     """Every event of the page, sent as a visitor could: without the key none of them does anything."""
-    page = httpx.get(guarded.url).text
+    page = httpx.get(replica.url).text
     config = json.loads(re.search(r"window\.gradio_config = ({.*?});</script>", page)[1])
     events = [event["id"] for event in config["dependencies"]]
     assert len(events) >= 5
@@ -108,30 +108,30 @@ def test_the_owners_events_need_the_key(guarded):
     for event in events:
         for key in ("", "a-guess-that-is-wrong", None):
             call = {"data": [key, 0], "fn_index": event, "session_hash": "visitor"}
-            answer = httpx.post(f"{guarded.url}/gradio_api/run/predict", json=call, headers=RIGHT)
+            answer = httpx.post(f"{replica.url}/gradio_api/run/predict", json=call, headers=RIGHT)
             refused += "Only the owner may do this" in answer.text
             assert "paused" not in answer.text
             assert "It stays at" not in answer.text
     assert refused == 4 * 3
 
 
-def test_a_visitor_cannot_make_the_server_fetch(guarded):
+def test_a_visitor_cannot_make_the_server_fetch(replica):
     """Gradio fetches the URL of a file that stands in the place of any value."""
     file = {"path": "http://127.0.0.1:1/x", "meta": {"_type": "gradio.FileData"}}
     for call in ({"data": [file, 0], "fn_index": 3}, {"data": ["", [file]], "fn_index": 3}):
-        answer = httpx.post(f"{guarded.url}/gradio_api/run/predict", json=call | {"session_hash": "v"})
+        answer = httpx.post(f"{replica.url}/gradio_api/run/predict", json=call | {"session_hash": "v"})
         assert (answer.status_code, "numbers and words only" in answer.text) == (422, True)
 
 
-def test_no_secret_can_be_seen(guarded, its_vllm):
+def test_no_secret_can_be_seen(replica, its_vllm):
     """Logs, reports, pages, errors, command lines; and vLLM is started without them."""
-    texts = {str(path): path.read_bytes().decode("latin-1") for path in guarded.folder.glob("*.*")}
+    texts = {str(path): path.read_bytes().decode("latin-1") for path in replica.folder.glob("*.*")}
     assert any(name.endswith("vllm.log") for name in texts)
     for path in ("/", "/ready", "/status", "/v1/models", "/dashboard/bucket", "/pause"):
-        texts[path] = httpx.get(f"{guarded.url}{path}").text
+        texts[path] = httpx.get(f"{replica.url}{path}").text
     for given in ({}, {"X-Space-Key": KEY[:-1]}, RIGHT):
-        texts[str(len(texts))] = httpx.post(f"{guarded.url}/v1/completions", json={}, headers=given).text
-    gateway = psutil.Process(guarded.pid)
+        texts[str(len(texts))] = httpx.post(f"{replica.url}/v1/completions", json={}, headers=given).text
+    gateway = psutil.Process(replica.pid)
     for process in (gateway, *gateway.children(recursive=True)):
         texts[f"{process}"] = " ".join(process.cmdline())
     texts["vLLM's variables"] = json.dumps(its_vllm.environ())

@@ -20,11 +20,11 @@ from starlette.routing import Mount
 from inference_space import dashboard
 from inference_space.dashboard.controls import Following
 from shared.buckets import open_bucket
-from tests.live.conftest import KEY
+from tests.live.asking import HEADERS as RIGHT
+from tests.live.asking import KEY
 
 pytestmark = pytest.mark.live
 
-RIGHT = {"X-Space-Key": KEY}
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"]
 ASK = {
     "model": "policy",
@@ -109,10 +109,10 @@ def answers(url: str, paths: set[str]) -> dict[tuple[str, str, bool], int]:
 
 
 @pytest.mark.parametrize("source", ["vllm_paths", "gradio_paths"])
-def test_of_all_routes_only_the_documented_ones_answer(guarded, source, request):
+def test_of_all_routes_only_the_documented_ones_answer(replica, source, request):
     paths = request.getfixturevalue(source)
     assert len(paths) > 50, "the source was found"
-    seen = answers(guarded.url, paths)
+    seen = answers(replica.url, paths)
     undocumented = {asked: status for asked, status in seen.items() if asked[:2] not in DOCUMENTED}
     assert {asked: status for asked, status in undocumented.items() if status not in (404, 405)} == {}
     elsewhere = {path for _, path in DOCUMENTED}
@@ -141,7 +141,7 @@ def test_of_all_routes_only_the_documented_ones_answer(guarded, source, request)
         ("POST", "/gradio_api/run/predict", 422, 422),
     ],
 )
-def test_documented_routes_answer_as_documented(guarded, method, path, without, status):
+def test_documented_routes_answer_as_documented(replica, method, path, without, status):
     body = {"json": ASK} if method == "POST" else {}
-    assert httpx.request(method, f"{guarded.url}{path}", **body).status_code == without
-    assert httpx.request(method, f"{guarded.url}{path}", headers=RIGHT, **body).status_code == status
+    assert httpx.request(method, f"{replica.url}{path}", **body).status_code == without
+    assert httpx.request(method, f"{replica.url}{path}", headers=RIGHT, **body).status_code == status

@@ -1,0 +1,64 @@
+"""A run "live" for tests: a trainer that takes random steps, and questions to its replica."""
+
+from pathlib import Path
+
+import httpx
+import torch
+from transformers import AutoModelForCausalLM
+
+from shared.buckets import open_bucket
+from shared.codec import Level
+from shared.runlog import RunLogWriter
+from tests.live.asking import HEADERS
+from tests.live.replica import PATIENCE_S, Replica
+from trainer.publisher import Publisher
+from trainer.run_writer import RunWriter
+
+PROMPTS = [[1, 5, 9, 100, 200, 33], [7] * 12, [50, 40, 30, 20, 10, 5, 4, 3], [250, 17]]
+
+
+class Trainer:
+    """Takes random steps with a real model and publishes them; what TRL does, without the learning."""
+
+    def __init__(self, url: str, base: Path, level: Level = "fast") -> None:
+        self.bucket = open_bucket(url, create=True)
+        self.log = RunLogWriter(self.bucket, "live")
+        self.writer = RunWriter(self.bucket, "live", model="tiny", assets=base)
+        self.publisher = Publisher(self.writer, self.log, level=level)
+        self.model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        self.syncs = 0
+
+    def publish(self) -> int:
+        """The version that the weights became."""
+        self.syncs += 1
+        self.publisher.publish(self.model.named_parameters(), self.syncs)
+        return self.publisher.flush().version
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.model.parameters():
+            parameter += 2e-3 * torch.randn_like(parameter)
+
+    def close(self) -> None:
+        self.publisher.close()
+        self.log.close()
+
+
+def update(trainer: Trainer, replica: Replica) -> int:
+    """One step of the trainer; returns the version when the replica serves it."""
+    trainer.step()
+    version = trainer.publish()
+    replica.wait_for(version)
+    return version
+
+
+def greedy(url: str) -> list[tuple[list[int], list[float]]]:
+    """Token ids and logprobs of 24 greedy tokens for each of `PROMPTS`."""
+    answers = []
+    for prompt in PROMPTS:
+        body = {"model": "policy", "prompt": prompt, "max_tokens": 24, "temperature": 0, "logprobs": 1}
+        body |= {"ignore_eos": True, "return_token_ids": True}
+        answer = httpx.post(f"{url}/v1/completions", json=body, headers=HEADERS, timeout=PATIENCE_S)
+        choice = answer.raise_for_status().json()["choices"][0]
+        answers.append((choice["token_ids"], choice["logprobs"]["token_logprobs"]))
+    return answers

@@ -1,0 +1,34 @@
+"""What takes a replica's vLLM down: another history under the same name, and a gateway that is killed."""
+
+import psutil
+import pytest
+import torch
+
+from tests.live.conftest import vllm_of
+from trainer.publisher import Publisher
+from trainer.run_writer import RunWriter
+
+pytestmark = pytest.mark.live
+
+
+def test_a_run_that_was_started_over_is_joined_afresh(trainer, replica):
+    """The same run name, but another history: only the anchor leads there."""
+    replica.wait_for(trainer.publisher.version)
+    trainer.bucket.delete([info.key for info in trainer.bucket.list("runs/live/") if "/log/" not in info.key])
+    with torch.no_grad():
+        trainer.model.model.norm.weight.mul_(0.5)
+    restarted = RunWriter(trainer.bucket, "live", model="tiny", assets=trainer.writer.assets)
+    publisher = Publisher(restarted, trainer.log)
+    publisher.publish(trainer.model.named_parameters(), 1)
+    publisher.close()
+    status = replica.wait_for(0)
+    assert status["digest"] == restarted.newest.digest
+
+
+def test_nothing_outlives_a_killed_gateway(replica):
+    """Not even a vLLM that no longer listens to a request to end."""
+    family = psutil.Process(replica.pid).children(recursive=True)
+    vllm_of(replica).suspend()
+    replica.kill()
+    assert len(family) >= 2, "there was a vLLM, and its engine"
+    assert not any(process.is_running() for process in family)
