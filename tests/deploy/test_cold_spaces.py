@@ -131,13 +131,13 @@ def test_the_key_check_opens_no_game(keyed_apps, monkeypatch):
     assert httpx.get(f"{keyed_apps.env}/health", trust_env=False).json()["sessions"] == 0
 
 
-def test_patience_ends(server, monkeypatch):
-    monkeypatch.setattr(cold_spaces, "PATIENCE_S", 0.2)
+def test_patience_ends(server, clock, monkeypatch):
+    monkeypatch.setattr(cold_spaces, "time", clock)
     with (
         server({"/ready": {"state": "starting", "error": "the Hub refused read access"}}) as url,
         pytest.raises(SpacesUnavailableError, match=r"starting \(the Hub refused read access\)"),
     ):
-        ColdSpaces([url], say=lambda line: None).wait(poll_s=0.05)
+        ColdSpaces([url], say=lambda line: None).wait(poll_s=600.0)
 
 
 @pytest.mark.full

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.deploy.conftest import OWNER, READ, World
-from trainer.deploy import health
 
 
 def read_folder(folder: Path) -> dict[str, str]:
@@ -66,10 +65,7 @@ def test_up_ends_with_urls_the_trainer_s_command_and_the_cost(world: World):
         ({"state": "not set up"}, "its page says which variable or secret it lacks"),
     ],
 )
-def test_a_replica_that_reports_a_fault_is_not_waited_for_for_ever(
-    world: World, server, monkeypatch, answer, words
-):
-    monkeypatch.setattr(health, "_TROUBLE_S", 0.1)
+def test_a_replica_that_reports_a_fault_is_not_waited_for_for_ever(world: World, server, answer, words):
     with server({"/ready": answer}) as url:
         world.apps = type(world.apps)(world.apps.env, url)
         out = world.fails("up")

@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -107,24 +106,8 @@ def _start_apps_of_spaces(stage: Stage, hub: HubSim, temporary: Path, stack: Exi
     processes = stack.enter_context(Processes(temporary))
     for module, variables in settings.items():
         processes.start(module, [module], stage.environment | variables)
-    stack.enter_context(_named(hub, {f"{OWNER}/{name}": port for name, port in ports.items()}))
-
-
-@contextmanager
-def _named(hub: HubSim, ports: dict[str, int]) -> Iterator[None]:
-    """Whenever one of these Spaces is made, the Hub names the app's own address for it."""
-    ended = threading.Event()
-
-    def name() -> None:
-        while not ended.wait(0.03):
-            for space, port in ports.items():
-                hub.set_space(space, host=f"http://127.0.0.1:{port}")
-
-    thread = threading.Thread(target=name, daemon=True)
-    thread.start()
-    yield
-    ended.set()
-    thread.join()
+    for name, port in ports.items():  # the Hub names the app's own address once the Space is made
+        hub.set_space(f"{OWNER}/{name}", host=f"http://127.0.0.1:{port}")
 
 
 @contextmanager

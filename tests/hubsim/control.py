@@ -108,6 +108,8 @@ def _space_routes(routes: APIRouter, hub: Hub) -> None:
 def _change(hub: Hub, name: str, wish: SpaceChange) -> None:
     if wish.builds is not None:
         hub.builds[name] = Builds(wish.builds, wish.error)
+    if wish.host is not None:
+        hub.hosts[name] = wish.host
     if (space := hub.spaces.get(name)) is None:
         return
     space.builds = hub.builds.get(name, Builds())

@@ -72,7 +72,13 @@ def url_path(kind: str, name: str) -> str:
 def _new_space(hub: Hub, repo: RepoState, wish: dict[str, Any]) -> SpaceState:
     readme = README.format(repo.id.split("/")[1], wish["sdk"])
     repo.commits[0].files["README.md"] = blob(readme.encode())
-    space = SpaceState(repo, wish["sdk"], hub.new_door(), builds=hub.builds.get(repo.id, Builds()))
+    space = SpaceState(
+        repo,
+        wish["sdk"],
+        hub.new_door(),
+        builds=hub.builds.get(repo.id, Builds()),
+        host=hub.hosts.get(repo.id, ""),
+    )
     configure(space, wish)
     return space
 

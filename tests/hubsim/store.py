@@ -27,6 +27,7 @@ class Hub:
         self.spaces: dict[str, SpaceState] = {}
         self.doors = doors
         self.builds: dict[str, Builds] = {}  # how the builds of Spaces will go, where a test said so
+        self.hosts: dict[str, str] = {}  # what the Hub names as the addresses of apps, where a test said so
 
     def bucket(self, name: str, who: Who, *, write: bool = False) -> BucketState:
         """Look up a bucket on behalf of a caller; to a stranger a private one looks missing."""
