@@ -11,9 +11,7 @@ from pathlib import Path
 from shared.bucket import Bucket
 from shared.checkpoint import Bits
 from shared.history import RunReader
-from shared.protocol import AnchorRef, DeltaRef, FileRef, Head, Manifest, RunInfo
-
-MAX_CHAIN = 128  # deltas after an anchor; bounds what a manifest lists and a joining replica fetches
+from shared.protocol import MAX_CHAIN, AnchorRef, DeltaRef, FileRef, Head, Manifest, RunInfo
 
 
 class FencedError(RuntimeError):

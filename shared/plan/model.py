@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from shared import parallel
 from shared.plan import coding, rates
 from shared.plan.rates import Level, Space, Trainer
+from shared.protocol import MAX_CHAIN
 
 HOUR, MONTH_DAYS = 3600.0, 30.0
 
@@ -136,7 +137,7 @@ def predict(question: Question) -> Plan:
     changes = question.params * question.share
     full = 2.0 * question.params
     delta = min(coding.delta_bytes(question.params, question.share, question.level, question.trainer), full)
-    every = question.anchor_every or min(rates.MAX_CHAIN, math.ceil(full / delta))
+    every = question.anchor_every or min(MAX_CHAIN, math.ceil(full / delta))
     ranks = math.ceil(rates.TRAINER_BYTES * question.params / rates.GPU_BYTES)
     workers = math.ceil(rates.REPLICA_BYTES * question.params / rates.GPU_BYTES)
     parts = _parts(question, changes, delta, ranks, workers)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from shared.prices import HARDWARE
+
 Level = Literal["fast", "small"]
 Trainer = Literal["fp32", "fp32-start", "bf16"]
 
@@ -80,8 +82,7 @@ SAVE: Final = Cost(5.7)  # a checkpoint onto a disk ("publish whole")
 LOAD: Final = Cost(0.167)  # a checkpoint out of the disk's cache ("receive whole")
 APPLY: Final = Cost(0.0, 9.0)  # add a decoded delta to weights on the host
 
-# Rules of the program; tests compare them with where they are in force.
-MAX_CHAIN: Final = 128  # an anchor at least every so many versions (trainer/run_writer.py)
+# A rule of the program; a test compares it with where it is in force.
 POLL_S: Final = 1.0  # how often a replica looks at HEAD (inference_space/settings.py)
 TWO_THREADS: Final = (1.34, 1.68)  # times as fast as one, at least and at most; `make bench`, section threads
 
@@ -119,14 +120,11 @@ PRICES_READ: Final = "2026-11-21, from copies of huggingface.co/pricing, /storag
 PRIVATE_USD_TB_MONTH: Final = 18.0  # beyond what the plan includes; less from 50 TB on
 INCLUDED_TB: Final = 1.0  # with PRO, or per seat of an organization
 EGRESS_RATIO: Final = 8.0  # egress and CDN are included up to this multiple of what is stored
-SPACES: Final = (
-    Space("l4x1", 24e9, 0.80),
-    Space("l40sx1", 48e9, 1.80),
-    Space("a100-large", 80e9, 2.50),
-    Space("rtx-pro-6000", 96e9, 2.75),
-    Space("rtx-pro-6000x2", 192e9, 5.50),
-    Space("a100x4", 320e9, 10.00),
-    Space("rtx-pro-6000x4", 384e9, 11.00),
-    Space("a100x8", 640e9, 20.00),
-    Space("rtx-pro-6000x8", 768e9, 22.00),
+_CHEAPEST: Final = (  # for their memory, smallest first
+    *("l4x1", "l40sx1", "a100-large", "rtx-pro-6000", "rtx-pro-6000x2", "a100x4"),
+    *("rtx-pro-6000x4", "a100x8", "rtx-pro-6000x8"),
+)
+SPACES: Final = tuple(
+    Space(name, 1e9 * HARDWARE[name].gpus * HARDWARE[name].gpu_gb, HARDWARE[name].usd_per_hour)
+    for name in _CHEAPEST
 )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from shared.plan import coding, rates
 from shared.plan.model import Plan
 from shared.plan.units import count_text, size_text, time_text
+from shared.protocol import MAX_CHAIN
 
 _WIDTH = 34
 
@@ -158,7 +159,5 @@ def assumptions(plan: Plan) -> list[str]:
     if not coding.is_calibrated(asked.share, asked.trainer):
         lines.append(f"{100 * asked.share:.3g} % is outside of what was measured for trainer {asked.trainer}")
     if asked.anchor_every:
-        lines.append(
-            f"--anchor-every is a what-if: the publisher itself puts one at most {rates.MAX_CHAIN} apart"
-        )
+        lines.append(f"--anchor-every is a what-if: the publisher itself puts one at most {MAX_CHAIN} apart")
     return lines

@@ -16,11 +16,11 @@ from shared.buckets import open_bucket
 from shared.history import RunReader
 from shared.plan import Question, coding, model, predict, rates, text, units
 from shared.plan.__main__ import main
+from shared.protocol import MAX_CHAIN
 from shared.runlog import RunLogWriter
 from tests.hubsim import HubSim
-from trainer.deploy.prices import HARDWARE
 from trainer.publisher import Publisher
-from trainer.run_writer import MAX_CHAIN, RunWriter
+from trainer.run_writer import RunWriter
 
 MEASURED = results.read()
 TRAINERS = {"fp32 master, late": "fp32", "fp32 master, from bf16": "fp32-start", "bf16 weights": "bf16"}
@@ -92,8 +92,7 @@ def test_the_table_of_sizes_is_what_bench_measured():
         assert (size.share, size.fast, size.small) == pytest.approx(expected, rel=TABLE_TOLERANCE)
 
 
-def test_rules_of_the_program():
-    assert rates.MAX_CHAIN == MAX_CHAIN
+def test_the_rule_of_the_program():
     assert Settings.model_fields["poll_s"].default == rates.POLL_S
 
 
@@ -183,13 +182,6 @@ def test_anchors_come_when_deltas_cost_as_much_or_after_so_many_versions():
     assert (dense.anchor_every - 1) * dense.delta < dense.full <= dense.anchor_every * dense.delta
     forced = predict(Question(params=10**9, share=0.001, replicas=1, link=1e8, anchor_every=1000))
     assert forced.stored_hour / forced.published_hour < sparse.stored_hour / sparse.published_hour
-
-
-def test_prices_are_those_of_the_deployment():
-    for space in rates.SPACES:
-        known = HARDWARE[space.name]
-        assert space.usd_per_hour == known.usd_per_hour
-        assert space.memory == 1e9 * known.gpus * known.gpu_gb
 
 
 def test_spaces_have_room_for_the_model_or_there_are_none():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
 
+from shared.prices import GPUS, READ_ON, SOURCE
 from trainer.deploy import account, keys
 from trainer.deploy.apply import apply, refuse_strangers
 from trainer.deploy.checks_scene import Scene
@@ -18,7 +19,6 @@ from trainer.deploy.health import Home, Waiting
 from trainer.deploy.hub import Found, connect, log_lines, spaces_of
 from trainer.deploy.keys import Secrets
 from trainer.deploy.plan import SLEEP_S, Deployment, make_plan, write_plan
-from trainer.deploy.prices import GPUS, READ_ON, SOURCE
 from trainer.deploy.status import table
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from huggingface_hub.constants import HF_HOME
 from packaging.requirements import Requirement
 
+from shared.prices import HARDWARE
 from trainer.deploy.checks_scene import Problem, Scene
-from trainer.deploy.prices import HARDWARE
 from trainer.deploy.stage import CHECKOUT
 
 _GB = 10**9

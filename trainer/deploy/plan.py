@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from shared.prices import GPUS, HARDWARE
 from shared.protocol import Keys, ProtocolError
 from trainer.deploy.errors import DeployError
-from trainer.deploy.prices import GPUS, HARDWARE
 from trainer.deploy.stage import APPS, App, stage
 
 MARK = {"DEPLOYED_BY": "delta-weight-sync"}  # a variable: what does not carry it is never changed or deleted

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import httpx
 
+from shared.prices import READ_ON, price
 from trainer import cold_spaces
 from trainer.deploy.hub import Found
-from trainer.deploy.prices import READ_ON, price
 
 _HEAD = ("Space", "stage", "hardware", "version", "digest", "$/h")
 
