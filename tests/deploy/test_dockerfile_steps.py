@@ -15,23 +15,30 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 import psutil
 import pytest
 import yaml
 
+from env_space.rules import rules_from
+from env_space.settings import Settings
 from shared.buckets import open_bucket
 from shared.history import RunReader
-from shared.runlog import RunLogReader, StepEvent
+from shared.protocol import Manifest
+from shared.runlog import DoneEvent, RunLogReader, StepEvent
+from tests.deploy.conftest import POLICY
 from tests.deploy.dockerfile import CHECKOUT, Job, parse
-from tests.live.replica import SMALL_CACHE
+from tests.live.replica import SMALL_CACHE, Replica
 from trainer.deploy.stage import App, stage
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 PORT = 7860
 KEY, TOKEN, WRITING = "planted-key-of-both-spaces", "hf_plantedReadingToken", "hf_plantedWritingToken"
@@ -101,17 +108,22 @@ class Space:
         return [process, *process.children(recursive=True)]
 
 
-def start_trainer(folder: Path, env: Space, replica: Space) -> subprocess.Popen[bytes]:
-    here = CHECKOUT / "trainer"
-    command = [sys.executable, "-m", "trainer.train", "--config", str(here / "configs/wordle_tiny.yaml")]
-    command += ["--model", str(here / "policies/wordle-tiny"), "--run", "loop", "--use_cpu", "true"]
-    command += ["--bucket", (folder / "bucket").as_uri(), "--replicas", replica.url, "--env_url", env.url]
-    command += ["--max_steps", str(STEPS), "--per_device_train_batch_size", "16"]
-    command += ["--max_inflight_tasks", "16", "--output_dir", str(folder / "trainer")]
+# What the tiny policy needs instead of what the run file says: its own prompt, three tokens a guess, a CPU.
+TINY = ["--model", str(POLICY), "--prompt", "Play Wordle.", "--max_completion_length", "3"]
+TINY += ["--use_cpu", "true"]
+SHORT = ["--max_steps", str(STEPS), "--per_device_train_batch_size", "16", "--num_generations", "8"]
+
+
+def start_trainer(folder: Path, env: Space, replicas: list[str]) -> subprocess.Popen[bytes]:
+    """The command that `up` prints, with the run file of Qwen3-0.6B."""
+    command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--cpu", "--num_processes", "1"]
+    command += ["-m", "trainer.train", "--config", str(CHECKOUT / "trainer/configs/qwen3_0_6b.yaml")]
+    command += ["--bucket", (folder / "bucket").as_uri(), "--run", "loop", "--replicas", *replicas]
+    command += ["--env_url", env.url, "--output_dir", str(folder / "trainer"), *TINY, *SHORT]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environ |= {"SPACE_KEY": KEY, "HF_TOKEN": WRITING}
     with (folder / "trainer.log").open("wb") as log:
-        return subprocess.Popen(command, env=environ, cwd=folder, stdout=log, stderr=log)
+        return subprocess.Popen(command, env=environ, cwd=CHECKOUT, stdout=log, stderr=log)
 
 
 def ended(trainer: subprocess.Popen[bytes], *spaces: Space) -> int | None:
@@ -131,42 +143,97 @@ def serves(version: int) -> Callable[[httpx.Response], bool]:
 NEEDS = "an image of its own takes root and the right to mount: run this test as root"
 
 
-@pytest.mark.live
-@pytest.mark.skipif(not may_mount(), reason=NEEDS)
-def test_both_spaces_run_the_loop_and_wake_from_sleep(tmp_path: Path) -> None:
-    (tmp_path / "bucket").mkdir()
+@dataclass(frozen=True)
+class Deployment:
+    """Both Spaces after a whole run, and a second replica that is no Space."""
+
+    folder: Path
+    env: Space
+    replica: Space
+    second: Replica
+    trainer: subprocess.Popen[bytes]
+    head: Manifest
+
+
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """The trainer starts first, and waits for the cold replicas; then it trains and ends."""
+    folder = tmp_path_factory.mktemp("deployed")
+    (folder / "bucket").mkdir()
+    url = (folder / "bucket").as_uri()
     env_host, replica_host = "127.0.0.2", "127.0.0.3"
     watching = {"WORDLE_REPLICA_URL": f"http://{replica_host}:{PORT}", "WORDLE_REPLICA_KEY": KEY}
     rules = {"WORDLE_HOST": env_host, "WORDLE_ANSWERS": "128", "WORDLE_KEY": KEY}
     following = {"REPLICA_BUCKET": "file:///bucket", "REPLICA_RUN": "loop", "REPLICA_KEY": KEY}
     sizes = {"REPLICA_HOST": replica_host, "REPLICA_MAX_MODEL_LEN": "256", "OMP_NUM_THREADS": "1"}
     sizes |= {"REPLICA_VLLM_ARGS": SMALL_CACHE}
+    alike = {"REPLICA_KEY": KEY}
+    second = Replica(url, "loop", folder / "second", name="second", max_model_len=256, environ=alike)
     with ExitStack() as stack:
-        env = stack.enter_context(Space("env", tmp_path, env_host, rules | watching))
-        replica = stack.enter_context(Space("replica", tmp_path, replica_host, following | sizes))
-        trainer = start_trainer(tmp_path, env, replica)
+        env = stack.enter_context(Space("env", folder, env_host, rules | watching))
+        replica = stack.enter_context(Space("replica", folder, replica_host, following | sizes))
+        trainer = start_trainer(folder, env, [replica.url, second.url])
         stack.callback(trainer.wait)
         stack.callback(trainer.kill)
-        assert ended(trainer, env, replica) == 0, (tmp_path / "trainer.log").read_text()[-3000:]
-        bucket = open_bucket((tmp_path / "bucket").as_uri())
-        head = RunReader(bucket, "loop").at()
-        served = replica.wait("/status", serves(head.version)).json()
-        assert served["status"]["digest"] == head.digest
-        steps = [event for event in RunLogReader(bucket, "loop").poll() if isinstance(event, StepEvent)]
-        assert (len(steps), head.version) == (STEPS, STEPS)
-        assert played(env) >= STEPS * 16
+        stack.callback(second.stop)
+        second.start()
+        assert ended(trainer, env, replica) == 0, (folder / "trainer.log").read_text()[-3000:]
+        head = RunReader(open_bucket(url), "loop").at()
+        replica.wait("/status", serves(head.version))
+        yield Deployment(folder, env, replica, second, trainer, head)
 
-        for space in (env, replica):
-            assert {process.uids().real for process in space.family()} == {1000}
-            assert httpx.get(f"{space.url}/").status_code == 200
-        assert httpx.post(f"{env.url}/sessions", json={"seed": 1}).status_code == 401
-        assert httpx.post(f"{replica.url}/v1/completions", json={}).status_code == 401
-        assert "event: ended" in httpx.get(f"{env.url}/watch", timeout=60).text
-        assert leaks(tmp_path, env, replica) == []
 
-        replica.wake()
-        joined = f"starting vLLM with version {head.version}"  # fetched, rebuilt, its digest checked
-        replica.wait("/ready", lambda answer: answer.json()["state"] == joined)
+@pytest.mark.live
+@pytest.mark.skipif(not may_mount(), reason=NEEDS)
+def test_all_replicas_serve_what_the_trainer_ended_with(deployed: Deployment) -> None:
+    bucket, head = open_bucket((deployed.folder / "bucket").as_uri()), deployed.head
+    events = RunLogReader(bucket, "loop").poll()
+    done = next(event for event in events if isinstance(event, DoneEvent))
+    steps = [event for event in events if isinstance(event, StepEvent)]
+    assert (len(steps), head.version) == (STEPS, STEPS)
+    served = deployed.replica.wait("/status", serves(head.version)).json()["status"]
+    assert served["digest"] == head.digest == done.digest
+    assert deployed.second.wait_for(head.version)["digest"] == head.digest
+    assert played(deployed.env) >= STEPS * 16
+    assert "waiting for the Spaces" in (deployed.folder / "trainer.log").read_text()
+
+
+@pytest.mark.live
+@pytest.mark.skipif(not may_mount(), reason=NEEDS)
+def test_the_spaces_run_as_nobody_and_tell_no_secret(deployed: Deployment) -> None:
+    env, replica = deployed.env, deployed.replica
+    for space in (env, replica):
+        assert {process.uids().real for process in space.family()} == {1000}
+        assert httpx.get(f"{space.url}/").status_code == 200
+    assert httpx.post(f"{env.url}/sessions", json={"seed": 1}).status_code == 401
+    assert httpx.post(f"{replica.url}/v1/completions", json={}).status_code == 401
+    assert leaks(deployed.folder, env, replica) == []
+
+
+@pytest.mark.live
+@pytest.mark.skipif(not may_mount(), reason=NEEDS)
+def test_the_policy_plays_on_the_page(deployed: Deployment, page: Page) -> None:
+    from playwright.sync_api import expect
+
+    page.goto(deployed.env.url)
+    page.get_by_role("tab", name="Watch the policy").click()
+    expect(page.get_by_role("button", name="Watch another")).to_be_enabled()
+    said = page.locator("#watch .says").inner_text()
+    turns = page.locator("#watch .board li[data-feedback]").count()
+    wrote = page.locator("#watch .log code").all_inner_texts()
+    assert said.rstrip(".").split()[-1].lower() in rules_from(Settings(answers=128)).train
+    assert len(wrote) == turns > 0
+    assert all(text.startswith('<tool_call> {"name": "guess"') for text in wrote)
+    health = httpx.get(f"{deployed.env.url}/health").json()
+    assert health["sessions"] == 0, "neither the page's game nor the policy's takes a place of the API"
+
+
+@pytest.mark.live
+@pytest.mark.skipif(not may_mount(), reason=NEEDS)
+def test_a_space_wakes_with_the_newest_version(deployed: Deployment) -> None:
+    deployed.replica.wake()
+    joined = f"starting vLLM with version {deployed.head.version}"  # fetched, rebuilt, its digest checked
+    deployed.replica.wait("/ready", lambda answer: answer.json()["state"] == joined)
 
 
 def played(env: Space) -> int:
