@@ -26,7 +26,7 @@ import httpx
 from tests.docs.blocks import Block, blocks
 from tests.docs.stage import ROOT, Stage, staged
 
-_QUICK_S, _SLOW_S, _READY_S = 120.0, 3600.0, 600.0
+_QUICK_S, _SLOW_S, _READY_S = 600.0, 3600.0, 600.0
 _LINES = 30  # of a failed command's output
 _PATIENCE_S = 30.0
 

@@ -1,19 +1,14 @@
 """The shipped Wordle policy, and the recipe that makes it."""
 
-import socket
-import threading
-import time
-from contextlib import contextmanager
-
 import pytest
 import torch
-import uvicorn
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from env_space import wordle as env
 from env_space.app import create_app
 from env_space.settings import Settings
+from tests.policies.serving import serving
 from tests.policies.test_wordle_tokens import SHIPPED
 from trainer.policies import wordle
 from trainer.policies.player import play
@@ -75,16 +70,3 @@ def test_words_come_from_a_file_in_any_order(tmp_path):
 def test_words_come_from_a_running_environment():
     with serving(create_app(Settings(answers=200))) as url:
         assert tuple(wordle.read_words(url)) == ANSWERS
-
-
-@contextmanager
-def serving(app):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server.should_exit = True
-        thread.join()

@@ -12,6 +12,9 @@ from functools import partial
 import httpx
 import pytest
 
+from env_space.app import create_app
+from env_space.settings import Settings
+from tests.policies.serving import serving
 from trainer.processes import free_port
 from trainer.wordle import WordleEnv, make_dataset
 
@@ -28,7 +31,7 @@ class EnvSpace:
         settings = {"WORDLE_HOST": "127.0.0.1", "WORDLE_PORT": str(self.port), "WORDLE_ANSWERS": "128"}
         command = [sys.executable, "-m", "env_space.app"]
         self._process = subprocess.Popen(command, env={**os.environ, **settings}, stderr=subprocess.DEVNULL)
-        for _ in range(200):
+        for _ in range(3000):
             try:
                 httpx.get(f"{self.url}/health", timeout=1.0).raise_for_status()
                 return
@@ -43,16 +46,14 @@ class EnvSpace:
 
 
 @pytest.fixture(scope="module")
-def space():
-    space = EnvSpace()
-    space.start()
-    yield space
-    space.stop()
+def url():
+    with serving(create_app(Settings(answers=128))) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
-def words(space):
-    return httpx.get(f"{space.url}/words").json()["answers"]
+def words(url):
+    return httpx.get(f"{url}/words").json()["answers"]
 
 
 def guess(env: WordleEnv, word: str) -> str:
@@ -77,10 +78,10 @@ def solve(env: WordleEnv, words: list[str]) -> str:
         left = [w for w in left[1:] if all((w[i] == word[i]) == (m == "+") for i, m in enumerate(marks))]
 
 
-def test_members_of_a_group_play_the_same_secret(space, words):
+def test_members_of_a_group_play_the_same_secret(url, words):
     rows = make_dataset("Play Wordle.", 30, seed=7)
     assert len(set(rows["seed"])) == 30
-    factory = pickle.loads(pickle.dumps(partial(WordleEnv, space.url)))  # TRL spawns its worker
+    factory = pickle.loads(pickle.dumps(partial(WordleEnv, url)))  # TRL spawns its worker
     games = []
     for row in rows.select(range(12)):
         first, second = factory(), factory()
@@ -91,8 +92,8 @@ def test_members_of_a_group_play_the_same_secret(space, words):
     assert len({secret for secret, *_ in games}) > 4
 
 
-def test_a_solved_game_pays_and_is_over(space, words):
-    env = WordleEnv(space.url)
+def test_a_solved_game_pays_and_is_over(url, words):
+    env = WordleEnv(url)
     env.reset(seed=3)
     assert solve(env, words)
     assert reward(env) > 1.0
@@ -100,8 +101,8 @@ def test_a_solved_game_pays_and_is_over(space, words):
         guess(env, words[0])
 
 
-def test_giving_up_costs(space):
-    env = WordleEnv(space.url)
+def test_giving_up_costs(url):
+    env = WordleEnv(url)
     env.reset(seed=3)
     assert reward(env) < 0
     env.reset(seed=3)
@@ -109,14 +110,15 @@ def test_giving_up_costs(space):
     assert reward(env) < 0
 
 
-def test_an_instance_is_reused_for_the_next_game(space, words):
-    env = WordleEnv(space.url)
+def test_an_instance_is_reused_for_the_next_game(url, words):
+    env = WordleEnv(url)
     for seed in (1, 2):
         env.reset(seed=seed)
         solve(env, words)
         assert reward(env) is not None
 
 
+@pytest.mark.full
 def test_a_restarted_environment_fails_its_games_but_not_the_run(words):
     space = EnvSpace()
     space.start()
@@ -129,7 +131,7 @@ def test_a_restarted_environment_fails_its_games_but_not_the_run(words):
             lost = pool.submit(guess, env, words[0])  # waits for the server to come back
             space.start()
             with pytest.raises(ValueError, match="session"):
-                lost.result(timeout=60)
+                lost.result(timeout=300)
         assert reward(env) is None, "not scored, rather than scored wrongly"
         env.reset(seed=2)
         assert guess(env, words[0])
