@@ -1,5 +1,5 @@
-"""The browser under its former name, for tests/live."""
+"""The browser under its former name, for bench/dashboard.py."""
 
-from tests.browser import chromium, watched_page
+from tests.browser import chromium, installed
 
-__all__ = ["chromium", "watched_page"]
+__all__ = ["chromium", "installed"]
