@@ -19,9 +19,11 @@ def test_missing_keys_are_asked_for(s3_env: None, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_store_that_is_gone_is_named(s3_env: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")  # five by default, ten seconds
-    with pytest.raises(BucketUnreachable, match=r"s3://weights/HEAD cannot be reached .* AWS_ENDPOINT_URL"):
-        open_bucket("s3://weights").stat("HEAD")
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # nobody listens at the address, and nobody else gets it meanwhile
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:{1}".format(*held.getsockname()))
+        with pytest.raises(
+            BucketUnreachable, match=r"s3://weights/HEAD cannot be reached .* AWS_ENDPOINT_URL"
+        ):
+            open_bucket("s3://weights").stat("HEAD")

@@ -147,7 +147,7 @@ def _start(block: Block, stage: Stage, output: int) -> subprocess.Popen[bytes]:
 
 def _stop(shell: subprocess.Popen[bytes]) -> None:
     """End the block's whole process group; nothing that a page started stays."""
-    for sign in (signal.SIGINT, signal.SIGKILL):
+    for sign in (signal.SIGTERM, signal.SIGKILL):  # an interrupt may be ignored, as for jobs of a shell
         try:
             os.killpg(shell.pid, sign)
         except ProcessLookupError:
