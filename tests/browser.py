@@ -77,3 +77,10 @@ def browser(_chromium: tuple[Browser, asyncio.AbstractEventLoop]) -> Iterator[Br
     for context in browser.contexts:
         context.close()
     asyncio._set_running_loop(None)
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A desktop page; a script error or a browser dialog on it fails the test."""
+    with watched_page(browser) as page:
+        yield page

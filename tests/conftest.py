@@ -1,4 +1,4 @@
-"""Settings of the whole suite."""
+"""Settings of the whole suite, and how it is shared by several processes."""
 
 import os
 
@@ -11,8 +11,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for children, too: several thre
 settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")
 
+# They share the replica of tests/live/conftest.py, in this order: the last of them end its vLLM.
+ONE_REPLICA = ["public_port", "route_audit", "commit", "replica", "owner", "restarts"]
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start servers come first: neither of two processes is left alone with them at the end."""
-    slow = {item.path for item in items if item.get_closest_marker("live")}
-    items.sort(key=lambda item: item.path not in slow)
+    """A file stays in one process, and so do those that share a replica; what starts vLLM comes first."""
+    for item in items:
+        shared = item.path.parent.name == "live" and _subject(item) in ONE_REPLICA
+        item.add_marker(pytest.mark.xdist_group("one replica" if shared else str(item.path)))
+    live = {item.path for item in items if item.get_closest_marker("live")}
+    items.sort(key=lambda item: (item.path not in live, _turn(item)))
+
+
+def _subject(item: pytest.Item) -> str:
+    return item.path.stem.removeprefix("test_")
+
+
+def _turn(item: pytest.Item) -> int:
+    return ONE_REPLICA.index(_subject(item)) if _subject(item) in ONE_REPLICA else -1

@@ -17,13 +17,13 @@ import pytest
 
 from shared.bucket import Bucket
 from shared.buckets import open_bucket
-from tests.browser import PATIENCE_S, watched_page
+from tests.browser import PATIENCE_S
 from tests.dashboard.real_run import RealRun, Shown
 from tests.dashboard.told import dashboard
 from tests.dashboard.written_run import WrittenRun
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    pass
 
 
 @pytest.fixture(scope="package")
@@ -45,13 +45,6 @@ def url(folder: Path) -> Iterator[str]:
 def bucket(folder: Path) -> Bucket:
     shutil.rmtree(folder, ignore_errors=True)
     return open_bucket(f"file://{folder}", create=True)
-
-
-@pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    """A desktop page; a script error or a browser dialog on it fails the test."""
-    with watched_page(browser) as page:
-        yield page
 
 
 @pytest.fixture

@@ -212,7 +212,7 @@ def test_the_spaces_run_as_nobody_and_tell_no_secret(deployed: Deployment) -> No
 
 @pytest.mark.live
 @pytest.mark.skipif(not may_mount(), reason=NEEDS)
-def test_the_policy_plays_on_the_page(deployed: Deployment, page: Page) -> None:
+def test_the_policy_plays_on_the_page(deployed: Deployment, page: "Page") -> None:
     from playwright.sync_api import expect
 
     page.goto(deployed.env.url)
