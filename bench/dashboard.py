@@ -22,7 +22,7 @@ from inference_space.dashboard.page import body
 from shared.bucket import Bucket
 from shared.buckets import open_bucket
 from shared.runlog import RunLogReader, RunLogWriter, StepEvent
-from tests.dashboard.chromium import chromium, installed
+from tests.browser import chromium, installed
 from tests.dashboard.written_run import WrittenRun, long
 
 _VERSIONS, _REPLICAS = 10_000, ("replica-0", "replica-1", "replica-2")

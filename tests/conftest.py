@@ -7,8 +7,9 @@ from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for children, too: several threads would spin for a core
 
-# The first call of a compiled kernel takes a second, later ones microseconds: deadlines would only be noise.
-settings.register_profile("suite", deadline=None)
+# The same cases each time, for a test that passes has to pass again; tests.fuzz looks for new ones. The first
+# call of a compiled kernel takes a second, later ones microseconds: deadlines would only be noise.
+settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
 
 # They share the replica of tests/live/conftest.py, in this order: the last of them end its vLLM.

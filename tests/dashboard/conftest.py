@@ -9,7 +9,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import httpx
@@ -21,9 +20,6 @@ from tests.browser import PATIENCE_S
 from tests.dashboard.real_run import RealRun, Shown
 from tests.dashboard.told import dashboard
 from tests.dashboard.written_run import WrittenRun
-
-if TYPE_CHECKING:
-    pass
 
 
 @pytest.fixture(scope="package")

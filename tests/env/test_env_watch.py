@@ -1,24 +1,16 @@
-"""Watching the policy of a replica: a real one behind real vLLM, and what is said where there is none."""
+"""Watching the policy of a replica, and what is said where there is none.
+
+That of a real replica plays in tests/deploy/test_dockerfile_steps.py.
+"""
 
 import json
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
-import httpx
 import pytest
 
-import trainer
-from env_space.rules import rules_from
-from env_space.settings import Settings as SpaceSettings
-from inference_space.settings import Settings
-from inference_space.vllm_server import VllmServer
-from tests.browser import watched_page
-from tests.env.service import PATIENCE_S, sentence, serve, space
-from tests.live.replica import SMALL_CACHE
-
-POLICY = Path(trainer.__file__).parent / "policies" / "wordle-tiny"
+from tests.env.service import sentence, serve
 
 
 def watch(**settings):
@@ -114,30 +106,3 @@ def test_the_policy_is_asked_with_the_prompt_of_the_setting_and_reads_what_came_
         events, _ = watch(replica_url=url, replica_prompt="Find the word.")
     assert events[1][1]["move"]["message"] == "'zzzzz' is not in the word list."
     assert [message["content"] for message in asked[2]["messages"]] == ["Find the word.", call, "not a word"]
-
-
-@pytest.mark.live
-def test_the_policy_of_a_real_replica_plays_on_the_page(browser, tmp_path):
-    small = {"max_model_len": 512, "vllm_args": SMALL_CACHE}
-    vllm = VllmServer(Settings(bucket=tmp_path.as_uri(), run="none", folder=str(tmp_path), **small))
-    vllm.start(POLICY)
-    settings = {"WORDLE_REPLICA_URL": vllm.url, "WORDLE_ANSWERS": "128"}
-    try:
-        with (
-            space(tmp_path, **settings) as running,
-            watched_page(browser, reduced_motion="reduce") as page,
-        ):
-            page.goto(running.url)
-            page.get_by_role("tab", name="Watch the policy").click()
-            page.locator("button:enabled", has_text="Watch another").wait_for()
-            said = page.locator("#watch .says").inner_text()
-            turns = page.locator("#watch .board li[data-feedback]").count()
-            wrote = page.locator("#watch .log code").all_inner_texts()
-            health = httpx.get(f"{running.url}/health", timeout=PATIENCE_S).json()
-    finally:
-        vllm.stop()
-    words = rules_from(SpaceSettings(answers=128)).train
-    assert said.rstrip(".").split()[-1].lower() in words
-    assert len(wrote) == turns > 0
-    assert all(text.startswith('<tool_call> {"name": "guess"') for text in wrote)
-    assert health["sessions"] == 0, "neither the page's game nor the policy's takes a place of the API"
