@@ -9,7 +9,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 # Twice quiet: pip warns of each folder of a package index that has nothing to offer, hundreds of times.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 GPU    := $(shell nvidia-smi --list-gpus 2>/dev/null | head -1)
 TORCH  := torch==2.13.0
 VLLM   := vllm==0.32.0

@@ -7,12 +7,15 @@
    chosen experts one after the other from that memory: exact and plain, slower than vLLM's packed kernel.
 3. A seeded request whose prefill was split rewinds its random generator by an offset that CPU generators do
    not have, which kills the engine. TRL seeds every request. `install` hides those generators for that step.
+4. A model's class is looked at in a process of its own, lest CUDA be initialized in this one: ten seconds of
+   importing vLLM again, at each start of a machine whose cache is empty. `install` looks at it here.
 
 `self_test` fails loudly where the first two no longer hold.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -25,6 +28,7 @@ def install() -> None:
     """Patch vLLM in this process, before it loads a model. Idempotent."""
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.model_executor.models import registry
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     if utils.dispatch_cpu_unquantized_gemm is _keep_weight_live:
@@ -35,6 +39,7 @@ def install() -> None:
     CPUUnquantizedExperts.process_weights_after_loading = _keep_experts_live
     CPUUnquantizedExperts.apply = apply_live_experts
     GPUModelRunner._bookkeeping_sync = _without_rewinds(GPUModelRunner._bookkeeping_sync)
+    registry._run_in_subprocess = operator.call
 
 
 def self_test(model: torch.nn.Module) -> None:

@@ -7,11 +7,14 @@ an engine which ended before it will never give.
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent() -> None:
-    """Linux: let the kernel kill this process when the thread that started it ends."""
+def end_with_parent(parent: int) -> None:
+    """Linux: let the kernel kill this process when the thread of process `parent` that started it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -21,8 +21,9 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, "inference_space.engine", "DeltaEngine")
     from inference_space import lifeline, step_commit
 
-    if multiprocessing.parent_process():  # vLLM's engine and workers; who starts vLLM decides for the server
-        lifeline.end_with_parent()
+    parent = multiprocessing.parent_process()
+    if parent and parent.pid:  # of vLLM's engine and workers; who starts vLLM decides for the server
+        lifeline.end_with_parent(parent.pid)
     step_commit.install()
     if current_platform.is_cpu():
         from inference_space import cpu_backend

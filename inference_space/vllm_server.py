@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ class VllmServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=end_with_parent,
+                preexec_fn=partial(end_with_parent, os.getpid()),
             )
         deadline = time.monotonic() + timeout_s
         while not self._answers():

@@ -1,9 +1,11 @@
 """Settings of the whole suite, and how it is shared by several processes."""
 
 import os
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for children, too: several threads would spin for a core
 
@@ -13,21 +15,28 @@ settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
 
 # They share the replica of tests/live/conftest.py, in this order: the last of them end its vLLM.
-ONE_REPLICA = ["public_port", "route_audit", "commit", "replica", "owner", "restarts"]
+ONE_REPLICA = [
+    f"tests/live/test_{name}.py"
+    for name in ("public_port", "route_audit", "commit", "replica", "owner", "restarts")
+]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file stays in one process, and so do those that share a replica; what starts vLLM comes first."""
-    for item in items:
-        shared = item.path.parent.name == "live" and _subject(item) in ONE_REPLICA
-        item.add_marker(pytest.mark.xdist_group("one replica" if shared else str(item.path)))
+    """What starts vLLM comes first, so that no process is left alone with it at the end."""
     live = {item.path for item in items if item.get_closest_marker("live")}
-    items.sort(key=lambda item: (item.path not in live, _turn(item)))
+    items.sort(key=lambda item: (item.path not in live, _turn(item.nodeid)))
 
 
-def _subject(item: pytest.Item) -> str:
-    return item.path.stem.removeprefix("test_")
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file stays in one process, and so do those that share a replica."""
+    return _ByFile(config, log)
 
 
-def _turn(item: pytest.Item) -> int:
-    return ONE_REPLICA.index(_subject(item)) if _subject(item) in ONE_REPLICA else -1
+class _ByFile(LoadFileScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return "one replica" if _turn(nodeid) >= 0 else super()._split_scope(nodeid)
+
+
+def _turn(nodeid: str) -> int:
+    file = nodeid.split("::", 1)[0]
+    return ONE_REPLICA.index(file) if file in ONE_REPLICA else -1

@@ -137,7 +137,7 @@ def test_links_between_pages_lead_somewhere():
             assert (path.parent / link).exists(), f"{name} links to {link}"
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_every_quick_command_of_the_pages_works():
     """`make docs-check` runs the slow ones too."""
     command = [sys.executable, "-m", "tests.docs.run", "--quick"]

@@ -9,7 +9,7 @@ from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_re
 from tests.policies.test_wordle_tokens import guess
 from trainer.policies import smollm2
 
-pytestmark = pytest.mark.full  # it takes half a minute to unpack and to run
+pytestmark = pytest.mark.long  # it takes half a minute to unpack and to run
 
 CALL = {"type": "function", "function": {"name": "guess", "arguments": {"word": "crane"}}}
 
