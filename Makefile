@@ -85,7 +85,7 @@ $(VENV)/.bench: $(VENV)/.app bench/requirements.txt
 	@touch $@
 
 # Runs every command of README.md and docs/*.md in a copy of the checkout (with `make demo` and `make test`: half an
-# hour). The quick ones are also part of `make test`.
+# hour). It is part of `make test-all`.
 .PHONY: docs-check
 docs-check: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test
 	$(BIN)/python -m tests.docs.run

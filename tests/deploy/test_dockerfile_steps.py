@@ -8,10 +8,12 @@ version, in another Python), that Docker's builder takes the steps, and anything
 machine cannot both have port 7860 of every address, so each gets a loopback address of its own.
 """
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -123,7 +125,16 @@ def start_trainer(folder: Path, env: Space, replicas: list[str]) -> subprocess.P
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environ |= {"SPACE_KEY": KEY, "HF_TOKEN": WRITING}
     with (folder / "trainer.log").open("wb") as log:
-        return subprocess.Popen(command, env=environ, cwd=CHECKOUT, stdout=log, stderr=log)
+        return subprocess.Popen(
+            command, env=environ, cwd=CHECKOUT, stdout=log, stderr=log, start_new_session=True
+        )
+
+
+def end(trainer: subprocess.Popen[bytes]) -> None:
+    """What `accelerate launch` started, too."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(trainer.pid, signal.SIGKILL)
+    trainer.wait()
 
 
 def ended(trainer: subprocess.Popen[bytes], *spaces: Space) -> int | None:
@@ -173,8 +184,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
         env = stack.enter_context(Space("env", folder, env_host, rules | watching))
         replica = stack.enter_context(Space("replica", folder, replica_host, following | sizes))
         trainer = start_trainer(folder, env, [replica.url, second.url])
-        stack.callback(trainer.wait)
-        stack.callback(trainer.kill)
+        stack.callback(end, trainer)
         stack.callback(second.stop)
         second.start()
         assert ended(trainer, env, replica) == 0, (folder / "trainer.log").read_text()[-3000:]

@@ -76,7 +76,8 @@ def test_an_owner_pauses_pins_and_joins_again(trainer: Trainer, replica: Replica
 
 def publish(trainer: Trainer, digests: dict[int, str]) -> None:
     trainer.step()
-    digests[trainer.publish()] = trainer.writer.newest.digest
+    version = trainer.publish()
+    digests[version] = trainer.writer.newest.digest
 
 
 def pin(tab: Page, version: int) -> None:
