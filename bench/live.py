@@ -123,7 +123,7 @@ def _files(folder: Path, name: str, change: Change) -> tuple[Path, Path]:
 
 def _checkpoint(folder: Path, change: Change) -> Path:
     shutil.copytree(updates.folder(), folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    write_bits(change.old, folder / WEIGHTS)
+    write_bits({n: bits.shape for n, bits in change.old.items()}, change.old.__getitem__, folder / WEIGHTS)
     return folder
 
 

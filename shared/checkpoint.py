@@ -5,7 +5,10 @@ torch takes seconds to import, so who only looks at a run is spared it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,10 +42,19 @@ def read_bits(folder: Path) -> Iterator[tuple[str, Bits]]:
                 yield name, to_bits(file.get_tensor(name))
 
 
-def write_bits(state: Mapping[str, Bits], path: Path) -> None:
-    """Write a bf16 `.safetensors` file that transformers and vLLM load."""
-    import torch
-    from safetensors.torch import save_file
+def write_bits(shapes: Mapping[str, tuple[int, ...]], bits: Callable[[str], Bits], path: Path) -> None:
+    """Write a bf16 `.safetensors` file that transformers and vLLM load.
 
-    tensors = {name: torch.from_numpy(bits).view(torch.bfloat16) for name, bits in state.items()}
-    save_file(tensors, path, metadata={"format": "pt"})
+    `bits` gives each tensor of `shapes` when its turn comes, so that no more than one of them is held here.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+    table = json.dumps(header).encode()
+    table += b" " * (-len(table) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(table)) + table)
+        for name in shapes:
+            file.write(np.ascontiguousarray(bits(name)).data)

@@ -73,7 +73,8 @@ class RunReader:
         for delta in manifest.deltas_after(manifest.anchor.version) or ():
             self.advance(state, delta, folder)
         require_digest(state, manifest)
-        checkpoint.write_bits(state, folder / checkpoint.WEIGHTS)
+        shapes = {name: bits.shape for name, bits in state.items()}
+        checkpoint.write_bits(shapes, state.__getitem__, folder / checkpoint.WEIGHTS)
         return state
 
     def advance(self, state: dict[str, Bits], ref: FileRef, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,6 +22,11 @@ class HandOver:
     sync: int
     created_at: float  # unix seconds
     diff_s: float
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, Patch]:
+        """The patch of each tensor that changed; a tensor has one at most."""
+        return {patch.name: patch for patch in self.patches}
 
     def then(self, later: HandOver) -> HandOver:
         """Both as one, as if the trainer had made both steps before it handed over."""
@@ -53,7 +59,6 @@ def taken_back(bits: Bits, name: str, pending: Iterable[HandOver | None]) -> Bit
     """A copy of the tensor's newest bits as they were before `pending`, newest hand-over first."""
     bits = bits.copy()
     for hand_over in filter(None, pending):
-        for patch in hand_over.patches:
-            if patch.name == name:
-                codec.apply(codec.inverse(patch), bits)
+        if patch := hand_over.by_name.get(name):
+            codec.apply(codec.inverse(patch), bits)
     return bits

@@ -120,9 +120,7 @@ class Publisher:
         for name, tensor in weights:
             self._mirror.add(name, tensor)
         base = HandOver([], self._mirror.digest, sync, created_at, time.perf_counter() - started)
-        with tempfile.TemporaryDirectory() as folder:
-            anchor = self._writer.put_anchor(0, self._snapshot(Path(folder)))
-        self._commit(base, None, anchor, 0.0)
+        self._commit(base, None, self._put_anchor(0), 0.0)
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
@@ -155,25 +153,23 @@ class Publisher:
         version = (self.version or 0) + 1
         started = time.perf_counter()
         data = self._encode(job, version)
-        if not self._writer.anchor_is_due(len(data)):
-            encode_s = time.perf_counter() - started
-            self._commit(job, self._put_delta(job, version, data), None, encode_s)
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            with self._changed:  # with nothing waiting, the mirror is exactly this version
-                if self._waiting:
-                    job, self._waiting = job.then(self._waiting), None
-                    data = self._encode(job, version)
-                weights_file = self._snapshot(Path(folder))
-            encode_s = time.perf_counter() - started
-            delta = self._put_delta(job, version, data)
-            self._commit(job, delta, self._writer.put_anchor(version, weights_file), encode_s)
+        encode_s = time.perf_counter() - started
+        anchor = self._put_anchor(version) if self._writer.anchor_is_due(len(data)) else None
+        self._commit(job, self._put_delta(job, version, data), anchor, encode_s)
 
     def _encode(self, job: HandOver, version: int) -> bytes:
-        published = functools.partial(self._published, job)
+        published = functools.partial(self._before, job)
         return codec.encode(job.patches, published, base=version - 1, version=version, level=self._level)
 
-    def _published(self, job: HandOver, name: str) -> Bits:
+    def _put_anchor(self, version: int) -> AnchorRef:
+        """Of what is being published. The trainer may hand over meanwhile: it waits for one tensor's copy."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / WEIGHTS
+            write_bits(self._mirror.shapes, functools.partial(self._before, None), path)
+            return self._writer.put_anchor(version, path)
+
+    def _before(self, job: HandOver | None, name: str) -> Bits:
+        """A tensor's bits without what waits, and without `job` if it is given."""
         with self._changed:
             return taken_back(self._mirror.bits(name), name, [self._waiting, job])
 
@@ -188,11 +184,6 @@ class Publisher:
                 with self._changed:
                     self._waiting = job.then(self._waiting) if self._waiting else job
                 return
-
-    def _snapshot(self, folder: Path) -> Path:
-        path = folder / WEIGHTS
-        write_bits({name: self._mirror.bits(name) for name in self._mirror.shapes}, path)
-        return path
 
     def _put_delta(self, job: HandOver, version: int, data: bytes) -> DeltaRef:
         return self._writer.put_delta(version, data, sum(p.index.size for p in job.patches))

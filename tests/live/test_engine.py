@@ -33,7 +33,8 @@ def folder(tmp_path_factory):
     base, rng = dict(read_bits(folder / "base")), np.random.default_rng(0)
     new = {name: moved(bits, rng) for name, bits in base.items()}
     shutil.copytree(folder / "base", folder / "next", ignore=shutil.ignore_patterns("*.safetensors"))
-    write_bits(new, folder / "next" / WEIGHTS)
+    shapes = {name: bits.shape for name, bits in new.items()}
+    write_bits(shapes, new.__getitem__, folder / "next" / WEIGHTS)
     for name, old, to in (("delta", base, new), ("back", new, base)):
         patches = [codec.diff(tensor, old[tensor], to[tensor]) for tensor in old]
         (folder / name).write_bytes(codec.encode(patches, old.__getitem__, base=0, version=1))

@@ -74,7 +74,9 @@ def _build(config: PretrainedConfig, folder: Path) -> None:
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder / "base")
     shutil.copytree(folder / "base", folder / "patched", ignore=shutil.ignore_patterns("*.safetensors"))
     rng = np.random.default_rng(0)
-    write_bits({n: _moved(bits, rng) for n, bits in read_bits(folder / "base")}, folder / "patched" / WEIGHTS)
+    patched = {name: _moved(bits, rng) for name, bits in read_bits(folder / "base")}
+    shapes = {name: bits.shape for name, bits in patched.items()}
+    write_bits(shapes, patched.__getitem__, folder / "patched" / WEIGHTS)
 
 
 def _moved(bits: np.ndarray, rng: np.random.Generator) -> np.ndarray:

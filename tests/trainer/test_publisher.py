@@ -8,15 +8,18 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from shared import codec
 from shared.bucket import BucketUnreachable
 from shared.buckets import open_bucket
-from shared.checkpoint import to_bits
+from shared.checkpoint import to_bits, write_bits
 from shared.digest import state_digest, to_hex
 from shared.history import RunReader
 from shared.runlog import RunLogReader, RunLogWriter, SyncEvent
+from trainer.hand_over import HandOver, taken_back
 from trainer.publisher import Publisher
 from trainer.run_writer import FencedError, RunWriter
 
@@ -253,6 +256,51 @@ def test_anchors_keep_the_way_in_short(make_run, tmp_path):
     assert joining <= newest.full_bytes
     assert newest.deltas_after(newest.anchor.version - 1), "a replica just behind the anchor needs no anchor"
     assert rebuilt(run, tmp_path) == newest.digest
+
+
+def test_the_trainer_hands_over_while_an_anchor_is_written(make_run, tmp_path, monkeypatch):
+    """And the anchor is of the version that it was due for, half of which was read before, half after."""
+    run, policy, digests = make_run(), Policy(), []
+    run.publish(policy)
+    reading, handed_over = threading.Event(), threading.Event()
+
+    def write_slowly(shapes, bits, path):
+        def read(name):
+            if name == list(shapes)[-1]:
+                reading.set()
+                assert handed_over.wait(PATIENCE_S), "the trainer waits for the anchor"
+            return bits(name)
+
+        write_bits(shapes, read, path)
+
+    monkeypatch.setattr("trainer.publisher.write_bits", write_slowly)
+    monkeypatch.setattr(run.writer, "anchor_is_due", lambda _: True)
+    for _ in range(3):
+        policy.step(0.05)
+        digests.append(policy.digest())
+        run.publish(policy)
+        assert reading.wait(PATIENCE_S)
+    handed_over.set()
+    run.publisher.flush()
+    newest, first = run.reader.at(), run.reader.at(1)
+    assert (newest.version, newest.anchor.version, first.anchor.version) == (2, 2, 1)
+    assert (rebuilt(run, tmp_path, 1), rebuilt(run, tmp_path)) == (digests[0], digests[-1])
+
+
+def test_what_is_pending_is_taken_back_by_one_walk_over_it():
+    class Walked(list):
+        times = 0
+
+        def __iter__(self):
+            self.times += 1
+            return super().__iter__()
+
+    old, names = np.zeros(2, np.uint16), [f"expert.{i}" for i in range(2000)]
+    once = [Walked(codec.diff(name, old + step, old + step + 1) for name in names) for step in (0, 1)]
+    pending = [HandOver(patches, digest=0, sync=0, created_at=0.0, diff_s=0.0) for patches in once]
+    for name in names:
+        np.testing.assert_array_equal(taken_back(old + 2, name, reversed(pending)), old)
+    assert [patches.times for patches in once] == [1, 1]
 
 
 def test_another_model_is_refused(make_run):
