@@ -1,22 +1,33 @@
-"""The `vllm.general_plugins` entry point: makes our weight-transfer backend known to stock vLLM."""
+"""The `vllm.general_plugins` entry point: makes our weight-transfer backend known to stock vLLM.
+
+vLLM loads every plugin that is installed, unless VLLM_PLUGINS names those to load. Ours patches vLLM, so it
+does nothing for a vLLM that does not name it.
+"""
 
 import multiprocessing
+import os
 
 BACKEND = "delta_weight_sync"
 TESTED = ("0.32",)
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes, possibly more than once."""
+    """Called by vLLM in each of its processes, possibly more than once.
+
+    Raises `RuntimeError` if it was asked for in a vLLM that it was not tested with.
+    """
+    if BACKEND not in os.environ.get("VLLM_PLUGINS", "").split(","):
+        return
     import vllm
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-    from vllm.platforms import current_platform
 
     if not vllm.__version__.startswith(TESTED):
         raise RuntimeError(
             f"delta weight sync was tested with vLLM {', '.join(TESTED)}, found {vllm.__version__}; "
             "install a tested version"
         )
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
+
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "inference_space.engine", "DeltaEngine")
     from inference_space import lifeline, step_commit

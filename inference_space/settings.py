@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 
+from shared.protocol import POLL_S
+
 PREFIX = "REPLICA_"
 
 
@@ -30,7 +32,7 @@ class Settings(BaseModel):
     name: str = Field(default_factory=socket.gethostname)  # how the dashboard calls this replica
     host: str = "0.0.0.0"
     port: int = 7860  # the gateway's; vLLM itself takes a free port on loopback
-    poll_s: float = 1.0  # how often HEAD is looked at
+    poll_s: float = POLL_S  # how often HEAD is looked at
     max_model_len: int | None = None  # tokens; None: as long as the model allows
     max_num_seqs: int = 64
     vllm_args: str = ""  # further `vllm serve` arguments, as in a shell

@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 FORMAT: Final = "delta-weight-sync/1"
 MAX_JSON_BYTES = 8 << 20
 MAX_CHAIN: Final = 128  # deltas after an anchor; bounds what a manifest lists and a joining replica fetches
+POLL_S: Final = 1.0  # how often a replica looks at HEAD
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]

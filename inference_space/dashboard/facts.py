@@ -9,6 +9,7 @@ from typing import Any
 from inference_space.dashboard.formulas import Facts, rate_for_share
 from inference_space.dashboard.series import middle
 from inference_space.dashboard.view import Progress
+from shared.protocol import POLL_S
 
 # Qwen3-0.6B with 1.01 % of its weights changed per sync; level `fast` takes 1.21 bytes per change.
 EXAMPLE = Facts(
@@ -22,7 +23,7 @@ EXAMPLE = Facts(
     encode_s=0.3,
     stage_s=0.2,
     pause_s=0.02,
-    poll_s=1.0,
+    poll_s=POLL_S,
     anchor_every=50,
 )
 LINK = 100e6  # bytes per second, for a model like the example

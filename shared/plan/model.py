@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from shared import parallel
 from shared.plan import coding, rates
 from shared.plan.rates import Level, Space, Trainer
-from shared.protocol import MAX_CHAIN
+from shared.protocol import MAX_CHAIN, POLL_S
 
 HOUR, MONTH_DAYS = 3600.0, 30.0
 
@@ -143,7 +143,7 @@ def predict(question: Question) -> Plan:
     parts = _parts(question, changes, delta, ranks, workers)
     anchor_s = _save_s(question.params) + full / question.link
     publisher = HOUR / (parts.encode + parts.upload + anchor_s / every)
-    replica = HOUR / (rates.POLL_S + parts.fetch + parts.stage + parts.commit)
+    replica = HOUR / (POLL_S + parts.fetch + parts.stage + parts.commit)
     carried = min(publisher, replica)
     wanted = question.steps_per_hour or carried
     published = min(wanted, publisher)
@@ -167,7 +167,7 @@ def predict(question: Question) -> Plan:
         stored_hour=stored,
         egress_hour=taken * delta,
         file_requests=_window(published * rates.PUBLISHING.files + taken * rates.TAKING.files)
-        + question.replicas * rates.WINDOW_S / rates.POLL_S,
+        + question.replicas * rates.WINDOW_S / POLL_S,
         api_requests=_window(published * rates.PUBLISHING.api + taken * rates.TAKING.api),
         mirror=full,
         money=_money(question, workers, stored, taken * delta),
@@ -186,7 +186,7 @@ def _parts(question: Question, changes: float, delta: float, ranks: int, workers
         diff=rates.DIFF[question.trainer].seconds(params) / ranks,
         encode=encode_s(params, changes, level) / question.threads,
         upload=sent_s,
-        notice=rates.POLL_S / 2,
+        notice=POLL_S / 2,
         fetch=sent_s,
         stage=rates.DECODE[level].seconds(params, changes) / question.threads + here / workers,
         commit=rates.COMMIT.seconds(params, changes) / workers,
@@ -216,8 +216,8 @@ def _join(question: Question, changes: float, delta: float, full: float, every: 
 def _whole(question: Question, full: float) -> Whole:
     sent = full / question.link
     publish, receive = _save_s(question.params) + sent, sent + rates.LOAD.seconds(question.params)
-    cycle = max(publish, rates.POLL_S + receive)
-    return Whole(full, publish + rates.POLL_S / 2 + receive, HOUR / cycle)
+    cycle = max(publish, POLL_S + receive)
+    return Whole(full, publish + POLL_S / 2 + receive, HOUR / cycle)
 
 
 def _money(question: Question, workers: int, stored: float, egress: float) -> Money:

@@ -82,8 +82,6 @@ SAVE: Final = Cost(5.7)  # a checkpoint onto a disk ("publish whole")
 LOAD: Final = Cost(0.167)  # a checkpoint out of the disk's cache ("receive whole")
 APPLY: Final = Cost(0.0, 9.0)  # add a decoded delta to weights on the host
 
-# A rule of the program; a test compares it with where it is in force.
-POLL_S: Final = 1.0  # how often a replica looks at HEAD (inference_space/settings.py)
 TWO_THREADS: Final = (1.34, 1.68)  # times as fast as one, at least and at most; `make bench`, section threads
 
 GPU_BYTES: Final = 80e9  # assumed: one accelerator

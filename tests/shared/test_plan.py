@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from bench import results
-from inference_space.settings import Settings
 from shared import codec
 from shared.buckets import open_bucket
 from shared.history import RunReader
@@ -90,10 +89,6 @@ def test_the_table_of_sizes_is_what_bench_measured():
         expected = (found["share"], found["per_change"]["fast"], found["per_change"]["small"])
         size = min(rates.SIZES[trainer], key=lambda size: abs(size.share - found["share"]))
         assert (size.share, size.fast, size.small) == pytest.approx(expected, rel=TABLE_TOLERANCE)
-
-
-def test_the_rule_of_the_program():
-    assert Settings.model_fields["poll_s"].default == rates.POLL_S
 
 
 def test_threads_help_as_much_as_is_said():
