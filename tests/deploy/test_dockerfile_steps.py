@@ -235,7 +235,7 @@ def test_the_policy_plays_on_the_page(deployed: Deployment, page: "Page") -> Non
     assert said.rstrip(".").split()[-1].lower() in rules_from(Settings(answers=128)).train
     assert len(wrote) == turns > 0
     assert all(text.startswith('<tool_call> {"name": "guess"') for text in wrote)
-    assert sessions(deployed.env) == before, "neither the page's game nor the policy's takes a place of the API"
+    assert sessions(deployed.env) == before, "neither game takes a place of the API"
 
 
 @pytest.mark.live
