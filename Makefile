@@ -84,7 +84,7 @@ $(VENV)/.bench: $(VENV)/.app bench/requirements.txt
 	$(PIP) install -r bench/requirements.txt
 	@touch $@
 
-# Runs every command of README.md and docs/*.md in a copy of the checkout (with `make demo` and `make test`: half an
+# Runs every command of README.md and docs/*.md in a copy of the checkout, `make demo` among them (a quarter of an
 # hour). It is part of `make test-all`.
 .PHONY: docs-check
 docs-check: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test
