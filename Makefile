@@ -84,8 +84,8 @@ $(VENV)/.bench: $(VENV)/.app bench/requirements.txt
 	$(PIP) install -r bench/requirements.txt
 	@touch $@
 
-# Runs every command of README.md and docs/*.md in a copy of the checkout, `make demo` among them (a quarter of an
-# hour). It is part of `make test-all`.
+# Runs every command of README.md and docs/*.md in a copy of the checkout, `make demo` among them.
+# It is part of `make test-all`.
 .PHONY: docs-check
 docs-check: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test
 	$(BIN)/python -m tests.docs.run
