@@ -60,7 +60,6 @@ $(VENV)/.app: $(VENV)/.torch requirements.txt inference_space/requirements.txt e
 	  | sed 's/^torch==.*/$(TORCH)/' | sort -u > $(VENV)/requirements.txt
 	$(PIP) install $(VLLM) -r $(VENV)/requirements.txt
 	$(PIP) uninstall --yes torchvision torchaudio torchcodec
-	$(PIP) install --no-deps --editable .
 	@touch $@
 
 $(VENV)/.wordle-tiny: $(VENV)/.app

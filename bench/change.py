@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shared import codec
-from shared.codec import Bits, Patch
+from delta_weight_sync import codec
+from delta_weight_sync.codec import Bits, Patch
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Change:
         """The bits that the patch's elements get."""
         return self.old[patch.name].reshape(-1)[patch.index] + patch.ulps
 
-    def encode(self, level: codec.Level) -> bytes:
+    def encode(self, encoding: codec.Encoding) -> bytes:
         """The delta file."""
-        return codec.encode(self.patches, self.old.__getitem__, base=0, version=1, level=level)
+        return codec.encode(self.patches, self.old.__getitem__, base=0, version=1, encoding=encoding)
 
     def taken(self) -> Change:
         """Take the step, in place: the change that leads back. This one must not be used any more."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save, save_file
 
 from bench.change import Change
-from shared.codec import Bits, Index
+from delta_weight_sync.codec import Bits, Index
 
 ZSTD_LEVEL = 3
 FAR = 65535

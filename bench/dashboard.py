@@ -17,11 +17,10 @@ from typing import Any
 import httpx
 
 from bench.results import SCRATCH, Results
+from delta_weight_sync.runlog import RunLogReader, RunLogWriter, StepEvent
+from delta_weight_sync.store import Bucket, open_bucket
 from inference_space.dashboard.fold import Fold
 from inference_space.dashboard.page import body
-from shared.bucket import Bucket
-from shared.buckets import open_bucket
-from shared.runlog import RunLogReader, RunLogWriter, StepEvent
 from tests.browser import chromium, installed
 from tests.dashboard.written_run import WrittenRun, long
 

@@ -13,8 +13,8 @@ from bench import replay, updates
 from bench.change import Change
 from bench.replay import CHUNK, Step, Update
 from bench.results import ROOT
-from shared import codec
-from shared.codec import Bits, Patch
+from delta_weight_sync import codec
+from delta_weight_sync.codec import Bits, Patch
 
 _STORED = ROOT.parent / "shared" / "data" / "deltas"
 LATE, GRID, BF16 = "fp32 master, late", "fp32 master, from bf16", "bf16 weights"

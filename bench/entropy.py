@@ -1,4 +1,4 @@
-"""The fewest bytes per change that a coder of each level could need, by Shannon's entropy.
+"""The fewest bytes per change that a coder of each encoding could need, by Shannon's entropy.
 
 independent   every weight changes with the same probability, every value is drawn from one distribution: what
               a coder that knows nothing of the old weights can reach

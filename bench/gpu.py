@@ -17,10 +17,10 @@ from bench.change import Change
 from bench.model import prepared
 from bench.results import Results
 from bench.timing import Work
-from inference_space import scatter
-from inference_space.staging import Write, commit
-from shared.digest_torch import tensor_digest as digest
-from trainer.mirror import Mirror
+from delta_weight_sync.digest_torch import tensor_digest as digest
+from delta_weight_sync.publish.mirror import Mirror
+from delta_weight_sync.vllm import scatter
+from delta_weight_sync.vllm.staging import Write, commit
 
 _REPEATS = 10
 

@@ -12,12 +12,12 @@ from bench.change import Change
 from bench.entropy import limits
 from bench.results import SCRATCH, Results
 from bench.timing import summary, take_turns
-from shared import codec
-from shared.codec import Level, Patch
+from delta_weight_sync import codec
+from delta_weight_sync.codec import Encoding, Patch
 
 SHARES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 PARTS = {"16 M": (1, 0), "63 M": (4, 0), "220 M": (14, 0), "596 M": (28, 151936)}  # layers, vocabulary
-_LEVELS: tuple[Level, ...] = ("fast", "small")
+_LEVELS: tuple[Encoding, ...] = ("fast", "small")
 _ROUNDS = 3
 
 
@@ -34,11 +34,13 @@ def measure(change: Change) -> dict[str, Any]:
     print(
         f"  {change.elements / 1e6:.0f} M weights, {change.changed / change.elements:.2%} changed", flush=True
     )
-    files = {level: _file(change, level) for level in _LEVELS}
-    sizes = {level: file.stat().st_size for level, file in files.items()}
+    files = {encoding: _file(change, encoding) for encoding in _LEVELS}
+    sizes = {encoding: file.stat().st_size for encoding, file in files.items()}
     sizes |= {"gap_zstd": competitors.gap_zstd(change), "bitmask_zstd": competitors.bitmask_zstd(change)}
-    works = {f"encode {level}": functools.partial(change.encode, level) for level in _LEVELS}
-    works |= {f"decode {level}": functools.partial(_decode, change, file) for level, file in files.items()}
+    works = {f"encode {encoding}": functools.partial(change.encode, encoding) for encoding in _LEVELS}
+    works |= {
+        f"decode {encoding}": functools.partial(_decode, change, file) for encoding, file in files.items()
+    }
     rounds = take_turns(works, _ROUNDS)
     return {
         "elements": change.elements,
@@ -50,9 +52,9 @@ def measure(change: Change) -> dict[str, Any]:
     }
 
 
-def _file(change: Change, level: Level) -> Path:
-    path = SCRATCH / f"growth-{level}.safetensors"
-    path.write_bytes(change.encode(level))
+def _file(change: Change, encoding: Encoding) -> Path:
+    path = SCRATCH / f"growth-{encoding}.safetensors"
+    path.write_bytes(change.encode(encoding))
     return path
 
 

@@ -42,10 +42,10 @@ def parts(results: Results) -> dict[str, Sync]:
     replica = median["digest"] + median["stage"] + median["commit"]
     ways = {
         name: (
-            median[f"publish {level} bf16"] + median[f"decode {level}"] + replica,
-            sizes[level],
+            median[f"publish {encoding} bf16"] + median[f"decode {encoding}"] + replica,
+            sizes[encoding],
         )
-        for level, name in names.items()
+        for encoding, name in names.items()
     }
     others = median["publish by others bf16"] + median["receive by others"]
     whole = median["publish whole"] + median["receive whole"]

@@ -22,8 +22,8 @@ from bench import deltas, updates
 from bench.change import Change
 from bench.live_server import LiveServer, throughput
 from bench.results import SCRATCH, Results
-from shared.checkpoint import WEIGHTS, write_bits
-from shared.digest import state_digest, to_hex
+from delta_weight_sync.checkpoint import WEIGHTS, write_bits
+from delta_weight_sync.digest import state_digest, to_hex
 
 _ROUNDS, _WINDOWS, _WINDOW_S, _IN_FLIGHT = 10, 12, 5.0, 8
 _PERIODS = {

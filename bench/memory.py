@@ -16,11 +16,11 @@ import torch
 from bench import deltas
 from bench.change import Change
 from bench.results import SCRATCH, Results
-from shared.buckets import open_bucket
-from shared.codec import Level
-from shared.runlog import RunLogWriter
-from trainer.publisher import Publisher
-from trainer.run_writer import RunWriter
+from delta_weight_sync.codec import Encoding
+from delta_weight_sync.publish.publisher import Publisher
+from delta_weight_sync.publish.run_writer import RunWriter
+from delta_weight_sync.runlog import RunLogWriter
+from delta_weight_sync.store import open_bucket
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ class Memory:
 
 
 def run(results: Results) -> dict[str, Any]:
-    """Peaks of one publish at each level."""
+    """Peaks of one publish at each encoding."""
     change = deltas.qwen()
     measured = {}
-    for level in ("fast", "small"):
-        measured[level], change = measure(change, level)
+    for encoding in ("fast", "small"):
+        measured[encoding], change = measure(change, encoding)
     return measured
 
 
-def measure(change: Change, level: Level) -> tuple[dict[str, int], Change]:
+def measure(change: Change, encoding: Encoding) -> tuple[dict[str, int], Change]:
     """MiB of the model in bf16, and what publishing a version adds at its peak to parameters and mirror.
 
     Also the change that leads back, for the next measurement.
@@ -57,7 +57,7 @@ def measure(change: Change, level: Level) -> tuple[dict[str, int], Change]:
     shutil.rmtree(folder, ignore_errors=True)
     bucket = open_bucket(folder.as_uri(), create=True)
     log = RunLogWriter(bucket, "bench")
-    publisher = Publisher(RunWriter(bucket, "bench", model="bench", assets=folder), log, level=level)
+    publisher = Publisher(RunWriter(bucket, "bench", model="bench", assets=folder), log, encoding=encoding)
     live = {name: torch.from_numpy(bits).view(torch.bfloat16) for name, bits in change.old.items()}
     publisher.publish(live.items(), 1)
     before = memory.mib("VmRSS")

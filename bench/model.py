@@ -14,13 +14,13 @@ from bench import competitors
 from bench.change import Change
 from bench.competitors import Tensors
 from bench.results import SCRATCH
-from inference_space import staging
-from inference_space.scatter import moved
-from inference_space.staging import Write
-from shared import codec
-from shared.codec import Bits, Level, Patch
-from shared.digest import tensor_digest
-from trainer.mirror import Mirror
+from delta_weight_sync import codec
+from delta_weight_sync.codec import Bits, Encoding, Patch
+from delta_weight_sync.digest import tensor_digest
+from delta_weight_sync.publish.mirror import Mirror
+from delta_weight_sync.vllm import staging
+from delta_weight_sync.vllm.scatter import moved
+from delta_weight_sync.vllm.staging import Write
 
 
 def bf16_tensors(bits: dict[str, Bits]) -> Tensors:
@@ -68,10 +68,10 @@ class Model:
         """What the trainer waits for."""
         self.found = [self.mirror.diff(name, tensor) for name, tensor in self.live()]
 
-    def encode(self, level: Level) -> None:
+    def encode(self, encoding: Encoding) -> None:
         """What the publisher's thread does then."""
         self._pending = {patch.name: patch for patch in self.found}
-        self.files[level] = codec.encode(self.found, self._published, base=0, version=1, level=level)
+        self.files[encoding] = codec.encode(self.found, self._published, base=0, version=1, encoding=encoding)
 
     def publish_original(self, snapshot: Tensors) -> None:
         """Diff and encode as the original layout's authors do it."""
@@ -100,14 +100,14 @@ class Reader:
         self._patches: list[Patch] = []
         self._writes: list[Write] = []
 
-    def decode(self, level: str) -> None:
+    def decode(self, encoding: str) -> None:
         """File to patches."""
-        delta = codec.Delta(SCRATCH / f"{level}.safetensors")
+        delta = codec.Delta(SCRATCH / f"{encoding}.safetensors")
         self._patches = list(delta.patches(self._shapes, self.live.__getitem__))
 
-    def receive(self, level: str) -> None:
+    def receive(self, encoding: str) -> None:
         """File to weights."""
-        delta = codec.Delta(SCRATCH / f"{level}.safetensors")
+        delta = codec.Delta(SCRATCH / f"{encoding}.safetensors")
         for patch in delta.patches(self._shapes, self.live.__getitem__):
             codec.apply(patch, self.live[patch.name])
 

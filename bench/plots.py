@@ -63,9 +63,9 @@ def _bytes(axes: Axes, rows: list[dict[str, Any]]) -> None:
     names = {"bitmask_zstd": "bitmask + zstd", "gap_zstd": "gaps + zstd", "fast": "fast", "small": "small"}
     for key, label in names.items():
         axes.plot(shares, [row["per_change"][key] for row in rows], color=_COLOURS[key], label=label)
-    for key, level in (("independent", "fast"), ("by_exponent", "small")):
+    for key, encoding in (("independent", "fast"), ("by_exponent", "small")):
         limits = [row["limits"][key] for row in rows]
-        axes.plot(shares, limits, ":", color=_COLOURS[level], label=f"limit of {level}")
+        axes.plot(shares, limits, ":", color=_COLOURS[encoding], label=f"limit of {encoding}")
     axes.set(xscale="log", xlabel="weights changed, %", ylabel="bytes per change", ylim=(0, 3.5))
 
 
@@ -78,8 +78,8 @@ def _links(axes: Axes, results: Results) -> None:
 
 
 def _pauses(axes: Axes, syncs: dict[str, Any]) -> None:
-    for kind, level in {"each second": "fast", "without a break": "small"}.items():
+    for kind, encoding in {"each second": "fast", "without a break": "small"}.items():
         pauses = syncs[kind]["pauses_ms"]
         shares = [100 * (rank + 1) / len(pauses) for rank in range(len(pauses))]
-        axes.plot(pauses, shares, drawstyle="steps-post", color=_COLOURS[level], label=f"a sync {kind}")
+        axes.plot(pauses, shares, drawstyle="steps-post", color=_COLOURS[encoding], label=f"a sync {kind}")
     axes.set(xlabel="pause of generation, ms", ylabel="% of syncs at most", xlim=(0, None), ylim=(0, 101))

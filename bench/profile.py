@@ -1,4 +1,4 @@
-"""Where level `small` spends its time: seconds of the parts of encode and decode, each without what it calls.
+"""Where encoding `small` spends its time: seconds of its parts, each without what it calls.
 
 The parts are functions of the codec, timed from outside. `walk alone` is what is left when next to nothing
 changed: passing the old weights once and sorting them into bands, which no coding of the changes can avoid.
@@ -16,8 +16,8 @@ from unittest import mock
 
 from bench.change import Change
 from bench.results import SCRATCH
-from shared import codec
-from shared.codec import Patch, positions, runs, values
+from delta_weight_sync import codec
+from delta_weight_sync.codec import Patch, positions, runs, values
 
 _PARTS: dict[str, tuple[Any, str]] = {
     "choose bands": (positions, "choose_limits"),

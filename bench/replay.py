@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shared import codec
-from shared.codec import Bits, Patch
+from delta_weight_sync import codec
+from delta_weight_sync.codec import Bits, Patch
 
 CHUNK = 1 << 20  # elements; what a step needs of them stays in the cache
 Pair = tuple[torch.Tensor, torch.Tensor]

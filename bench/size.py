@@ -24,7 +24,7 @@ def run(results: Results) -> dict[str, Any]:
 def measure(change: Change) -> dict[str, Any]:
     """Sizes of one change, in all forms."""
     print(f"  {change.model}, {change.trainer}: {change.changed / change.elements:.3%} changed", flush=True)
-    sizes = {level: len(change.encode(level)) for level in _LEVELS}
+    sizes = {encoding: len(change.encode(encoding)) for encoding in _LEVELS}
     sizes["gap_zstd"], sizes["bitmask_zstd"] = competitors.gap_zstd(change), competitors.bitmask_zstd(change)
     sizes["full"] = change.model_bytes
     per_change = {name: size / change.changed for name, size in sizes.items()}

@@ -23,7 +23,7 @@ LEVELS = ("fast", "small", "original")
 
 
 def run(results: Results) -> dict[str, Any]:
-    """All speeds, and what bounds level `small`."""
+    """All speeds, and what bounds encoding `small`."""
     change = deltas.qwen()
     report = measure(change, _ROUNDS)
     return report | {"profile": profile.measure(change)}
@@ -39,14 +39,17 @@ def measure(change: Change, rounds: int) -> dict[str, Any]:
 def _bf16_rounds(model: Model, rounds: int) -> Rounds:
     reader, snapshot = Reader(model), bf16_tensors(model.bits)
     works = {"diff bf16": model.diff}
-    works |= {f"encode {level}": functools.partial(model.encode, level) for level in LEVELS}
+    works |= {f"encode {encoding}": functools.partial(model.encode, encoding) for encoding in LEVELS}
     works["publish by others bf16"] = functools.partial(model.publish_original, snapshot)
     works["write files"] = model.write
-    for level in LEVELS:
-        works |= {f"decode {level}": functools.partial(reader.decode, level), f"apply {level}": reader.apply}
-        works[f"take back {level}"] = reader.take_back
-        works[f"receive {level}"] = functools.partial(reader.receive, level)
-        works[f"take back again {level}"] = reader.take_back
+    for encoding in LEVELS:
+        works |= {
+            f"decode {encoding}": functools.partial(reader.decode, encoding),
+            f"apply {encoding}": reader.apply,
+        }
+        works[f"take back {encoding}"] = reader.take_back
+        works[f"receive {encoding}"] = functools.partial(reader.receive, encoding)
+        works[f"take back again {encoding}"] = reader.take_back
     works |= {"stage": reader.stage, "commit": reader.commit, "undo": reader.undo}
     works |= {"receive by others": reader.receive_original, "digest": reader.digest}
     works |= {"publish whole": reader.publish_full, "receive whole": reader.receive_full}
@@ -66,22 +69,22 @@ def _fp32_rounds(model: Model, rounds: int) -> Rounds:
 def report(rounds: Rounds, model_bytes: int) -> dict[str, Any]:
     """Parts, totals and ratios from the rounds' seconds."""
     totals = {
-        f"publish {level} {dtype}": added(rounds, [f"diff {dtype}", f"encode {level}"])
-        for level in LEVELS
+        f"publish {encoding} {dtype}": added(rounds, [f"diff {dtype}", f"encode {encoding}"])
+        for encoding in LEVELS
         for dtype in ("bf16", "fp32")
     }
     everything = rounds | totals
     return {
         "parts": {name: summary(seconds, model_bytes) for name, seconds in everything.items()},
         "ratios": {
-            f"publish {level} {dtype}": ratio(
-                rounds[f"publish by others {dtype}"], totals[f"publish {level} {dtype}"]
+            f"publish {encoding} {dtype}": ratio(
+                rounds[f"publish by others {dtype}"], totals[f"publish {encoding} {dtype}"]
             )
-            for level in LEVELS
+            for encoding in LEVELS
             for dtype in ("bf16", "fp32")
         }
         | {
-            f"receive {level}": ratio(rounds["receive by others"], rounds[f"receive {level}"])
-            for level in LEVELS
+            f"receive {encoding}": ratio(rounds["receive by others"], rounds[f"receive {encoding}"])
+            for encoding in LEVELS
         },
     }

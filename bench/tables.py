@@ -72,17 +72,17 @@ def sync(results: Results) -> str:
 
 
 def speed(results: Results) -> str:
-    """Publish and receive per level, against the original layout's way."""
+    """Publish and receive per encoding, against the original layout's way."""
     section = results["speed"]
     parts, ratios = section["parts"], section["ratios"]
     rows = []
-    for level in ("fast", "small", "original"):
-        columns = ["diff bf16", f"encode {level}", f"publish {level} bf16", f"publish {level} fp32"]
-        columns += [f"decode {level}", f"apply {level}", f"receive {level}"]
-        row = [level, *(f"{parts[part]['median_gb_s']:.1f}" for part in columns)]
+    for encoding in ("fast", "small", "original"):
+        columns = ["diff bf16", f"encode {encoding}", f"publish {encoding} bf16", f"publish {encoding} fp32"]
+        columns += [f"decode {encoding}", f"apply {encoding}", f"receive {encoding}"]
+        row = [encoding, *(f"{parts[part]['median_gb_s']:.1f}" for part in columns)]
         row += [
-            f"{ratios[f'publish {level} bf16']['median']:.1f}x",
-            f"{ratios[f'receive {level}']['median']:.2f}x",
+            f"{ratios[f'publish {encoding} bf16']['median']:.1f}x",
+            f"{ratios[f'receive {encoding}']['median']:.2f}x",
         ]
         rows.append(row)
     others = ["", "", "publish by others bf16", "publish by others fp32", "", "", "receive by others"]
@@ -108,7 +108,7 @@ def parts(results: Results) -> str:
 
 
 def profile(results: Results) -> str:
-    """What bounds level small."""
+    """What bounds encoding small."""
     section = results["speed"]["profile"]
     rows = []
     for side in ("encode", "decode"):
@@ -144,8 +144,10 @@ def growth(results: Results) -> str:
 
 def _growth_row(row: dict[str, Any]) -> list[str]:
     levels = (("small", "by_exponent"), ("fast", "independent"))
-    sizes = [f"{x:.3f}" for level, limit in levels for x in (row["per_change"][level], row["limits"][limit])]
-    works = [f"{work} {level}" for level in ("small", "fast") for work in ("encode", "decode")]
+    sizes = [
+        f"{x:.3f}" for encoding, limit in levels for x in (row["per_change"][encoding], row["limits"][limit])
+    ]
+    works = [f"{work} {encoding}" for encoding in ("small", "fast") for work in ("encode", "decode")]
     speeds = [f"{row['parts'][work]['median_gb_s']:.1f} GB/s" for work in works]
     return [f"{row['elements'] / 1e6:.0f} M", f"{row['share']:.2%}", *sizes, *speeds]
 
@@ -174,8 +176,8 @@ def gpu(results: Results) -> str:
 
 def memory(results: Results) -> str:
     """The publisher's peak."""
-    measured = {level: results["memory"][level] for level in ("fast", "small")}
-    rows = [[f"publisher, {level}", f"{row['extra_mib']} MiB"] for level, row in measured.items()]
+    measured = {encoding: results["memory"][encoding] for encoding in ("fast", "small")}
+    rows = [[f"publisher, {encoding}", f"{row['extra_mib']} MiB"] for encoding, row in measured.items()]
     return table(["peak beside parameters and mirror", f"of {measured['fast']['model_mib']} MiB"], rows)
 
 

@@ -31,18 +31,18 @@ def _worst(figure: Callable[[Any], float], trainer: str) -> Callable[[Any], floa
     return read
 
 
-def _per_change(level: str, trainer: str) -> Callable[[Any], float]:
-    return _worst(lambda one: float(one["per_change"][level]), trainer)
+def _per_change(encoding: str, trainer: str) -> Callable[[Any], float]:
+    return _worst(lambda one: float(one["per_change"][encoding]), trainer)
 
 
-def _above_limit(level: str) -> Callable[[Any], float]:
-    return _worst(lambda one: float(one["above_limit"][level]), deltas.LATE)
+def _above_limit(encoding: str) -> Callable[[Any], float]:
+    return _worst(lambda one: float(one["above_limit"][encoding]), deltas.LATE)
 
 
-def _qwen_mb(level: str) -> Callable[[Any], float]:
+def _qwen_mb(encoding: str) -> Callable[[Any], float]:
     def read(size: Any) -> float:
         sets = [s for s in size["sets"] if s["model"].startswith("Qwen") and s["trainer"] == deltas.LATE]
-        return float(sets[0]["bytes"][level]) / 1e6
+        return float(sets[0]["bytes"][encoding]) / 1e6
 
     return read
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from bench import deltas
 from bench.results import SCRATCH, Results
-from shared import codec, parallel
-from shared.codec import Level
+from delta_weight_sync import codec, parallel
+from delta_weight_sync.codec import Encoding
 
-_LEVELS: tuple[Level, ...] = ("fast", "small")
+_LEVELS: tuple[Encoding, ...] = ("fast", "small")
 _ROUNDS = 5
 
 
@@ -20,11 +20,13 @@ def run(results: Results) -> dict[str, Any]:
     """Times as fast with two threads as with one: the median of the ratios within each round."""
     change, path = deltas.qwen(), SCRATCH / "threads.safetensors"
     faster = {}
-    for level in _LEVELS:
-        path.write_bytes(change.encode(level))
+    for encoding in _LEVELS:
+        path.write_bytes(change.encode(encoding))
         works = {
-            f"encode {level}": lambda level=level: change.encode(level),
-            f"decode {level}": lambda: list(codec.Delta(path).patches(change.shapes, change.old.__getitem__)),
+            f"encode {encoding}": lambda encoding=encoding: change.encode(encoding),
+            f"decode {encoding}": lambda: list(
+                codec.Delta(path).patches(change.shapes, change.old.__getitem__)
+            ),
         }
         faster |= {name: _ratio(work) for name, work in works.items()}
     return {"times_as_fast_with_two": faster}

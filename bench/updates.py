@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.results import SCRATCH
-from shared.checkpoint import WEIGHTS
+from delta_weight_sync.checkpoint import WEIGHTS
 from trainer.policies import smollm2
 
 LEARNING_RATE = 1e-5

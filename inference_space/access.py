@@ -8,8 +8,8 @@ from typing import Any
 
 from huggingface_hub import HfApi, get_token
 
-from shared.bucket import AccessDenied, BucketMissing
-from shared.hub_bucket import FAILURES
+from delta_weight_sync.store import AccessDenied, BucketMissing
+from delta_weight_sync.store.hub import FAILURES
 
 TOKENS = "https://huggingface.co/settings/tokens"
 _READING = {"repo.content.read", "repo.write"}

@@ -19,16 +19,15 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from delta_weight_sync.protocol import Manifest, ProtocolError
+from delta_weight_sync.runlog import ReplicaReport
+from delta_weight_sync.store import BucketError, open_bucket
 from inference_space import dashboard, setup_page
 from inference_space.follower import Follower
 from inference_space.gate import Gate, Lane
 from inference_space.progress import CountingReader
 from inference_space.settings import Settings, SettingsError, settings_from
 from inference_space.vllm_server import VllmServer
-from shared.bucket import BucketError
-from shared.buckets import open_bucket
-from shared.protocol import Manifest, ProtocolError
-from shared.runlog import ReplicaReport
 
 SPANS = "x-policy-versions"  # written by version_headers.py, inside vLLM
 # An answer that spans hundreds of commits has a long header; common clients refuse more than 8190 bytes.
@@ -139,8 +138,8 @@ def _policy_headers(spans: str, serving: Manifest, follower: Follower) -> dict[s
     """
     versions = [int(span.split(":")[0]) for span in re.split("[,;]", spans) if span]
     oldest = min(versions, default=serving.version)
-    epoch, sync = follower.syncs.get(oldest, (0, 0))  # unknown: older than anything a trainer has sent
-    headers = {"x-policy-version": str(oldest), "x-policy-epoch": str(epoch), "x-policy-sync": str(sync)}
+    term, sync = follower.syncs.get(oldest, (0, 0))  # unknown: older than anything a trainer has sent
+    headers = {"x-policy-version": str(oldest), "x-policy-term": str(term), "x-policy-sync": str(sync)}
     return headers | ({SPANS: spans} if 0 < len(spans) < _MAX_TO_CLIENT else {})
 
 

@@ -12,13 +12,13 @@ import time
 from collections import deque
 from pathlib import Path
 
+from delta_weight_sync.protocol import DeltaRef, Manifest
+from delta_weight_sync.runlog import CommitEvent, ReplicaEvent, ReplicaReport
 from inference_space.access import refusal
 from inference_space.orders import Orders
 from inference_space.progress import CountingReader
 from inference_space.settings import Settings
 from inference_space.vllm_server import VllmError, VllmServer
-from shared.protocol import DeltaRef, Manifest
-from shared.runlog import CommitEvent, ReplicaEvent, ReplicaReport
 
 _BACKOFF_S = 3.0
 _KEPT_COMMITS = 256
@@ -34,7 +34,7 @@ class Follower:
         self.orders = Orders(reader)
         self.serving: Manifest | None = None  # the version whose bits are live, proven by digest
         self.problems: dict[str, str] = {}  # what the owner must set before the bucket can be read
-        self.syncs: dict[int, tuple[int, int]] = {}  # version -> (epoch, sync), for all that vLLM may name
+        self.syncs: dict[int, tuple[int, int]] = {}  # version -> (term, sync), for all that vLLM may name
         self._served_last: Manifest | None = None
         self._served_head = ""  # etag of the HEAD whose version is served
         self._commits: deque[CommitEvent] = deque(maxlen=_KEPT_COMMITS)
@@ -205,7 +205,7 @@ class Follower:
 
     def _expect(self, manifest: Manifest) -> None:
         """From now on vLLM may name this version as the maker of a token."""
-        self.syncs[manifest.version] = (manifest.epoch, manifest.sync)
+        self.syncs[manifest.version] = (manifest.writer_term, manifest.sync)
         if len(self.syncs) > _KEPT_SYNCS:
             del self.syncs[next(iter(self.syncs))]
 

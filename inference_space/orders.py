@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 
+from delta_weight_sync.history import RunReader
+from delta_weight_sync.protocol import Manifest, ProtocolError, parse
 from inference_space.dashboard.controls import Following
 from inference_space.dashboard.library import manifests_of
-from shared.history import RunReader
-from shared.protocol import Manifest, ProtocolError, parse
 
 
 class Orders:

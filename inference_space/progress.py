@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shared.history import RunReader
-from shared.protocol import FileRef, Manifest
+from delta_weight_sync.history import RunReader
+from delta_weight_sync.protocol import FileRef, Manifest
 
 _STEPS = 10  # what is said changes so often: it is also written to the run's log
 

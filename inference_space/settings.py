@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 
-from shared.protocol import POLL_S
+from delta_weight_sync.protocol import POLL_S
 
 PREFIX = "REPLICA_"
 

@@ -16,11 +16,10 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from delta_weight_sync.protocol import Keys, ProtocolError
+from delta_weight_sync.store import BucketError, open_bucket
 from inference_space.access import TOKENS
 from inference_space.settings import SettingsError, settings_from
-from shared.bucket import BucketError
-from shared.buckets import open_bucket
-from shared.protocol import Keys, ProtocolError
 
 Problems = Mapping[str, str]  # variable or secret -> what is wrong with it
 SHORTEST_KEY = 16  # characters

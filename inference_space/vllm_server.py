@@ -16,12 +16,12 @@ from typing import Any
 
 import httpx
 
-from inference_space.lifeline import end_with_parent
-from inference_space.plugin import BACKEND
+from delta_weight_sync.vllm.lifeline import end_with_parent
+from delta_weight_sync.vllm.plugin import BACKEND
 from inference_space.settings import Settings
 
 MODEL_NAME = "policy"
-_MIDDLEWARE = "inference_space.version_headers.VersionHeaders"
+_MIDDLEWARE = "delta_weight_sync.vllm.version_headers.VersionHeaders"
 _CONTROL_TIMEOUT_S = 300.0
 _SHOWN_LINES = 40
 _SECRETS = ("TOKEN", "SECRET", "KEY", "PASSWORD", "CREDENTIAL")

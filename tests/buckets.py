@@ -6,8 +6,7 @@ from uuid import uuid4
 
 import pytest
 
-from shared.bucket import Bucket
-from shared.buckets import open_bucket
+from delta_weight_sync.store import Bucket, open_bucket
 from tests.hubsim import HubSim
 
 # Production waits seconds between attempts. hf_xet reads this once per process.

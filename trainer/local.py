@@ -15,8 +15,16 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared.buckets import open_bucket
-from shared.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent, RunLogReader, StepEvent, SyncEvent
+from delta_weight_sync.runlog import (
+    CommitEvent,
+    DoneEvent,
+    Event,
+    ReplicaEvent,
+    RunLogReader,
+    StepEvent,
+    SyncEvent,
+)
+from delta_weight_sync.store import open_bucket
 from trainer.processes import ChildError, Processes, free_port, interrupt_once, only_one
 from trainer.summary import summarize, table
 

@@ -13,7 +13,7 @@ import httpx
 from pydantic import ValidationError
 from transformers import TrainerCallback
 
-from shared.runlog import ReplicaEvent, ReplicaReport, Rollout, RunLogWriter, StepEvent
+from delta_weight_sync.runlog import ReplicaEvent, ReplicaReport, Rollout, RunLogWriter, StepEvent
 from trainer import space_access
 
 _POLL_S = 1.0

@@ -26,7 +26,8 @@ from trl.experimental.async_grpo.async_rollout_worker import (
     _AsyncRolloutLoop,
 )
 
-from trainer import space_access, trl_compat
+from delta_weight_sync.publish import trl_compat
+from trainer import space_access
 from trainer.cold_spaces import PATIENCE_S, SpacesUnavailableError
 
 MODEL_NAME = "policy"  # what every replica calls the model it serves
@@ -47,11 +48,11 @@ class ReplicaRolloutLoop(_AsyncRolloutLoop):
     its conversation, as the replicas report it; TRL alone would stamp what was last sent as its group began.
     """
 
-    def __init__(self, *, replicas: Sequence[str], epoch: int, **kwargs: Any) -> None:
+    def __init__(self, *, replicas: Sequence[str], writer_term: int, **kwargs: Any) -> None:
         trl_compat.install()  # this is another process than the trainer's
         super().__init__(**kwargs)
         self._prepare_turns()
-        self._replicas, self._epoch = list(replicas), epoch
+        self._replicas, self._writer_term = list(replicas), writer_term
         self._syncs: dict[str, int] = {}  # rollout id -> sync, until the conversation is scored
 
     def _prepare_turns(self) -> None:
@@ -116,7 +117,7 @@ class ReplicaRolloutLoop(_AsyncRolloutLoop):
 
     def _note_version(self, headers: Any) -> None:
         sync = int(headers.get("x-policy-sync", 0))
-        if int(headers.get("x-policy-epoch", -1)) != self._epoch:
+        if int(headers.get("x-policy-term", -1)) != self._writer_term:
             sync = 0  # weights of an earlier trainer of this run: older than any of ours
         _turns.get().append(sync)
 
@@ -169,7 +170,7 @@ def make_worker(
     tokenizer: PreTrainedTokenizerBase,
     dataset: Dataset,
     replicas: Sequence[str],
-    epoch: int,
+    writer_term: int,
     *,
     reward_funcs: list[Callable[..., list[float]]],
     environment_factory: Callable[[], object] | None,
@@ -177,7 +178,7 @@ def make_worker(
     """The worker that TRL would build from `args`, pointed at the replicas."""
     return ReplicaRolloutWorker(
         replicas=replicas,
-        epoch=epoch,
+        writer_term=writer_term,
         model_name=MODEL_NAME,
         dataset=dataset,
         reward_funcs=reward_funcs,

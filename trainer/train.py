@@ -29,19 +29,19 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from trl import TrlParser
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
-from shared.bucket import BucketError
-from shared.buckets import open_bucket
-from shared.codec import Level
-from shared.protocol import ProtocolError
-from shared.runlog import DoneEvent, RunLogWriter
-from trainer import rollouts, shorter, trl_compat, wordle
+from delta_weight_sync.codec import Encoding
+from delta_weight_sync.protocol import ProtocolError
+from delta_weight_sync.publish import trl_compat
+from delta_weight_sync.publish.mirror import Place
+from delta_weight_sync.publish.publisher import Publisher
+from delta_weight_sync.publish.run_writer import FencedError, RunWriter
+from delta_weight_sync.publish.sharded import PeerError, Peers, live_digest
+from delta_weight_sync.publish.weight_transfer import WeightTransfer, to_bucket, to_main
+from delta_weight_sync.runlog import DoneEvent, RunLogWriter
+from delta_weight_sync.store import BucketError, open_bucket
+from trainer import rollouts, shorter, wordle
 from trainer.cold_spaces import ColdSpaces, SpacesUnavailableError
-from trainer.mirror import Place
 from trainer.observer import ReplicaWatch, StepRecorder
-from trainer.publisher import Publisher
-from trainer.run_writer import FencedError, RunWriter
-from trainer.sharded import PeerError, Peers, live_digest
-from trainer.weight_transfer import WeightTransfer, to_bucket, to_main
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ScriptArguments:
     )
 
     def __post_init__(self) -> None:
-        for option, known in (("encoding", get_args(Level)), ("mirror", get_args(Place))):
+        for option, known in (("encoding", get_args(Encoding)), ("mirror", get_args(Place))):
             if (value := getattr(self, option)) not in known:
                 raise SystemExit(f"--{option} must be one of {', '.join(known)}; it is {value!r}")
 
@@ -173,14 +173,14 @@ def _open_run(
         log = stack.enter_context(contextlib.closing(RunLogWriter(bucket, script.run)))
         watch = stack.enter_context(contextlib.closing(ReplicaWatch(script.replicas, log)))
         publisher = stack.enter_context(
-            contextlib.closing(Publisher(writer, log, level=script.encoding, place=script.mirror))
+            contextlib.closing(Publisher(writer, log, level=script.encoding, mirror=script.mirror))
         )
         worker = rollouts.make_worker(
             args,
             tokenizer,
             task.dataset,
             script.replicas,
-            writer.epoch,
+            writer.writer_term,
             reward_funcs=task.reward_funcs,
             environment_factory=task.environment,
         )

@@ -10,12 +10,11 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
+from delta_weight_sync.codec import CodecError
+from delta_weight_sync.protocol import ProtocolError
+from delta_weight_sync.store import Bucket, BucketError, open_bucket
 from inference_space.dashboard.export import export
 from inference_space.dashboard.mount import mount
-from shared.bucket import Bucket, BucketError
-from shared.buckets import open_bucket
-from shared.codec import CodecError
-from shared.protocol import ProtocolError
 
 
 def main() -> None:

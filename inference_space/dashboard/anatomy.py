@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shared.codec import Bits, Delta
+from delta_weight_sync.codec import Bits, Delta
 
 FAR = 5  # ULPs: what moved at least as far is counted together
 MAX_DECODE = 64 << 20  # bytes of a delta that is decoded for a picture
@@ -38,7 +38,7 @@ class Anatomy:
 
     base: int
     version: int
-    level: str
+    encoding: str
     tensors: tuple[Tensor, ...]
     ulps: dict[int, int] | None  # signed distance, cut off at `FAR`, -> elements; None: `why` says it
     why: str
@@ -58,8 +58,8 @@ def open_delta(path: Path) -> Anatomy:
         for tensor, mode in zip(delta.tensors, modes, strict=True)
     )
     why = _why_not(set(modes), path.stat().st_size)
-    level = "original" if delta.original else "small" if "bands" in modes else "fast"
-    return Anatomy(delta.base, delta.version, level, tensors, None if why else _ulps(delta), why)
+    encoding = "original" if delta.original else "small" if "bands" in modes else "fast"
+    return Anatomy(delta.base, delta.version, encoding, tensors, None if why else _ulps(delta), why)
 
 
 def _why_not(modes: set[str], size: int) -> str:

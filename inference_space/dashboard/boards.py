@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from html import escape
 
+from delta_weight_sync.runlog import Rollout
 from inference_space.dashboard.tables import card
 from inference_space.dashboard.view import Progress
 from inference_space.dashboard.words import plural
-from shared.runlog import Rollout
 
 _GUESS = re.compile(r"(?:([a-z])\d([+?-]))+")
 _LETTER = re.compile(r"([a-z])\d([+?-])")

@@ -7,11 +7,11 @@ from collections.abc import Collection, Sequence
 from html import escape
 from urllib.parse import quote
 
+from delta_weight_sync.protocol import Manifest
+from delta_weight_sync.store import Listing, ObjectInfo
 from inference_space.dashboard.anatomy import Anatomy, Tensor
 from inference_space.dashboard.tables import card, row, table
 from inference_space.dashboard.words import number, percent, plural, size
-from shared.bucket import Listing, ObjectInfo
-from shared.protocol import Manifest
 
 PAGE = 25  # objects of a kind
 _KINDS = {
@@ -77,7 +77,7 @@ def _object(kind: str, info: ObjectInfo, folder: str, served: bool, openable: Co
 
 def _wrapping(name: str) -> str:
     """A name that breaks where its parts end, if it has to."""
-    return re.sub(r"(/|\.e\d+)", r"\1<wbr>", escape(name))
+    return re.sub(r"(/|\.t\d+)", r"\1<wbr>", escape(name))
 
 
 def _pager(page: int, pages: int) -> str:
@@ -97,7 +97,7 @@ def opened(manifest: Manifest, delta: Anatomy, *, served: bool) -> str:
     ref = manifest.deltas[-1]
     facts = (
         f"v{delta.base} → v{delta.version}",
-        f"level {delta.level}",
+        f"encoding {delta.encoding}",
         f"{size(ref.size)}, {ref.size / max(1, delta.changes):.2f} bytes per change",
         f"{number(delta.changes)} of {number(manifest.total)} weights changed",
         f"digest <code>{manifest.digest}</code>",

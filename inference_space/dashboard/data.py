@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+from delta_weight_sync.history import RunReader
+from delta_weight_sync.protocol import Keys, ProtocolError, RunInfo, parse
+from delta_weight_sync.runlog import RunLogReader
+from delta_weight_sync.store import Bucket, BucketError, ObjectMissing
 from inference_space.dashboard.fold import Fold
 from inference_space.dashboard.past import Past
 from inference_space.dashboard.view import Progress
-from shared.bucket import Bucket, BucketError, ObjectMissing
-from shared.history import RunReader
-from shared.protocol import Keys, ProtocolError, RunInfo, parse
-from shared.runlog import RunLogReader
 
 EVERY_S = 1.0
 IDLE_S = 60.0  # between two readings while nobody looks

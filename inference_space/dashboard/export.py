@@ -10,6 +10,10 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
+from delta_weight_sync.codec import CodecError
+from delta_weight_sync.protocol import Keys, Manifest, ProtocolError, RunInfo, parse
+from delta_weight_sync.runlog import RunLogReader
+from delta_weight_sync.store import Bucket, ObjectMissing
 from inference_space.dashboard import browser
 from inference_space.dashboard.anatomy import Anatomy
 from inference_space.dashboard.data import RunView, newest_run
@@ -21,10 +25,6 @@ from inference_space.dashboard.page import body, render
 from inference_space.dashboard.past import Past, moments
 from inference_space.dashboard.shell import navigation, rest, scripts, styles
 from inference_space.dashboard.view import Progress
-from shared.bucket import Bucket, ObjectMissing
-from shared.codec import CodecError
-from shared.protocol import Keys, Manifest, ProtocolError, RunInfo, parse
-from shared.runlog import RunLogReader
 
 PAGES = 8  # of the bucket's listing
 

@@ -6,12 +6,12 @@ import random
 from dataclasses import asdict, replace
 from typing import Any
 
+from delta_weight_sync.protocol import POLL_S
 from inference_space.dashboard.formulas import Facts, rate_for_share
 from inference_space.dashboard.series import middle
 from inference_space.dashboard.view import Progress
-from shared.protocol import POLL_S
 
-# Qwen3-0.6B with 1.01 % of its weights changed per sync; level `fast` takes 1.21 bytes per change.
+# Qwen3-0.6B with 1.01 % of its weights changed per sync; encoding `fast` takes 1.21 bytes per change.
 EXAMPLE = Facts(
     label="Qwen3-0.6B",
     full_bytes=1.192e9,

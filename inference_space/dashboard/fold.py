@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from delta_weight_sync.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent, StepEvent, SyncEvent
 from inference_space.dashboard.series import Curve, Point, Series, mean, middle, since
 from inference_space.dashboard.view import Progress, Replica, Slowest
-from shared.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent, StepEvent, SyncEvent
 
 ROWS = 12  # of the table of syncs
 LATELY = 20  # steps

@@ -12,16 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from delta_weight_sync.history import RunReader
+from delta_weight_sync.protocol import Keys, Manifest, ProtocolError, parse
+from delta_weight_sync.store import Bucket, Listing, ObjectInfo, ObjectMissing
 from inference_space.dashboard.anatomy import Anatomy, open_delta
-from shared.bucket import Bucket, Listing, ObjectInfo, ObjectMissing
-from shared.history import RunReader
-from shared.protocol import Keys, Manifest, ProtocolError, parse
 
 LIST_EVERY_S = 2.0
 KEPT = 64  # answers
 MAX_REBUILD = 1_000_000_000  # bytes of weights that a dashboard rebuilds for a proof
 MAX_DOWNLOAD = 256_000_000  # bytes of an object that goes through the dashboard
-_MANIFEST = re.compile(r".*/manifests/(\d{8})\.e(\d+)\.json")
+_MANIFEST = re.compile(r".*/manifests/(\d{8})\.t(\d+)\.json")
 
 
 Answer = TypeVar("Answer")
@@ -50,9 +50,9 @@ def manifests_of(objects: Listing) -> dict[int, ObjectInfo]:
     found: dict[int, tuple[int, ObjectInfo]] = {}
     for info in objects:
         if match := _MANIFEST.fullmatch(info.key):
-            version, epoch = int(match[1]), int(match[2])
-            if version not in found or epoch > found[version][0]:
-                found[version] = epoch, info
+            version, term = int(match[1]), int(match[2])
+            if version not in found or term > found[version][0]:
+                found[version] = term, info
     return {version: info for version, (_, info) in found.items()}
 
 
@@ -133,7 +133,7 @@ class Library:
     def _rebuild(self, manifest: Manifest) -> str:
         if manifest.full_bytes > MAX_REBUILD:
             raise ProtocolError(
-                f"this model is too large to be rebuilt here: python -m shared verify {self.bucket.url}"
+                f"this model is too large to be rebuilt here: delta-weight-sync verify {self.bucket.url}"
             )
         with tempfile.TemporaryDirectory() as folder:
             RunReader(self.bucket, self.run).checkout(manifest, Path(folder))

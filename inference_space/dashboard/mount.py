@@ -7,6 +7,7 @@ from pathlib import Path
 import gradio as gr
 from fastapi import FastAPI
 
+from delta_weight_sync.store import Bucket
 from inference_space.dashboard import login
 from inference_space.dashboard.controls import Controls, Owner
 from inference_space.dashboard.data import RunCache
@@ -14,7 +15,6 @@ from inference_space.dashboard.first import FirstPaint, put_into
 from inference_space.dashboard.library import Library
 from inference_space.dashboard.page import build, paint
 from inference_space.dashboard.routes import router
-from shared.bucket import Bucket
 
 
 def mount(

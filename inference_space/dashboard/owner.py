@@ -7,9 +7,9 @@ from html import escape
 
 import gradio as gr
 
+from delta_weight_sync.store import BucketError
 from inference_space.dashboard.controls import Controls, Owner
 from inference_space.dashboard.login import hindrance
-from shared.bucket import BucketError
 
 _REFUSED = (
     "Only the owner may do this: give the replica's key (its setting REPLICA_KEY), or log in as its owner."

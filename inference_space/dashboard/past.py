@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from delta_weight_sync.protocol import ProtocolError
+from delta_weight_sync.runlog import Event, SyncEvent
 from inference_space.dashboard.fold import Fold
 from inference_space.dashboard.view import Progress
-from shared.protocol import ProtocolError
-from shared.runlog import Event, SyncEvent
 
 FRAMES = 60  # at most so many moments of a run
 

@@ -11,6 +11,9 @@ from fastapi import APIRouter
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.background import BackgroundTask
 
+from delta_weight_sync.codec import CodecError
+from delta_weight_sync.protocol import ProtocolError
+from delta_weight_sync.store import BucketError
 from inference_space.dashboard import browser
 from inference_space.dashboard.data import RunCache
 from inference_space.dashboard.facts import scene
@@ -19,9 +22,6 @@ from inference_space.dashboard.library import Library
 from inference_space.dashboard.page import body
 from inference_space.dashboard.past import FRAMES
 from inference_space.dashboard.view import Progress
-from shared.bucket import BucketError
-from shared.codec import CodecError
-from shared.protocol import ProtocolError
 
 _FAULTS = (BucketError, ProtocolError, CodecError)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from html import escape
 
+from delta_weight_sync.runlog import SyncEvent
 from inference_space.dashboard.panels import colour
 from inference_space.dashboard.timeline import timeline
 from inference_space.dashboard.view import Progress, Replica, Slowest
 from inference_space.dashboard.words import behind, duration, number, percent, size
-from shared.runlog import SyncEvent
 
 
 def tables(run: Progress) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from delta_weight_sync.runlog import SyncEvent
 from inference_space.dashboard import svg
 from inference_space.dashboard.view import Progress, Slowest
 from inference_space.dashboard.words import duration
-from shared.runlog import SyncEvent
 
 Span = tuple[str, float, float]  # what, from, until: seconds since the hand-over
 

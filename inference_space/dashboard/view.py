@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from delta_weight_sync.runlog import CommitEvent, DoneEvent, StepEvent, SyncEvent
 from inference_space.dashboard.series import Series
-from shared.runlog import CommitEvent, DoneEvent, StepEvent, SyncEvent
 
 
 @dataclass(frozen=True)

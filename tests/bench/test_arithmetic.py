@@ -9,7 +9,7 @@ from safetensors.torch import load
 
 from bench import competitors, deltas, entropy, gpu, links, readme, replay, targets, timing
 from bench.change import Change
-from shared import codec
+from delta_weight_sync import codec
 
 
 def change(share: float, numel: int = 1 << 18, seed: int = 0) -> Change:
@@ -45,7 +45,7 @@ def test_the_limit_by_exponent_uses_what_the_exponent_tells():
 def test_no_coder_is_below_its_limit_and_all_hold_the_same_changes():
     measured = change(0.01)
     limits = entropy.limits(measured)
-    sizes = {level: len(measured.encode(level)) / measured.changed for level in ("fast", "small")}
+    sizes = {encoding: len(measured.encode(encoding)) / measured.changed for encoding in ("fast", "small")}
     assert limits.independent < sizes["fast"] < competitors.gap_zstd(measured) / measured.changed
     assert sizes["fast"] < competitors.bitmask_zstd(measured) / measured.changed
     assert limits.by_exponent < sizes["small"]

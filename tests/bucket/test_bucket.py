@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from shared.bucket import Bucket, BucketError, BucketMissing, ObjectMissing
-from shared.buckets import open_bucket
+from delta_weight_sync.store import Bucket, BucketError, BucketMissing, ObjectMissing, open_bucket
 
 HEAD = "runs/demo/HEAD"
 WRITER = """
 import sys
-from shared.buckets import open_bucket
+from delta_weight_sync.store import open_bucket
 bucket = open_bucket(sys.argv[1])
 for _ in range(8):
     bucket.put("HEAD", sys.argv[2].encode() * 100_000)

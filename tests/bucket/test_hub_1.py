@@ -11,8 +11,7 @@ from uuid import uuid4
 
 import pytest
 
-from shared.bucket import ObjectMissing
-from shared.buckets import open_bucket
+from delta_weight_sync.store import ObjectMissing, open_bucket
 from tests.hubsim import HubSim
 
 ROOT = Path(__file__).parents[2]
@@ -20,8 +19,8 @@ OLD_CLIENT = """
 import sys
 from pathlib import Path
 import huggingface_hub
-from shared.bucket import ObjectMissing
-from shared.buckets import open_bucket
+from delta_weight_sync.store import ObjectMissing
+from delta_weight_sync.store import open_bucket
 
 url, folder = sys.argv[1], Path(sys.argv[2])
 bucket = open_bucket(url, create=True)

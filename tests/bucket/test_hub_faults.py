@@ -8,9 +8,8 @@ from uuid import uuid4
 
 import pytest
 
-from shared import hub_bucket
-from shared.bucket import AccessDenied, Bucket, BucketError, BucketUnreachable
-from shared.buckets import open_bucket
+from delta_weight_sync.store import AccessDenied, Bucket, BucketError, BucketUnreachable, open_bucket
+from delta_weight_sync.store import hub as hub_bucket
 from tests.hubsim import HubSim
 
 KEY = "runs/demo/HEAD"

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.bucket import AccessDenied, BucketUnreachable
-from shared.buckets import open_bucket
+from delta_weight_sync.store import AccessDenied, BucketUnreachable, open_bucket
 
 
 def test_missing_keys_are_asked_for(s3_env: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

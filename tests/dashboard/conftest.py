@@ -14,8 +14,7 @@ from uuid import uuid4
 import httpx
 import pytest
 
-from shared.bucket import Bucket
-from shared.buckets import open_bucket
+from delta_weight_sync.store import Bucket, open_bucket
 from tests.browser import PATIENCE_S
 from tests.dashboard.real_run import RealRun, Shown
 from tests.dashboard.told import dashboard

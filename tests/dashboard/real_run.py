@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from shared.bucket import Bucket
-from shared.digest import state_digest, to_hex
-from shared.history import RunReader
-from shared.protocol import Manifest
-from shared.runlog import CommitEvent, DoneEvent, ReplicaEvent, Rollout, RunLogWriter, StepEvent
-from trainer.publisher import Publisher
-from trainer.run_writer import RunWriter
+from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.history import RunReader
+from delta_weight_sync.protocol import Manifest
+from delta_weight_sync.publish.publisher import Publisher
+from delta_weight_sync.publish.run_writer import RunWriter
+from delta_weight_sync.runlog import CommitEvent, DoneEvent, ReplicaEvent, Rollout, RunLogWriter, StepEvent
+from delta_weight_sync.store import Bucket
 
 KINDS = {
     "self_attn.q_proj": (2, 1),

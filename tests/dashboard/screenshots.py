@@ -17,7 +17,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect
 
-from shared.buckets import open_bucket
+from delta_weight_sync.store import open_bucket
 from tests.browser import chromium
 from tests.dashboard.told import Told, controlled
 

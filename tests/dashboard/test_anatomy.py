@@ -9,13 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from delta_weight_sync import codec
+from delta_weight_sync.codec import Bits, Encoding, Patch
+from delta_weight_sync.store import Bucket, open_bucket
 from inference_space.dashboard.anatomy import FAR, cells, open_delta
 from inference_space.dashboard.inside import inside
 from inference_space.dashboard.library import Library
-from shared import codec
-from shared.bucket import Bucket
-from shared.buckets import open_bucket
-from shared.codec import Bits, Level, Patch
 from tests.dashboard.real_run import RealRun
 from tests.dashboard.test_long_run import Counted
 
@@ -42,7 +41,7 @@ def written(folder: Path, moves: dict[str, list[int]]) -> Path:
 def test_counts_by_layer_and_kind_and_distances(tmp_path: Path) -> None:
     moves = {NAMES[0]: [1, -1, 1, 9], NAMES[1]: [-2, -300], NAMES[2]: [1]}
     delta = open_delta(written(tmp_path, moves))
-    assert (delta.base, delta.version, delta.level, delta.changes) == (6, 7, "fast", 7)
+    assert (delta.base, delta.version, delta.encoding, delta.changes) == (6, 7, "fast", 7)
     assert cells(delta.tensors) == {
         ("embed_tokens", None): (4, 512),
         ("mlp.experts.*.up_proj", 0): (2, 512),
@@ -52,16 +51,18 @@ def test_counts_by_layer_and_kind_and_distances(tmp_path: Path) -> None:
     assert "57.1 %</b> moved to a neighbouring number" in inside(delta)
 
 
-@pytest.mark.parametrize(("level", "mode"), [("small", "bands"), ("original", "original")])
-def test_distances_that_need_the_old_weights_are_said_to(tmp_path: Path, level: Level, mode: str) -> None:
+@pytest.mark.parametrize(("encoding", "mode"), [("small", "bands"), ("original", "original")])
+def test_distances_that_need_the_old_weights_are_said_to(
+    tmp_path: Path, encoding: Encoding, mode: str
+) -> None:
     weights = np.random.default_rng(0).normal(0, 0.02, (200, 200)).astype(np.float32)
     old = (weights.view(np.uint32) >> 16).astype(np.uint16)
     small = np.flatnonzero(np.abs(weights) < 0.001)  # as in training: the smaller, the likelier to change
     patch = Patch(NAMES[1], old.shape, small, np.ones(small.size, np.uint16))
     path = tmp_path / "delta.safetensors"
-    path.write_bytes(codec.encode([patch], lambda _: old, base=6, version=7, level=level))
+    path.write_bytes(codec.encode([patch], lambda _: old, base=6, version=7, encoding=encoding))
     delta = open_delta(path)
-    assert (delta.ulps, delta.level, delta.changes) == (None, level, small.size)
+    assert (delta.ulps, delta.encoding, delta.changes) == (None, encoding, small.size)
     assert f"(mode {mode})" in delta.why
     assert delta.why in inside(delta)
 

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
 from playwright.sync_api import Browser, Page, expect
 
-from shared.bucket import Bucket
+from delta_weight_sync.store import Bucket
 from tests.dashboard.real_run import games
 from tests.dashboard.told import KEY, REFUSED, Told, controlled
 

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from shared.bucket import Bucket
+from delta_weight_sync.store import Bucket
 from tests.dashboard.written_run import FULL, TOTAL, WrittenRun, digest_of, lifelike
 
 pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from delta_weight_sync.protocol import RunInfo
+from delta_weight_sync.runlog import SEGMENT
+from delta_weight_sync.store import Bucket, BucketUnreachable, ObjectInfo, open_bucket
 from inference_space.dashboard import data
 from inference_space.dashboard.data import RunCache, RunView
 from inference_space.dashboard.page import render
-from shared.bucket import Bucket, BucketUnreachable, ObjectInfo
-from shared.buckets import open_bucket
-from shared.protocol import RunInfo
-from shared.runlog import SEGMENT
 from tests.dashboard.written_run import WrittenRun, digest_of
 
 PATIENCE_S = 60

@@ -11,11 +11,10 @@ import pytest
 pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
 from playwright.sync_api import Page, expect
 
+from delta_weight_sync.store import Bucket, open_bucket
 from inference_space.dashboard.__main__ import main
 from inference_space.dashboard.export import export
 from inference_space.dashboard.words import number, size
-from shared.bucket import Bucket
-from shared.buckets import open_bucket
 
 if TYPE_CHECKING:
     from tests.dashboard.real_run import RealRun

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from delta_weight_sync.protocol import AnchorRef, DeltaRef, FileRef, Manifest
 from inference_space.dashboard.facts import EXAMPLE, LINK, scene
 from inference_space.dashboard.formulas import Facts
 from inference_space.dashboard.shell import STATIC
-from shared.protocol import AnchorRef, DeltaRef, FileRef, Manifest
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -130,7 +130,7 @@ def manifest_of(version: int, anchor: int) -> Manifest:
     return Manifest(
         run="r",
         version=version,
-        epoch=1,
+        writer_term=1,
         sync=version,
         created_at=0,
         digest="0" * 16,

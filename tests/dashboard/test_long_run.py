@@ -7,15 +7,14 @@ from collections import Counter
 
 import pytest
 
+from delta_weight_sync.runlog import SEGMENT
+from delta_weight_sync.store import Bucket, ObjectInfo, open_bucket
 from inference_space.dashboard import browser as bucket_browser
 from inference_space.dashboard.data import RunCache
 from inference_space.dashboard.fold import UNSETTLED
 from inference_space.dashboard.page import body, render
 from inference_space.dashboard.past import FRAMES, moments
 from inference_space.dashboard.series import POINTS
-from shared.bucket import Bucket, ObjectInfo
-from shared.buckets import open_bucket
-from shared.runlog import SEGMENT
 from tests.dashboard.test_data import until, version
 from tests.dashboard.written_run import long
 
@@ -87,7 +86,7 @@ def no_digests(versions: set[int]) -> dict[int, str]:
 
 def test_the_bucket_browser_shows_a_page_of_it(long_run: Counted) -> None:
     objects = [
-        ObjectInfo(f"runs/wordle/{kind}/{v:08d}.e1{end}", 1000, "")
+        ObjectInfo(f"runs/wordle/{kind}/{v:08d}.t1{end}", 1000, "")
         for kind, end in (("deltas", ".safetensors"), ("manifests", ".json"))
         for v in range(1, VERSIONS + 1)
     ]
@@ -95,5 +94,5 @@ def test_the_bucket_browser_shows_a_page_of_it(long_run: Counted) -> None:
     oldest = bucket_browser.listing(objects, "wordle", VERSIONS // bucket_browser.PAGE - 1, served=True)
     assert len(newest) < 40_000
     assert "<b>20.0 MB</b> in 20000 objects" in newest
-    assert "00010000.e1.safetensors" in newest
-    assert "00000001.e1.safetensors" in oldest
+    assert "00010000.t1.safetensors" in newest
+    assert "00000001.t1.safetensors" in oldest

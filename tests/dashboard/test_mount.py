@@ -11,9 +11,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from delta_weight_sync.store import open_bucket
 from inference_space.dashboard import mount
 from inference_space.dashboard.__main__ import main
-from shared.buckets import open_bucket
 from tests.browser import PATIENCE_S
 
 

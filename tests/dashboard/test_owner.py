@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
 from playwright.sync_api import Page, expect
 
+from delta_weight_sync.store import open_bucket
 from inference_space.dashboard.controls import Owner
-from shared.buckets import open_bucket
 from tests.dashboard.told import KEY, REFUSED, Told, controlled
 
 

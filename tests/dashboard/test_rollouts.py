@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
+from delta_weight_sync.runlog import RunLogReader, RunLogWriter, StepEvent
+from delta_weight_sync.store import Bucket
 from inference_space.dashboard.fold import Fold
-from shared.bucket import Bucket
-from shared.runlog import RunLogReader, RunLogWriter, StepEvent
 from tests.dashboard.test_view import sync
 from trainer.observer import StepRecorder
 

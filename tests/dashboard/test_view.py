@@ -6,10 +6,10 @@ import math
 
 import pytest
 
+from delta_weight_sync.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent, StepEvent, SyncEvent
 from inference_space.dashboard.fold import Fold
 from inference_space.dashboard.series import POINTS, Curve
 from inference_space.dashboard.timeline import spans
-from shared.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent, StepEvent, SyncEvent
 
 A, B = "a" * 16, "b" * 16
 

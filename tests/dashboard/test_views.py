@@ -15,7 +15,7 @@ from tests.browser import PATIENCE_S
 from tests.dashboard.real_run import KINDS, games
 
 if TYPE_CHECKING:
-    from shared.bucket import Bucket
+    from delta_weight_sync.store import Bucket
     from tests.dashboard.real_run import RealRun, Shown
 
 pytestmark = pytest.mark.full
@@ -64,7 +64,7 @@ def test_a_delta_is_opened_in_place_and_proven(page: Page, url: str, real: RealR
     manifest = real.reader.at(3)
     page.goto(f"{url}#bucket")
     bucket = page.locator(".view-bucket")
-    row = bucket.locator("tr", has_text="deltas/00000003.e1.safetensors")
+    row = bucket.locator("tr", has_text="deltas/00000003.t1.safetensors")
     expect(row).to_contain_text(size(manifest.deltas[-1].size))
     row.get_by_role("button", name="Open").click()
     expect(bucket.locator(".opened tbody tr")).to_have_count(21)

@@ -13,10 +13,9 @@ from contextlib import contextmanager
 import uvicorn
 from fastapi import FastAPI
 
+from delta_weight_sync.store import Bucket, open_bucket
 from inference_space.dashboard import mount
 from inference_space.dashboard.controls import Following
-from shared.bucket import Bucket
-from shared.buckets import open_bucket
 
 KEY = "a-long-secret"
 REFUSED = "#dws-owner-answer [role=alert]"  # on the page

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import random
 
-from shared.bucket import Bucket
-from shared.protocol import AnchorRef, DeltaRef, FileRef, Head, Keys, Manifest, RunInfo
-from shared.runlog import (
+from delta_weight_sync.protocol import AnchorRef, DeltaRef, FileRef, Head, Keys, Manifest, RunInfo
+from delta_weight_sync.runlog import (
     SEGMENT,
     CommitEvent,
     DoneEvent,
@@ -17,6 +16,7 @@ from shared.runlog import (
     StepEvent,
     SyncEvent,
 )
+from delta_weight_sync.store import Bucket
 
 FULL, TOTAL = 440_000, 220_000
 ANCHOR_EVERY = 50
@@ -109,7 +109,7 @@ class WrittenRun:
         manifest = Manifest(
             run=self.keys.run,
             version=self.version,
-            epoch=1,
+            writer_term=1,
             sync=self.version,
             created_at=self.t,
             digest=digest_of(self.version),
@@ -128,7 +128,9 @@ class WrittenRun:
         data = manifest.to_bytes()
         self.bucket.put(key, data)
         self._parent = _ref(key, data)
-        head = Head(run=self.keys.run, version=self.version, manifest=self._parent, epoch=1, writer="0" * 32)
+        head = Head(
+            run=self.keys.run, version=self.version, manifest=self._parent, writer_term=1, writer="0" * 32
+        )
         self.bucket.put(self.keys.head, head.to_bytes())
 
     def _delta(self, version: int, changed: int) -> DeltaRef:

@@ -28,12 +28,12 @@ import psutil
 import pytest
 import yaml
 
+from delta_weight_sync.history import RunReader
+from delta_weight_sync.protocol import Manifest
+from delta_weight_sync.runlog import DoneEvent, RunLogReader, StepEvent
+from delta_weight_sync.store import open_bucket
 from env_space.rules import rules_from
 from env_space.settings import Settings
-from shared.buckets import open_bucket
-from shared.history import RunReader
-from shared.protocol import Manifest
-from shared.runlog import DoneEvent, RunLogReader, StepEvent
 from tests.deploy.conftest import POLICY
 from tests.deploy.dockerfile import CHECKOUT, Job, parse
 from tests.live.replica import SMALL_CACHE, Replica

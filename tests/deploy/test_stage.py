@@ -12,6 +12,7 @@ from tests.deploy.conftest import World
 from trainer.deploy.stage import APPS, CHECKOUT, stage
 
 PACKAGES = {"env": {"env_space"}, "replica": {"inference_space", "shared"}}
+IMPORTED = {"env": {"env_space"}, "replica": {"inference_space", "delta_weight_sync"}}
 
 
 @pytest.fixture(params=APPS)
@@ -50,9 +51,10 @@ def test_only_the_app_s_own_packages_are_there(app, staged):
 
 
 def test_what_is_imported_is_there_or_comes_from_its_requirements(app, staged):
-    project = {path.name for path in CHECKOUT.iterdir() if (path / "__init__.py").exists()}
+    places = (*CHECKOUT.iterdir(), *(CHECKOUT / "shared").iterdir())
+    project = {path.name for path in places if (path / "__init__.py").exists()}
     imported = {module for file in staged.rglob("*.py") for module in _imports(file)}
-    assert imported & project == PACKAGES[app]
+    assert imported & project == IMPORTED[app]
 
 
 def _imports(file: Path) -> set[str]:
@@ -65,7 +67,7 @@ def _imports(file: Path) -> set[str]:
 
 def test_files_that_the_app_reads_are_there(app, staged):
     data = {"env": ["env_space/words/answers-5.txt", "env_space/page/index.html"], "replica": []}
-    styles = {"env": [], "replica": ["inference_space/dashboard/static/style.css", "shared/protocol.py"]}
+    styles = {"env": [], "replica": ["inference_space/dashboard/static/style.css"]}
     assert not [name for name in data[app] + styles[app] if not (staged / name).is_file()]
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from shared.buckets import open_bucket
-from shared.runlog import RunLogWriter
+from delta_weight_sync.publish.publisher import Publisher
+from delta_weight_sync.publish.run_writer import RunWriter
+from delta_weight_sync.runlog import RunLogWriter
+from delta_weight_sync.store import open_bucket
 from trainer.policies import tiny
-from trainer.publisher import Publisher
-from trainer.run_writer import RunWriter
 
 RUN, VERSIONS = "demo", 9
 

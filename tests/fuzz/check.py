@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from zstandard import ZstdError
 
-from shared import codec
+from delta_weight_sync import codec
 from tests.fuzz.seeds import OLD, State
 
 PER_BYTE, PER_ELEMENT = 64, 16  # what `Delta.patches` states

@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 
-from shared import codec
+from delta_weight_sync import codec
 from tests.fuzz.mutate import Parts, put_together, take_apart
 
 State = dict[str, np.ndarray]
@@ -39,9 +39,9 @@ def _rows(old: np.ndarray) -> np.ndarray:
     return new
 
 
-def _delta(new: State, level: codec.Level) -> bytes:
+def _delta(new: State, encoding: codec.Encoding) -> bytes:
     patches = [codec.diff(name, OLD[name], bits) for name, bits in new.items()]
-    content = codec.encode(patches, OLD.__getitem__, base=3, version=4, level=level)
+    content = codec.encode(patches, OLD.__getitem__, base=3, version=4, encoding=encoding)
     metadata, streams = take_apart(content)
     return put_together(Parts(dict(sorted(metadata.items())), streams))  # safetensors shuffles metadata
 

@@ -23,13 +23,14 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.model_loader import get_model
 from vllm.platforms import current_platform
 
-from inference_space import cpu_backend, routes
-from inference_space.fallback import Fallback
-from inference_space.ranks import Ranks
-from shared import codec
-from shared.checkpoint import read_bits
-from shared.digest import state_digest
-from shared.digest_torch import tensor_digest
+from delta_weight_sync import codec
+from delta_weight_sync.checkpoint import read_bits
+from delta_weight_sync.digest import state_digest
+from delta_weight_sync.digest_torch import tensor_digest
+from delta_weight_sync.vllm import cpu_backend
+from delta_weight_sync.vllm import weight_map as routes
+from delta_weight_sync.vllm.ranks import Ranks
+from delta_weight_sync.vllm.reloaded import Fallback
 
 
 class Worker:

@@ -2,7 +2,7 @@
 
 import torch
 
-from inference_space import routes
+from delta_weight_sync.vllm import weight_map as routes
 
 
 class Model(torch.nn.Module):

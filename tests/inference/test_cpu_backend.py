@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from inference_space import cpu_backend
+from delta_weight_sync.vllm import cpu_backend
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM imports parts of torch that are deprecated

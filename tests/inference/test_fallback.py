@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from inference_space import routes
-from inference_space.fallback import Fallback
-from shared import codec
-from shared.digest import state_digest
+from delta_weight_sync import codec
+from delta_weight_sync.digest import state_digest
+from delta_weight_sync.vllm import weight_map as routes
+from delta_weight_sync.vllm.reloaded import Fallback
 
 pytestmark = pytest.mark.live  # vLLM's own patching of weights
 

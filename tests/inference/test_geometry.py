@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_space import routes
-from inference_space.geometry import Geometry, part_of
-from shared.digest_torch import tensor_digest
+from delta_weight_sync.digest_torch import tensor_digest
+from delta_weight_sync.vllm import weight_map as routes
+from delta_weight_sync.vllm.geometry import Geometry, part_of
 
 
 @st.composite

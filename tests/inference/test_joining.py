@@ -9,13 +9,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from delta_weight_sync.store import open_bucket
+from delta_weight_sync.store.base import replacing
+from delta_weight_sync.store.files import FileBucket
 from inference_space.follower import Follower
 from inference_space.progress import CountingReader
 from inference_space.settings import Settings
 from inference_space.vllm_server import VllmServer
-from shared.bucket import replacing
-from shared.buckets import open_bucket
-from shared.fs_bucket import FileBucket
 from tests.dashboard.real_run import RealRun
 
 PATIENCE_S = 60

@@ -11,15 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from delta_weight_sync import checkpoint, codec
+from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.protocol import ProtocolError
+from delta_weight_sync.store import Bucket, open_bucket
 from inference_space.follower import Follower
 from inference_space.progress import CountingReader
 from inference_space.settings import Settings
 from inference_space.vllm_server import VllmError
-from shared import checkpoint, codec
-from shared.bucket import Bucket
-from shared.buckets import open_bucket
-from shared.digest import state_digest, to_hex
-from shared.protocol import ProtocolError
 from tests.dashboard.real_run import RealRun
 from tests.dashboard.test_long_run import Counted
 from tests.dashboard.written_run import WrittenRun

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from inference_space import plugin
+from delta_weight_sync.vllm import plugin
 
 
 @pytest.fixture

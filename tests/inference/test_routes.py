@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inference_space import routes
+from delta_weight_sync.vllm import weight_map as routes
 from tests.inference.loaders import SHAPES, Model, Reached, learn
 
 

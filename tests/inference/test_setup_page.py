@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
+from delta_weight_sync.store import Bucket, ObjectInfo, open_bucket
 from inference_space import setup_page
 from inference_space.app import main
 from inference_space.follower import Follower
@@ -21,8 +22,6 @@ from inference_space.progress import CountingReader
 from inference_space.settings import Settings
 from inference_space.setup_page import problems_of
 from inference_space.vllm_server import VllmServer
-from shared.bucket import Bucket, ObjectInfo
-from shared.buckets import open_bucket
 from tests.hubsim import HubSim
 from trainer.processes import free_port
 

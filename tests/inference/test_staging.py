@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from inference_space import scatter, staging
-from inference_space.fallback import Fallback
-from inference_space.ranks import Ranks
-from inference_space.routes import learn, ownership
-from inference_space.staging import LiveWeights
-from shared import codec
-from shared.digest import state_digest
+from delta_weight_sync import codec
+from delta_weight_sync.digest import state_digest
+from delta_weight_sync.vllm import scatter, staging
+from delta_weight_sync.vllm.ranks import Ranks
+from delta_weight_sync.vllm.reloaded import Fallback
+from delta_weight_sync.vllm.staging import LiveWeights
+from delta_weight_sync.vllm.weight_map import learn, ownership
 
 SHAPES = {"q": (6, 8), "k": (3, 8), "v": (3, 8), "out": (8, 6), "norm": (8,)}
 
@@ -71,9 +71,9 @@ def live(model: Model) -> LiveWeights:
     return LiveWeights(learned.routes, owned, Fallback(model, {}), Ranks(1))
 
 
-def delta(path: Path, old: dict[str, np.ndarray], new: dict[str, np.ndarray], level: str = "fast") -> Path:
+def delta(path: Path, old: dict[str, np.ndarray], new: dict[str, np.ndarray], encoding: str = "fast") -> Path:
     patches = [codec.diff(name, old[name], new[name]) for name in old]
-    path.write_bytes(codec.encode(patches, old.__getitem__, base=0, version=1, level=level))
+    path.write_bytes(codec.encode(patches, old.__getitem__, base=0, version=1, encoding=encoding))
     return path
 
 
@@ -93,8 +93,8 @@ def test_many_deltas_with_undos_between_them_leave_what_a_fresh_load_would(tmp_p
     assert known == state_digest(state)
     for turn in range(deltas):
         new = moved(rng, state)
-        level = ("fast", "small", "original")[turn % 3]
-        staged = weights.stage([delta(path, state, new, level)], known)
+        encoding = ("fast", "small", "original")[turn % 3]
+        staged = weights.stage([delta(path, state, new, encoding)], known)
         assert staged.digest == state_digest(new)
         if turn % 4 == 0 and len(staged.steps) > 1:
             with monkeypatch.context() as broken:

@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     )
     from vllm.v1.request import Request, RequestStatus
 
-    from inference_space import step_commit
+    from delta_weight_sync.vllm import step_commit
 
 pytestmark = pytest.mark.live  # vLLM's own cache manager
 

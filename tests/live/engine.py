@@ -21,7 +21,7 @@ from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.platforms.cpu import CpuPlatform  # noqa: E402
 
-from inference_space import step_commit  # noqa: E402
+from delta_weight_sync.vllm import step_commit  # noqa: E402
 
 
 def only_once() -> None:
@@ -32,9 +32,9 @@ def only_once() -> None:
 
 only_once()
 
-from inference_space import scatter  # noqa: E402
-from shared.checkpoint import read_bits  # noqa: E402
-from shared.digest import state_digest, to_hex  # noqa: E402
+from delta_weight_sync.checkpoint import read_bits  # noqa: E402
+from delta_weight_sync.digest import state_digest, to_hex  # noqa: E402
+from delta_weight_sync.vllm import scatter  # noqa: E402
 
 TOKENS, BLOCK = 8, 32
 PROMPTS = [[5 + i, 6, 7] * 4 for i in range(3)]

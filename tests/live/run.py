@@ -6,13 +6,13 @@ import httpx
 import torch
 from transformers import AutoModelForCausalLM
 
-from shared.buckets import open_bucket
-from shared.codec import Level
-from shared.runlog import RunLogWriter
+from delta_weight_sync.codec import Encoding
+from delta_weight_sync.publish.publisher import Publisher
+from delta_weight_sync.publish.run_writer import RunWriter
+from delta_weight_sync.runlog import RunLogWriter
+from delta_weight_sync.store import open_bucket
 from tests.live.asking import HEADERS
 from tests.live.replica import PATIENCE_S, Replica
-from trainer.publisher import Publisher
-from trainer.run_writer import RunWriter
 
 PROMPTS = [[1, 5, 9, 100, 200, 33], [7] * 12, [50, 40, 30, 20, 10, 5, 4, 3], [250, 17]]
 
@@ -20,11 +20,11 @@ PROMPTS = [[1, 5, 9, 100, 200, 33], [7] * 12, [50, 40, 30, 20, 10, 5, 4, 3], [25
 class Trainer:
     """Takes random steps with a real model and publishes them; what TRL does, without the learning."""
 
-    def __init__(self, url: str, base: Path, level: Level = "fast") -> None:
+    def __init__(self, url: str, base: Path, encoding: Encoding = "fast") -> None:
         self.bucket = open_bucket(url, create=True)
         self.log = RunLogWriter(self.bucket, "live")
         self.writer = RunWriter(self.bucket, "live", model="tiny", assets=base)
-        self.publisher = Publisher(self.writer, self.log, level=level)
+        self.publisher = Publisher(self.writer, self.log, encoding=encoding)
         self.model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         self.syncs = 0
 

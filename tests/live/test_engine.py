@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared import codec
-from shared.checkpoint import WEIGHTS, read_bits, write_bits
-from shared.digest import state_digest, to_hex
+from delta_weight_sync import codec
+from delta_weight_sync.checkpoint import WEIGHTS, read_bits, write_bits
+from delta_weight_sync.digest import state_digest, to_hex
 from trainer.policies import tiny
 
 BLOCK = 32

@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from shared.checkpoint import WEIGHTS, read_bits, write_bits
+from delta_weight_sync.checkpoint import WEIGHTS, read_bits, write_bits
 from trainer.processes import free_port
 
 pytestmark = pytest.mark.live

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.buckets import open_bucket
-from shared.history import RunReader
-from shared.runlog import DoneEvent, RunLogReader, StepEvent
+from delta_weight_sync.history import RunReader
+from delta_weight_sync.runlog import DoneEvent, RunLogReader, StepEvent
+from delta_weight_sync.store import open_bucket
 from tests.live.replica import Replica
 from trainer.policies import tiny
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.history import RunReader
+from delta_weight_sync.history import RunReader
 from tests.live.replica import SMALL_CACHE, Replica
 from tests.live.run import Trainer, greedy, update
 from trainer.policies import tiny
@@ -15,12 +15,12 @@ TWO_WORKERS = f"{SMALL_CACHE} --tensor-parallel-size 2 --distributed-executor-ba
 
 
 def test_two_workers_together_hold_each_version(tmp_path: Path):
-    """Level "small", whose reader needs whole tensors, of which each worker has a part.
+    """Encoding "small", whose reader needs whole tensors, of which each worker has a part.
 
     Staging a version hashes what both workers hold in memory: each but the last is proven by its successor.
     """
     tiny.build(tmp_path / "base", tie=True, seed=0)
-    trainer = Trainer((tmp_path / "bucket").as_uri(), tmp_path / "base", level="small")
+    trainer = Trainer((tmp_path / "bucket").as_uri(), tmp_path / "base", encoding="small")
     trainer.publish()
     environ = {"REPLICA_VLLM_ARGS": TWO_WORKERS}
     replica = Replica(trainer.bucket.url, "live", tmp_path / "replica", environ=environ)

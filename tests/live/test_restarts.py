@@ -4,9 +4,9 @@ import psutil
 import pytest
 import torch
 
+from delta_weight_sync.publish.publisher import Publisher
+from delta_weight_sync.publish.run_writer import RunWriter
 from tests.live.conftest import vllm_of
-from trainer.publisher import Publisher
-from trainer.run_writer import RunWriter
 
 pytestmark = pytest.mark.live
 

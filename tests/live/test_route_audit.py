@@ -17,9 +17,9 @@ import pytest
 from fastapi import FastAPI
 from starlette.routing import Mount
 
+from delta_weight_sync.store import open_bucket
 from inference_space import dashboard
 from inference_space.dashboard.controls import Following
-from shared.buckets import open_bucket
 from tests.live.asking import HEADERS as RIGHT
 from tests.live.asking import KEY
 

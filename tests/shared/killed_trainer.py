@@ -8,10 +8,10 @@ from unittest import mock
 
 import torch
 
-from shared.buckets import open_bucket
-from shared.runlog import RunLogWriter
-from trainer.publisher import Publisher
-from trainer.run_writer import RunWriter
+from delta_weight_sync.publish.publisher import Publisher
+from delta_weight_sync.publish.run_writer import RunWriter
+from delta_weight_sync.runlog import RunLogWriter
+from delta_weight_sync.store import open_bucket
 
 RUN = "test"
 
@@ -27,7 +27,7 @@ def publish(url: str, assets: Path, last: int, whole: bool) -> None:
         if whole:
             put(key, data)
             _die()
-        with mock.patch("shared.fs_bucket._write", _write_half):
+        with mock.patch("delta_weight_sync.store.files._write", _write_half):
             return put(key, data)
 
     with mock.patch.object(bucket, "put", put_or_die):

@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from shared import codec
+from delta_weight_sync import codec
 
 LEVELS = ("fast", "small", "original")
 State = dict[str, np.ndarray]
 
 
-def delta_file(tmp: Path, old: State, new: State, level: str = "fast", base: int = 3) -> Path:
+def delta_file(tmp: Path, old: State, new: State, encoding: str = "fast", base: int = 3) -> Path:
     patches = [codec.diff(name, old[name], new[name]) for name in old]
     path = tmp / "delta.safetensors"
-    path.write_bytes(codec.encode(patches, old.__getitem__, base=base, version=base + 1, level=level))
+    path.write_bytes(codec.encode(patches, old.__getitem__, base=base, version=base + 1, encoding=encoding))
     return path
 
 
@@ -59,14 +59,14 @@ def tmp(tmp_path_factory):
     return tmp_path_factory.mktemp("codec")
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("encoding", LEVELS)
 @given(
     seed=st.integers(0, 2**32),
     share=st.sampled_from([0, 1e-3, 0.01, 0.3, 0.7, 1.0]),
     small=st.booleans(),
     sizes=st.lists(st.sampled_from([0, 1, 3, 63, 64, 65, 500, 5000]), min_size=1, max_size=5),
 )
-def test_round_trip_is_exact_for_every_bit_pattern(tmp, level, seed, share, small, sizes):
+def test_round_trip_is_exact_for_every_bit_pattern(tmp, encoding, seed, share, small, sizes):
     rng = np.random.default_rng(seed)
     old = {str(i): rng.integers(0, 65536, size).astype(np.uint16) for i, size in enumerate(sizes)}
     moves = [1, 2, 65535] if small else np.arange(1, 65536)
@@ -75,17 +75,17 @@ def test_round_trip_is_exact_for_every_bit_pattern(tmp, level, seed, share, smal
         + np.where(rng.random(bits.shape) < share, rng.choice(moves, bits.shape), 0).astype(np.uint16)
         for name, bits in old.items()
     }
-    live = applied(delta_file(tmp, old, new, level), old)
+    live = applied(delta_file(tmp, old, new, encoding), old)
     for name in old:
         np.testing.assert_array_equal(live[name], new[name])
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_every_bf16_pattern_can_become_every_other_nearby_one(tmp, level):
+@pytest.mark.parametrize("encoding", LEVELS)
+def test_every_bf16_pattern_can_become_every_other_nearby_one(tmp, encoding):
     old = {"w": np.arange(65536, dtype=np.uint16)}
     for step in (1, 2, 32768, 65535):
         new = {"w": old["w"] + np.uint16(step)}
-        np.testing.assert_array_equal(applied(delta_file(tmp, old, new, level), old)["w"], new["w"])
+        np.testing.assert_array_equal(applied(delta_file(tmp, old, new, encoding), old)["w"], new["w"])
 
 
 def test_each_kind_of_change_gets_the_mode_that_is_cheapest_for_it(tmp):
@@ -115,14 +115,14 @@ def test_distant_changes_in_a_large_tensor(tmp):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("level", ["fast", "small"])
-def test_positions_beyond_31_bits(tmp, level):
+@pytest.mark.parametrize("encoding", ["fast", "small"])
+def test_positions_beyond_31_bits(tmp, encoding):
     """A tensor of more than 2^31 elements; its zero pages cost no memory."""
     old = {"w": np.zeros(2**31 + 100, np.uint16)}
     index = np.sort(np.random.default_rng(4).choice(2**31 + 100, 1000, replace=False))
     patch = codec.Patch("w", old["w"].shape, index, np.full(1000, 65535, np.uint16))
     path = tmp / "large.safetensors"
-    path.write_bytes(codec.encode([patch], old.__getitem__, base=0, version=1, level=level))
+    path.write_bytes(codec.encode([patch], old.__getitem__, base=0, version=1, encoding=encoding))
     (back,) = codec.Delta(path).patches(shapes(old), old.__getitem__)
     np.testing.assert_array_equal(back.index, index)
     np.testing.assert_array_equal(back.ulps, patch.ulps)
@@ -145,8 +145,8 @@ def test_merged_patches_do_what_both_do(seed):
     np.testing.assert_array_equal(live, states[0])
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_chain_of_deltas_is_one_patch_per_tensor(tmp, level):
+@pytest.mark.parametrize("encoding", LEVELS)
+def test_a_chain_of_deltas_is_one_patch_per_tensor(tmp, encoding):
     """The reader of a later delta needs the weights as the earlier ones left them."""
     rng = np.random.default_rng(1)
     states = [{"a": weights(rng, 300, 100), "b": weights(rng, 77)}]
@@ -154,8 +154,8 @@ def test_a_chain_of_deltas_is_one_patch_per_tensor(tmp, level):
         states.append({name: stepped(rng, bits, 1e-6) for name, bits in states[-1].items()})
     deltas = []
     for number, (old, new) in enumerate(pairwise(states)):
-        path = delta_file(tmp, old, new, level, base=number)
-        deltas.append(codec.Delta(path.rename(tmp / f"{number}.{level}.safetensors")))
+        path = delta_file(tmp, old, new, encoding, base=number)
+        deltas.append(codec.Delta(path.rename(tmp / f"{number}.{encoding}.safetensors")))
     live = {name: bits.copy() for name, bits in states[0].items()}
     for patch in codec.chain(deltas, shapes(live), states[0].__getitem__):
         codec.apply(patch, live[patch.name])
@@ -163,8 +163,8 @@ def test_a_chain_of_deltas_is_one_patch_per_tensor(tmp, level):
         np.testing.assert_array_equal(live[name], states[-1][name])
 
 
-@pytest.mark.parametrize("level", ["fast", "small"])
-def test_threads_write_the_same_bytes_and_read_the_same_changes(tmp, level, monkeypatch):
+@pytest.mark.parametrize("encoding", ["fast", "small"])
+def test_threads_write_the_same_bytes_and_read_the_same_changes(tmp, encoding, monkeypatch):
     rng, askers = np.random.default_rng(0), set()
     old = {f"{i}.weight": weights(rng, 40, 50) for i in range(30)}
     new = {name: stepped(rng, bits, 1e-5) for name, bits in old.items()}
@@ -177,14 +177,14 @@ def test_threads_write_the_same_bytes_and_read_the_same_changes(tmp, level, monk
     def coded() -> tuple[bytes, list[codec.Patch]]:
         patches = [codec.diff(name, old[name], new[name]) for name in old]
         path = tmp / "threads.safetensors"
-        path.write_bytes(codec.encode(patches, bits, base=3, version=4, level=level))
+        path.write_bytes(codec.encode(patches, bits, base=3, version=4, encoding=encoding))
         assert len(codec.Delta(path).groups) > 10
         return path.read_bytes(), list(codec.Delta(path).patches(shapes(old), bits))
 
-    monkeypatch.setattr("shared.codec.file.GROUP_ELEMENTS", 4000)
+    monkeypatch.setattr("delta_weight_sync.codec.file.GROUP_ELEMENTS", 4000)
     found = []
     for threads in (1, 4):
-        monkeypatch.setattr("shared.parallel.THREADS", threads)
+        monkeypatch.setattr("delta_weight_sync.parallel.THREADS", threads)
         found.append(coded())
     (alone, changes), (together, same) = found
     assert together == alone
@@ -261,13 +261,13 @@ def test_a_delta_of_another_model_is_refused_before_anything_is_read(tmp):
             next(delta.patches(model, old.__getitem__))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("encoding", LEVELS)
 @given(data=st.data())
-def test_a_damaged_file_is_refused_or_harmless(tmp, level, data):
+def test_a_damaged_file_is_refused_or_harmless(tmp, encoding, data):
     """Any bytes: an error by name, or patches that stay inside the shapes they claim. Never anything else."""
     old = {"v": np.arange(700, dtype=np.uint16), "w": np.arange(16000, 16600).astype(np.uint16)}
     new = {name: bits + (np.arange(bits.size) % 7 == 0) * np.uint16(3) for name, bits in old.items()}
-    path = delta_file(tmp, old, new, level)
+    path = delta_file(tmp, old, new, encoding)
     content = bytearray(path.read_bytes())
     for _ in range(data.draw(st.integers(1, 8))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))

@@ -14,9 +14,9 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared import codec
-from shared.codec.file import GROUP_ELEMENTS
-from shared.codec.modes import encode_group
+from delta_weight_sync import codec
+from delta_weight_sync.codec.file import GROUP_ELEMENTS
+from delta_weight_sync.codec.modes import encode_group
 from tests.fuzz.check import check, decoded
 from tests.fuzz.mutate import NUMBERS, Parts, mutate, put_together, replace_stream, take_apart
 from tests.fuzz.seeds import OLD, seeds

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared import digest, digest_torch
+from delta_weight_sync import digest, digest_torch
 
 
 @given(seed=st.integers(0, 2**32), changes=st.integers(0, 50))

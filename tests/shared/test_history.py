@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from shared.__main__ import main
-from shared.buckets import open_bucket
-from shared.checkpoint import read_bits, to_bits
-from shared.digest import state_digest, to_hex
-from shared.history import RunReader
-from shared.protocol import ProtocolError
+from delta_weight_sync.checkpoint import read_bits, to_bits
+from delta_weight_sync.cli import main
+from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.history import RunReader
+from delta_weight_sync.protocol import ProtocolError
+from delta_weight_sync.store import open_bucket
 from tests import forked
 from tests.shared import killed_trainer
 from tests.shared.written_run import write_run
@@ -58,10 +58,10 @@ def test_log_lists_every_version(run):
 
 
 def test_a_fault_is_one_line_and_a_failing_exit_code(run):
-    words = [sys.executable, "-m", "shared", "show", run[0], "--version", "99"]
+    words = [sys.executable, "-m", "delta_weight_sync", "show", run[0], "--version", "99"]
     result = subprocess.run(words, capture_output=True, text=True)
     assert result.returncode == 1
-    assert result.stderr.startswith("shared show: run 'test' in ")
+    assert result.stderr.startswith("delta-weight-sync show: run 'test' in ")
     assert len(result.stderr.splitlines()) == 1
 
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from bench import results
-from shared import codec
-from shared.buckets import open_bucket
-from shared.history import RunReader
-from shared.plan import Question, coding, model, predict, rates, text, units
-from shared.plan.__main__ import main
-from shared.protocol import MAX_CHAIN
-from shared.runlog import RunLogWriter
+from delta_weight_sync import codec
+from delta_weight_sync.history import RunReader
+from delta_weight_sync.plan import Question, coding, model, predict, rates, text, units
+from delta_weight_sync.plan.__main__ import main
+from delta_weight_sync.protocol import MAX_CHAIN
+from delta_weight_sync.publish.publisher import Publisher
+from delta_weight_sync.publish.run_writer import RunWriter
+from delta_weight_sync.runlog import RunLogWriter
+from delta_weight_sync.store import open_bucket
 from tests.hubsim import HubSim
-from trainer.publisher import Publisher
-from trainer.run_writer import RunWriter
 
 MEASURED = results.read()
 TRAINERS = {"fp32 master, late": "fp32", "fp32 master, from bf16": "fp32-start", "bf16 weights": "bf16"}
@@ -28,22 +28,25 @@ GROWTH = [*MEASURED["growth"]["changes"], *MEASURED["growth"]["size"]]
 SIZE_TOLERANCE, TIME_FACTOR, TABLE_TOLERANCE = 0.05, 2.0, 0.01
 
 
-@pytest.mark.parametrize("level", ["fast", "small"])
+@pytest.mark.parametrize("encoding", ["fast", "small"])
 @pytest.mark.parametrize(("name", "trainer", "one"), SETS)
-def test_sizes_of_every_measured_set(name, trainer, one, level):
-    predicted = coding.delta_bytes(one["elements"], one["share"], level, trainer)
-    assert predicted == pytest.approx(one["bytes"][level], rel=SIZE_TOLERANCE)
+def test_sizes_of_every_measured_set(name, trainer, one, encoding):
+    predicted = coding.delta_bytes(one["elements"], one["share"], encoding, trainer)
+    assert predicted == pytest.approx(one["bytes"][encoding], rel=SIZE_TOLERANCE)
 
 
-@pytest.mark.parametrize("level", ["fast", "small"])
+@pytest.mark.parametrize("encoding", ["fast", "small"])
 @pytest.mark.parametrize("one", GROWTH, ids=lambda o: f"{o['elements'] / 1e6:.0f}M-{o['share']:.2%}")
-def test_sizes_and_seconds_as_model_and_changes_grow(one, level):
+def test_sizes_and_seconds_as_model_and_changes_grow(one, encoding):
     weights, changes = one["elements"], one["changed"]
-    size = coding.delta_bytes(weights, one["share"], level, "fp32")
-    assert size / changes == pytest.approx(one["per_change"][level], rel=SIZE_TOLERANCE)
-    encode, decode = model.encode_s(weights, changes, level), rates.DECODE[level].seconds(weights, changes)
-    assert_time(encode, one["parts"][f"encode {level}"]["median_s"])
-    assert_time(decode, one["parts"][f"decode {level}"]["median_s"])
+    size = coding.delta_bytes(weights, one["share"], encoding, "fp32")
+    assert size / changes == pytest.approx(one["per_change"][encoding], rel=SIZE_TOLERANCE)
+    encode, decode = (
+        model.encode_s(weights, changes, encoding),
+        rates.DECODE[encoding].seconds(weights, changes),
+    )
+    assert_time(encode, one["parts"][f"encode {encoding}"]["median_s"])
+    assert_time(decode, one["parts"][f"decode {encoding}"]["median_s"])
 
 
 def assert_time(predicted: float, measured: float) -> None:
@@ -226,7 +229,7 @@ WORDS = ["--params", "1T", "--changed", "1%", "--replicas", "32", "--link", "1GB
 def test_the_table_states_its_assumptions(capsys):
     main([*WORDS, "--anchor-every", "64", "--price-egress", "0.05", "--trainer", "bf16"])
     printed = capsys.readouterr().out
-    assert "one sync of 1 T weights, 1 % changed, level fast, trainer bf16" in printed
+    assert "one sync of 1 T weights, 1 % changed, encoding fast, trainer bf16" in printed
     for stated in (
         "no GPU was measured",
         "200 ranks",
@@ -238,9 +241,9 @@ def test_the_table_states_its_assumptions(capsys):
 
 
 def test_json_holds_every_figure(capsys):
-    main([*WORDS, "--json", "--level", "small"])
+    main([*WORDS, "--json", "--encoding", "small"])
     figures = json.loads(capsys.readouterr().out)
-    plan = predict(Question(params=10**12, share=0.01, replicas=32, link=1e9, level="small"))
+    plan = predict(Question(params=10**12, share=0.01, replicas=32, link=1e9, encoding="small"))
     assert (figures["delta"], figures["parts"]["commit"]) == (plan.delta, plan.parts.commit)
     assert figures["hand_over_to_serving_s"] == plan.parts.total
     assert figures["assumptions"]

@@ -4,7 +4,16 @@ import json
 
 import pytest
 
-from shared.protocol import AnchorRef, DeltaRef, FileRef, Head, Keys, Manifest, ProtocolError, parse
+from delta_weight_sync.protocol import (
+    AnchorRef,
+    DeltaRef,
+    FileRef,
+    Head,
+    Keys,
+    Manifest,
+    ProtocolError,
+    parse,
+)
 
 SHA = "0" * 64
 KEYS = Keys("demo")
@@ -23,7 +32,7 @@ def manifest(version: int, at: int, deltas: list[int]) -> Manifest:
     return Manifest(
         run="demo",
         version=version,
-        epoch=1,
+        writer_term=1,
         sync=1,
         created_at=0.0,
         digest="0" * 16,
@@ -69,7 +78,7 @@ def test_a_chain_with_a_gap_is_refused(deltas):
 )
 def test_a_wrong_head_is_refused_by_name(change, complaint):
     ref = {"key": KEYS.manifest(0, 1), "size": 1, "sha256": SHA}
-    head = {"run": "demo", "version": 0, "manifest": ref, "epoch": 1, "writer": "0" * 32} | change
+    head = {"run": "demo", "version": 0, "manifest": ref, "writer_term": 1, "writer": "0" * 32} | change
     with pytest.raises(ProtocolError, match=complaint) as caught:
         parse(Head, json.dumps(head).encode(), "runs/demo/HEAD")
     assert "runs/demo/HEAD is not a valid Head" in str(caught.value)

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared import codec
-from shared.buckets import open_bucket
-from shared.checkpoint import read_bits
-from shared.digest import state_digest, to_hex
-from shared.history import RunReader
+from delta_weight_sync import codec
+from delta_weight_sync.checkpoint import read_bits
+from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.history import RunReader
+from delta_weight_sync.store import open_bucket
 from tests.shared import wire_examples, wire_reader
 from tests.shared.written_run import write_run
 
@@ -22,9 +22,9 @@ WHERE = ("anywhere", "small", "rows", "replaced")
 State = dict[str, np.ndarray]
 
 
-def encoded(old: State, new: State, level: str) -> bytes:
+def encoded(old: State, new: State, encoding: str) -> bytes:
     patches = [codec.diff(name, old[name], new[name]) for name in old]
-    return codec.encode(patches, old.__getitem__, base=3, version=4, level=level)
+    return codec.encode(patches, old.__getitem__, base=3, version=4, encoding=encoding)
 
 
 def by_the_page(data: bytes, old: State) -> State:
@@ -50,7 +50,7 @@ def folder(tmp_path_factory):
 tensors = st.lists(st.sampled_from([1, 3, 63, 64, 65, 130, 400]), min_size=1, max_size=4)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("encoding", LEVELS)
 @settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**32),
@@ -59,11 +59,11 @@ tensors = st.lists(st.sampled_from([1, 3, 63, 64, 65, 130, 400]), min_size=1, ma
     steps=st.sampled_from(["up", "one", "few", "any"]),
     where=st.sampled_from(WHERE),
 )
-def test_the_page_reads_what_the_project_writes(folder, level, seed, sizes, share, steps, where):
+def test_the_page_reads_what_the_project_writes(folder, encoding, seed, sizes, share, steps, where):
     rng = np.random.default_rng(seed)
     old = {f"layer.{i}": _weights(rng, size) for i, size in enumerate(sizes)}
     new = {name: _stepped(rng, bits, share, steps, where) for name, bits in old.items()}
-    data = encoded(old, new, level)
+    data = encoded(old, new, encoding)
     for read in (by_the_page(data, old), by_the_project(data, old, folder)):
         for name, bits in new.items():
             np.testing.assert_array_equal(read[name], bits)
@@ -95,10 +95,10 @@ def _stepped(rng: np.random.Generator, bits: np.ndarray, share: float, steps: st
 def test_such_deltas_are_in_every_mode():
     """The test above means what it says only if it meets all of them."""
     rng, found = np.random.default_rng(0), set()
-    for level in ("fast", "small"):
+    for encoding in ("fast", "small"):
         for share, steps, where in itertools.product((0.1, 1.0), ("up", "one", "any"), WHERE):
             old = {"w": _weights(rng, 400)}
-            data = encoded(old, {"w": _stepped(rng, old["w"], share, steps, where)}, level)
+            data = encoded(old, {"w": _stepped(rng, old["w"], share, steps, where)}, encoding)
             header, _ = wire_reader.safetensors(data)
             found |= set(re.findall(r'"mode": "(\w+)"', header["__metadata__"]["groups"]))
     assert found == {"gaps", "bands", "mask", "dense", "raw"}

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import zstandard
 
-from shared import codec
-from shared.digest import state_digest, to_hex
-from shared.protocol import FileRef, Head
+from delta_weight_sync import codec
+from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.protocol import FileRef, Head
 from tests.shared.wire_reader import safetensors
 
 PAGE = Path(__file__).parents[2] / "docs" / "wire-format.md"
@@ -25,8 +25,8 @@ _SHOWN = 24  # changes
 
 
 def head() -> str:
-    manifest = FileRef(key="runs/demo/manifests/00000007.e1.json", size=2, sha256=_sha256(b"{}"))
-    sealed = Head(run="demo", version=7, manifest=manifest, epoch=1, writer="0123456789abcdef" * 2)
+    manifest = FileRef(key="runs/demo/manifests/00000007.t1.json", size=2, sha256=_sha256(b"{}"))
+    sealed = Head(run="demo", version=7, manifest=manifest, writer_term=1, writer="0123456789abcdef" * 2)
     text = sealed.to_bytes().decode()
     without = text.replace(f',"seal":"{sealed.seal}"', "")
     return "\n".join(
@@ -88,9 +88,9 @@ EXAMPLES: dict[str, Callable[[], str]] = {
 }
 
 
-def _explained(old: Bits, new: Bits, level: str, mode: str = "") -> str:
+def _explained(old: Bits, new: Bits, encoding: str, mode: str = "") -> str:
     patch = codec.diff("w", old, new)
-    data = codec.encode([patch], {"w": old}.__getitem__, base=6, version=7, level=level)
+    data = codec.encode([patch], {"w": old}.__getitem__, base=6, version=7, encoding=encoding)
     header, content = safetensors(data)
     end = 8 + int.from_bytes(data[:8], "little")
     found = re.findall(r'"mode": "(\w+)"', header["__metadata__"].get("groups", ""))
@@ -98,7 +98,7 @@ def _explained(old: Bits, new: Bits, level: str, mode: str = "") -> str:
     pairs = list(zip(patch.index, patch.ulps.astype(np.int16), strict=True))
     steps = " ".join(f"{at}:{step:+d}" for at, step in pairs[:_SHOWN]) + (" …" if pairs[_SHOWN:] else "")
     lines = [
-        f"{mode or level}: w has shape {list(old.shape)}, old bits {_few(old)}",
+        f"{mode or encoding}: w has shape {list(old.shape)}, old bits {_few(old)}",
         *_wrapped(f"changes, position:step  {steps}"),
         f"the file, {len(data)} bytes: length of the header {data[:8].hex(' ')}, header",
         *_wrapped(data[8:end].decode().rstrip()),

@@ -126,7 +126,7 @@ def decode_group(group: dict, streams: dict[str, bytes], weights: list[int]) -> 
 
 
 def apply_original(header: dict, content: dict[str, bytes], weights: Weights) -> None:
-    """A file of level `original`, in place."""
+    """A file of encoding `original`, in place."""
     for key in [key for key in content if key.endswith(".indices")]:
         name, width = key.removesuffix(".indices"), {"I32": 4, "I64": 8}[header[key]["dtype"]]
         raw = content[key]

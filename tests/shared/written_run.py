@@ -5,13 +5,13 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from shared.buckets import open_bucket
-from shared.checkpoint import to_bits
-from shared.digest import state_digest, to_hex
-from shared.runlog import RunLogWriter
+from delta_weight_sync.checkpoint import to_bits
+from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.publish.publisher import Publisher
+from delta_weight_sync.publish.run_writer import RunWriter
+from delta_weight_sync.runlog import RunLogWriter
+from delta_weight_sync.store import open_bucket
 from trainer.policies import tiny
-from trainer.publisher import Publisher
-from trainer.run_writer import RunWriter
 
 
 def write_run(url: str, base: Path, versions: int) -> list[str]:

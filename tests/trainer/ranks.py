@@ -1,7 +1,7 @@
 """The ranks of a trainer of known weights and gradients, each a process.
 
 The layout is how parameters lie on the ranks: `whole` on each, `fsdp`, or `mesh`: two by two ranks, every
-kind of placement, and FSDP over tensor parallelism. A job is a level of the codec, and perhaps
+kind of placement, and FSDP over tensor parallelism. A job is a encoding of the codec, and perhaps
 `:<rank>:<sync>`, where a rank then fails. Each job's result is the digest of the live weights, or the error
 that ended it.
 """
@@ -16,14 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shared.buckets import open_bucket
-from shared.runlog import RunLogWriter
+from delta_weight_sync.publish.mirror import Mirror
+from delta_weight_sync.publish.publisher import Publisher
+from delta_weight_sync.publish.run_writer import RunWriter
+from delta_weight_sync.publish.sharded import Peers, live_digest
+from delta_weight_sync.publish.weight_transfer import WeightTransfer, to_bucket, to_main
+from delta_weight_sync.runlog import RunLogWriter
+from delta_weight_sync.store import open_bucket
 from tests import forked
-from trainer.mirror import Mirror
-from trainer.publisher import Publisher
-from trainer.run_writer import RunWriter
-from trainer.sharded import Peers, live_digest
-from trainer.weight_transfer import WeightTransfer, to_bucket, to_main
 
 STEPS = 4
 
@@ -105,14 +105,14 @@ def _like(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def run(layout: str, folder: Path, job: str) -> str:
     """Publish the base and a version per step into `folder`; returns the digest of the live weights."""
-    level, *fault = job.split(":")
+    encoding, *fault = job.split(":")
     torch.manual_seed(0)
     model = Model()
     shard(model, layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     peers = Peers()
     failing = int(fault[1]) if fault and int(fault[0]) == peers.rank else None
-    publisher, transfer = _transfer(peers, folder, level)
+    publisher, transfer = _transfer(peers, folder, encoding)
     try:
         for number in range(STEPS):
             _send(transfer, model, failing == number)
@@ -145,7 +145,7 @@ def _out_of_memory(method: Any) -> Any:
     return fail_at_wide
 
 
-def _transfer(peers: Peers, folder: Path, level: str) -> tuple[Publisher | None, WeightTransfer]:
+def _transfer(peers: Peers, folder: Path, encoding: str) -> tuple[Publisher | None, WeightTransfer]:
     if not peers.main:
         return None, to_main(peers, "host")
     assets = folder / "assets"
@@ -153,7 +153,7 @@ def _transfer(peers: Peers, folder: Path, level: str) -> tuple[Publisher | None,
     (assets / "config.json").write_text("{}")
     bucket = open_bucket((folder / "bucket").as_uri(), create=True)
     writer = RunWriter(bucket, "run", model="policy", assets=assets)
-    publisher = Publisher(writer, RunLogWriter(bucket, "run"), level=level)
+    publisher = Publisher(writer, RunLogWriter(bucket, "run"), encoding=encoding)
     return publisher, to_bucket(publisher, lambda: None, peers)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shared.runlog import CommitEvent, DoneEvent, ReplicaEvent, StepEvent, SyncEvent
+from delta_weight_sync.runlog import CommitEvent, DoneEvent, ReplicaEvent, StepEvent, SyncEvent
 from trainer.local import Progress
 from trainer.processes import ChildError, Processes, free_port, interrupt_once, only_one
 from trainer.summary import summarize, table

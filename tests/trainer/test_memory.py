@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared import parallel
-from shared.buckets import open_bucket
-from shared.runlog import RunLogWriter
-from trainer.publisher import Publisher
-from trainer.run_writer import RunWriter
+from delta_weight_sync import parallel
+from delta_weight_sync.publish.publisher import Publisher
+from delta_weight_sync.publish.run_writer import RunWriter
+from delta_weight_sync.runlog import RunLogWriter
+from delta_weight_sync.store import open_bucket
 
 MIRROR = 80 * 800 * 800 * 2  # bytes of a model that takes 205 MB in float32
 # The C library then gives every block of this size to the program by itself, and counts the bytes of these.

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from shared.checkpoint import to_bits
-from shared.digest import tensor_digest
-from trainer import mirror
-from trainer.mirror import Mirror, diff_flat
-from trainer.sharded import Block
+from delta_weight_sync.checkpoint import to_bits
+from delta_weight_sync.digest import tensor_digest
+from delta_weight_sync.publish import mirror
+from delta_weight_sync.publish.mirror import Mirror, diff_flat
+from delta_weight_sync.publish.sharded import Block
 
 ODD = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, -1e-40, 3.0])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from shared import codec
-from shared.bucket import BucketUnreachable
-from shared.buckets import open_bucket
-from shared.checkpoint import to_bits, write_bits
-from shared.digest import state_digest, to_hex
-from shared.history import RunReader
-from shared.runlog import RunLogReader, RunLogWriter, SyncEvent
-from trainer.hand_over import HandOver, taken_back
-from trainer.publisher import Publisher
-from trainer.run_writer import FencedError, RunWriter
+from delta_weight_sync import codec
+from delta_weight_sync.checkpoint import to_bits, write_bits
+from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.history import RunReader
+from delta_weight_sync.publish.pending import PendingUpdate, published_bits
+from delta_weight_sync.publish.publisher import Publisher
+from delta_weight_sync.publish.run_writer import FencedError, RunWriter
+from delta_weight_sync.runlog import RunLogReader, RunLogWriter, SyncEvent
+from delta_weight_sync.store import BucketUnreachable, open_bucket
 
 PATIENCE_S = 300.0  # for what happens at once; only a fault takes so long
 
@@ -177,7 +176,7 @@ def test_a_failing_upload_is_repeated_and_nothing_is_lost(
         raise BucketUnreachable(f"{key}: the link is down")
 
     monkeypatch.setattr(run.bucket, "put", failing_put)
-    monkeypatch.setattr("trainer.publisher._RETRY_S", 0.05)
+    monkeypatch.setattr("delta_weight_sync.publish.publisher._RETRY_S", 0.05)
     for _ in range(3):
         policy.step()
         run.publish(policy)
@@ -205,7 +204,7 @@ def test_a_published_version_never_changes_its_content(make_run_anywhere, monkey
                 raise BucketUnreachable("no answer")
 
     monkeypatch.setattr(run.bucket, "put", put_without_answer)
-    monkeypatch.setattr("trainer.publisher._RETRY_S", 0.05)
+    monkeypatch.setattr("delta_weight_sync.publish.publisher._RETRY_S", 0.05)
     policy.step()
     run.publish(policy)
     run.publisher.flush()
@@ -222,7 +221,7 @@ def test_a_second_trainer_takes_over_and_the_first_is_fenced_off(make_run_anywhe
     policy.step()
     second.publish(policy)
     manifest = second.publisher.flush()
-    assert (manifest.version, manifest.epoch) == (2, 2)
+    assert (manifest.version, manifest.writer_term) == (2, 2)
     first.publish(Policy(seed=1))
     with pytest.raises(FencedError, match="taken over by another trainer"):
         first.publisher.flush()
@@ -273,7 +272,7 @@ def test_the_trainer_hands_over_while_an_anchor_is_written(make_run, tmp_path, m
 
         write_bits(shapes, read, path)
 
-    monkeypatch.setattr("trainer.publisher.write_bits", write_slowly)
+    monkeypatch.setattr("delta_weight_sync.publish.publisher.write_bits", write_slowly)
     monkeypatch.setattr(run.writer, "anchor_is_due", lambda _: True)
     for _ in range(3):
         policy.step(0.05)
@@ -297,9 +296,9 @@ def test_what_is_pending_is_taken_back_by_one_walk_over_it():
 
     old, names = np.zeros(2, np.uint16), [f"expert.{i}" for i in range(2000)]
     once = [Walked(codec.diff(name, old + step, old + step + 1) for name in names) for step in (0, 1)]
-    pending = [HandOver(patches, digest=0, sync=0, created_at=0.0, diff_s=0.0) for patches in once]
+    pending = [PendingUpdate(patches, digest=0, sync=0, created_at=0.0, diff_s=0.0) for patches in once]
     for name in names:
-        np.testing.assert_array_equal(taken_back(old + 2, name, reversed(pending)), old)
+        np.testing.assert_array_equal(published_bits(old + 2, name, reversed(pending)), old)
     assert [patches.times for patches in once] == [1, 1]
 
 

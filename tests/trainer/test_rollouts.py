@@ -17,7 +17,7 @@ from trainer.processes import free_port
 from trainer.rollouts import ReplicaRolloutLoop
 from trainer.wordle import make_dataset
 
-EPOCH = 2
+TERM = 2
 TOKENIZER = Path(trainer.policies.__file__).parent / "wordle-tiny"
 
 
@@ -85,7 +85,7 @@ def rollout_loop(url: str, generations: int, samples: queue.Queue) -> ReplicaRol
     PartialState(cpu=True)
     return ReplicaRolloutLoop(
         replicas=[url],
-        epoch=EPOCH,
+        writer_term=TERM,
         model_name="policy",
         dataset=make_dataset("Play Wordle.", 1, seed=0),
         reward_funcs=[],
@@ -103,8 +103,8 @@ def rollout_loop(url: str, generations: int, samples: queue.Queue) -> ReplicaRol
     )
 
 
-def named(sync: int, epoch: int = EPOCH) -> dict[str, str]:
-    return {"x-policy-sync": str(sync), "x-policy-epoch": str(epoch)}
+def named(sync: int, writer_term: int = TERM) -> dict[str, str]:
+    return {"x-policy-sync": str(sync), "x-policy-term": str(writer_term)}
 
 
 def test_each_sample_has_the_oldest_weights_of_its_own_conversation():
@@ -115,6 +115,6 @@ def test_each_sample_has_the_oldest_weights_of_its_own_conversation():
     assert all(sample.completion_mask.sum() > 1 for sample in samples)
 
 
-@pytest.mark.parametrize("turn", [named(9, EPOCH - 1), {}], ids=["of an earlier trainer", "unnamed"])
+@pytest.mark.parametrize("turn", [named(9, TERM - 1), {}], ids=["of an earlier trainer", "unnamed"])
 def test_weights_that_this_trainer_did_not_make_are_the_oldest_of_all(turn):
     assert [s.model_version for s in samples_of([[named(5), turn], [named(5), named(5)]])] == [0, 5]

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.buckets import open_bucket
-from shared.history import RunReader
-from shared.protocol import Manifest
+from delta_weight_sync.history import RunReader
+from delta_weight_sync.protocol import Manifest
+from delta_weight_sync.publish.sharded import Peers
+from delta_weight_sync.publish.weight_transfer import to_main
+from delta_weight_sync.store import open_bucket
 from tests.trainer import ranks
-from trainer.sharded import Peers
-from trainer.weight_transfer import to_main
 
 
 def published(folder: Path) -> list[tuple[int, str, bytes]]:
@@ -29,12 +29,12 @@ def key(manifest: Manifest) -> str:
 @pytest.mark.parametrize(("layout", "size"), [("fsdp", 2), ("mesh", 4)])
 def test_sharded_ranks_publish_what_a_single_process_publishes(layout, size, tmp_path):
     levels = ["fast", "small"]
-    digests = [ranks.run("whole", tmp_path / "alone" / level, level) for level in levels]
+    digests = [ranks.run("whole", tmp_path / "alone" / encoding, encoding) for encoding in levels]
     assert ranks.spawn(size, layout, tmp_path, levels) == [digests] * size
-    for level in levels:
-        versions = published(tmp_path / level)
+    for encoding in levels:
+        versions = published(tmp_path / encoding)
         assert [version for version, *_ in versions] == [4, 3, 2, 1, 0]
-        assert versions == published(tmp_path / "alone" / level)
+        assert versions == published(tmp_path / "alone" / encoding)
 
 
 @pytest.mark.full

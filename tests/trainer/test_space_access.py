@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import aiohttp
 import pytest
 
-from shared.buckets import open_bucket
-from shared.runlog import RunLogWriter
+from delta_weight_sync.runlog import RunLogWriter
+from delta_weight_sync.store import open_bucket
 from trainer import observer, rollouts, space_access
 from trainer.cold_spaces import ColdSpaces
 from trainer.observer import ReplicaWatch
@@ -122,7 +122,7 @@ def post(url: str) -> object:
     async def ask() -> object:
         async with aiohttp.ClientSession() as session:
             loop = object.__new__(ReplicaRolloutLoop)
-            loop.session, loop._epoch = session, 1
+            loop.session, loop._writer_term = session, 1
             rollouts._turns.set([])
             return await loop._ask(f"{url}/v1/completions", {}, 10.0)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.buckets import open_bucket
+from delta_weight_sync.store import open_bucket
 from tests.hubsim import HubSim
 from trainer.policies import tiny
 from trainer.train import main

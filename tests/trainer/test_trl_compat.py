@@ -4,7 +4,7 @@ import pytest
 import torch
 import trl
 
-from trainer import trl_compat
+from delta_weight_sync.publish import trl_compat
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["mha", "gqa"])
@@ -42,7 +42,7 @@ def test_another_release_of_trl_is_refused(monkeypatch):
 
 
 def test_a_missing_place_is_named():
-    with pytest.raises(RuntimeError, match=r"has no trainer\.trl_compat\.no_such_thing any more"):
+    with pytest.raises(RuntimeError, match=r"has no delta_weight_sync\.\S+\.no_such_thing any more"):
         trl_compat._replace(trl_compat, "no_such_thing", None)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
 
-from shared.prices import GPUS, READ_ON, SOURCE
+from delta_weight_sync.plan.prices import GPUS, READ_ON, SOURCE
 from trainer.deploy import account, keys
 from trainer.deploy.apply import apply, refuse_strangers
 from trainer.deploy.checks_scene import Scene

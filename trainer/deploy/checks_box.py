@@ -10,7 +10,7 @@ from pathlib import Path
 from huggingface_hub.constants import HF_HOME
 from packaging.requirements import Requirement
 
-from shared.prices import HARDWARE
+from delta_weight_sync.plan.prices import HARDWARE
 from trainer.deploy.checks_scene import Problem, Scene
 from trainer.deploy.stage import CHECKOUT
 

@@ -10,8 +10,8 @@ import httpx
 from huggingface_hub import get_session
 from huggingface_hub.errors import GatedRepoError
 
-from shared.buckets import open_bucket
-from shared.protocol import FORMAT
+from delta_weight_sync.protocol import FORMAT
+from delta_weight_sync.store import open_bucket
 from trainer import cold_spaces
 from trainer.deploy import account
 from trainer.deploy.checks_scene import Problem, Scene

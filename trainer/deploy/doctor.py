@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shared.bucket import BucketError
+from delta_weight_sync.store import BucketError
 from trainer.deploy import checks_box, checks_hub
 from trainer.deploy.checks_scene import Check, Problem, Scene
 from trainer.deploy.errors import DeployError, masked

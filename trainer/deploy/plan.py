@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shared.prices import GPUS, HARDWARE
-from shared.protocol import Keys, ProtocolError
+from delta_weight_sync.plan.prices import GPUS, HARDWARE
+from delta_weight_sync.protocol import Keys, ProtocolError
 from trainer.deploy.errors import DeployError
 from trainer.deploy.stage import APPS, App, stage
 

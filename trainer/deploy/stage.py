@@ -1,13 +1,12 @@
 """The folders that become the Spaces' repositories: what their Dockerfiles need, and nothing else.
 
-A package's files are its modules and the data files that pyproject.toml names for it, so what runs from an
-installation runs from a Space as well; caches, tests and other apps cannot slip in.
+A package's files are its modules and the data files that are named here for it; caches, tests and other apps
+cannot slip in.
 """
 
 from __future__ import annotations
 
 import shutil
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -18,7 +17,15 @@ App = Literal["env", "replica"]
 APPS: tuple[App, ...] = ("env", "replica")
 
 CHECKOUT = Path(__file__).parents[2]
-_PACKAGES: dict[App, tuple[str, ...]] = {"env": ("env_space",), "replica": ("inference_space", "shared")}
+_PACKAGES: dict[App, tuple[str, ...]] = {
+    "env": ("env_space",),
+    "replica": ("inference_space", "shared/delta_weight_sync"),
+}
+_DATA = {
+    "env_space": ("words/*", "page/*", "openenv.yaml", "openenv_probe.json"),
+    "inference_space": ("dashboard/static/*",),
+    "shared/delta_weight_sync": ("py.typed",),
+}
 _ROOT_FILES: dict[App, tuple[str, ...]] = {"env": ("LICENSE",), "replica": ("LICENSE", "pyproject.toml")}
 _SPACE_FILES = ("README.md", "Dockerfile", "requirements.txt")  # at the root of the Space
 
@@ -45,8 +52,5 @@ def files(app: App) -> dict[str, Path]:
 def _of_package(package: str) -> Iterator[Path]:
     """Modules and named data files of a package and of the packages in it."""
     yield from (CHECKOUT / package).rglob("*.py")
-    settings = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
-    for name, patterns in settings["tool"]["setuptools"]["package-data"].items():
-        if name.split(".")[0] == package:
-            folder = CHECKOUT.joinpath(*name.split("."))
-            yield from (path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
+    found = (path for pattern in _DATA[package] for path in (CHECKOUT / package).glob(pattern))
+    yield from (path for path in found if path.is_file())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 
-from shared.prices import READ_ON, price
+from delta_weight_sync.plan.prices import READ_ON, price
 from trainer import cold_spaces
 from trainer.deploy.hub import Found
 

@@ -1,0 +1,260 @@
+"""The delta file: plain safetensors whose metadata tells people and readers what is in it.
+
+`safe_open(...).metadata()` shows
+
+    format, base, version     what it is, and the two versions that it joins
+    tensors                   JSON rows [name, shape, changes, group] of every changed tensor
+    groups                    JSON objects: the mode of each group of tensors and its parameters
+
+and its tensors are the uint8 streams of the groups: `<group>.gaps`, `<group>.signs` and so on. Changes run
+on from tensor to tensor within a group, so that a group has one set of parameters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from delta_weight_sync.codec import original
+from delta_weight_sync.codec.modes import (
+    LAYOUTS,
+    Group,
+    Listed,
+    Many,
+    Mode,
+    Old,
+    candidates,
+    decode_group,
+    encode_group,
+)
+from delta_weight_sync.codec.patch import Bits, CodecError, Patch, apply, merge
+from delta_weight_sync.codec.values import Streams
+from delta_weight_sync.parallel import in_order
+
+DELTA_FORMAT = "delta-weight-sync-delta/2"
+Encoding = Literal["fast", "small", "original"]
+Shapes = Mapping[str, Sequence[int]]
+GROUP_ELEMENTS = 1 << 25  # a group ends with the tensor that reaches this many elements
+_UNREADABLE = (SafetensorError, zstandard.ZstdError, ValidationError, ValueError, LookupError, MemoryError)
+_LONGEST = 300  # characters of a reason
+_TABLE = TypeAdapter(Many[tuple[str, Many[int], int, int]])
+_GROUPS = TypeAdapter(Many[Group])
+
+
+class Delta:
+    """A delta file whose table was read; `patches` reads the changes themselves."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `CodecError` naming the file if it is not a delta."""
+        self._path = path
+        with _named(path), safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            self.original = metadata.get("format") == original.FORMAT
+            if not self.original and metadata.get("format") != DELTA_FORMAT:
+                raise CodecError(f"format {metadata.get('format')!r}, this reader knows {DELTA_FORMAT!r}")
+            self.base, self.version = int(metadata["base"]), int(metadata["version"])
+            self.tensors = original.table(file) if self.original else _table(metadata["tensors"])
+            self.groups = () if self.original else _GROUPS.validate_json(metadata["groups"], strict=True)
+
+    @property
+    def changes(self) -> int:
+        """Changed elements of the whole model."""
+        return sum(tensor.changes for tensor in self.tensors)
+
+    def patches(self, shapes: Shapes, old: Old) -> Iterator[Patch]:
+        """The changes, tensor by tensor.
+
+        `shapes` are those of the model, against which the table is checked before anything is unpacked; `old`
+        gives the bits of a tensor at version `base` (uint16, C-contiguous), asked for only where needed.
+        Raises `CodecError` naming the file; what was yielded before must then be thrown away.
+
+        No file makes this allocate more than 64 bytes per byte of the file and 16 bytes per element of the
+        model: 10 for each change that it yields, the others for as many groups at a time as there are
+        threads, each at most `GROUP_ELEMENTS` and the tensor that reaches them.
+        """
+        with _named(self._path):
+            self._check(shapes)
+            yield from original.read(self._path, self.tensors, old) if self.original else self._decode(old)
+
+    def _decode(self, old: Old) -> Iterator[Patch]:
+        with safe_open(self._path, framework="numpy") as file:
+            for patches in in_order(_decoded, self._coded(file, old)):
+                yield from patches
+
+    def _coded(self, file: Any, old: Old) -> Iterator[_Coded]:
+        members: list[list[Listed]] = [[] for _ in self.groups]
+        for tensor in self.tensors:
+            members[tensor.group].append(tensor)
+        for number, (group, listed) in enumerate(zip(self.groups, members, strict=True)):
+            streams = {name: _stream(file, f"{number}.{name}") for name in LAYOUTS[group.mode].streams}
+            yield _Coded(group, listed, streams, _held([group.mode], listed, old))
+
+    def _check(self, shapes: Shapes) -> None:
+        names = [tensor.name for tensor in self.tensors]
+        if len(set(names)) != len(names):
+            raise CodecError("a tensor is listed twice")
+        for tensor in self.tensors:
+            if tuple(shapes.get(tensor.name, ())) != tensor.shape or tensor.name not in shapes:
+                raise CodecError(
+                    f"it changes {tensor.name} {list(tensor.shape)}, which this model does not have"
+                )
+            if not 0 < tensor.changes <= tensor.numel:
+                raise CodecError(f"{tensor.name} lists {tensor.changes} changes of {tensor.numel} elements")
+        if not self.original:
+            self._check_groups()
+
+    def _check_groups(self) -> None:
+        """Each group has tensors, and ends where `encode` ends it: that bounds what a group unpacks to."""
+        if {tensor.group for tensor in self.tensors} != set(range(len(self.groups))):
+            raise CodecError(f"its {len(self.groups)} groups are not those that its tensors are in")
+        elements = [0] * len(self.groups)
+        for tensor in self.tensors:
+            if elements[tensor.group] >= GROUP_ELEMENTS:
+                raise CodecError(f"group {tensor.group} goes on after {elements[tensor.group]} elements")
+            elements[tensor.group] += tensor.numel
+
+
+class _Coded(NamedTuple):
+    """All that the decoding of one group needs."""
+
+    group: Group
+    listed: list[Listed]
+    streams: Streams
+    old: Old
+
+
+def _decoded(coded: _Coded) -> list[Patch]:
+    return list(decode_group(*coded))
+
+
+def _held(modes: Sequence[Mode], tensors: Iterable[Listed | Patch], old: Old) -> Old:
+    """`old` for another thread: asked in this one, for it may take a lock, or ask other workers in turn."""
+    needed = any(LAYOUTS[mode].reads_old for mode in modes)
+    return {tensor.name: old(tensor.name) for tensor in tensors if needed}.__getitem__
+
+
+def _table(text: str) -> list[Listed]:
+    return [Listed(*row) for row in _TABLE.validate_json(text, strict=True)]
+
+
+def _stream(file: Any, key: str) -> NDArray[np.uint8]:
+    stored = file.get_slice(key)
+    if stored.get_dtype() != "U8" or len(stored.get_shape()) != 1:
+        raise CodecError(f"stream {key} is not bytes")
+    return cast(NDArray[np.uint8], file.get_tensor(key))
+
+
+def encode(
+    patches: Iterable[Patch], old: Old, *, base: int, version: int, encoding: Encoding = "fast"
+) -> bytes:
+    """The delta file as bytes. `old` gives the bits of a tensor at version `base`."""
+    changed = [patch for patch in patches if patch.index.size]
+    versions = {"base": str(base), "version": str(version)}
+    if encoding == "original":
+        return _canonical(original.save(changed, old, versions))
+    table: list[Listed] = []
+    groups: list[Group] = []
+    streams: Streams = {}
+    sparse: list[Mode] = ["gaps", "bands"] if encoding == "small" else ["gaps"]
+    for members, group, coded in in_order(_encoded, _uncoded(changed, old, sparse)):
+        table += [Listed(p.name, p.shape, p.index.size, len(groups)) for p in members]
+        streams |= {f"{len(groups)}.{key}": stream for key, stream in coded.items()}
+        groups.append(group)
+    described = json.dumps([group.model_dump(exclude_defaults=True) for group in groups])
+    metadata = {"format": DELTA_FORMAT, **versions, "tensors": json.dumps(table), "groups": described}
+    return _canonical(save(streams, metadata))
+
+
+def _canonical(data: bytes) -> bytes:
+    """The same file with its header's keys in order: safetensors writes metadata in a random one."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8:end]), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return data[:8] + header.encode().ljust(end - 8) + data[end:]
+
+
+def chain(deltas: Sequence[Delta], shapes: Shapes, old: Old) -> list[Patch]:
+    """What the deltas do one after the other, as one patch per tensor; `old` is at the first one's base."""
+    merged: dict[str, Patch] = {}
+
+    def between(name: str) -> Bits:
+        if name not in merged:
+            return old(name)
+        bits = old(name).copy()
+        apply(merged[name], bits)
+        return bits
+
+    for delta in deltas:
+        merged = {p.name: p for p in merge(list(merged.values()), list(delta.patches(shapes, between)))}
+    return list(merged.values())
+
+
+def _grouped(
+    patches: Sequence[Patch], old: Old, sparse: Sequence[Mode]
+) -> Iterator[tuple[Mode, list[Patch]]]:
+    """Runs of tensors whose cheapest mode is the same; "gaps" stands for all modes in `sparse`."""
+    members: list[Patch] = []
+    current: Mode = "gaps"
+    for patch in patches:
+        others = candidates(patch)
+        mode = _cheapest([*sparse, *others], [patch], old)[0].mode if others else "gaps"
+        mode = "gaps" if mode in sparse else mode
+        full = sum(p.numel for p in members) >= GROUP_ELEMENTS
+        if members and (mode != current or full):
+            yield current, members
+            members = []
+        current = mode
+        members.append(patch)
+    if members:
+        yield current, members
+
+
+class _Uncoded(NamedTuple):
+    """All that the coding of one group needs."""
+
+    modes: Sequence[Mode]
+    members: list[Patch]
+    old: Old
+
+
+def _uncoded(patches: Sequence[Patch], old: Old, sparse: Sequence[Mode]) -> Iterator[_Uncoded]:
+    for mode, members in _grouped(patches, old, sparse):
+        modes = sparse if mode == "gaps" else [mode]
+        yield _Uncoded(modes, members, _held(modes, members, old))
+
+
+def _encoded(uncoded: _Uncoded) -> tuple[list[Patch], Group, Streams]:
+    return uncoded.members, *_cheapest(*uncoded)
+
+
+def _cheapest(modes: Sequence[Mode], patches: Sequence[Patch], old: Old) -> tuple[Group, Streams]:
+    coded = [encode_group(mode, patches, old) for mode in modes]
+    return min(coded, key=lambda one: sum(stream.size for stream in one[1].values()))
+
+
+class _named:  # noqa: N801 - used as a context manager only
+    """Turns whatever a damaged file provokes into a `CodecError` that names the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, _UNREADABLE):
+            reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            raise CodecError(f"{self._path.name} is not a readable delta: {_line(reason)}") from error
+
+
+def _line(text: str) -> str:
+    """`text` as a log can take it: no pages, no line breaks, no terminal codes from a file."""
+    return "".join(letter for letter in " ".join(text.split())[:_LONGEST] if letter.isprintable())

@@ -1,0 +1,127 @@
+"""The state digest: one 64-bit number for all weight bits, updatable from a delta in O(changes).
+
+    digest = sum over tensors t, elements i of  r(t, i) * bits(t, i)             mod 2^64
+    r(t, i) = (mix(seed(t) + i // 4096) | 1) * (mix(i mod 4096) mod 2^32 | 1)
+
+`bits` is the bf16 pattern as an unsigned integer, `i` the row-major position, `mix` the finalizer of
+splitmix64 (Steele, Lea & Flood, 2014), `seed(t)` the first eight bytes of sha256(name). The sum does not
+depend on order, so replicas can hash shards in any layout, and a change of one element from `a` to `b` moves
+it by `r * (b - a)`. Within a block of 4096 elements the products stay below 2^64 and a machine adds many of
+them at once. Any single wrong element is seen for sure, several with probability of about 1 - 2^-48; it
+guards against mistakes, the sha256 in the manifest guards against tampering.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from delta_weight_sync.kernel import kernel
+
+BLOCK = 4096
+_NO_BLOCK = np.uint64(1 << 63)  # a number that none has
+Bits = NDArray[np.uint16]
+
+
+@kernel
+def _mix(i: np.uint64) -> np.uint64:
+    z = i * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@kernel
+def _inner_table() -> NDArray[np.uint32]:
+    table = np.empty(BLOCK, np.uint32)
+    for i in range(BLOCK):
+        table[i] = np.uint32(_mix(np.uint64(i)) & np.uint64(0xFFFFFFFF)) | np.uint32(1)
+    return table
+
+
+INNER = _inner_table()  # uint32 [4096]: the factor of a position within its block
+
+
+@kernel
+def _hash_block(bits: Bits, factors: NDArray[np.uint32]) -> np.uint64:
+    """A loop over two slices from their start: only so does the compiler turn it into vector instructions."""
+    total = np.uint64(0)
+    for j in range(bits.size):
+        total += np.uint64(factors[j]) * np.uint64(bits[j])
+    return total
+
+
+@kernel
+def _hash_dense(bits: Bits, first: int, inner: NDArray[np.uint32], seed: np.uint64) -> np.uint64:
+    total = np.uint64(0)
+    at = 0
+    while at < bits.size:
+        offset = (first + at) % BLOCK
+        length = min(BLOCK - offset, bits.size - at)
+        block = _hash_block(bits[at : at + length], inner[offset : offset + length])
+        total += (_mix(seed + np.uint64((first + at) // BLOCK)) | np.uint64(1)) * block
+        at += length
+    return total
+
+
+@kernel
+def _hash_change(
+    index: NDArray[np.int64], old: Bits, new: Bits, inner: NDArray[np.uint32], seed: np.uint64
+) -> np.uint64:
+    total, block, outer = np.uint64(0), _NO_BLOCK, np.uint64(0)
+    for j in range(index.size):
+        i = np.uint64(index[j])
+        if i // np.uint64(BLOCK) != block:  # increasing positions stay in a block for a while
+            block = i // np.uint64(BLOCK)
+            outer = _mix(seed + block) | np.uint64(1)
+        total += outer * np.uint64(inner[i % np.uint64(BLOCK)]) * (np.uint64(new[j]) - np.uint64(old[j]))
+    return total
+
+
+@kernel
+def _hash_moved(
+    bits: Bits, index: NDArray[np.int64], ulps: Bits, inner: NDArray[np.uint32], seed: np.uint64
+) -> np.uint64:
+    total, block, outer = np.uint64(0), _NO_BLOCK, np.uint64(0)
+    for j in range(index.size):
+        i = np.uint64(index[j])
+        if i // np.uint64(BLOCK) != block:
+            block = i // np.uint64(BLOCK)
+            outer = _mix(seed + block) | np.uint64(1)
+        new = bits[i]
+        old = np.uint16(new - ulps[j])
+        total += outer * np.uint64(inner[i % np.uint64(BLOCK)]) * (np.uint64(new) - np.uint64(old))
+    return total
+
+
+def seed(name: str) -> np.uint64:
+    """Start of a tensor's blocks in the hash: the first eight bytes of sha256(name), little-endian."""
+    return np.uint64(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
+
+
+def tensor_digest(name: str, bits: Bits, first: int = 0) -> int:
+    """Digest of one tensor's row-major bf16 patterns, uint16, any shape, or of a part from `first` on."""
+    return int(_hash_dense(np.ascontiguousarray(bits).reshape(-1), first, INNER, seed(name)))
+
+
+def change_digest(name: str, index: NDArray[np.int64], old: Bits, new: Bits) -> int:
+    """What to add to a digest (mod 2^64) when `old` becomes `new` at the flat positions `index`."""
+    return int(_hash_change(index, old, new, INNER, seed(name)))
+
+
+def moved_digest(name: str, bits: Bits, index: NDArray[np.int64], ulps: Bits) -> int:
+    """As `change_digest`, for flat `bits` (uint16) to which `ulps` were already added at `index`."""
+    return int(_hash_moved(bits, index, ulps, INNER, seed(name)))
+
+
+def state_digest(state: Mapping[str, Bits]) -> int:
+    """Digest of a whole model: checkpoint name -> bf16 bits."""
+    return sum(tensor_digest(name, bits) for name, bits in state.items()) % (1 << 64)
+
+
+def to_hex(digest: int) -> str:
+    """The form that manifests and status pages carry: 16 hex digits."""
+    return f"{digest % (1 << 64):016x}"

@@ -1,0 +1,1 @@
+"""The publishing half: from live parameters to versions in the bucket."""

@@ -1,0 +1,64 @@
+"""What the trainer hands over at a sync, until it is a version."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from delta_weight_sync import codec
+from delta_weight_sync.codec import Bits, Patch
+from delta_weight_sync.protocol import Manifest
+from delta_weight_sync.runlog import SyncEvent
+
+
+@dataclass(frozen=True)
+class PendingUpdate:
+    """What one version will hold: patches since the last published one, and the state they lead to."""
+
+    patches: list[Patch]
+    digest: int
+    sync: int
+    created_at: float  # unix seconds
+    diff_s: float
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, Patch]:
+        """The patch of each tensor that changed; a tensor has one at most."""
+        return {patch.name: patch for patch in self.patches}
+
+    def then(self, later: PendingUpdate) -> PendingUpdate:
+        """Both as one, as if the trainer had made both steps before it handed over."""
+        return PendingUpdate(
+            codec.merge(self.patches, later.patches),
+            later.digest,
+            later.sync,
+            later.created_at,
+            self.diff_s + later.diff_s,
+        )
+
+    def event(self, manifest: Manifest, anchor_bytes: int, encode_s: float) -> SyncEvent:
+        """The line of the run's log that says what became of it."""
+        return SyncEvent(
+            t=time.time(),
+            version=manifest.version,
+            sync=manifest.sync,
+            payload_bytes=manifest.deltas[-1].size if manifest.deltas else anchor_bytes,
+            anchor_bytes=anchor_bytes,
+            full_bytes=manifest.full_bytes,
+            changed=manifest.changed,
+            total=manifest.total,
+            diff_s=self.diff_s,
+            encode_s=encode_s,
+            publish_s=time.time() - self.created_at,
+        )
+
+
+def published_bits(bits: Bits, name: str, pending: Iterable[PendingUpdate | None]) -> Bits:
+    """A copy of the tensor's newest bits as they were before `pending`, newest hand-over first."""
+    bits = bits.copy()
+    for hand_over in filter(None, pending):
+        if patch := hand_over.by_name.get(name):
+            codec.apply(codec.inverse(patch), bits)
+    return bits

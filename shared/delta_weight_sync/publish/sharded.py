@@ -1,0 +1,209 @@
+"""Several trainer processes and one publisher: who diffs which elements, and how changes reach rank 0.
+
+Under FSDP2 a rank holds a block of each parameter (a `DTensor`). Every rank finds the changes of its own
+blocks; once per hand-over they travel to rank 0, which alone holds the whole mirror and alone writes to the
+bucket. So what moves between ranks is what changed, never the model, but for two cases that gather tensors in
+full, one at a time: the first hand-over, and placements that are no plain block.
+
+Ranks go through a hand-over in step. Where one fails, all of them stop with its sentence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from delta_weight_sync.checkpoint import to_bits
+from delta_weight_sync.codec import Bits, Index, Patch
+from delta_weight_sync.digest import change_digest, to_hex
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+_PATIENCE = datetime.timedelta(hours=2)  # rank 0 uploads the base and waits for a replica meanwhile
+_CHUNK = 1 << 20  # elements hashed at a time
+
+
+class PeerError(RuntimeError):
+    """Another process of this trainer failed, so this one stops too."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A box of a parameter: the parameter's shape, and where the box begins and how far it extends."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+
+    @property
+    def at(self) -> tuple[slice, ...]:
+        """The box as an index into the parameter."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.extent, strict=True))
+
+    def positions(self, index: Index) -> Index:
+        """Row-major positions in the parameter of row-major positions in the box."""
+        if self.extent == self.shape:
+            return index
+        if self.extent[1:] == self.shape[1:]:  # whole rows, as FSDP2 shards by default
+            return index + self.offset[0] * math.prod(self.shape[1:])
+        inside = np.unravel_index(index, self.extent)
+        where = tuple(i + o for i, o in zip(inside, self.offset, strict=True))
+        return np.ravel_multi_index(where, self.shape).astype(np.int64)
+
+
+def own_block(tensor: torch.Tensor, *, main: bool) -> Block | None:
+    """What of a parameter this rank diffs; None if that is up to another rank.
+
+    Tensors that every rank holds whole are the main rank's. Where a mesh dimension holds copies of a block,
+    its first rank diffs it.
+    """
+    if not _is_block(tensor):
+        shape = tuple(tensor.shape)
+        return Block(shape, (0,) * len(shape), shape) if main else None
+    mesh, placements = tensor.device_mesh, tensor.placements
+    extent, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    here = mesh.get_coordinate() or ()
+    is_copy = any(p.is_replicate() and at for p, at in zip(placements, here, strict=False))
+    return None if is_copy or not math.prod(extent) else Block(tuple(tensor.shape), offset, extent)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a parameter on this rank, those of `own_block`."""
+    return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def gathered(weights: Weights, *, first: bool, main: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights, of which the main rank gets some in full: all at `first`, then those that are no block.
+
+    A collective: every rank takes it to its end. The others see their own part of each tensor.
+    """
+    for name, tensor in weights:
+        if not isinstance(tensor, DTensor) or (_is_block(tensor) and not first):
+            yield name, tensor
+        else:
+            full = cast(DTensor, tensor.detach().to(torch.bfloat16)).full_tensor()
+            yield name, full if main else tensor
+
+
+def _is_block(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Known from the placements, so that all ranks agree; not so for strided and partial ones."""
+    return isinstance(tensor, DTensor) and all(type(p) in (Shard, Replicate) for p in tensor.placements)
+
+
+def union(parts: Iterable[Patch]) -> list[Patch]:
+    """One patch of what several ranks found in one tensor, which does not overlap; none without changes."""
+    found = sorted((p for p in parts if p.index.size), key=lambda p: int(p.index[0]))
+    if len(found) < 2:
+        return found
+    index, ulps = (
+        np.concatenate(columns) for columns in zip(*((p.index, p.ulps) for p in found), strict=True)
+    )
+    if not (index[1:] > index[:-1]).all():
+        order = np.argsort(index)
+        index, ulps = index[order], ulps[order]
+    return [Patch(found[0].name, found[0].shape, index, ulps)]
+
+
+class Peers:
+    """The processes of this trainer; with a single one there is nobody to wait for.
+
+    Of several, all must create it and then call its methods in the same order.
+    """
+
+    def __init__(self) -> None:
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if several else None
+
+    @property
+    def main(self) -> bool:
+        """True for the one process that publishes."""
+        return self.rank == 0
+
+    def exchange(self, message: Any, failure: str = "") -> list[Any]:
+        """Every rank's message, in the order of ranks. Raises `PeerError` on all ranks if one failed."""
+        if self._group is None:
+            return [message]
+        answers: list[Any] = [None] * self.size
+        with _lost_contact():
+            dist.all_gather_object(answers, (message, failure), group=self._group)
+        for rank, (_, sentence) in enumerate(answers):
+            if sentence:
+                raise PeerError(f"rank {rank} of the trainer stopped the run: {sentence}")
+        return [answer for answer, _ in answers]
+
+    @contextlib.contextmanager
+    def together(self, weights: Iterable[object] = ()) -> Iterator[None]:
+        """What is within ends on all ranks alike: well, or with an error; `weights` is taken to its end."""
+        try:
+            yield
+        except PeerError:
+            raise  # every rank knows
+        except Exception as error:
+            for _ in weights:  # the others wait for this rank in its collectives
+                pass
+            with contextlib.suppress(PeerError):
+                self.exchange(None, f"{type(error).__name__}: {error}")
+            raise
+        self.exchange(None)
+
+    def send(self, patches: Sequence[Patch]) -> None:
+        """Hand what this rank found to rank 0, which is in `receive`."""
+        self.exchange([(p.name, p.shape, p.index.size) for p in patches])
+        with _lost_contact():
+            if any(p.index.size for p in patches):
+                dist.send(_wire(np.concatenate([p.index for p in patches])), 0, group=self._group)
+                dist.send(_wire(np.concatenate([p.ulps for p in patches])), 0, group=self._group)
+
+    def receive(self) -> list[Patch]:
+        """On rank 0: what the other ranks found."""
+        tables = self.exchange([])
+        return [patch for rank, table in enumerate(tables) if table for patch in self._from(rank, table)]
+
+    def _from(self, rank: int, table: list[tuple[str, tuple[int, ...], int]]) -> list[Patch]:
+        ends = np.cumsum([count for _, _, count in table])
+        index, ulps = np.empty(ends[-1], np.int64), np.empty(ends[-1], np.uint16)
+        with _lost_contact():
+            for column in (index, ulps) if index.size else ():
+                dist.recv(_wire(column), rank, group=self._group)
+        columns = zip(table, np.split(index, ends[:-1]), np.split(ulps, ends[:-1]), strict=True)
+        return [Patch(name, shape, at, change) for (name, shape, _), at, change in columns]
+
+
+def _wire(column: Index | Bits) -> torch.Tensor:
+    return torch.from_numpy(column.view(np.uint8))
+
+
+@contextlib.contextmanager
+def _lost_contact() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(f"another process of the trainer is gone; its own log says why ({error})") from error
+
+
+def live_digest(weights: Weights, peers: Peers) -> str:
+    """Digest of the live parameters of all ranks, cast to bf16, of which each rank hashes its own blocks."""
+    total = 0
+    for name, tensor in gathered(weights, first=False, main=peers.main):
+        if block := own_block(tensor, main=peers.main):
+            total += _block_digest(name, block, to_bits(local(tensor)).reshape(-1))
+    return to_hex(sum(peers.exchange(total)))
+
+
+def _block_digest(name: str, block: Block, bits: Bits) -> int:
+    total = 0
+    for start in range(0, bits.size, _CHUNK):
+        part = bits[start : start + _CHUNK]
+        index = block.positions(np.arange(start, start + part.size))
+        total += change_digest(name, index, np.zeros_like(part), part)
+    return total

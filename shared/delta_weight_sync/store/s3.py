@@ -1,0 +1,133 @@
+"""A bucket of any S3-compatible store, through s3fs.
+
+Keys, region and endpoint come from the usual variables: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
+AWS_DEFAULT_REGION, AWS_ENDPOINT_URL.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from aiohttp import ClientError as StreamError
+from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
+
+from delta_weight_sync.store.base import (
+    AccessDenied,
+    BucketError,
+    BucketMissing,
+    BucketUnreachable,
+    Listing,
+    ObjectInfo,
+    ObjectMissing,
+    check_key,
+    check_prefix,
+    check_size,
+    replacing,
+    size_of,
+)
+
+
+class S3Bucket:
+    """See `delta_weight_sync.store.Bucket`."""
+
+    def __init__(self, url: str, *, create: bool = False) -> None:
+        match = re.fullmatch(r"s3://([a-z0-9.-]+)(?:/(.*?))?/?", url)
+        if not match:
+            raise BucketError(f"{url!r} is not an S3 bucket: write s3://<name>[/<prefix>]")
+        self.url = url.rstrip("/")
+        self._root = f"{match[1]}/{check_key(match[2])}/" if match[2] else f"{match[1]}/"
+        self._fs = fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True)
+        if create:
+            with self._explained("", write=True):
+                self._fs.makedirs(match[1], exist_ok=True)
+
+    def put(self, key: str, data: bytes | Path) -> None:
+        """Store an object; S3 shows it only when it is whole."""
+        path, size = self._path(key), size_of(data)
+        with self._explained(key, write=True):
+            if isinstance(data, bytes):
+                self._fs.pipe_file(path, data)
+            else:
+                self._fs.put_file(str(data), path)
+        check_size(self.stat(key), f"{self.url}/{key}", size)
+
+    def get(self, key: str) -> bytes:
+        """Read an object."""
+        path = self._path(key)
+        with self._explained(key):
+            return bytes(self._fs.cat_file(path))
+
+    def fetch(self, key: str, dest: Path) -> None:
+        """Download to `dest`."""
+        path = self._path(key)
+        with self._explained(key), replacing(dest) as temporary:
+            self._fs.get_file(path, str(temporary))
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        """Look an object up: one request, and a second one where it is absent."""
+        path = self._path(key)
+        try:
+            with self._explained(key):
+                found = self._fs.info(path)
+        except ObjectMissing:
+            return None
+        return self._info(found) if found["type"] == "file" else None
+
+    def list(self, prefix: str) -> Listing:
+        """List a folder."""
+        folder = self._root + check_prefix(prefix)
+        with self._explained(prefix):
+            found = self._fs.find(folder, detail=True)
+        return sorted(
+            (self._info(entry) for name, entry in found.items() if name.startswith(folder)),
+            key=lambda info: info.key,
+        )
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects."""
+        for key in keys:
+            path = self._path(key)
+            with self._explained(key, write=True):
+                self._fs.rm_file(path)
+
+    def _path(self, key: str) -> str:
+        return self._root + check_key(key)
+
+    def _info(self, found: dict[str, Any]) -> ObjectInfo:
+        return ObjectInfo(found["name"].removeprefix(self._root), found["size"], found["ETag"].strip('"'))
+
+    @contextmanager
+    def _explained(self, key: str, *, write: bool = False) -> Iterator[None]:
+        """Turn whatever the libraries raise into a `BucketError`."""
+        try:
+            yield
+        except (OSError, ValueError, BotoCoreError, ClientError, StreamError) as error:
+            raise self._explain(error, f"{self.url}/{key}".rstrip("/"), write) from error
+
+    def _explain(self, error: Exception, place: str, write: bool) -> BucketError:
+        code, right = _code(error), "write" if write else "read"
+        if code == "NoSuchBucket":
+            return BucketMissing(f"{self.url} does not exist: create the bucket or correct its name")
+        if isinstance(error, FileNotFoundError):
+            return ObjectMissing(f"{place} does not exist")
+        if isinstance(error, PermissionError | NoCredentialsError):
+            return AccessDenied(
+                f"the store refused {right} access to {place} ({code}): set AWS_ACCESS_KEY_ID and"
+                f" AWS_SECRET_ACCESS_KEY to keys with {right} access"
+            )
+        return BucketUnreachable(
+            f"{place} cannot be reached ({code}): check the network and AWS_ENDPOINT_URL, and try again later"
+        )
+
+
+def _code(error: Exception) -> str:
+    """The store's own code for an error, where it gave one: s3fs keeps it in the exception's cause."""
+    for known in (error, error.__cause__):
+        if isinstance(known, ClientError):
+            return str(known.response["Error"]["Code"])
+    return type(error).__name__

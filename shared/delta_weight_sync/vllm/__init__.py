@@ -1,0 +1,1 @@
+"""The following half, inside vLLM: from versions in the bucket to live parameters."""
