@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import tempfile
 import threading
 import time
@@ -12,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from delta_weight_sync.history import RunReader
+from delta_weight_sync.history import RunReader, manifests_of
 from delta_weight_sync.protocol import Keys, Manifest, ProtocolError, parse
 from delta_weight_sync.store import Bucket, Listing, ObjectInfo, ObjectMissing
 from inference_space.dashboard.anatomy import Anatomy, open_delta
@@ -21,7 +20,6 @@ LIST_EVERY_S = 2.0
 KEPT = 64  # answers
 MAX_REBUILD = 1_000_000_000  # bytes of weights that a dashboard rebuilds for a proof
 MAX_DOWNLOAD = 256_000_000  # bytes of an object that goes through the dashboard
-_MANIFEST = re.compile(r".*/manifests/(\d{8})\.t(\d+)\.json")
 
 
 Answer = TypeVar("Answer")
@@ -43,17 +41,6 @@ class _Once(Generic[Answer]):
             if len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
             return self._kept[key]
-
-
-def manifests_of(objects: Listing) -> dict[int, ObjectInfo]:
-    """The manifest of each version; of several writers' the last one's, which HEAD came to name."""
-    found: dict[int, tuple[int, ObjectInfo]] = {}
-    for info in objects:
-        if match := _MANIFEST.fullmatch(info.key):
-            version, term = int(match[1]), int(match[2])
-            if version not in found or term > found[version][0]:
-                found[version] = term, info
-    return {version: info for version, (_, info) in found.items()}
 
 
 class Library:

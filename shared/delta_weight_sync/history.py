@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,9 +11,32 @@ from delta_weight_sync import checkpoint, codec
 from delta_weight_sync.checkpoint import Bits
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.protocol import FileRef, Head, Keys, Manifest, ProtocolError, parse
-from delta_weight_sync.store import Bucket, ObjectMissing
+from delta_weight_sync.store import Bucket, Listing, ObjectInfo, ObjectMissing, open_bucket
 
-_CHUNK = 1 << 20
+_MANIFEST = re.compile(r".*/manifests/(\d{8,})\.t(\d+)\.json")
+
+
+def split_run(url: str) -> tuple[str, str]:
+    """URL of a bucket and name of a run in it, of `hf://buckets/me/wordle#first`; "" where none is named."""
+    bucket, _, run = url.partition("#")
+    return bucket, run
+
+
+def open_run(url: str, run: str | None = None) -> RunReader:
+    """Reads the run that `url` names, or `run`, or the only one in the bucket; else `ProtocolError`."""
+    place, named = split_run(url)
+    bucket = open_bucket(place)
+    return RunReader(bucket, run or named or _only_run(bucket))
+
+
+def _only_run(bucket: Bucket) -> str:
+    runs = sorted({info.key.split("/")[1] for info in bucket.list("runs/")})
+    if len(runs) != 1:
+        known = (
+            f"it holds {', '.join(runs)}; name one: {bucket.url}#{runs[0]}" if runs else "it holds none yet"
+        )
+        raise ProtocolError(f"{bucket.url} does not hold exactly one run: {known}")
+    return runs[0]
 
 
 class RunReader:
@@ -52,6 +76,18 @@ class RunReader:
         wanted = "a first version" if version is None else f"version {version}"
         raise ProtocolError(f"run {self.keys.run!r} in {self.bucket.url} has not published {wanted}")
 
+    def find(self, version: int) -> Manifest:
+        """As `at`, by one listing instead of HEAD's chain, however long the run is.
+
+        HEAD's hashes do not cover it: prove by the digest of the weights that it is the published version.
+        """
+        head = self.head()
+        info = manifests_of(self.bucket.list(f"{self.keys.folder}manifests/")).get(version)
+        if head is None or info is None or version > head.version:
+            newest = f"its newest is version {head.version}" if head else "it has none yet"
+            raise ProtocolError(f"run {self.keys.run!r} has no version {version}, {newest}")
+        return parse(Manifest, self.bucket.get(info.key), info.key)
+
     def fetch(self, ref: FileRef, folder: Path) -> Path:
         """Download one file and check its size and sha256 (Xet downloads check nothing themselves)."""
         path = folder / ref.name
@@ -84,6 +120,17 @@ class RunReader:
         for patch in codec.Delta(path).patches(shapes, state.__getitem__):
             codec.apply(patch, state[patch.name])
         path.unlink()
+
+
+def manifests_of(objects: Listing) -> dict[int, ObjectInfo]:
+    """The manifest of each version; of several writers' the last one's, which HEAD came to name."""
+    found: dict[int, tuple[int, ObjectInfo]] = {}
+    for info in objects:
+        if match := _MANIFEST.fullmatch(info.key):
+            version, term = int(match[1]), int(match[2])
+            if version not in found or term > found[version][0]:
+                found[version] = term, info
+    return {version: info for version, (_, info) in found.items()}
 
 
 def require_digest(state: dict[str, Bits], manifest: Manifest) -> None:

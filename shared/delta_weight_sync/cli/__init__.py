@@ -13,7 +13,7 @@ from pathlib import Path
 
 from delta_weight_sync import checkpoint, codec
 from delta_weight_sync.checkpoint import Bits
-from delta_weight_sync.history import RunReader, require_digest
+from delta_weight_sync.history import RunReader, open_run, require_digest
 from delta_weight_sync.protocol import Manifest, ProtocolError
 from delta_weight_sync.store import Bucket, BucketError, open_bucket
 
@@ -22,8 +22,7 @@ def main(words: list[str] | None = None) -> None:
     """Run one command; a fault of the run or the bucket is one sentence on stderr and exit code 1."""
     arguments = _parser().parse_args(words)
     try:
-        bucket = open_bucket(arguments.bucket)
-        reader = RunReader(bucket, arguments.run or _only_run(bucket))
+        reader = open_run(arguments.bucket, arguments.run)
         commands = {"log": _log, "show": _show, "verify": _verify, "checkout": _checkout}
         commands[arguments.command](reader, arguments)
     except (BucketError, ProtocolError, codec.CodecError) as error:
@@ -51,14 +50,6 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--version", type=int, help="default: the newest")
     commands.choices["checkout"].add_argument("--out", type=Path, required=True, help="folder to write")
     return parser
-
-
-def _only_run(bucket: Bucket) -> str:
-    runs = sorted({info.key.split("/")[1] for info in bucket.list("runs/")})
-    if len(runs) != 1:
-        known = f"it holds {', '.join(runs)}; pick one with --run" if runs else "it holds none yet"
-        raise ProtocolError(f"{bucket.url} does not hold exactly one run: {known}")
-    return runs[0]
 
 
 def _log(reader: RunReader, arguments: argparse.Namespace) -> None:
