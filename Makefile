@@ -43,6 +43,7 @@ lint: $(VENV)/.app $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	PYTHONPATH=shared $(BIN)/lint-imports --no-cache --no-logo
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info
