@@ -21,6 +21,8 @@ from typing import Annotated, Final, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
+from delta_weight_sync.errors import DeltaWeightSyncError
+
 FORMAT: Final = "delta-weight-sync/1"
 MAX_JSON_BYTES = 8 << 20
 MAX_CHAIN: Final = 128  # deltas after an anchor; bounds what a manifest lists and a joining replica fetches
@@ -34,7 +36,7 @@ Count = Annotated[int, Field(ge=0, le=1 << 62)]
 Model = TypeVar("Model", bound="Record")
 
 
-class ProtocolError(ValueError):
+class ProtocolError(DeltaWeightSyncError, ValueError):
     """An object of the bucket is not what the protocol allows; the message names the object and why."""
 
 

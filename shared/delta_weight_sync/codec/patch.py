@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from delta_weight_sync.codec.lanes import LANES, differs, lowest
+from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.kernel import kernel
 
 Bits = NDArray[np.uint16]
@@ -19,7 +20,7 @@ Index = NDArray[np.int64]
 CHUNK = 1 << 18  # elements compared at a time: bounds the scratch space and keeps it in the cache
 
 
-class CodecError(ValueError):
+class CodecError(DeltaWeightSyncError, ValueError):
     """A delta that cannot be what a publisher wrote; nothing of it may be applied."""
 
 

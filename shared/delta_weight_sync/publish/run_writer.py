@@ -9,12 +9,13 @@ import uuid
 from pathlib import Path
 
 from delta_weight_sync.checkpoint import Bits
+from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.history import RunReader
 from delta_weight_sync.protocol import MAX_CHAIN, AnchorRef, DeltaRef, FileRef, Head, Manifest, RunInfo
 from delta_weight_sync.store import Bucket
 
 
-class FencedError(RuntimeError):
+class FencedError(DeltaWeightSyncError, RuntimeError):
     """Another trainer took the run over; this one must not publish any more."""
 
 

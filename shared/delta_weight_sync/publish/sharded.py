@@ -26,13 +26,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.codec import Bits, Index, Patch
 from delta_weight_sync.digest import change_digest, to_hex
+from delta_weight_sync.errors import DeltaWeightSyncError
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 _PATIENCE = datetime.timedelta(hours=2)  # rank 0 uploads the base and waits for a replica meanwhile
 _CHUNK = 1 << 20  # elements hashed at a time
 
 
-class PeerError(RuntimeError):
+class PeerError(DeltaWeightSyncError, RuntimeError):
     """Another process of this trainer failed, so this one stops too."""
 
 

@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
 
+from delta_weight_sync.errors import DeltaWeightSyncError
+
 _PART = r"(?!\.)[!-.0-\[\]-~]+"  # printable ASCII but "/" and the backslash; no dot in front
 _KEY = re.compile(f"{_PART}(/{_PART})*")
 
 
-class BucketError(RuntimeError):
+class BucketError(DeltaWeightSyncError, RuntimeError):
     """An operation on a bucket failed. Messages never hold a token."""
 
 

@@ -1,0 +1,7 @@
+"""The root of everything that this library raises on purpose; each error stands beside what raises it."""
+
+from __future__ import annotations
+
+
+class DeltaWeightSyncError(Exception):
+    """Something that the caller can mend; the message is one sentence with the fix, and never holds a token."""
