@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class DeltaWeightSyncError(Exception):
-    """Something that the caller can mend; the message is one sentence with the fix, and never holds a token."""
+    """Something that the caller can mend: the message is a sentence with the fix, and holds no token."""
