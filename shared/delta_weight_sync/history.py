@@ -1,4 +1,7 @@
-"""Reading a run: HEAD, manifests, verified files, and any version as an ordinary checkpoint."""
+"""Reading a run: HEAD, manifests, verified files, and any version as an ordinary checkpoint.
+
+The codec and the digest are imported where weights are: who only lists versions does not wait for numba.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from delta_weight_sync import checkpoint, codec
+from delta_weight_sync import checkpoint
 from delta_weight_sync.checkpoint import Bits
-from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.protocol import FileRef, Head, Keys, Manifest, ProtocolError, parse
 from delta_weight_sync.store import Bucket, Listing, ObjectInfo, ObjectMissing, open_bucket
 
@@ -115,6 +117,8 @@ class RunReader:
 
     def advance(self, state: dict[str, Bits], ref: FileRef, folder: Path) -> None:
         """Apply one delta file to `state` in place; `folder` is scratch space."""
+        from delta_weight_sync import codec
+
         path = self.fetch(ref, folder)
         shapes = {name: bits.shape for name, bits in state.items()}
         for patch in codec.Delta(path).patches(shapes, state.__getitem__):
@@ -135,6 +139,8 @@ def manifests_of(objects: Listing) -> dict[int, ObjectInfo]:
 
 def require_digest(state: dict[str, Bits], manifest: Manifest) -> None:
     """Raise `ProtocolError` unless `state` is exactly the published bits of the manifest's version."""
+    from delta_weight_sync.digest import state_digest, to_hex
+
     digest = to_hex(state_digest(state))
     if digest != manifest.digest:
         raise ProtocolError(
