@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from delta_weight_sync.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent, StepEvent, SyncEvent
+from delta_weight_sync.units import size_text
 
 
 def summarize(events: Sequence[Event], model: str) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def table(summary: dict[str, Any]) -> str:
     """The figures of `summarize` as lines for a terminal."""
     deltas = [v for v in summary["versions"] if v["version"] > 0 and v["changed"]]
     rows = [
-        ("model", f"{summary['model']}, {_bytes(summary['full_bytes'])} in bf16"),
+        ("model", f"{summary['model']}, {size_text(summary['full_bytes'])} in bf16"),
         ("syncs", f"{summary['syncs']} in {summary['steps']} steps"),
         ("reward", f"{summary['reward_first']:.3f} -> {summary['reward_last']:.3f}"),
     ]
@@ -69,7 +70,7 @@ def table(summary: dict[str, Any]) -> str:
             ("changed per sync", f"{share:.2f} % of the weights (medians, here and below)"),
             (
                 "payload per sync",
-                f"{_bytes(payload)}, 1/{summary['full_bytes'] / payload:.0f} of a full sync",
+                f"{size_text(payload)}, 1/{summary['full_bytes'] / payload:.0f} of a full sync",
             ),
             ("pause", f"{pause:.0f} ms, {commit:.1f} ms of it the commit"),
             ("hand-over to HEAD", f"{publish:.2f} s; to the replica's commit {lag:.2f} s"),
@@ -83,10 +84,3 @@ def table(summary: dict[str, Any]) -> str:
 def _median(versions: list[dict[str, Any]], key: str) -> float:
     known = [version[key] for version in versions if version[key] is not None]
     return median(known) if known else 0.0
-
-
-def _bytes(count: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"

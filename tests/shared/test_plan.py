@@ -11,9 +11,9 @@ import torch
 
 from bench import results
 from delta_weight_sync import codec
+from delta_weight_sync.cli import main, quantities
 from delta_weight_sync.history import RunReader
-from delta_weight_sync.plan import Question, coding, model, predict, rates, text, units
-from delta_weight_sync.plan.__main__ import main
+from delta_weight_sync.plan import Question, coding, model, predict, rates, text
 from delta_weight_sync.protocol import MAX_CHAIN
 from delta_weight_sync.publish.publisher import Publisher
 from delta_weight_sync.publish.run_writer import RunWriter
@@ -82,7 +82,7 @@ def test_the_parts_of_a_live_replica():
 
 
 def test_the_table_of_sizes_is_what_bench_measured():
-    """A new measurement that differs belongs into shared/plan/rates.py."""
+    """A new measurement that differs belongs into delta_weight_sync/plan/rates.py."""
     rows = {row["share"]: row["per_change"] for row in MEASURED["growth"]["changes"]}
     for (share, measured), size in zip(rows.items(), rates.SIZES["fp32"], strict=True):
         close = pytest.approx((share, measured["fast"], measured["small"]), rel=TABLE_TOLERANCE)
@@ -191,30 +191,30 @@ def test_spaces_have_room_for_the_model_or_there_are_none():
 @pytest.mark.parametrize(
     ("parse", "text", "value"),
     [
-        (units.weights, "1T", 10**12),
-        (units.weights, "0.6B", 6 * 10**8),
-        (units.weights, "135M", 135 * 10**6),
-        (units.weights, "1000", 1000),
-        (units.share, "1%", 0.01),
-        (units.share, "0.05%", 0.0005),
-        (units.speed, "100MB/s", 1e8),
-        (units.speed, "10Gb/s", 1.25e9),
-        (units.positive, "32", 32),
-        (units.dollars, "0.09", 0.09),
+        (quantities.weights, "1T", 10**12),
+        (quantities.weights, "0.6B", 6 * 10**8),
+        (quantities.weights, "135M", 135 * 10**6),
+        (quantities.weights, "1000", 1000),
+        (quantities.share, "1%", 0.01),
+        (quantities.share, "0.05%", 0.0005),
+        (quantities.speed, "100MB/s", 1e8),
+        (quantities.speed, "10Gb/s", 1.25e9),
+        (quantities.positive, "32", 32),
+        (quantities.dollars, "0.09", 0.09),
     ],
 )
-def test_units(parse, text, value):
+def test_quantities(parse, text, value):
     assert parse(text) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(
     ("parse", "texts", "fix"),
     [
-        (units.weights, ["1t", "0B", "-1B", "1 T", "1e9", "1GB", ""], "write 1T, 0.6B, 135M or 240K"),
-        (units.share, ["0.01", "1", "40%", "0.001%", "-1%", "1 %"], "from 0.01% to 30%"),
-        (units.speed, ["1gb/s", "1GB", "1 GB/s", "0MB/s", "1Gbps", "fast"], "write bytes as 100MB/s"),
-        (units.positive, ["0", "-1", "1.5", "1T", ""], "write digits only"),
-        (units.dollars, ["$0.09", "-1", "free"], "dollars per gigabyte"),
+        (quantities.weights, ["1t", "0B", "-1B", "1 T", "1e9", "1GB", ""], "write 1T, 0.6B, 135M or 240K"),
+        (quantities.share, ["0.01", "1", "40%", "0.001%", "-1%", "1 %"], "from 0.01% to 30%"),
+        (quantities.speed, ["1gb/s", "1GB", "1 GB/s", "0MB/s", "1Gbps", "fast"], "write bytes as 100MB/s"),
+        (quantities.positive, ["0", "-1", "1.5", "1T", ""], "write digits only"),
+        (quantities.dollars, ["$0.09", "-1", "free"], "dollars per gigabyte"),
     ],
 )
 def test_what_is_no_quantity_is_refused_with_the_fix(parse, texts, fix):
@@ -223,7 +223,7 @@ def test_what_is_no_quantity_is_refused_with_the_fix(parse, texts, fix):
             parse(written)
 
 
-WORDS = ["--params", "1T", "--changed", "1%", "--replicas", "32", "--link", "1GB/s"]
+WORDS = ["plan", "--params", "1T", "--changed", "1%", "--replicas", "32", "--link", "1GB/s"]
 
 
 def test_the_table_states_its_assumptions(capsys):

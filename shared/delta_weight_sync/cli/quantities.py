@@ -1,4 +1,4 @@
-"""Quantities as people write them: `1T` weights, `1%`, `100MB/s`; and back."""
+"""Quantities as people write them in a command: `1T` weights, `1%`, `100MB/s`."""
 
 from __future__ import annotations
 
@@ -50,28 +50,3 @@ def dollars(text: str) -> float:
     if not re.fullmatch(_NUMBER, text):
         raise argparse.ArgumentTypeError(f"{text!r} is no price: write dollars per gigabyte, such as 0.09")
     return float(text)
-
-
-def size_text(size: float) -> str:
-    """`8.9 GB`."""
-    return _scaled(size, ("B", "KB", "MB", "GB", "TB", "PB"))
-
-
-def count_text(count: float) -> str:
-    """`1 T`."""
-    return _scaled(count, ("", "K", "M", "B", "T"))
-
-
-def time_text(seconds: float) -> str:
-    """`12 ms`, `3.4 s`, `5.6 min`, `2.1 h`."""
-    for limit, unit, name in ((1.0, 1e-3, "ms"), (120.0, 1.0, "s"), (7200.0, 60.0, "min")):
-        if seconds < limit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds / 3600:.3g} h"
-
-
-def _scaled(number: float, names: tuple[str, ...]) -> str:
-    step = 0
-    while number >= 999.5 and step < len(names) - 1:
-        number, step = number / 1000, step + 1
-    return f"{number:.3g} {names[step]}".rstrip()
