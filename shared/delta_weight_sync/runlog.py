@@ -80,7 +80,7 @@ class CommitEvent(Record):
     stage_s: float
     pause_ms: float  # how long generation stood still
     commit_ms: float  # the part of it that wrote and checked weights
-    joined: bool = False  # by starting vLLM from a checkout, not by patching live weights
+    joined: bool = False  # by comparing with a whole checkout, not by deltas
 
 
 class ReplicaReport(Record):

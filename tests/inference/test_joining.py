@@ -1,21 +1,20 @@
 """What a replica says while it joins, and that it can be ended at any moment of that."""
 
-import sys
+import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.store.base import replacing
 from delta_weight_sync.store.files import FileBucket
-from inference_space.follower import Follower
-from inference_space.progress import CountingReader
+from delta_weight_sync.vllm.follower import Follower
+from delta_weight_sync.vllm.progress import CountingReader
+from inference_space.embedded_vllm import EmbeddedVllm
 from inference_space.settings import Settings
-from inference_space.vllm_server import VllmServer
 from tests.dashboard.real_run import RealRun
 
 PATIENCE_S = 60
@@ -38,11 +37,12 @@ class Slow(FileBucket):
             part.write_bytes(content)
 
 
-class Silent(VllmServer):
-    """A vLLM that takes for ever to start."""
-
-    def _command(self, checkpoint: Path, port: int) -> list[str]:
-        return [sys.executable, "-c", "import time; time.sleep(600)", str(checkpoint)]
+def for_ever(*_: object) -> None:
+    """An engine that takes for ever to start."""
+    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+    child.start()
+    child.join()
+    raise RuntimeError("the engine ended")
 
 
 @pytest.fixture
@@ -51,10 +51,13 @@ def bucket(tmp_path: Path) -> Slow:
 
 
 @pytest.fixture
-def follower(bucket: Slow, tmp_path: Path) -> Iterator[Follower]:
+def follower(bucket: Slow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Follower]:
+    monkeypatch.setattr("inference_space.embedded_vllm._client", for_ever)
+    monkeypatch.setattr("inference_space.embedded_vllm.EmbeddedVllm._arguments", lambda *_: None)
     run = RealRun(open_bucket(bucket.url), run="joined", width=256)
     settings = Settings(bucket=bucket.url, run="joined", folder=str(tmp_path))
-    follower = Follower(CountingReader(bucket, "joined"), Silent(settings), settings)
+    vllm, reader = EmbeddedVllm(settings), CountingReader(bucket, "joined")
+    follower = Follower(reader, vllm, name="r", folder=tmp_path, poll_s=1.0)
     follower.start()
     yield follower
     bucket.go_on.set()
@@ -82,13 +85,8 @@ def test_it_says_how_much_has_come_and_what_it_does_next(bucket: Slow, follower:
     assert soon(lambda: state(follower) == "starting vLLM with version 0")
 
 
-def test_it_ends_while_vllm_starts(bucket: Slow, follower: Follower, tmp_path: Path) -> None:
+def test_it_ends_while_vllm_starts(bucket: Slow, follower: Follower) -> None:
     bucket.go_on.set()
-    checkpoint = str(tmp_path / "checkpoint")
-
-    def starting() -> list[psutil.Process]:
-        return [child for child in psutil.Process().children() if checkpoint in child.cmdline()]
-
-    assert soon(lambda: bool(starting()))
+    assert soon(lambda: bool(multiprocessing.active_children()))
     follower.stop()
-    assert starting() == []
+    assert multiprocessing.active_children() == []

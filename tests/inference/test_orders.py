@@ -6,19 +6,20 @@ vLLM is stood in for, as here it has to die at a given moment; tests/live/test_o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from delta_weight_sync import checkpoint, codec
+from delta_weight_sync import codec
+from delta_weight_sync.checkpoint import read_bits
 from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.history import RunReader
 from delta_weight_sync.protocol import ProtocolError
 from delta_weight_sync.store import Bucket, open_bucket
-from inference_space.follower import Follower
-from inference_space.progress import CountingReader
-from inference_space.settings import Settings
-from inference_space.vllm_server import VllmError
+from delta_weight_sync.vllm.engine import EngineError
+from delta_weight_sync.vllm.follower import Follower
+from delta_weight_sync.vllm.progress import CountingReader
 from tests.dashboard.real_run import RealRun
 from tests.dashboard.test_long_run import Counted
 from tests.dashboard.written_run import WrittenRun
@@ -32,46 +33,52 @@ class Mortal:
     Counts how often it was started, and asked whether it lives: a follower asks once in each turn.
     """
 
-    log = Path("vllm.log")
-
     def __init__(self) -> None:
-        self.starts, self.asked, self._alive = 0, 0, False
-
-    def start(self, folder: Path) -> None:
-        self.bits, self._alive = dict(checkpoint.read_bits(folder)), True
-        self.starts += 1
+        self.starts, self.asked, self.compared, self._alive = 0, 0, 0, False
 
     def alive(self) -> bool:
         self.asked += 1
         return self._alive
+
+    def serves(self, checkpoint: Path) -> bool:
+        return self._alive
+
+    def start(self, checkpoint: Path) -> None:
+        self.bits, self._alive = dict(read_bits(checkpoint)), True
+        self.starts += 1
 
     def stop(self) -> None:
         self._alive = False
 
     kill = stop
 
-    def init_engine(self, tensors: dict[str, list[int]]) -> str:
-        return self.digest()
+    def learn(self, shapes: dict[str, list[int]]) -> None:
+        assert shapes == {name: list(bits.shape) for name, bits in self.bits.items()}
 
     def digest(self) -> str:
         return to_hex(state_digest(self.bits))
 
-    def stage(self, paths: list[Path]) -> float:
+    def stage(self, deltas: Sequence[Path]) -> float:
         self._new = {name: bits.copy() for name, bits in self.bits.items()}
-        for path in paths:
+        for path in deltas:
             shapes = {name: bits.shape for name, bits in self._new.items()}
             for patch in codec.Delta(path).patches(shapes, self._new.__getitem__):
                 codec.apply(patch, self._new[patch.name])
         return 0.0
 
-    def commit(self, digest: str, version: int) -> tuple[float, float]:
+    def stage_checkpoint(self, folder: Path) -> float:
+        self._new = dict(read_bits(folder))
+        self.compared += 1
+        return 0.0
+
+    def commit(self, digest: str, label: str) -> tuple[float, float]:
         if to_hex(state_digest(self._new)) != digest:
-            raise VllmError("other weights than were published")
-        self.bits = self._new
+            raise EngineError("other weights than were published")
+        self.bits, self.label = self._new, label
         return 0.0, 0.0
 
-    def set_version(self, version: int) -> None:
-        pass
+    def relabel(self, label: str) -> None:
+        self.label = label
 
 
 @pytest.fixture
@@ -98,9 +105,8 @@ def vllm() -> Mortal:
 def follower(
     bucket: Bucket, run: RealRun, vllm: Mortal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Follower]:
-    monkeypatch.setattr("inference_space.follower._BACKOFF_S", 0.05)
-    settings = Settings(bucket=bucket.url, run="ordered", name="r", poll_s=0.01, folder=str(tmp_path / "r"))
-    follower = Follower(CountingReader(bucket, "ordered"), vllm, settings)
+    monkeypatch.setattr("delta_weight_sync.vllm.follower._BACKOFF_S", 0.05)
+    follower = Follower(CountingReader(bucket, "ordered"), vllm, name="r", folder=tmp_path / "r", poll_s=0.01)
     follower.start()
     reaches(follower, 3)
     yield follower
@@ -149,10 +155,10 @@ def test_a_pinned_version_is_served_exactly_whatever_comes(
     run.step()
     stays(follower, vllm, 1)
     assert vllm.digest() == run.reader.at(1).digest
-    assert follower.orders.following().pinned == 1
     follower.orders.resume()
     reaches(follower, 4)
-    assert (vllm.digest(), vllm.starts) == (run.reader.at(4).digest, 2), "back by a restart, on by deltas"
+    assert (vllm.digest(), vllm.starts) == (run.reader.at(4).digest, 1)
+    assert vllm.compared == 2, "back by comparing, on by deltas"
 
 
 def test_a_later_version_is_reached_from_a_pinned_one_by_its_deltas(
@@ -178,24 +184,31 @@ def test_unpinned_at_the_newest_version_nothing_is_fetched_anew(
     assert vllm.starts == 1
 
 
-def test_joining_again_starts_over_with_the_newest(follower: Follower, run: RealRun, vllm: Mortal) -> None:
-    vllm.bits["model.embed_tokens.weight"][0, 0] ^= 1  # what a join heals
-    follower.orders.rejoin()
-    soon(lambda: vllm.starts == 2, "a second start")
+def test_damaged_weights_are_healed_without_a_restart(follower: Follower, run: RealRun, vllm: Mortal) -> None:
+    vllm.bits["model.embed_tokens.weight"][0, 0] ^= 1
+    follower.orders.heal()
+    soon(lambda: vllm.compared == 2, "a comparison with the published weights")
     reaches(follower, 3)
-    assert vllm.digest() == run.reader.at(3).digest
     stays(follower, vllm, 3)
-    assert vllm.starts == 2, "once is enough"
+    assert vllm.digest() == run.reader.at(3).digest
+    assert (vllm.starts, vllm.compared) == (1, 2), "once is enough"
 
 
-def test_a_pinned_replica_that_joins_again_stays_pinned(
+def test_weights_that_a_delta_does_not_fit_are_healed_by_the_next_version(
     follower: Follower, run: RealRun, vllm: Mortal
 ) -> None:
+    vllm.bits["model.embed_tokens.weight"][0, 0] ^= 1
+    run.step()
+    reaches(follower, 4)
+    assert (vllm.digest(), vllm.starts) == (run.reader.at(4).digest, 1)
+
+
+def test_a_pinned_replica_that_is_healed_stays_pinned(follower: Follower, run: RealRun, vllm: Mortal) -> None:
     follower.orders.pin(2)
     reaches(follower, 2)
-    starts = vllm.starts
-    follower.orders.rejoin()
-    soon(lambda: vllm.starts == starts + 1, "another start")
+    compared = vllm.compared
+    follower.orders.heal()
+    soon(lambda: vllm.compared == compared + 1, "another comparison")
     stays(follower, vllm, 2)
 
 
@@ -233,7 +246,7 @@ def test_a_version_that_is_not_there_is_a_sentence(follower: Follower, version: 
         ProtocolError, match=f"run 'ordered' has no version {version}, its newest is version 3"
     ):
         follower.orders.pin(version)
-    assert follower.orders.following().pinned is None
+    assert follower.orders.pinned is None
 
 
 def test_an_old_version_of_a_long_run_is_found_by_one_listing(tmp_path: Path) -> None:
@@ -243,7 +256,7 @@ def test_an_old_version_of_a_long_run_is_found_by_one_listing(tmp_path: Path) ->
         run.publish(40_000, 2_000)
     run.log.close()
     counted = Counted(bucket)
-    follower = Follower(CountingReader(counted, "long"), Mortal(), Settings(bucket="", run="long"))
+    follower = Follower(CountingReader(counted, "long"), Mortal(), name="r", folder=tmp_path, poll_s=0.01)
     follower.orders.pin(2)
-    assert follower.orders.following().pinned == 2
+    assert follower.orders.pinned == RunReader(bucket, "long").find(2)
     assert (counted.asked["list"], counted.asked["get"]) == (1, 2), "HEAD and the manifest"

@@ -1,9 +1,15 @@
 """The replica's settings are parsed once; what is missing or unknown is named with its variable."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+import inference_space
 from inference_space.settings import SettingsError, settings_from
-from inference_space.vllm_server import _environment
 
 GOOD = {"REPLICA_BUCKET": "file:///b", "REPLICA_RUN": "demo"}
 
@@ -26,8 +32,11 @@ def test_a_wrong_variable_is_named(variables, complaint):
         settings_from(variables)
 
 
-def test_vllm_never_sees_a_secret(monkeypatch):
-    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_API_KEY", "DB_PASSWORD"):
-        monkeypatch.setenv(name, "do-not-leak")
-    assert "do-not-leak" not in _environment().values()
-    assert _environment()["VLLM_SERVER_DEV_MODE"] == "1"
+def test_vllms_engine_never_sees_a_secret():
+    secrets = dict.fromkeys(("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_API_KEY", "DB_PASSWORD"), "do-not-leak")
+    environment = {**os.environ, **secrets, "ENGINE_PYTHON": sys.executable, "PLAIN": "a value\nof two lines"}
+    python = Path(inference_space.__file__).with_name("engine_python.sh")
+    command = [python, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
+    seen = json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
+    assert "do-not-leak" not in seen.values()
+    assert (seen["PLAIN"], seen["HF_HUB_OFFLINE"]) == (environment["PLAIN"], "1")

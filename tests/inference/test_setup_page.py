@@ -15,13 +15,13 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from delta_weight_sync.store import Bucket, ObjectInfo, open_bucket
+from delta_weight_sync.vllm.progress import CountingReader
 from inference_space import setup_page
 from inference_space.app import main
-from inference_space.follower import Follower
-from inference_space.progress import CountingReader
+from inference_space.embedded_vllm import EmbeddedVllm
+from inference_space.face import SpaceFollower
 from inference_space.settings import Settings
 from inference_space.setup_page import problems_of
-from inference_space.vllm_server import VllmServer
 from tests.hubsim import HubSim
 from trainer.processes import free_port
 
@@ -109,7 +109,7 @@ def wait_for(url: str) -> httpx.Response:
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({}, "replica: set the Space's variables: REPLICA_BUCKET: not set; REPLICA_RUN: not set"),
+        ({}, "replica: set these variables: REPLICA_BUCKET: not set; REPLICA_RUN: not set"),
         ({"REPLICA_BUCKET": "file:///tmp/none", "REPLICA_RUN": "a b"}, "replica: run name 'a b' may hold"),
         ({"REPLICA_BUCKET": "ftp://x", "REPLICA_RUN": "a"}, "replica: 'ftp://x' is not"),
     ],
@@ -145,15 +145,15 @@ def wordle(tmp_path_factory):
         ("hf_read", "team/wrdle", "REPLICA_BUCKET", "hf://buckets/team/wrdle does not exist"),
     ],
 )
-def test_why_the_bucket_cannot_be_read(wordle, monkeypatch, tmp_path, capfd, token, bucket, name, said):
+def test_why_the_bucket_cannot_be_read(wordle, monkeypatch, tmp_path, caplog, token, bucket, name, said):
     monkeypatch.setenv("HF_TOKEN", token)
-    monkeypatch.setattr("inference_space.follower._BACKOFF_S", 0.01)
+    monkeypatch.setattr("delta_weight_sync.vllm.follower._BACKOFF_S", 0.01)
     follower = following(f"hf://buckets/{bucket}", tmp_path, lambda follower: follower.problems)
     status = follower.report(0).status
     assert list(follower.problems) == [name]
     assert said in follower.problems[name]
     assert status.error == f"{name}: {follower.problems[name]}"
-    assert capfd.readouterr().out.count(said) == 1, "said once, however often it is tried"
+    assert caplog.text.count(said) == 1, "said once, however often it is tried"
     if token:
         assert token not in status.error
 
@@ -163,7 +163,7 @@ def test_why_the_bucket_cannot_be_read(wordle, monkeypatch, tmp_path, capfd, tok
 def test_a_token_that_may_read_is_enough(wordle, monkeypatch, tmp_path, token):
     monkeypatch.setenv("HF_TOKEN", token)
 
-    def waits(follower: Follower) -> bool:
+    def waits(follower: SpaceFollower) -> bool:
         return follower.report(0).status.state == "waiting for the run's first version"
 
     follower = following("hf://buckets/team/wordle", tmp_path, waits)
@@ -171,11 +171,12 @@ def test_a_token_that_may_read_is_enough(wordle, monkeypatch, tmp_path, token):
     assert (follower.problems, follower.report(0).status.error) == ({}, None)
 
 
-def following(url: str, folder, until) -> Follower:
+def following(url: str, folder, until) -> SpaceFollower:
     """A follower of the bucket at `url` that got as far as `until`, and has looked a few times more."""
     settings = Settings(bucket=url, run=f"run-{uuid4().hex}", poll_s=0.05, folder=str(folder))
     bucket = Looked(open_bucket(url))
-    follower = Follower(CountingReader(bucket, settings.run), VllmServer(settings), settings)
+    reader = CountingReader(bucket, settings.run)
+    follower = SpaceFollower(reader, EmbeddedVllm(settings), name="r", folder=folder, poll_s=0.05)
     follower.start()
     wait_until(lambda: until(follower))
     seen = bucket.looks

@@ -45,12 +45,8 @@ def replica(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory) -> Itera
     replica.stop()
 
 
-@pytest.fixture(scope="session")
-def its_vllm(replica: Replica) -> psutil.Process:
-    """The vLLM of that replica, found as anybody with a shell would find it."""
-    return vllm_of(replica)
-
-
-def vllm_of(replica: Replica) -> psutil.Process:
+def engine_of(replica: Replica) -> psutil.Process:
     family = psutil.Process(replica.pid).children(recursive=True)
-    return next(process for process in family if "--served-model-name" in process.cmdline())
+    return next(
+        process for process in family if "EngineCore" in " ".join([process.name(), *process.cmdline()])
+    )

@@ -39,7 +39,6 @@ from delta_weight_sync.vllm import scatter  # noqa: E402
 TOKENS, BLOCK = 8, 32
 PROMPTS = [[5 + i, 6, 7] * 4 for i in range(3)]
 LONG = [3 + 37 * i % 200 for i in range(2 * BLOCK)]
-REPORT = Path(tempfile.mkdtemp()) / "report.json"
 CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 
 
@@ -66,7 +65,6 @@ class Engine:
             kv_cache_memory_bytes=32 << 20,
             enable_chunked_prefill=False,
             distributed_executor_backend="vllm.v1.executor.uniproc_executor.UniProcExecutor",
-            weight_transfer_config={"backend": "delta_weight_sync"},
             **options,
         )
         self.core = self._llm.llm_engine.engine_core.engine_core
@@ -76,26 +74,22 @@ class Engine:
 
     def learn(self) -> str:
         """The digest of the live weights."""
-        info = {"tensors": self.shapes, "report": str(REPORT)}
-        self.core.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": info})
-        return json.loads(REPORT.read_text())["digest"]
+        return self.call("learn", shapes=self.shapes)["digest"]
 
-    def stage(self, delta: Path) -> None:
-        REPORT.unlink()
-        self._update(op="stage", paths=[str(delta)])
-        while not REPORT.exists():
+    def stage(self, **what: Any) -> None:
+        """`deltas` or `checkpoint`."""
+        self.call("stage", **what)
+        while not self.call("staged")["done"]:
             pass
-        assert "error" not in json.loads(REPORT.read_text())
 
-    def commit(self, digest: str, version: int) -> None:
-        self._update(op="commit", digest=digest, version=version)
+    def commit(self, digest: str, label: str) -> None:
+        self.call("commit", digest=digest, label=label)
 
-    def _update(self, **info: Any) -> None:
-        worker = self.core.model_executor.driver_worker.worker
-        if not worker._weight_update_active:
-            self.core.collective_rpc("start_weight_update")
-        info |= {"report": str(REPORT)}
-        self.core.collective_rpc("update_weights", kwargs={"update_info": info})
+    def call(self, op: str, **arguments: Any) -> dict[str, Any]:
+        (answer,) = self.core.collective_rpc(step_commit.METHOD, kwargs={"op": op, **arguments})
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer
 
     def ask(self, prompt: list[int], tokens: int) -> str:
         self._asked += 1
@@ -156,8 +150,7 @@ def labels(engine: Engine) -> Iterator[dict[str, Any]]:
             finished += [output for output in engine.step() if output.finished]
         if commit_after:
             under_way = len(engine.core.batch_queue)
-            info = {"version": "new", "report": str(REPORT)}
-            step_commit.commit(engine.core, lambda norm=norm: norm.mul_(0.5), info)
+            step_commit.commit(engine.core, lambda norm=norm: norm.mul_(0.5) is None or [{}], "new")
         finished += engine.drain()
         norm.copy_(before)
         for output in finished:
@@ -168,17 +161,17 @@ def commits(engine: Engine, folder: Path, digest: str) -> dict[str, Any]:
     """A commit with the wrong digest, one whose last write goes wrong, and a good one."""
     memory, answers = engine.memory(), engine.answers()
     found: dict[str, Any] = {"before": answers}
-    engine.stage(folder / "delta")
-    found["wrong_digest"] = refused(lambda: engine.commit("0" * 16, 1))
-    engine.stage(folder / "delta")
+    engine.stage(deltas=[str(folder / "delta")])
+    found["wrong_digest"] = refused(lambda: engine.commit("0" * 16, "1"))
+    engine.stage(deltas=[str(folder / "delta")])
     put = scatter.put
     scatter.put = lambda *args: put(*args) + 1
-    found["wrong_write"] = refused(lambda: engine.commit(digest, 1))
+    found["wrong_write"] = refused(lambda: engine.commit(digest, "1"))
     scatter.put = put
     found["undone"] = engine.memory() == memory
     found["as_before"] = engine.answers() == answers
-    engine.stage(folder / "delta")
-    engine.commit(digest, 1)
+    engine.stage(deltas=[str(folder / "delta")])
+    engine.commit(digest, "1")
     found["after"] = engine.answers()
     return found
 
@@ -225,26 +218,42 @@ def main(folder: Path) -> None:
     say("back", go_back(engine, folder))
     chased = chase(engine, lambda: forward(engine, folder, digest))
     say("chase", chased)
+    say("healed", heal(engine, folder))
 
     fresh = Engine(folder / "next")
     say("fresh", {"digest": fresh.learn(), "answers": fresh.answers()})
     fresh.forget()
     found = [(o.num_cached_tokens, facts(o)["logprobs"]) for o in follow(fresh, chased["prompts"])]
     say("chase_fresh", found)
-    shared = {"shared_storage_path": str(REPORT.with_name("kv"))}
+    shared = {"shared_storage_path": tempfile.mkdtemp()}
     keeping = Engine(folder / "base", kv_transfer_config={**CONNECTOR, "kv_connector_extra_config": shared})
     say("connector", refused(keeping.learn))
 
 
+def heal(engine: Engine, folder: Path) -> dict[str, Any]:
+    """Parameters that somebody wrote to: deltas are refused, the comparison with a checkpoint mends it."""
+    digest = to_hex(state_digest(dict(read_bits(folder / "next"))))
+    memory = engine.memory()
+    engine.model.model.layers[0].mlp.down_proj.weight.data[3] = 1.0
+    engine.model.model.norm.weight.data.zero_()
+    found = {"refused": refused(lambda: engine.stage(deltas=[str(folder / "back")]))}
+    engine.stage(checkpoint=str(folder / "next"))
+    engine.commit(digest, "4")
+    return found | {
+        "as_before": engine.memory() == memory,
+        "damaged_again": refused(lambda: engine.stage(deltas=[])),
+    }
+
+
 def forward(engine: Engine, folder: Path, digest: str) -> None:
-    engine.stage(folder / "delta")
-    engine.commit(digest, 3)
+    engine.stage(deltas=[str(folder / "delta")])
+    engine.commit(digest, "3")
 
 
 def go_back(engine: Engine, folder: Path) -> bool:
     """To the base, by the delta that leads back; what the engine answers there."""
-    engine.stage(folder / "back")
-    engine.commit(to_hex(state_digest(dict(read_bits(folder / "base")))), 2)
+    engine.stage(deltas=[str(folder / "back")])
+    engine.commit(to_hex(state_digest(dict(read_bits(folder / "base")))), "2")
     return engine.answers()
 
 

@@ -1,4 +1,4 @@
-"""A real replica for tests: the gateway as its own process, with its own vLLM, on loopback."""
+"""A real replica for tests: the Space as its own process, with its own vLLM, on loopback."""
 
 import os
 import signal
@@ -16,6 +16,14 @@ from trainer.processes import free_port
 
 PATIENCE_S = 240.0
 SMALL_CACHE = f"--kv-cache-memory-bytes {64 << 20}"  # vLLM's default fills a gigabyte at each start
+
+
+def soon(reached: Callable[[], bool]) -> None:
+    """Block until it is so."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 class Replica:
@@ -61,7 +69,7 @@ class Replica:
 
     @property
     def pid(self) -> int:
-        """Of the gateway."""
+        """Of the Space's process."""
         assert self._process is not None
         return self._process.pid
 

@@ -80,6 +80,13 @@ def test_a_commit_that_fails_is_undone_whole(seen):
     assert found["as_before"]
 
 
+def test_weights_that_somebody_overwrote_are_healed_in_place(seen):
+    found = seen["healed"]
+    assert "the live weights were changed by someone" in found["refused"]
+    assert found["as_before"]
+    assert found["damaged_again"] == ""
+
+
 def test_steps_that_were_under_way_keep_the_old_version(seen):
     """At every possible moment: logprobs change with the weights exactly where the label does."""
     undisturbed = {line["prompt"]: line["logprobs"] for line in seen["labels"] if not line["commit_after"]}

@@ -1,8 +1,4 @@
-"""The owner's tab of a live replica: what is clicked in a browser is what the weights do.
-
-A pin of an earlier version than is served takes the same way as joining again; tests/inference/test_orders.py
-goes it.
-"""
+"""The owner's tab of a live replica: what is clicked in a browser is what the weights do."""
 
 from __future__ import annotations
 
@@ -15,7 +11,8 @@ from playwright.sync_api import Page, expect
 
 from tests.dashboard.told import REFUSED
 from tests.live.asking import KEY
-from tests.live.replica import Replica
+from tests.live.conftest import engine_of
+from tests.live.replica import Replica, soon
 from tests.live.run import Trainer, greedy
 
 pytestmark = pytest.mark.live
@@ -31,7 +28,7 @@ def test_an_owner_pauses_pins_and_joins_again(trainer: Trainer, replica: Replica
     first = trainer.publisher.version
     assert first is not None
     digests = {first: replica.wait_for(first)["digest"]}
-    started = starts(replica)
+    joined = joins(replica)
     said, refused = tab.locator("#dws-owner-said"), tab.locator(REFUSED)
     expect(said).to_contain_text("follows the newest version")
 
@@ -65,13 +62,16 @@ def test_an_owner_pauses_pins_and_joins_again(trainer: Trainer, replica: Replica
 
     click(tab, "Follow the newest")
     assert replica.wait_for(first + 5)["digest"] == digests[first + 5]
-    assert starts(replica) == started, "all of it by deltas"
-    before = greedy(replica.url)
+    assert joins(replica) == joined, "all of it by deltas"
+    before, engine = greedy(replica.url), engine_of(replica).pid
     click(tab, "Re-join")
-    replica.wait_until(lambda status: status["version"] is None, "a fresh start")
+    soon(lambda: joins(replica) == joined + 1)
+    pin(tab, first)
+    assert replica.wait_for(first)["digest"] == digests[first]
+    click(tab, "Follow the newest")
     assert replica.wait_for(first + 5)["digest"] == digests[first + 5]
-    assert starts(replica) == started + 1
     assert greedy(replica.url) == before
+    assert engine_of(replica).pid == engine, "all of it in one vLLM"
 
 
 def publish(trainer: Trainer, digests: dict[int, str]) -> None:
@@ -89,7 +89,7 @@ def click(tab: Page, name: str) -> None:
     tab.get_by_role("button", name=name).click()
 
 
-def starts(replica: Replica) -> int:
-    """How often vLLM was started from a checkout."""
+def joins(replica: Replica) -> int:
+    """How often all weights were compared with a checkout."""
     commits: list[dict[str, Any]] = replica.status()["commits"]
     return sum(commit["joined"] for commit in commits)

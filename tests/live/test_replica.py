@@ -3,14 +3,16 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
-from inference_space.settings import Settings
-from inference_space.vllm_server import VllmServer
-from tests.live.conftest import CONTEXT, SETTINGS
-from tests.live.replica import Replica
+from delta_weight_sync.history import RunReader
+from tests.live.conftest import BLOCK, CONTEXT
+from tests.live.replica import Replica, soon
 from tests.live.run import Trainer, greedy, update
+from tests.live.served import Served, served
 
 pytestmark = pytest.mark.live
 
@@ -19,33 +21,45 @@ VERSIONS = 6
 
 def test_live_weights_answer_as_freshly_loaded_ones(trainer: Trainer, replica: Replica, tmp_path: Path):
     """Of a tied model, whose head vLLM's CPU backend would pack; others are in test_layouts.py."""
-    replica.wait_for(trainer.publisher.version)
-    before = greedy(replica.url)
+    first = trainer.publisher.version
+    assert first is not None
+    replica.wait_for(first)
+    answers = {first: greedy(replica.url)}
     for _ in range(VERSIONS):
-        update(trainer, replica)
-    live = greedy(replica.url)
-    assert [tokens for tokens, _ in live] != [tokens for tokens, _ in before], "the syncs changed nothing"
+        newest = update(trainer, replica)
+    answers[newest] = greedy(replica.url)
+    assert [tokens for tokens, _ in answers[newest]] != [tokens for tokens, _ in answers[first]]
 
-    command = [
-        sys.executable,
-        "-m",
-        "shared",
-        "checkout",
-        trainer.bucket.url,
-        "--out",
-        str(tmp_path / "model"),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
-    (tmp_path / "fresh").mkdir()
-    same = {"max_model_len": CONTEXT, "vllm_args": SETTINGS["REPLICA_VLLM_ARGS"]}
-    fresh = VllmServer(Settings(bucket="", run="", folder=str(tmp_path / "fresh"), **same))
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("OMP_NUM_THREADS", "1")  # as the replica: another number adds up in another order
-        try:
-            fresh.start(tmp_path / "model")
-            assert greedy(fresh.url) == live
-        finally:
-            fresh.stop()
+    out = str(tmp_path / "model")
+    words = ["-m", "delta_weight_sync", "checkout", trainer.bucket.url, "--out", out]
+    subprocess.run([sys.executable, *words], check=True, capture_output=True)
+    options = {"max-model-len": CONTEXT, "block-size": BLOCK}
+    with served(tmp_path / "model", f"{trainer.bucket.url}#live", tmp_path, **options) as vllm:
+        assert greedy(vllm.url) == answers[newest], "it was loaded afresh"
+        assert vllm.wait_for(newest)["digest"] == trainer.writer.newest.digest
+        _goes_where_it_is_told(vllm, trainer, {version: answers[version] for version in (first, newest)})
+
+
+def _goes_where_it_is_told(vllm: Served, trainer: Trainer, answers: dict[int, Any]) -> None:
+    """Back over several versions, healed there, on again, and with the next version: all in one vLLM."""
+    first, newest = answers
+    history = {manifest.version: manifest.digest for manifest in RunReader(trainer.bucket, "live").history()}
+    assert vllm.order("pin", version=first).status_code == 200
+    assert vllm.wait_for(first)["digest"] == history[first]
+    assert greedy(vllm.url) == answers[first], "as the other replica did when that was the newest"
+    healed = len(vllm.report()["commits"])
+    assert vllm.order("heal").status_code == 200
+    soon(lambda: len(vllm.report()["commits"]) > healed)
+    assert vllm.report()["status"]["digest"] == history[first]
+    assert vllm.order("pin", version=newest + 1).status_code == 404
+    assert vllm.order("resume").status_code == 200
+    assert vllm.wait_for(newest)["digest"] == history[newest]
+    assert greedy(vllm.url) == answers[newest]
+    trainer.step()
+    version = trainer.publish()
+    assert vllm.wait_for(version)["digest"] == trainer.writer.newest.digest
+    assert not vllm.report(after=newest)["commits"][0]["joined"], "by its delta"
+    assert httpx.post(f"{vllm.url}/delta_weight_sync/pause").status_code == 401
 
 
 def test_a_damaged_delta_is_named_and_not_applied(trainer, replica):

@@ -1,7 +1,7 @@
 """A program for test_route_audit.py: every route that vLLM's source can register, as one JSON list of paths.
 
-More than a replica's own vLLM has: all kinds of models, and what the arguments given here switch on, so that
-the audit also covers what other settings of a replica would open.
+With our plugin's, and with more than a replica's own vLLM has: of all kinds of models, and what the arguments
+given here switch on, so that the audit also covers what other settings of a replica would open.
 """
 
 import json
@@ -11,7 +11,9 @@ import warnings
 from importlib import import_module
 
 warnings.simplefilter("ignore")
-os.environ |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_PLUGINS": ""}
+os.environ |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+os.environ |= {"VLLM_PLUGINS": "delta_weight_sync", "DELTA_WEIGHT_SYNC_RUN": "file:///run#x"}
+os.environ |= {"DELTA_WEIGHT_SYNC_KEY": "a-key"}
 
 from starlette.routing import Mount  # noqa: E402
 from vllm.entrypoints.launchers.app import build_app  # noqa: E402

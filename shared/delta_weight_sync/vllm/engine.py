@@ -1,153 +1,134 @@
-"""The weight-transfer engine inside vLLM: stage a delta while vLLM generates, commit it between two steps.
-
-The follower drives it through vLLM's own endpoints on loopback. vLLM answers them without a body, so each
-call names a `report` file into which the first worker writes what happened, as JSON:
-
-    init    {tensors, report}           learn the routes                    -> {"digest"}
-    stage   {paths, report}             decode and check, in the background -> {"stage_s"}
-    commit  {digest, version, report}   write and check, or undo            -> {"digest", "commit_s"}
-
-A commit whose digest would be wrong writes nothing; one that fails is put back bit for bit.
-"""
+"""The engine of a running vLLM as its follower sees it: calls to all its workers, by `collective_rpc`."""
 
 from __future__ import annotations
 
-import json
-import threading
+import asyncio
+import concurrent.futures
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from delta_weight_sync.vllm.step_commit import METHOD
 
-from delta_weight_sync import checkpoint, codec
-from delta_weight_sync.digest import to_hex
-from delta_weight_sync.vllm import cpu_backend, scatter, staging
-from delta_weight_sync.vllm import weight_map as routes
-from delta_weight_sync.vllm.loader_trace import RouteError
-from delta_weight_sync.vllm.ranks import Ranks
-from delta_weight_sync.vllm.reloaded import Fallback
-from delta_weight_sync.vllm.staging import LiveWeights, Staged
+Shapes = dict[str, list[int]]
+_POLL_S = 0.002, 0.05  # at first, at most
+_PATIENCE_S = 600.0  # for one answer; a large model is hashed in seconds
 
 
-@dataclass
-class InitInfo(WeightTransferInitInfo):
-    """`tensors`: checkpoint name -> shape of every tensor of the run."""
+class EngineError(RuntimeError):
+    """vLLM refused or lost a call; `kind` is the class of the error in its worker."""
 
-    tensors: dict[str, list[int]]
-    report: str
-
-
-@dataclass
-class UpdateInfo(WeightTransferUpdateInfo):
-    """`op` is "stage" (`paths`: delta files in order) or "commit" (`digest` they must lead to, `version`)."""
-
-    op: str
-    report: str
-    paths: list[str] = field(default_factory=list)
-    digest: str = ""
-    version: int = 0
+    def __init__(self, message: str, kind: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
-class DeltaEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Applies delta files in O(changes); see the module's text for the calls."""
+class Engine(Protocol):
+    """A vLLM that takes commits. Each call blocks, and raises `EngineError`."""
 
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
-    supports_draft_weight_update = False
+    def alive(self) -> bool:
+        """Whether it still answers."""
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Learn the routes and report the digest of the weights that vLLM loaded."""
-        self._ranks = Ranks(self.parallel_config.world_size)
-        with self._reported(init_info.report) as report:
-            if self.parallel_config.data_parallel_size != 1:
-                raise RouteError("data-parallel vLLM is not supported; start one replica per copy")
-            if self.device.type == "cpu":
-                cpu_backend.self_test(self.model)
-            scatter.warm_up(self.device)
-            self._weights = self._learn(init_info.tensors)
-            self._staged, self._digest = Staged(), self._weights.digest()
-            report["digest"] = to_hex(self._digest)
+    def serves(self, checkpoint: Path) -> bool:
+        """Whether it can hold this checkpoint's weights as it runs, without being started anew."""
 
-    def start_weight_update(self) -> None:
-        """Nothing to prepare: weights are written in place."""
+    def start(self, checkpoint: Path) -> None:
+        """Start it, or start it anew, with this checkpoint."""
 
-    def finish_weight_update(self) -> None:
-        """Nothing to finalize: a commit is complete when it returns."""
+    def stop(self) -> None:
+        """End what `start` started, also while it does."""
 
-    def shutdown(self) -> None:
-        """Nothing to release."""
+    def learn(self, shapes: Shapes) -> None:
+        """Let it find the tensors of a run (checkpoint name -> shape) in its parameters."""
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As in the base class, whose device synchronization raises on a CPU-only torch."""
-        self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
+    def stage(self, deltas: Sequence[Path]) -> float:
+        """Prepare what delta files do, in order, while it generates; returns the seconds it took."""
 
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Run one op."""
-        if update_info.op == "stage":
-            threading.Thread(target=self._stage, args=(update_info,), name="stage", daemon=True).start()
-        elif update_info.op == "commit":
-            with self._reported(update_info.report) as report:
-                started = time.perf_counter()
-                self._commit(update_info.digest)
-                report.update(digest=update_info.digest, commit_s=time.perf_counter() - started)
-        else:
-            raise ValueError(f"unknown op {update_info.op!r}")
+    def stage_checkpoint(self, folder: Path) -> float:
+        """Prepare to write what differs from a checkpoint, whatever is live; returns the seconds it took."""
 
-    def _learn(self, tensors: dict[str, list[int]]) -> LiveWeights:
-        learned = routes.learn(self.model, tensors)
-        owned, unroutable = routes.ownership(tensors, self._ranks.gather(learned.sources()))
-        for name, reason in unroutable.items():
-            print(f"{name} has no route, so each commit loads it anew, which is slow: {reason}", flush=True)
-        loaded = checkpoint.read_bits(Path(self.model_config.model)) if unroutable else ()
-        fallback = Fallback(self.model, {name: bits for name, bits in loaded if name in unroutable})
-        return LiveWeights(learned.routes, owned[self._ranks.rank], fallback, self._ranks)
+    def commit(self, digest: str, label: str) -> tuple[float, float]:
+        """Write what is staged between two steps; returns seconds: of the pause, and of the writing in it.
 
-    def _stage(self, update_info: UpdateInfo) -> None:
-        with self._reported(update_info.report, swallow=True) as report:
-            started, self._staged = time.perf_counter(), Staged()
-            paths = [Path(path) for path in update_info.paths]
-            self._staged = self._weights.stage(paths, self._digest)
-            report["stage_s"] = time.perf_counter() - started
+        Requests in flight go on with the new weights, no new one is given a prefix of older weights, and
+        `label` is on each token from the next on. If it fails, none of this has happened.
+        """
 
-    @torch.no_grad()
-    def _commit(self, expected: str) -> None:
-        staged, self._staged = self._staged, Staged()
-        if to_hex(staged.digest) != expected:
-            raise codec.CodecError(
-                f"the delta leads to digest {to_hex(staged.digest)}, published was {expected}"
-            )
-        staging.commit(staged.steps, self._ranks.agree)
-        self._digest = staged.digest
-
-    def _reported(self, path: str, *, swallow: bool = False) -> _Report:
-        return _Report(Path(path) if self._ranks.rank == 0 else None, swallow)
+    def relabel(self, label: str) -> None:
+        """Put `label` on the tokens of weights that did not have to change."""
 
 
-class _Report:
-    """Writes a report file when the block ends: what the block put in, or the error that ended it."""
+class RunningEngine:
+    """The `Engine` of a vLLM that somebody else started, and starts again."""
 
-    def __init__(self, path: Path | None, swallow: bool) -> None:
-        """`path`: None for a worker that leaves the report to the first one."""
-        self._path, self._swallow = path, swallow
-        self._content: dict[str, Any] = {}
+    def __init__(self, client: Any, loop: asyncio.AbstractEventLoop) -> None:
+        """`client`: vLLM's `EngineClient`, which lives in `loop`."""
+        self._client, self._loop = client, loop
 
-    def __enter__(self) -> dict[str, Any]:
-        return self._content
+    def alive(self) -> bool:
+        """As in `Engine`."""
+        return not self._client.errored
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if error is not None:
-            self._content["error"] = f"{type(error).__name__}: {error}"
-        if self._path is not None:
-            temporary = self._path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(self._content))
-            temporary.replace(self._path)
-        return self._swallow
+    def serves(self, checkpoint: Path) -> bool:
+        """Whatever it runs with: tensors that do not fit are refused by name."""
+        return True
+
+    def start(self, checkpoint: Path) -> None:
+        """Not ours to do."""
+        raise EngineError("vLLM has to be started again by whoever started it")
+
+    def stop(self) -> None:
+        """Not ours to do."""
+
+    def learn(self, shapes: Shapes) -> None:
+        """As in `Engine`."""
+        self._call("learn", shapes=shapes)
+
+    def stage(self, deltas: Sequence[Path]) -> float:
+        """As in `Engine`."""
+        return self._stage(deltas=[str(path.absolute()) for path in deltas])
+
+    def stage_checkpoint(self, folder: Path) -> float:
+        """As in `Engine`."""
+        return self._stage(checkpoint=str(folder.absolute()))
+
+    def commit(self, digest: str, label: str) -> tuple[float, float]:
+        """As in `Engine`."""
+        answer = self._call("commit", digest=digest, label=label)
+        return float(answer["pause_s"]), float(answer["commit_s"])
+
+    def relabel(self, label: str) -> None:
+        """As in `Engine`."""
+        self._wait(self._client.update_weight_version(label))
+
+    def _stage(self, **what: Any) -> float:
+        self._call("stage", **what)
+        pause, longest = _POLL_S
+        while not (answer := self._call("staged"))["done"]:
+            time.sleep(pause)
+            pause = min(1.5 * pause, longest)
+        return float(answer["stage_s"])
+
+    def _call(self, op: str, **arguments: Any) -> dict[str, Any]:
+        """The first worker's answer; raises `EngineError` with the first refusal of any."""
+        answers = self._wait(self._client.collective_rpc(METHOD, kwargs={"op": op, **arguments}))
+        for answer in answers:
+            if "error" in answer:
+                raise EngineError(answer["error"], answer["kind"])
+        if op == "staged" and not all(answer["done"] for answer in answers):
+            return {"done": False}
+        first: dict[str, Any] = answers[0]
+        return first
+
+    def _wait(self, call: Any) -> Any:
+        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        try:
+            return future.result(_PATIENCE_S)
+        except EngineError:
+            raise
+        except concurrent.futures.TimeoutError:
+            future.cancel()
+            raise EngineError(f"vLLM did not answer within {_PATIENCE_S:.0f} s") from None
+        except Exception as error:
+            raise EngineError(f"vLLM does not answer: {type(error).__name__}: {error}") from error

@@ -7,7 +7,8 @@ the commit itself writes, reads what it wrote back, and that is all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -15,15 +16,16 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from delta_weight_sync import codec
+from delta_weight_sync import checkpoint, codec
 from delta_weight_sync.digest_torch import change_digest, tensor_digest
 from delta_weight_sync.vllm import scatter
 from delta_weight_sync.vllm.ranks import Ranks
 from delta_weight_sync.vllm.reloaded import Fallback
-from delta_weight_sync.vllm.weight_map import Route
+from delta_weight_sync.vllm.weight_map import Piece, Route
 
 Owned = dict[str, tuple[int, ...]]
 Count = int | torch.Tensor
+_DENSE = 3  # with a change in every so many elements, a piece takes less memory than places and values
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,24 @@ class Write:
         scatter.put(self.memory, self.index, self.old)
 
 
+@dataclass(frozen=True)
+class DenseWrite:
+    """All elements of one piece, where many change: a view of them, their bits now and then, of one shape."""
+
+    view: torch.Tensor
+    old: torch.Tensor
+    new: torch.Tensor
+
+    def do(self) -> Count:
+        """Write the new bits."""
+        self.view.copy_(self.new)
+        return (self.view != self.new).sum()
+
+    def undo(self) -> None:
+        """Put the old bits back."""
+        self.view.copy_(self.old)
+
+
 class Step(Protocol):
     """One part of a commit; `undo` must work however far `do` came."""
 
@@ -60,6 +80,10 @@ class Staged:
 
     digest: int = 0
     steps: list[Step] = field(default_factory=list)
+
+
+class WeightsChangedError(RuntimeError):
+    """Something other than a commit has written to the live weights."""
 
 
 class LiveWeights:
@@ -83,21 +107,32 @@ class LiveWeights:
         return self._ranks.whole(part).numpy().view(np.uint16).reshape(self.shapes[name])
 
     def stage(self, paths: Sequence[Path], known: int) -> Staged:
-        """Prepare what the delta files do together.
+        """Prepare what the delta files do together, to weights whose digest must still be `known`.
 
-        `known` is the digest that the parameters must still have; `CodecError` if they do not.
+        Raises `CodecError` for files that are no deltas of these weights, `WeightsChangedError` if it is not.
         """
         if (live := self.digest()) != known:
-            raise codec.CodecError(
+            raise WeightsChangedError(
                 f"the live weights were changed by someone: digest {live:016x}, not {known:016x}"
             )
-        patches = codec.chain([codec.Delta(path) for path in paths], self.shapes, self.bits)
-        reload = self._fallback.stage([p for p in patches if p.name in self._fallback.shapes])
-        staged, moved = Staged(steps=[reload]), 0
+        return self._stage(codec.chain([codec.Delta(path) for path in paths], self.shapes, self.bits), live)
+
+    def stage_checkpoint(self, folder: Path) -> Staged:
+        """Prepare to write whatever differs from the checkpoint in `folder`, whatever is live."""
+        wanted = checkpoint.read_bits(folder)
+        patches = (codec.diff(name, self.bits(name), bits) for name, bits in wanted if name in self.shapes)
+        return self._stage((patch for patch in patches if patch.index.size), self.digest())
+
+    def _stage(self, patches: Iterable[codec.Patch], live: int) -> Staged:
+        staged, moved, reloaded = Staged(), 0, []
         for patch in patches:
-            if patch.name in self._owned:
+            if patch.name in self._fallback.shapes:
+                reloaded.append(patch)
+            elif patch.name in self._owned:
                 moved += self._locate(patch, staged.steps)
-        staged.digest = sum(self._ranks.gather(moved), known + reload.moved()) % (1 << 64)
+        reload = self._fallback.stage(reloaded)
+        staged.steps.insert(0, reload)
+        staged.digest = sum(self._ranks.gather(moved), live + reload.moved()) % (1 << 64)
         return staged
 
     def _locate(self, patch: codec.Patch, steps: list[Step]) -> int:
@@ -107,10 +142,21 @@ class LiveWeights:
             index, ulps = (torch.from_numpy(a).to(piece.memory.device) for a in changes)
             places, which = piece.locate(index)
             old, new = scatter.moved(piece.memory, places, ulps[which])
-            steps.append(Write(piece.memory, places, old, new))
+            dense = _DENSE * places.numel() > math.prod(piece.target.sizes)
+            steps.append((_dense_write if dense else _write_places)(piece, places, old, new))
             if number in self._owned[patch.name]:
                 moved += change_digest(patch.name, index[which], old, new)
         return moved
+
+
+def _write_places(piece: Piece, places: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> Step:
+    return Write(piece.memory, places, old, new)
+
+
+def _dense_write(piece: Piece, places: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> Step:
+    view, changed = piece.target.of(piece.memory), piece.memory.clone()
+    scatter.put(changed, places, new)
+    return DenseWrite(view, view.clone(), piece.target.of(changed).clone())
 
 
 def commit(steps: Sequence[Step], agree: Callable[[BaseException | None], None]) -> None:

@@ -1,29 +1,28 @@
 """The commit as one thing that happens between two engine steps: no pause, nobody preempted, exact labels.
 
-vLLM handles its utility calls between two steps, so one `/update_weights` with op "commit" needs no pause
-around it. What vLLM leaves to a pause is done in the same slot, and only if the commit succeeded:
+vLLM handles `collective_rpc` between two steps, so one call with op "commit" needs no pause around it. What
+vLLM leaves to a pause is done in the same slot, and only if the commit succeeded on all workers:
 
 - Cached prefixes are forgotten. Running requests keep their keys and values and go on (as in PipelineRL), but
   from then on their blocks are hashed with a secret salt of their own: a new request never meets keys and
   values of older weights, neither those already cached nor those that such a request will fill.
-- The version that vLLM stamps on each token changes. With async scheduling a step may be under way on the
-  device; what it returns later was computed with the old weights and keeps the old version.
+- The label that vLLM puts on each token changes. With async scheduling a step may be under way on the device;
+  what it returns later was computed with the old weights and keeps the old label.
 
 Patches `EngineCore` of vLLM 0.32 (`v1/engine/core.py`, `v1/core/block_pool.py`, `v1/request.py`). `install`
 checks that it is the class we know; `check` tries the forgetting on the engine's own cache before the first
-version is served, and refuses what would keep old results elsewhere.
+commit, and refuses what would keep old results elsewhere. A commit between steps in vLLM itself would end it:
+upstream/vllm/0001 and 0002.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import json
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 from vllm.distributed.kv_events import AllBlocksCleared
@@ -33,6 +32,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
+METHOD = "delta_weight_sync"  # of every worker: see `worker`
 _RPC = ["self", "method", "timeout", "args", "kwargs"]
 _STALE = "_versions_of_running_steps"  # our attribute of the engine core, see `_label_outputs`
 
@@ -63,25 +63,26 @@ def _with_commits(plain: Callable[..., Any]) -> Callable[..., Any]:
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         call = functools.partial(plain, core, method, timeout, args, kwargs)
-        if method == "init_weight_transfer_engine" and kwargs:
-            check(core, Path(kwargs["init_info"]["report"]))
-        info = kwargs.get("update_info") if kwargs and method == "update_weights" else None
-        return commit(core, call, info) if info and info["op"] == "commit" else call()
+        op = kwargs.get("op") if kwargs and method == METHOD else None
+        if op == "learn" and (refused := hindrance(core)):
+            return [{"error": refused, "kind": "StepCommitError"}]
+        return commit(core, call, kwargs["label"]) if kwargs and op == "commit" else call()
 
     return collective_rpc
 
 
-def commit(core: EngineCore, write: Callable[[], Any], info: dict[str, Any]) -> Any:
-    """Run `write`; if it succeeds, forget and relabel. `<report>.pause` gets the seconds it took, as JSON."""
-    version, report = str(info["version"]), Path(info["report"]).with_suffix(".pause")
+def commit(core: EngineCore, write: Callable[[], list[dict[str, Any]]], label: str) -> list[dict[str, Any]]:
+    """Run `write` on all workers; if none failed, forget and relabel. The first answer gets "pause_s"."""
     started = time.perf_counter()
-    result = write()
+    answers = write()
+    if any("error" in answer for answer in answers):
+        return answers
     forget_prefixes(core.scheduler.kv_cache_manager, core.scheduler.requests.values())
     stale = _stale(core)
     stale.extend([core._weight_version] * (len(core.batch_queue or ()) - len(stale)))
-    core._weight_version = version
-    report.write_text(json.dumps({"pause_s": time.perf_counter() - started}))
-    return result
+    core._weight_version = label
+    answers[0]["pause_s"] = time.perf_counter() - started
+    return answers
 
 
 def _label_outputs(core: EngineCore, outputs: dict[int, Any]) -> None:
@@ -130,15 +131,15 @@ def _salt(request: Request) -> None:
     request.block_hashes[:] = [salt + known[-16:] for known in request.block_hashes]
 
 
-def check(core: EngineCore, report: Path) -> None:
-    """Refuse an engine that would serve results of old weights; `report` gets the reason, as JSON."""
+def hindrance(core: EngineCore) -> str:
+    """Why this engine would serve results of old weights; empty if it would not."""
     try:
         _refuse_other_caches(core)
         if core.request_block_hasher is not None:
             _try_to_forget(core)
-    except Exception as error:
-        report.write_text(json.dumps({"error": f"{error}"}))
-        raise
+    except Exception as error:  # noqa: BLE001 - whatever it is, no commit may be made
+        return f"{error}"
+    return ""
 
 
 def _refuse_other_caches(core: EngineCore) -> None:

@@ -1,18 +1,21 @@
-"""Inside vLLM's API server: each answer that is not streamed names the versions that made its tokens.
+"""Inside vLLM's API server: each answer names the versions that made its tokens.
 
     x-policy-versions: 41:0-31,42:31-64
+    x-policy-version: 41
+    x-policy-term: 1
+    x-policy-sync: 40
 
-Version 41 made the tokens 0 to 30 of the completion, version 42 those from 31 to 63. An answer with several
-choices lists them in order, separated by ";". vLLM knows these spans (`CompletionOutput.weight_versions`) but
-its OpenAI routes do not print them. `VersionHeaders` is given to vLLM's `--middleware`; the one patch notes
-the spans as `AsyncLLM.generate` of vLLM 0.32 returns them.
+Version 41 made the tokens 0 to 30 of the completion, version 42 those from 31 to 63; several choices are in
+order, separated by ";". The other three are of the oldest version of all its tokens. vLLM knows these spans
+(`CompletionOutput.weight_versions`) but its OpenAI routes do not print them; if they did, the one patch here
+could go (upstream/vllm/0005). It notes the spans as `AsyncLLM.generate` of vLLM 0.32 returns them.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
@@ -20,40 +23,66 @@ from typing import Any
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
-HEADER = b"x-policy-versions"
+from delta_weight_sync.protocol import Manifest
+from delta_weight_sync.vllm.labels import Label
+
+Headers = list[tuple[bytes, bytes]]
 Choices = list[CompletionOutput]
+_PATHS = ("/v1/", "/inference/")
+_LONGEST = (
+    1 << 12
+)  # an answer across hundreds of commits; common clients refuse headers of more than 8190 bytes
 
 # For each prompt of the HTTP request that is being answered, its finished choices.
 _prompts: ContextVar[list[Choices]] = ContextVar("prompts")
 
 
 class VersionHeaders:
-    """ASGI middleware: adds the header when an answer begins: after generation, unless it is a stream."""
+    """ASGI middleware: adds the headers when an answer begins: after generation, unless it is a stream.
 
-    def __init__(self, app: Any) -> None:
-        _install()
-        self._app = app
+    A stream begins before its versions are known, so its headers name the one that is served then: the oldest
+    that can produce a token of it.
+    """
+
+    def __init__(self, app: Any, serving: Callable[[], Manifest | None]) -> None:
+        """`serving`: the version whose weights are live, None before the first."""
+        install()
+        self._app, self._serving = app, serving
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer one HTTP request."""
-        prompts: list[Choices] = []
+        """Answer one request."""
+        if scope["type"] != "http" or not scope["path"].startswith(_PATHS):
+            await self._app(scope, receive, send)
+            return
+        serving, prompts = self._serving(), list[Choices]()
         _prompts.set(prompts)
 
-        async def send_with_header(message: Any) -> None:
-            spans = _spans(prompts) if message["type"] == "http.response.start" else ""
-            if spans:
-                message = {**message, "headers": [*message["headers"], (HEADER, spans.encode())]}
+        async def send_with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *_headers(prompts, serving)]}
             await send(message)
 
-        await self._app(scope, receive, send_with_header)
+        await self._app(scope, receive, send_with_headers)
 
 
-def _spans(prompts: list[Choices]) -> str:
+def _headers(prompts: list[Choices], serving: Manifest | None) -> Headers:
     choices = [choice.weight_versions or () for prompt in prompts for choice in prompt]
-    return ";".join(",".join(f"{s.version}:{s.start}-{s.end}" for s in spans) for spans in choices)
+    known = [label for spans in choices for span in spans if (label := Label.parse(span.version))]
+    oldest = min(known) if known else Label.of(serving) if serving else None
+    found = {f"x-policy-{name}": str(value) for name, value in (oldest._asdict() if oldest else {}).items()}
+    text = ";".join(",".join(map(_text, spans)) for spans in choices)
+    if 0 < len(text) < _LONGEST:
+        found["x-policy-versions"] = text
+    return [(name.encode(), value.encode()) for name, value in found.items()]
 
 
-def _install() -> None:
+def _text(span: Any) -> str:
+    label = Label.parse(span.version)
+    return f"{label.version if label else span.version}:{span.start}-{span.end}"
+
+
+def install() -> None:
+    """Patch `AsyncLLM`, once. Raises `RuntimeError` if it is not the one we know."""
     if AsyncLLM.generate is _generate:
         return
     known = "weight_versions" in inspect.signature(CompletionOutput).parameters

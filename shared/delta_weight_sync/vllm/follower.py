@@ -1,11 +1,13 @@
 """Keeps one vLLM at the run's newest version: watch HEAD, fetch, verify, stage, commit; join and heal.
 
-Joining late, waking from sleep and healing are one path: check the newest version out of the bucket (newest
-anchor, then deltas), start vLLM from it, and prove by the digest of its live parameters that it holds it.
+Joining, waking from sleep, healing, being pinned and going back are one path, in place: check the wanted
+version out of the bucket (newest anchor, then deltas), find what differs from it in the live parameters, and
+commit that like any delta. vLLM generates meanwhile, and the digest of its live parameters proves the result.
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
 import time
@@ -14,54 +16,55 @@ from pathlib import Path
 
 from delta_weight_sync.protocol import DeltaRef, Manifest
 from delta_weight_sync.runlog import CommitEvent, ReplicaEvent, ReplicaReport
-from inference_space.access import refusal
-from inference_space.orders import Orders
-from inference_space.progress import CountingReader
-from inference_space.settings import Settings
-from inference_space.vllm_server import VllmError, VllmServer
+from delta_weight_sync.vllm.engine import Engine, EngineError, Shapes
+from delta_weight_sync.vllm.labels import Label
+from delta_weight_sync.vllm.orders import Orders
+from delta_weight_sync.vllm.progress import CountingReader
 
 _BACKOFF_S = 3.0
 _KEPT_COMMITS = 256
-_KEPT_SYNCS = 4096  # more versions than one completion can span
+log = logging.getLogger("delta_weight_sync")
 
 
 class Follower:
-    """Runs in a thread of the gateway's process; `serving` and `report` may be read by any thread."""
+    """Runs in a thread of the API server; `serving` and `report` may be read by any thread."""
 
-    def __init__(self, reader: CountingReader, vllm: VllmServer, settings: Settings) -> None:
-        self._reader, self._vllm, self._settings = reader, vllm, settings
-        self._folder = Path(settings.folder)
+    def __init__(
+        self, reader: CountingReader, engine: Engine, *, name: str, folder: Path, poll_s: float
+    ) -> None:
+        """`name` is how the dashboard calls this replica, `folder` is scratch space."""
+        self._reader, self._engine = reader, engine
+        self._name, self._folder, self._poll_s = name, folder, poll_s
         self.orders = Orders(reader)
         self.serving: Manifest | None = None  # the version whose bits are live, proven by digest
-        self.problems: dict[str, str] = {}  # what the owner must set before the bucket can be read
-        self.syncs: dict[int, tuple[int, int]] = {}  # version -> (term, sync), for all that vLLM may name
         self._served_last: Manifest | None = None
         self._served_head = ""  # etag of the HEAD whose version is served
+        self._learned: Shapes = {}
         self._commits: deque[CommitEvent] = deque(maxlen=_KEPT_COMMITS)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
         self._state, self._fetching = "starting", False
         self._error: str | None = None
-        self._printed = ""
+        self._logged = ""
 
     def start(self) -> None:
         """Begin to follow."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop following and end vLLM, also one that is just being started."""
+        """Stop following, and end the vLLM that it started, also one that is just being started."""
         self._stopped.set()
         while self._thread.is_alive():
-            self._vllm.stop()
+            self._engine.stop()
             self._thread.join(0.5)
-        self._vllm.stop()
+        self._engine.stop()
 
     def report(self, after: int) -> ReplicaReport:
         """What the replica is doing, and its remembered commits of versions newer than `after`."""
         serving = self.serving
         status = ReplicaEvent(
             t=time.time(),
-            replica=self._settings.name,
+            replica=self._name,
             state=f"{self._state}: {self._reader.progress()}" if self._fetching else self._state,
             version=serving.version if serving else None,
             digest=serving.digest if serving else None,
@@ -70,32 +73,35 @@ class Follower:
         commits = tuple(commit for commit in list(self._commits) if commit.version > after)
         return ReplicaReport(status=status, commits=commits)
 
+    def explain(self, error: Exception | None) -> str:
+        """What to say about an error; called with None when all is well again."""
+        return f"{error}"
+
     def _run(self) -> None:
         while not self._stopped.is_set():
             try:
                 self._turn()
-                self.problems = {}
-                self._stopped.wait(self._settings.poll_s)
+                self.explain(None)
+                self._stopped.wait(self._poll_s)
             except Exception as error:  # noqa: BLE001 - whatever it was: report it, keep serving, try again
-                self._explain(error)
+                self._complain(error)
                 self._stopped.wait(_BACKOFF_S)
 
-    def _explain(self, error: Exception) -> None:
-        """Report what went wrong, and print it once."""
-        self.problems = refusal(error, self._reader.bucket.url)
-        reason = "; ".join(f"{name}: {problem}" for name, problem in self.problems.items()) or f"{error}"
+    def _complain(self, error: Exception) -> None:
+        """Report what went wrong, and log it once."""
+        reason = self.explain(error)
         self._report(error=reason)
-        if reason != self._printed:
-            print(f"replica {self._settings.name}: {reason}", flush=True)
-            self._printed = reason
+        if reason != self._logged:
+            log.warning("replica %s: %s", self._name, reason)
+            self._logged = reason
 
     def _turn(self) -> None:
-        if self.serving is not None and not self._vllm.alive():
+        if self.serving is not None and not self._engine.alive():
             self.serving = None
-            raise RuntimeError(f"vLLM died and is started again; see {self._vllm.log}")
+            raise EngineError("vLLM died and is started again; its log says why")
         held = self._held()
-        if self.orders.rejoining.is_set():
-            self.orders.rejoining.clear()
+        if self.orders.healing.is_set():
+            self.orders.healing.clear()
             self._follow(held, afresh=True)
         elif held is None:
             self._look()
@@ -124,7 +130,7 @@ class Follower:
             self._report("serving")
 
     def _follow(self, manifest: Manifest | None = None, *, afresh: bool = False) -> None:
-        """Serve `manifest`'s version (None: what HEAD names now), by starting over if `afresh`."""
+        """Serve `manifest`'s version (None: what HEAD names now), comparing all weights if `afresh`."""
         manifest = manifest or self._newest()
         if manifest is None:
             return
@@ -140,27 +146,29 @@ class Follower:
         return self._reader.manifest(head.manifest) if head else None
 
     def _join(self, manifest: Manifest) -> None:
-        """From nothing to serving `manifest`'s version."""
-        started = time.time()
-        folder = self._folder / "checkpoint"
+        """From whatever is live to `manifest`'s version."""
+        started, folder = time.perf_counter(), self._folder / "checkpoint"
         shutil.rmtree(folder, ignore_errors=True)
         shapes = self._checkout(manifest, folder)
-        fetch_s = time.time() - started
-        self.serving = None
-        self._report(f"starting vLLM with version {manifest.version}")
-        self._vllm.start(folder)
-        digest = self._vllm.init_engine(shapes)
-        if digest != manifest.digest:
-            self._vllm.stop()
-            raise RuntimeError(
-                f"vLLM loaded weights with digest {digest}, version {manifest.version} has {manifest.digest}"
-            )
-        self.syncs.clear()  # the run may have been started over: other versions with the same numbers
-        self._expect(manifest)
-        self._vllm.set_version(manifest.version)
-        self._serve(manifest, fetch_s=fetch_s, joined=True)
+        fetch_s = time.perf_counter() - started
+        self._prepare(manifest, folder, shapes)
+        stage_s = self._engine.stage_checkpoint(folder)
+        pause_s, commit_s = self._engine.commit(manifest.digest, str(Label.of(manifest)))
+        for weights in folder.glob("*.safetensors"):
+            weights.unlink()
+        self._serve(manifest, fetch_s, stage_s, pause_s, commit_s, joined=True)
 
-    def _checkout(self, manifest: Manifest, folder: Path) -> dict[str, list[int]]:
+    def _prepare(self, manifest: Manifest, folder: Path, shapes: Shapes) -> None:
+        """Have a vLLM that knows where the tensors of the run are."""
+        if not self._engine.serves(folder):
+            self.serving, self._learned = None, {}
+            self._report(f"starting vLLM with version {manifest.version}")
+            self._engine.start(folder)
+        if shapes != self._learned:
+            self._engine.learn(shapes)
+            self._learned = shapes
+
+    def _checkout(self, manifest: Manifest, folder: Path) -> Shapes:
         """Fetch a version; returns the shapes of its tensors."""
         if self.serving is None:
             self._report(f"fetching version {manifest.version}")
@@ -180,14 +188,15 @@ class Follower:
             self._join(manifest)  # too far behind, or a history other than the one that is served
             return
         if unchanged:
-            self._expect(manifest)
-            self._vllm.set_version(manifest.version)
+            self._engine.relabel(str(Label.of(manifest)))
             self._serve(manifest)
             return
         try:
             self._apply(manifest, deltas)
-        except VllmError as error:  # the old weights are back; are the live ones not what we believed?
-            self._report(error=f"version {manifest.version} was undone, joining again: {error}")
+        except EngineError as error:  # the old weights are back; are the live ones not what we believed?
+            if error.kind == "WeightsChangedError":
+                self.serving = None
+            self._report(error=f"version {manifest.version} was undone, healing: {error}")
             self._join(manifest)
 
     def _apply(self, manifest: Manifest, deltas: tuple[DeltaRef, ...]) -> None:
@@ -195,28 +204,21 @@ class Follower:
         paths = [self._reader.fetch(delta, self._folder) for delta in deltas]
         fetch_s = time.perf_counter() - started
         try:
-            stage_s = self._vllm.stage(paths)
-            self._expect(manifest)
-            pause_s, commit_s = self._vllm.commit(manifest.digest, manifest.version)
+            stage_s = self._engine.stage(paths)
+            pause_s, commit_s = self._engine.commit(manifest.digest, str(Label.of(manifest)))
         finally:
             for path in paths:
                 path.unlink(missing_ok=True)
-        self._serve(manifest, fetch_s=fetch_s, stage_s=stage_s, pause_s=pause_s, commit_s=commit_s)
-
-    def _expect(self, manifest: Manifest) -> None:
-        """From now on vLLM may name this version as the maker of a token."""
-        self.syncs[manifest.version] = (manifest.writer_term, manifest.sync)
-        if len(self.syncs) > _KEPT_SYNCS:
-            del self.syncs[next(iter(self.syncs))]
+        self._serve(manifest, fetch_s, stage_s, pause_s, commit_s)
 
     def _serve(
         self,
         manifest: Manifest,
-        *,
         fetch_s: float = 0.0,
         stage_s: float = 0.0,
         pause_s: float = 0.0,
         commit_s: float = 0.0,
+        *,
         joined: bool = False,
     ) -> None:
         now = time.time()
@@ -224,7 +226,7 @@ class Follower:
         self._commits.append(
             CommitEvent(
                 t=now,
-                replica=self._settings.name,
+                replica=self._name,
                 version=manifest.version,
                 digest=manifest.digest,
                 lag_s=now - manifest.created_at,

@@ -1,0 +1,131 @@
+"""vLLM inside the Space's own process: its API server's app in our event loop, its engine as a child process.
+
+So a request makes no hop between the public port and vLLM, and vLLM is started anew without being imported
+again. Why so: docs/decisions/0002-one-process-per-replica.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import multiprocessing
+import os
+import shlex
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+from starlette.types import ASGIApp
+
+from delta_weight_sync.vllm.engine import EngineError, RunningEngine
+from delta_weight_sync.vllm.follower import Follower
+from inference_space.settings import Settings
+
+MODEL_NAME = "policy"
+# On the CPU the worker runs inside the engine's process (named by class: the short name is overruled), or two
+# processes would busy-wait on the same cores.
+_IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+_ON_CPU = ["--enforce-eager", "--distributed-executor-backend", _IN_PROCESS]
+_ON_CPU += ["--kv-cache-memory-bytes", str(1 << 30)]  # with a size given, vLLM need not measure and warm up
+_ENVIRONMENT = {
+    "VLLM_PLUGINS": "delta_weight_sync",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads, which a fork would not take along
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+
+class EmbeddedVllm(RunningEngine):
+    """An `Engine` of ours; `app` is what answers its requests, None while there is none."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings, self._client = settings, None
+        self._assets: dict[str, str] = {}
+        self.app: ASGIApp | None = None
+        self.follower: Follower | None = None  # whose version a stream's headers name
+        os.environ.update(_ENVIRONMENT, ENGINE_PYTHON=sys.executable)
+        # vLLM's engine gets none of the Space's secrets.
+        multiprocessing.set_executable(str(Path(__file__).with_name("engine_python.sh")))
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Requests will be answered in `loop`."""
+        self._loop = loop
+
+    def alive(self) -> bool:
+        """As in `Engine`."""
+        return self._client is not None and super().alive()
+
+    def serves(self, checkpoint: Path) -> bool:
+        """Whether it was started with the same configuration, tokenizer and template."""
+        return self.alive() and _assets(checkpoint) == self._assets
+
+    def start(self, checkpoint: Path) -> None:
+        """As in `Engine`. The kernel ends the engine when the calling thread ends (see `lifeline`)."""
+        self.stop()
+        self._assets = _assets(checkpoint)
+        try:
+            arguments = self._arguments(checkpoint)
+            self._client = _client(arguments)
+        except Exception as error:
+            raise EngineError(f"vLLM did not start: {error}; the reason is in the lines above") from error
+        self.app = self._wait(_app(self._client, arguments, self.follower))
+
+    def stop(self) -> None:
+        """End vLLM, also one that is being started."""
+        client, self._client, self.app = self._client, None, None
+        if client is not None:
+            client.shutdown()
+        for child in multiprocessing.active_children():
+            child.kill()
+
+    def _arguments(self, checkpoint: Path) -> Namespace:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+        from vllm.platforms import current_platform
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        settings = self._settings
+        words = ["--model", str(checkpoint), "--served-model-name", MODEL_NAME, "--dtype", "bfloat16"]
+        words += ["--max-num-seqs", str(settings.max_num_seqs), "--disable-log-stats"]
+        words += _ON_CPU if current_platform.is_cpu() else []
+        if settings.max_model_len is not None:
+            words += ["--max-model-len", str(settings.max_model_len)]
+        parser = make_arg_parser(FlexibleArgumentParser())
+        parser.error = _refuse
+        arguments: Namespace = parser.parse_args([*words, *shlex.split(settings.vllm_args)])
+        validate_parsed_serve_args(arguments)
+        return arguments
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ValueError(f"REPLICA_VLLM_ARGS: {message}")
+
+
+def _client(arguments: Namespace) -> Any:
+    """A started engine. No event loop runs in this thread, so that it may block."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+
+
+async def _app(client: Any, arguments: Namespace, follower: Follower | None) -> ASGIApp:
+    """What `vllm serve` would serve."""
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+
+    tasks = await client.get_supported_tasks()
+    app = build_app(arguments, tasks, client.model_config)
+    app.state.follower = follower
+    app.state.server = SimpleNamespace(should_exit=False)  # vLLM asks for an end when its engine has died
+    await init_app_state(client, app.state, arguments, tasks)
+    return app
+
+
+def _assets(checkpoint: Path) -> dict[str, str]:
+    """What vLLM read from a checkpoint at its start, other than weights: file name -> sha256."""
+    files = (path for path in checkpoint.iterdir() if path.is_file() and path.suffix != ".safetensors")
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
