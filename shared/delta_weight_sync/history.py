@@ -117,13 +117,21 @@ class RunReader:
 
     def advance(self, state: dict[str, Bits], ref: FileRef, folder: Path) -> None:
         """Apply one delta file to `state` in place; `folder` is scratch space."""
-        from delta_weight_sync import codec
-
         path = self.fetch(ref, folder)
-        shapes = {name: bits.shape for name, bits in state.items()}
-        for patch in codec.Delta(path).patches(shapes, state.__getitem__):
-            codec.apply(patch, state[patch.name])
+        apply_delta(state, path)
         path.unlink()
+
+
+def apply_delta(state: dict[str, Bits], path: Path) -> None:
+    """Apply the delta file `path` to `state` in place; raises `CodecError` naming the file.
+
+    `state` is then to be thrown away: it may hold a part of the changes.
+    """
+    from delta_weight_sync import codec
+
+    shapes = {name: bits.shape for name, bits in state.items()}
+    for patch in codec.Delta(path).patches(shapes, state.__getitem__):
+        codec.apply(patch, state[patch.name])
 
 
 def manifests_of(objects: Listing) -> dict[int, ObjectInfo]:

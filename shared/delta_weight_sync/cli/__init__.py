@@ -16,6 +16,7 @@ COMMANDS = {
     "show": "describe one version: tensors changed, sparsity, bytes",
     "verify": "rebuild every version from version 0 and check each digest",
     "checkout": "write one version as an ordinary Hugging Face checkpoint",
+    "follow": "keep an ordinary Hugging Face checkpoint at the newest version, for any engine",
     "plan": "predict bytes, seconds and money of a run, before there is one",
 }
 

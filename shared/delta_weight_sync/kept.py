@@ -1,0 +1,163 @@
+"""A folder that holds a run's newest version as an ordinary checkpoint, which no reader ever sees torn.
+
+    DIR/current -> 00000041      replaced in one step, when the version behind it is whole and proven
+    DIR/00000041/                config.json, the tokenizer, model.safetensors, and the version's manifest
+    DIR/00000040/                the version before, for who still reads it; gone when the next is built
+    DIR/.building/               what nobody reads yet
+
+A version is a copy of the one before with the changes written into it, so that it costs its deltas to fetch
+and a copy on the disk. Writing into the old file would save little: where one weight in a hundred changes,
+next to no page of the file stays as it was.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from safetensors import SafetensorError
+
+from delta_weight_sync.checkpoint import WEIGHTS, map_bits
+from delta_weight_sync.codec import CodecError
+from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.errors import DeltaWeightSyncError
+from delta_weight_sync.history import RunReader, apply_delta, require_digest
+from delta_weight_sync.protocol import FileRef, Manifest, ProtocolError, parse
+
+RECORD: Final = "delta_weight_sync.json"  # the manifest, beside the weights: which version a folder holds
+
+
+class FolderError(DeltaWeightSyncError):
+    """This folder cannot be kept: another process does, or it holds something else."""
+
+
+@contextmanager
+def kept_checkpoint(reader: RunReader, folder: Path) -> Iterator[KeptCheckpoint]:
+    """Keep `folder`, which is made where it is missing; meanwhile no other process can.
+
+    Raises `FolderError`, and `OSError` of the disk.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with _alone_in(folder):
+        kept = KeptCheckpoint(reader, folder)
+        try:
+            yield kept
+        finally:
+            kept.clear()
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """A lock that ends with this process, however it ends."""
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FolderError(f"another process keeps {folder}: end it, or name another folder") from None
+        yield
+
+
+class KeptCheckpoint:
+    """A folder at one version of a run; see `kept_checkpoint`."""
+
+    def __init__(self, reader: RunReader, folder: Path) -> None:
+        """Find out what `folder` holds, by reading all of it."""
+        self.folder = folder.absolute()
+        self._reader = reader
+        self._current, self._building = self.folder / "current", self.folder / ".building"
+        if self._current.is_dir() and not self._current.is_symlink():
+            raise FolderError(f"{self._current} is a folder, not a link of ours: name another folder")
+        self._held = self._found()  # what `current` holds, proven by digest
+
+    def take(self, manifest: Manifest) -> Path:
+        """Put `manifest`'s version behind `current`; returns the folder that it is in.
+
+        After any error, and after `kill -9`, `current` is what it was. Raises `BucketError`, `ProtocolError`
+        and `CodecError` of the run, and `OSError` of the disk.
+        """
+        held = self._held
+        if held is None or (held.version, held.digest) != (manifest.version, manifest.digest):
+            self._remove_older()
+            self.clear()
+            if not self._patch(manifest):
+                self.clear()
+                self._checkout(manifest)
+            self._show(manifest)
+        return self._current.resolve()
+
+    def _found(self) -> Manifest | None:
+        """What `current` holds, or None where that is not exactly what was published."""
+        try:
+            manifest = parse(Manifest, (self._current / RECORD).read_bytes(), RECORD)
+            for ref in _assets(manifest):
+                ref.check((self._current / ref.name).read_bytes())
+            require_digest(map_bits(self._current / WEIGHTS), manifest)
+        except (OSError, ProtocolError, SafetensorError):
+            return None
+        return manifest
+
+    def clear(self) -> None:
+        """Remove what is being built, here or by a process that was killed."""
+        shutil.rmtree(self._building, ignore_errors=True)
+
+    def _remove_older(self) -> None:
+        """Remove all versions but the one that is current."""
+        current = self._current.resolve()
+        for folder in self.folder.iterdir():
+            ours = (folder / RECORD).is_file() and not folder.is_symlink()
+            if ours and folder.resolve() != current and folder != self._building:
+                shutil.rmtree(folder)
+
+    def _patch(self, manifest: Manifest) -> bool:
+        """Build from the version that is held; False where that does not lead there.
+
+        So it is where the run was started over, or where somebody has written into the held version.
+        """
+        held = self._held
+        deltas = manifest.deltas_after(held.version) if held else None
+        if not held or not deltas or _contents(held) != _contents(manifest):
+            return False
+        paths = [self._reader.fetch(delta, self._building) for delta in deltas]
+        shutil.copytree(self._current, self._building, dirs_exist_ok=True)
+        state = map_bits(self._building / WEIGHTS, "r+")
+        try:
+            for path in paths:
+                apply_delta(state, path)
+                path.unlink()
+        except CodecError:
+            return False
+        return to_hex(state_digest(state)) == manifest.digest
+
+    def _checkout(self, manifest: Manifest) -> None:
+        self._reader.checkout(manifest, self._building)
+        require_digest(map_bits(self._building / WEIGHTS), manifest)
+
+    def _show(self, manifest: Manifest) -> None:
+        """Let readers see what was built."""
+        (self._building / RECORD).write_bytes(manifest.to_bytes())
+        folder = self._free_name(manifest.version)
+        self._building.rename(folder)
+        link = self.folder / ".current"
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder.name)
+        link.replace(self._current)
+        self._held = manifest
+
+    def _free_name(self, version: int) -> Path:
+        """A run that was started over has this version once more, while `current` is still the other one."""
+        names = itertools.chain([f"{version:08d}"], (f"{version:08d}.{n}" for n in itertools.count(1)))
+        return next(path for path in map(self.folder.joinpath, names) if not path.exists())
+
+
+def _assets(manifest: Manifest) -> list[FileRef]:
+    """The files of a checkpoint beside its weights."""
+    return [ref for ref in manifest.anchor.files if ref.name != WEIGHTS]
+
+
+def _contents(manifest: Manifest) -> set[tuple[str, str]]:
+    return {(ref.name, ref.sha256) for ref in _assets(manifest)}

@@ -1,0 +1,35 @@
+"""The console command in this process: what it printed, its complaint, and its exit code."""
+
+import contextlib
+import io
+from dataclasses import dataclass
+
+from delta_weight_sync.cli import main
+
+
+@dataclass
+class Result:
+    """What a command did; `complaint` is all that it wrote to stderr, its last sentence included."""
+
+    code: int
+    output: str
+    complaint: str
+
+
+def command(*words: object) -> Result:
+    """Run `delta-weight-sync <words>`."""
+    output, complaint, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(complaint):
+        try:
+            main([str(word) for word in words])
+        except SystemExit as stop:
+            code = _code(stop.code, complaint)
+    return Result(code, output.getvalue(), complaint.getvalue())
+
+
+def _code(stop: str | int | None, complaint: io.StringIO) -> int:
+    """As Python itself ends: a sentence goes to stderr."""
+    if isinstance(stop, str):
+        print(stop, file=complaint)
+        return 1
+    return stop or 0

@@ -1,0 +1,329 @@
+"""`delta-weight-sync follow`: a folder at the newest version, never a torn one, whatever happens."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from delta_weight_sync.checkpoint import read_bits, to_bits
+from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.history import RunReader
+from delta_weight_sync.kept import RECORD
+from delta_weight_sync.publish.run_writer import RunWriter
+from delta_weight_sync.store import open_bucket
+from tests.cli.command import Result, command
+from tests.cli.drifting import TENSORS, Drifting
+from tests.shared.written_run import write_run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "a model"
+
+
+def follow(run: Drifting, folder: Path, *words: object) -> Result:
+    return command("follow", run.url, "--into", folder, *words)
+
+
+def digest(folder: Path) -> str:
+    return to_hex(state_digest(dict(read_bits(folder))))
+
+
+def versions(folder: Path) -> list[str]:
+    """The folders of versions; there is nothing else but `current` and what its names hide."""
+    shown = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    assert shown.pop() == "current"
+    return shown
+
+
+def holds(folder: Path, run: Drifting) -> None:
+    """`folder/current` is the newest version, as `checkout` writes it."""
+    with contextlib.ExitStack() as stack:
+        out = folder.with_name("checkout")
+        stack.callback(shutil.rmtree, out)
+        assert command("checkout", run.url, "--out", out).code == 0
+        found, wanted = dict(read_bits(folder / "current")), dict(read_bits(out))
+        assert found.keys() == wanted.keys()
+        assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+        names = {path.name for path in (folder / "current").iterdir()}
+        assert names == {path.name for path in out.iterdir()} | {RECORD}
+
+
+def test_follows_version_by_version_and_tells_the_engine(run, folder, turns, tmp_path):
+    def step() -> None:
+        holds(folder, run)
+        run.step()
+
+    turns(step, step, step)
+    told = tmp_path / "told"
+    result = follow(run, folder, "--on-version", f"echo {{version}} {{digest}} {{path}} >> {told}")
+    assert (result.code, result.complaint) == (130, "")
+    holds(folder, run)
+    digests = [manifest.digest for manifest in RunReader(open_bucket(run.url), "drifting").history()][::-1]
+    expected = [f"{v} {digest} {folder}/{v:08d}" for v, digest in enumerate(digests)]
+    assert told.read_text().splitlines() == expected
+    assert versions(folder) == ["00000002", "00000003"], "the one before may still be read"
+
+
+def test_a_new_version_costs_its_deltas_and_no_checkout(run, folder, turns):
+    def several() -> None:
+        next(run.folder.glob("runs/*/anchors/*/model.safetensors")).unlink()
+        for _ in range(3):
+            run.step()
+
+    turns(several, run.step)
+    result = follow(run, folder)
+    assert result.complaint == ""
+    assert digest(folder / "current") == run.newest.digest
+    assert versions(folder) == ["00000003", "00000004"]
+
+
+def test_what_the_deltas_do_not_reach_is_checked_out(run, folder, turns):
+    def anchors() -> None:
+        with mock.patch.object(RunWriter, "anchor_is_due", return_value=True):
+            for _ in range(4):
+                run.step()
+        assert run.newest.deltas_after(0) is None
+
+    turns(anchors)
+    assert follow(run, folder).complaint == ""
+    holds(folder, run)
+
+
+def test_transformers_loads_the_folder(tmp_path, folder):
+    url = (tmp_path / "bucket").as_uri()
+    digests = write_run(url, tmp_path / "base", versions=2)
+    assert command("follow", url, "--into", folder, "--once").code == 0
+    model = AutoModelForCausalLM.from_pretrained(folder / "current")
+    loaded = {name: to_bits(parameter) for name, parameter in model.named_parameters()}
+    assert to_hex(state_digest(loaded)) == digests[-1]
+
+
+def test_a_reader_keeps_what_it_has_opened(run, folder, turns):
+    with contextlib.ExitStack() as stack:
+        seen = {}
+
+        def open_it() -> None:
+            path = (folder / "current").resolve() / "model.safetensors"
+            seen["file"] = stack.enter_context(safe_open(path, framework="pt"))
+            seen["before"] = run.newest.digest
+            run.step()
+
+        turns(open_it, run.step, run.step)
+        follow(run, folder)
+        state = {name: to_bits(seen["file"].get_tensor(name)) for name in seen["file"].keys()}  # noqa: SIM118
+        assert to_hex(state_digest(state)) == seen["before"] != run.newest.digest
+
+
+def test_killed_at_any_moment_it_leaves_a_whole_version_and_goes_on(run, folder, tmp_path):
+    follow(run, folder, "--once")
+    old = run.newest
+    new = run.step()
+    words = [sys.executable, "-m", "tests.cli.killed_follower", run.url, folder, tmp_path]
+    subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+    copies = sorted(
+        (path for path in tmp_path.iterdir() if path.name.isdigit()), key=lambda path: int(path.name)
+    )
+    for killed in copies:
+        assert digest(killed / "current") in (old.digest, new.digest), f"torn before change {killed.name}"
+        result = follow(run, killed, "--once")
+        assert (result.code, result.complaint) == (0, ""), f"after change {killed.name}"
+        assert digest(killed / "current") == new.digest
+        assert len(versions(killed)) <= 2
+        assert not (killed / ".building").exists()
+    assert len(copies) > 15, "each change of the disk is a moment"
+
+
+def test_a_damaged_delta_is_named_and_the_old_version_stays(run, folder, turns):
+    def damage() -> None:
+        path = run.folder / run.step().deltas[-1].key
+        damage.whole = path, path.read_bytes()
+        path.write_bytes(bytes([*damage.whole[1][:-1], damage.whole[1][-1] ^ 1]))
+
+    def mend() -> None:
+        assert digest(folder / "current") == before
+        assert versions(folder) == ["00000000"]
+        path, data = damage.whole
+        path.write_bytes(data)
+
+    before = run.newest.digest
+    turns(damage, lambda: None, mend)
+    result = follow(run, folder)
+    assert result.complaint.count("00000001.t1.safetensors is not the published object") == 1
+    assert len(result.complaint.splitlines()) == 1
+    holds(folder, run)
+
+
+def test_a_store_that_fails_is_asked_ever_more_slowly_and_all_files_stay(run, folder, turns, tmp_path):
+    def gone() -> None:
+        run.folder.rename(tmp_path / "elsewhere")
+
+    def back() -> None:
+        holds_before = digest(folder / "current")
+        assert holds_before == run.newest.digest
+        (tmp_path / "elsewhere").rename(run.folder)
+        run.step()
+
+    nothing = [lambda: None] * 6
+    pauses = turns(gone, *nothing, back, lambda: None)
+    result = command("follow", run.url, "--run", "drifting", "--into", folder)
+    assert pauses == [1, 2, 4, 8, 16, 32, 32, 32, 1]
+    assert result.complaint == (
+        f"delta-weight-sync follow: {run.url} does not exist: create the folder, or mount it\n"
+    )
+    holds(folder, run)
+
+
+def test_following_begins_before_the_run_does(writes, folder, turns, tmp_path):
+    begun = []
+    turns(lambda: begun.append(writes()), lambda: None)
+    (tmp_path / "bucket").mkdir()
+    result = command("follow", (tmp_path / "bucket").as_uri(), "--run", "drifting", "--into", folder)
+    assert "has published no version yet" in result.complaint
+    holds(folder, begun[0])
+
+
+def test_a_wrong_token_is_one_sentence_and_tried_again(hub, hub_env, monkeypatch, folder, turns, tmp_path):
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    pauses = turns(lambda: None, lambda: None)
+    result = command("follow", "hf://buckets/team/nothing#run", "--into", folder)
+    assert (result.code, pauses) == (130, [2, 4])
+    assert len(result.complaint.splitlines()) == 1
+    assert "set HF_TOKEN to a token with read access to team/nothing" in result.complaint
+    assert "hf_wrong" not in result.complaint
+
+
+@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("changed", [{"seed": 7}, {"tensors": {"other.weight": (50, 50)} | TENSORS}])
+def test_a_run_that_was_started_over_is_checked_out(writes, folder, turns, changed, first):
+    """Other weights, or other tensors, under numbers that follow on what is held, or that are the same."""
+    old, new = writes(), []
+    old.step()
+
+    def start_over() -> None:
+        shutil.rmtree(old.folder)
+        new.append(writes(**changed))
+        for _ in range(first):
+            new[0].step()
+
+    turns(start_over, lambda: new[0].step())
+    result = follow(old, folder)
+    assert result.complaint == ""
+    holds(folder, new[0])
+
+
+def test_weights_that_somebody_wrote_into_are_replaced(run, folder, turns):
+    def write_into() -> None:
+        path = folder / "current" / "model.safetensors"
+        with path.open("r+b") as file:
+            file.seek(-8, os.SEEK_END)
+            file.write(b"tampered")
+
+    def write_and_step() -> None:
+        write_into()
+        run.step()
+
+    turns(write_and_step)
+    assert follow(run, folder).complaint == ""
+    holds(folder, run)
+    write_into()
+    assert follow(run, folder, "--once").complaint == ""
+    holds(folder, run)
+
+
+def test_once_brings_it_to_the_newest_version_and_tells_each_version_once(run, folder, tmp_path):
+    told = tmp_path / "told"
+    words = ("--once", "--on-version", f"echo {{version}} >> {told}")
+    assert follow(run, folder, *words).output.endswith(f"is in {folder}/00000000\n")
+    assert follow(run, folder, *words) == Result(0, "", "")
+    run.step()
+    run.step()
+    assert follow(run, folder, *words).code == 0
+    assert told.read_text() == "0\n2\n"
+
+
+def test_a_command_that_fails_is_offered_the_next_version_and_at_the_next_start(
+    run, folder, turns, tmp_path, capfd
+):
+    told = tmp_path / "told"
+    fails = f"echo tried {{version}}; test {{version}} != 1 && echo {{version}} >> {told}"
+    turns(run.step, run.step)
+    result = follow(run, folder, "--on-version", fails)
+    assert result.complaint == (
+        "delta-weight-sync follow: the command for version 1 ended with exit code 1\n"
+    )
+    assert told.read_text() == "0\n2\n"
+    assert capfd.readouterr().out == "tried 0\ntried 1\ntried 2\n", "its output passes through"
+    run.step()
+    result = follow(run, folder, "--once", "--on-version", "exit 3")
+    assert (result.code, result.complaint) == (
+        1,
+        "delta-weight-sync follow: the command for version 3 ended with exit code 3\n",
+    )
+    assert follow(run, folder, "--once", "--on-version", f"echo again {{version}} >> {told}").code == 0
+    assert told.read_text() == "0\n2\nagain 3\n"
+
+
+def test_placeholders_come_quoted_and_other_braces_stay(run, tmp_path):
+    """As in the example of --help, for a folder whose name would end the quotes."""
+    folder, body = tmp_path / 'it\'s a {version} "model"', tmp_path / "body"
+    words = f"printf %s '{{\"model_path\": 1}} '{{path}} > {body}"
+    assert follow(run, folder, "--once", "--on-version", words).code == 0
+    assert body.read_text() == f'{{"model_path": 1}} {folder}/00000000'
+
+
+def test_the_example_for_sglang_is_json(run, folder, tmp_path):
+    body = tmp_path / "body"
+    words = f"printf %s '{{\"model_path\": \"'{{path}}'\"}}' > {body}"
+    assert follow(run, folder, "--once", "--on-version", words).code == 0
+    assert json.loads(body.read_text()) == {"model_path": f"{folder}/00000000"}
+
+
+@pytest.mark.parametrize(("sign", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_ends_it_with_a_whole_checkpoint(run, folder, sign, code):
+    ends = f"kill -{sign.value} $PPID; exec sleep 600"
+    assert follow(run, folder, "--on-version", ends) == Result(
+        code, f"version 0 (digest {run.newest.digest}) is in {folder}/00000000\n", ""
+    )
+    holds(folder, run)
+
+
+def test_a_signal_while_a_version_is_built_leaves_nothing_of_it(run, folder, turns):
+    turns(run.step)
+    ends = mock.Mock(side_effect=lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with mock.patch("delta_weight_sync.kept.apply_delta", ends):
+        assert follow(run, folder).code == 0
+    assert versions(folder) == ["00000000"]
+    assert not (folder / ".building").exists()
+
+
+def test_one_process_keeps_a_folder(run, folder, turns):
+    seen = []
+    turns(lambda: seen.append(follow(run, folder, "--once")))
+    follow(run, folder)
+    assert seen[0].code == 1
+    assert seen[0].complaint.startswith(f"delta-weight-sync follow: another process keeps {folder}")
+
+
+def test_what_is_not_ours_stays(run, folder):
+    (folder / "00000007").mkdir(parents=True)
+    (folder / "00000007" / "precious").write_text("mine")
+    (folder / "00000001").mkdir()
+    for _ in range(3):
+        run.step()
+        assert follow(run, folder, "--once").code == 0
+    assert (folder / "00000007" / "precious").read_text() == "mine"
+    assert versions(folder) == ["00000001", "00000002", "00000003", "00000007"]
+    shutil.rmtree(folder)
+    (folder / "current").mkdir(parents=True)
+    assert "is a folder, not a link of ours" in follow(run, folder, "--once").complaint
