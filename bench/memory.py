@@ -16,11 +16,8 @@ import torch
 from bench import deltas
 from bench.change import Change
 from bench.results import SCRATCH, Results
+from delta_weight_sync import Publisher
 from delta_weight_sync.codec import Encoding
-from delta_weight_sync.publish.publisher import Publisher
-from delta_weight_sync.publish.run_writer import RunWriter
-from delta_weight_sync.runlog import RunLogWriter
-from delta_weight_sync.store import open_bucket
 
 
 @dataclass(frozen=True)
@@ -55,9 +52,9 @@ def measure(change: Change, encoding: Encoding) -> tuple[dict[str, int], Change]
     """
     folder, memory = SCRATCH / "memory", Memory()
     shutil.rmtree(folder, ignore_errors=True)
-    bucket = open_bucket(folder.as_uri(), create=True)
-    log = RunLogWriter(bucket, "bench")
-    publisher = Publisher(RunWriter(bucket, "bench", model="bench", assets=folder), log, encoding=encoding)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    publisher = Publisher(folder.as_uri(), folder, encoding=encoding)
     live = {name: torch.from_numpy(bits).view(torch.bfloat16) for name, bits in change.old.items()}
     publisher.publish(live.items(), 1)
     before = memory.mib("VmRSS")
@@ -67,6 +64,5 @@ def measure(change: Change, encoding: Encoding) -> tuple[dict[str, int], Change]
     publisher.flush()
     extra = memory.mib("VmHWM") - before
     publisher.close()
-    log.close()
     shutil.rmtree(folder)
     return {"model_mib": change.model_bytes >> 20, "extra_mib": extra}, back

@@ -26,7 +26,6 @@ from trl.experimental.async_grpo.async_rollout_worker import (
     _AsyncRolloutLoop,
 )
 
-from delta_weight_sync.publish import trl_compat
 from trainer import space_access
 from trainer.cold_spaces import PATIENCE_S, SpacesUnavailableError
 
@@ -49,7 +48,6 @@ class ReplicaRolloutLoop(_AsyncRolloutLoop):
     """
 
     def __init__(self, *, replicas: Sequence[str], writer_term: int, **kwargs: Any) -> None:
-        trl_compat.install()  # this is another process than the trainer's
         super().__init__(**kwargs)
         self._prepare_turns()
         self._replicas, self._writer_term = list(replicas), writer_term

@@ -15,30 +15,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from datasets import Dataset
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 from trl import TrlParser
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
+from delta_weight_sync import DeltaWeightSyncError, Publisher
 from delta_weight_sync.codec import Encoding
-from delta_weight_sync.protocol import ProtocolError
-from delta_weight_sync.publish import trl_compat
+from delta_weight_sync.publish import trl_patches
 from delta_weight_sync.publish.mirror import Place
-from delta_weight_sync.publish.publisher import Publisher
-from delta_weight_sync.publish.run_writer import FencedError, RunWriter
-from delta_weight_sync.publish.sharded import PeerError, Peers, live_digest
-from delta_weight_sync.publish.weight_transfer import WeightTransfer, to_bucket, to_main
-from delta_weight_sync.runlog import DoneEvent, RunLogWriter
-from delta_weight_sync.store import BucketError, open_bucket
+from delta_weight_sync.publish.sharded import Peers, Weights
+from delta_weight_sync.runlog import DoneEvent
 from trainer import rollouts, shorter, wordle
 from trainer.cold_spaces import ColdSpaces, SpacesUnavailableError
 from trainer.observer import ReplicaWatch, StepRecorder
@@ -68,15 +63,13 @@ class ScriptArguments:
                 raise SystemExit(f"--{option} must be one of {', '.join(known)}; it is {value!r}")
 
 
-_FAULTS = (BucketError, ProtocolError, FencedError, PeerError, SpacesUnavailableError)
-
-
 def main() -> None:
     """Parse, train, and leave the run in the bucket complete; a fault of the world is one sentence."""
+    logging.basicConfig(format="%(name)s: %(message)s")
     script, args = TrlParser((ScriptArguments, AsyncGRPOConfig)).parse_args_and_config()
     try:
         train(script, args)
-    except _FAULTS as error:
+    except (DeltaWeightSyncError, SpacesUnavailableError) as error:
         sys.exit(f"trainer: {error}")
 
 
@@ -86,33 +79,33 @@ def train(script: ScriptArguments, args: AsyncGRPOConfig) -> None:
         raise SystemExit(
             "--token_budget is needed: the most tokens of a sample, prompt and answers; see configs/"
         )
-    trl_compat.install(flash_attention=torch.cuda.is_available() and args.dtype != "float32")
-    peers = Peers()
-    task = make_task(script, args)
-    tokenizer = AutoTokenizer.from_pretrained(script.model)
+    trl_patches.install(flash_attention=torch.cuda.is_available() and args.dtype != "float32")
+    task, peers = make_task(script, args), Peers()
+    spaces = ColdSpaces(script.replicas, script.env_url)
+    with peers.together():
+        if peers.main:
+            spaces.knock()
 
     with contextlib.ExitStack() as stack:
-        with peers.together():
-            run = stack.enter_context(_open_run(script, args, tokenizer, task, peers)) if peers.main else None
-        recorder = StepRecorder(run.log) if run else None
-        trainer = trl_compat.BucketGRPOTrainer(
-            model=script.model,
-            args=args,
-            processing_class=tokenizer,
-            train_dataset=task.dataset,
-            reward_funcs=task.reward_funcs,
-            environment_factory=task.environment,
-            rollout_worker=run.worker if run else None,
-            weight_transfer=run.transfer if run else to_main(peers, script.mirror),
-            callbacks=[recorder] if recorder else [],
-        )
-        if recorder:
-            trainer.rollout_queue = recorder.watch(trainer.rollout_queue)
-        trainer.add_callback(_LastSync(trainer))
+        publisher = stack.enter_context(open_run(script, peers))
+        watch = ReplicaWatch(script.replicas, publisher.log) if publisher.log else None
+        if watch:
+            stack.enter_context(contextlib.closing(watch))
+
+        def hand_over(weights: Weights) -> None:
+            publisher.publish(weights)
+            if publisher.syncs == 1:  # now there is a version that the replicas can start with
+                with peers.together():
+                    if peers.main:
+                        spaces.wait()
+
+        trainer = make_trainer(script, args, task, publisher, hand_over)
         trainer.train()
-        digest = live_digest(trainer.weights(), peers)
-        if run:
-            run.finish(digest)
+        digest, newest = publisher.digest(trainer.weights()), publisher.flush()
+        if publisher.log and watch:
+            publisher.log.append(DoneEvent(t=time.time(), version=newest.version, digest=digest))
+            watch.wait_for(newest.version)
+            print(f"published version {newest.version}, digest {digest}", flush=True)
 
 
 @dataclass(frozen=True)
@@ -137,79 +130,58 @@ def make_task(script: ScriptArguments, args: AsyncGRPOConfig) -> Task:
     return Task(dataset, [], functools.partial(wordle.WordleEnv, script.env_url))
 
 
-@dataclass(frozen=True)
-class OpenRun:
-    """What only the main process has: the way into the bucket, and to the replicas."""
-
-    log: RunLogWriter
-    publisher: Publisher
-    watch: ReplicaWatch
-    transfer: WeightTransfer
-    worker: rollouts.ReplicaRolloutWorker
-
-    def finish(self, digest: str) -> None:
-        """Publish the rest, note the digest of the live weights, see the replicas take the last version."""
-        manifest = self.publisher.flush()
-        self.log.append(DoneEvent(t=time.time(), version=manifest.version, digest=digest))
-        self.watch.wait_for(manifest.version)
-        print(f"published version {manifest.version}, digest {digest}", flush=True)
+def open_run(script: ScriptArguments, peers: Peers) -> Publisher:
+    """Of all processes; only the main one of them is the run's writer."""
+    url = f"{script.bucket}#{script.run}"
+    return Publisher(url, script.model, encoding=script.encoding, mirror=script.mirror, peers=peers)
 
 
-@contextlib.contextmanager
-def _open_run(
+def make_trainer(
     script: ScriptArguments,
     args: AsyncGRPOConfig,
-    tokenizer: PreTrainedTokenizerBase,
     task: Task,
-    peers: Peers,
-) -> Iterator[OpenRun]:
-    spaces = ColdSpaces(script.replicas, script.env_url)
-    spaces.knock()
-    bucket = open_bucket(script.bucket, create=True)
-    with contextlib.ExitStack() as stack:
-        assets = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        _save_assets(script.model, tokenizer, assets)
-        writer = RunWriter(bucket, script.run, model=_public_name(script.model), assets=assets)
-        log = stack.enter_context(contextlib.closing(RunLogWriter(bucket, script.run)))
-        watch = stack.enter_context(contextlib.closing(ReplicaWatch(script.replicas, log)))
-        publisher = stack.enter_context(
-            contextlib.closing(Publisher(writer, log, level=script.encoding, mirror=script.mirror))
-        )
+    publisher: Publisher,
+    hand_over: Callable[[Weights], None],
+) -> trl_patches.BucketGRPOTrainer:
+    """TRL's trainer, which hands the weights over at each sync and gets its samples from the replicas."""
+    tokenizer, worker = AutoTokenizer.from_pretrained(script.model), None
+    if publisher.run:  # the main process alone collects samples
         worker = rollouts.make_worker(
             args,
             tokenizer,
             task.dataset,
             script.replicas,
-            writer.writer_term,
+            publisher.run.writer_term,
             reward_funcs=task.reward_funcs,
             environment_factory=task.environment,
         )
-        yield OpenRun(log, publisher, watch, to_bucket(publisher, spaces.wait, peers), worker)
+    trainer = trl_patches.BucketGRPOTrainer(
+        model=script.model,
+        args=args,
+        processing_class=tokenizer,
+        train_dataset=task.dataset,
+        reward_funcs=task.reward_funcs,
+        environment_factory=task.environment,
+        rollout_worker=worker,
+        hand_over=hand_over,
+    )
+    trainer.add_callback(_LastSync(trainer))
+    if publisher.log:
+        recorder = StepRecorder(publisher.log)
+        trainer.add_callback(recorder)
+        trainer.rollout_queue = recorder.watch(trainer.rollout_queue)
+    return trainer
 
 
 class _LastSync(TrainerCallback):
     """Publishes the last steps of a run whose length is not a multiple of `weight_sync_steps`."""
 
-    def __init__(self, trainer: trl_compat.BucketGRPOTrainer) -> None:
+    def __init__(self, trainer: trl_patches.BucketGRPOTrainer) -> None:
         self._trainer = trainer
 
     def on_train_end(self, args: AsyncGRPOConfig, state: Any, control: Any, **_: Any) -> None:
         if state.global_step % args.weight_sync_steps:
             self._trainer._sync_weight()
-
-
-def _public_name(model: str) -> str:
-    """What the run calls its base: a Hub id as it is, of a local folder only the name."""
-    return Path(model).name if Path(model).is_dir() else model
-
-
-def _save_assets(model: str, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """The files beside the weights that make a version an ordinary Hugging Face checkpoint."""
-    config = AutoConfig.from_pretrained(model)
-    config.dtype = "bfloat16"
-    config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    GenerationConfig.from_pretrained(model).save_pretrained(folder)
 
 
 if __name__ == "__main__":

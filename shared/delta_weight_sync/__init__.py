@@ -10,10 +10,12 @@ from delta_weight_sync.errors import DeltaWeightSyncError
 if TYPE_CHECKING:
     from delta_weight_sync.history import RunReader, open_run
     from delta_weight_sync.publish.publisher import Publisher
+    from delta_weight_sync.publish.weight_transfer import BucketWeightTransfer
     from delta_weight_sync.store import open_bucket
 
 __version__ = "0.2.0"
 __all__ = [
+    "BucketWeightTransfer",
     "DeltaWeightSyncError",
     "Publisher",
     "RunReader",
@@ -24,6 +26,7 @@ __all__ = [
 
 # Imported at the first use: who only names the package waits for neither torch nor numba.
 _HOMES = {
+    "BucketWeightTransfer": "delta_weight_sync.publish.weight_transfer",
     "Publisher": "delta_weight_sync.publish.publisher",
     "RunReader": "delta_weight_sync.history",
     "open_bucket": "delta_weight_sync.store",

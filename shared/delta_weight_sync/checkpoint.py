@@ -1,6 +1,6 @@
 """Model weights as bits: ordinary Hugging Face checkpoints in, `{name: uint16 array}` out, and back.
 
-torch takes seconds to import and need not be installed to read bf16, so only other types ask for it.
+torch takes seconds to import and need not be installed to read one: only live tensors ask for it.
 """
 
 from __future__ import annotations
@@ -8,19 +8,26 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import safe_open
+
+from delta_weight_sync.errors import DeltaWeightSyncError
 
 if TYPE_CHECKING:
     import torch
 
 WEIGHTS = "model.safetensors"
 Bits = NDArray[np.uint16]
+_CHUNK = 1 << 18  # elements cast at a time; the scratch space stays in the cache
+
+
+class CheckpointError(DeltaWeightSyncError, FileNotFoundError):
+    """A checkpoint is not there, or not one that a run can begin with."""
 
 
 def to_bits(tensor: torch.Tensor) -> Bits:
@@ -32,17 +39,48 @@ def to_bits(tensor: torch.Tensor) -> Bits:
 
 
 def read_bits(folder: Path) -> Iterator[tuple[str, Bits]]:
-    """Yield every tensor of a checkpoint folder, one file and one tensor at a time."""
+    """Yield the bf16 cast of every tensor of a checkpoint folder, one at a time. Raises `CheckpointError`."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise FileNotFoundError(f"{folder.name} holds no .safetensors file; is it a Hugging Face checkpoint?")
+        raise CheckpointError(f"{folder.name} holds no .safetensors file; is it a Hugging Face checkpoint?")
     for path in files:
-        bf16 = map_bits(path)
-        with safe_open(path, framework="numpy") as file:
-            others = sorted(set(file.keys()) - bf16.keys())
-        yield from ((name, bits.copy()) for name, bits in bf16.items())
-        if others:
-            yield from _cast(path, others)
+        yield from read_tensors(path, shapes_in(path))
+
+
+def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of a `.safetensors` file; reads its header only."""
+    with safe_open(path, framework="numpy") as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
+def read_tensors(path: Path, names: Iterable[str]) -> Iterator[tuple[str, Bits]]:
+    """Yield the bf16 cast of tensors of a `.safetensors` file, one at a time, each in its shape.
+
+    Raises `CheckpointError` for a type that numpy does not know, of a quantized checkpoint.
+    """
+    bf16 = map_bits(path)
+    with safe_open(path, framework="numpy") as file:
+        for name in names:
+            try:
+                yield name, bf16[name].copy() if name in bf16 else to_nearest(file.get_tensor(name))
+            except (TypeError, AttributeError) as error:
+                raise CheckpointError(f"{name} in {path.name} cannot be cast to bfloat16: {error}") from error
+
+
+def to_nearest(values: NDArray[Any]) -> Bits:
+    """bf16 bits of numbers, in their shape: by way of float32 to the nearest, ties to even, as torch casts.
+
+    Every NaN becomes 0x7fc0. (What torch makes of one depends on the machine: 0x7fc0 or 0xffff.)
+    """
+    flat = values.reshape(-1)
+    bits = np.empty(flat.size, np.uint16)
+    for start in range(0, flat.size, _CHUNK):
+        with np.errstate(over="ignore", invalid="ignore"):
+            part = flat[start : start + _CHUNK].astype(np.float32)
+        word = part.view(np.uint32)
+        rounded = (word + (0x7FFF + (word >> 16 & 1))) >> 16
+        bits[start : start + part.size] = np.where(np.isnan(part), 0x7FC0, rounded)
+    return bits.reshape(values.shape)
 
 
 def map_bits(path: Path, mode: Literal["r", "r+"] = "r") -> dict[str, Bits]:
@@ -61,12 +99,6 @@ def map_bits(path: Path, mode: Literal["r", "r+"] = "r") -> dict[str, Bits]:
             start, end = entry["data_offsets"]
             bits[name] = pages[data + start : data + end].view(np.uint16).reshape(entry["shape"])
     return bits
-
-
-def _cast(path: Path, names: Collection[str]) -> Iterator[tuple[str, Bits]]:
-    with safe_open(path, framework="pt") as file:
-        for name in names:
-            yield name, to_bits(file.get_tensor(name))
 
 
 def write_bits(shapes: Mapping[str, tuple[int, ...]], bits: Callable[[str], Bits], path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.history import RunReader
 from delta_weight_sync.protocol import Manifest
-from delta_weight_sync.publish.publisher import Publisher
+from delta_weight_sync.publish.outbox import Outbox
 from delta_weight_sync.publish.run_writer import RunWriter
 from delta_weight_sync.runlog import CommitEvent, DoneEvent, ReplicaEvent, Rollout, RunLogWriter, StepEvent
 from delta_weight_sync.store import Bucket
@@ -40,7 +40,7 @@ class RealRun:
         self.log = RunLogWriter(bucket, run, every_s=0.1)
         self.reader = RunReader(bucket, run)
         writer = RunWriter(bucket, run, model="tiny-qwen", assets=Path(self._assets.name))
-        self._publisher = Publisher(writer, self.log)
+        self._outbox = Outbox(writer, self.log)
         self.publish()
 
     def step(self, reward: float = 0.5, rollouts: tuple[Rollout, ...] = ()) -> Manifest:
@@ -61,8 +61,8 @@ class RealRun:
 
     def publish(self) -> Manifest:
         """Publish the weights as they are; the replica follows."""
-        self._publisher.publish(self.weights.items(), self.version + 1)
-        manifest = self._publisher.flush()
+        self._outbox.publish(self.weights.items(), self.version + 1)
+        manifest = self._outbox.flush()
         self.version = manifest.version
         self._take(manifest)
         self.log.flush()
@@ -80,7 +80,7 @@ class RealRun:
 
     def close(self) -> None:
         """Stop the publisher's and the log's threads; a second time does nothing."""
-        self._publisher.close()
+        self._outbox.close()
         self.log.close()
         self._assets.cleanup()
 

@@ -7,10 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from delta_weight_sync.publish.publisher import Publisher
-from delta_weight_sync.publish.run_writer import RunWriter
-from delta_weight_sync.runlog import RunLogWriter
-from delta_weight_sync.store import open_bucket
+from delta_weight_sync import Publisher
 from trainer.policies import tiny
 
 RUN, VERSIONS = "demo", 9
@@ -20,17 +17,13 @@ RUN, VERSIONS = "demo", 9
 def write(url: str, base: Path) -> None:
     """Publish `VERSIONS` versions of a policy that drifts."""
     torch.manual_seed(0)
-    bucket = open_bucket(url, create=True)
-    log = RunLogWriter(bucket, RUN)
-    publisher = Publisher(RunWriter(bucket, RUN, model="tiny", assets=base), log)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    for sync in range(1, VERSIONS + 1):
-        publisher.publish(model.named_parameters(), sync)
-        publisher.flush()
-        for parameter in model.parameters():
-            parameter += 1e-4 * torch.randn_like(parameter)
-    publisher.close()
-    log.close()
+    with Publisher(f"{url}#{RUN}", base) as publisher:
+        for _ in range(VERSIONS):
+            publisher.publish(model.named_parameters())
+            publisher.flush()
+            for parameter in model.parameters():
+                parameter += 1e-4 * torch.randn_like(parameter)
 
 
 def main() -> None:

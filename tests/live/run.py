@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from delta_weight_sync.codec import Encoding
-from delta_weight_sync.publish.publisher import Publisher
+from delta_weight_sync.publish.outbox import Outbox
 from delta_weight_sync.publish.run_writer import RunWriter
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.store import open_bucket
@@ -24,7 +24,7 @@ class Trainer:
         self.bucket = open_bucket(url, create=True)
         self.log = RunLogWriter(self.bucket, "live")
         self.writer = RunWriter(self.bucket, "live", model="tiny", assets=base)
-        self.publisher = Publisher(self.writer, self.log, encoding=encoding)
+        self.publisher = Outbox(self.writer, self.log, encoding=encoding)
         self.model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         self.syncs = 0
 

@@ -4,7 +4,7 @@ import psutil
 import pytest
 import torch
 
-from delta_weight_sync.publish.publisher import Publisher
+from delta_weight_sync.publish.outbox import Outbox
 from delta_weight_sync.publish.run_writer import RunWriter
 from tests.live.conftest import engine_of
 
@@ -18,7 +18,7 @@ def test_a_run_that_was_started_over_is_joined_afresh(trainer, replica):
     with torch.no_grad():
         trainer.model.model.norm.weight.mul_(0.5)
     restarted = RunWriter(trainer.bucket, "live", model="tiny", assets=trainer.writer.assets)
-    publisher = Publisher(restarted, trainer.log)
+    publisher = Outbox(restarted, trainer.log)
     publisher.publish(trainer.model.named_parameters(), 1)
     publisher.close()
     status = replica.wait_for(0)

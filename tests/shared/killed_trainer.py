@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from delta_weight_sync.publish.publisher import Publisher
+from delta_weight_sync.publish.outbox import Outbox
 from delta_weight_sync.publish.run_writer import RunWriter
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.store import open_bucket
@@ -31,14 +31,12 @@ def publish(url: str, assets: Path, last: int, whole: bool) -> None:
             return put(key, data)
 
     with mock.patch.object(bucket, "put", put_or_die):
-        publisher = Publisher(
-            RunWriter(bucket, RUN, model="policy", assets=assets), RunLogWriter(bucket, RUN)
-        )
+        outbox = Outbox(RunWriter(bucket, RUN, model="policy", assets=assets), RunLogWriter(bucket, RUN))
         weights = {"embed.weight": torch.ones(600, 100), "norm.weight": torch.ones(64)}
         for sync in itertools.count(1):
             weights["embed.weight"][0] = torch.randn(100)  # few changes: no anchor is due in this test
-            publisher.publish(weights.items(), sync)
-            publisher.flush()
+            outbox.publish(weights.items(), sync)
+            outbox.flush()
 
 
 def _write_half(path: Path, data: bytes | Path) -> None:

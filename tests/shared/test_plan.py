@@ -15,7 +15,7 @@ from delta_weight_sync.cli import main, quantities
 from delta_weight_sync.history import RunReader
 from delta_weight_sync.plan import Question, coding, model, predict, rates, text
 from delta_weight_sync.protocol import MAX_CHAIN
-from delta_weight_sync.publish.publisher import Publisher
+from delta_weight_sync.publish.outbox import Outbox
 from delta_weight_sync.publish.run_writer import RunWriter
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.store import open_bucket
@@ -113,7 +113,7 @@ def test_requests_per_version_are_those_that_the_clients_make(hub, hub_env, tmp_
     bucket = open_bucket(f"hf://buckets/team/{uuid4().hex}", create=True)
     weights = {"w": torch.ones(300, 300)}
     log = RunLogWriter(bucket, "run", every_s=3600)
-    publisher = Publisher(RunWriter(bucket, "run", model="m", assets=tmp_path / "assets"), log)
+    publisher = Outbox(RunWriter(bucket, "run", model="m", assets=tmp_path / "assets"), log)
     publisher.publish(weights.items(), 1)
     weights["w"][7] *= 1.5
 

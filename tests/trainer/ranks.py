@@ -16,13 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from delta_weight_sync import Publisher
 from delta_weight_sync.publish.mirror import Mirror
-from delta_weight_sync.publish.publisher import Publisher
-from delta_weight_sync.publish.run_writer import RunWriter
-from delta_weight_sync.publish.sharded import Peers, live_digest
-from delta_weight_sync.publish.weight_transfer import WeightTransfer, to_bucket, to_main
-from delta_weight_sync.runlog import RunLogWriter
-from delta_weight_sync.store import open_bucket
 from tests import forked
 
 STEPS = 4
@@ -110,30 +105,33 @@ def run(layout: str, folder: Path, job: str) -> str:
     model = Model()
     shard(model, layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    peers = Peers()
-    failing = int(fault[1]) if fault and int(fault[0]) == peers.rank else None
-    publisher, transfer = _transfer(peers, folder, encoding)
-    try:
+    failing = _failing(fault)
+    (folder / "base").mkdir(parents=True, exist_ok=True)
+    (folder / "base" / "config.json").write_text("{}")
+    url = f"{(folder / 'bucket').as_uri()}#run"
+    with Publisher(url, folder / "base", encoding=encoding) as publisher:
         for number in range(STEPS):
-            _send(transfer, model, failing == number)
-            if publisher:
-                publisher.flush()
+            _send(publisher, model, failing == number)
+            publisher.flush()
             step(model, optimizer, number)
-        _send(transfer, model, failing == STEPS)
-        digest = live_digest(model.named_parameters(), peers)
-        assert not publisher or publisher.flush().digest == digest
+        _send(publisher, model, failing == STEPS)
+        digest = publisher.digest(model.named_parameters())
+        assert publisher.flush().digest == digest
         return digest
-    finally:
-        if publisher:
-            publisher.close()
 
 
-def _send(transfer: WeightTransfer, model: Model, fails: bool) -> None:
+def _failing(fault: list[str]) -> int | None:
+    """The sync at which this rank fails, of `<rank>:<sync>`."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return int(fault[1]) if fault and int(fault[0]) == rank else None
+
+
+def _send(publisher: Publisher, model: Model, fails: bool) -> None:
     """With a fault at one parameter, while the other ranks go on to the next ones."""
     whole = mock.patch.object(Mirror, "add", _out_of_memory(Mirror.add) if fails else Mirror.add)
     part = mock.patch.object(Mirror, "diff", _out_of_memory(Mirror.diff) if fails else Mirror.diff)
     with whole, part:
-        transfer.send_weights(iter(model.named_parameters()))
+        publisher.publish(model.named_parameters())
 
 
 def _out_of_memory(method: Any) -> Any:
@@ -143,18 +141,6 @@ def _out_of_memory(method: Any) -> Any:
         return method(mirror, name, *rest)
 
     return fail_at_wide
-
-
-def _transfer(peers: Peers, folder: Path, encoding: str) -> tuple[Publisher | None, WeightTransfer]:
-    if not peers.main:
-        return None, to_main(peers, "host")
-    assets = folder / "assets"
-    assets.mkdir(parents=True)
-    (assets / "config.json").write_text("{}")
-    bucket = open_bucket((folder / "bucket").as_uri(), create=True)
-    writer = RunWriter(bucket, "run", model="policy", assets=assets)
-    publisher = Publisher(writer, RunLogWriter(bucket, "run"), encoding=encoding)
-    return publisher, to_bucket(publisher, lambda: None, peers)
 
 
 def spawn(size: int, layout: str, folder: Path, jobs: list[str]) -> list[list[str]]:

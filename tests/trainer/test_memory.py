@@ -11,11 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from delta_weight_sync import parallel
-from delta_weight_sync.publish.publisher import Publisher
-from delta_weight_sync.publish.run_writer import RunWriter
-from delta_weight_sync.runlog import RunLogWriter
-from delta_weight_sync.store import open_bucket
+from delta_weight_sync import Publisher, parallel
 
 MIRROR = 80 * 800 * 800 * 2  # bytes of a model that takes 205 MB in float32
 # The C library then gives every block of this size to the program by itself, and counts the bytes of these.
@@ -36,10 +32,7 @@ def publish(folder: Path) -> int:
     parallel.THREADS = 1  # each codes a group of tensors, in memory of its own
     (folder / "config.json").write_text("{}")
     weights = {f"layer.{i}": torch.randn(800, 800) for i in range(80)}
-    bucket = open_bucket((folder / "bucket").as_uri(), create=True)
-    publisher = Publisher(
-        RunWriter(bucket, "run", model="policy", assets=folder), RunLogWriter(bucket, "run")
-    )
+    publisher = Publisher((folder / "bucket").as_uri(), base=folder)
     before = most_so_far()
     for sync in range(3):
         publisher.publish(weights.items(), sync)

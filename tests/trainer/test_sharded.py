@@ -7,8 +7,7 @@ import torch
 
 from delta_weight_sync.history import RunReader
 from delta_weight_sync.protocol import Manifest
-from delta_weight_sync.publish.sharded import Peers
-from delta_weight_sync.publish.weight_transfer import to_main
+from delta_weight_sync.publish.shards import Shards
 from delta_weight_sync.store import open_bucket
 from tests.trainer import ranks
 
@@ -48,7 +47,7 @@ def test_a_fault_on_one_rank_stops_all_with_its_sentence(tmp_path):
 
 def test_a_rank_whose_layout_changed_says_so():
     """Its mirror would no longer be that of the elements it sends."""
-    transfer = to_main(Peers(), "host")
-    transfer.send_weights(iter([("w", torch.ones(3))]))
+    shards = Shards("host")
+    shards.keep([("w", torch.ones(3))])
     with pytest.raises(ValueError, match="other is sharded in another way than at the first sync"):
-        transfer.send_weights(iter([("other", torch.ones(3))]))
+        shards.changes([("other", torch.ones(3))])

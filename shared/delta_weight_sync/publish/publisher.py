@@ -1,211 +1,140 @@
-"""From live parameters to published versions, while training goes on.
-
-The trainer's thread only diffs: against `mirror`, the newest bits that were handed over. A background
-thread encodes and uploads. While it is busy, further hand-overs are merged into one waiting patch set, so a
-slow link skips versions instead of queueing them; a failed upload is merged into the next one. At all times
-
-    published bits  +  the patches in flight  +  the waiting patches  =  mirror
-
-which is why nothing is lost however many syncs or uploads fail, and how the published bits, which the encoder
-may need, are had without a second copy of the model.
-"""
+"""From a training loop to versions in a bucket, in a few lines; of several processes, too."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import tempfile
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
-import torch
-
-from delta_weight_sync import codec
-from delta_weight_sync.checkpoint import WEIGHTS, write_bits
-from delta_weight_sync.codec import Bits, Encoding, Patch
+from delta_weight_sync.checkpoint import CheckpointError
+from delta_weight_sync.codec import Encoding
 from delta_weight_sync.digest import to_hex
-from delta_weight_sync.protocol import AnchorRef, DeltaRef, Manifest
-from delta_weight_sync.publish.mirror import Mirror, Place
-from delta_weight_sync.publish.pending import PendingUpdate, published_bits
+from delta_weight_sync.history import split_run
+from delta_weight_sync.protocol import Manifest
+from delta_weight_sync.publish.base import Base
+from delta_weight_sync.publish.mirror import Place
+from delta_weight_sync.publish.outbox import Outbox, nothing
 from delta_weight_sync.publish.run_writer import RunWriter
-from delta_weight_sync.publish.sharded import Weights, local, own_block, union
+from delta_weight_sync.publish.sharded import Peers, Weights, gathered, own_digest
+from delta_weight_sync.publish.shards import Shards
 from delta_weight_sync.runlog import RunLogWriter
-from delta_weight_sync.store import AccessDenied, BucketError, BucketMissing
+from delta_weight_sync.store import open_bucket
 
-_RETRY_S = 2.0
+DEFAULT_RUN = "main"
 
 
 class Publisher:
-    """Publishes what changed. `publish` is called by one thread, the trainer's."""
+    """Publishes a model's weights as versions of one run; only what changed travels.
+
+        with Publisher("hf://buckets/me/wordle#first", base="Qwen/Qwen3-0.6B") as publisher:
+            for step in range(100):
+                ...
+                publisher.publish(model.named_parameters(), step)
+
+    Where `torch.distributed` is initialized, all ranks create it and call the same methods in the same order;
+    parameters may be FSDP2's. The first rank alone writes to the bucket. What fails on one rank is raised
+    there, and as a `PeerError` on the others.
+    """
 
     def __init__(
-        self, writer: RunWriter, log: RunLogWriter, *, encoding: Encoding = "fast", mirror: Place = "host"
+        self,
+        url: str,
+        base: str | Path | None = None,
+        *,
+        encoding: Encoding = "fast",
+        mirror: Place = "host",
+        peers: Peers | None = None,
     ) -> None:
-        """`encoding`: of deltas, see `delta_weight_sync.codec`; `mirror`: where published bits are kept."""
-        self._writer, self._log, self._encoding = writer, log, encoding
-        self._mirror = Mirror(mirror)
-        for name, bits in (writer.resume() or {}).items():
-            self._mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16))
-        self._waiting: PendingUpdate | None = None
-        self._busy, self._closed = False, False
-        self._failure: Exception | None = None
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
-        self._thread.start()
+        """Open the run, which fences off any other writer of it.
 
-    @property
-    def version(self) -> int | None:
-        """The newest version in the bucket."""
-        return self._writer.newest.version if self._writer.newest else None
-
-    def publish(self, weights: Weights, sync: int, remote_patches: Callable[[], list[Patch]] = list) -> None:
-        """Hand over the weights: checkpoint name and tensor, any float dtype, cast to bf16 here.
-
-        Of a sharded tensor only the part on this rank is compared; `elsewhere` gives what other ranks found.
-        Returns after the diff; the very first version of a run is uploaded before it returns. Raises what
-        stopped the publisher, if something did: `FencedError`, `AccessDenied`, `CodecError`.
+        `url`: of the bucket, which is created where it does not exist, and the run's name behind a `#`
+        ("main" if there is none). `base`: the checkpoint that the policy was loaded from, a folder or the id
+        of a model on the Hub; a new run takes from it config, tokenizer and whatever is not trained. A run
+        that exists goes on from its newest version. `encoding`: of deltas, see `delta_weight_sync.codec`.
+        `mirror`: where the published bits are kept, "host" or (on a GPU) "device". `peers`: who publishes
+        together, if not all ranks. Raises `CheckpointError`, `BucketError`, `ProtocolError`.
         """
-        self._raise_failure()
-        started, created_at = time.perf_counter(), time.time()
-        if not self._mirror:
-            self._publish_base(weights, sync, created_at)
-            return
-        with self._changed:
-            patches = self._diff(weights, remote_patches)
-            diff_s = time.perf_counter() - started
-            new = PendingUpdate(patches, self._mirror.digest, sync, created_at, diff_s)
-            self._waiting = self._waiting.then(new) if self._waiting else new
-            self._changed.notify_all()
+        self.syncs = 0
+        self.run: RunWriter | None = None
+        self.log: RunLogWriter | None = None
+        self._peers = peers or Peers()
+        self._resources = contextlib.ExitStack()
+        with self._peers.together():
+            self._shards = None if self._peers.main else Shards(mirror)
+            self._outbox = self._open(url, base, encoding, mirror) if self._peers.main else None
+
+    def publish(self, weights: Weights, step: int | None = None) -> None:
+        """Hand the weights over: checkpoint names, any float dtype, cast to bf16 here.
+
+        Returns after the diff, in the background the changes become a version; the first version of a run is
+        in the bucket before this returns. Every call gives the same names. `step`: what the version says of
+        itself, by default how often this was called. Raises what stopped the background, if something did:
+        `FencedError`, `AccessDenied`, `CodecError`.
+        """
+        self.syncs += 1
+        first, step = self.syncs == 1, self.syncs if step is None else step
+        parts = gathered(weights, first=first, main=self._peers.main)
+        with self._peers.together(parts):
+            if self._outbox:
+                self._outbox.publish(parts, step, list if first else self._peers.receive)
+            elif self._shards and first:
+                self._shards.keep(parts)
+            elif self._shards:
+                self._peers.send(self._shards.changes(parts))
 
     def flush(self, timeout_s: float = 600.0) -> Manifest:
-        """Wait until everything that was handed over is published; returns the newest manifest."""
-        with self._changed:
-            idle = self._changed.wait_for(
-                lambda: self._failure or not (self._busy or self._waiting), timeout_s
-            )
-        self._raise_failure()
-        if not idle or self._writer.newest is None:
-            raise TimeoutError(
-                f"the last version is not in the bucket after {timeout_s:.0f} s; is the link up?"
-            )
-        return self._writer.newest
+        """Wait until all that was handed over is in the bucket; the newest version's manifest, on all ranks.
+
+        Raises `TimeoutError`, or what stopped the background.
+        """
+        with self._peers.together():
+            newest = self._outbox.flush(timeout_s) if self._outbox else None
+        manifest: Manifest = self._peers.exchange(newest)[0]
+        return manifest
+
+    def digest(self, weights: Weights) -> str:
+        """Digest of the live weights of all ranks, cast to bf16: that of the version which they are."""
+        own, names = own_digest(weights, main=self._peers.main)
+        kept = self._outbox.digest_without(names) if self._outbox else 0
+        return to_hex(sum(self._peers.exchange(own + kept)))
 
     def close(self) -> None:
-        """Stop the background thread; what was not flushed stays unpublished."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._thread.join()
+        """Stop; what was not flushed stays unpublished. Raises `BucketError` if the log cannot be written."""
+        self._resources.close()
 
-    def _diff(self, weights: Weights, remote_patches: Callable[[], list[Patch]]) -> list[Patch]:
-        found: dict[str, list[Patch]] = {}
-        for name, tensor in weights:
-            if name not in self._mirror:
-                raise codec.CodecError(
-                    f"parameter {name} is not part of the run; start a new run for a new model"
-                )
-            block = own_block(tensor, main=True)
-            found[name] = [self._mirror.diff(name, local(tensor), block)] if block else []
-        if missing := self._mirror.shapes.keys() - found.keys():
-            raise codec.CodecError(f"parameter {min(missing)} was not handed over; a version holds every one")
-        for patch in remote_patches():
-            self._mirror.take(patch)
-            found[patch.name].append(patch)
-        return [patch for parts in found.values() for patch in union(parts)]
+    def __enter__(self) -> Self:
+        return self
 
-    def _publish_base(self, weights: Weights, sync: int, created_at: float) -> None:
-        started = time.perf_counter()
-        for name, tensor in weights:
-            self._mirror.add(name, tensor)
-        base = PendingUpdate([], self._mirror.digest, sync, created_at, time.perf_counter() - started)
-        self._commit(base, None, self._put_anchor(0), 0.0)
-
-    def _run(self) -> None:
-        while (job := self._next()) is not None:
-            try:
-                self._attempt(job)
-            except Exception as error:  # noqa: BLE001 - raised again in the trainer's thread
-                self._failure = error
-            with self._changed:
-                self._busy = False
-                self._changed.notify_all()
-
-    def _attempt(self, job: PendingUpdate) -> None:
-        try:
-            self._publish(job)
-        except (AccessDenied, BucketMissing):
-            raise  # trying again does not help
-        except BucketError as error:
-            print(f"publisher: {error}; trying again", flush=True)
-            self._settle(job)
-
-    def _next(self) -> PendingUpdate | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or (self._waiting and not self._failure))
-            if self._closed or self._waiting is None:
-                return None
-            job, self._waiting, self._busy = self._waiting, None, True
-            return job
-
-    def _publish(self, job: PendingUpdate) -> None:
-        version = (self.version or 0) + 1
-        started = time.perf_counter()
-        data = self._encode(job, version)
-        encode_s = time.perf_counter() - started
-        anchor = self._put_anchor(version) if self._writer.anchor_is_due(len(data)) else None
-        self._commit(job, self._put_delta(job, version, data), anchor, encode_s)
-
-    def _encode(self, job: PendingUpdate, version: int) -> bytes:
-        published = functools.partial(self._before, job)
-        return codec.encode(
-            job.patches, published, base=version - 1, version=version, encoding=self._encoding
-        )
-
-    def _put_anchor(self, version: int) -> AnchorRef:
-        """Of what is being published. The trainer may hand over meanwhile: it waits for one tensor's copy."""
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / WEIGHTS
-            write_bits(self._mirror.shapes, functools.partial(self._before, None), path)
-            return self._writer.put_anchor(version, path)
-
-    def _before(self, job: PendingUpdate | None, name: str) -> Bits:
-        """A tensor's bits without what waits, and without `job` if it is given."""
-        with self._changed:
-            return published_bits(self._mirror.bits(name), name, [self._waiting, job])
-
-    def _settle(self, job: PendingUpdate) -> None:
-        """After a failure: was the version published and only the answer lost, or must it be sent again?"""
-        while not self._closed:
-            time.sleep(_RETRY_S)
-            with contextlib.suppress(BucketError):
-                if manifest := self._writer.adopt(to_hex(job.digest)):
-                    self._report(manifest, job, 0, 0.0)
-                    return
-                with self._changed:
-                    self._waiting = job.then(self._waiting) if self._waiting else job
-                return
-
-    def _put_delta(self, job: PendingUpdate, version: int, data: bytes) -> DeltaRef:
-        return self._writer.put_delta(version, data, sum(p.index.size for p in job.patches))
-
-    def _commit(
-        self, job: PendingUpdate, delta: DeltaRef | None, anchor: AnchorRef | None, encode_s: float
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        manifest = self._writer.commit(
-            delta,
-            anchor,
-            digest=to_hex(job.digest),
-            sync=job.sync,
-            total=self._mirror.total,
-            created_at=job.created_at,
-        )
-        self._report(manifest, job, anchor.files[0].size if anchor else 0, encode_s)
+        """Flush, unless something failed, and close."""
+        with contextlib.closing(self):
+            if kind is None and self.syncs:
+                self.flush()
 
-    def _report(self, manifest: Manifest, job: PendingUpdate, anchor_bytes: int, encode_s: float) -> None:
-        self._log.append(job.event(manifest, anchor_bytes, encode_s))
-
-    def _raise_failure(self) -> None:
-        if self._failure:
-            raise self._failure
+    def _open(self, url: str, base: str | Path | None, encoding: Encoding, mirror: Place) -> Outbox:
+        place, named = split_run(url)
+        bucket, run = open_bucket(place, create=True), named or DEFAULT_RUN
+        with contextlib.ExitStack() as stack:
+            start = Base(base) if base is not None else None
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            if start:
+                start.write_files(folder)
+            self.run = RunWriter(
+                bucket, run, model=start.name if start else "", assets=folder if start else None
+            )
+            if not (start or self.run.newest):
+                raise CheckpointError(
+                    f"run {run!r} in {bucket.url} is new: name the checkpoint that the policy was loaded"
+                    ' from, as in base="Qwen/Qwen3-0.6B"; its config and tokenizer are published, too'
+                )
+            self.log = stack.enter_context(contextlib.closing(RunLogWriter(bucket, run)))
+            outbox = Outbox(
+                self.run, self.log, encoding=encoding, mirror=mirror, rest=start.rest if start else nothing
+            )
+            stack.enter_context(contextlib.closing(outbox))
+            self._resources = stack.pop_all()
+            return outbox

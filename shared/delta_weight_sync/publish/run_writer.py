@@ -22,8 +22,11 @@ class FencedError(DeltaWeightSyncError, RuntimeError):
 class RunWriter:
     """The one writer of a run. A crash between any two writes leaves the previous HEAD good."""
 
-    def __init__(self, bucket: Bucket, run: str, *, model: str, assets: Path) -> None:
-        """`assets` holds the small files of a checkpoint: config, tokenizer, chat template."""
+    def __init__(self, bucket: Bucket, run: str, *, model: str, assets: Path | None) -> None:
+        """`assets` holds the small files of a checkpoint: config, tokenizer, chat template.
+
+        A run that exists has them already: there `assets` may be None.
+        """
         self.reader = RunReader(bucket, run)
         self.bucket, self.keys, self.model, self.assets = bucket, self.reader.keys, model, assets
         self.writer = uuid.uuid4().hex
@@ -53,13 +56,18 @@ class RunWriter:
     def put_anchor(self, version: int, weights_file: Path) -> AnchorRef:
         """Store every tensor of `version` in full, beside the files that make it a checkpoint."""
         weights = self._put_file(weights_file, self.keys.anchor(version, self.writer_term, weights_file.name))
-        if not self._asset_refs:
-            self._asset_refs = [
-                self._put_file(path, self.keys.anchor(version, self.writer_term, path.name))
-                for path in sorted(self.assets.iterdir())
-                if path.is_file() and path.suffix != ".safetensors"
-            ]
+        self._asset_refs = self._asset_refs or self._put_assets(version)
         return AnchorRef(version=version, files=(weights, *self._asset_refs))
+
+    def _put_assets(self, version: int) -> list[FileRef]:
+        if self.assets is None:
+            known = self.newest.anchor.files if self.newest else ()
+            return [file for file in known if not file.name.endswith(".safetensors")]
+        return [
+            self._put_file(path, self.keys.anchor(version, self.writer_term, path.name))
+            for path in sorted(self.assets.iterdir())
+            if path.is_file() and path.suffix != ".safetensors"
+        ]
 
     def put_delta(self, version: int, data: bytes, changed: int) -> DeltaRef:
         """Store the delta that leads to `version`."""

@@ -25,7 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.codec import Bits, Index, Patch
-from delta_weight_sync.digest import change_digest, to_hex
+from delta_weight_sync.digest import change_digest
 from delta_weight_sync.errors import DeltaWeightSyncError
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -117,11 +117,11 @@ def union(parts: Iterable[Patch]) -> list[Patch]:
 class Peers:
     """The processes of this trainer; with a single one there is nobody to wait for.
 
-    Of several, all must create it and then call its methods in the same order.
+    Of several, all must create it and then call its methods in the same order, but for one that is `alone`.
     """
 
-    def __init__(self) -> None:
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    def __init__(self, *, alone: bool = False) -> None:
+        several = not alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
         self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if several else None
 
@@ -192,13 +192,14 @@ def _lost_contact() -> Iterator[None]:
         raise PeerError(f"another process of the trainer is gone; its own log says why ({error})") from error
 
 
-def live_digest(weights: Weights, peers: Peers) -> str:
-    """Digest of the live parameters of all ranks, cast to bf16, of which each rank hashes its own blocks."""
-    total = 0
-    for name, tensor in gathered(weights, first=False, main=peers.main):
-        if block := own_block(tensor, main=peers.main):
+def own_digest(weights: Weights, *, main: bool) -> tuple[int, set[str]]:
+    """Digest of this rank's own blocks of the live parameters, cast to bf16, and the names of all of them."""
+    total, names = 0, set()
+    for name, tensor in gathered(weights, first=False, main=main):
+        names.add(name)
+        if block := own_block(tensor, main=main):
             total += _block_digest(name, block, to_bits(local(tensor)).reshape(-1))
-    return to_hex(sum(peers.exchange(total)))
+    return total, names
 
 
 def _block_digest(name: str, block: Block, bits: Bits) -> int:

@@ -1,4 +1,4 @@
-"""The publisher: what is handed over is what anyone can rebuild from the bucket, whatever happens.
+"""The outbox: what is handed over is what anyone can rebuild from the bucket, whatever happens.
 
 In a folder; where a failure or HEAD matters, in every kind of store. What a store promises: tests/bucket.
 """
@@ -16,8 +16,8 @@ from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import to_bits, write_bits
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.history import RunReader
+from delta_weight_sync.publish.outbox import Outbox
 from delta_weight_sync.publish.pending import PendingUpdate, published_bits
-from delta_weight_sync.publish.publisher import Publisher
 from delta_weight_sync.publish.run_writer import FencedError, RunWriter
 from delta_weight_sync.runlog import RunLogReader, RunLogWriter, SyncEvent
 from delta_weight_sync.store import BucketUnreachable, open_bucket
@@ -53,22 +53,22 @@ def assets(tmp_path: Path) -> Path:
 
 
 class Run:
-    """A publisher with all its parts, closed at the end of the test."""
+    """An outbox with all its parts, closed at the end of the test."""
 
     def __init__(self, url: str, assets: Path) -> None:
         self.bucket = open_bucket(url, create=True)
         self.reader = RunReader(self.bucket, "test")
         self.log = RunLogWriter(self.bucket, "test", every_s=0.05)
         self.writer = RunWriter(self.bucket, "test", model="policy", assets=assets)
-        self.publisher = Publisher(self.writer, self.log)
+        self.outbox = Outbox(self.writer, self.log)
         self.syncs = 0
 
     def publish(self, policy: Policy) -> None:
         self.syncs += 1
-        self.publisher.publish(policy.weights.items(), self.syncs)
+        self.outbox.publish(policy.weights.items(), self.syncs)
 
     def close(self) -> None:
-        self.publisher.close()
+        self.outbox.close()
         self.log.close()
 
 
@@ -101,7 +101,7 @@ def test_every_version_can_be_rebuilt_from_the_bucket(make_run, tmp_path):
     run, policy, digests = make_run(), Policy(), []
     for _ in range(4):
         run.publish(policy)
-        run.publisher.flush()
+        run.outbox.flush()
         digests.append(policy.digest())
         policy.step()
     assert [rebuilt(run, tmp_path, v) for v in range(4)] == digests
@@ -112,7 +112,7 @@ def test_a_sync_without_changes_is_a_version_without_changes(make_run, tmp_path)
     run, policy = make_run(), Policy()
     run.publish(policy)
     run.publish(policy)
-    manifest = run.publisher.flush()
+    manifest = run.outbox.flush()
     assert (manifest.version, manifest.changed, manifest.sync) == (1, 0, 2)
     assert rebuilt(run, tmp_path) == policy.digest()
 
@@ -127,7 +127,7 @@ def test_changes_that_go_back_and_forth_are_not_lost(make_run, tmp_path):
     for name, t in policy.weights.items():
         t.copy_(before[name])
     run.publish(policy)
-    run.publisher.flush()
+    run.outbox.flush()
     assert rebuilt(run, tmp_path) == policy.digest()
 
 
@@ -150,9 +150,9 @@ def test_a_slow_link_skips_versions_and_loses_nothing(make_run, tmp_path, monkey
     for _ in range(19):
         policy.step()
         run.publish(policy)
-    assert run.publisher.version == 0, "the upload is still under way"
+    assert run.outbox.version == 0, "the upload is still under way"
     link.set()
-    manifest = run.publisher.flush()
+    manifest = run.outbox.flush()
     assert (manifest.version, manifest.sync) == (2, 21), "the newest weights are published"
     assert rebuilt(run, tmp_path) == policy.digest()
     assert [m.sync for m in run.reader.history()] == [21, 2, 1]
@@ -176,11 +176,11 @@ def test_a_failing_upload_is_repeated_and_nothing_is_lost(
         raise BucketUnreachable(f"{key}: the link is down")
 
     monkeypatch.setattr(run.bucket, "put", failing_put)
-    monkeypatch.setattr("delta_weight_sync.publish.publisher._RETRY_S", 0.05)
+    monkeypatch.setattr("delta_weight_sync.publish.outbox._RETRY_S", 0.05)
     for _ in range(3):
         policy.step()
         run.publish(policy)
-    manifest = run.publisher.flush()
+    manifest = run.outbox.flush()
     assert rebuilt(run, tmp_path) == policy.digest()
     assert [m.version for m in run.reader.history()] == list(range(manifest.version, -1, -1))
 
@@ -204,10 +204,10 @@ def test_a_published_version_never_changes_its_content(make_run_anywhere, monkey
                 raise BucketUnreachable("no answer")
 
     monkeypatch.setattr(run.bucket, "put", put_without_answer)
-    monkeypatch.setattr("delta_weight_sync.publish.publisher._RETRY_S", 0.05)
+    monkeypatch.setattr("delta_weight_sync.publish.outbox._RETRY_S", 0.05)
     policy.step()
     run.publish(policy)
-    run.publisher.flush()
+    run.outbox.flush()
     assert len(seen) >= 2
 
 
@@ -216,15 +216,15 @@ def test_a_second_trainer_takes_over_and_the_first_is_fenced_off(make_run_anywhe
     first.publish(policy)
     policy.step()
     first.publish(policy)
-    first.publisher.flush()
+    first.outbox.flush()
     second = make_run_anywhere()
     policy.step()
     second.publish(policy)
-    manifest = second.publisher.flush()
+    manifest = second.outbox.flush()
     assert (manifest.version, manifest.writer_term) == (2, 2)
     first.publish(Policy(seed=1))
     with pytest.raises(FencedError, match="taken over by another trainer"):
-        first.publisher.flush()
+        first.outbox.flush()
     assert rebuilt(second, tmp_path) == policy.digest()
 
 
@@ -232,12 +232,12 @@ def test_a_resumed_run_continues_from_the_published_bits(make_run, tmp_path):
     run, policy = make_run(), Policy()
     for _ in range(3):
         run.publish(policy)
-        run.publisher.flush()
+        run.outbox.flush()
         policy.step()
     run.close()
     resumed = make_run()
     resumed.publish(policy)
-    manifest = resumed.publisher.flush()
+    manifest = resumed.outbox.flush()
     assert manifest.version == 3
     assert 0 < manifest.changed < manifest.total
     assert rebuilt(resumed, tmp_path) == policy.digest()
@@ -247,7 +247,7 @@ def test_anchors_keep_the_way_in_short(make_run, tmp_path):
     run, policy = make_run(), Policy()
     for _ in range(12):
         run.publish(policy)
-        run.publisher.flush()
+        run.outbox.flush()
         policy.step(0.05)  # nearly every weight changes: a delta costs about as much as the model
     newest = run.reader.at()
     joining = sum(d.size for d in newest.deltas_after(newest.anchor.version) or ())
@@ -272,7 +272,7 @@ def test_the_trainer_hands_over_while_an_anchor_is_written(make_run, tmp_path, m
 
         write_bits(shapes, read, path)
 
-    monkeypatch.setattr("delta_weight_sync.publish.publisher.write_bits", write_slowly)
+    monkeypatch.setattr("delta_weight_sync.publish.outbox.write_bits", write_slowly)
     monkeypatch.setattr(run.writer, "anchor_is_due", lambda _: True)
     for _ in range(3):
         policy.step(0.05)
@@ -280,7 +280,7 @@ def test_the_trainer_hands_over_while_an_anchor_is_written(make_run, tmp_path, m
         run.publish(policy)
         assert reading.wait(PATIENCE_S)
     handed_over.set()
-    run.publisher.flush()
+    run.outbox.flush()
     newest, first = run.reader.at(), run.reader.at(1)
     assert (newest.version, newest.anchor.version, first.anchor.version) == (2, 2, 1)
     assert (rebuilt(run, tmp_path, 1), rebuilt(run, tmp_path)) == (digests[0], digests[-1])
@@ -306,16 +306,16 @@ def test_another_model_is_refused(make_run):
     run, policy = make_run(), Policy()
     run.publish(policy)
     with pytest.raises(ValueError, match=r"parameter head\.weight is not part of the run"):
-        run.publisher.publish([*policy.weights.items(), ("head.weight", torch.ones(3))], 2)
+        run.outbox.publish([*policy.weights.items(), ("head.weight", torch.ones(3))], 2)
     with pytest.raises(ValueError, match=r"parameter norm\.weight was not handed over"):
-        run.publisher.publish([("embed.weight", policy.weights["embed.weight"])], 2)
+        run.outbox.publish([("embed.weight", policy.weights["embed.weight"])], 2)
 
 
 def test_the_log_tells_what_was_published(make_run):
     run, policy = make_run(), Policy()
     for _ in range(3):
         run.publish(policy)
-        run.publisher.flush()
+        run.outbox.flush()
         policy.step()
     run.log.flush()
     syncs = [e for e in RunLogReader(run.bucket, "test").poll() if isinstance(e, SyncEvent)]

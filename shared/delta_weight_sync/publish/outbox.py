@@ -1,0 +1,238 @@
+"""What was handed over and is not in the bucket yet: published in the background, while training goes on.
+
+The trainer's thread only diffs: against `mirror`, the newest bits that were handed over. A background
+thread encodes and uploads. While it is busy, further hand-overs are merged into one waiting patch set, so a
+slow link skips versions instead of queueing them; a failed upload is merged into the next one. At all times
+
+    published bits  +  the patches in flight  +  the waiting patches  =  mirror
+
+which is why nothing is lost however many syncs or uploads fail, and how the published bits, which the encoder
+may need, are had without a second copy of the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from delta_weight_sync import codec
+from delta_weight_sync.checkpoint import WEIGHTS, write_bits
+from delta_weight_sync.codec import Bits, Encoding, Patch
+from delta_weight_sync.digest import tensor_digest, to_hex
+from delta_weight_sync.protocol import AnchorRef, DeltaRef, Manifest
+from delta_weight_sync.publish.mirror import Mirror, Place
+from delta_weight_sync.publish.pending import PendingUpdate, published_bits
+from delta_weight_sync.publish.run_writer import RunWriter
+from delta_weight_sync.publish.sharded import Weights, local, own_block, union
+from delta_weight_sync.runlog import RunLogWriter
+from delta_weight_sync.store import AccessDenied, BucketError, BucketMissing
+
+Rest = Callable[[Mapping[str, tuple[int, ...]]], Iterable[tuple[str, Bits]]]
+_RETRY_S = 2.0
+_log = logging.getLogger("delta_weight_sync")
+
+
+def nothing(_: Mapping[str, tuple[int, ...]]) -> Iterable[tuple[str, Bits]]:
+    """The rest where everything is handed over."""
+    return ()
+
+
+class Outbox:
+    """The one process that publishes has it. `publish` is called by one thread, the trainer's."""
+
+    def __init__(
+        self,
+        writer: RunWriter,
+        log: RunLogWriter,
+        *,
+        encoding: Encoding = "fast",
+        mirror: Place = "host",
+        rest: Rest = nothing,
+    ) -> None:
+        """`encoding`: of deltas, see `delta_weight_sync.codec`; `mirror`: where published bits are kept.
+
+        `rest`: of the shapes that version 0 was handed, the tensors that belong to it besides.
+        """
+        self._writer, self._log, self._encoding, self._rest = writer, log, encoding, rest
+        self._given: set[str] = set()  # names; what the first hand-over leaves out stays as it is
+        self._mirror = Mirror(mirror)
+        for name, bits in (writer.resume() or {}).items():
+            self._mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16))
+        self._waiting: PendingUpdate | None = None
+        self._busy, self._closed = False, False
+        self._failure: Exception | None = None
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._thread.start()
+
+    @property
+    def version(self) -> int | None:
+        """The newest version in the bucket."""
+        return self._writer.newest.version if self._writer.newest else None
+
+    def publish(self, weights: Weights, sync: int, remote_patches: Callable[[], list[Patch]] = list) -> None:
+        """Hand over the weights: checkpoint name and tensor, any float dtype, cast to bf16 here.
+
+        Of a sharded tensor only the part on this rank is compared; `remote_patches` gives what others found.
+        Returns after the diff; the very first version of a run is uploaded before it returns. Raises what
+        stopped the publisher, if something did: `FencedError`, `AccessDenied`, `CodecError`.
+        """
+        self._raise_failure()
+        started, created_at = time.perf_counter(), time.time()
+        if not self._mirror:
+            self._publish_base(weights, sync, created_at)
+            return
+        with self._changed:
+            patches = self._diff(weights, remote_patches)
+            diff_s = time.perf_counter() - started
+            new = PendingUpdate(patches, self._mirror.digest, sync, created_at, diff_s)
+            self._waiting = self._waiting.then(new) if self._waiting else new
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float = 600.0) -> Manifest:
+        """Wait until everything that was handed over is published; returns the newest manifest."""
+        with self._changed:
+            idle = self._changed.wait_for(
+                lambda: self._failure or not (self._busy or self._waiting), timeout_s
+            )
+        self._raise_failure()
+        if not idle or self._writer.newest is None:
+            raise TimeoutError(
+                f"the last version is not in the bucket after {timeout_s:.0f} s; is the link up?"
+            )
+        return self._writer.newest
+
+    def close(self) -> None:
+        """Stop the background thread; what was not flushed stays unpublished."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def digest_without(self, names: set[str]) -> int:
+        """Digest of the parameters that are published but not among `names`."""
+        kept = self._mirror.shapes.keys() - names
+        return sum(tensor_digest(name, self._mirror.bits(name)) for name in kept)
+
+    def _diff(self, weights: Weights, remote_patches: Callable[[], list[Patch]]) -> list[Patch]:
+        found: dict[str, list[Patch]] = {}
+        for name, tensor in weights:
+            if name not in self._mirror:
+                raise codec.CodecError(
+                    f"parameter {name} is not part of the run; start a new run for a new model"
+                )
+            block = own_block(tensor, main=True)
+            found[name] = [self._mirror.diff(name, local(tensor), block)] if block else []
+        self._given = self._given or set(found)
+        if missing := self._given - found.keys():
+            raise codec.CodecError(f"parameter {min(missing)} was not handed over; a version holds every one")
+        for patch in remote_patches():
+            self._mirror.take(patch)
+            found[patch.name].append(patch)
+        return [patch for parts in found.values() for patch in union(parts)]
+
+    def _publish_base(self, weights: Weights, sync: int, created_at: float) -> None:
+        started = time.perf_counter()
+        for name, tensor in weights:
+            self._mirror.add(name, tensor)
+        self._given = set(self._mirror.shapes)
+        for name, bits in self._rest(self._mirror.shapes):
+            self._mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16))
+        base = PendingUpdate([], self._mirror.digest, sync, created_at, time.perf_counter() - started)
+        self._commit(base, None, self._put_anchor(0), 0.0)
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            try:
+                self._attempt(job)
+            except Exception as error:  # noqa: BLE001 - raised again in the trainer's thread
+                self._failure = error
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+
+    def _attempt(self, job: PendingUpdate) -> None:
+        try:
+            self._publish(job)
+        except (AccessDenied, BucketMissing):
+            raise  # trying again does not help
+        except BucketError as error:
+            _log.warning("not published yet: %s; trying again", error)
+            self._settle(job)
+
+    def _next(self) -> PendingUpdate | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or (self._waiting and not self._failure))
+            if self._closed or self._waiting is None:
+                return None
+            job, self._waiting, self._busy = self._waiting, None, True
+            return job
+
+    def _publish(self, job: PendingUpdate) -> None:
+        version = (self.version or 0) + 1
+        started = time.perf_counter()
+        data = self._encode(job, version)
+        encode_s = time.perf_counter() - started
+        anchor = self._put_anchor(version) if self._writer.anchor_is_due(len(data)) else None
+        self._commit(job, self._put_delta(job, version, data), anchor, encode_s)
+
+    def _encode(self, job: PendingUpdate, version: int) -> bytes:
+        published = functools.partial(self._before, job)
+        return codec.encode(
+            job.patches, published, base=version - 1, version=version, encoding=self._encoding
+        )
+
+    def _put_anchor(self, version: int) -> AnchorRef:
+        """Of what is being published. The trainer may hand over meanwhile: it waits for one tensor's copy."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / WEIGHTS
+            write_bits(self._mirror.shapes, functools.partial(self._before, None), path)
+            return self._writer.put_anchor(version, path)
+
+    def _before(self, job: PendingUpdate | None, name: str) -> Bits:
+        """A tensor's bits without what waits, and without `job` if it is given."""
+        with self._changed:
+            return published_bits(self._mirror.bits(name), name, [self._waiting, job])
+
+    def _settle(self, job: PendingUpdate) -> None:
+        """After a failure: was the version published and only the answer lost, or must it be sent again?"""
+        while not self._closed:
+            time.sleep(_RETRY_S)
+            with contextlib.suppress(BucketError):
+                if manifest := self._writer.adopt(to_hex(job.digest)):
+                    self._report(manifest, job, 0, 0.0)
+                    return
+                with self._changed:
+                    self._waiting = job.then(self._waiting) if self._waiting else job
+                return
+
+    def _put_delta(self, job: PendingUpdate, version: int, data: bytes) -> DeltaRef:
+        return self._writer.put_delta(version, data, sum(p.index.size for p in job.patches))
+
+    def _commit(
+        self, job: PendingUpdate, delta: DeltaRef | None, anchor: AnchorRef | None, encode_s: float
+    ) -> None:
+        manifest = self._writer.commit(
+            delta,
+            anchor,
+            digest=to_hex(job.digest),
+            sync=job.sync,
+            total=self._mirror.total,
+            created_at=job.created_at,
+        )
+        self._report(manifest, job, anchor.files[0].size if anchor else 0, encode_s)
+
+    def _report(self, manifest: Manifest, job: PendingUpdate, anchor_bytes: int, encode_s: float) -> None:
+        self._log.append(job.event(manifest, anchor_bytes, encode_s))
+
+    def _raise_failure(self) -> None:
+        if self._failure:
+            raise self._failure
