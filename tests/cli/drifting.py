@@ -1,11 +1,11 @@
-"""A run whose weights drift, written version by version with the real publisher; small, for many tests."""
+"""A run whose weights drift, written version by version with the real outbox; small, for many tests."""
 
 from pathlib import Path
 
 import torch
 
 from delta_weight_sync.protocol import Manifest
-from delta_weight_sync.publish.outbox import Outbox as Publisher
+from delta_weight_sync.publish.outbox import Outbox
 from delta_weight_sync.publish.run_writer import RunWriter
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.store import open_bucket
@@ -26,7 +26,7 @@ class Drifting:
         assets.mkdir(exist_ok=True)
         (assets / "config.json").write_text('{"model_type": "drifting"}')
         self._log = RunLogWriter(bucket, RUN, every_s=3600)
-        self._publisher = Publisher(RunWriter(bucket, RUN, model="m", assets=assets), self._log)
+        self._outbox = Outbox(RunWriter(bucket, RUN, model="m", assets=assets), self._log)
         self.newest = self._publish(0)
 
     def step(self) -> Manifest:
@@ -38,12 +38,12 @@ class Drifting:
 
     def close(self) -> None:
         """End the publisher's threads."""
-        self._publisher.close()
+        self._outbox.close()
         self._log.close()
 
     def _publish(self, sync: int) -> Manifest:
-        self._publisher.publish(self.weights.items(), sync)
-        return self._publisher.flush()
+        self._outbox.publish(self.weights.items(), sync)
+        return self._outbox.flush()
 
     def _noise(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.randn(shape, generator=self._chance)
