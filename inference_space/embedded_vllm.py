@@ -11,6 +11,7 @@ import hashlib
 import multiprocessing
 import os
 import shlex
+import shutil
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -46,8 +47,7 @@ class EmbeddedVllm(RunningEngine):
         self.app: ASGIApp | None = None
         self.follower: Follower | None = None  # whose version a stream's headers name
         os.environ.update(_ENVIRONMENT, ENGINE_PYTHON=sys.executable)
-        # vLLM's engine gets none of the Space's secrets.
-        multiprocessing.set_executable(str(Path(__file__).with_name("engine_python.sh")))
+        multiprocessing.set_executable(str(_engine_python(Path(settings.folder))))
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Requests will be answered in `loop`."""
@@ -96,6 +96,14 @@ class EmbeddedVllm(RunningEngine):
         arguments: Namespace = parser.parse_args([*words, *shlex.split(settings.vllm_args)])
         validate_parsed_serve_args(arguments)
         return arguments
+
+
+def _engine_python(folder: Path) -> Path:
+    """What runs vLLM's engine: Python without the Space's secrets. A copy, as uploads lose modes of files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    copy = Path(shutil.copy(Path(__file__).with_name("engine_python.sh"), folder))
+    copy.chmod(0o700)
+    return copy
 
 
 def _refuse(message: str) -> NoReturn:

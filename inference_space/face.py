@@ -58,7 +58,6 @@ def create_app(settings: Settings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        folder.mkdir(parents=True, exist_ok=True)
         vllm.attach(asyncio.get_running_loop())
         follower.start()
         yield

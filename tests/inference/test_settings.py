@@ -35,8 +35,8 @@ def test_a_wrong_variable_is_named(variables, complaint):
 def test_vllms_engine_never_sees_a_secret():
     secrets = dict.fromkeys(("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_API_KEY", "DB_PASSWORD"), "do-not-leak")
     environment = {**os.environ, **secrets, "ENGINE_PYTHON": sys.executable, "PLAIN": "a value\nof two lines"}
-    python = Path(inference_space.__file__).with_name("engine_python.sh")
-    command = [python, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
+    script = Path(inference_space.__file__).with_name("engine_python.sh")
+    command = ["sh", script, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
     seen = json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
     assert "do-not-leak" not in seen.values()
     assert (seen["PLAIN"], seen["HF_HUB_OFFLINE"]) == (environment["PLAIN"], "1")

@@ -89,7 +89,7 @@ def test_many_deltas_with_undos_between_them_leave_what_a_fresh_load_would(tmp_p
     model = load(state)
     weights = live(model)
     path = tmp_path / "delta.safetensors"
-    known, put = weights.digest(), scatter.put
+    known, put, fill = weights.digest(), scatter.put, scatter.fill
     assert known == state_digest(state)
     for turn in range(deltas):
         new = moved(rng, state)
@@ -99,6 +99,7 @@ def test_many_deltas_with_undos_between_them_leave_what_a_fresh_load_would(tmp_p
         if turn % 4 == 0 and len(staged.steps) > 1:
             with monkeypatch.context() as broken:
                 broken.setattr(scatter, "put", lambda *write: put(*write) + 1)
+                broken.setattr(scatter, "fill", lambda *write: fill(*write) + 1)
                 with pytest.raises(codec.CodecError, match="not what was written"):
                     staging.commit(staged.steps, Ranks(1).agree)
             assert_same(model, state)
@@ -131,16 +132,20 @@ def test_a_failure_in_the_middle_of_the_writing_is_put_back(tmp_path, monkeypatc
     model = load(state)
     weights = live(model)
     staged = weights.stage([delta(tmp_path / "d", state, moved(rng, state))], weights.digest())
-    written, put = [], scatter.put
+    written = []
 
-    def fails_at_the_third(memory, index, values):
-        written.append(memory)
-        wrong = put(memory, index, values)
-        if len(written) == 3:
-            raise MemoryError("device lost")
-        return wrong
+    def failing_at_the_third(write):
+        def fails(*arguments):
+            written.append(arguments)
+            wrong = write(*arguments)
+            if len(written) == 3:
+                raise MemoryError("device lost")
+            return wrong
 
-    monkeypatch.setattr(scatter, "put", fails_at_the_third)
+        return fails
+
+    monkeypatch.setattr(scatter, "put", failing_at_the_third(scatter.put))
+    monkeypatch.setattr(scatter, "fill", failing_at_the_third(scatter.fill))
     with pytest.raises(MemoryError):
         staging.commit(staged.steps, Ranks(1).agree)
     assert len(written) > 3
@@ -157,7 +162,7 @@ def test_weights_that_someone_else_changed_are_noticed_before_anything_is_writte
     with torch.no_grad():
         model.qkv[7, 3] += 1
     before = model.memory()
-    with pytest.raises(codec.CodecError, match="live weights were changed by someone"):
+    with pytest.raises(staging.WeightsChangedError, match="live weights were changed by someone"):
         weights.stage([path], known)
     assert all((a == b).all() for a, b in zip(before, model.memory(), strict=True))
 

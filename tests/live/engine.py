@@ -21,7 +21,7 @@ from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.platforms.cpu import CpuPlatform  # noqa: E402
 
-from delta_weight_sync.vllm import step_commit  # noqa: E402
+from delta_weight_sync.vllm import METHOD, step_commit  # noqa: E402
 
 
 def only_once() -> None:
@@ -86,7 +86,7 @@ class Engine:
         self.call("commit", digest=digest, label=label)
 
     def call(self, op: str, **arguments: Any) -> dict[str, Any]:
-        (answer,) = self.core.collective_rpc(step_commit.METHOD, kwargs={"op": op, **arguments})
+        (answer,) = self.core.collective_rpc(METHOD, kwargs={"op": op, **arguments})
         if "error" in answer:
             raise RuntimeError(answer["error"])
         return answer

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from delta_weight_sync.vllm.step_commit import METHOD
+from delta_weight_sync.vllm import METHOD
 
 Shapes = dict[str, list[int]]
 _POLL_S = 0.002, 0.05  # at first, at most

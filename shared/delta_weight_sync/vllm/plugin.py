@@ -28,12 +28,12 @@ def register() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.worker.worker_base import WorkerBase
 
-    from delta_weight_sync.vllm import lifeline, step_commit
+    from delta_weight_sync.vllm import METHOD, lifeline, step_commit
 
     parent = multiprocessing.parent_process()
     if parent and parent.pid:  # of vLLM's engine and workers; who starts vLLM decides for the server
         lifeline.end_with_parent(parent.pid)
-    setattr(WorkerBase, step_commit.METHOD, _call)
+    setattr(WorkerBase, METHOD, _call)
     step_commit.install()
     if current_platform.is_cpu():
         from delta_weight_sync.vllm import cpu_backend

@@ -36,6 +36,12 @@ def put(memory: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> int 
     return (memory[index] != values).sum()
 
 
+def fill(view: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """As `put`, for all elements of a strided view of a parameter and int16 `values` of its shape."""
+    view.copy_(values)
+    return (view != values).sum()
+
+
 def warm_up(device: torch.device) -> None:
     """Let everything be compiled and loaded now, not within the first commit's pause."""
     memory, index = (

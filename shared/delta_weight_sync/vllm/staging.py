@@ -56,12 +56,11 @@ class DenseWrite:
 
     def do(self) -> Count:
         """Write the new bits."""
-        self.view.copy_(self.new)
-        return (self.view != self.new).sum()
+        return scatter.fill(self.view, self.new)
 
     def undo(self) -> None:
         """Put the old bits back."""
-        self.view.copy_(self.old)
+        scatter.fill(self.view, self.old)
 
 
 class Step(Protocol):

@@ -32,7 +32,8 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
-METHOD = "delta_weight_sync"  # of every worker: see `worker`
+from delta_weight_sync.vllm import METHOD
+
 _RPC = ["self", "method", "timeout", "args", "kwargs"]
 _STALE = "_versions_of_running_steps"  # our attribute of the engine core, see `_label_outputs`
 
