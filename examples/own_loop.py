@@ -1,0 +1,46 @@
+"""Publish the weights of your own training loop; only what changed at a step goes to the bucket.
+
+    python examples/own_loop.py policy file:///tmp/bucket#own
+    torchrun --nproc-per-node 2 examples/own_loop.py policy file:///tmp/bucket#own
+
+`policy` is the folder of a checkpoint, such as `python examples/tiny_policy.py policy` writes, or a model of
+the Hub. In several processes the parameters are sharded; every rank calls the same, and the first one writes.
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+
+from delta_weight_sync import Publisher
+
+
+def main(policy: str, url: str, steps: int = 5) -> None:
+    """Learn random tokens by heart."""
+    if "RANK" in os.environ:  # torchrun started this process
+        dist.init_process_group()
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    if dist.is_initialized():
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    tokens = torch.randint(model.config.vocab_size, (4, 32))
+
+    with Publisher(url, base=policy) as publisher:
+        publisher.publish(model.named_parameters(), step=0)
+        for step in range(1, steps + 1):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            publisher.publish(model.named_parameters(), step)
+        newest = publisher.flush()
+        print(f"version {newest.version}: {newest.changed} of {newest.total} weights changed at its step")
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

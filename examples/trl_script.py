@@ -1,0 +1,55 @@
+"""TRL's asynchronous GRPO with a vLLM that shares nothing with the trainer but a bucket.
+
+    export RUN=hf://buckets/me/short#first
+    VLLM_PLUGINS=delta_weight_sync DELTA_WEIGHT_SYNC_RUN=$RUN vllm serve Qwen/Qwen3-0.6B
+    python examples/trl_script.py Qwen/Qwen3-0.6B $RUN http://localhost:8000
+
+vLLM may be on any machine that can read the bucket. To try it on a CPU, let `python examples/tiny_policy.py
+policy` write a model and name `policy` in place of Qwen's, with RUN=file:///tmp/bucket#first.
+"""
+
+import sys
+
+import torch
+from datasets import Dataset
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+from delta_weight_sync import BucketWeightTransfer
+from delta_weight_sync.publish import trl_patches
+
+QUESTIONS = ["What is the sky?", "Why is grass green?", "Who are you?", "How are you?"]
+
+
+def shorter(completions: list[list[dict[str, str]]], **_: object) -> list[float]:
+    """The reward: the shorter the answer, the better."""
+    return [-len(completion[-1]["content"]) / 100 for completion in completions]
+
+
+def main(model: str, url: str, vllm: str, steps: int = 20) -> None:
+    """Train for a few steps; the weights of each are in the bucket, and soon in vLLM."""
+    on_gpu = torch.cuda.is_available()
+    trl_patches.install(flash_attention=on_gpu)  # TRL alone needs a GPU, and vLLM on the trainer's machine
+    args = AsyncGRPOConfig(
+        output_dir="trl_script",
+        vllm_server_base_url=vllm,
+        max_steps=int(steps),
+        per_device_train_batch_size=16,
+        max_completion_length=32,
+        token_budget=0,
+        dtype="bfloat16" if on_gpu else "float32",
+        bf16=on_gpu,
+        learning_rate=1e-5,
+        logging_steps=1,
+        report_to="none",
+    )
+    AsyncGRPOTrainer(
+        model,
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": q}] for q in QUESTIONS]}),
+        reward_funcs=shorter,
+        weight_transfer=BucketWeightTransfer(url, base=model),
+    ).train()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

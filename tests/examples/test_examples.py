@@ -1,0 +1,80 @@
+"""The examples run as they stand, and what they publish is what anybody can rebuild."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from delta_weight_sync import RunReader, open_run
+from tests.live.served import served
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ALONE = {
+    "PATH": os.environ["PATH"],
+    "OMP_NUM_THREADS": "1",
+    "TRL_EXPERIMENTAL_SILENCE": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tiny policy in it, far from the checkout."""
+    place = tmp_path_factory.mktemp("place")
+    runpy.run_path(str(EXAMPLES / "tiny_policy.py"))["build"](str(place / "policy"))
+    return place
+
+
+def run(place: Path, *words: str) -> None:
+    """A command of `place`, which knows of the checkout only what is installed."""
+    done = subprocess.run(words, cwd=place, env=ALONE, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def rebuilt(reader: RunReader, folder: Path) -> list[tuple[int, int]]:
+    """Version and step of all, oldest first; each was proven by its digest."""
+    manifests = sorted(reader.history(), key=lambda manifest: manifest.version)
+    for manifest in manifests:
+        reader.checkout(manifest, folder / str(manifest.version))
+    return [(manifest.version, manifest.sync) for manifest in manifests]
+
+
+def test_an_own_loop_publishes_a_version_per_step(place, tmp_path):
+    url = f"{(tmp_path / 'bucket').as_uri()}#own"
+    runpy.run_path(str(EXAMPLES / "own_loop.py"))["main"](str(place / "policy"), url)
+    reader = open_run(url)
+    versions = rebuilt(reader, tmp_path)
+    assert versions[0] == (0, 0)
+    assert versions[-1][1] == 5, "steps may share a version, the last one is published"
+    newest = reader.at()
+    assert 0 < newest.changed < newest.total
+    config = json.loads((tmp_path / str(newest.version) / "config.json").read_text())
+    assert (config["model_type"], config["dtype"]) == ("qwen3", "bfloat16")
+    assert (tmp_path / str(newest.version) / "tokenizer.json").read_bytes() == (
+        place / "policy" / "tokenizer.json"
+    ).read_bytes()
+
+
+@pytest.mark.full
+def test_the_same_loop_runs_under_torchrun(place, tmp_path):
+    url = f"{(tmp_path / 'bucket').as_uri()}#two"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    run(place, *torchrun, str(EXAMPLES / "own_loop.py"), "policy", url)
+    assert rebuilt(open_run(url), tmp_path)[-1][1] == 5
+
+
+@pytest.mark.live
+def test_a_trl_script_and_a_vllm_meet_in_the_bucket_only(place, tmp_path):
+    """TRL's own trainer and rollout worker, and vLLM's own server with the plugin."""
+    (tmp_path / "bucket").mkdir()
+    url = f"{(tmp_path / 'bucket').as_uri()}#trl"
+    with served(place / "policy", url, tmp_path, **{"max-model-len": 512}) as vllm:
+        run(place, sys.executable, str(EXAMPLES / "trl_script.py"), "policy", url, vllm.url, "6")
+        newest = open_run(url).at()
+        assert vllm.wait_for(newest.version)["digest"] == newest.digest
+    assert newest.sync == 7, "the base, and a version of each of six steps"
+    assert newest.changed > 0
