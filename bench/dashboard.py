@@ -19,8 +19,8 @@ import httpx
 from bench.results import SCRATCH, Results
 from delta_weight_sync.runlog import RunLogReader, RunLogWriter, StepEvent
 from delta_weight_sync.store import Bucket, open_bucket
-from inference_space.dashboard.fold import Fold
 from inference_space.dashboard.page import body
+from inference_space.dashboard.run_state import RunState
 from tests.browser import chromium, installed
 from tests.dashboard.written_run import WrittenRun, long
 
@@ -51,8 +51,8 @@ def run(results: Results) -> dict[str, Any]:
 
 def _server(bucket: Bucket, written: WrittenRun) -> tuple[float, list[float]]:
     """The log's first reading, then each refresh after a new version that three replicas have taken."""
-    log, fold = RunLogReader(bucket, written.keys.run), Fold()
-    first = _refresh_ms(log, fold) / 1e3
+    log, state = RunLogReader(bucket, written.keys.run), RunState()
+    first = _refresh_ms(log, state) / 1e3
     writer, measured = RunLogWriter(bucket, written.keys.run, every_s=3600), []
     for version in range(_VERSIONS + 1, _VERSIONS + 1 + _REFRESHES):
         written.t += 20.0
@@ -61,16 +61,16 @@ def _server(bucket: Bucket, written: WrittenRun) -> tuple[float, list[float]]:
         for replica in _REPLICAS:
             writer.append(written.commit_event(replica, version))
         writer.flush()
-        measured.append(_refresh_ms(log, fold))
+        measured.append(_refresh_ms(log, state))
     writer.close()
     return first, measured
 
 
-def _refresh_ms(log: RunLogReader, fold: Fold) -> float:
+def _refresh_ms(log: RunLogReader, state: RunState) -> float:
     """From the bucket to the page, as the dashboard's reader does it."""
     started = time.perf_counter()
-    fold.add(log.poll())
-    progress = fold.progress()
+    state.add(log.poll())
+    progress = state.progress()
     assert progress is not None
     body(progress)
     return 1e3 * (time.perf_counter() - started)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from html import escape
 
+from markupsafe import Markup
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -19,11 +19,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from delta_weight_sync.protocol import Keys, ProtocolError
 from delta_weight_sync.store import BucketError, open_bucket
 from inference_space.access import TOKENS
+from inference_space.dashboard.templates import render_template
 from inference_space.settings import SettingsError, settings_from
 
 Problems = Mapping[str, str]  # variable or secret -> what is wrong with it
 SHORTEST_KEY = 16  # characters
-WHERE = "Settings -> Variables and secrets"
+WHERE = "Settings → Variables and secrets"
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,8 @@ def sentence(problems: Problems) -> str:
     return f"this Space is not set up, go to its {WHERE}: {every}"
 
 
-def create_app(problems: Problems) -> Starlette:
+def create_app(problems: Problems) -> ASGIApp:
     """A Space that only says what it lacks: the page at /, and 503 for whatever wants a replica."""
-
-    async def home(request: Request) -> Response:
-        return HTMLResponse(page(problems))
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "not set up", "error": sentence(problems)})
@@ -100,9 +98,9 @@ def create_app(problems: Problems) -> Starlette:
     async def refuse(request: Request, error: Exception) -> Response:
         return JSONResponse({"state": "not set up", "error": sentence(problems)}, 503)
 
-    return Starlette(
-        routes=[Route("/", home), Route("/health", health)],
-        exception_handlers={404: refuse, 405: refuse},
+    refusals = {404: refuse, 405: refuse}
+    return SetupPage(
+        Starlette(routes=[Route("/health", health)], exception_handlers=refusals), lambda: problems
     )
 
 
@@ -119,45 +117,8 @@ class SetupPage:
         return await self._app(scope, receive, send)
 
 
-def page(problems: Problems) -> str:
+def page(problems: Problems) -> Markup:
     """The page. It asks for itself again, so it gives way to the dashboard by itself."""
-    others = {name: Need("variable", "", "") for name in problems if name not in NEEDS}
-    items = "".join(_item(name, need, problems.get(name)) for name, need in (NEEDS | others).items())
-    space = escape(os.environ.get("SPACE_ID", ""), quote=True)
-    where = f'<a href="https://huggingface.co/spaces/{space}/settings" target="_blank">{escape(WHERE)}</a>'
-    return _PAGE.format(where=where.replace("-&gt;", "→"), items=items)
-
-
-def _item(name: str, need: Need, problem: str | None) -> str:
-    parts = (
-        f'<p class="problem">{escape(problem)}</p>' if problem else "",
-        f"<p>{escape(need.purpose)}</p>" if need.purpose else "",
-        f"<pre>{escape(need.example)}</pre>" if problem and need.example else "",
-    )
-    mark = f'<li class="{"missing" if problem else "fine"}">'
-    return f"{mark}<h2><code>{escape(name)}</code> <small>{need.kind}</small></h2>{''.join(parts)}</li>"
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark"><meta http-equiv="refresh" content="15">
-<title>Set up this replica</title><style>
-:root {{ --page: #f6f6f3; --card: #fff; --ink: #1b1d22; --mute: #5f6570; --rule: #dfdfd9; --bad: #b3261e;
-  --ok: #1d7a46 }}
-@media (prefers-color-scheme: dark) {{ :root {{ --page: #131417; --card: #1c1e22; --ink: #ececea;
-  --mute: #a0a5ae; --rule: #33363c; --bad: #ff8a80; --ok: #6fd69b }} }}
-body {{ margin: 0; background: var(--page); color: var(--ink); font: 16px/1.5 system-ui, sans-serif }}
-main {{ max-width: 44rem; margin: 0 auto; padding: 3rem 1.25rem }}
-h1 {{ font-size: 1.6rem; margin: 0 0 .5rem }} a {{ color: inherit }} ul {{ list-style: none; padding: 0 }}
-li {{ background: var(--card); border: 1px solid var(--rule); border-left: 4px solid var(--ok);
-  border-radius: 8px; padding: .75rem 1rem; margin: .75rem 0 }}
-li.missing {{ border-left-color: var(--bad) }} li p {{ margin: .25rem 0; color: var(--mute) }}
-h2 {{ font-size: 1rem; margin: 0 }} small {{ color: var(--mute); font-weight: normal }}
-li p.problem {{ color: var(--bad); font-weight: 600; overflow-wrap: anywhere }}
-pre {{ margin: .5rem 0 0; white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem }}
-</style></head><body><main>
-<h1>This replica is not set up yet</h1>
-<p>Set what is marked in red in {where} of this Space. It restarts by itself, and this page gives way to the
-dashboard.</p><ul>{items}</ul></main></body></html>
-"""
+    needs = NEEDS | {name: Need("variable", "", "") for name in problems if name not in NEEDS}
+    space = os.environ.get("SPACE_ID", "")
+    return render_template("setup.html", needs=needs, problems=problems, space=space, where=WHERE)

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -85,16 +86,28 @@ def _no_weights(name: str) -> Bits:
     raise AssertionError(f"{name}: modes that stand alone ask for no weights")
 
 
-Cells = dict[tuple[str, int | None], tuple[int, int]]
+class Cell(NamedTuple):
+    """The tensors of one kind in one layer that changed."""
+
+    changes: int
+    elements: int
+
+    @property
+    def share(self) -> float:
+        """Of their elements that changed."""
+        return self.changes / self.elements
+
+
+Cells = dict[tuple[str, int | None], Cell]
 
 
 def cells(tensors: tuple[Tensor, ...]) -> Cells:
-    """(kind, layer or None) -> changed elements, elements of the tensors that changed."""
+    """(kind, layer or None) -> what changed there."""
     found: Cells = {}
     for tensor in tensors:
         place = _place(tensor.name)
         changes, elements = found.get(place, (0, 0))
-        found[place] = changes + tensor.changes, elements + tensor.elements
+        found[place] = Cell(changes + tensor.changes, elements + tensor.elements)
     return found
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from html import escape
-from urllib.parse import quote
+from dataclasses import dataclass
+
+from markupsafe import Markup
 
 from delta_weight_sync.protocol import Manifest
 from delta_weight_sync.store import Listing, ObjectInfo
-from inference_space.dashboard.anatomy import Anatomy, Tensor
-from inference_space.dashboard.tables import card, row, table
-from inference_space.dashboard.words import number, percent, plural, size
+from inference_space.dashboard.anatomy import Anatomy
+from inference_space.dashboard.templates import render_template
 
 PAGE = 25  # objects of a kind
 _KINDS = {
@@ -23,101 +23,51 @@ _KINDS = {
 }
 
 
+@dataclass(frozen=True)
+class _Row:
+    key: str
+    size: int
+    parts: list[str]  # of its name, which may break between them
+    delta: int | None  # the version of a delta that can be opened
+    download: bool
+
+
+@dataclass(frozen=True)
+class _Group:
+    title: str
+    objects: Sequence[ObjectInfo]
+    rows: list[_Row]
+
+
 def listing(
     objects: Listing, run: str, page: int, *, served: bool, openable: Collection[int] | None = None
-) -> str:
+) -> Markup:
     """Page `page` of every kind of object, newest first.
 
     `served`: there is a server to download from; `openable`: the deltas that can be opened (None: all).
     """
     folder = f"runs/{run}/"
-    groups: dict[str, list[ObjectInfo]] = {kind: [] for kind in _KINDS}
+    kinds: dict[str, list[ObjectInfo]] = {kind: [] for kind in _KINDS}
     for info in objects:
         kind = info.key.removeprefix(folder).rpartition("/")[0].partition("/")[0]
-        groups.setdefault(kind, []).append(info)
-    shown = "".join(
-        _group(kind, found, folder, page, served, openable) for kind, found in groups.items() if found
-    )
-    total = sum(info.size for info in objects)
-    pages = -(-max((len(found) for found in groups.values()), default=0) // PAGE)
-    about = (
-        f'<p class="lead"><b>{size(total)}</b> in {plural(len(objects), "object")} of run {escape(run)}</p>'
-    )
-    return about + _pager(page, pages) + shown
+        kinds.setdefault(kind, []).append(info)
+
+    def rows(found: list[ObjectInfo]) -> list[_Row]:
+        newest = sorted(found, key=lambda info: info.key, reverse=True)[page * PAGE : (page + 1) * PAGE]
+        return [_row(info, info.key.removeprefix(folder), served, openable) for info in newest]
+
+    groups = [_Group(_KINDS.get(kind, kind), found, rows(found)) for kind, found in kinds.items() if found]
+    pages = -(-max((len(group.objects) for group in groups), default=0) // PAGE)
+    return render_template("bucket.html", objects=objects, run=run, page=page, pages=pages, groups=groups)
 
 
-def _group(
-    kind: str,
-    found: Sequence[ObjectInfo],
-    folder: str,
-    page: int,
-    served: bool,
-    openable: Collection[int] | None,
-) -> str:
-    newest = sorted(found, key=lambda info: info.key, reverse=True)[page * PAGE : (page + 1) * PAGE]
-    rows = "".join(_object(kind, info, folder, served, openable) for info in newest)
-    about = f"{plural(len(found), 'object')}, {size(sum(info.size for info in found))}"
-    inside = table(("object", "size", ""), rows) if rows else "<p>None on this page.</p>"
-    return card(_KINDS.get(kind, escape(kind)), about, inside)
+def _row(info: ObjectInfo, name: str, served: bool, openable: Collection[int] | None) -> _Row:
+    delta = re.match(r"deltas/(\d{8})", name)
+    version = int(delta[1]) if delta and (openable is None or int(delta[1]) in openable) else None
+    parts = re.findall(r".*?(?:/|\.t\d+)|.+", name)
+    return _Row(info.key, info.size, parts, version, download=served and not name.startswith("anchors/"))
 
 
-def _object(kind: str, info: ObjectInfo, folder: str, served: bool, openable: Collection[int] | None) -> str:
-    name = info.key.removeprefix(folder)
-    version = name.removeprefix("deltas/")[:8]
-    actions = []
-    if kind == "deltas" and version.isdigit() and (openable is None or int(version) in openable):
-        actions.append(
-            f'<button type="button" data-delta="{int(version)}" aria-expanded="false">Open</button>'
-        )
-    if served and kind != "anchors":
-        words = f'href="dashboard/object?key={quote(info.key)}" download aria-label="Download {escape(name)}"'
-        actions.append(f"<a {words}>Download</a>")
-    return row((f"<code>{_wrapping(name)}</code>", size(info.size), " ".join(actions)))
-
-
-def _wrapping(name: str) -> str:
-    """A name that breaks where its parts end, if it has to."""
-    return re.sub(r"(/|\.t\d+)", r"\1<wbr>", escape(name))
-
-
-def _pager(page: int, pages: int) -> str:
-    if pages <= 1:
-        return ""
-    newer = _turn(page - 1, "Newer", possible=page > 0)
-    older = _turn(page + 1, "Older", possible=page + 1 < pages)
-    return f'<p class="pager">{newer}<span>page {page + 1} of {pages}</span>{older}</p>'
-
-
-def _turn(page: int, word: str, *, possible: bool) -> str:
-    return f'<button type="button" data-page="{page}"{"" if possible else " disabled"}>{word}</button>'
-
-
-def opened(manifest: Manifest, delta: Anatomy, *, served: bool) -> str:
+def opened(manifest: Manifest, delta: Anatomy, *, served: bool) -> Markup:
     """A delta in place: what it is, its tensors, and the button that proves its version."""
-    ref = manifest.deltas[-1]
-    facts = (
-        f"v{delta.base} → v{delta.version}",
-        f"encoding {delta.encoding}",
-        f"{size(ref.size)}, {ref.size / max(1, delta.changes):.2f} bytes per change",
-        f"{number(delta.changes)} of {number(manifest.total)} weights changed",
-        f"digest <code>{manifest.digest}</code>",
-    )
-    verify = (
-        f'<p><button type="button" data-verify="{delta.version}">Verify v{delta.version}</button>'
-        f' <output aria-live="polite"></output></p>'
-        if served
-        else ""
-    )
-    tensors = table(("tensor", "shape", "changed", "share", "mode"), "".join(map(_tensor, delta.tensors)))
-    return f'<div class="opened"><p>{" · ".join(facts)}</p>{verify}{tensors}</div>'
-
-
-def _tensor(tensor: Tensor) -> str:
-    cells = (
-        f"<code>{escape(tensor.name)}</code>",
-        "×".join(map(str, tensor.shape)),
-        number(tensor.changes),
-        percent(tensor.changes / tensor.elements),
-        tensor.mode,
-    )
-    return row(cells)
+    return render_template("delta.html", manifest=manifest, delta=delta, served=served)

@@ -13,8 +13,8 @@ from delta_weight_sync.history import RunReader
 from delta_weight_sync.protocol import Keys, ProtocolError, RunInfo, parse
 from delta_weight_sync.runlog import RunLogReader
 from delta_weight_sync.store import Bucket, BucketError, ObjectMissing
-from inference_space.dashboard.fold import Fold
-from inference_space.dashboard.past import Past
+from inference_space.dashboard.run_state import RunState
+from inference_space.dashboard.snapshots import Snapshots
 from inference_space.dashboard.view import Progress
 
 EVERY_S = 1.0
@@ -59,7 +59,7 @@ class RunCache:
         self._view = RunView(bucket=bucket.url, run=run)
         self._info: RunInfo | None = None
         self._log: RunLogReader | None = None
-        self._fold, self.past, self._stale = Fold(), Past(), False
+        self._state, self.snapshots, self._stale = RunState(), Snapshots(), False
         self._asked, self._ready = threading.Event(), threading.Event()
         threading.Thread(target=self._loop, name="dashboard-reader", daemon=True).start()
 
@@ -101,11 +101,11 @@ class RunCache:
         info = self._find()
         if info != self._info:
             self._info, self._stale = info, True
-            self._fold, self.past = Fold(), Past()
+            self._state, self.snapshots = RunState(), Snapshots()
             self._log = RunLogReader(self._bucket, info.run) if info else None
         if info and self._log:
             events = self._log.poll()
-            self.past.add(self._fold, events)
+            self.snapshots.add(self._state, events)
             self._stale = self._stale or bool(events)
             self._learn_digests(RunReader(self._bucket, info.run))
 
@@ -124,8 +124,8 @@ class RunCache:
 
     def _learn_digests(self, run: RunReader) -> None:
         """Fetch the digests that were published for the versions on which the replicas say they are."""
-        digests = self._fold.digests
-        wanted = self._fold.served() - digests.keys()
+        digests = self._state.digests
+        wanted = self._state.served() - digests.keys()
         oldest = 0
         for manifest in islice(run.history(), DIGESTS_BACK) if wanted else ():
             oldest, digests[manifest.version], self._stale = manifest.version, manifest.digest, True
@@ -135,7 +135,7 @@ class RunCache:
 
     def _show(self, problem: str | None) -> None:
         was = self._view
-        progress = self._fold.progress() if self._stale else was.progress
+        progress = self._state.progress() if self._stale else was.progress
         self._stale = False
         now = replace(
             was,

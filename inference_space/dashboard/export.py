@@ -7,8 +7,9 @@ import gzip
 import json
 import time
 from collections.abc import Iterable
-from html import escape
 from pathlib import Path
+
+from markupsafe import Markup
 
 from delta_weight_sync.codec import CodecError
 from delta_weight_sync.protocol import Keys, Manifest, ProtocolError, RunInfo, parse
@@ -18,29 +19,17 @@ from inference_space.dashboard import browser
 from inference_space.dashboard.anatomy import Anatomy
 from inference_space.dashboard.data import RunView, newest_run
 from inference_space.dashboard.facts import scene
-from inference_space.dashboard.fold import Fold
 from inference_space.dashboard.inside import inside
 from inference_space.dashboard.library import Library
 from inference_space.dashboard.page import body, render
-from inference_space.dashboard.past import Past, moments
-from inference_space.dashboard.shell import navigation, rest, scripts, styles
+from inference_space.dashboard.run_state import RunState
+from inference_space.dashboard.snapshots import Snapshots, moments
+from inference_space.dashboard.static_files import scripts, styles
+from inference_space.dashboard.templates import render_template
 from inference_space.dashboard.view import Progress
 
 PAGES = 8  # of the bucket's listing
 
-_INDEX = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title><style>{styles}</style></head>
-<body><script>
-const dark = matchMedia("(prefers-color-scheme: dark)");
-const paint = () => document.body.classList.toggle("dark", dark.matches);
-dark.addEventListener("change", paint);
-paint();
-</script>
-<main id="dws">{navigation}<div id="dws-live" class="view view-run">{page}</div>{rest}</main>
-<script src="data.js"></script><script src="dashboard.js"></script></body></html>
-"""
 _SPACE = """---
 title: {title}
 emoji: 🔁
@@ -63,7 +52,6 @@ def export(bucket: Bucket, run: str | None, folder: Path) -> Path:
     quiet_min = max(0, int((time.time() - newest.last_t) / 60))
     view = RunView(bucket.url, info.run, model=info.model, read=True, progress=newest, quiet_min=quiet_min)
     title = f"Delta Weight Sync: {info.run}"
-    parts = {"styles": styles(), "navigation": navigation(owner=False), "page": render(view), "rest": rest()}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "data.js").write_text(f"window.DWS = {json.dumps(_data(library, frames, info))};\n")
     (folder / "dashboard.js").write_text(
@@ -71,7 +59,7 @@ def export(bucket: Bucket, run: str | None, folder: Path) -> Path:
     )
     (folder / "README.md").write_text(_SPACE.format(title=title, run=info.run))
     index = folder / "index.html"
-    index.write_text(_INDEX.format(title=escape(title), **parts))
+    index.write_text(render_template("export.html", title=title, styles=Markup(styles()), page=render(view)))
     return index
 
 
@@ -83,14 +71,14 @@ def _info(bucket: Bucket, run: str | None) -> RunInfo:
 
 
 def _frames(library: Library) -> dict[int, Progress]:
-    fold, past = Fold(), Past()
-    past.add(fold, RunLogReader(library.bucket, library.run).poll())
-    fold.digests |= library.digests(fold.served())
-    newest = fold.progress()
+    state, snapshots = RunState(), Snapshots()
+    snapshots.add(state, RunLogReader(library.bucket, library.run).poll())
+    state.digests |= library.digests(state.served())
+    newest = state.progress()
     if newest is None:
         raise ProtocolError(f"run {library.run!r} in {library.bucket.url} has not published a first version")
     *earlier, last = moments(newest.version)
-    return {version: past.at(version, library.digests) for version in earlier} | {last: newest}
+    return {version: snapshots.at(version, library.digests) for version in earlier} | {last: newest}
 
 
 def _data(library: Library, frames: dict[int, Progress], info: RunInfo) -> dict[str, object]:

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from delta_weight_sync.protocol import POLL_S
-from inference_space.dashboard.formulas import Facts, rate_for_share
-from inference_space.dashboard.series import middle
+from inference_space.dashboard.series import median
 from inference_space.dashboard.view import Progress
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one run measured, or an example; `static/formulas.js` computes all else that is shown."""
+
+    label: str
+    full_bytes: float
+    delta_bytes: float  # median
+    changed: float  # share of the weights that a sync changes, 0 to 1
+    weights: int
+    step_s: float  # the trainer's time between two hand-overs
+    diff_s: float  # the trainer waits for this
+    encode_s: float
+    stage_s: float
+    pause_s: float  # generation stands still for the commit
+    poll_s: float  # how often a replica looks at HEAD
+    anchor_every: int  # versions
+
 
 # Qwen3-0.6B with 1.01 % of its weights changed per sync; encoding `fast` takes 1.21 bytes per change.
 EXAMPLE = Facts(
@@ -60,10 +78,7 @@ def scene(run: Progress | None, model: str | None) -> dict[str, Any]:
     sets = [asdict(found)] if found else []
     sets.append(asdict(EXAMPLE))
     for one in sets:
-        one["link"] = min(
-            LINK, LINK * one["full_bytes"] / EXAMPLE.full_bytes
-        )  # a small model on a small link
-        one["rate"] = rate_for_share(weights, updates, min(0.9, max(1e-5, one["changed"])))
+        one["link"] = min(LINK, LINK * one["full_bytes"] / EXAMPLE.full_bytes)  # a small model, a small link
     return {
         "facts": sets,
         "measured": bool(found),
@@ -83,4 +98,4 @@ def _grid() -> tuple[list[float], list[float], list[float]]:
 
 
 def _median(values: list[float]) -> float:
-    return middle(sorted(values)) or 0.0
+    return median(sorted(values)) or 0.0

@@ -11,9 +11,9 @@ from delta_weight_sync.store import Bucket
 from inference_space.dashboard import login
 from inference_space.dashboard.controls import Controls, Owner
 from inference_space.dashboard.data import RunCache
-from inference_space.dashboard.first import FirstPaint, put_into
 from inference_space.dashboard.library import Library
 from inference_space.dashboard.page import build, paint
+from inference_space.dashboard.prerender import Prerender, put_into
 from inference_space.dashboard.routes import router
 
 
@@ -37,7 +37,7 @@ def mount(
     if not (owner.key or owner.name):
         controls = None  # nobody could use them
     app.include_router(router(cache, Library(bucket, lambda: cache.view().run)), prefix=path.rstrip("/"))
-    app.add_middleware(FirstPaint, path, lambda: paint(cache.now(), owner=controls is not None))
+    app.add_middleware(Prerender, path, lambda: paint(cache.now(), owner=controls is not None))
     return gr.mount_gradio_app(
         app,
         build(cache.view, controls, owner),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from html import escape
 
 import gradio as gr
+from markupsafe import Markup
 
 from delta_weight_sync.store import BucketError
 from inference_space.dashboard.controls import Controls, Owner
 from inference_space.dashboard.login import hindrance
+from inference_space.dashboard.templates import render_template
 
 _REFUSED = (
     "Only the owner may do this: give the replica's key (its setting REPLICA_KEY), or log in as its owner."
@@ -30,7 +31,7 @@ def build(controls: Controls, owner: Owner) -> None:
     if owner.name:
         gr.LoginButton(size="md", icon=None)
     else:
-        gr.HTML(f'<p class="mute">{escape(hindrance())}</p>', apply_default_css=False)
+        gr.HTML(Markup('<p class="mute">{}</p>').format(hindrance()), apply_default_css=False)
     key = gr.Textbox(label="Key", type="password", visible=bool(owner.key), elem_id="dws-key")
     with gr.Row():
         pause, resume, rejoin = (gr.Button(name) for name in list(_ACTIONS)[:3])
@@ -38,15 +39,14 @@ def build(controls: Controls, owner: Owner) -> None:
         version = gr.Number(label="Version", precision=0, minimum=0)
         pin = gr.Button(list(_ACTIONS)[3])
     answer = gr.HTML("", elem_id="dws-owner-answer", apply_default_css=False)
-    about = "".join(f"<li><b>{name}</b>: {words}</li>" for name, words in _ACTIONS.items())
-    gr.HTML(f"<ul>{about}</ul>", apply_default_css=False)
+    gr.HTML(render_template("actions.html", actions=_ACTIONS), apply_default_css=False)
     for button, act in (
         (pause, lambda _: controls.pause()),
         (resume, lambda _: controls.resume()),
         (rejoin, lambda _: controls.rejoin()),
         (pin, lambda number: _pin(controls, number)),
     ):
-        run = _guarded(controls, owner, act)
+        run = guarded(controls, owner, act)
         outputs = [said, answer]
         button.click(run, [key, version], outputs, show_progress="hidden", api_visibility="private")
 
@@ -55,7 +55,7 @@ def describe(controls: Controls) -> str:
     """What the replica follows, in words."""
     now = controls.following()
     if now.pinned is not None:
-        return f"<p>It stays at <b>v{now.pinned}</b>.</p>"
+        return Markup("<p>It stays at <b>v{}</b>.</p>").format(now.pinned)
     if now.paused:
         return "<p>It is <b>paused</b>: it stays where it is.</p>"
     return "<p>It follows the newest version.</p>"
@@ -67,9 +67,11 @@ def _pin(controls: Controls, version: int | None) -> None:
     controls.pin(version)
 
 
-def _guarded(
+def guarded(
     controls: Controls, owner: Owner, act: Callable[[int | None], None]
 ) -> Callable[[str | None, int | None, gr.OAuthProfile | None], tuple[str, str]]:
+    """`act` for the owner only; it answers what the replica follows, and why nothing was done."""
+
     # Gradio fills in the profile, which only its signed session can hold; nobody can send one.
     def run(key: str | None, version: int | None, profile: gr.OAuthProfile | None) -> tuple[str, str]:
         refused = ""
@@ -78,7 +80,7 @@ def _guarded(
                 raise ValueError(_REFUSED)
             act(version)
         except (ValueError, BucketError) as error:
-            refused = f'<p class="alert" role="alert">{escape(str(error))}</p>'
+            refused = Markup('<p class="alert" role="alert">{}</p>').format(error)
         return describe(controls), refused
 
     return run

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from html import escape
 from typing import Any
 
 import gradio as gr
+from markupsafe import Markup
 
-from inference_space.dashboard.boards import boards
 from inference_space.dashboard.controls import Controls, Owner
 from inference_space.dashboard.data import EVERY_S, RunView
 from inference_space.dashboard.facts import facts_of
-from inference_space.dashboard.headline import headline
 from inference_space.dashboard.owner import build as owner_tab
 from inference_space.dashboard.panels import panels
-from inference_space.dashboard.past import moments
-from inference_space.dashboard.shell import first, navigation, rest
-from inference_space.dashboard.tables import tables
+from inference_space.dashboard.run_state import LATELY
+from inference_space.dashboard.snapshots import moments
+from inference_space.dashboard.templates import render_template
+from inference_space.dashboard.timeline import timeline
 from inference_space.dashboard.view import Progress
-from inference_space.dashboard.words import age, clock, plural
 
 
 def build(
@@ -28,8 +26,8 @@ def build(
 ) -> gr.Blocks:
     """The dashboard of whatever `view` returns; called once a second per open page.
 
-    Mount it beside the routes of `routes.py`, with `first.FirstPaint` around it, which brings its styles and
-    scripts. With `controls` it has the owner's tab.
+    Mount it beside the routes of `routes.py`, with `prerender.Prerender` around it, which brings its styles
+    and scripts. With `controls` it has the owner's tab.
     """
 
     def tick(seen: int) -> tuple[Any, Any]:
@@ -41,9 +39,9 @@ def build(
         gr.Column(elem_id="dws"),
     ):
         seen = gr.State(-1)
-        _html(navigation(owner=controls is not None))
+        _html(render_template("navigation.html", owner=controls is not None))
         page = _html("", elem_id="dws-live", elem_classes=["view", "view-run"])
-        _html(rest())
+        _html(render_template("views.html"))
         if controls:
             with gr.Column(elem_classes=["view", "view-owner"]):
                 owner_tab(controls, owner or Owner())
@@ -58,58 +56,26 @@ def _html(content: str, **options: Any) -> gr.HTML:
     return gr.HTML(content, apply_default_css=False, js_on_load=None, **options)
 
 
-def paint(view: RunView, *, owner: bool) -> str:
-    """What is there before Gradio's scripts are."""
-    enough = view.progress is not None and view.progress.version > 1
-    return first(render(view), owner=owner, scrub=enough)
+def paint(view: RunView, *, owner: bool) -> Markup:
+    """What is there before Gradio's scripts are; it leaves room for the scrubber where there will be one."""
+    scrub = view.progress is not None and view.progress.version > 1
+    return render_template("prerender.html", page=render(view), owner=owner, scrub=scrub)
 
 
 @lru_cache(maxsize=2)
-def render(view: RunView) -> str:
+def render(view: RunView) -> Markup:
     """The page of one view; worked out once for all its viewers."""
-    alert = f'<p class="alert" role="alert">{escape(view.problem)}</p>' if view.problem else ""
     run = view.progress
-    if run is None:
-        waiting = f'<h1>{escape(_waiting(view))}</h1><p class="lead">{_patience(view)}</p>'
-        return f'<div class="page" data-run="">{_top(view)}{alert}{waiting}</div>'
-    shown = f"{view.run} measured" if facts_of(run, view.model) else f"{view.run}"
-    where = f'data-run="{escape(shown)}" data-version="{run.version}" data-moments="{moments(run.version)}"'
-    return f'<div class="page" {where}>{_top(view)}{alert}{body(run)}</div>'
+    return render_template(
+        "page.html",
+        view=view,
+        run=run,
+        measured=facts_of(run, view.model) is not None,
+        moments=moments(run.version) if run else [],
+        body=body(run) if run else "",
+    )
 
 
-def body(run: Progress) -> str:
+def body(run: Progress) -> Markup:
     """All that is shown of a run, now or as it was."""
-    return headline(run) + panels(run) + tables(run) + boards(run)
-
-
-def _top(view: RunView) -> str:
-    parts = [part for part in (view.run, view.model, view.bucket) if part]
-    if view.progress:
-        parts.append(f"last event {clock(view.progress.last_t)}")
-    state, words = _state(view)
-    where = "".join(f"<span>{escape(part)}</span>" for part in parts)
-    return f'<header><strong class="{state}">{words}</strong>{where}</header>'
-
-
-def _state(view: RunView) -> tuple[str, str]:
-    if view.problem:
-        return "bad", "bucket not readable"
-    if view.progress is None:
-        return "idle", "waiting" if view.read else "reading"
-    if view.progress.done:
-        return "done", "training ended"
-    return ("idle", f"quiet for {age(view.quiet_min)}") if view.quiet_min else ("live", "live")
-
-
-def _patience(view: RunView) -> str:
-    read = f"<b>{plural(view.parts, 'part')}</b> of its log so far. " if view.parts else ""
-    return f"{read}Leave this page open, it goes on by itself."
-
-
-def _waiting(view: RunView) -> str:
-    if view.problem:
-        return "The dashboard shows the run as soon as the bucket can be read."
-    if not view.read:
-        return f"Reading run {view.run!r} …" if view.run else "Reading the bucket …"
-    name = f"run {view.run!r}" if view.run else "a run"
-    return f"Waiting for a trainer to publish the first version of {name} to {view.bucket} …"
+    return render_template("run.html", run=run, lately=LATELY, panels=panels(run), timeline=timeline(run))

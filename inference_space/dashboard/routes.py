@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fastapi import APIRouter
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, Response
+from markupsafe import Markup
 from starlette.background import BackgroundTask
 
 from delta_weight_sync.codec import CodecError
@@ -20,7 +21,7 @@ from inference_space.dashboard.facts import scene
 from inference_space.dashboard.inside import inside
 from inference_space.dashboard.library import Library
 from inference_space.dashboard.page import body
-from inference_space.dashboard.past import FRAMES
+from inference_space.dashboard.snapshots import FRAMES
 from inference_space.dashboard.view import Progress
 
 _FAULTS = (BucketError, ProtocolError, CodecError)
@@ -33,7 +34,7 @@ def router(cache: RunCache, library: Library) -> APIRouter:
     @routes.get("/frame")
     def frame(version: int) -> Response:
         """The live page as it was at a moment of the run."""
-        return _page(lambda: _body(cache.past.at(version, library.digests)))
+        return _page(lambda: _body(cache.snapshots.at(version, library.digests)))
 
     @routes.get("/inside")
     def inside_a_delta(version: int) -> Response:
@@ -53,7 +54,7 @@ def router(cache: RunCache, library: Library) -> APIRouter:
     @routes.get("/verify")
     def verify(version: int) -> Response:
         """Whether a version's files give its digest."""
-        return _page(lambda: f'<b class="yes">verified</b>: {library.verify(version)}')
+        return _page(lambda: Markup('<b class="yes">verified</b>: {}').format(library.verify(version)))
 
     @routes.get("/explain")
     def explain() -> JSONResponse:

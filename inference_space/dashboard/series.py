@@ -53,7 +53,7 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def middle(ordered: Sequence[float]) -> float | None:
+def median(ordered: Sequence[float]) -> float | None:
     """Median of sorted values; None of none."""
     half = len(ordered) // 2
     return mean(ordered[half - 1 + len(ordered) % 2 : half + 1]) if ordered else None

@@ -1,7 +1,7 @@
-"""Small charts as inline SVG that stretches with the page.
+"""The axes and paths of small charts that stretch with the page; `templates/macros.html` draws them.
 
-The drawing fills a 1000 x 1000 box that the browser stretches; strokes keep their width, dots are round
-caps of empty strokes, and labels are HTML beside it, so nothing is distorted. Colours come from the CSS.
+A path lies in a box of 1000 x 1000 that the browser stretches. Strokes keep their width and dots are round
+caps of empty strokes, so nothing is distorted. Colours come from the CSS.
 """
 
 from __future__ import annotations
@@ -28,14 +28,27 @@ class Axis:
     ticks: tuple[tuple[float, str], ...]
     log: bool = False
 
+    def places(self, values: Iterable[float]) -> list[float]:
+        """Where `values` lie: 0 at `low`, 1 at `high`, cut off beyond."""
+        low, high = self.low, self.high
+        if self.log:
+            values = [math.log10(max(low, value)) for value in values]
+            low, high = math.log10(low), math.log10(high)
+        return [min(1.0, max(0.0, (value - low) / (high - low))) for value in values]
+
     def place(self, value: float) -> float:
-        """Where `value` lies: 0 at `low`, 1 at `high`, cut off beyond."""
-        low, high, value = (
-            (math.log10(max(v, 1e-9)) for v in (self.low, self.high, value))
-            if self.log
-            else (self.low, self.high, value)
-        )
-        return min(1.0, max(0.0, (value - low) / (high - low)))
+        """Where one value lies."""
+        return self.places([value])[0]
+
+    @property
+    def labels(self) -> list[tuple[str, str]]:
+        """Where each tick lies, as a length in CSS, and its words."""
+        return [(f"{100 * self.place(at):.1f}%", words) for at, words in self.ticks]
+
+    @property
+    def rules(self) -> str:
+        """A line across the drawing at each tick, as the path of an SVG."""
+        return "".join(f"M0 {BOX - self.place(at) * BOX:.0f}H{BOX}" for at, _ in self.ticks)
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,15 @@ class Mark:
     kind: Literal["line", "step", "dots", "area"]
     colour: str
     points: Sequence[Point]
+
+    @property
+    def classes(self) -> str:
+        """Its classes in the style sheet."""
+        return f"{self.kind} {self.colour}{' few' if len(self.points) < FEW else ''}"
+
+    def path(self, x: Axis, y: Axis) -> str:
+        """The path of an SVG."""
+        return "".join(_DRAW[self.kind](_spots(run, x, y)) for run in _unbroken(self.points))
 
 
 def linear(values: Iterable[float], words: Callable[[float], str], *, zero: bool = False) -> Axis:
@@ -87,31 +109,12 @@ def smooth(points: Sequence[Point]) -> list[Point]:
     return [(x, mean([y for _, y in some])) for (x, _), some in zip(points, near, strict=True)]
 
 
-def chart(x: Axis, y: Axis, marks: Iterable[Mark]) -> str:
-    """The HTML of one chart."""
-    marks = [mark for mark in marks if mark.points]
-    if not marks:
-        return '<div class="plot none">nothing yet</div>'
-    rules = "".join(f"M0 {BOX - y.place(at) * BOX:.0f}H{BOX}" for at, _ in y.ticks)
-    paths = "".join(_path(mark, x, y) for mark in marks)
-    beside = "".join(f'<i style="bottom:{100 * y.place(at):.1f}%">{word}</i>' for at, word in y.ticks)
-    below = "".join(f'<i style="left:{100 * x.place(at):.1f}%">{word}</i>' for at, word in x.ticks)
-    return (
-        f'<div class="plot"><div class="ys">{beside}</div><svg viewBox="0 0 {BOX} {BOX}" '
-        f'preserveAspectRatio="none" aria-hidden="true"><path class="rule" d="{rules}"/>{paths}</svg>'
-        f'<div class="xs">{below}</div></div>'
-    )
+Spots = list[tuple[int, int]]
 
 
-def _path(mark: Mark, x: Axis, y: Axis) -> str:
-    runs = [
-        [(round(x.place(at) * BOX), round(BOX - y.place(value) * BOX)) for at, value in run]
-        for run in _unbroken(mark.points)
-    ]
-    few = " few" if len(mark.points) < FEW else ""
-    return (
-        f'<path class="{mark.kind} {mark.colour}{few}" d="{"".join(_DRAW[mark.kind](run) for run in runs)}"/>'
-    )
+def _spots(run: Sequence[Point], x: Axis, y: Axis) -> Spots:
+    across, up = x.places(at for at, _ in run), y.places(value for _, value in run)
+    return [(round(left * BOX), round(BOX - top * BOX)) for left, top in zip(across, up, strict=True)]
 
 
 def _unbroken(points: Sequence[Point]) -> list[list[Point]]:
@@ -122,9 +125,6 @@ def _unbroken(points: Sequence[Point]) -> list[list[Point]]:
         else:
             runs[-1].append((at, value))
     return [run for run in runs if run]
-
-
-Spots = list[tuple[int, int]]
 
 
 def _line(spots: Spots) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from delta_weight_sync.runlog import SyncEvent
 from inference_space.dashboard import svg
+from inference_space.dashboard.formatting import duration
 from inference_space.dashboard.view import Progress, Slowest
-from inference_space.dashboard.words import duration
 
 Span = tuple[str, float, float]  # what, from, until: seconds since the hand-over
 
@@ -19,21 +21,31 @@ _WORDS = {
 }
 
 
-def timeline(run: Progress) -> str:
+@dataclass(frozen=True)
+class Timeline:
     """One bar per sync, newest first; all on the same scale."""
-    rows = [(sync, spans(sync, slow)) for sync, slow in run.syncs if sync.version]
+
+    rows: list[tuple[int, str, list[tuple[str, str, str]]]]  # version, in words, name and place of each part
+    axis: svg.Axis
+    keys = tuple(_WORDS.items())
+
+
+def timeline(run: Progress) -> Timeline | None:
+    """The last syncs of a run; None before the first delta."""
+    rows = [(sync.version, spans(sync, slow)) for sync, slow in run.syncs if sync.version]
     if not rows:
-        return ""
-    longest = max(end for _, found in rows for *_, end in found)
-    axis = svg.linear([longest], duration, zero=True)
-    ticks = "".join(f'<i style="left:{100 * axis.place(at):.1f}%">{word}</i>' for at, word in axis.ticks)
-    keys = "".join(f'<b class="{name}">{words}</b>' for name, words in _WORDS.items())
-    bars = "".join(_bar(sync, found, axis) for sync, found in rows)
-    about = "seconds since the trainer handed the weights over, until the last replica serves them"
-    return (
-        f'<section class="card"><h2>One sync after the other</h2><p>{about}</p>'
-        f'<ol class="clock">{bars}<li class="ticks">{ticks}</li></ol><div class="keys">{keys}</div></section>'
-    )
+        return None
+    axis = svg.linear([max(end for _, found in rows for *_, end in found)], duration, zero=True)
+    return Timeline([(version, _words(found), _bars(found, axis)) for version, found in rows], axis)
+
+
+def _words(found: list[Span]) -> str:
+    return ", ".join(f"{name} {duration(end - start)}" for name, start, end in found)
+
+
+def _bars(found: list[Span], axis: svg.Axis) -> list[tuple[str, str, str]]:
+    places = [(name, 100 * axis.place(start), 100 * axis.place(end)) for name, start, end in found]
+    return [(name, f"{left:.2f}%", f"{right - left:.2f}%") for name, left, right in places]
 
 
 def spans(sync: SyncEvent, slow: Slowest | None) -> list[Span]:
@@ -54,14 +66,3 @@ def spans(sync: SyncEvent, slow: Slowest | None) -> list[Span]:
         ("stage", fetch_end, stage_end),
         ("pause", stage_end, end),
     ]
-
-
-def _bar(sync: SyncEvent, found: list[Span], axis: svg.Axis) -> str:
-    parts = "".join(
-        f'<u class="{name}" style="left:{100 * axis.place(start):.2f}%;'
-        f'width:{100 * (axis.place(end) - axis.place(start)):.2f}%"></u>'
-        for name, start, end in found
-    )
-    words = ", ".join(f"{name} {duration(end - start)}" for name, start, end in found)
-    bar = f'<div role="img" aria-label="{words}">{parts}</div>'
-    return f'<li title="{words}"><span>v{sync.version}</span>{bar}</li>'

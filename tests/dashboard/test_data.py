@@ -142,7 +142,7 @@ def test_the_first_reading_tells_how_far_it_is(bucket: Bucket) -> None:
     stuck = Stuck(bucket)
     cache = RunCache(stuck, None)
     soon(lambda: cache.now().parts == 1)
-    assert "Reading run &#x27;wordle&#x27; …" in render(cache.view())
+    assert "Reading run 'wordle' …" in render(cache.view())
     assert "<b>1 part</b> of its log so far" in render(cache.view())
     stuck.free.set()
     assert until(cache, lambda view: version(view) == 3).parts == 0

@@ -11,7 +11,7 @@ pytest.importorskip("playwright.sync_api", reason="playwright drives the browser
 from playwright.sync_api import Browser, Page, expect
 
 from inference_space.dashboard.facts import EXAMPLE, LINK
-from inference_space.dashboard.words import duration, size
+from inference_space.dashboard.formatting import duration, size
 from tests.browser import PATIENCE_S
 from tests.dashboard.test_formulas import Formulas
 

@@ -14,7 +14,7 @@ from playwright.sync_api import Page, expect
 from delta_weight_sync.store import Bucket, open_bucket
 from inference_space.dashboard.__main__ import main
 from inference_space.dashboard.export import export
-from inference_space.dashboard.words import number, size
+from inference_space.dashboard.formatting import number, size
 
 if TYPE_CHECKING:
     from tests.dashboard.real_run import RealRun

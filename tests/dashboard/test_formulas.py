@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from delta_weight_sync.protocol import AnchorRef, DeltaRef, FileRef, Manifest
-from inference_space.dashboard.facts import EXAMPLE, LINK, scene
-from inference_space.dashboard.formulas import Facts
-from inference_space.dashboard.shell import STATIC
+from inference_space.dashboard.facts import EXAMPLE, LINK, Facts, scene
+from inference_space.dashboard.static_files import STATIC
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -72,11 +71,10 @@ def test_a_weight_flips_as_often_as_the_formula_says(f: Formulas) -> None:
 
 
 def test_the_example_flips_at_the_rate_that_it_names(f: Formulas) -> None:
-    """The server finds the rate for a share, the page flips by it."""
     given = scene(None, None)
-    (example,) = given["facts"]
-    grid = given["grid"]
-    assert f.flip_share(grid["weights"], grid["updates"], example["rate"]) == pytest.approx(0.0101, rel=1e-6)
+    weights, updates = given["grid"]["weights"], given["grid"]["updates"]
+    rate = f.rate_for_share(weights, updates, EXAMPLE.changed)
+    assert f.flip_share(weights, updates, rate) == pytest.approx(EXAMPLE.changed, rel=1e-6)
     assert given["measured"] is False
 
 

@@ -11,10 +11,10 @@ from delta_weight_sync.runlog import SEGMENT
 from delta_weight_sync.store import Bucket, ObjectInfo, open_bucket
 from inference_space.dashboard import browser as bucket_browser
 from inference_space.dashboard.data import RunCache
-from inference_space.dashboard.fold import UNSETTLED
 from inference_space.dashboard.page import body, render
-from inference_space.dashboard.past import FRAMES, moments
+from inference_space.dashboard.run_state import UNSETTLED
 from inference_space.dashboard.series import POINTS
+from inference_space.dashboard.snapshots import FRAMES, moments
 from tests.dashboard.test_data import until, version
 from tests.dashboard.written_run import long
 
@@ -73,7 +73,7 @@ def test_a_refresh_reads_and_sends_no_more_than_that_of_a_short_run(
 def test_looking_back_reads_nothing_of_the_log_again(long_run: Counted, cache: RunCache) -> None:
     until(cache, lambda view: version(view) == VERSIONS, seconds=120)
     before = long_run.asked["get"]
-    pages = {one: body(cache.past.at(one, no_digests)) for one in moments(VERSIONS)[:-1]}
+    pages = {one: body(cache.snapshots.at(one, no_digests)) for one in moments(VERSIONS)[:-1]}
     assert long_run.asked["get"] == before
     assert 1 < len(pages) <= FRAMES
     assert all(f"v{one} serving on 3/3 replicas" in page for one, page in pages.items() if one)

@@ -11,7 +11,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from delta_weight_sync.runlog import RunLogReader, RunLogWriter, StepEvent
 from delta_weight_sync.store import Bucket
-from inference_space.dashboard.fold import Fold
+from inference_space.dashboard.run_state import RunState
 from tests.dashboard.test_view import sync
 from trainer.observer import StepRecorder
 
@@ -62,8 +62,8 @@ def test_a_group_and_its_rates_reach_the_page(bucket: Bucket) -> None:
     assert [(rollout.reward, rollout.sync) for rollout in step.rollouts] == [(1.5, 3), (0.2, 3)]
     assert step.rollouts[0].turns == (("crane", CRANE), ("plumb", PLUMB))
     assert step.metrics == {"reward": 0.7, "games/solve_rate": 1 / 3, "games/invalid_rate": 1 / 5}
-    fold = Fold()
-    fold.add([sync(0, 1100), step])
-    run = fold.progress()
+    state = RunState()
+    state.add([sync(0, 1100), step])
+    run = state.progress()
     assert run
     assert run.group == step

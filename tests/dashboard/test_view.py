@@ -1,4 +1,4 @@
-"""Events fold into exactly the figures that were written."""
+"""Events add up to exactly the figures that were written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 
 from delta_weight_sync.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent, StepEvent, SyncEvent
-from inference_space.dashboard.fold import Fold
+from inference_space.dashboard.run_state import RunState
 from inference_space.dashboard.series import POINTS, Curve
 from inference_space.dashboard.timeline import spans
 
@@ -54,10 +54,10 @@ def status(
     return ReplicaEvent(t=0, replica=replica, state=state, version=version, digest=version and A, error=error)
 
 
-def folded(*events: Event) -> Fold:
-    fold = Fold()
-    fold.add(events)
-    return fold
+def folded(*events: Event) -> RunState:
+    state = RunState()
+    state.add(events)
+    return state
 
 
 def test_nothing_is_shown_before_the_first_version() -> None:
@@ -113,20 +113,20 @@ def test_what_a_replica_answers_replaces_what_was_known() -> None:
 def test_a_replica_is_compared_with_the_digest_that_was_published(
     published: str | None, ok: bool | None
 ) -> None:
-    fold = folded(sync(0, 1100), sync(1, 9), commit("x", 1, digest=A))
-    assert fold.served() == {1}
-    fold.digests[1] = published
-    run = fold.progress()
+    state = folded(sync(0, 1100), sync(1, 9), commit("x", 1, digest=A))
+    assert state.served() == {1}
+    state.digests[1] = published
+    run = state.progress()
     assert run
     assert run.replicas[0].digest_ok is ok
 
 
 def test_the_trainers_last_word_is_compared_too_and_training_can_go_on() -> None:
-    fold = folded(sync(0, 1100), DoneEvent(t=1, version=0, digest=A))
-    fold.digests[0] = B
-    ended = fold.progress()
-    fold.add([sync(1, 9)])
-    resumed = fold.progress()
+    state = folded(sync(0, 1100), DoneEvent(t=1, version=0, digest=A))
+    state.digests[0] = B
+    ended = state.progress()
+    state.add([sync(1, 9)])
+    resumed = state.progress()
     assert ended
     assert resumed
     assert (ended.done_ok, resumed.done) == (False, None)

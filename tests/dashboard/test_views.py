@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
 from playwright.sync_api import Page, expect
 
-from inference_space.dashboard.words import number, size
+from inference_space.dashboard.formatting import number, size
 from tests.browser import PATIENCE_S
 from tests.dashboard.real_run import KINDS, games
 

@@ -67,7 +67,7 @@ def _imports(file: Path) -> set[str]:
 
 def test_files_that_the_app_reads_are_there(app, staged):
     data = {"env": ["env_space/words/answers-5.txt", "env_space/page/index.html"], "replica": []}
-    styles = {"env": [], "replica": ["inference_space/dashboard/static/style.css"]}
+    styles = {"env": [], "replica": ["inference_space/dashboard/templates/page.html"]}
     assert not [name for name in data[app] + styles[app] if not (staged / name).is_file()]
 
 

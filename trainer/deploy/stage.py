@@ -23,7 +23,7 @@ _PACKAGES: dict[App, tuple[str, ...]] = {
 }
 _DATA = {
     "env_space": ("words/*", "page/*", "openenv.yaml", "openenv_probe.json"),
-    "inference_space": ("engine_python.sh", "dashboard/static/*"),
+    "inference_space": ("engine_python.sh", "dashboard/static/*", "dashboard/templates/*"),
     "shared/delta_weight_sync": ("py.typed",),
 }
 _ROOT_FILES: dict[App, tuple[str, ...]] = {"env": ("LICENSE",), "replica": ("LICENSE", "pyproject.toml")}

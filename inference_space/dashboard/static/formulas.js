@@ -1,5 +1,5 @@
 // What the explaining animations compute: the one place of these formulas. Bytes and bytes per second, seconds,
-// and bf16 weights as ordinary numbers. formulas.py has flip_share, too: it finds the rate for a share.
+// and bf16 weights as ordinary numbers.
 window.dws = window.dws || {};
 (() => {
   const MANTISSA = 7, SMALLEST = -126;
@@ -35,6 +35,17 @@ window.dws = window.dws || {};
   // The expected share of `weights` that flip when each moves by `rate` times its update.
   function flip_share(weights, updates, rate) {
     return weights.reduce((sum, w, i) => sum + flip_chance(w, rate * updates[i]), 0) / weights.length;
+  }
+
+  // The learning rate at which `share` of the weights are expected to flip: flip_share grows with the rate.
+  function rate_for_share(weights, updates, share) {
+    let low = 1e-9, high = 1;
+    for (let halvings = 0; halvings < 60; halvings++) {
+      const middle = Math.sqrt(low * high);
+      if (flip_share(weights, updates, middle) < share) low = middle;
+      else high = middle;
+    }
+    return Math.sqrt(low * high);
   }
 
   // Full weights after every step: trainer and replicas wait for the transfer.
@@ -136,7 +147,7 @@ window.dws = window.dws || {};
     facts.full_bytes + (version % anchor_every) * facts.delta_bytes;
 
   window.dws.formulas = {
-    transfer_s, ulp, bf16, bits, flip_chance, flip_share, broadcast_spans, delta_spans, idle_share, steps_done,
-    bucket_sync, broadcast_sync, stopped_s, moved_bytes, break_even_link, landings, bytes_to_join,
+    transfer_s, ulp, bf16, bits, flip_chance, flip_share, rate_for_share, broadcast_spans, delta_spans,
+    idle_share, steps_done, bucket_sync, broadcast_sync, stopped_s, moved_bytes, break_even_link, landings, bytes_to_join,
   };
 })();

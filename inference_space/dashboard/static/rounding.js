@@ -86,7 +86,8 @@
 
   stage.figures.rounding = (figure, facts, scene) => {
     const { weights, updates } = scene.grid;
-    let rate = facts.rate, width = 0, one, beats = 0;
+    const share = Math.min(0.9, Math.max(1e-5, facts.changed));
+    let rate = f.rate_for_share(weights, updates, share), width = 0, one, beats = 0;
     const line = new Line();
     const grid = new Grid(scene.grid, scene.columns, (at) => choose(Math.abs(weights[at])));
     const tally = html("p", { class: "tally" });

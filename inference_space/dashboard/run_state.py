@@ -1,4 +1,4 @@
-"""Events in, `Progress` out: one event at a time, at the same cost however long the run is."""
+"""The state of a run, kept up to date event by event: each costs the same, however long the run is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from delta_weight_sync.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent, StepEvent, SyncEvent
-from inference_space.dashboard.series import Curve, Point, Series, mean, middle, since
+from inference_space.dashboard.series import Curve, Point, Series, mean, median, since
 from inference_space.dashboard.view import Progress, Replica, Slowest
 
 ROWS = 12  # of the table of syncs
@@ -40,7 +40,7 @@ class _Track:
             self.versions.popleft()
 
 
-class Fold:
+class RunState:
     """What is known of a run so far."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Fold:
         self._all_sizes, self._all_pauses, self._all_lags = (list[float]() for _ in range(3))  # sorted
 
     def add(self, events: Iterable[Event]) -> None:
-        """Fold events, oldest first."""
+        """Take in events, oldest first."""
         for event in events:
             self._last_t = max(self._last_t, event.t)
             match event:
@@ -94,14 +94,14 @@ class Fold:
             done=self._done,
             done_ok=self._matches(self._done.version, self._done.digest) if self._done else None,
             full_bytes=self._recent[-1].full_bytes,
-            payload_bytes=middle(self._all_sizes),
+            payload_bytes=median(self._all_sizes),
             sent_bytes=self._sent,
             sent_full_bytes=self._sent_full,
-            anchor_every=middle(sorted(b - a for a, b in pairwise(self._anchored))),
-            pause_ms=middle(self._all_pauses),
+            anchor_every=median(sorted(b - a for a, b in pairwise(self._anchored))),
+            pause_ms=median(self._all_pauses),
             worst_pause_ms=self._all_pauses[-1] if self._all_pauses else None,
-            lag_s=middle(self._all_lags),
-            step_s=middle(sorted(b - a for (a, _), (b, _) in pairwise(self._trainer))),
+            lag_s=median(self._all_lags),
+            step_s=median(sorted(b - a for (a, _), (b, _) in pairwise(self._trainer))),
             replicas=tuple(self._shown(name) for name in sorted(self._tracks)),
             syncs=tuple((sync, self._slowest.get(sync.version)) for sync in reversed(self._recent)),
             trainer=tuple(self._trainer),

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
 from playwright.sync_api import Browser, Page, expect
 
-from inference_space.dashboard.first import put_into
+from inference_space.dashboard.prerender import put_into
 from tests.browser import PATIENCE_S
 from tests.dashboard.real_run import RealRun, Shown
 

@@ -1,4 +1,4 @@
-"""The run as it was: the live view of earlier versions, so that one can scrub through time."""
+"""Snapshots of a run at its earlier versions, so that one can look back with the slider."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from delta_weight_sync.protocol import ProtocolError
 from delta_weight_sync.runlog import Event, SyncEvent
-from inference_space.dashboard.fold import Fold
+from inference_space.dashboard.run_state import RunState
 from inference_space.dashboard.view import Progress
 
 FRAMES = 60  # at most so many moments of a run
@@ -30,18 +30,18 @@ def stride(newest: int) -> int:
 Digests = Callable[[set[int]], dict[int, str]]  # the published digests of versions
 
 
-class Past:
-    """The moments of one run, kept while it is folded, so that looking back reads nothing anew."""
+class Snapshots:
+    """The run at each of its moments, kept as its events come in, so that looking back reads nothing anew."""
 
     def __init__(self) -> None:
         self._frames: dict[int, Progress] = {}
 
-    def add(self, fold: Fold, events: Iterable[Event]) -> None:
-        """Fold events, and keep how the run stood just before the version after each moment came."""
+    def add(self, state: RunState, events: Iterable[Event]) -> None:
+        """Add events to `state`, and keep how the run stood when the version after each moment came."""
         for event in events:
-            if isinstance(event, SyncEvent) and fold.version is not None:
-                self._keep(fold, fold.version, event.version)
-            fold.add([event])
+            if isinstance(event, SyncEvent) and state.version is not None:
+                self._keep(state, state.version, event.version)
+            state.add([event])
 
     def at(self, version: int, digests: Digests) -> Progress:
         """The run at a moment before its newest; raises `ProtocolError` for a version that is none."""
@@ -53,10 +53,10 @@ class Past:
             self._frames[version] = found = _compared(found, digests(unknown))
         return found
 
-    def _keep(self, fold: Fold, version: int, newest: int) -> None:
+    def _keep(self, state: RunState, version: int, newest: int) -> None:
         step = stride(newest)
         if kept := range(-(-version // step) * step, newest, step):
-            progress = fold.progress()
+            progress = state.progress()
             assert progress is not None
             self._frames |= dict.fromkeys(kept, progress)
         if len(self._frames) > FRAMES:

@@ -1,7 +1,8 @@
-"""The first paint: the run as it is now, inside the page's own answer, until Gradio's scripts have built it.
+"""What a visitor sees first: the run as it is now, inside the page's own answer.
 
 Gradio's page is empty until its scripts have been fetched and run. So its answer gets the styles, the scripts
-and the rendered run put into it on its way out; static/first.js takes the picture away once there is a page.
+and the rendered run put into it on its way out; `static/prerender.js` takes the run away once Gradio shows it
+itself.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from inference_space.dashboard.shell import STATIC, scripts, styles
+from inference_space.dashboard.static_files import STATIC, scripts, styles
 
 
-class FirstPaint:
+class Prerender:
     """ASGI middleware around the app that holds the dashboard; all answers but the page's pass through it.
 
     `paint` returns the HTML to begin with. It must not wait: nobody sees anything before it returns.
@@ -78,6 +79,6 @@ def put_into(page: str, painted: str) -> str:
     before, opened, after = rest.partition("<gradio-app")
     if not (closed and opened):
         raise ValueError("Gradio's page is not the one that the dashboard was built for: use gradio==6.31.0")
-    first = (STATIC / "first.js").read_text()
+    first = (STATIC / "prerender.js").read_text()
     ours = f"{painted}<script>{first}</script><script>{scripts()}</script>"
     return f"{head}<style>{styles()}</style>{closed}{before}{ours}{opened}{after}"

@@ -1,0 +1,93 @@
+"""Names, states, errors, prompts and answers come from outside: whatever they hold, they stay text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from html.parser import HTMLParser
+
+import pytest
+
+from delta_weight_sync.runlog import Rollout, StepEvent
+from delta_weight_sync.store import ObjectInfo
+from inference_space import setup_page
+from inference_space.dashboard import browser, owner
+from inference_space.dashboard.anatomy import Anatomy, Tensor
+from inference_space.dashboard.controls import Owner
+from inference_space.dashboard.data import RunView
+from inference_space.dashboard.inside import inside
+from inference_space.dashboard.page import paint, render
+from inference_space.dashboard.view import Progress
+from tests.dashboard.test_formulas import manifest_of
+from tests.dashboard.test_view import commit, folded, status, sync
+from tests.dashboard.told import KEY, Told
+
+ATTACK = """</p></style><script>alert(1)</script><img src=x onerror=a()>" onload="a()' onload='a()"""
+
+
+class Parsed(HTMLParser):
+    """What a browser makes of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags, self.attributes, self.text = set[str](), dict[str, str | None](), ""
+        self.feed(str(page))  # plain: what is cut out of Markup is Markup again
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= dict(attrs)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def run() -> Progress:
+    answers = (Rollout(turns=((ATTACK, ATTACK), ("crane", f"c1-r2?{ATTACK}")), reward=0.5, sync=1),)
+    group = StepEvent(t=0, step=1, reward=0.5, metrics={}, prompt=ATTACK, rollouts=answers)
+    joined = [commit(ATTACK, 1), status(f"2 {ATTACK}", 1, state=ATTACK, error=ATTACK)]
+    progress = folded(sync(0, 1100), sync(1, 30), *joined, group).progress()
+    assert progress
+    return progress
+
+
+def delta() -> Anatomy:
+    names = (ATTACK, f"model.layers.0.{ATTACK}", f"model.layers.1.mlp.{ATTACK}")
+    return Anatomy(0, 1, "fast", tuple(Tensor(name, (2, 3), 1, 6, ATTACK) for name in names), None, ATTACK)
+
+
+def view(progress: Progress | None, *, read: bool = True, problem: str | None = None) -> RunView:
+    return RunView(ATTACK, ATTACK, model=ATTACK, read=read, problem=problem, progress=progress)
+
+
+def listing() -> str:
+    keys = (f"runs/r/{ATTACK}/{ATTACK}", f"runs/r/deltas/00000001.{ATTACK}")
+    return browser.listing([ObjectInfo(key, 1, "") for key in keys], ATTACK, 0, served=True)
+
+
+def refused() -> str:
+    def fail(version: int | None) -> None:
+        raise ValueError(ATTACK)
+
+    return owner.guarded(Told(), Owner(KEY), fail)(KEY, None, None)[1]
+
+
+VIEWS: dict[str, Callable[[], str]] = {
+    "run": lambda: render(view(run(), problem=ATTACK)),
+    "prerendered": lambda: paint(view(run()), owner=True),
+    "reading": lambda: render(view(None, read=False)),
+    "waiting": lambda: render(view(None)),
+    "not readable": lambda: render(view(None, problem=ATTACK)),
+    "bucket": listing,
+    "delta": lambda: browser.opened(manifest_of(1, 0), delta(), served=True),
+    "inside a delta": lambda: inside(delta()),
+    "owner": refused,
+    "set-up": lambda: setup_page.page({ATTACK: ATTACK}),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_whatever_they_hold_they_stay_text(name: str) -> None:
+    page = Parsed(VIEWS[name]())
+    assert ATTACK in page.text
+    assert not page.tags & {"script", "img"}
+    assert not page.attributes.keys() & {"onerror", "onload"}
