@@ -1,0 +1,92 @@
+"""upstream/: every patch fits the installed release, and does what its own tests say."""
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.upstream.overlay import UPSTREAM, apply, copy_touched, link_others, series, touched
+
+PACKAGES = ["vllm", "trl"]
+ALL = [patch for package in PACKAGES for patch in series(package)]
+EVERY = [pytest.param(patch, id=f"{patch.parent.name}-{patch.name[:4]}") for patch in ALL]
+HEADERS = {
+    "vllm": "# SPDX-License-Identifier: Apache-2.0\n",
+    "trl": "# Copyright 2020-2026 The HuggingFace Team.",
+}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_series_applies_to_the_installed_release(package, tmp_path):
+    patches = series(package)
+    copy_touched(package, patches, tmp_path)
+    apply(patches, tmp_path)
+    for path in touched(patches):
+        compile((tmp_path / path).read_text(), path, "exec")
+
+
+@pytest.mark.parametrize("patch", EVERY)
+def test_a_patch_says_why_and_what_and_brings_its_test(patch):
+    text = patch.read_text()
+    message = text[: text.index("\ndiff --git ")]
+    assert all(f"\n{word}: " in message for word in ("Why", "What", "Test"))
+    named = re.findall(r"tests/\S+\.py", message)
+    assert named
+    assert set(named) == {path for path in touched([patch]) if path.startswith("tests/")}
+
+
+@pytest.mark.parametrize("patch", EVERY)
+def test_new_files_have_the_headers_of_their_project(patch):
+    created = re.findall(r"^--- /dev/null\n\+\+\+ b/.*\n@@.*\n\+(.*\n)", patch.read_text(), re.MULTILINE)
+    assert created, "at least its test is new"
+    assert all(first.startswith(HEADERS[patch.parent.name]) for first in created)
+
+
+@pytest.mark.parametrize("patch", EVERY)
+def test_the_readme_lists_the_patch(patch):
+    assert f"]({patch.parent.name}/{patch.name})" in (UPSTREAM / "README.md").read_text()
+
+
+def test_the_readme_lists_no_others():
+    listed = re.findall(r"\]\(((?:vllm|trl)/\S+\.patch)\)", (UPSTREAM / "README.md").read_text())
+    assert sorted(listed) == sorted(f"{patch.parent.name}/{patch.name}" for patch in ALL)
+
+
+def test_the_backend_for_vllm_calls_what_the_library_has():
+    """vllm/0004 hands calls to `delta_weight_sync.vllm.worker.call(engine, op, ...)`."""
+    spec = importlib.util.find_spec("delta_weight_sync.vllm.worker")
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse(Path(spec.origin).read_text())
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    call = functions["call"].args
+    assert [arg.arg for arg in call.args[1:]] == ["op"]
+    assert call.kwarg is not None
+    assert {"learn", "stage", "staged", "commit"} <= functions.keys()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_patches_own_tests_pass(package, tmp_path):
+    patches = series(package)
+    copy_touched(package, patches, tmp_path)
+    apply(patches, tmp_path)
+    link_others(package, tmp_path)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
+    tests = [path for path in touched(patches) if path.startswith("tests/")]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    environment.pop("PYTEST_ADDOPTS", None)
+    done = subprocess.run(
+        [*command, "--rootdir", str(tmp_path), *tests],
+        cwd=tmp_path,
+        env=environment | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert "skipped" not in done.stdout.splitlines()[-1]
