@@ -227,17 +227,19 @@ def test_a_vllm_that_dies_while_paused_comes_back_at_its_version(
 def test_a_pinned_version_whose_files_are_gone_leaves_what_is_served(
     follower: Follower, run: RealRun, vllm: Mortal, bucket: Bucket
 ) -> None:
-    anchor = run.reader.at(1).anchor.files[0].key
-    kept = bucket.get(anchor)
-    bucket.delete([anchor])
+    delta = run.reader.at(1).deltas[0].key
+    kept = bucket.get(delta)
+    bucket.delete([delta])
     follower.orders.pin(1)
-    soon(lambda: anchor in (follower.report(0).status.error or ""), "an error that names the file")
+    soon(lambda: delta in (follower.report(0).status.error or ""), "an error that names the file")
     assert follower.serving
     assert follower.serving.version == 3
     follower.orders.resume()
     soon(lambda: follower.report(0).status.error is None, "no error")
     assert vllm.starts == 1
-    bucket.put(anchor, kept)
+    bucket.put(delta, kept)
+    follower.orders.pin(1)
+    reaches(follower, 1)
 
 
 @pytest.mark.parametrize("version", [4, 99999999, 10**12])

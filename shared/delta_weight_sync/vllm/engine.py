@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from delta_weight_sync.vllm import METHOD
+from delta_weight_sync.vllm.layout import Shapes
 
-Shapes = dict[str, list[int]]
 _POLL_S = 0.002, 0.05  # at first, at most
 _PATIENCE_S = 600.0  # for one answer; a large model is hashed in seconds
 

@@ -8,7 +8,6 @@ commit that like any delta. vLLM generates meanwhile, and the digest of its live
 from __future__ import annotations
 
 import logging
-import shutil
 import threading
 import time
 from collections import deque
@@ -16,8 +15,9 @@ from pathlib import Path
 
 from delta_weight_sync.protocol import DeltaRef, Manifest
 from delta_weight_sync.runlog import CommitEvent, ReplicaEvent, ReplicaReport
-from delta_weight_sync.vllm.engine import Engine, EngineError, Shapes
+from delta_weight_sync.vllm.engine import Engine, EngineError
 from delta_weight_sync.vllm.labels import Label
+from delta_weight_sync.vllm.layout import Layout, Shapes
 from delta_weight_sync.vllm.orders import Orders
 from delta_weight_sync.vllm.progress import CountingReader
 
@@ -35,6 +35,7 @@ class Follower:
         """`name` is how the dashboard calls this replica, `folder` is scratch space."""
         self._reader, self._engine = reader, engine
         self._name, self._folder, self._poll_s = name, folder, poll_s
+        self._layout = Layout(reader, folder)
         self.orders = Orders(reader)
         self.serving: Manifest | None = None  # the version whose bits are live, proven by digest
         self._served_last: Manifest | None = None
@@ -147,15 +148,17 @@ class Follower:
 
     def _join(self, manifest: Manifest) -> None:
         """From whatever is live to `manifest`'s version."""
-        started, folder = time.perf_counter(), self._folder / "checkpoint"
-        shutil.rmtree(folder, ignore_errors=True)
-        shapes = self._checkout(manifest, folder)
+        started = time.perf_counter()
+        folder, shapes = self._lay_out(manifest)
         fetch_s = time.perf_counter() - started
-        self._prepare(manifest, folder, shapes)
-        stage_s = self._engine.stage_checkpoint(folder)
-        pause_s, commit_s = self._engine.commit(manifest.digest, str(Label.of(manifest)))
-        for weights in folder.glob("*.safetensors"):
-            weights.unlink()
+        try:
+            self._prepare(manifest, folder, shapes)
+            stage_s = self._engine.stage_checkpoint(folder)
+            pause_s, commit_s = self._engine.commit(manifest.digest, str(Label.of(manifest)))
+        except EngineError:
+            self._layout.forget()
+            raise
+        self._layout.done()
         self._serve(manifest, fetch_s, stage_s, pause_s, commit_s, joined=True)
 
     def _prepare(self, manifest: Manifest, folder: Path, shapes: Shapes) -> None:
@@ -168,17 +171,16 @@ class Follower:
             self._engine.learn(shapes)
             self._learned = shapes
 
-    def _checkout(self, manifest: Manifest, folder: Path) -> Shapes:
-        """Fetch a version; returns the shapes of its tensors."""
+    def _lay_out(self, manifest: Manifest) -> tuple[Path, Shapes]:
+        """Fetch a version."""
         if self.serving is None:
             self._report(f"fetching version {manifest.version}")
-        self._reader.expect(manifest, folder)
+        self._reader.expect(manifest, self._folder)
         self._fetching = self.serving is None
         try:
-            state = self._reader.checkout(manifest, folder)
+            return self._layout.put(manifest)
         finally:
             self._fetching = False
-        return {name: list(bits.shape) for name, bits in state.items()}
 
     def _advance(self, manifest: Manifest, serving: Manifest) -> None:
         """From the version that is served to `manifest`'s."""

@@ -28,7 +28,7 @@ class CountingReader(RunReader):
 
     def progress(self) -> str:
         """So many megabytes of all, such as "27 of 269 MB", in tenths of the whole."""
-        parts = sum(_size(part) for part in self._folder.glob(".*.part"))
+        parts = sum(_size(part) for part in self._folder.glob("**/.*.part"))
         share = _STEPS * min(self._fetched + parts, self._wanted) // max(self._wanted, 1)
         digits = 0 if self._wanted >= 10e6 else 1
         return f"{share * self._wanted / _STEPS / 1e6:.{digits}f} of {self._wanted / 1e6:.{digits}f} MB"

@@ -1,0 +1,56 @@
+"""Versions as checkpoints on this machine's disk, where vLLM and its workers read them.
+
+The anchor stays here, so that healing and going back fetch at most some deltas. A version is a copy of it
+into which deltas are written; all workers map the same pages. What it holds is proven when it is committed.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from delta_weight_sync.checkpoint import WEIGHTS, map_bits
+from delta_weight_sync.history import apply_delta
+from delta_weight_sync.protocol import Manifest
+from delta_weight_sync.vllm.progress import CountingReader
+
+Shapes = dict[str, list[int]]
+
+
+class Layout:
+    """One anchor and one version below `folder`."""
+
+    def __init__(self, reader: CountingReader, folder: Path) -> None:
+        self._reader, self._anchors, self._version = reader, folder / "anchors", folder / "checkpoint"
+
+    def put(self, manifest: Manifest) -> tuple[Path, Shapes]:
+        """The folder that holds `manifest`'s version, and the shapes of its tensors."""
+        anchor = self._anchor(manifest)
+        shutil.rmtree(self._version, ignore_errors=True)
+        shutil.copytree(anchor, self._version)
+        state = map_bits(self._version / WEIGHTS, "r+")
+        for ref in manifest.deltas_after(manifest.anchor.version) or ():
+            delta = self._reader.fetch(ref, self._version)
+            apply_delta(state, delta)
+            delta.unlink()
+        return self._version, {name: list(bits.shape) for name, bits in state.items()}
+
+    def _anchor(self, manifest: Manifest) -> Path:
+        """Its folder is named by its content, and is there when it is whole."""
+        weights = next(ref for ref in manifest.anchor.files if ref.name == WEIGHTS)
+        kept, coming = self._anchors / weights.sha256, self._anchors / "coming"
+        if not kept.exists():
+            shutil.rmtree(self._anchors, ignore_errors=True)
+            coming.mkdir(parents=True)
+            for ref in manifest.anchor.files:
+                self._reader.fetch(ref, coming)
+            coming.rename(kept)
+        return kept
+
+    def done(self) -> None:
+        """The version is live: its weights are not needed any more."""
+        (self._version / WEIGHTS).unlink()
+
+    def forget(self) -> None:
+        """What is here did not lead to the published version."""
+        shutil.rmtree(self._anchors, ignore_errors=True)
