@@ -302,13 +302,58 @@ def test_what_is_pending_is_taken_back_by_one_walk_over_it():
     assert [patches.times for patches in once] == [1, 1]
 
 
-def test_another_model_is_refused(make_run):
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        (["embed.weight", "norm.weight", "head.weight"], r"parameter head\.weight is not part of the run"),
+        (["embed.weight"], r"parameter norm\.weight was not handed over"),
+    ],
+)
+def test_another_model_is_refused_and_nothing_follows(make_run, tmp_path, names, sentence):
+    """What was found in its first tensors is lost, so that later changes would not fit any more."""
     run, policy = make_run(), Policy()
     run.publish(policy)
-    with pytest.raises(ValueError, match=r"parameter head\.weight is not part of the run"):
-        run.outbox.publish([*policy.weights.items(), ("head.weight", torch.ones(3))], 2)
-    with pytest.raises(ValueError, match=r"parameter norm\.weight was not handed over"):
-        run.outbox.publish([("embed.weight", policy.weights["embed.weight"])], 2)
+    base = policy.digest()
+    policy.step()
+    weights = policy.weights | {"head.weight": torch.ones(3)}
+    with pytest.raises(ValueError, match=sentence):
+        run.outbox.publish([(name, weights[name]) for name in names], 2)
+    for again in (lambda: run.publish(policy), run.outbox.flush):
+        with pytest.raises(ValueError, match=sentence):
+            again()
+    assert rebuilt(run, tmp_path) == base
+
+
+def test_a_first_version_that_failed_is_not_followed_by_a_second(make_run, monkeypatch):
+    run, policy = make_run(), Policy()
+    put = run.bucket.put
+    monkeypatch.setattr(run.bucket, "put", lambda *_: (_ for _ in ()).throw(BucketUnreachable("no link")))
+    with pytest.raises(BucketUnreachable):
+        run.publish(policy)
+    monkeypatch.setattr(run.bucket, "put", put)
+    with pytest.raises(BucketUnreachable):
+        run.publish(policy)
+    assert run.reader.head() is None
+
+
+def test_what_goes_wrong_in_the_background_is_logged(make_run, monkeypatch, caplog):
+    run, policy, down = make_run(), Policy(), [True]
+    run.publish(policy)
+    put = run.bucket.put
+
+    def failing_once(key: str, data: bytes | Path) -> None:
+        if "/deltas/" in key and down.pop() if down else False:
+            raise BucketUnreachable(f"{key}: the link is down")
+        put(key, data)
+
+    monkeypatch.setattr(run.bucket, "put", failing_once)
+    monkeypatch.setattr("delta_weight_sync.publish.outbox._RETRY_S", 0.05)
+    policy.step()
+    run.publish(policy)
+    run.outbox.flush()
+    said = [r.getMessage() for r in caplog.records if r.name == "delta_weight_sync"]
+    assert len(said) == 1
+    assert said[0].endswith("the link is down; trying again")
 
 
 def test_the_log_tells_what_was_published(make_run):

@@ -86,16 +86,14 @@ class Outbox:
         stopped the publisher, if something did: `FencedError`, `AccessDenied`, `CodecError`.
         """
         self._raise_failure()
-        started, created_at = time.perf_counter(), time.time()
-        if not self._mirror:
-            self._publish_base(weights, sync, created_at)
-            return
-        with self._changed:
-            patches = self._diff(weights, remote_patches)
-            diff_s = time.perf_counter() - started
-            new = PendingUpdate(patches, self._mirror.digest, sync, created_at, diff_s)
-            self._waiting = self._waiting.then(new) if self._waiting else new
-            self._changed.notify_all()
+        try:
+            if self._mirror:
+                self._add(weights, sync, remote_patches)
+            else:
+                self._publish_base(weights, sync)
+        except Exception as error:
+            self._failure = error  # the mirror may hold what nobody will publish: nothing may follow
+            raise
 
     def flush(self, timeout_s: float = 600.0) -> Manifest:
         """Wait until everything that was handed over is published; returns the newest manifest."""
@@ -116,6 +114,15 @@ class Outbox:
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
+
+    def _add(self, weights: Weights, sync: int, remote_patches: Callable[[], list[Patch]]) -> None:
+        started, created_at = time.perf_counter(), time.time()
+        with self._changed:
+            patches = self._diff(weights, remote_patches)
+            diff_s = time.perf_counter() - started
+            new = PendingUpdate(patches, self._mirror.digest, sync, created_at, diff_s)
+            self._waiting = self._waiting.then(new) if self._waiting else new
+            self._changed.notify_all()
 
     def digest_without(self, names: set[str]) -> int:
         """Digest of the parameters that are published but not among `names`."""
@@ -139,8 +146,8 @@ class Outbox:
             found[patch.name].append(patch)
         return [patch for parts in found.values() for patch in union(parts)]
 
-    def _publish_base(self, weights: Weights, sync: int, created_at: float) -> None:
-        started = time.perf_counter()
+    def _publish_base(self, weights: Weights, sync: int) -> None:
+        started, created_at = time.perf_counter(), time.time()
         for name, tensor in weights:
             self._mirror.add(name, tensor)
         self._given = set(self._mirror.shapes)
