@@ -70,8 +70,8 @@ class Switch:
     def sync(self) -> Sync:
         """Our way: stage beside generation, commit between two steps."""
         target = self.next()
-        stage_s = self.server.vllm.stage([target.delta])
-        return Sync(stage_s, *self.server.vllm.commit(target.digest, self.version))
+        stage_s = self.server.stage(target.delta)
+        return Sync(stage_s, *self.server.commit(target.digest, str(self.version)))
 
 
 def run(results: Results) -> dict[str, Any]:
@@ -83,13 +83,14 @@ def run(results: Results) -> dict[str, Any]:
     shapes, targets = change.shapes, _write(folder, change)
     del change
     server = LiveServer(folder)
-    server.vllm.start(targets[0].checkpoint)
+    server.start(targets[0].checkpoint)
     try:
-        if server.vllm.init_engine({n: list(s) for n, s in shapes.items()}) != targets[0].digest:
+        learned = server.ask("learn", shapes={name: list(shape) for name, shape in shapes.items()})
+        if learned["digest"] != targets[0].digest:
             raise RuntimeError("vLLM did not load the checkpoint's bits; is it a version that we know?")
         return about | _measure(server, Switch(server, targets), shapes)
     finally:
-        server.vllm.stop()
+        server.stop()
         shutil.rmtree(folder)
 
 
@@ -139,7 +140,7 @@ def _commits(server: LiveServer, switch: Switch, shapes: Shapes) -> dict[str, An
             seconds["sparse loader"].append(_sparse_loader(server, switch, shapes))
         for _ in range(2):
             path = str(switch.next().checkpoint / WEIGHTS)
-            seconds["dense"].append(server.call("bench_dense", path))
+            seconds["dense"].append(float(server.call("bench_dense", path)))
     counted = {way: measured[2:] for way, measured in seconds.items()}
     median = {way: statistics.median(measured) for way, measured in counted.items()}
     ratios = {
@@ -231,4 +232,4 @@ def _memory(server: LiveServer, switch: Switch, shapes: Shapes) -> dict[str, int
 
 def _sparse_loader(server: LiveServer, switch: Switch, shapes: Shapes) -> float:
     listed = {name: list(shape) for name, shape in shapes.items()}
-    return server.call("bench_sparse", str(switch.next().original), listed)
+    return float(server.call("bench_sparse", str(switch.next().original), listed))

@@ -1,11 +1,15 @@
-"""A real vLLM on this machine, served as the replica serves it, with requests in flight."""
+"""A real vLLM on this machine with our plugin, with requests in flight; the benchmark is its follower."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +17,94 @@ import httpx
 import psutil
 
 from bench.memory import Memory
-from inference_space.settings import Settings
-from inference_space.vllm_server import MODEL_NAME, VllmServer
+from delta_weight_sync.vllm import METHOD
+from delta_weight_sync.vllm.lifeline import end_with_parent
+from trainer.processes import free_port
 
-_EXTENSION = "bench.live_worker.VllmLoaders"  # by name: the benchmark itself needs no vLLM in its process
+# What `vllm serve` calls. Not `-m`, nor a file: the engine's process would import it again.
+_SERVE = "from vllm.entrypoints.launchers.api_server.entry import main; main()"
+_OPTIONS = {
+    "served-model-name": "policy",
+    "dtype": "bfloat16",
+    "host": "127.0.0.1",
+    "max-model-len": 512,
+    "kv-cache-memory-bytes": 1 << 30,
+    "distributed-executor-backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+    "worker-extension-cls": "bench.live_worker.VllmLoaders",  # by name: no vLLM in this process
+}
+_ENVIRONMENT = {
+    "VLLM_PLUGINS": "delta_weight_sync",
+    "VLLM_SERVER_DEV_MODE": "1",  # for calls of the worker from here
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+}
 _PROMPT_TOKENS, _ANSWER_TOKENS = 32, 192
 
 
 class LiveServer:
-    """The project's vLLM child with vLLM's own loaders reachable beside our engine."""
+    """vLLM as its users start it, with its own loaders reachable beside our worker."""
 
     def __init__(self, folder: Path) -> None:
-        arguments = f"--worker-extension-cls {_EXTENSION}"
-        settings = Settings(bucket="", run="", folder=str(folder), max_model_len=512, vllm_args=arguments)
-        self.vllm = VllmServer(settings)
+        self._log, self._port = folder / "vllm.log", free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
         self._http = httpx.Client(timeout=300.0, trust_env=False)
 
-    def call(self, method: str, *args: Any) -> float:
-        """The seconds that a method of the worker returns; it runs between two engine steps."""
-        body = {"method": method, "args": list(args)}
-        answer = self._http.post(f"{self.vllm.url}/collective_rpc", json=body).raise_for_status()
-        return float(answer.json()["results"][0])
+    def start(self, checkpoint: Path) -> None:
+        """Serve `checkpoint`; returns when vLLM answers."""
+        options = {**_OPTIONS, "model": checkpoint, "port": self._port}
+        words = ["--enforce-eager", *(f"--{name}={value}" for name, value in options.items())]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _SERVE, *words],
+                env={**os.environ, **_ENVIRONMENT},
+                stdout=log,
+                stderr=log,
+                preexec_fn=partial(end_with_parent, os.getpid()),
+            )
+        while not self._answers():
+            if self._process.poll() is not None:
+                raise RuntimeError(f"vLLM did not start; the reason is at the end of {self._log}")
+            time.sleep(0.5)
+
+    def stop(self) -> None:
+        """End it."""
+        self._process.terminate()
+        self._process.wait()
+
+    def _answers(self) -> bool:
+        try:
+            return self._http.get(f"{self.url}/health").is_success
+        except httpx.TransportError:
+            return False
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """What a method of the worker returns; it runs between two engine steps."""
+        body = {"method": method, "args": list(args), "kwargs": kwargs}
+        answer = self._http.post(f"{self.url}/collective_rpc", json=body).raise_for_status()
+        return answer.json()["results"][0]
+
+    def ask(self, op: str, **arguments: Any) -> dict[str, Any]:
+        """One call of our worker."""
+        answer: dict[str, Any] = self.call(METHOD, op=op, **arguments)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer
+
+    def stage(self, delta: Path) -> float:
+        """Seconds of staging, in the background."""
+        self.ask("stage", deltas=[str(delta)])
+        while not (answer := self.ask("staged"))["done"]:
+            time.sleep(0.002)
+        return float(answer["stage_s"])
+
+    def commit(self, digest: str, label: str) -> tuple[float, float]:
+        """Seconds of the pause, and of the commit in it."""
+        answer = self.ask("commit", digest=digest, label=label)
+        return float(answer["pause_s"]), float(answer["commit_s"])
 
     def generated(self) -> float:
         """Tokens generated since the start, by vLLM's own count."""
-        metrics = self._http.get(f"{self.vllm.url}/metrics").raise_for_status().text
+        metrics = self._http.get(f"{self.url}/metrics").raise_for_status().text
         counts = [line for line in metrics.splitlines() if line.startswith("vllm:generation_tokens_total{")]
         return sum(float(line.rsplit(" ", 1)[1]) for line in counts)
 
@@ -68,8 +135,8 @@ class LiveServer:
                 turn += 1
                 prompt = [(97 * number + 31 * turn + 7 * i) % 40000 + 10 for i in range(_PROMPT_TOKENS)]
                 length = {"max_tokens": _ANSWER_TOKENS, "ignore_eos": True}
-                body = {"model": MODEL_NAME, "prompt": prompt, **length}
-                http.post(f"{self.vllm.url}/v1/completions", json=body).raise_for_status()
+                body = {"model": "policy", "prompt": prompt, **length}
+                http.post(f"{self.url}/v1/completions", json=body).raise_for_status()
 
 
 def throughput(server: LiveServer, seconds: float) -> float:

@@ -11,7 +11,7 @@ class FollowerControls:
 
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
-        self.pause, self.resume, self.pin, self.rejoin = orders.pause, orders.resume, orders.pin, orders.heal
+        self.pause, self.resume, self.pin, self.heal = orders.pause, orders.resume, orders.pin, orders.heal
 
     def following(self) -> Following:
         """What the replica follows now."""

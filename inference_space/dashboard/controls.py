@@ -30,8 +30,8 @@ class Controls(Protocol):
     def pin(self, version: int) -> None:
         """Go to `version` and stay there; raises `ValueError` with a sentence if that cannot be."""
 
-    def rejoin(self) -> None:
-        """Fetch everything anew and start over, as after a damaged commit."""
+    def heal(self) -> None:
+        """Compare all live weights with the published ones, and write what differs."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The owner's tab: pause following, pin a version, force a re-join. Visitors can do nothing with it."""
+"""The owner's tab: pause following, pin a version, heal. Visitors can do nothing with it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _NO_VERSION = "Give the version to pin: a whole number from 0 on."
 _ACTIONS = {
     "Pause following": "it keeps the version that it serves, whatever is published.",
     "Follow the newest": "ends a pause and a pin.",
-    "Re-join": "it fetches everything anew and starts vLLM again; until then it answers nothing.",
-    "Pin this version": "it goes there and stays; for an older version vLLM starts again.",
+    "Heal": "it compares all live weights with the published ones and writes what differs.",
+    "Pin this version": "it goes there and stays, to an older one as well; vLLM goes on answering.",
 }
 
 
@@ -34,7 +34,7 @@ def build(controls: Controls, owner: Owner) -> None:
         gr.HTML(Markup('<p class="mute">{}</p>').format(hindrance()), apply_default_css=False)
     key = gr.Textbox(label="Key", type="password", visible=bool(owner.key), elem_id="dws-key")
     with gr.Row():
-        pause, resume, rejoin = (gr.Button(name) for name in list(_ACTIONS)[:3])
+        pause, resume, heal = (gr.Button(name) for name in list(_ACTIONS)[:3])
     with gr.Row():
         version = gr.Number(label="Version", precision=0, minimum=0)
         pin = gr.Button(list(_ACTIONS)[3])
@@ -43,7 +43,7 @@ def build(controls: Controls, owner: Owner) -> None:
     for button, act in (
         (pause, lambda _: controls.pause()),
         (resume, lambda _: controls.resume()),
-        (rejoin, lambda _: controls.rejoin()),
+        (heal, lambda _: controls.heal()),
         (pin, lambda number: _pin(controls, number)),
     ):
         run = guarded(controls, owner, act)

@@ -1,4 +1,4 @@
-"""The owner may pause, pin and re-join; visitors only look."""
+"""The owner may pause, pin and heal; visitors only look."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_only_the_key_opens_the_controls(page: Page, replica: str, told: Told) -
     page.get_by_role("button", name="Pause following").click()
     expect(page.locator(REFUSED)).to_contain_text("Only the owner may do this")
     page.get_by_label("Key").fill("a long guess")
-    page.get_by_role("button", name="Re-join").click()
+    page.get_by_role("button", name="Heal").click()
     expect(page.locator(REFUSED)).to_contain_text("REPLICA_KEY")
     assert told.calls == []
 
@@ -50,10 +50,10 @@ def test_only_the_key_opens_the_controls(page: Page, replica: str, told: Told) -
     page.get_by_label("Version").fill("12")
     page.get_by_role("button", name="Pin this version").click()
     expect(page.locator(REFUSED)).to_contain_text("the run has no version 12")
-    page.get_by_role("button", name="Re-join").click()
+    page.get_by_role("button", name="Heal").click()
     page.get_by_role("button", name="Follow the newest").click()
     expect(said).to_contain_text("follows the newest version")
-    assert told.calls == ["pause", "pin 7", "rejoin", "resume"]
+    assert told.calls == ["pause", "pin 7", "heal", "resume"]
 
 
 @pytest.mark.full

@@ -44,8 +44,8 @@ class Told:
         self.calls.append(f"pin {version}")
         self.now = Following(paused=False, pinned=version)
 
-    def rejoin(self) -> None:
-        self.calls.append("rejoin")
+    def heal(self) -> None:
+        self.calls.append("heal")
 
 
 @contextmanager

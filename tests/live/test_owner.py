@@ -64,7 +64,7 @@ def test_an_owner_pauses_pins_and_joins_again(trainer: Trainer, replica: Replica
     assert replica.wait_for(first + 5)["digest"] == digests[first + 5]
     assert joins(replica) == joined, "all of it by deltas"
     before, engine = greedy(replica.url), engine_of(replica).pid
-    click(tab, "Re-join")
+    click(tab, "Heal")
     soon(lambda: joins(replica) == joined + 1)
     pin(tab, first)
     assert replica.wait_for(first)["digest"] == digests[first]
