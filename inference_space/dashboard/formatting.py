@@ -1,18 +1,8 @@
-"""Numbers as people read them: three significant digits and a unit."""
+"""Times, shares and versions as people read them; bytes and counts are in `delta_weight_sync.units`."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
-
-
-def size(count: float) -> str:
-    """Bytes, decimal units: `4.9 MB`."""
-    return _scaled(count, ("bytes", "kB", "MB", "GB", "TB", "PB"))
-
-
-def number(count: float) -> str:
-    """A count: `596 M`."""
-    return _scaled(count, ("", "k", "M", "G", "T")).strip()
 
 
 def duration(seconds: float) -> str:
@@ -48,14 +38,6 @@ def plural(count: int, noun: str) -> str:
 def behind(versions: int) -> str:
     """How far a replica is from the newest version: `current`, `2 versions behind`."""
     return "current" if versions <= 0 else f"{plural(versions, 'version')} behind"
-
-
-def _scaled(count: float, units: tuple[str, ...]) -> str:
-    for unit in units:
-        if abs(count) < 999.5 or unit == units[-1]:
-            break
-        count /= 1000
-    return f"{count:.0f} {unit}" if unit == units[0] else f"{_digits(count)} {unit}"
 
 
 def _digits(value: float) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from delta_weight_sync.units import count_text, size_text
 from inference_space.dashboard import svg
-from inference_space.dashboard.formatting import behind, duration, number, percent, size
+from inference_space.dashboard.formatting import behind, duration, percent
 from inference_space.dashboard.series import Point, Series
 from inference_space.dashboard.svg import Mark
 from inference_space.dashboard.view import Progress, Replica
@@ -76,8 +77,8 @@ def _staleness(run: Progress) -> Panel:
 
 
 def _saved(run: Progress) -> Panel:
-    y = svg.linear(_ys([run.saved]), size, zero=True)
-    now = size(run.sent_full_bytes - run.sent_bytes) if run.saved else "none yet"
+    y = svg.linear(_ys([run.saved]), size_text, zero=True)
+    now = size_text(run.sent_full_bytes - run.sent_bytes) if run.saved else "none yet"
     about = "against all weights at every sync, summed up"
     return Panel("Bytes saved", about, now, _version_axis([run.saved]), y, _filled("delta", run.saved))
 
@@ -85,9 +86,9 @@ def _saved(run: Progress) -> Panel:
 def _payload(run: Progress) -> Panel:
     full: Series = ((0, run.full_bytes), (max(1, run.version), run.full_bytes))
     marks = [Mark("line", "limit", full), *_filled("delta", run.deltas), Mark("dots", "anchor", run.anchors)]
-    y = svg.logarithmic(_ys([full, run.deltas, run.anchors]), size)
+    y = svg.logarithmic(_ys([full, run.deltas, run.anchors]), size_text)
     keys = (("delta", "delta"), ("anchor", "anchor"), ("limit", "all weights"))
-    now = "none yet" if run.payload_bytes is None else size(run.payload_bytes)
+    now = "none yet" if run.payload_bytes is None else size_text(run.payload_bytes)
     return Panel("Payload", "bytes per version", now, _version_axis([full]), y, marks, keys)
 
 
@@ -126,7 +127,7 @@ def _steps(points: Series) -> svg.Axis:
 
 
 def _version_axis(lines: Iterable[Series]) -> svg.Axis:
-    return svg.whole(_xs(lines), lambda version: f"v{number(version)}")
+    return svg.whole(_xs(lines), lambda version: f"v{count_text(version)}")
 
 
 def _until(points: Series, t: float) -> Sequence[Point]:

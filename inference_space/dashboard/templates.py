@@ -13,7 +13,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from jinja2.ext import Extension
 from markupsafe import Markup
 
-from inference_space.dashboard.formatting import age, behind, clock, duration, number, percent, plural, size
+from delta_weight_sync.units import count_text, size_text
+from inference_space.dashboard.formatting import age, behind, clock, duration, percent, plural
 from inference_space.dashboard.panels import colour
 from inference_space.dashboard.rollouts import tiles
 
@@ -32,7 +33,7 @@ _TEMPLATES = Environment(
     auto_reload=False,  # a template is part of the program
     extensions=[_OneLine],
 )
-_FILTERS = (size, number, duration, age, percent, clock, plural, behind, colour, tiles)
+_FILTERS = (size_text, count_text, duration, age, percent, clock, plural, behind, colour, tiles)
 _TEMPLATES.filters |= {function.__name__: function for function in _FILTERS}
 
 

@@ -36,15 +36,15 @@ def test_the_page_shows_what_is_in_the_bucket_and_moves_by_itself(
     page.goto(url)
     expect(page.locator("#dws-live h1")).to_have_text("v1 serving on 1/2 replicas")
     expect(page.locator("#dws-live .lead")).to_have_text(
-        "44.0 kB per sync instead of 440 kB · paused 20 ms (median)"
+        "44 KB per sync instead of 440 KB · paused 20 ms (median)"
     )
     far, near = rows(page, 0)
     assert far == ["far", "serving", "v0", "1 version behind", "", f"yes {digest_of(0)}", ""]
     assert near == ["near", "serving", "v1", "current", "1.50 s", f"yes {digest_of(1)}", ""]
     newest, first = rows(page, 1)
     steps = ["12 ms", "31 ms", "420 ms", "900 ms", "300 ms", "14 ms", "20 ms"]
-    assert newest == ["v1", "1.00 % 2.20 k", "44.0 kB", *steps]
-    assert first[:3] == ["v0", "all", "440 kB"]
+    assert newest == ["v1", "1.00 % 2.2 K", "44 KB", *steps]
+    assert first[:3] == ["v0", "all", "440 KB"]
 
     page.evaluate("document.querySelector('#dws-live h1').kept = true")
     run.publish(22_000, 1_100)

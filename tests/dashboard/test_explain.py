@@ -10,8 +10,9 @@ import pytest
 pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
 from playwright.sync_api import Browser, Page, expect
 
+from delta_weight_sync.units import size_text
 from inference_space.dashboard.facts import EXAMPLE, LINK
-from inference_space.dashboard.formatting import duration, size
+from inference_space.dashboard.formatting import duration
 from tests.browser import PATIENCE_S
 from tests.dashboard.test_formulas import Formulas
 
@@ -46,9 +47,9 @@ def test_the_numbers_are_the_runs(page: Page, url: str, real: RealRun, shown: Sh
     assert mine["full_bytes"] == manifests[0].full_bytes
     assert mine["link"] == pytest.approx(LINK * mine["full_bytes"] / EXAMPLE.full_bytes)
     assert mine["changed"] == manifests[0].changed / manifests[0].total
-    expect(page.locator("[data-scene=ship] .said")).to_contain_text(f"The {size(sizes[1])} that changed")
+    expect(page.locator("[data-scene=ship] .said")).to_contain_text(f"The {size_text(sizes[1])} that changed")
     expect(page.locator("[data-scene=ship] .said")).to_contain_text(
-        f"This small model starts on a small link: {size(mine['link'])}/s"
+        f"This small model starts on a small link: {size_text(mine['link'])}/s"
     )
     expect(page.locator("[data-scene=rounding] .tally")).to_contain_text("tiny-qwen changed")
 
@@ -62,7 +63,7 @@ def test_without_a_run_an_example_is_shown_and_its_table_holds(page: Page, url: 
     moved = f.moved_bytes(EXAMPLE, 3)
     assert cells[:2] == [duration(through), duration(whole)]
     assert cells[6:8] == [duration(seconds) for seconds in lost]
-    assert cells[8:10] == [size(count) for count in moved]
+    assert cells[8:10] == [size_text(count) for count in moved]
 
 
 def test_everything_answers_to_the_keyboard(page: Page, url: str, empty: None) -> None:

@@ -12,9 +12,9 @@ pytest.importorskip("playwright.sync_api", reason="playwright drives the browser
 from playwright.sync_api import Page, expect
 
 from delta_weight_sync.store import Bucket, open_bucket
+from delta_weight_sync.units import count_text, size_text
 from inference_space.dashboard.__main__ import main
 from inference_space.dashboard.export import export
-from inference_space.dashboard.formatting import number, size
 
 if TYPE_CHECKING:
     from tests.dashboard.real_run import RealRun
@@ -45,13 +45,15 @@ def test_a_folder_shows_the_run_without_a_server(
     expect(past).to_contain_text(f"yes {real.reader.at(1).digest}")
 
     page.locator("[data-tab=inside]").click()
-    expect(page.locator(".view-inside")).to_contain_text(f"v2 → v3: {number(newest.changed)} weights changed")
+    expect(page.locator(".view-inside")).to_contain_text(
+        f"v2 → v3: {count_text(newest.changed)} weights changed"
+    )
     page.get_by_label("Version").focus()
     page.keyboard.press("Home")
     expect(page.locator(".view-inside")).to_contain_text("v1 → v2")
     page.locator("[data-tab=bucket]").click()
     page.locator("[data-delta='2']").click()
-    expect(page.locator(".opened")).to_contain_text(size(real.reader.at(2).deltas[-1].size))
+    expect(page.locator(".opened")).to_contain_text(size_text(real.reader.at(2).deltas[-1].size))
     expect(page.locator(".view-bucket a")).to_have_count(0)
     page.locator("[data-tab=explain]").click()
     expect(page.locator(".whose button").first).to_have_text("this run: tiny-qwen")

@@ -93,6 +93,6 @@ def test_the_bucket_browser_shows_a_page_of_it(long_run: Counted) -> None:
     newest = bucket_browser.listing(objects, "wordle", 0, served=True)
     oldest = bucket_browser.listing(objects, "wordle", VERSIONS // bucket_browser.PAGE - 1, served=True)
     assert len(newest) < 40_000
-    assert "<b>20.0 MB</b> in 20000 objects" in newest
+    assert "<b>20 MB</b> in 20000 objects" in newest
     assert "00010000.t1.safetensors" in newest
     assert "00000001.t1.safetensors" in oldest

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
 from playwright.sync_api import Page, expect
 
-from inference_space.dashboard.formatting import number, size
+from delta_weight_sync.units import count_text, size_text
 from tests.browser import PATIENCE_S
 from tests.dashboard.real_run import KINDS, games
 
@@ -31,7 +31,7 @@ def test_the_page_of_a_real_run_shows_what_was_published(
     live = page.locator("#dws-live")
     expect(live.locator("h1")).to_have_text("v4 serving on 1/1 replica")
     payloads = sorted(m.deltas[-1].size for m in real.reader.history() if m.version)
-    expect(live.locator(".lead")).to_contain_text(f"{size((payloads[1] + payloads[2]) / 2)} per sync")
+    expect(live.locator(".lead")).to_contain_text(f"{size_text((payloads[1] + payloads[2]) / 2)} per sync")
     expect(live.locator("tbody").first).to_contain_text(f"yes {manifest.digest}")
     expect(live.locator(".clock li[title]")).to_have_count(4)
     solved, unsolved, invalid, hostile = live.locator(".boards li").all()
@@ -51,12 +51,12 @@ def test_inside_a_delta_of_any_version(page: Page, url: str, real: RealRun, show
     expect(inside.locator(".heat tbody tr")).to_have_count(len(KINDS))
     assert inside.locator(".heat thead th").all_inner_texts() == ["layer", "0", "1", "2", "3"]
     newest = real.reader.at(3)
-    expect(inside).to_contain_text(f"v2 → v3: {number(newest.changed)} weights changed in 21 tensors")
+    expect(inside).to_contain_text(f"v2 → v3: {count_text(newest.changed)} weights changed in 21 tensors")
     shares = [float(share[:-2]) for share in inside.locator(".bars em").all_inner_texts()]
     assert sum(shares) == pytest.approx(100, abs=0.5)
     inside.get_by_label("Version").focus()
     page.keyboard.press("Home")
-    expect(inside).to_contain_text(f"v0 → v1: {number(real.reader.at(1).changed)} weights changed")
+    expect(inside).to_contain_text(f"v0 → v1: {count_text(real.reader.at(1).changed)} weights changed")
 
 
 def test_a_delta_is_opened_in_place_and_proven(page: Page, url: str, real: RealRun, shown: Shown) -> None:
@@ -65,10 +65,10 @@ def test_a_delta_is_opened_in_place_and_proven(page: Page, url: str, real: RealR
     page.goto(f"{url}#bucket")
     bucket = page.locator(".view-bucket")
     row = bucket.locator("tr", has_text="deltas/00000003.t1.safetensors")
-    expect(row).to_contain_text(size(manifest.deltas[-1].size))
+    expect(row).to_contain_text(size_text(manifest.deltas[-1].size))
     row.get_by_role("button", name="Open").click()
     expect(bucket.locator(".opened tbody tr")).to_have_count(21)
-    expect(bucket.locator(".opened > p").first).to_contain_text(f"{number(manifest.changed)} of")
+    expect(bucket.locator(".opened > p").first).to_contain_text(f"{count_text(manifest.changed)} of")
     bucket.get_by_role("button", name="Verify v3").click()
     expect(bucket.locator("output")).to_contain_text("verified: v3 was rebuilt from anchor v0 and 3 deltas")
     expect(bucket.locator("output")).to_contain_text(manifest.digest)
@@ -125,7 +125,7 @@ def test_scrubbing_shows_the_run_as_it_was(page: Page, url: str, real: RealRun, 
     past = page.locator("#dws-past")
     expect(past.locator("h1")).to_have_text("v2 serving on 1/1 replica")
     expect(page.locator("#dws-live")).to_be_hidden()
-    payload = size(real.reader.at(2).deltas[-1].size)
+    payload = size_text(real.reader.at(2).deltas[-1].size)
     assert payload in past.locator("tr", has=page.get_by_text("v2", exact=True)).last.inner_text()
     real.step(0.9)
     page.get_by_role("button", name="Newest").click()

@@ -12,14 +12,14 @@ window.dws = window.dws || {};
   function scaled(count, units) {
     let at = 0;
     for (; Math.abs(count) >= 999.5 && at < units.length - 1; at++) count /= 1000;
-    return `${at ? digits(count) : count.toFixed(0)} ${units[at]}`;
+    return `${Number(count.toPrecision(3))} ${units[at]}`.trim();
   }
 
   const words = {
     digits,
     short: (text) => text.replace(/\.0+(?!\d)|(\.\d*[1-9])0+(?!\d)/, "$1"),
-    size: (count) => scaled(count, ["bytes", "kB", "MB", "GB", "TB", "PB"]),
-    number: (count) => scaled(count, ["", "k", "M", "G", "T"]).trim(),
+    size: (count) => scaled(count, ["B", "KB", "MB", "GB", "TB", "PB"]),
+    number: (count) => scaled(count, ["", "K", "M", "B", "T"]),
     percent: (share) => `${digits(100 * share)} %`,
     duration(seconds) {
       if (seconds > 0 && seconds < 1) {
