@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from bench import readme, results
+from delta_weight_sync.cli import COMMANDS
+from delta_weight_sync.vllm.settings import Settings as Follows
+from inference_space.settings import Settings as Space
 from tests.docs.blocks import PageError, blocks
 from tests.docs.run import check, pages
 from tests.docs.stage import ROOT, Stage
@@ -135,6 +138,69 @@ def test_links_between_pages_lead_somewhere():
         for target in re.findall(r"\]\((?!https?://)([^)#]+)[^)]*\)|srcset=\"([^\"]+)\"", path.read_text()):
             link = next(filter(None, target))
             assert (path.parent / link).exists(), f"{name} links to {link}"
+
+
+TEXTS = [*(name for _, name in pages()), "CONTRIBUTING.md", "SECURITY.md", "inference_space/README.md"]
+# Named as one; what is in them is named in their own docstrings.
+WHOLE = {"cli", "plan", "deploy", "policies", "dashboard", "env_space", "bench", "tests"}
+
+
+def test_the_tree_of_the_readme_names_every_module_of_library_and_apps_and_nothing_else():
+    tree = (ROOT / "README.md").read_text().split("## The tree")[1].split("```")[1]
+    for part in re.split(r"^(?=\w)", tree, flags=re.MULTILINE)[1:]:
+        top = ROOT / part.split()[0]
+        modules = [path for path in top.rglob("*.py") if not path.name.startswith("__")]
+        told = {p.name for p in modules if not WHOLE & {*p.relative_to(ROOT).parts[:-1]}}
+        named = set(re.findall(r"[\w-]+\.py\b", part))
+        assert told <= named, f"the tree lacks {told - named} of {top.name}"
+        assert named <= told, f"{top.name} has no {named - told}"
+        folders = re.findall(r"^  ([\w-]+)/", part, re.MULTILINE)
+        assert all((top / folder).is_dir() for folder in folders), f"{top.name} has not all of {folders}"
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_files_that_a_page_names_are_there(name):
+    tops = "shared|trainer|inference_space|env_space|examples|bench|docs|tests|upstream"
+    for path in re.findall(rf"`((?:{tops})/[\w./-]+)`", (ROOT / name).read_text()):
+        assert (ROOT / path).exists(), f"{name} names {path}"
+
+
+def test_proofs_that_contributing_names_are_there():
+    table = (ROOT / "CONTRIBUTING.md").read_text().split("## The slow proofs")[1].split("\n## ")[0]
+    proofs = re.findall(r"^\|[^|]+\| ([^|`]*test_[^|]+) \|", table, re.MULTILINE)
+    assert len(proofs) > 20
+    for proof in proofs:
+        folder = ""
+        for name in re.sub(r"\(.*?\)|`.*?`", "", proof).replace(",", " ").split():
+            folder = name.rpartition("/")[0] or folder
+            assert (ROOT / "tests" / folder / f"{name.rpartition('/')[2]}.py").is_file(), (
+                f"no {folder}/{name}"
+            )
+
+
+@pytest.mark.parametrize(("prefix", "settings"), [("REPLICA_", Space), ("DELTA_WEIGHT_SYNC_", Follows)])
+@pytest.mark.parametrize("name", TEXTS)
+def test_variables_that_a_page_names_are_read(name, prefix, settings):
+    known = {prefix + field.upper() for field in settings.model_fields}
+    named = set(re.findall(rf"\b{prefix}[A-Z_]+\b", (ROOT / name).read_text()))
+    assert named <= known, f"{name} names {named - known}"
+
+
+def test_every_setting_of_a_vllm_that_follows_is_explained():
+    text = (ROOT / "docs" / "your-machines.md").read_text()
+    assert all(f"| `DELTA_WEIGHT_SYNC_{field.upper()}` |" in text for field in Follows.model_fields)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_words_of_the_console_command_that_a_page_names_are_known(name):
+    named = set(re.findall(r"\bdelta-weight-sync ([a-z]\w*)", (ROOT / name).read_text()))
+    assert named <= {*COMMANDS}, f"{name} names {named - {*COMMANDS}}"
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_names_of_before_are_gone(name):
+    text = (ROOT / name).read_text()
+    assert not re.search(r"python -m shared|vllm\.log|trl_compat|\.e1\b|x-policy-epoch|level `", text)
 
 
 @pytest.mark.long
