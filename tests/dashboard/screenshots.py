@@ -58,8 +58,10 @@ def _serving(bucket: str) -> Iterator[str]:
     command = [sys.executable, "-m", "inference_space.dashboard", "--bucket", bucket]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout
-        yield server.stdout.readline().strip()
-        server.terminate()
+        try:
+            yield server.stdout.readline().strip()
+        finally:
+            server.terminate()
 
 
 def _photograph(browser: Browser, url: str, out: Path, look: Look, views: dict[str, str]) -> None:
