@@ -116,25 +116,30 @@ class Publisher:
                 self.flush()
 
     def _open(self, url: str, base: str | Path | None, encoding: Encoding, mirror: Place) -> Outbox:
-        place, named = split_run(url)
-        bucket, run = open_bucket(place, create=True), named or DEFAULT_RUN
         with contextlib.ExitStack() as stack:
             start = Base(base) if base is not None else None
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            if start:
-                start.write_files(folder)
-            self.run = RunWriter(
-                bucket, run, model=start.name if start else "", assets=folder if start else None
+            self.run = _writer(url, start, Path(stack.enter_context(tempfile.TemporaryDirectory())))
+            self.log = stack.enter_context(
+                contextlib.closing(RunLogWriter(self.run.bucket, self.run.keys.run))
             )
-            if not (start or self.run.newest):
-                raise CheckpointError(
-                    f"run {run!r} in {bucket.url} is new: name the checkpoint that the policy was loaded"
-                    ' from, as in base="Qwen/Qwen3-0.6B"; its config and tokenizer are published, too'
-                )
-            self.log = stack.enter_context(contextlib.closing(RunLogWriter(bucket, run)))
-            outbox = Outbox(
-                self.run, self.log, encoding=encoding, mirror=mirror, rest=start.rest if start else nothing
-            )
+            rest = start.rest if start else nothing
+            outbox = Outbox(self.run, self.log, encoding=encoding, mirror=mirror, rest=rest)
             stack.enter_context(contextlib.closing(outbox))
             self._resources = stack.pop_all()
             return outbox
+
+
+def _writer(url: str, base: Base | None, folder: Path) -> RunWriter:
+    """The run's writer; `folder` is for the files beside the weights, as long as it lives."""
+    place, named = split_run(url)
+    bucket, run = open_bucket(place, create=True), named or DEFAULT_RUN
+    if base:
+        base.write_files(folder)
+        return RunWriter(bucket, run, model=base.name, assets=folder)
+    writer = RunWriter(bucket, run, model="", assets=None)
+    if writer.newest is None:
+        raise CheckpointError(
+            f"run {run!r} in {bucket.url} is new: name the checkpoint that the policy was loaded from,"
+            ' as in base="Qwen/Qwen3-0.6B"; its config and tokenizer are published, too'
+        )
+    return writer
