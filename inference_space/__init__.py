@@ -1,1 +1,1 @@
-"""The vLLM Space: a stock vLLM behind a gateway, kept at the run's newest version by a follower."""
+"""The vLLM Space: a stock vLLM behind a public face, kept at the run's newest version by a follower."""

@@ -75,20 +75,20 @@ def _demo(name: str, folder: Path, port: int) -> None:
 
 def _run(name: str, policy: Policy, folder: Path, port: int) -> None:
     bucket_url = (folder / "bucket").as_uri()
-    gateway, env = free_port(port), free_port()
+    space, env = free_port(port), free_port()
     progress = Progress()
     with Processes(folder) as processes:
         model = _checkpoint(name, folder, progress)
-        env_url, replica_url = f"http://127.0.0.1:{env}", f"http://127.0.0.1:{gateway}"
+        env_url, replica_url = f"http://127.0.0.1:{env}", f"http://127.0.0.1:{space}"
         processes.start("env", ["env_space.app"], _env_settings(env))
         processes.start(
-            "replica", ["inference_space.app"], _replica_settings(policy, bucket_url, gateway, folder)
+            "replica", ["inference_space.app"], _replica_settings(policy, bucket_url, space, folder)
         )
         processes.start(
             "trainer", _trainer_command(policy, model, bucket_url, replica_url, env_url), _TRAINER_SHARE
         )
         progress.say(f"dashboard    {replica_url}   (bucket {bucket_url})")
-        progress.say(f"logs         {folder}/env.log, replica.log, vllm.log, trainer.log")
+        progress.say(f"logs         {folder}/env.log, replica.log, trainer.log")
         reader = RunLogReader(open_bucket(bucket_url), RUN)
         while not processes.finished("trainer"):
             progress.show(reader.poll())

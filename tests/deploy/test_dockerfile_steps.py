@@ -259,18 +259,18 @@ def played(env: Space) -> int:
 
 
 def leaks(folder: Path, env: Space, replica: Space) -> list[str]:
-    """Where one of the planted secrets can be seen: logs, bucket, pages, process lists, vLLM's variables."""
-    [gateway, *vllm] = replica.family()
+    """Where one of the planted secrets can be seen: logs, bucket, pages, process lists, the engine's variables."""
+    [front, *engine] = replica.family()
     texts: dict[str, bytes | str] = {str(path): path.read_bytes() for path in folder.glob("*.log")}
     texts |= {str(path): path.read_bytes() for path in (folder / "bucket").rglob("*") if path.is_file()}
-    scratch = Path(f"/proc/{gateway.pid}/root/tmp/replica")
-    texts |= {str(path): path.read_bytes() for path in scratch.glob("*.*")}
-    assert str(scratch / "vllm.log") in texts
+    scratch = Path(f"/proc/{front.pid}/root/tmp/replica")
+    texts |= {str(path): path.read_bytes() for path in scratch.rglob("*") if path.is_file()}
+    assert str(scratch / "engine_python.sh") in texts
     for space, paths in ((env, ENV_PAGES), (replica, REPLICA_PAGES)):
         texts |= {f"{space.url}{path}": httpx.get(f"{space.url}{path}").text for path in paths}
-    for process in (*env.family(), gateway, *vllm):
+    for process in (*env.family(), front, *engine):
         texts[f"command line of {process.pid}"] = " ".join(process.cmdline())
-    texts |= {f"variables of {process.pid}": json.dumps(process.environ()) for process in vllm}
+    texts |= {f"variables of {process.pid}": json.dumps(process.environ()) for process in engine}
     secrets = [KEY, TOKEN, WRITING]
     return [
         place

@@ -167,7 +167,7 @@ def test_a_second_demo_leaves_the_first_alone(tmp_path):
 
 
 def test_a_replica_that_cannot_start_ends_the_demo_with_its_reason():
-    reason = "vLLM exited while starting; the reason is at the end of vllm.log"
+    reason = "vLLM did not start: no memory; the reason is in the lines above"
     failed = ReplicaEvent(t=0, replica="r", state="starting vLLM", version=None, digest=None, error=reason)
     with pytest.raises(ChildError, match=reason):
         Progress().show([failed])

@@ -25,7 +25,8 @@ _VLLM_SHARE = 0.9  # of a GPU's memory, by its default
 def versions(scene: Scene) -> str:
     """What is installed is what requirements.txt asks for."""
     lines = [line.split("#")[0].strip() for line in (CHECKOUT / "requirements.txt").read_text().splitlines()]
-    wanted = [Requirement(line) for line in lines if line]
+    named = [line for line in lines if line and not line.startswith("-")]  # the rest is the library itself
+    wanted = [Requirement(line) for line in (*named, *(metadata.requires("delta-weight-sync") or ()))]
     wrong = [fault for requirement in wanted if (fault := _fault(requirement))]
     if wrong:
         raise Problem(f"{'; '.join(wrong)}; run `pip install -r requirements.txt`")

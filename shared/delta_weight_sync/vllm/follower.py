@@ -99,7 +99,7 @@ class Follower:
     def _turn(self) -> None:
         if self.serving is not None and not self._engine.alive():
             self.serving = None
-            raise EngineError("vLLM died and is started again; its log says why")
+            raise EngineError("vLLM died; the lines above say why")
         held = self._held()
         if self.orders.healing.is_set():
             self.orders.healing.clear()
