@@ -7,6 +7,7 @@ token, so it asks them for their status and records the answer.
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Annotated, Literal
 
@@ -16,6 +17,7 @@ from delta_weight_sync.protocol import FORMAT, Digest, Keys, ProtocolError, Reco
 from delta_weight_sync.store import Bucket
 
 SEGMENT = 512
+_log = logging.getLogger("delta_weight_sync")
 
 
 class SyncEvent(Record):
@@ -147,7 +149,7 @@ class RunLogWriter:
             try:
                 self.flush()
             except Exception as error:  # noqa: BLE001 - a lost log line must not stop training; the next flush retries
-                print(f"run log: not written yet ({error})", flush=True)
+                _log.warning("run log: not written yet (%s)", error)
 
 
 class RunLogReader:

@@ -259,7 +259,7 @@ def played(env: Space) -> int:
 
 
 def leaks(folder: Path, env: Space, replica: Space) -> list[str]:
-    """Where one of the planted secrets can be seen: logs, bucket, pages, process lists, the engine's variables."""
+    """Where a planted secret can be seen: logs, bucket, pages, command lines, variables of the engine."""
     [front, *engine] = replica.family()
     texts: dict[str, bytes | str] = {str(path): path.read_bytes() for path in folder.glob("*.log")}
     texts |= {str(path): path.read_bytes() for path in (folder / "bucket").rglob("*") if path.is_file()}

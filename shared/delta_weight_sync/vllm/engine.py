@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.vllm import METHOD
 from delta_weight_sync.vllm.layout import Shapes
 
@@ -16,7 +17,7 @@ _POLL_S = 0.002, 0.05  # at first, at most
 _PATIENCE_S = 600.0  # for one answer; a large model is hashed in seconds
 
 
-class EngineError(RuntimeError):
+class EngineError(DeltaWeightSyncError, RuntimeError):
     """vLLM refused or lost a call; `kind` is the class of the error in its worker."""
 
     def __init__(self, message: str, kind: str = "") -> None:

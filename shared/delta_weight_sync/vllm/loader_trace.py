@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.vllm.geometry import Geometry, overlap, part_of
 
 _ATEN = torch.ops.aten
@@ -26,7 +27,7 @@ _VIEWS = (_ATEN.view.default, _ATEN._unsafe_view.default)
 Names = tuple[str, ...]
 
 
-class RouteError(RuntimeError):
+class RouteError(DeltaWeightSyncError, RuntimeError):
     """A model that deltas cannot be written into; the message names the tensor or parameter."""
 
 

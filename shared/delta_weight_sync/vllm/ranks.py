@@ -12,10 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from delta_weight_sync.errors import DeltaWeightSyncError
+
 _PATIENCE = timedelta(seconds=120)
 
 
-class WorkerError(RuntimeError):
+class WorkerError(DeltaWeightSyncError, RuntimeError):
     """Another worker of this replica failed; the message is its."""
 
 

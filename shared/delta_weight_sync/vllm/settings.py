@@ -11,13 +11,14 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 
+from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.protocol import POLL_S
 
 PREFIX = "DELTA_WEIGHT_SYNC_"
 Kind = TypeVar("Kind", bound=BaseModel)
 
 
-class SettingsError(ValueError):
+class SettingsError(DeltaWeightSyncError, ValueError):
     """The environment does not describe a replica; the message names each variable and the fix."""
 
     def __init__(self, problems: Mapping[str, str]) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from delta_weight_sync import checkpoint, codec
 from delta_weight_sync.digest_torch import change_digest, tensor_digest
+from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.vllm import scatter
 from delta_weight_sync.vllm.ranks import Ranks
 from delta_weight_sync.vllm.reloaded import Fallback
@@ -81,7 +82,7 @@ class Staged:
     steps: list[Step] = field(default_factory=list)
 
 
-class WeightsChangedError(RuntimeError):
+class WeightsChangedError(DeltaWeightSyncError, RuntimeError):
     """Something other than a commit has written to the live weights."""
 
 

@@ -32,13 +32,14 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
+from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.vllm import METHOD
 
 _RPC = ["self", "method", "timeout", "args", "kwargs"]
 _STALE = "_versions_of_running_steps"  # our attribute of the engine core, see `_label_outputs`
 
 
-class StepCommitError(RuntimeError):
+class StepCommitError(DeltaWeightSyncError, RuntimeError):
     """This vLLM, or the way it is configured, cannot take weights between two steps; the message says why."""
 
 
