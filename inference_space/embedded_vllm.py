@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from starlette.types import ASGIApp
 
-from delta_weight_sync.vllm.engine import EngineError, RunningEngine
+from delta_weight_sync.vllm.engine import Engine, EngineError
 from delta_weight_sync.vllm.follower import Follower
 from inference_space.settings import Settings
 
@@ -38,8 +38,8 @@ _ENVIRONMENT = {
 }
 
 
-class EmbeddedVllm(RunningEngine):
-    """An `Engine` of ours; `app` is what answers its requests, None while there is none."""
+class EmbeddedVllm(Engine):
+    """An `Engine` that we start; `app` is what answers its requests, None while there is none."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self._client = settings, None
@@ -68,7 +68,7 @@ class EmbeddedVllm(RunningEngine):
         try:
             arguments = self._arguments(checkpoint)
             self._client = _client(arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # of `--help` among the arguments, too
             raise EngineError(f"vLLM did not start: {error}; the reason is in the lines above") from error
         self.app = self._wait(_app(self._client, arguments, self.follower))
 

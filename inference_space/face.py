@@ -26,7 +26,6 @@ from delta_weight_sync.vllm.follower import Follower
 from delta_weight_sync.vllm.progress import CountingReader
 from inference_space import dashboard, setup_page
 from inference_space.access import refusal
-from inference_space.controls import FollowerControls
 from inference_space.embedded_vllm import EmbeddedVllm
 from inference_space.gate import Gate, Lane
 from inference_space.settings import Settings, SettingsError, settings_from
@@ -65,7 +64,7 @@ def create_app(settings: Settings) -> FastAPI:
 
     app = FastAPI(title="Delta Weight Sync replica", lifespan=lifespan, openapi_url=None)
     _add_status(app, follower)
-    dashboard.mount(app, bucket, settings.run, controls=FollowerControls(follower.orders), key=settings.key)
+    dashboard.mount(app, bucket, settings.run, controls=follower.orders, key=settings.key)
     app.add_middleware(Inference, vllm=vllm, follower=follower)
     if "SPACE_ID" in os.environ:
         app.add_middleware(setup_page.SetupPage, problems=lambda: follower.problems)

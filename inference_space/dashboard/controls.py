@@ -6,20 +6,14 @@ import hmac
 from dataclasses import dataclass
 from typing import Protocol
 
-
-@dataclass(frozen=True)
-class Following:
-    """What a replica was told to follow."""
-
-    paused: bool
-    pinned: int | None  # the version it stays at, None: the newest
+from delta_weight_sync.protocol import Manifest
 
 
 class Controls(Protocol):
     """A replica's follower as its owner sees it. Methods return at once; the replica acts soon after."""
 
-    def following(self) -> Following:
-        """What it follows now."""
+    paused: bool  # whether it stays at the version that it serves
+    pinned: Manifest | None  # the version that it stays at
 
     def pause(self) -> None:
         """Stay at the version that is served."""

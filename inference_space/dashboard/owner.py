@@ -53,10 +53,9 @@ def build(controls: Controls, owner: Owner) -> None:
 
 def describe(controls: Controls) -> str:
     """What the replica follows, in words."""
-    now = controls.following()
-    if now.pinned is not None:
-        return Markup("<p>It stays at <b>v{}</b>.</p>").format(now.pinned)
-    if now.paused:
+    if controls.pinned:
+        return Markup("<p>It stays at <b>v{}</b>.</p>").format(controls.pinned.version)
+    if controls.paused:
         return "<p>It is <b>paused</b>: it stays where it is.</p>"
     return "<p>It follows the newest version.</p>"
 

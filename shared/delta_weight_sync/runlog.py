@@ -114,7 +114,7 @@ class RunLogWriter:
         self._segment = len(bucket.list(self._keys.log))
         self._events: list[Event] = []
         self._written = 0
-        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._lock, self._writing, self._closed = threading.Lock(), threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._loop, name="run-log", daemon=True)
         self._thread.start()
 
@@ -130,19 +130,22 @@ class RunLogWriter:
         self.flush()
 
     def flush(self) -> None:
-        """Write the newest segment, and move on to the next where it is full."""
-        while True:
-            with self._lock:
-                batch = self._events[:SEGMENT]
-            if len(batch) > self._written:
-                lines = b"\n".join(event.model_dump_json().encode() for event in batch)
-                self._bucket.put(self._keys.segment(self._segment), lines)
-                self._written = len(batch)
-            if len(batch) < SEGMENT:
-                return
-            with self._lock:
-                del self._events[:SEGMENT]
-            self._segment, self._written = self._segment + 1, 0
+        """Write the newest segment, and move on to the next where it is full; one thread at a time does."""
+        with self._writing:
+            while self._write_segment():
+                with self._lock:
+                    del self._events[:SEGMENT]
+                self._segment, self._written = self._segment + 1, 0
+
+    def _write_segment(self) -> bool:
+        """Write what is not written of the newest segment; True if that is full."""
+        with self._lock:
+            batch = self._events[:SEGMENT]
+        if len(batch) > self._written:
+            lines = b"\n".join(event.model_dump_json().encode() for event in batch)
+            self._bucket.put(self._keys.segment(self._segment), lines)
+            self._written = len(batch)
+        return len(batch) == SEGMENT
 
     def _loop(self) -> None:
         while not self._closed.wait(self._every_s):

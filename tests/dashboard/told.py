@@ -9,13 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import uvicorn
 from fastapi import FastAPI
 
 from delta_weight_sync.store import Bucket, open_bucket
 from inference_space.dashboard import mount
-from inference_space.dashboard.controls import Following
 
 KEY = "a-long-secret"
 REFUSED = "#dws-owner-answer [role=alert]"  # on the page
@@ -25,24 +25,21 @@ class Told:
     """A replica's controls; the run has versions up to 9."""
 
     def __init__(self) -> None:
-        self.now, self.calls = Following(paused=False, pinned=None), list[str]()
-
-    def following(self) -> Following:
-        return self.now
+        self.paused, self.pinned, self.calls = False, None, list[str]()
 
     def pause(self) -> None:
         self.calls.append("pause")
-        self.now = Following(paused=True, pinned=None)
+        self.paused, self.pinned = True, None
 
     def resume(self) -> None:
         self.calls.append("resume")
-        self.now = Following(paused=False, pinned=None)
+        self.paused, self.pinned = False, None
 
     def pin(self, version: int) -> None:
         if version > 9:
             raise ValueError(f"the run has no version {version}")
         self.calls.append(f"pin {version}")
-        self.now = Following(paused=False, pinned=version)
+        self.paused, self.pinned = False, SimpleNamespace(version=version)
 
     def heal(self) -> None:
         self.calls.append("heal")

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from delta_weight_sync import Publisher
-from trainer.policies import tiny
+from tests.policies import tiny
 
 RUN, VERSIONS = "demo", 9
 

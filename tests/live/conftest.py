@@ -10,7 +10,7 @@ import pytest
 from tests.live.asking import KEY
 from tests.live.replica import SMALL_CACHE, Replica
 from tests.live.run import Trainer
-from trainer.policies import tiny
+from tests.policies import tiny
 
 TOKEN = "hf_plantedToken"
 BLOCK = 32  # the smallest that vLLM's CPU kernels like; prefixes are shared in whole blocks

@@ -241,7 +241,7 @@ def heal(engine: Engine, folder: Path) -> dict[str, Any]:
     engine.commit(digest, "4")
     return found | {
         "as_before": engine.memory() == memory,
-        "damaged_again": refused(lambda: engine.stage(deltas=[])),
+        "whole": refused(lambda: engine.stage(deltas=[])),
     }
 
 

@@ -16,7 +16,7 @@ import pytest
 from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import WEIGHTS, read_bits, write_bits
 from delta_weight_sync.digest import state_digest, to_hex
-from trainer.policies import tiny
+from tests.policies import tiny
 
 BLOCK = 32
 ENVIRONMENT = {
@@ -84,7 +84,7 @@ def test_weights_that_somebody_overwrote_are_healed_in_place(seen):
     found = seen["healed"]
     assert "the live weights were changed by someone" in found["refused"]
     assert found["as_before"]
-    assert found["damaged_again"] == ""
+    assert found["whole"] == "", "deltas are taken again"
 
 
 def test_steps_that_were_under_way_keep_the_old_version(seen):

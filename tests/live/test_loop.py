@@ -13,7 +13,7 @@ from delta_weight_sync.history import RunReader
 from delta_weight_sync.runlog import DoneEvent, RunLogReader, StepEvent
 from delta_weight_sync.store import open_bucket
 from tests.live.replica import Replica
-from trainer.policies import tiny
+from tests.policies import tiny
 
 pytestmark = pytest.mark.live
 

@@ -7,7 +7,7 @@ import pytest
 from delta_weight_sync.history import RunReader
 from tests.live.replica import SMALL_CACHE, Replica
 from tests.live.run import Trainer, greedy, update
-from trainer.policies import tiny
+from tests.policies import tiny
 
 pytestmark = pytest.mark.live
 

@@ -19,7 +19,6 @@ from starlette.routing import Mount
 
 from delta_weight_sync.store import open_bucket
 from inference_space import dashboard
-from inference_space.dashboard.controls import Following
 from tests.live.asking import HEADERS as RIGHT
 from tests.live.asking import KEY
 
@@ -67,8 +66,7 @@ def vllm_paths() -> set[str]:
 class Nobody:
     """Controls, so that the dashboard has its owner's tab."""
 
-    def following(self) -> Following:
-        return Following(paused=False, pinned=None)
+    paused, pinned = False, None
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(name)

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainer.policies import tiny
+from tests.policies import tiny
 
 
 @pytest.mark.parametrize("tie", [True, False])

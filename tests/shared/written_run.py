@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from delta_weight_sync import Publisher
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.digest import state_digest, to_hex
-from trainer.policies import tiny
+from tests.policies import tiny
 
 
 def write_run(url: str, base: Path, versions: int) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 
 from delta_weight_sync.store import open_bucket
 from tests.hubsim import HubSim
-from trainer.policies import tiny
+from tests.policies import tiny
 from trainer.train import main
 
 BUCKET = "hf://buckets/team/wordle"

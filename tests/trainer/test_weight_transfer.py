@@ -16,7 +16,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from delta_weight_sync import BucketWeightTransfer, open_run
 from delta_weight_sync.checkpoint import read_bits, to_bits
 from delta_weight_sync.publish import trl_patches
-from trainer.policies import tiny
+from tests.policies import tiny
 
 STEPS = 3
 

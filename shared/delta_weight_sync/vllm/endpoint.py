@@ -15,6 +15,7 @@ import asyncio
 import hmac
 import logging
 import os
+import tempfile
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from delta_weight_sync.history import open_run
 from delta_weight_sync.protocol import Manifest, ProtocolError
 from delta_weight_sync.runlog import ReplicaReport
-from delta_weight_sync.vllm.engine import RunningEngine
+from delta_weight_sync.vllm.engine import Engine
 from delta_weight_sync.vllm.follower import Follower
 from delta_weight_sync.vllm.orders import Orders
 from delta_weight_sync.vllm.progress import CountingReader
@@ -52,14 +53,16 @@ class Endpoint:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Begin to follow: in one process of those that serve one engine."""
         settings: Settings | None = getattr(state, "delta_weight_sync", None)
-        if settings is None or engine_client.vllm_config.parallel_config._api_process_rank > 0:
+        embedded = hasattr(state, "follower")
+        if settings is None or embedded or engine_client.vllm_config.parallel_config._api_process_rank > 0:
             return
+        self._scratch = tempfile.TemporaryDirectory(prefix="delta-weight-sync-")  # gone when vLLM ends
         reader = open_run(settings.run)
         state.follower = Follower(
             CountingReader(reader.bucket, reader.keys.run),
-            RunningEngine(engine_client, asyncio.get_running_loop()),
+            Engine(engine_client, asyncio.get_running_loop()),
             name=settings.name,
-            folder=Path(settings.folder),
+            folder=Path(settings.folder or self._scratch.name),
             poll_s=settings.poll_s,
         )
         state.follower.start()

@@ -7,7 +7,7 @@ import concurrent.futures
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.vllm import METHOD
@@ -25,29 +25,42 @@ class EngineError(DeltaWeightSyncError, RuntimeError):
         self.kind = kind
 
 
-class Engine(Protocol):
-    """A vLLM that takes commits. Each call blocks, and raises `EngineError`."""
+class Engine:
+    """A running vLLM that takes commits. Each call blocks, and raises `EngineError`.
+
+    Whoever started it starts it again; a Space's own overrides `alive`, `serves`, `start` and `stop`.
+    """
+
+    def __init__(self, client: Any, loop: asyncio.AbstractEventLoop) -> None:
+        """`client`: vLLM's `EngineClient`, which lives in `loop`."""
+        self._client, self._loop = client, loop
 
     def alive(self) -> bool:
         """Whether it still answers."""
+        return not self._client.errored
 
     def serves(self, checkpoint: Path) -> bool:
-        """Whether it can hold this checkpoint's weights as it runs, without being started anew."""
+        """Whether it can hold this checkpoint as it runs; `learn` refuses tensors that do not fit."""
+        return True
 
     def start(self, checkpoint: Path) -> None:
         """Start it, or start it anew, with this checkpoint."""
+        raise NotImplementedError
 
     def stop(self) -> None:
         """End what `start` started, also while it does."""
 
     def learn(self, shapes: Shapes) -> None:
         """Let it find the tensors of a run (checkpoint name -> shape) in its parameters."""
+        self._call("learn", shapes=shapes)
 
     def stage(self, deltas: Sequence[Path]) -> float:
         """Prepare what delta files do, in order, while it generates; returns the seconds it took."""
+        return self._stage(deltas=[str(path.absolute()) for path in deltas])
 
     def stage_checkpoint(self, folder: Path) -> float:
         """Prepare to write what differs from a checkpoint, whatever is live; returns the seconds it took."""
+        return self._stage(checkpoint=str(folder.absolute()))
 
     def commit(self, digest: str, label: str) -> tuple[float, float]:
         """Write what is staged between two steps; returns seconds: of the pause, and of the writing in it.
@@ -55,52 +68,11 @@ class Engine(Protocol):
         Requests in flight go on with the new weights, no new one is given a prefix of older weights, and
         `label` is on each token from the next on. If it fails, none of this has happened.
         """
-
-    def relabel(self, label: str) -> None:
-        """Put `label` on the tokens of weights that did not have to change."""
-
-
-class RunningEngine:
-    """The `Engine` of a vLLM that somebody else started, and starts again."""
-
-    def __init__(self, client: Any, loop: asyncio.AbstractEventLoop) -> None:
-        """`client`: vLLM's `EngineClient`, which lives in `loop`."""
-        self._client, self._loop = client, loop
-
-    def alive(self) -> bool:
-        """As in `Engine`."""
-        return not self._client.errored
-
-    def serves(self, checkpoint: Path) -> bool:
-        """Whatever it runs with: tensors that do not fit are refused by name."""
-        return True
-
-    def start(self, checkpoint: Path) -> None:
-        """Not ours to do."""
-        raise EngineError("vLLM has to be started again by whoever started it")
-
-    def stop(self) -> None:
-        """Not ours to do."""
-
-    def learn(self, shapes: Shapes) -> None:
-        """As in `Engine`."""
-        self._call("learn", shapes=shapes)
-
-    def stage(self, deltas: Sequence[Path]) -> float:
-        """As in `Engine`."""
-        return self._stage(deltas=[str(path.absolute()) for path in deltas])
-
-    def stage_checkpoint(self, folder: Path) -> float:
-        """As in `Engine`."""
-        return self._stage(checkpoint=str(folder.absolute()))
-
-    def commit(self, digest: str, label: str) -> tuple[float, float]:
-        """As in `Engine`."""
         answer = self._call("commit", digest=digest, label=label)
         return float(answer["pause_s"]), float(answer["commit_s"])
 
     def relabel(self, label: str) -> None:
-        """As in `Engine`."""
+        """Put `label` on the tokens of weights that did not have to change."""
         self._wait(self._client.update_weight_version(label))
 
     def _stage(self, **what: Any) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import tempfile
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -35,9 +34,7 @@ class Settings(BaseModel):
     name: str = Field(default_factory=socket.gethostname)  # how the dashboard calls this replica
     key: str = Field("", repr=False)  # opens the routes that control the follower; without it there are none
     poll_s: float = Field(POLL_S, gt=0)  # how often HEAD is looked at
-    folder: str = Field(
-        default_factory=lambda: tempfile.mkdtemp(prefix="delta-weight-sync-")
-    )  # scratch space
+    folder: str = ""  # scratch space for a checkpoint or two; empty: a temporary one
 
     @field_validator("key")
     @classmethod

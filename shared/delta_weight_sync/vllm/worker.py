@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 
 from delta_weight_sync import checkpoint, codec
 from delta_weight_sync.digest import to_hex
@@ -45,7 +46,7 @@ class DeltaWorker:
         parallel = worker.vllm_config.parallel_config
         if parallel.data_parallel_size != 1:
             raise RouteError("data-parallel vLLM is not supported; start one replica per copy")
-        self._model, self._folder = worker.get_model(), Path(worker.vllm_config.model_config.model)
+        self._model, self._checkpoint = worker.get_model(), worker.vllm_config.model_config.model
         if (device := next(self._model.parameters()).device).type == "cpu":
             cpu_backend.self_test(self._model)
         scatter.warm_up(device)
@@ -60,7 +61,7 @@ class DeltaWorker:
         owned, unroutable = weight_map.ownership(shapes, self._ranks.gather(learned.sources()))
         for name, reason in unroutable.items():
             log.warning("%s is loaded anew by each commit, which is slow: %s", name, reason)
-        loaded = checkpoint.read_bits(self._folder) if unroutable else ()
+        loaded = checkpoint.read_bits(_folder(self._checkpoint)) if unroutable else ()
         fallback = Fallback(self._model, {name: bits for name, bits in loaded if name in unroutable})
         self._weights = LiveWeights(learned.routes, owned[self._ranks.rank], fallback, self._ranks)
         self._staged, self._digest = Staged(), self._weights.digest()
@@ -114,6 +115,13 @@ def call(worker: Any, op: str, **arguments: Any) -> Answer:
     except Exception as error:  # noqa: BLE001 - it is the answer
         return failed(error)
     return answer
+
+
+def _folder(checkpoint: str) -> Path:
+    """What vLLM loaded: a folder, or a model of the Hub, which is in the local cache."""
+    return Path(
+        checkpoint if Path(checkpoint).is_dir() else snapshot_download(checkpoint, local_files_only=True)
+    )
 
 
 def failed(error: Exception) -> Answer:
