@@ -5,9 +5,8 @@ The model goes back and forth between the two states of a change, so that every 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 
 from bench import competitors
@@ -19,8 +18,10 @@ from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.digest import tensor_digest
 from delta_weight_sync.publish.mirror import Mirror
 from delta_weight_sync.vllm import staging
-from delta_weight_sync.vllm.scatter import moved
-from delta_weight_sync.vllm.staging import Write
+from delta_weight_sync.vllm.changes import Changes, collect, of_patch
+from delta_weight_sync.vllm.geometry import Geometry
+from delta_weight_sync.vllm.table import Table
+from delta_weight_sync.vllm.weight_map import Piece, Route
 
 
 def bf16_tensors(bits: dict[str, Bits]) -> Tensors:
@@ -98,7 +99,8 @@ class Reader:
         self.tensors = {n: torch.from_numpy(array).view(torch.bfloat16) for n, array in self.live.items()}
         self._shapes = {name: array.shape for name, array in self.live.items()}
         self._patches: list[Patch] = []
-        self._writes: list[Write] = []
+        self._table, self._memory = memory_of(self.tensors)
+        self._writes: list[staging.Step] = []
 
     def decode(self, encoding: str) -> None:
         """File to patches."""
@@ -122,8 +124,8 @@ class Reader:
             codec.apply(codec.inverse(patch), self.live[patch.name])
 
     def stage(self) -> None:
-        """Old and new bits of every change, for the commit."""
-        self._writes = [prepared(self.tensors[patch.name], patch) for patch in self._patches]
+        """Where every change goes, and to which bits, for the commit."""
+        self._writes = [self._memory.prepare(changes(self._patches, self._table))[0]]
 
     def commit(self) -> None:
         """Write and read back, as the engine does within the pause."""
@@ -151,10 +153,17 @@ class Reader:
         competitors.receive_full(SCRATCH / "full.safetensors", self.tensors)
 
 
-def prepared(tensor: torch.Tensor, patch: Patch) -> Write:
-    """A patch of one live tensor (bf16, any device), ready to be written."""
-    memory = tensor.view(torch.int16).view(-1)
-    index, ulps = (
-        torch.from_numpy(array).to(memory.device) for array in (patch.index, patch.ulps.view(np.int16))
-    )
-    return Write(memory, index, *moved(memory, index, ulps))
+def memory_of(tensors: Tensors) -> tuple[Table, staging.Memory]:
+    """bf16 tensors, all on one device, as a replica that loaded them in that layout sees them."""
+    routes = {}
+    for name, tensor in tensors.items():
+        flat = tensor.view(torch.int16).view(-1)
+        whole = Geometry(0, (flat.numel(),), (1,))
+        routes[name] = Route(name, tuple(tensor.shape), (Piece(flat, whole, whole, whole=True),))
+    table = Table(routes, dict.fromkeys(routes, (0,)))
+    return table, staging.memory_of(table)
+
+
+def changes(patches: Sequence[Patch], table: Table) -> Changes:
+    """The patches, as a commit has them."""
+    return collect((found for patch in patches for found in of_patch(patch, table)), table)

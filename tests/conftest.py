@@ -7,6 +7,8 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
+import tests.device.interpreted  # noqa: F401 - before anything imports Triton
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for children, too: several threads would spin for a core
 
 # The same cases each time, for a test that passes has to pass again; tests.fuzz looks for new ones. The first

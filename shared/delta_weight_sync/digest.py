@@ -42,6 +42,12 @@ def _inner_table() -> NDArray[np.uint32]:
     return table
 
 
+@kernel
+def outer(seed: np.uint64, block: np.uint64) -> np.uint64:
+    """The factor of a block."""
+    return _mix(seed + block) | np.uint64(1)
+
+
 INNER = _inner_table()  # uint32 [4096]: the factor of a position within its block
 
 
@@ -55,14 +61,15 @@ def _hash_block(bits: Bits, factors: NDArray[np.uint32]) -> np.uint64:
 
 
 @kernel
-def _hash_dense(bits: Bits, first: int, inner: NDArray[np.uint32], seed: np.uint64) -> np.uint64:
+def hash_dense(bits: Bits, first: int, inner: NDArray[np.uint32], seed: np.uint64) -> np.uint64:
+    """Digest of flat bits that begin at position `first` of their tensor."""
     total = np.uint64(0)
     at = 0
     while at < bits.size:
         offset = (first + at) % BLOCK
         length = min(BLOCK - offset, bits.size - at)
         block = _hash_block(bits[at : at + length], inner[offset : offset + length])
-        total += (_mix(seed + np.uint64((first + at) // BLOCK)) | np.uint64(1)) * block
+        total += outer(seed, np.uint64((first + at) // BLOCK)) * block
         at += length
     return total
 
@@ -71,13 +78,13 @@ def _hash_dense(bits: Bits, first: int, inner: NDArray[np.uint32], seed: np.uint
 def _hash_change(
     index: NDArray[np.int64], old: Bits, new: Bits, inner: NDArray[np.uint32], seed: np.uint64
 ) -> np.uint64:
-    total, block, outer = np.uint64(0), _NO_BLOCK, np.uint64(0)
+    total, block, factor = np.uint64(0), _NO_BLOCK, np.uint64(0)
     for j in range(index.size):
         i = np.uint64(index[j])
         if i // np.uint64(BLOCK) != block:  # increasing positions stay in a block for a while
             block = i // np.uint64(BLOCK)
-            outer = _mix(seed + block) | np.uint64(1)
-        total += outer * np.uint64(inner[i % np.uint64(BLOCK)]) * (np.uint64(new[j]) - np.uint64(old[j]))
+            factor = outer(seed, block)
+        total += factor * np.uint64(inner[i % np.uint64(BLOCK)]) * (np.uint64(new[j]) - np.uint64(old[j]))
     return total
 
 
@@ -85,15 +92,15 @@ def _hash_change(
 def _hash_moved(
     bits: Bits, index: NDArray[np.int64], ulps: Bits, inner: NDArray[np.uint32], seed: np.uint64
 ) -> np.uint64:
-    total, block, outer = np.uint64(0), _NO_BLOCK, np.uint64(0)
+    total, block, factor = np.uint64(0), _NO_BLOCK, np.uint64(0)
     for j in range(index.size):
         i = np.uint64(index[j])
         if i // np.uint64(BLOCK) != block:
             block = i // np.uint64(BLOCK)
-            outer = _mix(seed + block) | np.uint64(1)
+            factor = outer(seed, block)
         new = bits[i]
         old = np.uint16(new - ulps[j])
-        total += outer * np.uint64(inner[i % np.uint64(BLOCK)]) * (np.uint64(new) - np.uint64(old))
+        total += factor * np.uint64(inner[i % np.uint64(BLOCK)]) * (np.uint64(new) - np.uint64(old))
     return total
 
 
@@ -104,7 +111,7 @@ def seed(name: str) -> np.uint64:
 
 def tensor_digest(name: str, bits: Bits, first: int = 0) -> int:
     """Digest of one tensor's row-major bf16 patterns, uint16, any shape, or of a part from `first` on."""
-    return int(_hash_dense(np.ascontiguousarray(bits).reshape(-1), first, INNER, seed(name)))
+    return int(hash_dense(np.ascontiguousarray(bits).reshape(-1), first, INNER, seed(name)))
 
 
 def change_digest(name: str, index: NDArray[np.int64], old: Bits, new: Bits) -> int:

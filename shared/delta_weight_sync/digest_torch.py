@@ -31,16 +31,6 @@ def device_digest(name: str, bits: torch.Tensor) -> int:
     return int(total.item()) % (1 << 64)
 
 
-def change_digest(name: str, index: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> int:
-    """As `digest.change_digest` for tensors on any device: index int64 [n], old and new int16 [n]."""
-    if index.device.type == "cpu":
-        values = (x.numpy().view(np.uint16) for x in (old, new))
-        return digest.change_digest(name, index.numpy(), *values)
-    moved = (new.to(torch.int64) & 0xFFFF) - (old.to(torch.int64) & 0xFFFF)
-    factors = _outer(name, index // BLOCK) * _inner(index.device)[index % BLOCK]
-    return int((factors * moved).sum().item())
-
-
 @functools.cache
 def _inner(device: torch.device) -> torch.Tensor:
     return torch.from_numpy(digest.INNER.astype(np.int64)).to(device)

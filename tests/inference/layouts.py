@@ -26,11 +26,11 @@ from vllm.platforms import current_platform
 from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import read_bits
 from delta_weight_sync.digest import state_digest
-from delta_weight_sync.digest_torch import tensor_digest
 from delta_weight_sync.vllm import cpu_backend
 from delta_weight_sync.vllm import weight_map as routes
 from delta_weight_sync.vllm.ranks import Ranks
 from delta_weight_sync.vllm.reloaded import Fallback
+from delta_weight_sync.vllm.staging import LiveWeights, commit
 
 
 class Worker:
@@ -82,29 +82,17 @@ class Patching:
 
     def __init__(self, worker: Worker, base: dict[str, codec.Bits], ranks: Ranks) -> None:
         shapes = {name: bits.shape for name, bits in base.items()}
-        self.ranks, self.learned = ranks, routes.learn(worker.model, shapes)
+        self.learned = routes.learn(worker.model, shapes)
         owned, self.unroutable = routes.ownership(shapes, ranks.gather(self.learned.sources()))
-        self.owned = owned[ranks.rank]
-        self.fallback = Fallback(worker.model, {name: base[name] for name in self.unroutable})
+        fallback = Fallback(worker.model, {name: base[name] for name in self.unroutable})
+        self.weights = LiveWeights(self.learned.routes, owned[ranks.rank], fallback, ranks)
+        self.digest = self.weights.digest
 
-    def digest(self) -> int:
-        """Of the live weights of all ranks."""
-        mine = [tensor_digest(name, self.learned.routes[name].read(own)) for name, own in self.owned.items()]
-        mirrored = self.fallback.digest() if self.ranks.rank == 0 else 0
-        return sum(self.ranks.gather(sum(mine) + mirrored)) % (1 << 64)
-
-    def do(self, patches: list[codec.Patch]) -> None:
-        """Write the patches."""
-        self.fallback.stage([patch for patch in patches if patch.name in self.unroutable]).do()
-        for patch in patches:
-            if patch.name in self.owned:
-                self._scatter(patch)
-
-    def _scatter(self, patch: codec.Patch) -> None:
-        index, ulps = torch.from_numpy(patch.index), torch.from_numpy(patch.ulps.view("int16"))
-        for piece in self.learned.routes[patch.name].pieces:
-            at, which = piece.locate(index)
-            piece.memory.index_copy_(0, at, piece.memory[at] + ulps[which])
+    def do(self, folder: Path, patches: list[codec.Patch], old: dict[str, codec.Bits]) -> None:
+        """Write the patches, as a delta does."""
+        path = folder / "delta.safetensors"
+        path.write_bytes(codec.encode(patches, old.__getitem__, base=0, version=1, encoding="fast"))
+        commit(self.weights.stage([path], self.digest()).steps, Ranks(1).agree)
 
     def in_parts(self) -> int:
         """Tensors that lie in this rank's memory otherwise than as one run from first to last element."""
@@ -120,6 +108,8 @@ def examine(folder: Path, rank: int, ranks: int, port: int) -> dict[str, Any]:
         cpu_backend.self_test(live.model)
     loaded, experts = live.memory(), live.experts()
     patching = Patching(live, base, Ranks(ranks))
+    scratch = folder / f"rank{rank}"
+    scratch.mkdir(exist_ok=True)
     facts: dict[str, Any] = {
         "model": folder.name,
         "unroutable": sorted(patching.unroutable),
@@ -127,7 +117,7 @@ def examine(folder: Path, rank: int, ranks: int, port: int) -> dict[str, Any]:
         "learning_wrote": _different(loaded, live.memory()),
         "digest_loaded": patching.digest() == state_digest(base),
     }
-    patching.do([codec.diff(name, base[name], new[name]) for name in base])
+    patching.do(scratch, [codec.diff(name, base[name], new[name]) for name in base], base)
     facts |= {
         "unchanged": [
             name
@@ -140,7 +130,7 @@ def examine(folder: Path, rank: int, ranks: int, port: int) -> dict[str, Any]:
         "experts_stale": any(map(torch.equal, experts, live.experts())),
         "experts_as_fresh": all(map(torch.equal, live.experts(), fresh.experts())),
     }
-    patching.do([codec.diff(name, new[name], base[name]) for name in base])
+    patching.do(scratch, [codec.diff(name, new[name], base[name]) for name in base], new)
     return facts | {"not_undone": _different(live.memory(), loaded)}
 
 

@@ -6,9 +6,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delta_weight_sync import codec
 from delta_weight_sync.digest_torch import tensor_digest
 from delta_weight_sync.vllm import weight_map as routes
+from delta_weight_sync.vllm.changes import collect, of_patch
 from delta_weight_sync.vllm.geometry import Geometry, part_of
+from delta_weight_sync.vllm.host_memory import HostMemory
+from delta_weight_sync.vllm.table import Table
+from tests.device.interpreted import interpreted
+
+MEMORIES = [HostMemory, interpreted("delta_weight_sync.vllm.device_memory").DeviceMemory]
 
 
 @st.composite
@@ -68,28 +75,34 @@ class Copying(torch.nn.Module):
             self.place(self.parameter.data).copy_(viewed(tensor, self.source_view))
 
 
-@given(st.data())
-def test_any_view_is_located_and_read_back(data):
+@pytest.mark.parametrize("memory", MEMORIES)
+@given(data=st.data())
+def test_any_view_is_located_and_read_back(memory, data):
     shape = data.draw(shapes())
     steps = data.draw(views(shape))
     part = viewed(torch.arange(np.prod(shape)).view(shape), steps)
     order = data.draw(st.permutations(range(part.ndim)))
     model = Copying(tuple(part.shape), order, steps)
-    (piece,) = routes.learn(model, {"w": shape}).routes["w"].pieces
+    learned = routes.learn(model, {"w": shape})
+    (piece,) = learned.routes["w"].pieces
 
-    # Where each position number really goes, and at which place of the piece's memory that is.
-    memory = torch.full(model.parameter.shape, -1)
-    model.place(memory).copy_(part)
-    first = piece.memory.storage_offset()
-    places = {int(number): place - first for place, number in enumerate(memory.reshape(-1)) if number >= 0}
+    # Where each position number really goes, and at which place of the parameter that is.
+    numbers = torch.full(model.parameter.shape, -1)
+    model.place(numbers).copy_(part)
+    places = {int(number): place for place, number in enumerate(numbers.reshape(-1)) if number >= 0}
 
     chosen = data.draw(st.sets(st.integers(0, int(np.prod(shape)) - 1)))
-    index = torch.tensor(sorted(chosen), dtype=torch.int64)
-    at, which = piece.locate(index)
-    located = dict(zip(index[which].tolist(), at.tolist(), strict=True))
-    assert located == {number: places[number] for number in sorted(chosen) if number in places}
+    table = Table(learned.routes, {"w": (0,)})
+    index = np.array(sorted(chosen), np.int64)
+    patch = codec.Patch("w", shape, index, (index + 1).astype(np.uint16))
+    write, _ = memory(table).prepare(collect(of_patch(patch, table), table))
+    assert write.do() == 0
+    written = model.parameter.data.view(torch.int16).reshape(-1).tolist()
+    assert {place: n for place, n in enumerate(written) if n} == {
+        places[number]: number + 1 for number in chosen if number in places
+    }
 
-    piece.memory[torch.tensor(sorted(places.values()))] = 7
+    model.place(model.parameter.data).view(torch.int16).fill_(7)
     route = routes.Route("w", shape, (piece,))
     expected = torch.zeros(int(np.prod(shape)), dtype=torch.int16)
     expected[torch.tensor(sorted(places))] = 7
@@ -125,8 +138,9 @@ def cuts(draw, box):
     return [part for half in halves for part in draw(cuts(half))]
 
 
-@given(st.data())
-def test_however_ranks_share_a_tensor_its_digest_is_the_tensors(data):
+@pytest.mark.parametrize("memory", MEMORIES)
+@given(data=st.data())
+def test_however_ranks_share_a_tensor_its_digest_is_the_tensors(memory, data):
     shape = data.draw(shapes())
     boxes = data.draw(cuts(tuple((0, size) for size in shape)))
     ranks = [Rank([]) for _ in range(data.draw(st.integers(1, 3)))]
@@ -142,9 +156,10 @@ def test_however_ranks_share_a_tensor_its_digest_is_the_tensors(data):
     owned, unroutable = routes.ownership({"w": shape}, [one.sources() for one in learned])
     assert not unroutable
     parts = [one.routes["w"].read(mine["w"]) for one, mine in zip(learned, owned, strict=True)]
-    assert sum(tensor_digest("w", part) for part in parts) % 2**64 == tensor_digest(
-        "w", tensor.reshape(-1).view(torch.int16)
-    )
+    assert torch.equal(sum(parts), tensor.reshape(-1).view(torch.int16))
+    tables = [Table(one.routes, mine) for one, mine in zip(learned, owned, strict=True)]
+    whole = tensor_digest("w", tensor.reshape(-1).view(torch.int16))
+    assert sum(memory(table).digest() for table in tables) % 2**64 == whole
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,11 @@
 import pytest
 import torch
 
+from delta_weight_sync import codec
 from delta_weight_sync.vllm import weight_map as routes
+from delta_weight_sync.vllm.changes import collect, of_patch
+from delta_weight_sync.vllm.host_memory import HostMemory
+from delta_weight_sync.vllm.table import Table
 from tests.inference.loaders import SHAPES, Model, Reached, learn
 
 
@@ -12,20 +16,21 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def patched(tensor: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Every second or so element with other bits: (positions, old, new)."""
+    """Every second or so element with other bits: (positions, ulps, the tensor then)."""
     generator = torch.Generator().manual_seed(seed)
     flat = bits(tensor)
     index = torch.randperm(flat.numel(), generator=generator)[: flat.numel() // 2 + 1].sort().values
     other = torch.randint(-32768, 32768, (index.numel(),), generator=generator).to(torch.int16)
     new = flat.clone()
     new[index] = other
-    return index, other, new.view(torch.bfloat16).view(tensor.shape)
+    return index, other - flat[index], new.view(torch.bfloat16).view(tensor.shape)
 
 
-def write(route: routes.Route, index: torch.Tensor, values: torch.Tensor) -> None:
-    for piece in route.pieces:
-        at, which = piece.locate(index)
-        piece.memory.index_copy_(0, at, values[which])
+def write(route: routes.Route, index: torch.Tensor, ulps: torch.Tensor) -> None:
+    table = Table({route.name: route}, {route.name: ()})
+    patch = codec.Patch(route.name, route.shape, index.numpy(), ulps.numpy().view("uint16"))
+    step, _ = HostMemory(table).prepare(collect(of_patch(patch, table), table))
+    assert step.do() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -45,8 +50,8 @@ def test_writing_through_a_route_is_loading(name, dtype):
     route = learned.routes[name]
     assert torch.equal(route.read(owned[0][name]), bits(tensor)), "a route reads what was loaded"
 
-    index, values, new = patched(tensor, seed=len(name))
-    write(route, index, values)
+    index, ulps, new = patched(tensor, seed=len(name))
+    write(route, index, ulps)
     assert torch.equal(route.read(owned[0][name]), bits(new))
     written = {key: value.clone() for key, value in model.state_dict().items()}
     model.load_weights([(name, new)])

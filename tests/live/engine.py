@@ -17,6 +17,7 @@ from typing import Any
 
 warnings.simplefilter("ignore")
 
+import torch  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.platforms.cpu import CpuPlatform  # noqa: E402
@@ -34,7 +35,7 @@ only_once()
 
 from delta_weight_sync.checkpoint import read_bits  # noqa: E402
 from delta_weight_sync.digest import state_digest, to_hex  # noqa: E402
-from delta_weight_sync.vllm import scatter  # noqa: E402
+from delta_weight_sync.vllm.host_memory import HostWrite  # noqa: E402
 
 TOKENS, BLOCK = 8, 32
 PROMPTS = [[5 + i, 6, 7] * 4 for i in range(3)]
@@ -123,7 +124,7 @@ class Engine:
 
     def memory(self) -> str:
         tensors = {name: p.detach().reshape(-1) for name, p in self.model.named_parameters()}
-        bits = {name: p.view(dtype=scatter.torch.int16).numpy().view("uint16") for name, p in tensors.items()}
+        bits = {name: p.view(dtype=torch.int16).numpy().view("uint16") for name, p in tensors.items()}
         return to_hex(state_digest(bits))
 
 
@@ -150,7 +151,9 @@ def labels(engine: Engine) -> Iterator[dict[str, Any]]:
             finished += [output for output in engine.step() if output.finished]
         if commit_after:
             under_way = len(engine.core.batch_queue)
-            step_commit.commit(engine.core, lambda norm=norm: norm.mul_(0.5) is None or [{}], "new")
+            step_commit.commit(
+                engine.core, lambda norm=norm: norm.mul_(0.5) is None or [{"waited_s": 0.0}], "new"
+            )
         finished += engine.drain()
         norm.copy_(before)
         for output in finished:
@@ -164,10 +167,10 @@ def commits(engine: Engine, folder: Path, digest: str) -> dict[str, Any]:
     engine.stage(deltas=[str(folder / "delta")])
     found["wrong_digest"] = refused(lambda: engine.commit("0" * 16, "1"))
     engine.stage(deltas=[str(folder / "delta")])
-    put = scatter.put
-    scatter.put = lambda *args: put(*args) + 1
+    write = HostWrite.do
+    HostWrite.do = lambda step: write(step) + 1  # type: ignore[method-assign]
     found["wrong_write"] = refused(lambda: engine.commit(digest, "1"))
-    scatter.put = put
+    HostWrite.do = write  # type: ignore[method-assign]
     found["undone"] = engine.memory() == memory
     found["as_before"] = engine.answers() == answers
     engine.stage(deltas=[str(folder / "delta")])

@@ -248,6 +248,16 @@ def test_sizes_are_near_the_entropy_of_the_changes(tmp):
     assert delta_file(tmp, old, new, "small").stat().st_size * 8 < 1.06 * small
 
 
+def test_encoding_looks_at_each_of_many_tensors_a_few_times(monkeypatch):
+    """A mixture of experts has 20,000 of them."""
+    looked, numel = [], codec.Patch.numel.fget
+    monkeypatch.setattr(codec.Patch, "numel", property(lambda patch: looked.append(patch) or numel(patch)))
+    old = {f"expert {i}": np.zeros(8, np.uint16) for i in range(2000)}
+    patches = [codec.Patch(name, (8,), np.array([3]), np.array([1], np.uint16)) for name in old]
+    codec.encode(patches, old.__getitem__, base=0, version=1, encoding="fast")
+    assert len(looked) <= 10 * len(patches)
+
+
 def test_a_changed_shape_is_refused():
     with pytest.raises(codec.CodecError, match=r"w: shape changed from \(2,\) to \(3,\)"):
         codec.diff("w", np.zeros(2, np.uint16), np.zeros(3, np.uint16))

@@ -203,16 +203,17 @@ def _grouped(
     """Runs of tensors whose cheapest mode is the same; "gaps" stands for all modes in `sparse`."""
     members: list[Patch] = []
     current: Mode = "gaps"
+    elements = 0
     for patch in patches:
         others = candidates(patch)
         mode = _cheapest([*sparse, *others], [patch], old)[0].mode if others else "gaps"
         mode = "gaps" if mode in sparse else mode
-        full = sum(p.numel for p in members) >= GROUP_ELEMENTS
-        if members and (mode != current or full):
+        if members and (mode != current or elements >= GROUP_ELEMENTS):
             yield current, members
-            members = []
+            members, elements = [], 0
         current = mode
         members.append(patch)
+        elements += patch.numel
     if members:
         yield current, members
 

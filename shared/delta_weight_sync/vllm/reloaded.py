@@ -94,13 +94,14 @@ class Fallback:
         return {name: tensor_digest("", t.reshape(-1).view(torch.int16)) for name, t in wide}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Reload:
     """A commit's share of the tensors without a route: some of their elements as they are and will be."""
 
     fallback: Fallback
     old: Elements
     new: Elements
+    waited_s: float = 0.0
 
     def do(self) -> int:
         """Load the tensors with the new bits; the model holds none that could be read back."""

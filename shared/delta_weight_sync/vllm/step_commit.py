@@ -83,7 +83,7 @@ def commit(core: EngineCore, write: Callable[[], list[dict[str, Any]]], label: s
     stale = _stale(core)
     stale.extend([core._weight_version] * (len(core.batch_queue or ()) - len(stale)))
     core._weight_version = label
-    answers[0]["pause_s"] = time.perf_counter() - started
+    answers[0]["pause_s"] = time.perf_counter() - started - min(answer["waited_s"] for answer in answers)
     return answers
 
 

@@ -32,33 +32,6 @@ class Piece:
     target: Geometry
     whole: bool
 
-    def locate(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | slice]:
-        """Which of some elements are in this piece, and where.
-
-        `index`: their flat checkpoint positions, int64 [n], increasing. Returns the positions in `memory` of
-        those in the piece, int64 [m], and what selects them from the n: a slice, or int64 [m].
-        """
-        if self.whole:
-            return index, slice(None)
-        bounds = torch.tensor([self.source.offset, self.source.end], device=index.device)
-        low, high = torch.searchsorted(index, bounds).tolist()
-        rest = index[low:high] - self.source.offset
-        if self.source.strides == (1,):
-            return rest * self.target.strides[0] + self.target.offset, slice(low, high)
-        inside, target = self._divide(rest)
-        which = inside.nonzero().squeeze(1)
-        return target[which], which + low
-
-    def _divide(self, rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Whether positions behind the source's offset are in it, and their places in `memory`."""
-        inside, target = torch.ones_like(rest, dtype=torch.bool), torch.full_like(rest, self.target.offset)
-        for size, step, stride in zip(*self.source[1:], self.target.strides, strict=True):
-            steps = rest // step
-            inside &= steps < size
-            target += steps * stride
-            rest = rest - steps * step
-        return inside & (rest == 0), target
-
 
 @dataclass(frozen=True)
 class Route:

@@ -6,10 +6,11 @@ The plugin gives every worker of vLLM one method, which the follower calls by `c
     delta_weight_sync(op="stage", deltas=[...])                -> {}          begins, in a thread
     delta_weight_sync(op="stage", checkpoint="folder")         -> {}          the same, from whatever is live
     delta_weight_sync(op="staged")                             -> {"done", "stage_s"}
-    delta_weight_sync(op="commit", digest=..., label=...)      -> {"commit_s", "pause_s"}
+    delta_weight_sync(op="commit", digest=..., label=...)      -> {"commit_s", "waited_s", "pause_s"}
 
 An answer is plain data, as vLLM's messages are; {"error", "kind"} is one that failed. A commit whose digest
-would be wrong writes nothing; one that fails on any worker is put back bit for bit on all of them.
+would be wrong writes nothing; one that fails on any worker is put back bit for bit on all of them. For
+`waited_s` the writing stood behind the step that was under way when the commit came: that is no pause.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from huggingface_hub import snapshot_download
 
 from delta_weight_sync import checkpoint, codec
 from delta_weight_sync.digest import to_hex
-from delta_weight_sync.vllm import cpu_backend, scatter, staging, weight_map
+from delta_weight_sync.vllm import cpu_backend, staging, weight_map
 from delta_weight_sync.vllm.loader_trace import RouteError
 from delta_weight_sync.vllm.ranks import Ranks
 from delta_weight_sync.vllm.reloaded import Fallback
@@ -47,9 +48,8 @@ class DeltaWorker:
         if parallel.data_parallel_size != 1:
             raise RouteError("data-parallel vLLM is not supported; start one replica per copy")
         self._model, self._checkpoint = worker.get_model(), worker.vllm_config.model_config.model
-        if (device := next(self._model.parameters()).device).type == "cpu":
+        if next(self._model.parameters()).device.type == "cpu":
             cpu_backend.self_test(self._model)
-        scatter.warm_up(device)
         self._ranks = Ranks(parallel.world_size)
         self._staged, self._digest = Staged(), 0
         self._staging: threading.Thread | None = None
@@ -103,7 +103,8 @@ class DeltaWorker:
             )
         staging.commit(staged.steps, self._ranks.agree)
         self._digest = staged.digest
-        return {"commit_s": time.perf_counter() - started}
+        waited_s = sum(step.waited_s for step in staged.steps)
+        return {"commit_s": time.perf_counter() - started - waited_s, "waited_s": waited_s}
 
 
 def call(worker: Any, op: str, **arguments: Any) -> Answer:
