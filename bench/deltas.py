@@ -86,25 +86,35 @@ def _thinned(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.reshape(-1)[::61] for tensor in tensors.values()])
 
 
-def qwen_shapes(layers: int = 28, vocabulary: int = 151936) -> dict[str, tuple[int, ...]]:
-    """Checkpoint tensors of Qwen3-0.6B, whose head is its embeddings; fewer layers for a part of it."""
-    hidden, wide, inner, kv = 1024, 3072, 2048, 1024
+def qwen_shapes(
+    layers: int = 28,
+    vocabulary: int = 151936,
+    hidden: int = 1024,
+    heads: int = 2048,
+    kv: int = 1024,
+    inner: int = 3072,
+) -> dict[str, tuple[int, ...]]:
+    """Checkpoint tensors of a Qwen3, whose head is its embeddings: of 0.6B, or with other sizes of another.
+
+    `heads` and `kv`: rows of the projections to queries and to keys; `inner`: of the MLP, 0 for none.
+    """
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     layer = {
-        "self_attn.q_proj": (inner, hidden),
+        "self_attn.q_proj": (heads, hidden),
         "self_attn.k_proj": (kv, hidden),
         "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, inner),
+        "self_attn.o_proj": (hidden, heads),
         "self_attn.q_norm": (128,),
         "self_attn.k_norm": (128,),
-        "mlp.gate_proj": (wide, hidden),
-        "mlp.up_proj": (wide, hidden),
-        "mlp.down_proj": (hidden, wide),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
         "input_layernorm": (hidden,),
         "post_attention_layernorm": (hidden,),
     }
     for number in range(layers):
-        shapes |= {f"model.layers.{number}.{part}.weight": shape for part, shape in layer.items()}
+        parts = {f"model.layers.{number}.{part}.weight": shape for part, shape in layer.items()}
+        shapes |= {name: shape for name, shape in parts.items() if math.prod(shape)}
     return {**shapes, "model.norm.weight": (hidden,)}
 
 

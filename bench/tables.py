@@ -165,15 +165,6 @@ def sync_time(results: Results) -> str:
     return table(["one sync, Qwen3-0.6B-shaped, 1 %", *(f"{link:,} MB/s" for link in links.LINKS)], rows)
 
 
-def gpu(results: Results) -> str:
-    """The GPU's figures, or that there are none."""
-    section = results["gpu"]
-    if "unmeasured" in section:
-        return f"GPU: unmeasured ({section['unmeasured']}); `python -m bench --only gpu` measures it."
-    names = {"diff_gb_s": "diff and pack, GB/s", "commit_ms": "commit, ms", "digest_gb_s": "digest, GB/s"}
-    return table([section["device"], ""], [[text, f"{section[key]:.1f}"] for key, text in names.items()])
-
-
 def memory(results: Results) -> str:
     """The publisher's peak."""
     measured = {encoding: results["memory"][encoding] for encoding in ("fast", "small")}
@@ -233,6 +224,5 @@ TABLES = {
     "live": live,
     "threads": threads,
     "dashboard": dashboard,
-    "gpu": gpu,
     "targets": targets,
 }

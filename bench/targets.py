@@ -93,8 +93,6 @@ TARGETS = (
         _at("first_paint_ms", "worst"),
         most=2000.0,
     ),
-    Target("diff and pack on a GPU: GB/s", "gpu", _at("diff_gb_s"), least=100.0),
-    Target("commit on a GPU: ms", "gpu", _at("commit_ms"), most=20.0),
 )
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from bench import competitors, deltas, entropy, gpu, links, readme, replay, targets, timing
+from bench import competitors, deltas, entropy, links, readme, replay, targets, timing
 from bench.change import Change
 from delta_weight_sync import codec
 
@@ -129,9 +129,11 @@ def test_percentiles_are_values_that_were_measured():
 
 
 def test_a_target_that_was_not_measured_is_neither_met_nor_missed():
-    checked = targets.check({"gpu": {"unmeasured": "no GPU here"}})
+    checked = targets.check({"dashboard": {"unmeasured": "no Chromium"}})
     assert all(target["met"] is None for target in checked)
-    measured = targets.check({"gpu": {"diff_gb_s": 99.0, "commit_ms": 19.0}})
+    measured = targets.check(
+        {"dashboard": {"refresh_ms": {"worst": 301.0}, "first_paint_ms": {"worst": 9.0}}}
+    )
     assert [target["met"] for target in measured if target["figure"] is not None] == [False, True]
 
 
@@ -145,10 +147,3 @@ def test_marked_places_of_the_readme_are_written_and_nothing_else():
     assert readme.fill(filled, {}, {"size": lambda results: "new"}) == filled
     with pytest.raises(ValueError, match="no table 'size'"):
         readme.fill(text, {}, {})
-
-
-def test_the_gpu_section_measures_every_part_on_any_device(monkeypatch):
-    monkeypatch.setattr(gpu, "_REPEATS", 2)
-    measured = gpu.measure(change(0.01), torch.device("cpu"))
-    assert set(measured) == {"diff_gb_s", "commit_ms", "read_ms", "put_ms", "digest_gb_s"}
-    assert all(figure > 0 for figure in measured.values())

@@ -1,0 +1,48 @@
+"""Whether the kernels are right on this machine's GPU, and how fast, as lines that can be posted.
+
+    python -m bench.gpu_check                 on a machine with a GPU, at most ten minutes
+    python -m bench.gpu_check --interpret     on one without: all but the speed, by Triton's interpreter
+
+Needs torch, Triton, numpy, numba and this project; nothing is downloaded. Ends with 1 if a line says FAIL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu_check", description=__doc__.splitlines()[0])
+    parser.add_argument("--interpret", action="store_true", help="by Triton's interpreter, without a GPU")
+    interpret = parser.parse_args().interpret
+    if interpret:
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+    failed = False
+    for line in _lines("cpu" if interpret else "cuda"):
+        print(line, flush=True)
+        failed |= line.startswith("FAIL")
+    return int(failed)
+
+
+def _lines(kind: str) -> Iterator[str]:
+    import torch
+
+    from bench.gpu_check import counts, environment, exact, speed
+
+    started = time.monotonic()
+    yield from environment.lines()
+    if kind == "cuda" and not torch.cuda.is_available():
+        yield "FAIL  there is no GPU that torch can use; --interpret checks the kernels without one"
+        return
+    for section in (exact, counts, speed):
+        yield from section.lines(torch.device(kind))
+    yield f"      {time.monotonic() - started:.0f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""How many kernels and waits a sync takes: as many for 10 tensors as for thousands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from bench.gpu_check.model import Replica
+from delta_weight_sync.device.launches import Counts, counted
+from delta_weight_sync.publish.mirror import Mirror
+from delta_weight_sync.publish.sharded import Part, own_block
+
+_ELEMENTS = 1 << 20
+_MOST_LAUNCHES, _MOST_WAITS = 20, 3
+
+
+def lines(device: torch.device) -> Iterator[str]:
+    """A line for each part of a sync."""
+    many = 20_000 if device.type == "cuda" else 1_000  # the interpreter takes a millisecond for each
+    few, all_of_them = _counts(10, device), _counts(many, device)
+    for part, counts in few.items():
+        right = counts == all_of_them[part]
+        right &= counts.launches <= _MOST_LAUNCHES and counts.waits <= _MOST_WAITS
+        text = f"{part}: {counts.launches} launches and {counts.waits} waits, for 10 tensors and for {many:,}"
+        yield f"{'PASS' if right else 'FAIL'}  {text}"
+
+
+def _counts(tensors: int, device: torch.device) -> dict[str, Counts]:
+    replica = Replica({f"w{i}": (_ELEMENTS // tensors,) for i in range(tensors)}, device)
+    mirror = Mirror("device")
+    for name, tensor in replica.tensors.items():
+        mirror.add(name, tensor)
+    parts = [Part(name, tensor, own_block(tensor, main=True)) for name, tensor in replica.tensors.items()]
+    mirror.keep(mirror.find(parts))  # the first time makes the table
+    with counted() as stage:
+        replica.memory.digest()
+        write, _ = replica.memory.prepare(replica.changes())
+    with counted() as commit:
+        write.do()
+    with counted() as diff:
+        mirror.keep(mirror.find(parts))
+    return {"diff": diff, "stage": stage, "commit": commit}

@@ -1,0 +1,44 @@
+"""The command for GPUs runs here by Triton's interpreter, says what it found, and fails where a kernel does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+BREAK = """
+import os, runpy, sys
+os.environ["TRITON_INTERPRET"] = "1"
+from delta_weight_sync.vllm import device_memory
+plain = device_memory.launch
+device_memory.launch = lambda kernel, *rest, **more: kernel.__name__ == "put" or plain(kernel, *rest, **more)
+sys.argv = ["gpu_check", "--interpret"]
+runpy.run_module("bench.gpu_check", run_name="__main__")
+"""
+
+
+@pytest.mark.full
+def test_without_a_gpu_the_kernels_are_interpreted():
+    said = subprocess.run(
+        [sys.executable, "-m", "bench.gpu_check", "--interpret"], capture_output=True, text=True
+    )
+    assert said.returncode == 0, said.stdout + said.stderr
+    verdicts = [line[:4] for line in said.stdout.splitlines() if not line.startswith(" ")]
+    assert verdicts == ["PASS"] * 5
+    assert "speed: unmeasured" in said.stdout
+
+
+def test_without_a_gpu_and_unasked_it_says_what_to_do():
+    said = subprocess.run([sys.executable, "-m", "bench.gpu_check"], capture_output=True, text=True)
+    assert said.returncode == 1
+    assert (
+        "FAIL  there is no GPU that torch can use; --interpret checks the kernels without one" in said.stdout
+    )
+
+
+@pytest.mark.full
+def test_a_kernel_that_writes_nothing_is_a_failure():
+    said = subprocess.run([sys.executable, "-c", BREAK], capture_output=True, text=True)
+    assert said.returncode == 1
+    assert "FAIL  a replica: every bit pattern" in said.stdout
