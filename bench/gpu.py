@@ -14,7 +14,7 @@ import torch
 
 from bench import deltas
 from bench.change import Change
-from bench.model import prepared
+from bench.model import prepared, whole_parts
 from bench.results import Results
 from bench.timing import Work
 from delta_weight_sync.digest_torch import tensor_digest as digest
@@ -44,7 +44,7 @@ def measure(change: Change, device: torch.device) -> dict[str, Any]:
         forth[0] = [Write(w.memory, w.index, w.new, w.old) for w in forth[0]]
 
     median = functools.partial(_median, finish=torch.cuda.synchronize if device.type == "cuda" else list)
-    diff_s = median(lambda: [mirror.diff(name, tensor) for name, tensor in live.items()], before=turn)
+    diff_s = median(lambda: mirror.keep(mirror.find(whole_parts(live.items()))), before=turn)
     commit_s = median(lambda: commit(forth[0], lambda failure: None))
     read_s = median(lambda: [scatter.moved(write.memory, write.index, write.new) for write in forth[0]])
     put_s = median(lambda: _put(forth[0]))

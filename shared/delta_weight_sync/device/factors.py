@@ -1,6 +1,6 @@
 """The factors of the state digest (`delta_weight_sync.digest`) for kernels, in 64-bit integers that wrap.
 
-    r(t, i) = outer(seed(t), i // 4096) * INNER[i mod 4096]
+r(t, i) = outer(seed(t), i // 4096) * INNER[i mod 4096]
 """
 
 from __future__ import annotations
