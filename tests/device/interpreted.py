@@ -4,13 +4,12 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Iterator
 from types import ModuleType
 from unittest import mock
 
 import pytest
 import triton.language as tl
-from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 
 from delta_weight_sync.publish import mirror
 
@@ -19,17 +18,20 @@ NAMES = ["device.factors", "device.compare", "device.tiles", "publish.on_device"
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters on the CPU are compared as those on a GPU are."""
-    kept = dict(vars(tl.core))  # the interpreter does not clean up behind functions that kernels call
     for name, module in _modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    for name in ("sum", "cumsum"):
-        monkeypatch.setattr(tl, name, InterpretedFunction(getattr(tl, name).fn))
+    # Triton's own functions were imported to be compiled, before the interpreter was asked for.
+    plus = tl.standard._sum_combine
+    monkeypatch.setattr(tl, "sum", lambda values, axis: tl.reduce(values, axis, plus))
+    monkeypatch.setattr(tl, "cumsum", lambda values, axis: tl.associative_scan(values, axis, plus))
+    # It prepares the language anew for each function that a kernel calls, and leaves it so.
+    monkeypatch.setattr(InterpretedFunction, "__call__", lambda function, *given: function.rewrite()(*given))
+    # It copies what a kernel is given to the host and back, where it is already.
+    monkeypatch.setattr(GridExecutor, "_init_args_hst", lambda _, *given: given)
+    monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)
     monkeypatch.setattr(mirror, "has_kernels", lambda tensor: True)
-    yield
-    for name, value in kept.items():
-        setattr(tl.core, name, value)
 
 
 @functools.cache
