@@ -5,7 +5,7 @@ The model goes back and forth between the two states of a change, so that every 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -17,6 +17,7 @@ from delta_weight_sync import codec
 from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.digest import tensor_digest
 from delta_weight_sync.publish.mirror import Mirror
+from delta_weight_sync.publish.sharded import Block, Part
 from delta_weight_sync.vllm import staging
 from delta_weight_sync.vllm.changes import Changes, collect, of_patch
 from delta_weight_sync.vllm.geometry import Geometry
@@ -67,7 +68,9 @@ class Model:
 
     def diff(self) -> None:
         """What the trainer waits for."""
-        self.found = [self.mirror.diff(name, tensor) for name, tensor in self.live()]
+        found = self.mirror.find(whole_parts(self.live()))
+        self.mirror.keep(found)
+        self.found = found.patches
 
     def encode(self, encoding: Encoding) -> None:
         """What the publisher's thread does then."""
@@ -89,6 +92,11 @@ class Model:
         bits = self.mirror.bits(name).copy()
         codec.apply(codec.inverse(self._pending[name]), bits)
         return bits
+
+
+def whole_parts(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Part]:
+    """What one process compares of its parameters: all of them."""
+    return (Part(name, tensor, Block.whole(tensor.shape)) for name, tensor in tensors)
 
 
 class Reader:

@@ -35,6 +35,8 @@ def _lines(kind: str) -> Iterator[str]:
     from bench.gpu_check import counts, environment, exact, speed
 
     started = time.monotonic()
+    if kind == "cpu":
+        _as_on_a_device()
     yield from environment.lines()
     if kind == "cuda" and not torch.cuda.is_available():
         yield "FAIL  there is no GPU that torch can use; --interpret checks the kernels without one"
@@ -42,6 +44,15 @@ def _lines(kind: str) -> Iterator[str]:
     for section in (exact, counts, speed):
         yield from section.lines(torch.device(kind))
     yield f"      {time.monotonic() - started:.0f} s"
+
+
+def _as_on_a_device() -> None:
+    """Tensors of the host are compared and written by the kernels, not by what is for the host."""
+    from delta_weight_sync.publish import mirror
+    from delta_weight_sync.vllm import device_memory, staging
+
+    mirror.has_kernels = lambda tensor: True
+    staging.memory_of = device_memory.DeviceMemory
 
 
 if __name__ == "__main__":

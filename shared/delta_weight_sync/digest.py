@@ -89,7 +89,7 @@ def _hash_change(
 
 
 @kernel
-def _hash_moved(
+def _add(
     bits: Bits, index: NDArray[np.int64], ulps: Bits, inner: NDArray[np.uint32], seed: np.uint64
 ) -> np.uint64:
     total, block, factor = np.uint64(0), _NO_BLOCK, np.uint64(0)
@@ -98,8 +98,9 @@ def _hash_moved(
         if i // np.uint64(BLOCK) != block:
             block = i // np.uint64(BLOCK)
             factor = outer(seed, block)
-        new = bits[i]
-        old = np.uint16(new - ulps[j])
+        old = bits[i]
+        new = np.uint16(old + ulps[j])
+        bits[i] = new
         total += factor * np.uint64(inner[i % np.uint64(BLOCK)]) * (np.uint64(new) - np.uint64(old))
     return total
 
@@ -119,9 +120,9 @@ def change_digest(name: str, index: NDArray[np.int64], old: Bits, new: Bits) -> 
     return int(_hash_change(index, old, new, INNER, seed(name)))
 
 
-def moved_digest(name: str, bits: Bits, index: NDArray[np.int64], ulps: Bits) -> int:
-    """As `change_digest`, for flat `bits` (uint16) to which `ulps` were already added at `index`."""
-    return int(_hash_moved(bits, index, ulps, INNER, seed(name)))
+def add(name: str, bits: Bits, index: NDArray[np.int64], ulps: Bits) -> int:
+    """Add `ulps` to flat `bits` (uint16) at `index`; what that adds to a digest (mod 2^64)."""
+    return int(_add(bits, index, ulps, INNER, seed(name)))
 
 
 def state_digest(state: Mapping[str, Bits]) -> int:

@@ -40,5 +40,5 @@ def test_without_a_gpu_and_unasked_it_says_what_to_do():
 @pytest.mark.full
 def test_a_kernel_that_writes_nothing_is_a_failure():
     said = subprocess.run([sys.executable, "-c", BREAK], capture_output=True, text=True)
-    assert said.returncode == 1
+    assert said.returncode == 1, said.stdout + said.stderr
     assert "FAIL  a replica: every bit pattern" in said.stdout

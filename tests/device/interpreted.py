@@ -11,6 +11,8 @@ import os
 from types import ModuleType
 from unittest import mock
 
+import pytest
+
 
 def interpreted(module: str) -> ModuleType:
     """`module`, with kernels that are interpreted."""
@@ -19,3 +21,17 @@ def interpreted(module: str) -> ModuleType:
 
 
 interpreted("triton.experimental.gluon")  # which the rest imports when it likes
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters on the host are compared as those on a GPU are."""
+    from triton.runtime.interpreter import GridExecutor, InterpretedFunction
+
+    interpreted("delta_weight_sync.publish.on_device")
+    monkeypatch.setattr("delta_weight_sync.publish.mirror.has_kernels", lambda tensor: True)
+    # It prepares the language anew for each function that a kernel calls, and leaves it so.
+    monkeypatch.setattr(InterpretedFunction, "__call__", lambda function, *given: function.rewrite()(*given))
+    # It copies what a kernel is given to the host and back, where it is already.
+    monkeypatch.setattr(GridExecutor, "_init_args_hst", lambda _, *given: given)
+    monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from delta_weight_sync import Publisher
 from delta_weight_sync.publish.mirror import Mirror
+from delta_weight_sync.publish.sharded import Part
 from tests import forked
 
 STEPS = 4
@@ -129,16 +130,16 @@ def _failing(fault: list[str]) -> int | None:
 def _send(publisher: Publisher, model: Model, fails: bool) -> None:
     """With a fault at one parameter, while the other ranks go on to the next ones."""
     whole = mock.patch.object(Mirror, "add", _out_of_memory(Mirror.add) if fails else Mirror.add)
-    part = mock.patch.object(Mirror, "diff", _out_of_memory(Mirror.diff) if fails else Mirror.diff)
+    part = mock.patch.object(Mirror, "_check", _out_of_memory(Mirror._check) if fails else Mirror._check)
     with whole, part:
         publisher.publish(model.named_parameters())
 
 
 def _out_of_memory(method: Any) -> Any:
-    def fail_at_wide(mirror: Mirror, name: str, *rest: Any) -> Any:
-        if name == "wide":
+    def fail_at_wide(mirror: Mirror, what: str | Part, *rest: Any) -> Any:
+        if "wide" in (what, getattr(what, "name", "")):
             raise MemoryError("no room for wide")
-        return method(mirror, name, *rest)
+        return method(mirror, what, *rest)
 
     return fail_at_wide
 

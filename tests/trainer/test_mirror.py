@@ -1,14 +1,14 @@
-"""The mirror: the diff is exact for every bit pattern, in every dtype and layout, on host and device path."""
+"""The mirror of parameters on the host: the diff is exact in every dtype and layout."""
 
 import numpy as np
 import pytest
 import torch
 
 from delta_weight_sync.checkpoint import to_bits
+from delta_weight_sync.codec import Patch
 from delta_weight_sync.digest import tensor_digest
-from delta_weight_sync.publish import mirror
-from delta_weight_sync.publish.mirror import Mirror, diff_flat
-from delta_weight_sync.publish.sharded import Block
+from delta_weight_sync.publish.mirror import Mirror
+from delta_weight_sync.publish.sharded import Block, Part
 
 ODD = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, -1e-40, 3.0])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -23,23 +23,11 @@ def pairs(dtype: torch.dtype, numel: int = 5003) -> tuple[torch.Tensor, torch.Te
     return old.to(dtype), new.to(dtype)
 
 
-def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.bfloat16, copy=True).view(torch.int16)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_device_path_finds_what_the_host_path_finds(dtype, monkeypatch):
-    """Its tensor operations are those of a GPU; chunks are small, so that there are several."""
-    old, new = pairs(dtype)
-    host, device = as_bits(old), as_bits(old)
-    expected = diff_flat(host, new)
-    monkeypatch.setattr(mirror, "_HOST_CHUNK", 1000)
-    monkeypatch.setattr(mirror, "_diff_on_host", mirror._diff_on_device)
-    index, ulps = diff_flat(device, new)
-    np.testing.assert_array_equal(index, expected[0])
-    np.testing.assert_array_equal(ulps, expected[1])
-    assert torch.equal(host, device)
-    assert torch.equal(host, as_bits(new))
+def diff(kept: Mirror, tensor: torch.Tensor, block: Block | None = None) -> Patch:
+    """What changed in the mirror's "w", or in a block of it, after which the mirror has it."""
+    found = kept.find([Part("w", tensor, block or Block.whole(tensor.shape))])
+    kept.keep(found)
+    return found.patches[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -48,7 +36,7 @@ def test_the_diff_leads_from_the_old_bits_to_the_new_ones(dtype):
     was, now = to_bits(old), to_bits(new)
     kept = Mirror()
     kept.add("w", old)
-    patch = kept.diff("w", new)
+    patch = diff(kept, new)
     np.testing.assert_array_equal(patch.index, np.flatnonzero(was != now))
     np.testing.assert_array_equal(patch.ulps, (now - was)[patch.index])
     np.testing.assert_array_equal(kept.bits("w"), now)
@@ -72,7 +60,7 @@ def test_any_layout_in_memory_is_the_same_parameter(layout):
     plain.add("w", layout(values).contiguous())
     values += 0.01 * torch.randn(values.shape, generator=generator)
     assert not np.array_equal(kept.bits("w"), to_bits(layout(values)))
-    found, expected = kept.diff("w", layout(values)), plain.diff("w", layout(values).contiguous())
+    found, expected = diff(kept, layout(values)), diff(plain, layout(values).contiguous())
     np.testing.assert_array_equal(found.index, expected.index)
     np.testing.assert_array_equal(found.ulps, expected.ulps)
     np.testing.assert_array_equal(kept.bits("w"), to_bits(layout(values)))
@@ -95,9 +83,21 @@ def test_a_block_is_compared_and_taken_over_where_it_lies(box):
         kept.add("w", values)
     before = ours.bits("w").copy()
     values[box.at] *= -1
-    patch = ours.diff("w", values[box.at], box)
-    theirs.take(patch)
+    patch = diff(ours, values[box.at], box)
+    theirs.take([patch])
     np.testing.assert_array_equal(patch.index, np.flatnonzero(before != to_bits(values)))
     for kept in (ours, theirs):
         np.testing.assert_array_equal(kept.bits("w"), to_bits(values))
         assert kept.digest % 2**64 == tensor_digest("w", to_bits(values))
+
+
+def test_what_was_found_is_in_the_mirror_only_once_it_is_kept():
+    """Until then the publisher's thread reads the bits that were handed over before."""
+    kept, new = Mirror(), torch.tensor([1.0, 3.0])
+    kept.add("w", torch.tensor([1.0, 2.0]))
+    before, digest = kept.bits("w").copy(), kept.digest
+    found = kept.find([Part("w", new, Block.whole(new.shape))])
+    np.testing.assert_array_equal(kept.bits("w"), before)
+    assert kept.digest == digest
+    kept.keep(found)
+    np.testing.assert_array_equal(kept.bits("w"), to_bits(new))

@@ -51,16 +51,13 @@ def diff(name: str, old: Bits, new: Bits) -> Patch:
     return Patch(name, new.shape, index, ulps)
 
 
-def diff_flat(old: Bits, new: Bits, first: int = 0, *, update: bool = False) -> tuple[Index, Bits]:
-    """(index, ulps) of two flat arrays whose first element has position `first`.
-
-    With `update`, `old` becomes `new`.
-    """
+def diff_flat(old: Bits, new: Bits, first: int = 0) -> tuple[Index, Bits]:
+    """(index, ulps) of two flat arrays whose first element has position `first`."""
     scratch = _scratch()
     found: list[tuple[Index, Bits]] = []
     for start in range(0, old.size, CHUNK):
         parts = old[start : start + CHUNK], new[start : start + CHUNK]
-        count = _scan(*parts, first + start, update, *scratch)
+        count = _scan(*parts, first + start, *scratch)
         found.append((scratch[0][:count].copy(), scratch[1][:count].copy()))
     return join([index for index, _ in found], np.int64), join([ulps for _, ulps in found], np.uint16)
 
@@ -116,7 +113,7 @@ def _merge_one(first: Patch, second: Patch) -> Patch:
 
 
 @kernel
-def _scan(old: Bits, new: Bits, first: int, update: bool, index: Index, ulps: Bits) -> int:
+def _scan(old: Bits, new: Bits, first: int, index: Index, ulps: Bits) -> int:
     count = 0
     whole = old.size // LANES * LANES
     for start in range(0, old.size, LANES):
@@ -131,8 +128,6 @@ def _scan(old: Bits, new: Bits, first: int, update: bool, index: Index, ulps: Bi
             word &= word - np.uint64(1)
             index[count] = first + at
             ulps[count] = new[at] - old[at]
-            if update:
-                old[at] = new[at]
             count += 1
     return count
 

@@ -1,26 +1,43 @@
 """The trainer's one bf16 copy of the model, and the diff of live parameters against it.
 
-A parameter is cast and compared a chunk at a time, and the mirror takes the new bits over as they are found,
-so that beside the mirror itself only a chunk and the changed elements take memory. The mirror of a GPU's
-parameters is on the GPU ("device": fastest) or in pinned host memory ("host": no GPU memory, each chunk is
-copied up for the comparison); either way only the changed elements leave the GPU.
+A hand-over has two halves: `find` tells what differs and only reads, so that others may read the mirror
+meanwhile, and `keep` writes it into the mirror. The mirror of a GPU's parameters is on the GPU ("device":
+fastest) or in pinned host memory ("host": no GPU memory, read over the bus as it is compared); either way
+only the changed elements leave the GPU. Parameters on the host are cast and compared a chunk at a time.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 
-from delta_weight_sync import codec
+from delta_weight_sync import codec, digest
 from delta_weight_sync.codec import Bits, Patch
-from delta_weight_sync.digest import change_digest, moved_digest, tensor_digest
-from delta_weight_sync.publish.sharded import Block
+from delta_weight_sync.device.pinned import pin
+from delta_weight_sync.publish.sharded import Part
+
+if TYPE_CHECKING:  # needs Triton, which only a GPU's torch brings along
+    from delta_weight_sync.publish.on_device import Changes, DeviceDiff
 
 Place = Literal["host", "device"]
-_HOST_CHUNK = 1 << 18  # elements; the cast chunk stays in the cache
-_DEVICE_CHUNK = 1 << 24
+_CHUNK = 1 << 18  # elements; the cast chunk stays in the cache
+
+
+@dataclass(frozen=True)
+class Found:
+    """What differs from the mirror, by where it was compared."""
+
+    here: list[Patch]
+    there: list[Changes]
+
+    @property
+    def patches(self) -> list[Patch]:
+        """One for each part that was compared, empty if it has not changed."""
+        return self.here + [patch for changes in self.there for patch in changes.patches]
 
 
 class Mirror:
@@ -29,6 +46,8 @@ class Mirror:
     def __init__(self, place: Place = "host") -> None:
         self._place = place
         self._bits: dict[str, torch.Tensor] = {}  # int16, the parameter's shape, contiguous
+        self._devices: dict[torch.device, DeviceDiff] = {}
+        self._reachable: set[str] = set()  # by the kernels that compare the parameter
         self.digest = 0
 
     def __contains__(self, name: str) -> bool:
@@ -51,75 +70,102 @@ class Mirror:
         """Start to mirror a parameter; any float dtype."""
         cast = tensor.detach().to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
         bits = cast.view(torch.int16)
-        if bits.is_cuda and self._place == "host":
-            bits = bits.cpu().pin_memory()
-        self._bits[name] = bits
-        self.digest += tensor_digest(name, self.bits(name))
+        self._bits[name] = bits if self._place == "device" else bits.cpu()
+        self.digest += digest.tensor_digest(name, self._bits[name].cpu().numpy().view(np.uint16))
 
     def bits(self, name: str) -> Bits:
         """The bits of one parameter on the host; a view where they are there already."""
-        return self._bits[name].cpu().numpy().view(np.uint16)
+        bits = self._bits[name]
+        if bits.is_cuda:
+            bits = self._on(bits.device).aside.read(bits)
+        return bits.numpy().view(np.uint16)
 
-    def diff(self, name: str, tensor: torch.Tensor, block: Block | None = None) -> Patch:
-        """What changed since the last time, after which the mirror equals `tensor`; any float dtype.
+    def find(self, parts: Iterable[Part]) -> Found:
+        """What changed in the parts since the last time, of any float dtype; nothing is written.
 
-        With `block`, `tensor` is only that box of the parameter.
+        Parts on the host are compared one by one as they come, those on a device when all of them are there.
+        Raises `CodecError` if a shape changed.
         """
-        if (
-            tensor.is_cuda and self._place == "device" and not self._bits[name].is_cuda
-        ):  # a resumed run's bits are on the host
-            self._bits[name] = self._bits[name].to(tensor.device)
-        whole = self._bits[name]
-        old = whole[block.at] if block and block.shape == whole.shape else whole
-        if old.shape != tensor.shape:
-            raise codec.CodecError(
-                f"{name}: shape changed from {tuple(old.shape)} to {tuple(tensor.shape)} within a run"
-            )
-        flat = old.reshape(-1)  # a view where the box is one stretch of memory, else a copy
-        index, ulps = diff_flat(flat, tensor.detach().reshape(-1))
-        if not old.is_contiguous():
-            old.copy_(flat.view(old.shape))
-        patch = Patch(name, tuple(whole.shape), block.positions(index) if block else index, ulps)
-        self._note(patch)
-        return patch
+        here: list[Patch] = []
+        there: dict[torch.device, list[Part]] = {}
+        for part in parts:
+            self._check(part)
+            if has_kernels(part.tensor):
+                there.setdefault(part.tensor.device, []).append(part)
+            else:
+                here.append(self._compare(part))
+        return Found(here, [self._find_on(device, some) for device, some in there.items()])
 
-    def take(self, patch: Patch) -> None:
-        """Apply a patch that was found elsewhere."""
-        flat, index = self._bits[patch.name].view(-1), torch.from_numpy(patch.index)
-        flat[index.to(flat.device)] += torch.from_numpy(patch.ulps.view(np.int16)).to(flat.device)
-        self._note(patch)
+    def keep(self, found: Found) -> None:
+        """Take over what was found, after which the mirror equals the parameters."""
+        self.take(found.here)
+        for changes in found.there:
+            self.digest += changes.moved
+            if self._place == "device":
+                self._on(changes.tiles.device).keep(changes)
+            else:
+                for patch in changes.patches:
+                    codec.apply(patch, self.bits(patch.name))
 
-    def _note(self, patch: Patch) -> None:
-        flat = self._bits[patch.name].view(-1)
-        if flat.device.type == "cpu":
-            self.digest += moved_digest(patch.name, flat.numpy().view(np.uint16), patch.index, patch.ulps)
+    def take(self, patches: Iterable[Patch]) -> None:
+        """Apply patches that were found elsewhere."""
+        there: dict[torch.device, list[Patch]] = {}
+        for patch in patches:
+            bits = self._bits[patch.name]
+            if bits.is_cuda:
+                there.setdefault(bits.device, []).append(patch)
+            else:
+                flat = bits.view(-1).numpy().view(np.uint16)
+                self.digest += digest.add(patch.name, flat, patch.index, patch.ulps)
+        for device, some in there.items():
+            self.digest += self._on(device).take(some, self._bits)
+
+    def _check(self, part: Part) -> None:
+        was, block = tuple(self._bits[part.name].shape), part.block
+        if block.shape != was or block.extent != tuple(part.tensor.shape):
+            raise codec.CodecError(f"{part.name}: shape changed from {was} to {block.shape} within a run")
+
+    def _compare(self, part: Part) -> Patch:
+        """On the host, where the parameter is."""
+        if self._bits[part.name].is_cuda:
+            self._bits[part.name] = self._bits[part.name].cpu()
+            self._reachable.discard(part.name)
+        old = self._bits[part.name][part.block.at].reshape(-1)  # a copy where the box is no stretch of memory
+        index, ulps = diff_flat(old, part.tensor.detach().reshape(-1))
+        return Patch(part.name, part.block.shape, part.block.positions(index), ulps)
+
+    def _find_on(self, device: torch.device, parts: list[Part]) -> Changes:
+        if far := [part.name for part in parts if part.name not in self._reachable]:
+            self._bring(far, device)
+            self._reachable.update(far)
+        return self._on(device).find(parts, self._bits)
+
+    def _bring(self, names: list[str], device: torch.device) -> None:
+        """To where the device's kernels can read: what was added, or resumed, lies in the host's memory."""
+        if self._place == "host":
+            pin(self, self._bits, names, device)
             return
-        new = flat[torch.from_numpy(patch.index).to(flat.device)].cpu().numpy().view(np.uint16)
-        self.digest += change_digest(patch.name, patch.index, new - patch.ulps, new)
+        for name in names:
+            self._bits[name] = self._bits[name].to(device)
+
+    def _on(self, device: torch.device) -> DeviceDiff:
+        if device not in self._devices:
+            from delta_weight_sync.publish.on_device import DeviceDiff
+
+            self._devices[device] = DeviceDiff(device)
+        return self._devices[device]
+
+
+def has_kernels(tensor: torch.Tensor) -> bool:
+    """Whether kernels compare it; else it is compared on the host."""
+    return tensor.is_cuda
 
 
 def diff_flat(old: torch.Tensor, new: torch.Tensor) -> tuple[codec.Index, Bits]:
-    """(index, ulps) where flat bf16 bits `old` (int16) differ from `new` (any float); updates `old`."""
-    step = _DEVICE_CHUNK if new.is_cuda else _HOST_CHUNK
-    find = _diff_on_device if new.is_cuda else _diff_on_host
-    found = [
-        find(old[start : start + step], new[start : start + step], start)
-        for start in range(0, old.numel(), step)
-    ]
+    """(index, ulps) where flat bf16 bits `old` (int16) differ from `new` (any float), both on the host."""
+    found = []
+    for start in range(0, old.numel(), _CHUNK):
+        cast = new[start : start + _CHUNK].to(torch.bfloat16).contiguous().view(torch.int16)
+        was, now = (bits.numpy().view(np.uint16) for bits in (old[start : start + _CHUNK], cast))
+        found.append(codec.diff_flat(was, now, start))
     return codec.join([index for index, _ in found], np.int64), codec.join([u for _, u in found], np.uint16)
-
-
-def _diff_on_host(old: torch.Tensor, new: torch.Tensor, first: int) -> tuple[codec.Index, Bits]:
-    new_bits = new.to(torch.bfloat16).contiguous().view(torch.int16).numpy().view(np.uint16)
-    return codec.diff_flat(old.numpy().view(np.uint16), new_bits, first, update=True)
-
-
-def _diff_on_device(old: torch.Tensor, new: torch.Tensor, first: int) -> tuple[codec.Index, Bits]:
-    """With tensor operations, which run on every device; `old` may be in host memory."""
-    new_bits = new.to(torch.bfloat16).contiguous().view(torch.int16)
-    there = old.to(new.device, non_blocking=True)
-    index = torch.nonzero(new_bits != there).view(-1)
-    values = new_bits[index]
-    ulps = (values - there[index]).cpu().numpy().view(np.uint16)
-    old[index.to(old.device)] = values.to(old.device)
-    return index.cpu().numpy() + first, ulps

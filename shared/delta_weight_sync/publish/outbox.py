@@ -18,7 +18,7 @@ import logging
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -28,10 +28,10 @@ from delta_weight_sync.checkpoint import WEIGHTS, write_bits
 from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.digest import tensor_digest, to_hex
 from delta_weight_sync.protocol import AnchorRef, DeltaRef, Manifest
-from delta_weight_sync.publish.mirror import Mirror, Place
+from delta_weight_sync.publish.mirror import Found, Mirror, Place
 from delta_weight_sync.publish.pending import PendingUpdate, published_bits
 from delta_weight_sync.publish.run_writer import RunWriter
-from delta_weight_sync.publish.sharded import Weights, local, own_block, union
+from delta_weight_sync.publish.sharded import Part, Weights, local, own_block, union
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.store import AccessDenied, BucketError, BucketMissing
 
@@ -117,8 +117,11 @@ class Outbox:
 
     def _add(self, weights: Weights, sync: int, remote_patches: Callable[[], list[Patch]]) -> None:
         started, created_at = time.perf_counter(), time.time()
+        # Without the lock, for it waits until the steps that are queued on a GPU are done.
+        found, theirs, patches = self._diff(weights, remote_patches)
         with self._changed:
-            patches = self._diff(weights, remote_patches)
+            self._mirror.keep(found)
+            self._mirror.take(theirs)
             diff_s = time.perf_counter() - started
             new = PendingUpdate(patches, self._mirror.digest, sync, created_at, diff_s)
             self._waiting = self._waiting.then(new) if self._waiting else new
@@ -129,22 +132,30 @@ class Outbox:
         kept = self._mirror.shapes.keys() - names
         return sum(tensor_digest(name, self._mirror.bits(name)) for name in kept)
 
-    def _diff(self, weights: Weights, remote_patches: Callable[[], list[Patch]]) -> list[Patch]:
-        found: dict[str, list[Patch]] = {}
+    def _diff(
+        self, weights: Weights, remote_patches: Callable[[], list[Patch]]
+    ) -> tuple[Found, list[Patch], list[Patch]]:
+        """What this rank found, what the others found, and both by tensor; only reads the mirror."""
+        by_name: dict[str, list[Patch]] = {}
+        found = self._mirror.find(self._parts(weights, by_name))
+        self._given = self._given or set(by_name)
+        if missing := self._given - by_name.keys():
+            raise codec.CodecError(f"parameter {min(missing)} was not handed over; a version holds every one")
+        theirs = remote_patches()
+        for patch in (*found.patches, *theirs):
+            by_name[patch.name].append(patch)
+        return found, theirs, [patch for parts in by_name.values() for patch in union(parts)]
+
+    def _parts(self, weights: Weights, names: dict[str, list[Patch]]) -> Iterator[Part]:
+        """What this rank compares of the weights; `names` gets all of their names in order."""
         for name, tensor in weights:
             if name not in self._mirror:
                 raise codec.CodecError(
                     f"parameter {name} is not part of the run; start a new run for a new model"
                 )
-            block = own_block(tensor, main=True)
-            found[name] = [self._mirror.diff(name, local(tensor), block)] if block else []
-        self._given = self._given or set(found)
-        if missing := self._given - found.keys():
-            raise codec.CodecError(f"parameter {min(missing)} was not handed over; a version holds every one")
-        for patch in remote_patches():
-            self._mirror.take(patch)
-            found[patch.name].append(patch)
-        return [patch for parts in found.values() for patch in union(parts)]
+            names[name] = []
+            if block := own_block(tensor, main=True):
+                yield Part(name, local(tensor), block)
 
     def _publish_base(self, weights: Weights, sync: int) -> None:
         started, created_at = time.perf_counter(), time.time()

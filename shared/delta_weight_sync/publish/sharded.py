@@ -15,7 +15,7 @@ import datetime
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard, cast
+from typing import Any, NamedTuple, Self, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -45,10 +45,22 @@ class Block:
     offset: tuple[int, ...]
     extent: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Self:
+        """All of a parameter."""
+        return cls(tuple(shape), (0,) * len(shape), tuple(shape))
+
     @property
     def at(self) -> tuple[slice, ...]:
         """The box as an index into the parameter."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.extent, strict=True))
+
+    def stretches(self) -> tuple[Index, int]:
+        """Where in the parameter its stretches of memory begin, int64 [n] in order, and their length."""
+        rest = range(1, len(self.shape) + 1)
+        outer = next((d for d in rest if self.extent[d:] == self.shape[d:]), 1) - 1
+        length = math.prod(self.extent[outer:])
+        return self.positions(np.arange(0, math.prod(self.extent), max(1, length))), length
 
     def positions(self, index: Index) -> Index:
         """Row-major positions in the parameter of row-major positions in the box."""
@@ -61,6 +73,14 @@ class Block:
         return np.ravel_multi_index(where, self.shape).astype(np.int64)
 
 
+class Part(NamedTuple):
+    """What one rank compares of a parameter: `tensor`, of the block's extent, is the block's elements."""
+
+    name: str
+    tensor: torch.Tensor
+    block: Block
+
+
 def own_block(tensor: torch.Tensor, *, main: bool) -> Block | None:
     """What of a parameter this rank diffs; None if that is up to another rank.
 
@@ -68,8 +88,7 @@ def own_block(tensor: torch.Tensor, *, main: bool) -> Block | None:
     its first rank diffs it.
     """
     if not _is_block(tensor):
-        shape = tuple(tensor.shape)
-        return Block(shape, (0,) * len(shape), shape) if main else None
+        return Block.whole(tensor.shape) if main else None
     mesh, placements = tensor.device_mesh, tensor.placements
     extent, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     here = mesh.get_coordinate() or ()
@@ -85,14 +104,15 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def gathered(weights: Weights, *, first: bool, main: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights, of which the main rank gets some in full: all at `first`, then those that are no block.
 
-    A collective: every rank takes it to its end. The others see their own part of each tensor.
+    A collective: every rank takes it to its end. The others see their own part of each tensor. Those that are
+    no block come on the host, where they are compared one by one, so that the device never holds two of them.
     """
     for name, tensor in weights:
         if not isinstance(tensor, DTensor) or (_is_block(tensor) and not first):
             yield name, tensor
         else:
             full = cast(DTensor, tensor.detach().to(torch.bfloat16)).full_tensor()
-            yield name, full if main else tensor
+            yield name, (full if first else full.cpu()) if main else tensor
 
 
 def _is_block(tensor: torch.Tensor) -> TypeGuard[DTensor]:

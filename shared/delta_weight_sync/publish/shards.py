@@ -6,7 +6,7 @@ import torch
 
 from delta_weight_sync.codec import CodecError, Patch
 from delta_weight_sync.publish.mirror import Mirror, Place
-from delta_weight_sync.publish.sharded import Block, Weights, local, own_block
+from delta_weight_sync.publish.sharded import Block, Part, Weights, local, own_block
 
 
 class Shards:
@@ -25,7 +25,10 @@ class Shards:
 
     def changes(self, weights: Weights) -> list[Patch]:
         """What changed in them since the last time; `CodecError` if they lie elsewhere by now."""
-        return [self._diff(*named) for named in weights if self._is_mine(*named)]
+        mine = ((name, local(tensor)) for name, tensor in weights if self._is_mine(name, tensor))
+        found = self._mirror.find(Part(name, part, Block.whole(part.shape)) for name, part in mine)
+        self._mirror.keep(found)
+        return [self._placed(patch) for patch in found.patches]
 
     def _is_mine(self, name: str, tensor: torch.Tensor) -> bool:
         block = own_block(tensor, main=False)
@@ -35,7 +38,7 @@ class Shards:
             )
         return block is not None
 
-    def _diff(self, name: str, tensor: torch.Tensor) -> Patch:
-        block, found = self._blocks[name], self._mirror.diff(name, local(tensor))
+    def _placed(self, patch: Patch) -> Patch:
+        block = self._blocks[patch.name]
         assert block is not None
-        return Patch(name, block.shape, block.positions(found.index), found.ulps)
+        return Patch(patch.name, block.shape, block.positions(patch.index), patch.ulps)

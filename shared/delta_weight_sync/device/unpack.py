@@ -1,0 +1,32 @@
+"""What the kernels found, as positions and steps: the host's half of `compare.find`."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from delta_weight_sync.kernel import kernel
+
+_COUNTS, _BLOCK = 8192, 4096  # as in compare.py
+
+
+@kernel
+def unpack(
+    notes: NDArray[np.int64],
+    found: NDArray[np.int32],
+    blocks: NDArray[np.int64],
+    index: NDArray[np.int64],
+    ulps: NDArray[np.uint16],
+) -> None:
+    """Fill `index` and `ulps` with the changes of all tiles in order.
+
+    `notes`: int64 [tiles], `place * 8192 + count`. `found`: `position within the tile << 16 | ulps`.
+    `blocks`: int64 [tiles], their numbers in their tensors.
+    """
+    at = 0
+    for tile in range(notes.size):
+        place, first = notes[tile] // _COUNTS, blocks[tile] * _BLOCK
+        for j in range(place, place + notes[tile] % _COUNTS):
+            index[at] = first + (found[j] >> 16)
+            ulps[at] = found[j] & 0xFFFF
+            at += 1

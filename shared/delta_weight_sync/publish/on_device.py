@@ -1,0 +1,125 @@
+"""The diff of all parameters on one device: a few launches and at most three waits, however many they are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from delta_weight_sync.codec import Bits, Index, Patch
+from delta_weight_sync.device.aside import Aside
+from delta_weight_sync.device.compare import COUNTS, TILE, TOTALS, add, find, keep
+from delta_weight_sync.device.factors import inner
+from delta_weight_sync.device.launches import launch, read
+from delta_weight_sync.device.tiles import KINDS, Stretches, Tiles
+from delta_weight_sync.device.unpack import unpack
+from delta_weight_sync.digest import change_digest
+from delta_weight_sync.publish.sharded import Part
+
+Mirrors = Mapping[str, torch.Tensor]  # int16, in memory that the device can read
+_ROOM = 64  # changes per tile that fit at once, at first
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What differs from the mirrors, one patch per part, and how far that moves the digest.
+
+    `book` and `found` are the kernels' (see `device.compare`), for as long as the mirrors lack the changes.
+    """
+
+    patches: list[Patch]
+    moved: int
+    tiles: Tiles
+    book: torch.Tensor
+    found: torch.Tensor
+
+
+class DeviceDiff:
+    """Compares parameters on one device with their mirrors and writes these, on the trainer's stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.aside = Aside(device)
+        self._device, self._room = device, 0
+        self._key: Sequence[tuple[object, ...]] = []
+        self._tiles: Tiles | None = None
+
+    def find(self, parts: Sequence[Part], mirrors: Mirrors) -> Changes:
+        """What changed in the parts, of any float dtype and layout; writes nothing."""
+        readable = [part._replace(tensor=_readable(part.tensor)) for part in parts]
+        with torch.accelerator.device_index(self._device.index):
+            tiles = self._tiles_of(readable, mirrors)
+            book, found, notes = self._compare(tiles)
+            if notes[0] > found.numel():
+                self._room = int(notes[0]) * 5 // 4
+                book, found, notes = self._compare(tiles)
+            packed = read(found[: notes[0]]).numpy()
+        index, ulps = np.empty(notes[0], np.int64), np.empty(notes[0], np.uint16)
+        unpack(notes[TOTALS.value :], packed, tiles.blocks, index, ulps)
+        return Changes(_split(parts, tiles, notes, index, ulps), int(notes[1]), tiles, book, found)
+
+    def keep(self, changes: Changes) -> None:
+        """Let the mirrors, which are on the device, have the new bits; does not wait."""
+        tiles = changes.tiles
+        with torch.accelerator.device_index(self._device.index):
+            launch(keep, tiles.count, tiles.entries, tiles.owners, changes.book, changes.found)
+        self.aside.wrote()
+
+    def take(self, patches: Sequence[Patch], mirrors: Mirrors) -> int:
+        """Add what was found elsewhere to mirrors on the device; how far that moves the digest."""
+        index = np.concatenate([mirrors[p.name].data_ptr() + 2 * p.index for p in patches])
+        ulps = np.concatenate([p.ulps for p in patches])
+        with torch.accelerator.device_index(self._device.index):
+            there = torch.from_numpy(ulps.view(np.int16)).to(self._device)
+            old = torch.empty_like(there)
+            addresses = torch.from_numpy(index).to(self._device)
+            launch(add, -(-index.size // TILE.value), addresses, there, old, index.size)
+            was = read(old).numpy().view(np.uint16)
+        parts = np.split(was, np.cumsum([p.index.size for p in patches])[:-1])
+        return sum(
+            change_digest(p.name, p.index, bits, bits + p.ulps)
+            for p, bits in zip(patches, parts, strict=True)
+        )
+
+    def _tiles_of(self, parts: Sequence[Part], mirrors: Mirrors) -> Tiles:
+        """The table: that of the last time where nothing has moved since."""
+        key = [
+            (p.name, p.block, p.tensor.dtype, p.tensor.data_ptr(), mirrors[p.name].data_ptr()) for p in parts
+        ]
+        if self._tiles is None or key != self._key:
+            lie = [Stretches(p.name, p.tensor, mirrors[p.name], *p.block.stretches()) for p in parts]
+            self._tiles, self._key = Tiles(lie, self._device), key
+            self._room = max(self._room, self._tiles.count * _ROOM)
+        return self._tiles
+
+    def _compare(self, tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor, Index]:
+        book = torch.zeros(TOTALS.value + tiles.count, dtype=torch.int64, device=self._device)
+        found = torch.empty(self._room, dtype=torch.int32, device=self._device)
+        table = tiles.entries, tiles.owners
+        for dtype, whole, which in tiles.launches:
+            rest = inner(self._device), _nan(dtype, self._device), book, found, self._room
+            launch(find, which.numel(), *table, which, *rest, kind=KINDS[dtype], whole=whole)
+        return book, found, read(book).numpy()
+
+
+def _readable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy in bf16 if it is of an unusual dtype or not contiguous."""
+    if tensor.dtype in KINDS and tensor.is_contiguous():
+        return tensor
+    return tensor.to(torch.bfloat16).contiguous()
+
+
+def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """int16 [1]: the bits that torch's cast makes of a NaN, which differ by device and dtype."""
+    return torch.full((1,), torch.nan, dtype=dtype, device=device).to(torch.bfloat16).view(torch.int16)
+
+
+def _split(parts: Sequence[Part], tiles: Tiles, notes: Index, index: Index, ulps: Bits) -> list[Patch]:
+    upto = np.concatenate([[0], np.cumsum(notes[TOTALS.value :] % COUNTS.value)])
+    ends = upto[np.concatenate([[0], tiles.ends])].tolist()
+    return [
+        Patch(part.name, part.block.shape, index[a:b], ulps[a:b])
+        for part, (a, b) in zip(parts, itertools.pairwise(ends), strict=True)
+    ]
