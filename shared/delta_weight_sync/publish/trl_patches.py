@@ -1,9 +1,10 @@
-"""What TRL 1.16's async GRPO needs to run on a CPU, in float32, without vLLM on the trainer's box, and with
-weights that are published as they lie on several ranks.
+"""What TRL 1.16's async GRPO needs to run on a CPU, in float32, without vLLM on the trainer's box, without a
+kernel from the Hub, and with weights that are published as they lie on several ranks.
 
 Patches of TRL internals, for whoever calls `install`: pinned to the release they were written for. Each place
-is looked at first, and where it does not look as expected any more, that is said loudly. With a GPU, 16-bit
-weights, vLLM installed and one process, TRL needs none of them.
+is looked at first, and where it does not look as expected any more, that is said loudly. With a GPU that
+FlashAttention 3 knows, the package `kernels`, the Hub, 16-bit arithmetic, vLLM installed and one process, TRL
+needs none of them.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ from typing import Any
 
 import torch
 import trl
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.weak import WeakTensorKeyDictionary
 from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker, packing
+from trl.trainer.utils import get_peak_flops_per_device
 
 TESTED = "1.16."
 Named = Iterator[tuple[str, torch.Tensor]]
 
 
-def install(*, flash_attention: bool = False) -> None:
-    """Patch TRL in this process; raises `RuntimeError` if this release is not the tested one.
-
-    `flash_attention` keeps TRL's own attention kernel: it needs a GPU and 16-bit weights.
-    """
+def install() -> None:
+    """Patch TRL in this process; raises `RuntimeError` if this release is not the tested one."""
     if not trl.__version__.startswith(TESTED):
         raise RuntimeError(
             f"tested with trl {TESTED}*, found {trl.__version__}; pip install 'trl=={TESTED}0'"
@@ -33,10 +35,8 @@ def install(*, flash_attention: bool = False) -> None:
     if "_streaming_iter" not in async_grpo_trainer.AsyncGRPOTrainer._sync_weight_merged.__code__.co_names:
         raise RuntimeError(f"trl {trl.__version__} syncs weights in another way; adapt trl_patches.py")
     _rollouts_without_vllm()
-    if not flash_attention:
-        _attention_without_kernel()
-    if not torch.cuda.is_available():
-        _throughput_without_gpu()
+    _attention_without_download()
+    _throughput_without_gpu()
 
 
 def _rollouts_without_vllm() -> None:
@@ -47,10 +47,10 @@ def _rollouts_without_vllm() -> None:
     _replace(async_rollout_worker, "is_vllm_available", lambda *args, **kwargs: True)
 
 
-def _attention_without_kernel() -> None:
-    """Tree packing downloads FlashAttention 3, which needs a GPU and 16-bit weights.
+def _attention_without_download() -> None:
+    """Tree packing takes FlashAttention 3 from the Hub in its first step, for some GPUs and 16 bits only.
 
-    Ends when TRL falls back to another `attn_implementation`, as transformers does.
+    Ends when TRL takes PyTorch's own attention where the package `kernels` is not installed.
     """
     _replace(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=_varlen_attention))
 
@@ -60,7 +60,11 @@ def _throughput_without_gpu() -> None:
 
     Ends when `get_peak_flops_per_device` returns None on a CPU, as it does for an unknown GPU.
     """
-    _replace(async_grpo_trainer, "get_peak_flops_per_device", lambda *args, **kwargs: None)
+
+    def known(accelerator: Any, dtype: str) -> float | None:
+        return get_peak_flops_per_device(accelerator, dtype) if accelerator.device.type == "cuda" else None
+
+    _replace(async_grpo_trainer, "get_peak_flops_per_device", known)
 
 
 class BucketGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
@@ -127,26 +131,73 @@ def _varlen_attention(
     softmax_scale: float | None = None,
     causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
 ) -> torch.Tensor:
-    """FlashAttention's varlen function through PyTorch's SDPA.
+    """FlashAttention's varlen function through PyTorch: its kernel for 16 bits on a GPU, elsewhere its SDPA.
 
-    `q` is [tokens, heads, head_dim], `k` and `v` likewise with fewer heads; `starts_*` are the cumulative
-    lengths of the packed sequences. Causal masks are aligned to the bottom right, as FlashAttention does.
+    `q` is [queries, heads, head_dim], `k` and `v` are [keys, heads or fewer, head_dim]; `starts_*` int32
+    [sequences + 1] are the cumulative lengths of the packed sequences, `max_*` the longest of them. The last
+    query of a sequence sees its last key; each sees `window_size[0]` keys before its own, or all (-1).
     """
-    if not causal or window_size != (-1, -1):
-        raise ValueError("this model needs sliding-window attention: train it on a GPU with --dtype bfloat16")
+    if softcap or not causal:
+        raise ValueError(
+            "PyTorch has no kernel for attention with a soft cap, or not causal; train another model"
+        )
+    if _kernel_takes(q):
+        return _on_gpu(q, k, v, starts_q, starts_k, max_q, max_k, softmax_scale, window_size[0])
     spans = zip(_spans(starts_q), _spans(starts_k), strict=True)
-    return torch.cat([_attend(q[a:b], k[c:d], v[c:d], softmax_scale) for (a, b), (c, d) in spans])
+    parts = [_attend(q[a:b], k[c:d], v[c:d], softmax_scale, window_size[0]) for (a, b), (c, d) in spans]
+    return torch.cat(parts)
+
+
+def _kernel_takes(q: torch.Tensor) -> bool:
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+
+
+def _on_gpu(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts_q: torch.Tensor,
+    starts_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float | None,
+    before: int,
+) -> torch.Tensor:
+    """All sequences in one kernel, which aligns them as above and reads their starts on the device."""
+    window = (before, 0)
+    out = varlen_attn(
+        q, k, v, starts_q, starts_k, max_q, max_k, scale=scale, window_size=window, enable_gqa=True
+    )
+    assert isinstance(out, torch.Tensor)  # it is a pair for those who ask for more
+    return out
+
+
+_SPANS = WeakTensorKeyDictionary()  # of the starts that a forward pass gives to each of its layers
 
 
 def _spans(starts: torch.Tensor) -> list[tuple[int, int]]:
-    return list(itertools.pairwise(starts.tolist()))
+    """Where each sequence begins and ends: read from the device once per pass, not once per layer."""
+    spans: list[tuple[int, int]] | None = _SPANS.get(starts)
+    if spans is None:
+        spans = _SPANS[starts] = list(itertools.pairwise(starts.tolist()))
+    return spans
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
-    mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, before: int
+) -> torch.Tensor:
+    mask = None if len(q) == len(k) and before < 0 else _seen(len(q), len(k), before, q.device)
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))  # heads first
-    out = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    gqa = q.shape[1] != k.shape[1]
+    out = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
     )
     return out[0].transpose(0, 1)
+
+
+def _seen(queries: int, keys: int, before: int, device: torch.device) -> torch.Tensor:
+    """Which keys of one sequence each of its queries sees: bool [queries, keys]."""
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return mask if before < 0 else mask.triu(keys - queries - before)
