@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from delta_weight_sync import gpu_build
 from tests.deploy.conftest import OWNER, POLICY, World
 from trainer.deploy import checks_box
 from trainer.deploy.doctor import CHECKS
@@ -42,7 +43,7 @@ def checkpoint(folder: Path, weights: int) -> str:
 
 def test_all_is_well_before_a_deployment(world: World):
     found = doctor(world)
-    assert found.keys() == CHECKS.keys()
+    assert found.keys() == CHECKS.keys() - {"software for GPUs"}, "there are none"
     assert not [name for name, (ok, _) in found.items() if not ok], found
     assert "`up` makes it" in found["bucket"][1]
 
@@ -201,3 +202,16 @@ def test_a_model_that_is_too_large_for_the_trainer(world: World, tmp_path, monke
     found = problems(world, "--model", large)
     assert found.keys() == {"GPU of the trainer"}
     assert "32 GB" in found["GPU of the trainer"]
+
+
+def test_what_a_machine_with_a_gpu_lacks(world: World, monkeypatch):
+    monkeypatch.setattr(gpu_build, "gpus", lambda: 1)
+    monkeypatch.setattr(gpu_build, "problem", lambda: "the driver is old; install a newer one")
+    monkeypatch.setattr(gpu_build, "lacks", lambda: ["there is no compiler; install gcc"])
+    found = problems(world)
+    assert found == {
+        "software for GPUs": "the driver is old; install a newer one; there is no compiler; install gcc"
+    }
+    for question, nothing in (("problem", ""), ("lacks", [])):
+        monkeypatch.setattr(gpu_build, question, lambda nothing=nothing: nothing)
+    assert "shared memory" in doctor(world)["software for GPUs"][1]
