@@ -83,7 +83,7 @@ def one_query_at_a_time(
 def test_the_gpus_call_and_the_cpus_path_are_the_same_attention(monkeypatch, heads, window, scale):
     monkeypatch.setattr(trl_patches, "varlen_attn", one_query_at_a_time)
     arguments = (*tensors(heads), starts(LENGTHS_Q), starts(LENGTHS_K), max(LENGTHS_Q), max(LENGTHS_K))
-    there = trl_patches._on_gpu(*arguments, scale, window[0])
+    there = trl_patches._kernel(*arguments, scale, window[0])
     here = trl_patches._varlen_attention(*arguments, softmax_scale=scale, causal=True, window_size=window)
     torch.testing.assert_close(here, there)
 
@@ -99,6 +99,32 @@ def test_gradients_are_those_of_each_sequence_alone():
     ).square().sum().backward()
     for ours, theirs in zip(packed, alone, strict=True):
         torch.testing.assert_close(ours, theirs.grad)
+
+
+@pytest.mark.parametrize("left", [0, 1], ids=["aligned to the top left", "with a window that is too long"])
+def test_a_kernel_that_sees_other_keys_is_found(monkeypatch, left):
+    """It would train, and badly."""
+
+    def another(*arguments, window_size, **options):
+        q, k, v, starts_q, starts_k, max_q, max_k = arguments
+        if left == 0:
+            k, v = (
+                torch.cat([t[b : b + n] for b, n in zip(starts_k, starts_q.diff(), strict=False)])
+                for t in (k, v)
+            )
+            starts_k, max_k = starts_q, max_q
+        elif window_size[0] >= 0:
+            window_size = (window_size[0] + left, 0)
+        return one_query_at_a_time(
+            q, k, v, starts_q, starts_k, max_q, max_k, window_size=window_size, **options
+        )
+
+    device = torch.device("cpu")
+    monkeypatch.setattr(trl_patches, "varlen_attn", one_query_at_a_time)
+    trl_patches._try_out.__wrapped__(device)
+    monkeypatch.setattr(trl_patches, "varlen_attn", another)
+    with pytest.raises(RuntimeError, match=r"pip install torch==2\.13\.0"):
+        trl_patches._try_out.__wrapped__(device)
 
 
 @pytest.mark.parametrize("wish", [{"softcap": 30.0}, {"causal": False}])
@@ -144,13 +170,16 @@ def policy(dtype: torch.dtype) -> Qwen3ForCausalLM:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bits_on_a_gpu_take_the_kernel(dtype):
+def test_16_bits_on_a_gpu_take_the_kernel(monkeypatch, dtype):
+    tried = []
+    monkeypatch.setattr(trl_patches, "_try_out", tried.append)
     with FakeTensorMode(), torch.device("cuda"), Recorder() as seen:
         q, k = torch.empty(8, 4, 16, dtype=dtype), torch.empty(12, 2, 16, dtype=dtype)
         bounds = (torch.tensor([0, length], dtype=torch.int32) for length in (8, 12))
         out = trl_patches._varlen_attention(q, k, k, *bounds, 8, 12, softmax_scale=0.5, window_size=(3, 0))
         assert not trl_patches._kernel_takes(q.float()), "which it does not know"
     assert seen.names.count("torch_attn::_varlen_attn") == 1
+    assert tried == [q.device]
     assert (out.shape, out.dtype, out.device.type) == (q.shape, dtype, "cuda")
 
 
@@ -159,6 +188,7 @@ def test_16_bits_on_a_gpu_take_the_kernel(dtype):
 def test_a_step_on_a_gpu_is_a_kernel_per_layer_without_a_wait_or_a_mask(monkeypatch, weights):
     """On pretended tensors of a CPU, for without CUDA PyTorch can neither index nor derive those of a GPU."""
     monkeypatch.setattr(trl_patches, "_kernel_takes", lambda q: q.dtype == torch.bfloat16)
+    monkeypatch.setattr(trl_patches, "_try_out", lambda device: None)  # once per process, and it does wait
     casting = torch.autocast("cpu", torch.bfloat16, enabled=weights == torch.float32)
     with FakeTensorMode(), casting, Recorder() as seen:
         policy(weights)(**packed_arguments()).logits.sum().backward()

@@ -9,6 +9,7 @@ needs none of them.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker
 from trl.trainer.utils import get_peak_flops_per_device
 
 TESTED = "1.16."
+_ROUNDING = 0.1  # 16 bits change averages of a few normal numbers by 0.01, another mask changes them by one
 Named = Iterator[tuple[str, torch.Tensor]]
 
 
@@ -144,17 +146,34 @@ def _varlen_attention(
             "PyTorch has no kernel for attention with a soft cap, or not causal; train another model"
         )
     if _kernel_takes(q):
-        return _on_gpu(q, k, v, starts_q, starts_k, max_q, max_k, softmax_scale, window_size[0])
-    spans = zip(_spans(starts_q), _spans(starts_k), strict=True)
-    parts = [_attend(q[a:b], k[c:d], v[c:d], softmax_scale, window_size[0]) for (a, b), (c, d) in spans]
-    return torch.cat(parts)
+        _try_out(q.device)
+        return _kernel(q, k, v, starts_q, starts_k, max_q, max_k, softmax_scale, window_size[0])
+    return _one_by_one(q, k, v, starts_q, starts_k, softmax_scale, window_size[0])
 
 
 def _kernel_takes(q: torch.Tensor) -> bool:
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
 
 
-def _on_gpu(
+@functools.cache
+def _try_out(device: torch.device) -> None:
+    """Once per process: raises `RuntimeError` if the kernel sees other keys than is said above."""
+    random = torch.Generator().manual_seed(0)
+    q, k = (
+        torch.randn(n, heads, 16, generator=random).to(device).bfloat16() for n, heads in ((3, 4), (7, 2))
+    )
+    starts_q, starts_k = (
+        torch.tensor(starts, dtype=torch.int32).to(device) for starts in ([0, 1, 3], [0, 3, 7])
+    )
+    for before in (-1, 1):
+        theirs = _kernel(q, k, k, starts_q, starts_k, 2, 4, None, before)
+        if (theirs - _one_by_one(q, k, k, starts_q, starts_k, None, before)).abs().max() > _ROUNDING:
+            raise RuntimeError(
+                f"torch {torch.__version__} masks packed attention in another way; pip install torch==2.13.0"
+            )
+
+
+def _kernel(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -165,13 +184,26 @@ def _on_gpu(
     scale: float | None,
     before: int,
 ) -> torch.Tensor:
-    """All sequences in one kernel, which aligns them as above and reads their starts on the device."""
+    """All sequences at once; their starts are read on the device."""
     window = (before, 0)
     out = varlen_attn(
         q, k, v, starts_q, starts_k, max_q, max_k, scale=scale, window_size=window, enable_gqa=True
     )
     assert isinstance(out, torch.Tensor)  # it is a pair for those who ask for more
     return out
+
+
+def _one_by_one(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts_q: torch.Tensor,
+    starts_k: torch.Tensor,
+    scale: float | None,
+    before: int,
+) -> torch.Tensor:
+    spans = zip(_spans(starts_q), _spans(starts_k), strict=True)
+    return torch.cat([_attend(q[a:b], k[c:d], v[c:d], scale, before) for (a, b), (c, d) in spans])
 
 
 _SPANS = WeakTensorKeyDictionary()  # of the starts that a forward pass gives to each of its layers
