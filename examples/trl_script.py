@@ -27,8 +27,8 @@ def shorter(completions: list[list[dict[str, str]]], **_: object) -> list[float]
 
 def main(model: str, url: str, vllm: str, steps: int = 20) -> None:
     """Train for a few steps; the weights of each are in the bucket, and soon in vLLM."""
+    trl_patches.install()  # TRL alone needs a GPU, a kernel from the Hub, and vLLM on the trainer's machine
     on_gpu = torch.cuda.is_available()
-    trl_patches.install(flash_attention=on_gpu)  # TRL alone needs a GPU, and vLLM on the trainer's machine
     args = AsyncGRPOConfig(
         output_dir="trl_script",
         vllm_server_base_url=vllm,

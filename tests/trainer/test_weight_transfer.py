@@ -89,9 +89,14 @@ def sample(number: int) -> RolloutSample:
 
 
 @pytest.mark.live
-def test_trls_trainer_with_a_frozen_part_publishes_whole_checkpoints(base, tmp_path, monkeypatch):
-    """TRL leaves out what is frozen; the base has it."""
-    for module, name in (("async_rollout_worker", "is_vllm_available"), ("packing", "_flash_attn")):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_trls_trainer_with_a_frozen_part_publishes_whole_checkpoints(base, tmp_path, monkeypatch, dtype):
+    """TRL leaves out what is frozen; the base has it. Neither of the two needs a kernel from the Hub."""
+    for module, name in (
+        ("async_rollout_worker", "is_vllm_available"),
+        ("packing", "_flash_attn"),
+        ("async_grpo_trainer", "get_peak_flops_per_device"),
+    ):
         place = getattr(trl_patches, module)
         monkeypatch.setattr(place, name, getattr(place, name))  # as it was, after this test
     trl_patches.install()
@@ -101,7 +106,7 @@ def test_trls_trainer_with_a_frozen_part_publishes_whole_checkpoints(base, tmp_p
         max_steps=STEPS,
         per_device_train_batch_size=8,
         token_budget=0,
-        dtype="float32",
+        dtype=dtype,
         bf16=False,
         use_cpu=True,
         gradient_checkpointing=False,

@@ -10,6 +10,7 @@ from pathlib import Path
 from huggingface_hub.constants import HF_HOME
 from packaging.requirements import Requirement
 
+from delta_weight_sync import gpu_build
 from delta_weight_sync.plan.prices import HARDWARE
 from trainer.deploy.checks_scene import Problem, Scene
 from trainer.deploy.stage import CHECKOUT
@@ -89,9 +90,18 @@ def trainer_gpu(scene: Scene) -> str:
     return f"{scene.model} needs {need / _GB:.0f} of {room / _GB:.0f} GB"
 
 
+def gpu_software(scene: Scene) -> str:
+    """Driver, compiler and shared memory do for a build for GPUs; nothing is said where there are none."""
+    if not gpu_build.gpus():
+        return ""
+    if found := [sentence for sentence in (gpu_build.problem(), *gpu_build.lacks()) if sentence]:
+        raise Problem("; ".join(found))
+    return "the driver, a C compiler, Python's headers and shared memory are there"
+
+
 def _gpu_bytes() -> int:
-    """Memory of all GPUs of this machine, 0 without one."""
+    """Memory of all GPUs of this machine that its driver can use, 0 without one."""
     import torch  # the other checks and commands do without it, and it is slow to import
 
-    count = torch.cuda.device_count()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return sum(torch.cuda.get_device_properties(index).total_memory for index in range(count))

@@ -25,13 +25,14 @@ CHECKS: dict[str, Check] = {
     "disk": checks_box.disk,
     "GPU of the replicas": checks_box.replica_gpu,
     "GPU of the trainer": checks_box.trainer_gpu,
+    "software for GPUs": checks_box.gpu_software,
     "bucket": checks_hub.bucket,  # last: opening a bucket gives the Hub's client other time limits
 }
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found out; of a problem the text names the fix."""
+    """What one check found out; of a problem the text names the fix. No text: it has no object here."""
 
     name: str
     ok: bool
@@ -51,5 +52,6 @@ def _finding(name: str, check: Check, scene: Scene, say: Callable[[str], None]) 
         finding = Finding(name, True, check(scene))
     except (Problem, DeployError, BucketError) as error:
         finding = Finding(name, False, masked(str(error), scene.secrets))
-    say(f"{'ok     ' if finding.ok else 'PROBLEM'}  {name}: {finding.text}")
+    if finding.text:
+        say(f"{'ok     ' if finding.ok else 'PROBLEM'}  {name}: {finding.text}")
     return finding

