@@ -1,4 +1,4 @@
-"""The command for GPUs runs here by Triton's interpreter, says what it found, and fails where a kernel does."""
+"""The command for GPUs: by Triton's interpreter it runs here, and it fails where a kernel does."""
 
 from __future__ import annotations
 

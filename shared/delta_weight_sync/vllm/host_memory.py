@@ -136,11 +136,14 @@ def _digest_run(row: Rows, start: int, length: int, inner: Any) -> np.uint64:
 def _read(rows: Rows, parts: Rows, bits: Bits) -> None:
     at = 0
     for p in range(parts.shape[0]):
-        row = rows[parts[p, 0]]
-        memory = _pointer(row[ADDRESS])
-        for element in range(parts[p, 1], parts[p, 1] + parts[p, 2]):
-            bits[at] = memory[_at(row, TARGET, element)]
-            at += 1
+        row, first, count = rows[parts[p, 0]], parts[p, 1], parts[p, 2]
+        if row[SIZES + DIMS - 2] == 1 and row[TARGET + DIMS - 1] == 1:
+            bits[at : at + count] = carray(_pointer(row[ADDRESS] + 2 * first), count)
+        else:
+            memory = _pointer(row[ADDRESS])
+            for j in range(count):
+                bits[at + j] = memory[_at(row, TARGET, first + j)]
+        at += count
 
 
 @kernel
@@ -166,16 +169,31 @@ def _look(rows: Rows, parts: Rows, element: Elements, ulps: Ulps, new: Ulps, inn
 
 @kernel
 def _put(rows: Rows, parts: Rows, element: Elements, values: Ulps) -> int:
-    """Write, and read back in stretches, so that what was written is still near."""
+    """Write, and read back; returns how many elements are not what was written."""
     wrong = 0
     for p in range(parts.shape[0]):
-        row, first, start = rows[parts[p, 0]], parts[p, 1], parts[p, 3]
-        memory, last = _pointer(row[ADDRESS]), first + parts[p, 2]
-        for near in range(first, last, _NEAR):
-            for j in range(near, min(near + _NEAR, last)):
-                number = start + j - first if start >= 0 else np.int64(element[j])
-                memory[_at(row, TARGET, number)] = np.uint16(values[j])
-            for j in range(near, min(near + _NEAR, last)):
-                number = start + j - first if start >= 0 else np.int64(element[j])
-                wrong += memory[_at(row, TARGET, number)] != np.uint16(values[j])
+        row, first, last, start = rows[parts[p, 0]], parts[p, 1], parts[p, 1] + parts[p, 2], parts[p, 3]
+        memory, stride = _pointer(row[ADDRESS]), row[TARGET + DIMS - 1]
+        if start >= 0 or row[SIZES + DIMS - 2] != 1:
+            wrong += _put_any(row, first, last, start, element, values)
+            continue
+        for near in range(first, last, _NEAR):  # in stretches, so that what was written is still near
+            upto = min(near + _NEAR, last)
+            for j in range(near, upto):
+                memory[np.int64(element[j]) * stride] = np.uint16(values[j])
+            for j in range(near, upto):
+                wrong += memory[np.int64(element[j]) * stride] != np.uint16(values[j])
+    return wrong
+
+
+@kernel
+def _put_any(row: Rows, first: int, last: int, start: int, element: Elements, values: Ulps) -> int:
+    """As `_put`, of one part that may have several dimensions or be of consecutive elements."""
+    wrong, memory = 0, _pointer(row[ADDRESS])
+    for j in range(first, last):
+        number = start + j - first if start >= 0 else np.int64(element[j])
+        memory[_at(row, TARGET, number)] = np.uint16(values[j])
+    for j in range(first, last):
+        number = start + j - first if start >= 0 else np.int64(element[j])
+        wrong += memory[_at(row, TARGET, number)] != np.uint16(values[j])
     return wrong
