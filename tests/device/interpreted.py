@@ -4,6 +4,8 @@ import functools
 import importlib
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from unittest import mock
 
@@ -18,20 +20,29 @@ NAMES = ["device.factors", "device.compare", "device.tiles", "publish.on_device"
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def kernels() -> Iterator[None]:
     """Parameters on the CPU are compared as those on a GPU are."""
-    for name, module in _modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    # Triton's own functions were imported to be compiled, before the interpreter was asked for.
-    plus = tl.standard._sum_combine
-    monkeypatch.setattr(tl, "sum", lambda values, axis: tl.reduce(values, axis, plus))
-    monkeypatch.setattr(tl, "cumsum", lambda values, axis: tl.associative_scan(values, axis, plus))
-    # It prepares the language anew for each function that a kernel calls, and leaves it so.
-    monkeypatch.setattr(InterpretedFunction, "__call__", lambda function, *given: function.rewrite()(*given))
-    # It copies what a kernel is given to the host and back, where it is already.
-    monkeypatch.setattr(GridExecutor, "_init_args_hst", lambda _, *given: given)
-    monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)
-    monkeypatch.setattr(mirror, "has_kernels", lambda tensor: True)
+    with forced():
+        yield
+
+
+@contextmanager
+def forced() -> Iterator[None]:
+    """The same for a process that no test runs in."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in _modules().items():
+            patch.setitem(sys.modules, name, module)
+        # Triton's own functions were imported to be compiled, before the interpreter was asked for.
+        plus = tl.standard._sum_combine
+        patch.setattr(tl, "sum", lambda values, axis: tl.reduce(values, axis, plus))
+        patch.setattr(tl, "cumsum", lambda values, axis: tl.associative_scan(values, axis, plus))
+        # It prepares the language anew for each function that a kernel calls, and leaves it so.
+        patch.setattr(InterpretedFunction, "__call__", lambda function, *given: function.rewrite()(*given))
+        # It copies what a kernel is given to the host and back, where it is already.
+        patch.setattr(GridExecutor, "_init_args_hst", lambda _, *given: given)
+        patch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)
+        patch.setattr(mirror, "has_kernels", lambda tensor: True)
+        yield
 
 
 @functools.cache
