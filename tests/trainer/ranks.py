@@ -1,9 +1,9 @@
 """The ranks of a trainer of known weights and gradients, each a process.
 
 The layout is how parameters lie on the ranks: `whole` on each, `fsdp`, or `mesh`: two by two ranks, every
-kind of placement, and FSDP over tensor parallelism; `+kernels` behind it compares them as on a GPU. A job is a
-encoding of the codec, and perhaps `:<rank>:<sync>`, where a rank then fails. Each job's result is the digest of
-the live weights, or the error that ended it.
+kind of placement, and FSDP over tensor parallelism; `+kernels` behind it compares them as on a GPU. A job is
+a encoding of the codec, and perhaps `:<rank>:<sync>`, where a rank then fails. Each job's result is the
+digest of the live weights, or the error that ended it.
 """
 
 import contextlib
