@@ -1,16 +1,16 @@
 """The trainer's diff by kernels: exact for every pattern, dtype and layout, and as cheap for many tensors."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from delta_weight_sync import codec
+from delta_weight_sync import codec, digest
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.device.launches import counted
-from delta_weight_sync.digest import state_digest
 from delta_weight_sync.publish.mirror import Found, Mirror
 from delta_weight_sync.publish.sharded import Block, Part
 from tests.device.interpreted import kernels
@@ -45,7 +45,7 @@ def check(place: str, old: State, new: State) -> None:
         np.testing.assert_array_equal(patch.index, expected.index)
         np.testing.assert_array_equal(patch.ulps, expected.ulps)
         np.testing.assert_array_equal(mirror.bits(name), now[name])
-    assert mirror.digest % 2**64 == state_digest(now)
+    assert mirror.digest % 2**64 == digest.state_digest(now)
 
 
 def bits(values: np.ndarray) -> torch.Tensor:
@@ -120,7 +120,7 @@ def test_a_step_after_another_with_parameters_that_move_in_memory(place):
     now = {name: to_bits(tensor) for name, tensor in state.items()}
     for name, expected in now.items():
         np.testing.assert_array_equal(mirror.bits(name), expected)
-    assert mirror.digest % 2**64 == state_digest(now)
+    assert mirror.digest % 2**64 == digest.state_digest(now)
 
 
 BOXES = {
@@ -141,7 +141,27 @@ def test_a_box_of_a_parameter_is_compared_where_it_lies(box):
     mirror.keep(found)
     np.testing.assert_array_equal(found.patches[0].index, np.flatnonzero(before != to_bits(values)))
     np.testing.assert_array_equal(mirror.bits("w"), to_bits(values))
-    assert mirror.digest % 2**64 == state_digest({"w": to_bits(values)})
+    assert mirror.digest % 2**64 == digest.state_digest({"w": to_bits(values)})
+
+
+def test_positions_beyond_31_bits():
+    """The end of a parameter of 2^33 elements, of which nothing else is in memory."""
+    from delta_weight_sync.publish.on_device import DeviceDiff
+
+    numel, there = 1 << 33, 5000
+    old, new = torch.ones(there), torch.ones(there)
+    new[[0, 10, there - 1]] = 2
+    bits = torch.from_numpy(to_bits(old).view(np.int16))
+    mirror = SimpleNamespace(data_ptr=lambda: bits.data_ptr() - 2 * (numel - there))
+    part = Part("w", new, Block((numel,), (numel - there,), (there,)))
+    device = DeviceDiff(torch.device("cpu"))
+    found = device.find([part], {"w": mirror})
+    index = numel - there + np.array([0, 10, there - 1])
+    np.testing.assert_array_equal(found.patches[0].index, index)
+    was, now = (to_bits(tensor)[index - index[0]] for tensor in (old, new))
+    assert (found.moved - digest.change_digest("w", index, was, now)) % 2**64 == 0
+    device.keep(found)
+    np.testing.assert_array_equal(bits.numpy().view(np.uint16), to_bits(new))
 
 
 def test_a_shape_that_changed_is_refused():
@@ -160,7 +180,7 @@ def test_what_other_ranks_found_is_added(place):
     memory = {name: torch.from_numpy(to_bits(t).view(np.int16)) for name, t in state.items()}
     from delta_weight_sync.publish.on_device import DeviceDiff
 
-    before = state_digest({name: to_bits(t) for name, t in state.items()})
+    before = digest.state_digest({name: to_bits(t) for name, t in state.items()})
     moved = DeviceDiff(torch.device("cpu")).take(theirs, memory)
     for name, kept in memory.items():
         np.testing.assert_array_equal(kept.numpy().view(np.uint16), mirror.bits(name))

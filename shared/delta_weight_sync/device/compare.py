@@ -13,12 +13,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from delta_weight_sync import digest
+from delta_weight_sync.device import unpack
 from delta_weight_sync.device.factors import outer
 
-TILE = tl.constexpr(4096)
+TILE = tl.constexpr(digest.BLOCK)
 COLUMNS = tl.constexpr(6)  # of an entry: parameter, mirror, start, stop, seed, first tile
 TOTALS = tl.constexpr(2)  # at the head of the book
-COUNTS = tl.constexpr(8192)  # more than a tile's changes
+COUNTS = tl.constexpr(unpack.COUNTS)
 
 
 @triton.jit

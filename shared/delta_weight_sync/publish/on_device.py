@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,16 +12,16 @@ import torch
 
 from delta_weight_sync.codec import Bits, Index, Patch
 from delta_weight_sync.device.aside import Aside
-from delta_weight_sync.device.compare import COUNTS, TILE, TOTALS, add, find, keep
+from delta_weight_sync.device.compare import TOTALS, add, find, keep
 from delta_weight_sync.device.factors import inner
 from delta_weight_sync.device.launches import launch, read
 from delta_weight_sync.device.tiles import KINDS, Stretches, Tiles
-from delta_weight_sync.device.unpack import unpack
-from delta_weight_sync.digest import change_digest
+from delta_weight_sync.device.unpack import COUNTS, unpack
+from delta_weight_sync.digest import BLOCK, change_digest
 from delta_weight_sync.publish.sharded import Part
 
 Mirrors = Mapping[str, torch.Tensor]  # int16, in memory that the device can read
-_ROOM = 64  # changes per tile that fit at once, at first
+_ROOM = 64  # changes per tile that fit at least: 1.6 %
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,9 @@ class DeviceDiff:
             tiles = self._tiles_of(readable, mirrors)
             book, found, notes = self._compare(tiles)
             if notes[0] > found.numel():
-                self._room = int(notes[0]) * 5 // 4
+                self._make_room(notes[0])
                 book, found, notes = self._compare(tiles)
+            self._make_room(notes[0])
             packed = read(found[: notes[0]]).numpy()
         index, ulps = np.empty(notes[0], np.int64), np.empty(notes[0], np.uint16)
         unpack(notes[TOTALS.value :], packed, tiles.blocks, index, ulps)
@@ -75,7 +77,7 @@ class DeviceDiff:
             there = torch.from_numpy(ulps.view(np.int16)).to(self._device)
             old = torch.empty_like(there)
             addresses = torch.from_numpy(index).to(self._device)
-            launch(add, -(-index.size // TILE.value), addresses, there, old, index.size)
+            launch(add, -(-index.size // BLOCK), addresses, there, old, index.size)
             was = read(old).numpy().view(np.uint16)
         parts = np.split(was, np.cumsum([p.index.size for p in patches])[:-1])
         return sum(
@@ -91,8 +93,13 @@ class DeviceDiff:
         if self._tiles is None or key != self._key:
             lie = [Stretches(p.name, p.tensor, mirrors[p.name], *p.block.stretches()) for p in parts]
             self._tiles, self._key = Tiles(lie, self._device), key
-            self._room = max(self._room, self._tiles.count * _ROOM)
+            self._make_room(0)
         return self._tiles
+
+    def _make_room(self, changes: int) -> None:
+        """For the next comparison, which likely finds about as much as the last one."""
+        assert self._tiles
+        self._room = max(self._tiles.count * _ROOM, int(changes) * 5 // 4)
 
     def _compare(self, tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor, Index]:
         book = torch.zeros(TOTALS.value + tiles.count, dtype=torch.int64, device=self._device)
@@ -111,13 +118,14 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.bfloat16).contiguous()
 
 
+@functools.cache
 def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """int16 [1]: the bits that torch's cast makes of a NaN, which differ by device and dtype."""
     return torch.full((1,), torch.nan, dtype=dtype, device=device).to(torch.bfloat16).view(torch.int16)
 
 
 def _split(parts: Sequence[Part], tiles: Tiles, notes: Index, index: Index, ulps: Bits) -> list[Patch]:
-    upto = np.concatenate([[0], np.cumsum(notes[TOTALS.value :] % COUNTS.value)])
+    upto = np.concatenate([[0], np.cumsum(notes[TOTALS.value :] % COUNTS)])
     ends = upto[np.concatenate([[0], tiles.ends])].tolist()
     return [
         Patch(part.name, part.block.shape, index[a:b], ulps[a:b])
