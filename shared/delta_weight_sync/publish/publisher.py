@@ -68,7 +68,7 @@ class Publisher:
     def publish(self, weights: Weights, step: int | None = None) -> None:
         """Hand the weights over: checkpoint names, any float dtype, cast to bf16 here.
 
-        Returns after the diff, in the background the changes become a version; the first version of a run is
+        No tensor may change before this returns. It returns after the diff, in the background the changes become a version; the first version of a run is
         in the bucket before this returns. Every call gives the same names. `step`: what the version says of
         itself, by default how often this was called. Raises what stopped the background, if something did:
         `FencedError`, `AccessDenied`, `CodecError`.
