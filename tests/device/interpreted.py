@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from unittest import mock
 
@@ -24,14 +26,23 @@ interpreted("triton.experimental.gluon")  # which the rest imports when it likes
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def kernels() -> Iterator[None]:
     """Parameters on the host are compared as those on a GPU are."""
+    with forced():
+        yield
+
+
+@contextmanager
+def forced() -> Iterator[None]:
+    """The same for a process that no test runs in."""
     from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 
     interpreted("delta_weight_sync.publish.on_device")
-    monkeypatch.setattr("delta_weight_sync.publish.mirror.has_kernels", lambda tensor: True)
-    # It prepares the language anew for each function that a kernel calls, and leaves it so.
-    monkeypatch.setattr(InterpretedFunction, "__call__", lambda function, *given: function.rewrite()(*given))
-    # It copies what a kernel is given to the host and back, where it is already.
-    monkeypatch.setattr(GridExecutor, "_init_args_hst", lambda _, *given: given)
-    monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("delta_weight_sync.publish.mirror.has_kernels", lambda tensor: True)
+        # It prepares the language anew for each function that a kernel calls, and leaves it so.
+        patch.setattr(InterpretedFunction, "__call__", lambda function, *given: function.rewrite()(*given))
+        # It copies what a kernel is given to the host and back, where it is already.
+        patch.setattr(GridExecutor, "_init_args_hst", lambda _, *given: given)
+        patch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)
+        yield

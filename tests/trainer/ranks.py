@@ -1,11 +1,12 @@
 """The ranks of a trainer of known weights and gradients, each a process.
 
 The layout is how parameters lie on the ranks: `whole` on each, `fsdp`, or `mesh`: two by two ranks, every
-kind of placement, and FSDP over tensor parallelism. A job is a encoding of the codec, and perhaps
-`:<rank>:<sync>`, where a rank then fails. Each job's result is the digest of the live weights, or the error
-that ended it.
+kind of placement, and FSDP over tensor parallelism; `+kernels` behind it compares them as on a GPU. A job is
+a encoding of the codec, and perhaps `:<rank>:<sync>`, where a rank then fails. Each job's result is the
+digest of the live weights, or the error that ended it.
 """
 
+import contextlib
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -158,6 +159,18 @@ def spawn(size: int, layout: str, folder: Path, jobs: list[str]) -> list[list[st
 
 
 def _rank(rank: int, size: int, layout: str, folder: Path, jobs: list[str]) -> None:
+    layout, _, kernels = layout.partition("+")
+    with _forced() if kernels else contextlib.nullcontext():
+        _work(rank, size, layout, folder, jobs)
+
+
+def _forced() -> contextlib.AbstractContextManager[None]:
+    from tests.device.interpreted import forced  # imports Triton
+
+    return forced()
+
+
+def _work(rank: int, size: int, layout: str, folder: Path, jobs: list[str]) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)

@@ -286,6 +286,32 @@ def test_the_trainer_hands_over_while_an_anchor_is_written(make_run, tmp_path, m
     assert (rebuilt(run, tmp_path, 1), rebuilt(run, tmp_path)) == (digests[0], digests[-1])
 
 
+def test_an_anchor_is_written_while_a_hand_over_waits_for_training(make_run, tmp_path, monkeypatch):
+    """A GPU finishes what is queued there first; the link is in use meanwhile."""
+    run, policy = make_run(), Policy()
+    run.publish(policy)
+    handing_over, written = threading.Event(), threading.Event()
+
+    def write_later(*what):
+        assert handing_over.wait(PATIENCE_S)
+        write_bits(*what)
+        written.set()
+
+    def weights():
+        handing_over.set()
+        assert written.wait(PATIENCE_S), "the anchor waits for the trainer"
+        yield from policy.weights.items()
+
+    monkeypatch.setattr("delta_weight_sync.publish.outbox.write_bits", write_later)
+    monkeypatch.setattr(run.writer, "anchor_is_due", lambda _: True)
+    policy.step()
+    run.publish(policy)
+    policy.step()
+    run.outbox.publish(weights(), 3)
+    run.outbox.flush()
+    assert rebuilt(run, tmp_path) == policy.digest()
+
+
 def test_what_is_pending_is_taken_back_by_one_walk_over_it():
     class Walked(list):
         times = 0

@@ -13,12 +13,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from delta_weight_sync import digest
+from delta_weight_sync.device import unpack
 from delta_weight_sync.device.factors import outer
 
-TILE = tl.constexpr(4096)
+TILE = tl.constexpr(digest.BLOCK)
 COLUMNS = tl.constexpr(6)  # of an entry: parameter, mirror, start, stop, seed, first tile
 TOTALS = tl.constexpr(2)  # at the head of the book
-COUNTS = tl.constexpr(8192)  # more than a tile's changes
+COUNTS = tl.constexpr(unpack.COUNTS)
 
 
 @triton.jit
@@ -26,7 +28,7 @@ def _bf16(values: tl.tensor, nan: tl.tensor) -> tl.tensor:
     """Bits of float32 `values` rounded to nearest even, as torch casts; `nan` stands for every NaN."""
     bits = values.to(tl.int32, bitcast=True)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
-    return tl.where(values != values, nan, rounded)
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, nan, rounded)
 
 
 @triton.jit

@@ -11,12 +11,11 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from delta_weight_sync import digest
-from delta_weight_sync.device.compare import TILE
 
 Column = NDArray[np.int64]
 KINDS = {torch.bfloat16: tl.int16, torch.float32: tl.float32, torch.float16: tl.float16}
 _ALIGNED = 16  # bytes that a thread reads at once
-_TILE = TILE.value
+_TILE = digest.BLOCK
 
 
 @dataclass(frozen=True)

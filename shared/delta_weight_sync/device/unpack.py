@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from delta_weight_sync.digest import BLOCK
 from delta_weight_sync.kernel import kernel
 
-_COUNTS, _BLOCK = 8192, 4096  # as in compare.py
+COUNTS = 8192  # more than a tile's changes
 
 
 @kernel
@@ -25,8 +26,8 @@ def unpack(
     """
     at = 0
     for tile in range(notes.size):
-        place, first = notes[tile] // _COUNTS, blocks[tile] * _BLOCK
-        for j in range(place, place + notes[tile] % _COUNTS):
+        place, first = notes[tile] // COUNTS, blocks[tile] * BLOCK
+        for j in range(place, place + notes[tile] % COUNTS):
             index[at] = first + (found[j] >> 16)
             ulps[at] = found[j] & 0xFFFF
             at += 1

@@ -32,10 +32,9 @@ def _at(row: tl.tensor, strides: tl.constexpr, element: tl.tensor) -> tl.tensor:
     """Positions (`strides`: SOURCE) or places (TARGET) of elements, int32, from the row's first: int64."""
     rest = element
     at = element.to(tl.int64) * 0
-    for back in tl.static_range(DIMS):
-        dim: tl.constexpr = DIMS - 1 - back
-        size = tl.load(row + SIZES + dim).to(tl.int32)
-        at += (rest % size).to(tl.int64) * tl.load(row + strides + dim)
+    for back in tl.static_range(1, DIMS + 1):  # the last dimension first
+        size = tl.load(row + (SIZES + DIMS - back)).to(tl.int32)
+        at += (rest % size).to(tl.int64) * tl.load(row + (strides + DIMS - back))
         rest = rest // size
     return at
 
@@ -53,6 +52,20 @@ def _unsigned(bits: tl.tensor) -> tl.tensor:
 @triton.jit
 def _add(cells: tl.tensor, program: tl.tensor, amount: tl.tensor) -> None:
     tl.atomic_add(cells + program % CELLS, amount.to(tl.int64, bitcast=True))
+
+
+@triton.jit
+def digest_whole(rows: tl.tensor, tiles: tl.tensor, inner: tl.tensor, cells: tl.tensor) -> None:
+    """As `digest`, of tiles that are a whole block of it, consecutive in memory, and aligned to 16 bytes."""
+    program = tl.program_id(0)
+    tile = tiles + 3 * program.to(tl.int64)
+    row, first = rows + tl.load(tile) * COLUMNS, tl.load(tile + 1)
+    lane = tl.arange(0, TILE)
+    bits = tl.load(tl.multiple_of(_memory(row) + first, 16) + lane)
+    factor = tl.load(inner + lane).to(tl.uint32, bitcast=True).to(tl.uint64)
+    seed = tl.load(row + SEED).to(tl.uint64, bitcast=True)
+    block = (tl.load(row + FIRST) + first) // 4096
+    _add(cells, program, outer(seed, block) * tl.sum(factor * _unsigned(bits), 0))
 
 
 @triton.jit

@@ -23,7 +23,18 @@ from delta_weight_sync.device.gpu import Clock, free_bytes
 from delta_weight_sync.device.launches import launch, read
 from delta_weight_sync.vllm import device_kernels as kernels
 from delta_weight_sync.vllm.changes import EXPLICIT, Changes
-from delta_weight_sync.vllm.table import COUNTED, FIRST, SIZES, SOURCE, TARGET, Rows, Table, cut
+from delta_weight_sync.vllm.table import (
+    ADDRESS,
+    COUNTED,
+    DIMS,
+    FIRST,
+    SIZES,
+    SOURCE,
+    TARGET,
+    Rows,
+    Table,
+    cut,
+)
 
 BLOCK, TILE, CELLS = (int(each.value) for each in (kernels.BLOCK, kernels.TILE, kernels.CELLS))
 _RUN = 16  # elements that share a factor of the digest, where the layout allows it
@@ -40,7 +51,7 @@ class DeviceMemory:
             self._inner = inner(self._device)
             self._cells = torch.zeros(CELLS, dtype=torch.int64, device=self._device)
             (self._rows,) = self._upload([table.rows])
-            self._tiles = {run: self._upload([_tiles(table, run)])[0] for run in (_RUN, 1)}
+            self._tiles = {run: self._upload([tiles])[0] for run, tiles in _tiles(table).items()}
         if len(table.rows):
             self._warm_up()
 
@@ -50,7 +61,10 @@ class DeviceMemory:
             self._cells.zero_()
             for run, tiles in self._tiles.items():
                 arguments = (self._rows, tiles, self._inner, self._cells)
-                launch(kernels.digest, len(tiles), *arguments, run=run)
+                if run == TILE:
+                    launch(kernels.digest_whole, len(tiles), *arguments)
+                else:
+                    launch(kernels.digest, len(tiles), *arguments, run=run)
             return self._sum()
 
     def read(self, parts: Rows) -> Bits:
@@ -152,17 +166,27 @@ def _kind(array: NDArray[Any]) -> torch.dtype:
     return torch.from_numpy(np.empty(0, array.dtype)).dtype
 
 
-def _tiles(table: Table, run: int) -> Rows:
-    """What `kernels.digest` takes: the counted elements of rows whose layout allows runs of this length."""
-    chosen = np.flatnonzero((table.rows[:, COUNTED] == 1) & (_runs(table.rows) == run))
-    part, offset, count = cut(table.elements[chosen], TILE)
-    return np.stack([chosen[part], offset, count], 1)
+def _tiles(table: Table) -> dict[int, Rows]:
+    """What the kernels of the digest take: the counted elements, by how many on end share a factor."""
+    counted = np.flatnonzero(table.rows[:, COUNTED])
+    part, offset, count = cut(table.elements[counted], TILE)
+    tiles = np.stack([counted[part], offset, count], 1)
+    runs = _runs(table.rows)[tiles[:, 0]]
+    runs = np.where((runs == TILE) & (count < TILE), _RUN, runs)
+    return {run: tiles[runs == run] for run in (TILE, _RUN, 1)}
 
 
 def _runs(rows: Rows) -> NDArray[np.int64]:
-    """Of each row, how many elements from a multiple of that number on share a factor: `_RUN`, or one."""
+    """Of each row, how many elements from a multiple of that number on share a factor: TILE, `_RUN` or one.
+
+    TILE for those only that are consecutive in memory, too, and aligned to 16 bytes.
+    """
     sizes, strides = rows[:, SIZES:SOURCE], rows[:, SOURCE:TARGET]
     flat = (sizes[:, :-1] == 1).all(1)
     outer = np.where(sizes[:, :-1] == 1, 0, strides[:, :-1])
     even = (sizes[:, -1] % _RUN == 0) & (outer % _RUN == 0).all(1)
-    return np.where((strides[:, -1] == 1) & (rows[:, FIRST] % _RUN == 0) & (flat | even), _RUN, 1)
+    runs = (strides[:, -1] == 1) & (rows[:, FIRST] % _RUN == 0) & (flat | even)
+    whole = (
+        flat & (rows[:, TARGET + DIMS - 1] == 1) & (rows[:, FIRST] % TILE == 0) & (rows[:, ADDRESS] % 16 == 0)
+    )
+    return np.where(runs & whole, TILE, np.where(runs, _RUN, 1))
