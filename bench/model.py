@@ -95,7 +95,7 @@ class Model:
 
 def whole_parts(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Part]:
     """What one process compares of its parameters: all of them."""
-    return (Part(name, tensor, Block.whole(tensor.shape)) for name, tensor in tensors)
+    return (Part(name, tensor, Block.whole(tensor.shape), True) for name, tensor in tensors)
 
 
 class Reader:

@@ -28,7 +28,7 @@ def _bf16(values: tl.tensor, nan: tl.tensor) -> tl.tensor:
     """Bits of float32 `values` rounded to nearest even, as torch casts; `nan` stands for every NaN."""
     bits = values.to(tl.int32, bitcast=True)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
-    return tl.where(values != values, nan, rounded)
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, nan, rounded)
 
 
 @triton.jit

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # needs Triton, which only a GPU's torch brings along
 
 Place = Literal["host", "device"]
 _CHUNK = 1 << 18  # elements; the cast chunk stays in the cache
+_HELD = 1 << 30  # bytes of gathered or merged tensors that wait to be compared at once
 
 
 @dataclass(frozen=True)
@@ -83,18 +84,22 @@ class Mirror:
     def find(self, parts: Iterable[Part]) -> Found:
         """What changed in the parts since the last time, of any float dtype; nothing is written.
 
-        Parts on the host are compared one by one as they come, those on a device when all of them are there.
-        Raises `CodecError` if a shape changed.
+        Parts on the host are compared one by one as they come, those on a device all at once, or whenever
+        those that were made for the hand-over take a gigabyte. Raises `CodecError` if a shape changed.
         """
-        here: list[Patch] = []
-        there: dict[torch.device, list[Part]] = {}
+        found, waiting, held = Found([], []), list[Part](), 0
         for part in parts:
             self._check(part)
-            if has_kernels(part.tensor):
-                there.setdefault(part.tensor.device, []).append(part)
-            else:
-                here.append(self._compare(part))
-        return Found(here, [self._find_on(device, some) for device, some in there.items()])
+            if not has_kernels(part.tensor):
+                found.here.append(self._compare(part))
+                continue
+            waiting.append(part)
+            held += 0 if part.lasting else part.tensor.nbytes
+            if held > _HELD:
+                found.there.extend(self._find_there(waiting))
+                waiting, held = [], 0
+        found.there.extend(self._find_there(waiting))
+        return found
 
     def keep(self, found: Found) -> None:
         """Take over what was found, after which the mirror equals the parameters."""
@@ -127,12 +132,15 @@ class Mirror:
 
     def _compare(self, part: Part) -> Patch:
         """On the host, where the parameter is."""
-        if self._bits[part.name].is_cuda:
-            self._bits[part.name] = self._bits[part.name].cpu()
-            self._reachable.discard(part.name)
         old = self._bits[part.name][part.block.at].reshape(-1)  # a copy where the box is no stretch of memory
         index, ulps = diff_flat(old, part.tensor.detach().reshape(-1))
         return Patch(part.name, part.block.shape, part.block.positions(index), ulps)
+
+    def _find_there(self, parts: list[Part]) -> list[Changes]:
+        by_device: dict[torch.device, list[Part]] = {}
+        for part in parts:
+            by_device.setdefault(part.tensor.device, []).append(part)
+        return [self._find_on(device, some) for device, some in by_device.items()]
 
     def _find_on(self, device: torch.device, parts: list[Part]) -> Changes:
         if far := [part.name for part in parts if part.name not in self._reachable]:

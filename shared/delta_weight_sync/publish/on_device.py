@@ -38,25 +38,37 @@ class Changes:
     found: torch.Tensor
 
 
+class Table:
+    """What the kernels go by for some parts; `key`: what it depends on, `room`: for how many changes."""
+
+    def __init__(self, key: Sequence[tuple[object, ...]], tiles: Tiles) -> None:
+        self.key, self.tiles = key, tiles
+        self.make_room(0)
+
+    def make_room(self, changes: int) -> None:
+        """For the next comparison, which likely finds about as much as the last one."""
+        self.room = max(self.tiles.count * _ROOM, int(changes) * 5 // 4)
+
+
 class DeviceDiff:
     """Compares parameters on one device with their mirrors and writes these, on the trainer's stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.aside = Aside(device)
-        self._device, self._room = device, 0
-        self._key: Sequence[tuple[object, ...]] = []
-        self._tiles: Tiles | None = None
+        self._device = device
+        self._tables: dict[str, Table] = {}  # by the name of the first part
 
     def find(self, parts: Sequence[Part], mirrors: Mirrors) -> Changes:
         """What changed in the parts, of any float dtype and layout; writes nothing."""
         readable = [part._replace(tensor=_readable(part.tensor)) for part in parts]
         with torch.accelerator.device_index(self._device.index):
-            tiles = self._tiles_of(readable, mirrors)
-            book, found, notes = self._compare(tiles)
+            table = self._table(readable, mirrors)
+            tiles = table.tiles
+            book, found, notes = self._compare(table)
             if notes[0] > found.numel():
-                self._make_room(notes[0])
-                book, found, notes = self._compare(tiles)
-            self._make_room(notes[0])
+                table.make_room(notes[0])
+                book, found, notes = self._compare(table)
+            table.make_room(notes[0])
             packed = read(found[: notes[0]]).numpy()
         index, ulps = np.empty(notes[0], np.int64), np.empty(notes[0], np.uint16)
         unpack(notes[TOTALS.value :], packed, tiles.blocks, index, ulps)
@@ -85,29 +97,25 @@ class DeviceDiff:
             for p, bits in zip(patches, parts, strict=True)
         )
 
-    def _tiles_of(self, parts: Sequence[Part], mirrors: Mirrors) -> Tiles:
-        """The table: that of the last time where nothing has moved since."""
+    def _table(self, parts: Sequence[Part], mirrors: Mirrors) -> Table:
+        """That of the last time where nothing has moved since."""
         key = [
             (p.name, p.block, p.tensor.dtype, p.tensor.data_ptr(), mirrors[p.name].data_ptr()) for p in parts
         ]
-        if self._tiles is None or key != self._key:
+        table = self._tables.get(parts[0].name)
+        if table is None or table.key != key:
             lie = [Stretches(p.name, p.tensor, mirrors[p.name], *p.block.stretches()) for p in parts]
-            self._tiles, self._key = Tiles(lie, self._device), key
-            self._make_room(0)
-        return self._tiles
+            table = self._tables[parts[0].name] = Table(key, Tiles(lie, self._device))
+        return table
 
-    def _make_room(self, changes: int) -> None:
-        """For the next comparison, which likely finds about as much as the last one."""
-        assert self._tiles
-        self._room = max(self._tiles.count * _ROOM, int(changes) * 5 // 4)
-
-    def _compare(self, tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor, Index]:
+    def _compare(self, table: Table) -> tuple[torch.Tensor, torch.Tensor, Index]:
+        tiles, room = table.tiles, table.room
         book = torch.zeros(TOTALS.value + tiles.count, dtype=torch.int64, device=self._device)
-        found = torch.empty(self._room, dtype=torch.int32, device=self._device)
-        table = tiles.entries, tiles.owners
+        found = torch.empty(room, dtype=torch.int32, device=self._device)
         for dtype, whole, which in tiles.launches:
-            rest = inner(self._device), _nan(dtype, self._device), book, found, self._room
-            launch(find, which.numel(), *table, which, *rest, kind=KINDS[dtype], whole=whole)
+            given = tiles.entries, tiles.owners, which, inner(self._device), _nan(dtype, self._device)
+            constants = {"kind": KINDS[dtype], "whole": whole}
+            launch(find, which.numel(), *given, book, found, room, **constants)
         return book, found, read(book).numpy()
 
 

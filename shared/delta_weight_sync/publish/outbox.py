@@ -155,7 +155,7 @@ class Outbox:
                 )
             names[name] = []
             if block := own_block(tensor, main=True):
-                yield Part(name, local(tensor), block)
+                yield Part(name, local(tensor), block, isinstance(tensor, torch.nn.Parameter))
 
     def _publish_base(self, weights: Weights, sync: int) -> None:
         started, created_at = time.perf_counter(), time.time()

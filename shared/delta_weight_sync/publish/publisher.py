@@ -68,10 +68,10 @@ class Publisher:
     def publish(self, weights: Weights, step: int | None = None) -> None:
         """Hand the weights over: checkpoint names, any float dtype, cast to bf16 here.
 
-        Returns after the diff, in the background the changes become a version; the first version of a run is
-        in the bucket before this returns. Every call gives the same names. `step`: what the version says of
-        itself, by default how often this was called. Raises what stopped the background, if something did:
-        `FencedError`, `AccessDenied`, `CodecError`.
+        Returns after the diff, before which no tensor may change; in the background the changes become a
+        version. The first version of a run is in the bucket before this returns. Every call gives the same
+        names. `step`: what the version says of itself, by default how often this was called. Raises what
+        stopped the background, if something did: `FencedError`, `AccessDenied`, `CodecError`.
         """
         self.syncs += 1
         first, step = self.syncs == 1, self.syncs if step is None else step

@@ -74,11 +74,15 @@ class Block:
 
 
 class Part(NamedTuple):
-    """What one rank compares of a parameter: `tensor`, of the block's extent, is the block's elements."""
+    """What one rank compares of a parameter: `tensor`, of the block's extent, is the block's elements.
+
+    `lasting`: it is the parameter's memory, and not made for this hand-over.
+    """
 
     name: str
     tensor: torch.Tensor
     block: Block
+    lasting: bool
 
 
 def own_block(tensor: torch.Tensor, *, main: bool) -> Block | None:
@@ -104,15 +108,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def gathered(weights: Weights, *, first: bool, main: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights, of which the main rank gets some in full: all at `first`, then those that are no block.
 
-    A collective: every rank takes it to its end. The others see their own part of each tensor. Those that are
-    no block come on the host, where they are compared one by one, so that the device never holds two of them.
+    A collective: every rank takes it to its end. The others see their own part of each tensor.
     """
     for name, tensor in weights:
         if not isinstance(tensor, DTensor) or (_is_block(tensor) and not first):
             yield name, tensor
         else:
             full = cast(DTensor, tensor.detach().to(torch.bfloat16)).full_tensor()
-            yield name, (full if first else full.cpu()) if main else tensor
+            yield name, full if main else tensor
 
 
 def _is_block(tensor: torch.Tensor) -> TypeGuard[DTensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from delta_weight_sync.codec import CodecError, Patch
@@ -25,10 +27,15 @@ class Shards:
 
     def changes(self, weights: Weights) -> list[Patch]:
         """What changed in them since the last time; `CodecError` if they lie elsewhere by now."""
-        mine = ((name, local(tensor)) for name, tensor in weights if self._is_mine(name, tensor))
-        found = self._mirror.find(Part(name, part, Block.whole(part.shape)) for name, part in mine)
+        found = self._mirror.find(self._parts(weights))
         self._mirror.keep(found)
         return [self._placed(patch) for patch in found.patches]
+
+    def _parts(self, weights: Weights) -> Iterator[Part]:
+        for name, tensor in weights:
+            if self._is_mine(name, tensor):
+                whole = Block.whole(local(tensor).shape)  # the mirror has nothing else of it
+                yield Part(name, local(tensor), whole, isinstance(tensor, torch.nn.Parameter))
 
     def _is_mine(self, name: str, tensor: torch.Tensor) -> bool:
         block = own_block(tensor, main=False)
