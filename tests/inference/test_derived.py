@@ -92,6 +92,14 @@ def test_caches_that_hold_no_weights_may_come_later(name):
     assert stale(model) == ""
 
 
+def test_what_a_compiler_keeps_of_captured_graphs_is_left_out():
+    model = finished(built())
+    graph = type("CUDAGraphEntry", (), {"__module__": "vllm.compilation.cuda_graph"})()
+    graph.output = torch.zeros(2, 3)
+    model[0].compiled = [graph]
+    assert stale(model) == ""
+
+
 def test_what_loading_fills_is_no_secret():
     model = finished(built())
     model[0].register_buffer("running_mean", torch.zeros(4))

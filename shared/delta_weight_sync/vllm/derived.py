@@ -34,6 +34,7 @@ _NO_WEIGHTS = {
 }
 _DEPTH = 4  # module.quant_method.moe_kernel.fused_experts.tensor
 _OPAQUE = (torch.nn.Module, torch.Tensor, type, ModuleType, FunctionType, str, bytes, int, float)
+_COMPILERS = ("torch", "vllm.compilation")  # they keep inputs and outputs of captured graphs
 
 Bits = tuple[torch.Size, int]
 """Shape and digest of a tensor."""
@@ -134,9 +135,13 @@ def floating(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             name = path if key in ("_parameters", "_buffers") else f"{path}.{key}".lstrip(".")
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
                 yield name, value
-            elif depth < _DEPTH and id(value) not in met and not isinstance(value, _OPAQUE):
+            elif depth < _DEPTH and id(value) not in met and not _opaque(value):
                 met.add(id(value))
                 queue.append((name, value, depth if name == path else depth + 1))
+
+
+def _opaque(value: Any) -> bool:
+    return isinstance(value, _OPAQUE) or type(value).__module__.startswith(_COMPILERS)
 
 
 def _inside(holder: Any) -> Iterator[tuple[str, Any]]:
