@@ -23,13 +23,13 @@ class Refusing(Mortal):
         super().__init__()
         self.unfit: EngineError | None = None
         self.damaged: EngineError | None = None
-        self.learned, self.committed = 0, 0
+        self.learned, self.committed, self.shuffled = 0, 0, False
 
-    def learn(self, shapes: dict[str, list[int]]) -> None:
+    def learn(self, shapes: dict[str, list[int]]) -> str:
         self.learned += 1
         if self.unfit:
             raise self.unfit
-        super().learn(shapes)
+        return "0" * 16 if self.shuffled else super().learn(shapes)
 
     def commit(self, digest: str, label: str) -> tuple[float, float]:
         self.committed += 1
@@ -98,6 +98,21 @@ def test_a_model_that_no_delta_fits_is_tried_once(
     assert (vllm.learned, vllm.starts, counted.asked["fetch"]) == (1, 1, fetched)
     assert status.state == "refused"
     assert "head.weight: vLLM changes it after loading" in (status.error or "")
+
+
+def test_a_vllm_in_which_routes_do_not_read_what_it_has_just_loaded_never_serves(
+    follower: Follower, vllm: Refusing
+) -> None:
+    """It keeps the weights in an order of its own: written by these routes they would be other weights."""
+    vllm.shuffled = True
+    follower.start()
+    refuses(follower)
+    assert "and 0000000000000000 is where deltas would go" in (follower.report(0).status.error or "")
+    assert (vllm.starts, vllm.learned, vllm.committed) == (2, 2, 0)
+    follower.orders.heal()
+    soon(lambda: vllm.starts == 4, "two more starts")
+    refuses(follower)
+    assert (vllm.learned, vllm.committed) == (4, 0)
 
 
 def test_the_owner_has_it_tried_again(follower: Follower, vllm: Refusing) -> None:

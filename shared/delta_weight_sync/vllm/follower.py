@@ -171,12 +171,19 @@ class Follower:
 
     def _prepare(self, manifest: Manifest, folder: Path, shapes: Shapes) -> None:
         """Have a vLLM that knows where the tensors of the run are."""
-        if not self._engine.serves(folder):
+        if started := not self._engine.serves(folder):
             self.serving, self._learned = None, {}
             self._report(f"starting vLLM with version {manifest.version}")
             self._engine.start(folder)
         if shapes != self._learned:
-            self._engine.learn(shapes)
+            found = self._engine.learn(shapes)
+            if started and found != manifest.digest:
+                self._engine.stop()  # or what it reads wrongly would be taken for an older version
+                raise EngineError(
+                    f"vLLM has just loaded {manifest.digest}, and {found} is where deltas would go; "
+                    "serve another model",
+                    "CodecError",
+                )
             self._learned = shapes
 
     def _lay_out(self, manifest: Manifest) -> tuple[Path, Shapes]:
