@@ -32,6 +32,8 @@ MODEL_NAME = "policy"
 _IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _ON_CPU = ["--enforce-eager", "--distributed-executor-backend", _IN_PROCESS]
 _ON_CPU += ["--kv-cache-memory-bytes", str(1 << 30)]  # with a size given, vLLM need not measure and warm up
+# The kernels that vLLM prefers on some GPUs reorder the experts of a mixture, and no delta would fit them.
+_ON_GPU = ["--moe-backend", "triton"]
 _ENVIRONMENT = {
     "VLLM_PLUGINS": "delta_weight_sync",
     "VLLM_NO_USAGE_STATS": "1",
@@ -91,7 +93,7 @@ class EmbeddedVllm(Engine):
         settings = self._settings
         words = ["--model", str(checkpoint), "--served-model-name", MODEL_NAME, "--dtype", "bfloat16"]
         words += ["--max-num-seqs", str(settings.max_num_seqs), "--disable-log-stats"]
-        words += [] if gpu_build.installed() else _ON_CPU
+        words += _ON_GPU if gpu_build.installed() else _ON_CPU
         if settings.max_model_len is not None:
             words += ["--max-model-len", str(settings.max_model_len)]
         parser = make_arg_parser(FlexibleArgumentParser())

@@ -26,7 +26,7 @@ from vllm.platforms import current_platform
 from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import read_bits
 from delta_weight_sync.digest import state_digest
-from delta_weight_sync.vllm import cpu_backend
+from delta_weight_sync.vllm import cpu_backend, derived
 from delta_weight_sync.vllm import weight_map as routes
 from delta_weight_sync.vllm.ranks import Ranks
 from delta_weight_sync.vllm.reloaded import Fallback
@@ -146,6 +146,7 @@ def main(rank: int, ranks: int, port: int, folders: list[str]) -> None:
         cpu_model_runner._set_torch_accelerator_to_noop()  # as vLLM's worker does before it loads
         cpu_backend.install()
         os.environ["VLLM_DIST_IDENT"] = str(port)
+    derived.install()
     torch.set_num_threads(1)
     for folder in folders:
         print(json.dumps(examine(Path(folder), rank, ranks, port)), flush=True)

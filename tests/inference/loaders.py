@@ -129,6 +129,10 @@ class Model(torch.nn.Module):
     def failing(self, tensor):
         raise AssertionError("an odd shape")
 
+    def failing_halfway(self, tensor):
+        self.experts.data.copy_(tensor.expand(3, 8, 6))
+        raise AssertionError("what comes next needs values")
+
     def exchanged(self, tensor):
         self.wide.data = self.wide.data.clone()
 

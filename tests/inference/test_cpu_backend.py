@@ -10,6 +10,7 @@ from delta_weight_sync.vllm import cpu_backend
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM imports parts of torch that are deprecated
+    from vllm import _custom_ops as ops
     from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -48,6 +49,29 @@ def test_live_experts_compute_what_packed_ones_do(kind, weighted_before, biased)
     )
     error, size = (live - packed).float().norm(), packed.float().norm()
     assert error < 0.01 * size, "bf16 rounds to 1/256, at other places in the two"
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="only there vLLM packs these weights")
+def test_a_convolution_from_the_live_weight_is_that_from_the_packed_one():
+    torch.manual_seed(0)
+    weight, x = bf16(HIDDEN, 1, 4), bf16(HIDDEN, TOKENS).t().contiguous().t()
+    options = {
+        "x": x,
+        "bias": None,
+        "conv_states": torch.zeros(1, 3, HIDDEN, dtype=torch.bfloat16).transpose(1, 2),
+        "query_start_loc": torch.tensor([0, TOKENS], dtype=torch.int32),
+        "cache_indices": torch.zeros(1, dtype=torch.int32),
+        "has_initial_state": torch.zeros(1, dtype=torch.bool),
+        "silu_activation": True,
+    }
+    packed = ops.causal_conv1d_fwd_cpu(
+        weight=ops.causal_conv1d_weight_pack(weight.flatten(1)), is_weight_packed=True, **options
+    )
+    live = cpu_backend.from_live_weight(ops.causal_conv1d_fwd_cpu)(
+        weight=weight, is_weight_packed=True, **options
+    )
+    assert torch.equal(packed, live)
+    assert packed.abs().sum() > 0
 
 
 def layers(linear: object, experts: type) -> torch.nn.Module:

@@ -127,6 +127,18 @@ def test_so_is_one_that_the_loader_itself_makes_from_others():
         routes.learn(Model(), {"plain": (8, 6), "twice": (6,), "derived": (8, 6)})
 
 
+def test_a_loader_that_fails_before_it_touches_anything_excuses_nothing():
+    """One odd tensor must not switch the check off for all parameters."""
+    with pytest.raises(routes.RouteError, match="experts: vLLM made it from other parameters"):
+        routes.learn(Model(), {"plain": (8, 6), "twice": (6,), "failing": (8, 6)})
+
+
+def test_what_a_failing_loader_had_in_hand_is_loaded_anew_with_it():
+    learned = routes.learn(Model(), {"plain": (8, 6), "twice": (6,), "failing_halfway": (8, 6)})
+    reason = "vLLM's loader fails on a probe (AssertionError: what comes next needs values)"
+    assert learned.unroutable == {"failing_halfway": reason}
+
+
 def test_all_tensors_are_loaded_in_one_go():
     """18 000 experts one by one would take minutes."""
     model = Model()

@@ -5,12 +5,14 @@
    makes it compute from the live weight instead.
 2. It packs the experts of a mixture of experts (MoE), too. `install` leaves them as loaded and computes the
    chosen experts one after the other from that memory: exact and plain, slower than vLLM's packed kernel.
-3. A seeded request whose prefill was split rewinds its random generator by an offset that CPU generators do
+3. It packs the weights of short convolutions (of gated delta nets, say) in place. `install` leaves them as
+   loaded, and says so to the kernels that compute from them.
+4. A seeded request whose prefill was split rewinds its random generator by an offset that CPU generators do
    not have, which kills the engine. TRL seeds every request. `install` hides those generators for that step.
-4. A model's class is looked at in a process of its own, lest CUDA be initialized in this one: ten seconds of
+5. A model's class is looked at in a process of its own, lest CUDA be initialized in this one: ten seconds of
    importing vLLM again, at each start of a machine whose cache is empty. `install` looks at it here.
 
-`self_test` fails loudly where the first two no longer hold.
+`self_test` fails loudly where the first two no longer hold; of the third, `derived` sees whatever is packed.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ def install() -> None:
     """Patch vLLM in this process, before it loads a model. Idempotent."""
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
     from vllm.model_executor.models import registry
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -38,6 +41,8 @@ def install() -> None:
     utils.dispatch_cpu_unquantized_gemm = _keep_weight_live
     CPUUnquantizedExperts.process_weights_after_loading = _keep_experts_live
     CPUUnquantizedExperts.apply = apply_live_experts
+    gdn_attention._causal_conv1d_fwd_cpu = from_live_weight(gdn_attention._causal_conv1d_fwd_cpu)
+    gdn_attention._causal_conv1d_update_cpu = from_live_weight(gdn_attention._causal_conv1d_update_cpu)
     GPUModelRunner._bookkeeping_sync = _without_rewinds(GPUModelRunner._bookkeeping_sync)
     registry._run_in_subprocess = operator.call
 
@@ -59,9 +64,9 @@ _stock_dispatch: Any = None
 
 
 def _keep_weight_live(layer: Any, remove_weight: bool) -> None:
-    if layer.weight.is_meta or layer.weight.ndim != 2:
+    if layer.weight.is_meta:
         _stock_dispatch(layer, remove_weight)
-    else:
+    elif layer.weight.ndim == 2:  # else it is that of a convolution, whose kernels take it as it is
         layer.cpu_linear = _LiveLinear(layer.weight)
 
 
@@ -144,6 +149,16 @@ _GATES: dict[str, Any] = {
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
 }
+
+
+def from_live_weight(convolve: Any) -> Any:
+    """A convolution of vLLM's that computes from a weight [channels, 1, width] as it was loaded."""
+
+    def convolved(*, weight: torch.Tensor, is_weight_packed: bool, **options: Any) -> torch.Tensor:
+        result: torch.Tensor = convolve(weight=weight.flatten(1), is_weight_packed=False, **options)
+        return result
+
+    return convolved
 
 
 def _without_rewinds(bookkeeping: Any) -> Any:

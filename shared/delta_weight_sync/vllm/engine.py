@@ -50,9 +50,12 @@ class Engine:
     def stop(self) -> None:
         """End what `start` started, also while it does."""
 
-    def learn(self, shapes: Shapes) -> None:
-        """Let it find the tensors of a run (checkpoint name -> shape) in its parameters."""
-        self._call("learn", shapes=shapes)
+    def learn(self, shapes: Shapes) -> str:
+        """Let it find the tensors of a run (checkpoint name -> shape) in its parameters.
+
+        Returns the digest of what is there.
+        """
+        return str(self._call("learn", shapes=shapes)["digest"])
 
     def stage(self, deltas: Sequence[Path]) -> float:
         """Prepare what delta files do, in order, while it generates; returns the seconds it took."""

@@ -20,6 +20,7 @@ from delta_weight_sync.vllm.labels import Label
 from delta_weight_sync.vllm.layout import Layout, Shapes
 from delta_weight_sync.vllm.orders import Orders
 from delta_weight_sync.vllm.progress import CountingReader
+from delta_weight_sync.vllm.refusals import Refusals, RefusedError
 
 _BACKOFF_S = 3.0
 _KEPT_COMMITS = 256
@@ -37,6 +38,7 @@ class Follower:
         self._name, self._folder, self._poll_s = name, folder, poll_s
         self._layout = Layout(reader, folder)
         self.orders = Orders(reader)
+        self._refusals = Refusals()
         self.serving: Manifest | None = None  # the version whose bits are live, proven by digest
         self._served_last: Manifest | None = None
         self._served_head = ""  # etag of the HEAD whose version is served
@@ -91,7 +93,8 @@ class Follower:
     def _complain(self, error: Exception) -> None:
         """Report what went wrong, and log it once."""
         reason = self.explain(error)
-        self._report(error=reason)
+        refused = isinstance(error, RefusedError) and self.serving is None
+        self._report("refused" if refused else None, reason)
         if reason != self._logged:
             log.warning("replica %s: %s", self._name, reason)
             self._logged = reason
@@ -99,10 +102,12 @@ class Follower:
     def _turn(self) -> None:
         if self.serving is not None and not self._engine.alive():
             self.serving = None
+            self._refusals.forget()
             raise EngineError("vLLM died; the lines above say why")
         held = self._held()
         if self.orders.healing.is_set():
             self.orders.healing.clear()
+            self._refusals.forget()
             self._follow(held, afresh=True)
         elif held is None:
             self._look()
@@ -132,9 +137,10 @@ class Follower:
 
     def _follow(self, manifest: Manifest | None = None, *, afresh: bool = False) -> None:
         """Serve `manifest`'s version (None: what HEAD names now), comparing all weights if `afresh`."""
-        manifest = manifest or self._newest()
+        held, manifest = manifest, manifest or self._newest()
         if manifest is None:
             return
+        self._refusals.ask(manifest, held)
         if self.serving is None or afresh:
             self._join(manifest)
         elif manifest != self.serving:
@@ -155,20 +161,29 @@ class Follower:
             self._prepare(manifest, folder, shapes)
             stage_s = self._engine.stage_checkpoint(folder)
             pause_s, commit_s = self._engine.commit(manifest.digest, str(Label.of(manifest)))
-        except EngineError:
-            self._layout.forget()
+        except EngineError as error:
+            if not self._refusals.judge(error):
+                self._layout.forget()
             raise
+        self._refusals.forget()
         self._layout.done()
         self._serve(manifest, fetch_s, stage_s, pause_s, commit_s, joined=True)
 
     def _prepare(self, manifest: Manifest, folder: Path, shapes: Shapes) -> None:
         """Have a vLLM that knows where the tensors of the run are."""
-        if not self._engine.serves(folder):
+        if started := not self._engine.serves(folder):
             self.serving, self._learned = None, {}
             self._report(f"starting vLLM with version {manifest.version}")
             self._engine.start(folder)
         if shapes != self._learned:
-            self._engine.learn(shapes)
+            found = self._engine.learn(shapes)
+            if started and found != manifest.digest:
+                self._engine.stop()  # or what it reads wrongly would be taken for an older version
+                raise EngineError(
+                    f"vLLM has just loaded {manifest.digest}, and {found} is where deltas would go; "
+                    "serve another model",
+                    "CodecError",
+                )
             self._learned = shapes
 
     def _lay_out(self, manifest: Manifest) -> tuple[Path, Shapes]:

@@ -65,3 +65,8 @@ def times_touched(parts: Sequence[Geometry], numel: int) -> torch.Tensor:
         coarse_strides = (*(stride // unit for stride in strides[:-1]), strides[-1])
         Geometry(offset // unit, coarse_sizes, coarse_strides).of(touched).add_(1)
     return touched
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's storage, which all its views share; without memory, too."""
+    return int(tensor.untyped_storage()._cdata)

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from delta_weight_sync.errors import DeltaWeightSyncError
-from delta_weight_sync.vllm.geometry import Geometry, overlap, part_of
+from delta_weight_sync.vllm import derived
+from delta_weight_sync.vllm.geometry import Geometry, overlap, part_of, storage_of
 
 _ATEN = torch.ops.aten
 _MOVES = (_ATEN.clone.default, _ATEN._to_copy.default)
@@ -42,29 +43,32 @@ def record(model: torch.nn.Module, shapes: Mapping[str, Sequence[int]]) -> Recor
     except RouteError:
         raise
     except Exception:  # noqa: BLE001 - a loader may raise anything on a probe
-        return _record_without_failing(model, shapes)
+        recorder = _record_without_failing(model, shapes)
     recorder.check_reach()
     return recorder
 
 
 def _record_without_failing(model: torch.nn.Module, shapes: Mapping[str, Sequence[int]]) -> Recorder:
     """Find the tensors whose loading fails, each on its own, and load the others together."""
-    reasons = {name: _failure(model, name, shape) for name, shape in shapes.items()}
-    failing = {name: reason for name, reason in reasons.items() if reason}
+    failures = {name: failure for name, shape in shapes.items() if (failure := _failure(model, name, shape))}
     recorder = Recorder(model, shapes)
-    recorder.load([name for name in shapes if name not in failing])
-    recorder.unroutable |= failing
+    recorder.load([name for name in shapes if name not in failures])
+    for name, (reason, touched) in failures.items():
+        recorder.excuse(name, reason, touched)
     return recorder
 
 
-def _failure(model: torch.nn.Module, name: str, shape: Sequence[int]) -> str:
+def _failure(model: torch.nn.Module, name: str, shape: Sequence[int]) -> tuple[str, set[int]] | None:
+    """Why loading this tensor fails, and the storages of the model that it had in hand until then."""
+    recorder = Recorder(model, {name: shape})
     try:
-        Recorder(model, {name: shape}).load([name])
+        recorder.load([name])
     except RouteError:
         raise
     except Exception as error:  # noqa: BLE001 - it is the reason
-        return f"vLLM's loader fails on a probe ({type(error).__name__}: {error})"
-    return ""
+        reason = f"vLLM's loader fails on a probe ({type(error).__name__}: {error})"
+        return reason, recorder.touched
+    return None
 
 
 class Recorder(TorchDispatchMode):
@@ -84,11 +88,12 @@ class Recorder(TorchDispatchMode):
         self.unroutable: dict[str, str] = {}
         # Whose bits some memory holds, and what was done to them ("" for a probe).
         self._origin: dict[int, tuple[Names, str]] = {
-            _memory(probe): ((name,), "") for name, probe in self._probes.items()
+            storage_of(probe): ((name,), "") for name, probe in self._probes.items()
         }
-        self._live = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._live = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._placed: dict[int, list[tuple[str, Geometry]]] = {}
         self._reached: set[int] = set()
+        self.touched: set[int] = set()  # storages of the model that were written, or that a view was taken of
         self._kept: list[torch.Tensor] = []  # no memory may be freed and used again while it is a key
 
     def load(self, names: Iterable[str]) -> None:
@@ -96,18 +101,30 @@ class Recorder(TorchDispatchMode):
         with torch.no_grad(), _parameters_kept(self._model), self:
             self._model.load_weights(iter([(name, self._probes[name]) for name in names]))  # type: ignore[operator]
 
+    def excuse(self, name: str, reason: str, touched: set[int]) -> None:
+        """Give up a tensor whose loading fails; what it had in hand will be loaded anew with it."""
+        self.unroutable[name] = reason
+        self._reached |= touched
+
     def check_reach(self) -> None:
-        """Raise `RouteError` if vLLM made a parameter from others after loading, as MLA's absorbed ones."""
+        """Raise `RouteError` if vLLM computes with anything that loading does not fill.
+
+        Such are parameters that it made from others, and what `derived` finds beside the parameters.
+        """
         for name, parameter in self._model.named_parameters():
-            if parameter.numel() and _memory(parameter) not in self._reached:
+            if parameter.numel() and storage_of(parameter) not in self._reached:
                 raise RouteError(f"{name}: vLLM made it from other parameters, which deltas would not repeat")
+        if sentence := derived.stale(self._model, self._reached):
+            raise RouteError(sentence)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One operation of the loader."""
         kwargs = kwargs or {}
         written = _written(func, args, kwargs)
         names, how = self._origin_of((args, kwargs))
-        if any(_memory(tensor) in self._live for tensor in written):
+        if any(result.alias_info is not None for result in func._schema.returns):
+            self.touched |= self._live & {storage_of(tensor) for tensor in _tensors((args, kwargs))}
+        if any(storage_of(tensor) in self._live for tensor in written):
             self._hold_back(func, args, written, names, how)
             return written[0]
         if not names:
@@ -120,7 +137,7 @@ class Recorder(TorchDispatchMode):
     def _hold_back(self, func: Any, args: Any, written: list[torch.Tensor], names: Names, how: str) -> None:
         """A write into the model's memory."""
         if names or func in _FILLS:
-            self._reached.update(_memory(tensor) for tensor in written)
+            self._reached.update(storage_of(tensor) for tensor in written)
         if not names:
             self._overwrite(written, "")
         elif func is not _ATEN.copy_.default or how:
@@ -129,7 +146,7 @@ class Recorder(TorchDispatchMode):
             self._refuse(names, f"casts it to {args[0].dtype}")
         elif args[0].numel():
             self._overwrite(written, names[0])
-            self._placed.setdefault(_memory(args[0]), []).append((names[0], part_of(args[0])))
+            self._placed.setdefault(storage_of(args[0]), []).append((names[0], part_of(args[0])))
             self.copies[names[0]].append((args[0], args[1].expand(args[0].shape)))
 
     def _overwrite(self, written: list[torch.Tensor], by: str) -> None:
@@ -137,7 +154,7 @@ class Recorder(TorchDispatchMode):
         for tensor in written:
             numel = tensor.untyped_storage().nbytes() // tensor.element_size()
             part = part_of(tensor)
-            for name, earlier in self._placed.get(_memory(tensor), ()):
+            for name, earlier in self._placed.get(storage_of(tensor), ()):
                 if overlap(earlier, part, numel):
                     self._lose(name, by)
 
@@ -155,17 +172,17 @@ class Recorder(TorchDispatchMode):
             return 0
         kwargs = {key: value for key, value in kwargs.items() if key != "device"}
         result = _run(func, tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), args), kwargs)
-        new = [tensor for tensor in _tensors(result) if _memory(tensor) not in self._origin]
+        new = [tensor for tensor in _tensors(result) if storage_of(tensor) not in self._origin]
         self._trace(new, names, how or str(func))
         return result
 
     def _trace(self, tensors: list[torch.Tensor], names: Names, how: str) -> None:
         self._kept += tensors
-        self._origin.update((_memory(tensor), (names, how)) for tensor in tensors)
+        self._origin.update((storage_of(tensor), (names, how)) for tensor in tensors)
 
     def _origin_of(self, values: Any) -> tuple[Names, str]:
         """Whose bits some tensors hold together, and what was done to them."""
-        found = [self._origin.get(_memory(tensor), ((), "")) for tensor in _tensors(values)]
+        found = [self._origin.get(storage_of(tensor), ((), "")) for tensor in _tensors(values)]
         names = dict.fromkeys(name for names, _ in found for name in names)
         return tuple(names), next((how for _, how in found if how), "")
 
@@ -181,11 +198,6 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         if func not in _VIEWS:
             raise
         return func(args[0].contiguous(), *args[1:])  # a view of a copy in another order, which was not made
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    """The identity of a tensor's storage, which all its views share; without memory, too."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

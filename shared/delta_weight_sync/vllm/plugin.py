@@ -28,13 +28,14 @@ def register() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.worker.worker_base import WorkerBase
 
-    from delta_weight_sync.vllm import METHOD, lifeline, step_commit
+    from delta_weight_sync.vllm import METHOD, derived, lifeline, step_commit
 
     parent = multiprocessing.parent_process()
     if parent and parent.pid:  # of vLLM's engine and workers; who starts vLLM decides for the server
         lifeline.end_with_parent(parent.pid)
     setattr(WorkerBase, METHOD, _call)
     step_commit.install()
+    derived.install()
     if current_platform.is_cpu():
         from delta_weight_sync.vllm import cpu_backend
 

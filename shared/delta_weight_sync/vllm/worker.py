@@ -47,6 +47,8 @@ class DeltaWorker:
         parallel = worker.vllm_config.parallel_config
         if parallel.data_parallel_size != 1:
             raise RouteError("data-parallel vLLM is not supported; start one replica per copy")
+        if parallel.enable_eplb:
+            raise RouteError("--enable-eplb moves experts away from where deltas go; start vLLM without it")
         self._model, self._checkpoint = worker.get_model(), worker.vllm_config.model_config.model
         if next(self._model.parameters()).device.type == "cpu":
             cpu_backend.self_test(self._model)

@@ -1,0 +1,197 @@
+"""What vLLM refuses for good is not tried again, nor fetched for, until something is different."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from delta_weight_sync.store import Bucket, open_bucket
+from delta_weight_sync.vllm.engine import EngineError
+from delta_weight_sync.vllm.follower import Follower
+from delta_weight_sync.vllm.progress import CountingReader
+from tests.dashboard.real_run import RealRun
+from tests.dashboard.test_long_run import Counted
+from tests.inference.test_orders import Mortal, reaches, soon
+
+REFUSED = "not tried again until the run has another anchor, or the owner heals this replica"
+
+
+class Refusing(Mortal):
+    """A vLLM in which `learn` or `commit` is refused, while there is something to say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unfit: EngineError | None = None
+        self.damaged: EngineError | None = None
+        self.learned, self.committed, self.shuffled = 0, 0, False
+
+    def learn(self, shapes: dict[str, list[int]]) -> str:
+        self.learned += 1
+        if self.unfit:
+            raise self.unfit
+        return "0" * 16 if self.shuffled else super().learn(shapes)
+
+    def commit(self, digest: str, label: str) -> tuple[float, float]:
+        self.committed += 1
+        if self.damaged:
+            raise self.damaged
+        return super().commit(digest, label)
+
+
+UNFIT = EngineError("RouteError: head.weight: vLLM changes it after loading", "RouteError")
+DAMAGED = EngineError("CodecError: the delta leads to digest 1, published was 2", "CodecError")
+FULL = EngineError("OutOfMemoryError: no memory is left", "OutOfMemoryError")
+
+
+@pytest.fixture
+def counted(tmp_path: Path) -> Counted:
+    return Counted(open_bucket(f"file://{tmp_path}/bucket", create=True))
+
+
+@pytest.fixture
+def run(counted: Counted) -> Iterator[RealRun]:
+    """At version 2."""
+    run = RealRun(counted._bucket, run="refused", layers=1)
+    run.step()
+    run.step()
+    yield run
+    run.close()
+
+
+@pytest.fixture
+def vllm() -> Refusing:
+    return Refusing()
+
+
+@pytest.fixture
+def follower(
+    counted: Bucket, run: RealRun, vllm: Refusing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Follower]:
+    """Not started yet."""
+    monkeypatch.setattr("delta_weight_sync.vllm.follower._BACKOFF_S", 0.01)
+    reader = CountingReader(counted, "refused")
+    follower = Follower(reader, vllm, name="r", folder=tmp_path / "r", poll_s=0.01)
+    yield follower
+    follower.stop()
+
+
+def turns(counted: Counted, number: int = 5) -> None:
+    """Wait until the follower has looked at HEAD so many times more."""
+    before = counted.asked["stat"]
+    soon(lambda: counted.asked["stat"] > before + number, "more turns")
+
+
+def refuses(follower: Follower) -> None:
+    soon(lambda: REFUSED in (follower.report(0).status.error or ""), f"{follower.report(0).status}")
+
+
+def test_a_model_that_no_delta_fits_is_tried_once(
+    follower: Follower, run: RealRun, vllm: Refusing, counted: Counted
+) -> None:
+    vllm.unfit = UNFIT
+    follower.start()
+    refuses(follower)
+    fetched = counted.asked["fetch"]
+    run.step()
+    turns(counted)
+    status = follower.report(0).status
+    assert (vllm.learned, vllm.starts, counted.asked["fetch"]) == (1, 1, fetched)
+    assert status.state == "refused"
+    assert "head.weight: vLLM changes it after loading" in (status.error or "")
+
+
+def test_a_vllm_in_which_routes_do_not_read_what_it_has_just_loaded_never_serves(
+    follower: Follower, vllm: Refusing
+) -> None:
+    """It keeps the weights in an order of its own: written by these routes they would be other weights."""
+    vllm.shuffled = True
+    follower.start()
+    refuses(follower)
+    assert "and 0000000000000000 is where deltas would go" in (follower.report(0).status.error or "")
+    assert (vllm.starts, vllm.learned, vllm.committed) == (2, 2, 0)
+    follower.orders.heal()
+    soon(lambda: vllm.starts == 4, "two more starts")
+    refuses(follower)
+    assert (vllm.learned, vllm.committed) == (4, 0)
+
+
+def test_the_owner_has_it_tried_again(follower: Follower, vllm: Refusing) -> None:
+    vllm.unfit = UNFIT
+    follower.start()
+    refuses(follower)
+    vllm.unfit = None
+    follower.orders.heal()
+    reaches(follower, 2)
+    assert vllm.learned == 2
+    soon(lambda: follower.report(0).status.error is None, "no error")
+
+
+def test_another_anchor_is_tried(follower: Follower, run: RealRun, vllm: Refusing) -> None:
+    vllm.unfit = UNFIT
+    follower.start()
+    refuses(follower)
+    vllm.unfit, run.rate = None, 1.0
+    anchor = run.reader.at(2).anchor
+    while (newest := run.step()).anchor == anchor:
+        pass
+    reaches(follower, newest.version)
+
+
+def test_wrong_weights_are_fetched_once_more_and_then_refused(
+    follower: Follower, run: RealRun, vllm: Refusing, counted: Counted
+) -> None:
+    """The anchor may have been damaged on this disk; after a second one the fault is elsewhere."""
+    vllm.damaged = DAMAGED
+    follower.start()
+    refuses(follower)
+    fetched = counted.asked["fetch"]
+    assert (vllm.committed, fetched) == (2, 2 * 4), "two files of an anchor, two deltas"
+    run.step()
+    turns(counted)
+    assert (vllm.committed, counted.asked["fetch"]) == (2, fetched)
+
+
+def test_another_version_may_still_be_pinned(
+    follower: Follower, run: RealRun, vllm: Refusing, counted: Counted
+) -> None:
+    vllm.damaged = DAMAGED
+    follower.start()
+    refuses(follower)
+    vllm.damaged = None
+    follower.orders.pin(1)
+    reaches(follower, 1)
+
+
+def test_what_is_served_is_served_on_while_the_next_version_is_refused(
+    follower: Follower, run: RealRun, vllm: Refusing, counted: Counted
+) -> None:
+    follower.start()
+    reaches(follower, 2)
+    vllm.damaged = DAMAGED
+    run.step()
+    refuses(follower)
+    committed = vllm.committed
+    turns(counted)
+    assert vllm.committed == committed
+    assert follower.report(0).status.state == "serving"
+    assert vllm.digest() == run.reader.at(2).digest
+
+
+def test_what_may_pass_is_tried_until_it_does(follower: Follower, vllm: Refusing) -> None:
+    vllm.damaged = FULL
+    follower.start()
+    soon(lambda: vllm.committed > 3, "more tries")
+    vllm.damaged = None
+    reaches(follower, 2)
+
+
+def test_a_vllm_that_died_is_another_one(follower: Follower, run: RealRun, vllm: Refusing) -> None:
+    follower.start()
+    reaches(follower, 2)
+    vllm.damaged = DAMAGED
+    run.step()
+    refuses(follower)
+    vllm.damaged = None
+    vllm.kill()
+    reaches(follower, 3)
+    assert vllm.starts == 2
