@@ -333,6 +333,7 @@ def test_what_is_pending_is_taken_back_by_one_walk_over_it():
     [
         (["embed.weight", "norm.weight", "head.weight"], r"parameter head\.weight is not part of the run"),
         (["embed.weight"], r"parameter norm\.weight was not handed over"),
+        (["embed.weight", "norm.weight", "norm.weight"], r"norm\.weight was handed over twice"),
     ],
 )
 def test_another_model_is_refused_and_nothing_follows(make_run, tmp_path, names, sentence):

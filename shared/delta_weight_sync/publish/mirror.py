@@ -47,6 +47,7 @@ class Mirror:
     def __init__(self, place: Place = "host") -> None:
         self._place = place
         self._bits: dict[str, torch.Tensor] = {}  # int16, the parameter's shape, contiguous
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._devices: dict[torch.device, DeviceDiff] = {}
         self._reachable: set[str] = set()  # by the kernels that compare the parameter
         self.digest = 0
@@ -60,7 +61,7 @@ class Mirror:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter."""
-        return {name: tuple(bits.shape) for name, bits in self._bits.items()}
+        return dict(self._shapes)
 
     @property
     def total(self) -> int:
@@ -72,6 +73,7 @@ class Mirror:
         cast = tensor.detach().to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
         bits = cast.view(torch.int16)
         self._bits[name] = bits if self._place == "device" else bits.cpu()
+        self._shapes[name] = tuple(bits.shape)
         self.digest += digest.tensor_digest(name, self._bits[name].cpu().numpy().view(np.uint16))
 
     def bits(self, name: str) -> Bits:
@@ -110,7 +112,8 @@ class Mirror:
                 self._on(changes.tiles.device).keep(changes)
             else:
                 for patch in changes.patches:
-                    codec.apply(patch, self.bits(patch.name))
+                    if patch.index.size:
+                        codec.apply(patch, self.bits(patch.name))
 
     def take(self, patches: Iterable[Patch]) -> None:
         """Apply patches that were found elsewhere."""
@@ -126,8 +129,8 @@ class Mirror:
             self.digest += self._on(device).take(some, self._bits)
 
     def _check(self, part: Part) -> None:
-        was, block = tuple(self._bits[part.name].shape), part.block
-        if block.shape != was or block.extent != tuple(part.tensor.shape):
+        was, block = self._shapes[part.name], part.block
+        if block.shape != was or block.extent != part.tensor.shape:
             raise codec.CodecError(f"{part.name}: shape changed from {was} to {block.shape} within a run")
 
     def _compare(self, part: Part) -> Patch:

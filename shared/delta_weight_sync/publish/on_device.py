@@ -60,7 +60,7 @@ class DeviceDiff:
 
     def find(self, parts: Sequence[Part], mirrors: Mirrors) -> Changes:
         """What changed in the parts, of any float dtype and layout; writes nothing."""
-        readable = [part._replace(tensor=_readable(part.tensor)) for part in parts]
+        readable = [part if _is_readable(part.tensor) else _readable(part) for part in parts]
         with torch.accelerator.device_index(self._device.index):
             table = self._table(readable, mirrors)
             tiles = table.tiles
@@ -119,11 +119,13 @@ class DeviceDiff:
         return book, found, read(book).numpy()
 
 
-def _readable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy in bf16 if it is of an unusual dtype or not contiguous."""
-    if tensor.dtype in KINDS and tensor.is_contiguous():
-        return tensor
-    return tensor.to(torch.bfloat16).contiguous()
+def _is_readable(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in KINDS and tensor.is_contiguous()
+
+
+def _readable(part: Part) -> Part:
+    """A copy in bf16, for as long as it is compared."""
+    return part._replace(tensor=part.tensor.to(torch.bfloat16).contiguous())
 
 
 @functools.cache

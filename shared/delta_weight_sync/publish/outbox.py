@@ -153,6 +153,8 @@ class Outbox:
                 raise codec.CodecError(
                     f"parameter {name} is not part of the run; start a new run for a new model"
                 )
+            if name in names:
+                raise codec.CodecError(f"parameter {name} was handed over twice; give each name once")
             names[name] = []
             if block := own_block(tensor, main=True):
                 yield Part(name, local(tensor), block, isinstance(tensor, torch.nn.Parameter))
