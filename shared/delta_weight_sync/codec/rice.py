@@ -54,30 +54,27 @@ def put_rice(numbers: Numbers, k: int, words: Words, at: int) -> int:
 
 
 @kernel
+def peek(words: Words, at: int) -> np.uint64:
+    """The 64 bits from bit `at`; the word after the one that `at` is in must be readable."""
+    number, shift = np.uint64(at) >> np.uint64(6), np.uint64(at) & np.uint64(63)
+    after = words[number + np.uint64(1)] << np.uint64(1)
+    return words[number] >> shift | after << (np.uint64(63) - shift)
+
+
+@kernel
 def take(words: Words, at: int, bits: int) -> int:
-    """`bits` bits (0 to 63) at bit `at`; one more word than the stream has must be readable."""
-    if bits == 0:
-        return 0
-    shift = np.uint64(at & 63)
-    low = words[at >> 6] >> shift
-    if shift + np.uint64(bits) > np.uint64(64):
-        low |= words[(at >> 6) + 1] << (np.uint64(64) - shift)
-    return int(low & ((np.uint64(1) << np.uint64(bits)) - np.uint64(1)))
+    """`bits` bits (0 to 63) at bit `at`; readable as for `peek`."""
+    return int(peek(words, at) & ((np.uint64(1) << np.uint64(bits)) - np.uint64(1)))
 
 
 @kernel
 def next_one(words: Words, at: int, end: int) -> int:
     """Position of the first set bit at or after `at`; `end` if there is none before `end`."""
-    if at >= end:
-        return end
-    index = at >> 6
-    word = words[index] >> np.uint64(at & 63) << np.uint64(at & 63)
-    while word == 0:
-        index += 1
-        if index << 6 >= end:
-            return end
-        word = words[index]
-    return min((index << 6) + lowest(word), end)
+    word = peek(words, at)
+    while word == 0 and at < end:
+        at += 64
+        word = peek(words, at)
+    return min(at + lowest(word), end)
 
 
 @kernel
