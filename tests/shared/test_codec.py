@@ -181,7 +181,7 @@ def test_threads_write_the_same_bytes_and_read_the_same_changes(tmp, encoding, m
         assert len(codec.Delta(path).groups) > 10
         return path.read_bytes(), list(codec.Delta(path).patches(shapes(old), bits))
 
-    monkeypatch.setattr("delta_weight_sync.codec.file.GROUP_ELEMENTS", 4000)
+    monkeypatch.setattr("delta_weight_sync.codec.groups.GROUP_ELEMENTS", 4000)
     found = []
     for threads in (1, 4):
         monkeypatch.setattr("delta_weight_sync.parallel.THREADS", threads)

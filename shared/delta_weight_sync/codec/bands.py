@@ -47,7 +47,7 @@ def choose_limits(olds: Sequence[Bits], patches: Sequence[Patch]) -> list[int]:
         _sample(old, patch.index, patch.ulps, weight_step, change_step, counts)
     counts[0] = np.maximum(counts[0], counts[1])
     present = np.flatnonzero(counts[0])
-    limits = present[_firsts(counts[:, present])[1:]].tolist()
+    limits: list[int] = present[_firsts(counts[:, present])[1:]].tolist()
     return [0] * (BANDS - 1 - len(limits)) + limits
 
 
@@ -92,11 +92,11 @@ def _firsts(counts: NDArray[np.int64]) -> Index:
             for used in range(BANDS):
                 if bits[used, first] + cost < bits[used + 1, end]:
                     bits[used + 1, end], begin[used + 1, end] = bits[used, first] + cost, first
-    used = np.argmin(bits[:, size])
+    used = int(np.argmin(bits[:, size]))
     firsts = np.zeros(used, np.int64)
     end = size
     for band in range(used, 0, -1):
-        end = begin[band, end]
+        end = int(begin[band, end])
         firsts[band - 1] = end
     return firsts
 

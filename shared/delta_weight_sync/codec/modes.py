@@ -29,7 +29,6 @@ Mode = Literal["gaps", "bands", "mask", "dense", "raw"]
 Old = Callable[[str], Bits]
 Item = TypeVar("Item")
 Many = Annotated[tuple[Item, ...], FailFast()]  # a hostile list of a million errors is one error
-_CLUSTERED = 4.0  # times as many neighbours as independent changes would have: worth a bitmask
 
 
 class Layout(NamedTuple):
@@ -104,7 +103,7 @@ def encode_group(mode: Mode, patches: Sequence[Patch], old: Old) -> tuple[Group,
     if mode == "mask":
         mask = planes.pack_mask([p.index for p in patches], [p.numel for p in patches])
         return Group.model_validate(group), streams | {"mask": mask}
-    sections, gaps = runs.encode([_flat_runs(patches)], [sum(p.numel for p in patches)])
+    sections, gaps = runs.encode([flat_runs(patches)], [sum(p.numel for p in patches)])
     return Group.model_validate(group | {"gaps": sections}), streams | {"gaps": gaps}
 
 
@@ -124,20 +123,6 @@ def decode_group(group: Group, listed: Sequence[Listed], streams: Streams, old: 
         raise CodecError("the values do not end with the last change")
 
 
-def candidates(patch: Patch) -> list[Mode]:
-    """The modes beside the sparse ones that can be the cheapest for a tensor."""
-    density = patch.index.size / patch.numel
-    neighbours = np.count_nonzero(np.diff(patch.index) == 1) / patch.index.size
-    modes: list[Mode] = []
-    if density > 1 / 8 or neighbours > _CLUSTERED * density + 0.05:
-        modes.append("mask")
-    if density > 1 / 4:
-        modes.append("dense")
-    if density > 1 / 2:
-        modes.append("raw")
-    return modes
-
-
 def _encode_bands(patches: Sequence[Patch], ulps: Bits, old: Old) -> tuple[Group, Streams]:
     olds = [old(p.name).reshape(-1) for p in patches]
     limits = bands.choose_limits(olds, patches)
@@ -155,7 +140,8 @@ def _encode_bands(patches: Sequence[Patch], ulps: Bits, old: Old) -> tuple[Group
     return group, streams | {"gaps": gaps}
 
 
-def _flat_runs(patches: Sequence[Patch]) -> Index:
+def flat_runs(patches: Sequence[Patch]) -> Index:
+    """int64 [n]: the unchanged elements before each change of a group."""
     out = np.empty(sum(p.index.size for p in patches), np.int64)
     carried, first = 0, 0
     for patch in patches:

@@ -38,6 +38,15 @@ def flat_runs(index: Index, numel: int, carried: int, out: Index) -> int:
     return int(numel - 1 - before)
 
 
+@kernel
+def neighbours(index: Index) -> int:
+    """How many changes follow another one at once."""
+    count = 0
+    for j in range(1, index.size):
+        count += index[j] == index[j - 1] + 1
+    return count
+
+
 def band_runs(
     olds: Sequence[Bits], indices: Sequence[Index], cut: Cut
 ) -> tuple[list[Index], list[int], Band]:
@@ -47,13 +56,11 @@ def band_runs(
     """
     changes = sum(index.size for index in indices)
     runs, band_of = np.empty(changes, np.int64), np.empty(changes, np.uint8)
-    carried, first = np.zeros(BANDS, np.int64), 0
+    carried, elements, first = np.zeros(BANDS, np.int64), np.zeros(BANDS, np.int64), 0
     for old, index in zip(olds, indices, strict=True):
-        _band_runs(old, *cut, index, carried, runs[first:], band_of[first:])
+        _band_runs(old, *cut, index, carried, elements, runs[first:], band_of[first:])
         first += index.size
-    parts = by_band(runs, band_of, BANDS)
-    elements = [int(part.sum()) + part.size + int(left) for part, left in zip(parts, carried, strict=True)]
-    return parts, elements, band_of
+    return by_band(runs, band_of, BANDS), elements.tolist(), band_of
 
 
 def by_band(numbers: Index, band_of: Band, bands: int) -> list[Index]:
@@ -126,10 +133,14 @@ def _band_runs(
     table: Band,
     index: Index,
     carried: Index,
+    elements: Index,
     runs: Index,
     band_of: Band,
 ) -> None:
-    """Runs and bands of one tensor's changes; `carried` [8]: elements since the last change of each band."""
+    """Runs and bands of one tensor's changes.
+
+    Carried on by band [8]: `carried`, elements since the last change, and `elements`, all so far.
+    """
     masks, before = np.empty((_BLOCKS, BANDS), np.uint64), np.empty((BANDS, _BLOCKS), np.int16)
     totals = np.empty(BANDS, np.int64)
     at = 0
@@ -145,6 +156,7 @@ def _band_runs(
             at += 1
         for band in range(BANDS):
             carried[band] += totals[band]
+            elements[band] += totals[band]
 
 
 @kernel

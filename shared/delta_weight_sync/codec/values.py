@@ -57,7 +57,7 @@ def _runs(large: Index, band_of: Band, bands: int) -> tuple[list[Index], list[in
 
 def _as_weights(band_of: Band) -> Bits:
     """bf16 bits whose exponents are the bands."""
-    return band_of.astype(np.uint16) << 7
+    return np.left_shift(band_of, 7, dtype=np.uint16)
 
 
 def _encode_sizes(bands: Sequence[Index]) -> tuple[list[Large], NDArray[np.uint8]]:
@@ -84,19 +84,14 @@ class Reader:
 
     def read(self, band_of: Band) -> Bits:
         """The ULPs of the next `band_of.size` changes."""
-        ulps = self._ones(band_of.size)
+        ulps = np.empty(band_of.size, np.uint16)
+        _restore_signs(self._signs, self._read, ulps)
         large = np.empty(min(ulps.size, int((self._sizes[1] - self._sizes[0]).sum())), np.int64)
         found, bands = self._walk(band_of, large)
         if found < 0 or not _enlarge(self._size_words, self._sizes, large[:found], bands, ulps):
             raise CodecError("the sizes of the large changes are damaged")
         self._read += ulps.size
         return ulps
-
-    def _ones(self, count: int) -> Bits:
-        """The next changes as if each were by one ULP."""
-        first, skipped = divmod(self._read, 8)
-        signs = np.unpackbits(self._signs[first:], count=skipped + count, bitorder="little")[skipped:]
-        return _UP - (signs.astype(np.uint16) << 1)
 
     def _walk(self, band_of: Band, large: Index) -> tuple[int, Band]:
         """(how many changes are large, their bands); `large` gets which."""
@@ -121,6 +116,15 @@ def _size_state(sizes: Sequence[tuple[int, int]], stream_bytes: int) -> State:
         state[:, band] = (at, at + bits, k)
         at += bits
     return state
+
+
+@kernel
+def _restore_signs(signs: Band, first: int, ulps: Bits) -> None:
+    """Every change as if it were by one ULP."""
+    for j in range(ulps.size):
+        at = np.uint64(first + j)
+        negative = (signs[at >> np.uint64(3)] >> np.uint8(at & np.uint64(7))) & np.uint8(1)
+        ulps[j] = np.uint16(1) - np.uint16(2) * np.uint16(negative)
 
 
 @kernel
