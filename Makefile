@@ -81,7 +81,7 @@ bench: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test $(VENV)/.bench
 	$(BIN)/python -m bench.readme
 
 $(VENV)/.bench: $(VENV)/.app bench/requirements.txt
-	$(PIP) install -r bench/requirements.txt
+	$(PIP) install --no-deps -r bench/requirements.txt
 	@touch $@
 
 # Runs every command of README.md and docs/*.md in a copy of the checkout, `make demo` among them.
