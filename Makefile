@@ -92,5 +92,5 @@ bench: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test $(VENV)/.bench
 	$(BIN)/python -m bench.readme
 
 $(VENV)/.bench: $(VENV)/.app bench/requirements.txt
-	$(PIP) install -r bench/requirements.txt
+	$(PIP) install --no-deps -r bench/requirements.txt
 	@touch $@

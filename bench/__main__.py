@@ -10,7 +10,8 @@ import time
 
 from bench import machine, plots, results, targets
 
-SECTIONS = ("size", "speed", "threads", "growth", "links", "memory", "waits", "live", "dashboard")
+_CODEC = ("size", "speed", "rival", "threads", "growth", "links")
+SECTIONS = (*_CODEC, "memory", "waits", "live", "dashboard")
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 

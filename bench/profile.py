@@ -17,10 +17,10 @@ from unittest import mock
 from bench.change import Change
 from bench.results import SCRATCH
 from delta_weight_sync import codec
-from delta_weight_sync.codec import Patch, positions, runs, values
+from delta_weight_sync.codec import Patch, bands, positions, runs, values
 
 _PARTS: dict[str, tuple[Any, str]] = {
-    "choose bands": (positions, "choose_limits"),
+    "choose bands": (bands, "choose_limits"),
     "walk": (positions, "band_runs"),
     "walk and position bits": (positions, "band_walk"),
     "position and value bits": (runs, "encode"),

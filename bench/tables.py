@@ -8,6 +8,7 @@ from bench import links
 from bench.live_table import live
 from bench.markdown import table
 from bench.results import Results
+from bench.rival_table import rival
 
 
 def machine(results: Results) -> str:
@@ -216,6 +217,7 @@ TABLES = {
     "size": size,
     "sync": sync,
     "speed": speed,
+    "rival": rival,
     "parts": parts,
     "profile": profile,
     "growth": growth,

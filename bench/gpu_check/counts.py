@@ -9,7 +9,7 @@ import torch
 from bench.gpu_check.model import Replica
 from delta_weight_sync.device.launches import Counts, counted
 from delta_weight_sync.publish.mirror import Mirror
-from delta_weight_sync.publish.sharded import Part, own_block
+from delta_weight_sync.publish.sharded import Block, Part
 
 _ELEMENTS = 1 << 20
 _MOST_LAUNCHES, _MOST_WAITS = 20, 3
@@ -34,7 +34,10 @@ def _counts(tensors: int, device: torch.device) -> dict[str, Counts]:
     mirror = Mirror("device")
     for name, tensor in replica.tensors.items():
         mirror.add(name, tensor)
-    parts = [Part(name, tensor, own_block(tensor, main=True)) for name, tensor in replica.tensors.items()]
+    parts = [
+        Part(name, tensor, Block.whole(tensor.shape), lasting=True)
+        for name, tensor in replica.tensors.items()
+    ]
     mirror.keep(mirror.find(parts))  # the first time makes the table
     with counted() as stage:
         replica.memory.digest()

@@ -11,7 +11,7 @@ from bench.gpu_check.model import Replica
 from bench.model import memory_of
 from delta_weight_sync.digest import state_digest
 from delta_weight_sync.publish.mirror import Mirror
-from delta_weight_sync.publish.sharded import Part, own_block
+from delta_weight_sync.publish.sharded import Block, Part
 from delta_weight_sync.vllm.changes import collect
 from delta_weight_sync.vllm.staging import commit
 
@@ -27,7 +27,10 @@ def lines(device: torch.device) -> Iterator[str]:
     if device.type == "cuda":
         checks["a replica: a tensor of more than 2^31 elements"] = _huge
     for text, check in checks.items():
-        yield f"{'PASS' if check(device) else 'FAIL'}  {text}"
+        try:
+            yield f"{'PASS' if check(device) else 'FAIL'}  {text}"
+        except Exception as error:  # noqa: BLE001 - it is what was to be found out
+            yield f"FAIL  {text}: {type(error).__name__}: {error}"
 
 
 def _replica(device: torch.device) -> bool:
@@ -58,7 +61,7 @@ def _handed_over(device: torch.device, dtype: torch.dtype) -> bool:
     tensors = [bits.view(torch.bfloat16).to(device, dtype) for bits in (old, new)]
     mirror = Mirror("device")
     mirror.add("w", tensors[0])
-    found = mirror.find([Part("w", tensors[1], own_block(tensors[1], main=True))])
+    found = mirror.find([Part("w", tensors[1], Block.whole(tensors[1].shape), lasting=True)])
     mirror.keep(found)
     (patch,) = found.patches
     right = patch.index.size == np.count_nonzero(finite != np.roll(finite, 1))

@@ -13,7 +13,7 @@ import torch
 from bench.deltas import qwen_shapes
 from bench.gpu_check.model import Replica, Shapes, shapes_8b, shapes_experts
 from delta_weight_sync.publish.mirror import Mirror
-from delta_weight_sync.publish.sharded import Part, own_block
+from delta_weight_sync.publish.sharded import Block, Part
 
 _REPEATS = 7
 _SHARE = 0.6  # of a copy's bandwidth that digest and diff have to reach
@@ -59,7 +59,10 @@ def _diff(name: str, replica: Replica, bandwidth: float, place: Literal["host", 
     mirror = Mirror(place)
     for tensor_name, tensor in replica.tensors.items():
         mirror.add(tensor_name, tensor)
-    parts = [Part(each, tensor, own_block(tensor, main=True)) for each, tensor in replica.tensors.items()]
+    parts = [
+        Part(each, tensor, Block.whole(tensor.shape), lasting=True)
+        for each, tensor in replica.tensors.items()
+    ]
 
     def change() -> None:
         replica.flat[7::100] += 1

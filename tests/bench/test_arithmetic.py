@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from bench import competitors, deltas, entropy, links, readme, replay, targets, timing
+from bench import competitors, deltas, entropy, links, readme, replay, rival_table, targets, timing
 from bench.change import Change
 from delta_weight_sync import codec
 
@@ -135,6 +135,15 @@ def test_a_target_that_was_not_measured_is_neither_met_nor_missed():
         {"dashboard": {"refresh_ms": {"worst": 301.0}, "first_paint_ms": {"worst": 9.0}}}
     )
     assert [target["met"] for target in measured if target["figure"] is not None] == [False, True]
+
+
+def test_a_rival_that_was_not_measured_has_no_figures():
+    assert rival_table.rival({}) == "Beside ModelExpress: unmeasured (not yet)."
+    speeds = {way: {"median_gb_s": speed} for way, speed in (("modelexpress", 1), ("fast", 4), ("small", 2))}
+    row = {"model": "m", "trainer": "t", "share": 0.01, "out": speeds, "in": speeds}
+    sets = [row | {"per_change": {"modelexpress": 2.65, "fast": 1.21, "small": 0.86}}]
+    text = rival_table.rival({"rival": {"sets": sets}})
+    assert "| **2.650** | 1.00 | 1.00 | **1.210** | 4.00 | 4.00 | **0.860** | 2.00 | 2.00 |" in text
 
 
 def test_marked_places_of_the_readme_are_written_and_nothing_else():

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from delta_weight_sync import gpu_build
 from inference_space.embedded_vllm import EmbeddedVllm
 from inference_space.settings import Settings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM imports parts of torch that are deprecated
     import vllm.entrypoints.launchers.cli_args  # noqa: F401
-    from vllm.platforms import current_platform
 
 pytestmark = pytest.mark.live  # vLLM's own parser
 
@@ -25,7 +25,7 @@ def arguments(vllm_args: str = "") -> Any:
 
 @pytest.fixture
 def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
+    monkeypatch.setattr(gpu_build, "installed", lambda: True)
 
 
 @pytest.mark.usefixtures("_gpu")

@@ -64,7 +64,7 @@ def tmp(tmp_path_factory):
     seed=st.integers(0, 2**32),
     share=st.sampled_from([0, 1e-3, 0.01, 0.3, 0.7, 1.0]),
     small=st.booleans(),
-    sizes=st.lists(st.sampled_from([0, 1, 3, 63, 64, 65, 500, 5000]), min_size=1, max_size=5),
+    sizes=st.lists(st.sampled_from([0, 1, 3, 63, 64, 65, 500, 4096, 4100, 9000]), min_size=1, max_size=5),
 )
 def test_round_trip_is_exact_for_every_bit_pattern(tmp, encoding, seed, share, small, sizes):
     rng = np.random.default_rng(seed)
@@ -181,7 +181,7 @@ def test_threads_write_the_same_bytes_and_read_the_same_changes(tmp, encoding, m
         assert len(codec.Delta(path).groups) > 10
         return path.read_bytes(), list(codec.Delta(path).patches(shapes(old), bits))
 
-    monkeypatch.setattr("delta_weight_sync.codec.file.GROUP_ELEMENTS", 4000)
+    monkeypatch.setattr("delta_weight_sync.codec.groups.GROUP_ELEMENTS", 4000)
     found = []
     for threads in (1, 4):
         monkeypatch.setattr("delta_weight_sync.parallel.THREADS", threads)

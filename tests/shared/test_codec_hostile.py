@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delta_weight_sync import codec
-from delta_weight_sync.codec.file import GROUP_ELEMENTS
+from delta_weight_sync.codec.groups import GROUP_ELEMENTS
 from delta_weight_sync.codec.modes import encode_group
 from tests.fuzz.check import check, decoded
 from tests.fuzz.mutate import NUMBERS, Parts, mutate, put_together, replace_stream, take_apart

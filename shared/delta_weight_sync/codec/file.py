@@ -24,18 +24,8 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from delta_weight_sync.codec import original
-from delta_weight_sync.codec.modes import (
-    LAYOUTS,
-    Group,
-    Listed,
-    Many,
-    Mode,
-    Old,
-    candidates,
-    decode_group,
-    encode_group,
-)
+from delta_weight_sync.codec import groups, original
+from delta_weight_sync.codec.modes import LAYOUTS, Group, Listed, Many, Mode, Old, decode_group
 from delta_weight_sync.codec.patch import Bits, CodecError, Patch, apply, merge
 from delta_weight_sync.codec.values import Streams
 from delta_weight_sync.parallel import in_order
@@ -43,7 +33,6 @@ from delta_weight_sync.parallel import in_order
 DELTA_FORMAT = "delta-weight-sync-delta/2"
 Encoding = Literal["fast", "small", "original"]
 Shapes = Mapping[str, Sequence[int]]
-GROUP_ELEMENTS = 1 << 25  # a group ends with the tensor that reaches this many elements
 _UNREADABLE = (SafetensorError, zstandard.ZstdError, ValidationError, ValueError, LookupError, MemoryError)
 _LONGEST = 300  # characters of a reason
 _TABLE = TypeAdapter(Many[tuple[str, Many[int], int, int]])
@@ -79,7 +68,7 @@ class Delta:
 
         No file makes this allocate more than 64 bytes per byte of the file and 16 bytes per element of the
         model: 10 for each change that it yields, the others for as many groups at a time as there are
-        threads, each at most `GROUP_ELEMENTS` and the tensor that reaches them.
+        threads, each at most `groups.GROUP_ELEMENTS` and the tensor that reaches them.
         """
         with _named(self._path):
             self._check(shapes)
@@ -96,7 +85,7 @@ class Delta:
             members[tensor.group].append(tensor)
         for number, (group, listed) in enumerate(zip(self.groups, members, strict=True)):
             streams = {name: _stream(file, f"{number}.{name}") for name in LAYOUTS[group.mode].streams}
-            yield _Coded(group, listed, streams, _held([group.mode], listed, old))
+            yield _Coded(group, listed, streams, groups.held([group.mode], listed, old))
 
     def _check(self, shapes: Shapes) -> None:
         names = [tensor.name for tensor in self.tensors]
@@ -118,7 +107,7 @@ class Delta:
             raise CodecError(f"its {len(self.groups)} groups are not those that its tensors are in")
         elements = [0] * len(self.groups)
         for tensor in self.tensors:
-            if elements[tensor.group] >= GROUP_ELEMENTS:
+            if elements[tensor.group] >= groups.GROUP_ELEMENTS:
                 raise CodecError(f"group {tensor.group} goes on after {elements[tensor.group]} elements")
             elements[tensor.group] += tensor.numel
 
@@ -134,12 +123,6 @@ class _Coded(NamedTuple):
 
 def _decoded(coded: _Coded) -> list[Patch]:
     return list(decode_group(*coded))
-
-
-def _held(modes: Sequence[Mode], tensors: Iterable[Listed | Patch], old: Old) -> Old:
-    """`old` for another thread: asked in this one, for it may take a lock, or ask other workers in turn."""
-    needed = any(LAYOUTS[mode].reads_old for mode in modes)
-    return {tensor.name: old(tensor.name) for tensor in tensors if needed}.__getitem__
 
 
 def _table(text: str) -> list[Listed]:
@@ -162,15 +145,15 @@ def encode(
     if encoding == "original":
         return _canonical(original.save(changed, old, versions))
     table: list[Listed] = []
-    groups: list[Group] = []
+    described: list[Group] = []
     streams: Streams = {}
-    sparse: list[Mode] = ["gaps", "bands"] if encoding == "small" else ["gaps"]
-    for members, group, coded in in_order(_encoded, _uncoded(changed, old, sparse)):
-        table += [Listed(p.name, p.shape, p.index.size, len(groups)) for p in members]
-        streams |= {f"{len(groups)}.{key}": stream for key, stream in coded.items()}
-        groups.append(group)
-    described = json.dumps([group.model_dump(exclude_defaults=True) for group in groups])
-    metadata = {"format": DELTA_FORMAT, **versions, "tensors": json.dumps(table), "groups": described}
+    sparse: list[Mode] = ["bands", "gaps"] if encoding == "small" else ["gaps"]
+    for members, group, coded in in_order(groups.encoded, groups.uncoded(changed, old, sparse)):
+        table += [Listed(p.name, p.shape, p.index.size, len(described)) for p in members]
+        streams |= {f"{len(described)}.{key}": stream for key, stream in coded.items()}
+        described.append(group)
+    rows = json.dumps([group.model_dump(exclude_defaults=True) for group in described])
+    metadata = {"format": DELTA_FORMAT, **versions, "tensors": json.dumps(table), "groups": rows}
     return _canonical(save(streams, metadata))
 
 
@@ -195,50 +178,6 @@ def chain(deltas: Sequence[Delta], shapes: Shapes, old: Old) -> list[Patch]:
     for delta in deltas:
         merged = {p.name: p for p in merge(list(merged.values()), list(delta.patches(shapes, between)))}
     return list(merged.values())
-
-
-def _grouped(
-    patches: Sequence[Patch], old: Old, sparse: Sequence[Mode]
-) -> Iterator[tuple[Mode, list[Patch]]]:
-    """Runs of tensors whose cheapest mode is the same; "gaps" stands for all modes in `sparse`."""
-    members: list[Patch] = []
-    current: Mode = "gaps"
-    elements = 0
-    for patch in patches:
-        others = candidates(patch)
-        mode = _cheapest([*sparse, *others], [patch], old)[0].mode if others else "gaps"
-        mode = "gaps" if mode in sparse else mode
-        if members and (mode != current or elements >= GROUP_ELEMENTS):
-            yield current, members
-            members, elements = [], 0
-        current = mode
-        members.append(patch)
-        elements += patch.numel
-    if members:
-        yield current, members
-
-
-class _Uncoded(NamedTuple):
-    """All that the coding of one group needs."""
-
-    modes: Sequence[Mode]
-    members: list[Patch]
-    old: Old
-
-
-def _uncoded(patches: Sequence[Patch], old: Old, sparse: Sequence[Mode]) -> Iterator[_Uncoded]:
-    for mode, members in _grouped(patches, old, sparse):
-        modes = sparse if mode == "gaps" else [mode]
-        yield _Uncoded(modes, members, _held(modes, members, old))
-
-
-def _encoded(uncoded: _Uncoded) -> tuple[list[Patch], Group, Streams]:
-    return uncoded.members, *_cheapest(*uncoded)
-
-
-def _cheapest(modes: Sequence[Mode], patches: Sequence[Patch], old: Old) -> tuple[Group, Streams]:
-    coded = [encode_group(mode, patches, old) for mode in modes]
-    return min(coded, key=lambda one: sum(stream.size for stream in one[1].values()))
 
 
 class _named:  # noqa: N801 - used as a context manager only

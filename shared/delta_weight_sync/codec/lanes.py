@@ -16,9 +16,11 @@ from numba.extending import intrinsic
 from delta_weight_sync.kernel import kernel
 
 LANES = 64
+BANDS = 8
 _WORD = ir.IntType(64)
 _INDEX = ir.IntType(32)
 _BLOCK = ir.VectorType(ir.IntType(16), LANES)
+_EXPONENTS = ir.VectorType(ir.IntType(8), LANES)
 
 
 @intrinsic
@@ -33,16 +35,42 @@ def differs(typing: Any, left: Any, right: Any, start: Any) -> Any:
 
 
 @intrinsic
-def below(typing: Any, bits: Any, start: Any, limit: Any) -> Any:
-    """uint64: bit j is set where `bits[start + j]` without its sign bit is below `limit` (both uint16)."""
+def split(typing: Any, bits: Any, start: Any, valid: Any, limits: Any, masks: Any) -> Any:
+    """Write one mask per band to `masks` (uint64 [8]): which of the weights from `start` are in it.
+
+    `bits`: uint16; `limits` (int8 [7], ascending): the lowest exponent of each band but the first, minus 128,
+    because narrow machines compare signed bytes only. Of the last band only the `valid` lanes count.
+    """
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         block = _load(context, builder, signature.args[0], values[0], values[1])
-        magnitude = builder.and_(block, ir.Constant(_BLOCK, [0x7FFF] * LANES))
-        flags = builder.icmp_signed("<", magnitude, _broadcast(builder, values[2]))
-        return builder.bitcast(flags, _WORD)
+        exponents = _exponents(builder, block)
+        first_limit, first_mask = (_data(context, builder, signature.args[i], values[i]) for i in (3, 4))
+        lower = ir.Constant(_WORD, 0)
+        for band in range(BANDS - 1):
+            limit = builder.load(builder.gep(first_limit, [ir.Constant(_WORD, band)]))
+            flags = builder.icmp_signed("<", exponents, _broadcast(builder, limit))
+            upto = builder.bitcast(flags, _WORD)
+            mask = builder.and_(upto, builder.not_(lower))
+            builder.store(mask, builder.gep(first_mask, [ir.Constant(_WORD, band)]))
+            lower = upto
+        rest = builder.and_(builder.not_(lower), values[2])
+        builder.store(rest, builder.gep(first_mask, [ir.Constant(_WORD, BANDS - 1)]))
+        return context.get_dummy_value()
 
-    return types.uint64(bits, types.int64, types.uint16), emit
+    return types.void(bits, types.int64, types.uint64, limits, masks), emit
+
+
+@intrinsic
+def at_most(typing: Any, numbers: Any, limit: Any) -> Any:
+    """uint64: bit j is set where `numbers[j]` (int16 [64]) is not above `limit` (int64, below 2^15)."""
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        block = _load(context, builder, signature.args[0], values[0], ir.Constant(_WORD, 0))
+        limit = builder.trunc(values[1], _BLOCK.element)
+        return builder.bitcast(builder.icmp_signed("<=", block, _broadcast(builder, limit)), _WORD)
+
+    return types.uint64(numbers, types.int64), emit
 
 
 @intrinsic
@@ -75,27 +103,33 @@ def length(typing: Any, word: Any) -> Any:
 @kernel
 def select(word: np.uint64, rank: int) -> int:
     """Position of the set bit of `word` that has `rank` set bits below it."""
-    position = 0
+    position = np.uint64(0)
     for width in (32, 16, 8, 4, 2, 1):
-        low = word & ((np.uint64(1) << np.uint64(width)) - np.uint64(1))
-        count = ones(low)
-        if rank >= count:
-            rank -= count
-            word >>= np.uint64(width)
-            position += width
-        else:
-            word = low
-    return position
+        below = ones((word >> position) & np.uint64((1 << width) - 1))
+        above = np.int64(rank >= below)  # arithmetic, for a branch would be guessed wrong half of the time
+        rank -= below * above
+        position += np.uint64(width * above)
+    return int(position)
+
+
+def _data(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
+    return context.make_array(array_type)(context, builder, array).data
 
 
 def _load(context: Any, builder: Any, array_type: Any, array: Any, start: Any) -> Any:
-    data = context.make_array(array_type)(context, builder, array).data
-    block = builder.bitcast(builder.gep(data, [start]), _BLOCK.as_pointer())
-    return builder.load(block, align=2)
+    first = builder.gep(_data(context, builder, array_type, array), [start])
+    return builder.load(builder.bitcast(first, _BLOCK.as_pointer()), align=2)
+
+
+def _exponents(builder: Any, block: Any) -> Any:
+    """The exponent of each weight of a block, minus 128."""
+    unsigned = builder.shl(block, ir.Constant(_BLOCK, [1] * LANES))
+    high = builder.lshr(unsigned, ir.Constant(_BLOCK, [8] * LANES))
+    return builder.xor(builder.trunc(high, _EXPONENTS), ir.Constant(_EXPONENTS, [-128] * LANES))
 
 
 def _broadcast(builder: Any, value: Any) -> Any:
-    undefined = ir.Constant(_BLOCK, ir.Undefined)
+    undefined = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
     first = builder.insert_element(undefined, value, ir.Constant(_INDEX, 0))
     everywhere = ir.Constant(ir.VectorType(_INDEX, LANES), [0] * LANES)
     return builder.shuffle_vector(first, undefined, everywhere)

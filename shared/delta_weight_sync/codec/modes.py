@@ -19,16 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, FailFast
 
-from delta_weight_sync.codec import planes, positions, rice, runs, values
+from delta_weight_sync.codec import bands, planes, positions, rice, runs, values
+from delta_weight_sync.codec.bands import Band
+from delta_weight_sync.codec.lanes import BANDS
 from delta_weight_sync.codec.patch import Bits, CodecError, Index, Patch, join
-from delta_weight_sync.codec.runs import BANDS
 from delta_weight_sync.codec.values import Streams, Values
 
 Mode = Literal["gaps", "bands", "mask", "dense", "raw"]
 Old = Callable[[str], Bits]
 Item = TypeVar("Item")
 Many = Annotated[tuple[Item, ...], FailFast()]  # a hostile list of a million errors is one error
-_CLUSTERED = 4.0  # times as many neighbours as independent changes would have: worth a bitmask
 
 
 class Layout(NamedTuple):
@@ -103,7 +103,7 @@ def encode_group(mode: Mode, patches: Sequence[Patch], old: Old) -> tuple[Group,
     if mode == "mask":
         mask = planes.pack_mask([p.index for p in patches], [p.numel for p in patches])
         return Group.model_validate(group), streams | {"mask": mask}
-    sections, gaps = runs.encode([_flat_runs(patches)], [sum(p.numel for p in patches)])
+    sections, gaps = runs.encode([flat_runs(patches)], [sum(p.numel for p in patches)])
     return Group.model_validate(group | {"gaps": sections}), streams | {"gaps": gaps}
 
 
@@ -123,37 +123,12 @@ def decode_group(group: Group, listed: Sequence[Listed], streams: Streams, old: 
         raise CodecError("the values do not end with the last change")
 
 
-def candidates(patch: Patch) -> list[Mode]:
-    """The modes beside the sparse ones that can be the cheapest for a tensor."""
-    density = patch.index.size / patch.numel
-    neighbours = np.count_nonzero(np.diff(patch.index) == 1) / patch.index.size
-    modes: list[Mode] = []
-    if density > 1 / 8 or neighbours > _CLUSTERED * density + 0.05:
-        modes.append("mask")
-    if density > 1 / 4:
-        modes.append("dense")
-    if density > 1 / 2:
-        modes.append("raw")
-    return modes
-
-
 def _encode_bands(patches: Sequence[Patch], ulps: Bits, old: Old) -> tuple[Group, Streams]:
-    flats = [old(p.name).reshape(-1) for p in patches]
-    changed = [flat[p.index] for flat, p in zip(flats, patches, strict=True)]
-    limits = positions.choose_limits(flats, changed)
-    table = positions.band_table(limits)
-    band_of = table[(join(changed, np.uint16) >> 7) & 0xFF]
-    counts = np.bincount(band_of, minlength=BANDS)
-    starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
-    out, carried, filled = np.empty(ulps.size, np.int64), np.zeros(BANDS, np.int64), starts.copy()
-    for patch, flat in zip(patches, flats, strict=True):
-        index = patch.index
-        for part in positions.blocks(flat):
-            used = positions.band_runs(*part, positions.thresholds(limits), index, carried, filled, out)
-            index = index[used:]
-    bands = [out[a:b] for a, b in zip(starts, filled, strict=True)]
-    totals = [int(b.sum() + b.size + left) for b, left in zip(bands, carried, strict=True)]
-    sections, gaps = runs.encode(bands, totals)
+    olds = [old(p.name).reshape(-1) for p in patches]
+    limits = bands.choose_limits(olds, patches)
+    cut = bands.cut(limits)
+    parts, elements, band_of = positions.band_runs(olds, [p.index for p in patches], cut)
+    sections, gaps = runs.encode(parts, elements)
     coded, streams = values.encode(ulps, band_of, BANDS)
     group = Group(
         mode="bands",
@@ -165,7 +140,8 @@ def _encode_bands(patches: Sequence[Patch], ulps: Bits, old: Old) -> tuple[Group
     return group, streams | {"gaps": gaps}
 
 
-def _flat_runs(patches: Sequence[Patch]) -> Index:
+def flat_runs(patches: Sequence[Patch]) -> Index:
+    """int64 [n]: the unchanged elements before each change of a group."""
     out = np.empty(sum(p.index.size for p in patches), np.int64)
     carried, first = 0, 0
     for patch in patches:
@@ -176,7 +152,7 @@ def _flat_runs(patches: Sequence[Patch]) -> Index:
 
 def _positions(
     group: Group, listed: Sequence[Listed], streams: Streams, old: Old
-) -> Iterator[tuple[Index, positions.Band]]:
+) -> Iterator[tuple[Index, Band]]:
     """(index, band of each change) of one tensor after the other."""
     if group.mode == "mask":
         for tensor, index in zip(
@@ -202,21 +178,14 @@ class _Walk:
         self.words, self.state = rice.to_words(stream), runs.reader(group.gaps, stream.size)
         if any(not 0 <= limit <= 255 for limit in group.limits) or list(group.limits) != sorted(group.limits):
             raise CodecError(f"limits {list(group.limits)} are not ascending exponents")
-        self._limits, self._table = positions.thresholds(group.limits), positions.band_table(group.limits)
+        self._cut = bands.cut(group.limits)
         if not runs.start(self.words, self.state):
             raise CodecError("the section of positions is damaged")
 
-    def next(self, numel: int, bits: Bits | None, index: Index, band_of: positions.Band) -> int:
+    def next(self, numel: int, bits: Bits | None, index: Index, band_of: Band) -> int:
         if bits is None:
-            return runs.walk(self.words, self.state, numel, index)
-        count = 0
-        for part in positions.blocks(bits):
-            rest = index[count:], band_of[count:]
-            found = positions.band_walk(self.words, self.state, *part, self._limits, self._table, *rest)
-            if found < 0:
-                return -1
-            count += found
-        return count
+            return runs.flat_walk(self.words, self.state, numel, index)
+        return positions.band_walk(self.words, self.state, bits, *self._cut, index, band_of)
 
 
 def _decode_planes(mode: Mode, listed: Sequence[Listed], streams: Streams, old: Old) -> Iterator[Patch]:

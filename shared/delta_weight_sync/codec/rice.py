@@ -29,55 +29,81 @@ def rice_k(numbers: Numbers) -> tuple[int, int]:
     guess = 0
     while guess < MAX_K and (numbers.size << (guess + 1)) < total:
         guess += 1
+    first, last = max(guess - 1, 0), min(guess + 1, MAX_K)
+    quotients = _quotients(numbers, first)
     best_k, best_bits = 0, np.int64(-1)
-    for k in range(max(guess - 1, 0), min(guess + 1, MAX_K) + 1):
-        bits = np.int64(numbers.size) * (k + 1)
-        for number in numbers:
-            bits += number >> k
+    for k in range(first, last + 1):
+        bits = np.int64(numbers.size) * (k + 1) + quotients[k - first]
         if best_bits < 0 or bits < best_bits:
             best_k, best_bits = k, bits
     return best_k, int(best_bits)
 
 
 @kernel
+def _quotients(numbers: Numbers, k: int) -> tuple[int, int, int]:
+    """The sums of the quotients with parameters k, k + 1 and k + 2."""
+    one, two, three = np.uint64(0), np.uint64(0), np.uint64(0)
+    for number in numbers:
+        quotient = np.uint64(number) >> np.uint64(k)
+        one += quotient
+        two += quotient >> np.uint64(1)
+        three += quotient >> np.uint64(2)
+    return int(one), int(two), int(three)
+
+
+@kernel
 def put_rice(numbers: Numbers, k: int, words: Words, at: int) -> int:
     """Write a Rice section at bit `at` of zeroed `words`; returns the bit after it."""
-    mask = (np.int64(1) << k) - 1
-    if k > 0:
-        for number in numbers:
-            at = _put(np.uint64(number & mask), k, words, at)
+    _put_remainders(numbers, k, words, at)
+    at += k * numbers.size
+    place, word = at >> 6, words[at >> 6]
     for number in numbers:
         at += number >> k
-        words[at >> 6] |= np.uint64(1) << np.uint64(at & 63)
+        if at >> 6 != place:
+            words[place] = word
+            place, word = at >> 6, np.uint64(0)
+        word |= np.uint64(1) << np.uint64(at & 63)
         at += 1
+    words[place] = word
     return at
 
 
 @kernel
+def _put_remainders(numbers: Numbers, k: int, words: Words, at: int) -> None:
+    place, filled, word = at >> 6, at & 63, words[at >> 6]
+    for number in numbers:
+        remainder = np.uint64(number & ((1 << k) - 1))
+        word |= remainder << np.uint64(filled)
+        filled += k
+        if filled >= 64:
+            words[place] = word
+            place, filled = place + 1, filled - 64
+            word = remainder >> np.uint64(k - filled)
+    words[place] = word
+
+
+@kernel
+def peek(words: Words, at: int) -> np.uint64:
+    """The 64 bits from bit `at`; the word after the one that `at` is in must be readable."""
+    number, shift = np.uint64(at) >> np.uint64(6), np.uint64(at) & np.uint64(63)
+    after = words[number + np.uint64(1)] << np.uint64(1)
+    return words[number] >> shift | after << (np.uint64(63) - shift)
+
+
+@kernel
 def take(words: Words, at: int, bits: int) -> int:
-    """`bits` bits (0 to 63) at bit `at`; one more word than the stream has must be readable."""
-    if bits == 0:
-        return 0
-    shift = np.uint64(at & 63)
-    low = words[at >> 6] >> shift
-    if shift + np.uint64(bits) > np.uint64(64):
-        low |= words[(at >> 6) + 1] << (np.uint64(64) - shift)
-    return int(low & ((np.uint64(1) << np.uint64(bits)) - np.uint64(1)))
+    """`bits` bits (0 to 63) at bit `at`; readable as for `peek`."""
+    return int(peek(words, at) & ((np.uint64(1) << np.uint64(bits)) - np.uint64(1)))
 
 
 @kernel
 def next_one(words: Words, at: int, end: int) -> int:
     """Position of the first set bit at or after `at`; `end` if there is none before `end`."""
-    if at >= end:
-        return end
-    index = at >> 6
-    word = words[index] >> np.uint64(at & 63) << np.uint64(at & 63)
-    while word == 0:
-        index += 1
-        if index << 6 >= end:
-            return end
-        word = words[index]
-    return min((index << 6) + lowest(word), end)
+    word = peek(words, at)
+    while word == 0 and at < end:
+        at += 64
+        word = peek(words, at)
+    return min(at + lowest(word), end)
 
 
 @kernel

@@ -18,7 +18,6 @@ from delta_weight_sync.codec.patch import CodecError, Index
 from delta_weight_sync.codec.rice import MAX_K, Numbers, Words, next_one, take
 from delta_weight_sync.kernel import kernel
 
-BANDS = 8
 FAR = 1 << 62  # a run that no sequence reaches the end of
 REMAINDER, QUOTIENT, END, K, LEFT, RUN, FLIPPED = range(7)  # rows of a reader's state
 State = NDArray[np.int64]
@@ -89,12 +88,11 @@ def start(words: Words, state: State) -> bool:
 
 
 @kernel
-def walk(words: Words, state: State, numel: int, index: Index) -> int:
-    """Which of the next `numel` items of one band are events, into `index`; returns how many, -1 if bad."""
-    if state[FLIPPED, 0]:
-        return _flipped_walk(words, state, numel, index)
-    count, at, k = 0, state[RUN, 0], state[K, 0]  # as `next_run`, with the state in registers
-    left, remainder, quotient, end = state[LEFT, 0], state[REMAINDER, 0], state[QUOTIENT, 0], state[END, 0]
+def walk(words: Words, state: State, band: int, numel: int, index: Index) -> int:
+    """Which of the next `numel` items of the band are events, into `index`; returns how many, -1 if bad."""
+    count, at, k = 0, state[RUN, band], state[K, band]  # as `next_run`, with the state in registers
+    left, remainder = state[LEFT, band], state[REMAINDER, band]
+    quotient, end = state[QUOTIENT, band], state[END, band]
     number = quotient >> 6
     word = words[number] >> np.uint64(quotient & 63) << np.uint64(quotient & 63)
     while at < numel:
@@ -117,13 +115,16 @@ def walk(words: Words, state: State, numel: int, index: Index) -> int:
         at += 1 + (zeros << k) + take(words, remainder, k)
         remainder += k
         quotient = one + 1
-    state[RUN, 0], state[LEFT, 0] = at - numel, left
-    state[REMAINDER, 0], state[QUOTIENT, 0] = remainder, quotient
+    state[RUN, band], state[LEFT, band] = at - numel, left
+    state[REMAINDER, band], state[QUOTIENT, band] = remainder, quotient
     return count
 
 
 @kernel
-def _flipped_walk(words: Words, state: State, numel: int, index: Index) -> int:
+def flat_walk(words: Words, state: State, numel: int, index: Index) -> int:
+    """Which of the next `numel` items of a single band are marked, into `index`; as `walk`."""
+    if not state[FLIPPED, 0]:
+        return walk(words, state, 0, numel, index)
     count = 0
     for at in range(numel):
         if state[RUN, 0] == 0:

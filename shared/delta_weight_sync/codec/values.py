@@ -8,14 +8,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from delta_weight_sync.codec import rice, runs
+from delta_weight_sync.codec import positions, rice, runs
+from delta_weight_sync.codec.bands import Band, cut
+from delta_weight_sync.codec.lanes import BANDS
 from delta_weight_sync.codec.patch import Bits, CodecError, Index
-from delta_weight_sync.codec.positions import Band
 from delta_weight_sync.codec.rice import MAX_GOLOMB, Words, take_golomb
-from delta_weight_sync.codec.runs import FLIPPED, LEFT, RUN, State, next_run
+from delta_weight_sync.codec.runs import State
 from delta_weight_sync.kernel import kernel
 
 Streams = dict[str, NDArray[np.uint8]]
+_UP, _DOWN = np.uint16(1), np.uint16(0xFFFF)
+_BANDS = cut(range(1, BANDS))  # of weights whose exponents are bands
 
 
 class Large(NamedTuple):
@@ -34,16 +37,27 @@ class Values(NamedTuple):
 
 def encode(ulps: Bits, band_of: Band, bands: int) -> tuple[Values, Streams]:
     """Code `ulps` [n]; `band_of` [n] tells the band of each."""
-    totals = np.bincount(band_of, minlength=bands)
-    starts = np.concatenate([[0], np.cumsum(totals)[:-1]])
-    gaps, sizes = np.empty(ulps.size, np.int64), np.empty(ulps.size, np.int64)
-    signs, filled = np.zeros(ulps.size // 8 + 1, np.uint8), starts.copy()
-    _collect(ulps, band_of, np.zeros(bands, np.int64), filled, gaps, sizes, signs)
-    spans = [slice(a, b) for a, b in zip(starts, filled, strict=True)]
-    large, where = runs.encode([gaps[span] for span in spans], totals.tolist())
-    lengths, how_much = _encode_sizes([sizes[span] for span in spans])
-    streams = {"signs": signs[: (ulps.size + 7) // 8], "large": where, "sizes": how_much}
-    return Values(large, lengths), streams
+    at = np.flatnonzero((ulps != _UP) & (ulps != _DOWN))
+    large, where = runs.encode(*_runs(at, band_of, bands))
+    sizes = np.minimum(ulps[at], 0 - ulps[at]).astype(np.int64) - 2
+    lengths, how_much = _encode_sizes(positions.by_band(sizes, band_of[at], bands))
+    signs = np.packbits(ulps >= 0x8000, bitorder="little")
+    return Values(large, lengths), {"signs": signs, "large": where, "sizes": how_much}
+
+
+def _runs(large: Index, band_of: Band, bands: int) -> tuple[list[Index], list[int]]:
+    """(runs, changes) of each band, as for the positions of changes."""
+    if bands > 1:
+        parts, changes, _ = positions.band_runs([_as_weights(band_of)], [large], _BANDS)
+        return parts, changes
+    flat = np.empty(large.size, np.int64)
+    positions.flat_runs(large, band_of.size, 0, flat)
+    return [flat], [band_of.size]
+
+
+def _as_weights(band_of: Band) -> Bits:
+    """bf16 bits whose exponents are the bands."""
+    return np.left_shift(band_of, 7, dtype=np.uint16)
 
 
 def _encode_sizes(bands: Sequence[Index]) -> tuple[list[Large], NDArray[np.uint8]]:
@@ -71,23 +85,21 @@ class Reader:
     def read(self, band_of: Band) -> Bits:
         """The ULPs of the next `band_of.size` changes."""
         ulps = np.empty(band_of.size, np.uint16)
-        where, how_much = (self._large_words, self._state), (self._size_words, self._sizes)
         _restore_signs(self._signs, self._read, ulps)
-        if self._state.shape[1] == 1:
-            large = np.empty(min(ulps.size, self._most_large()), np.int64)
-            count = runs.walk(*where, ulps.size, large)
-            good = count >= 0 and _restore_flat(*how_much, large[:count], ulps)
-        else:
-            good = _restore_bands(*where, *how_much, band_of, ulps)
-        if not good:
+        large = np.empty(min(ulps.size, int((self._sizes[1] - self._sizes[0]).sum())), np.int64)
+        found, bands = self._walk(band_of, large)
+        if found < 0 or not _enlarge(self._size_words, self._sizes, large[:found], bands, ulps):
             raise CodecError("the sizes of the large changes are damaged")
         self._read += ulps.size
         return ulps
 
-    def _most_large(self) -> int:
-        """Of a single band: how many large changes there may still be."""
-        size_bits = int(self._sizes[1, 0] - self._sizes[0, 0])
-        return size_bits if self._state[FLIPPED, 0] else int(self._state[LEFT, 0]) + 1
+    def _walk(self, band_of: Band, large: Index) -> tuple[int, Band]:
+        """(how many changes are large, their bands); `large` gets which."""
+        bands = np.zeros(large.size, np.uint8)
+        if self._state.shape[1] == 1:
+            return runs.flat_walk(self._large_words, self._state, band_of.size, large), bands
+        weights = _as_weights(band_of)
+        return positions.band_walk(self._large_words, self._state, weights, *_BANDS, large, bands), bands
 
     def finished(self) -> bool:
         """True if every value was read."""
@@ -107,25 +119,6 @@ def _size_state(sizes: Sequence[tuple[int, int]], stream_bytes: int) -> State:
 
 
 @kernel
-def _collect(
-    ulps: Bits, band_of: Band, passed: Index, filled: Index, gaps: Index, sizes: Index, signs: Band
-) -> None:
-    for j in range(ulps.size):
-        value = np.int64(ulps[j])
-        negative = value >= 32768
-        size = 65536 - value if negative else value
-        signs[j >> 3] |= np.uint8(negative) << np.uint8(j & 7)
-        band = band_of[j]
-        if size > 1:
-            gaps[filled[band]] = passed[band]
-            sizes[filled[band]] = size - 2
-            filled[band] += 1
-            passed[band] = 0
-        else:
-            passed[band] += 1
-
-
-@kernel
 def _restore_signs(signs: Band, first: int, ulps: Bits) -> None:
     """Every change as if it were by one ULP."""
     for j in range(ulps.size):
@@ -135,31 +128,12 @@ def _restore_signs(signs: Band, first: int, ulps: Bits) -> None:
 
 
 @kernel
-def _enlarge(size_words: Words, sizes: State, band: int, ulps: Bits, j: int) -> bool:
-    """Read the size of a large change and give it to change `j`, which has its sign already."""
-    extra, sizes[0, band] = take_golomb(size_words, sizes[0, band], sizes[1, band], sizes[2, band])
-    ulps[j] *= np.uint16(extra + 2)  # times one or minus one, which is 2^16 - 1 here
-    return 0 <= extra <= 32766
-
-
-@kernel
-def _restore_flat(size_words: Words, sizes: State, large: Index, ulps: Bits) -> bool:
+def _enlarge(words: Words, sizes: State, large: Index, bands: Band, ulps: Bits) -> bool:
+    """Read the sizes of the `large` changes and give them to `ulps`, which have their signs already."""
     good = True
-    for j in large:
-        good &= _enlarge(size_words, sizes, 0, ulps, j)
+    for i in range(large.size):
+        band = bands[i]
+        extra, sizes[0, band] = take_golomb(words, sizes[0, band], sizes[1, band], sizes[2, band])
+        ulps[large[i]] *= np.uint16(extra + 2)  # times one or minus one, which is 2^16 - 1 here
+        good &= 0 <= extra <= 32766
     return good
-
-
-@kernel
-def _restore_bands(
-    words: Words, state: State, size_words: Words, sizes: State, band_of: Band, ulps: Bits
-) -> bool:
-    for j in range(ulps.size):
-        band = band_of[j]
-        event = state[RUN, band] == 0
-        state[RUN, band] = next_run(words, state, band) if event else state[RUN, band] - 1
-        if event != (state[FLIPPED, band] != 0) and not _enlarge(size_words, sizes, band, ulps, j):
-            return False
-        if state[RUN, band] < 0:
-            return False
-    return True
