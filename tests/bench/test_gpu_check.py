@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 BREAK = """
 import os, runpy, sys
 os.environ["TRITON_INTERPRET"] = "1"
@@ -18,7 +20,6 @@ runpy.run_module("bench.gpu_check", run_name="__main__")
 """
 
 
-@pytest.mark.full
 def test_without_a_gpu_the_kernels_are_interpreted():
     said = subprocess.run(
         [sys.executable, "-m", "bench.gpu_check", "--interpret"], capture_output=True, text=True
@@ -37,7 +38,6 @@ def test_without_a_gpu_and_unasked_it_says_what_to_do():
     )
 
 
-@pytest.mark.full
 def test_a_kernel_that_writes_nothing_is_a_failure():
     said = subprocess.run([sys.executable, "-c", BREAK], capture_output=True, text=True)
     assert said.returncode == 1, said.stdout + said.stderr

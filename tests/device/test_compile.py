@@ -5,6 +5,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.full  # Triton imported anew, and 26 compilations
+
 
 def test_there_is_machine_code_for_gpus(tmp_path):
     """In a process of its own: in this one Triton interprets. Whole tiles are read 16 bytes at a time."""

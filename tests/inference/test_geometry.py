@@ -15,7 +15,8 @@ from delta_weight_sync.vllm.host_memory import HostMemory
 from delta_weight_sync.vllm.table import Table
 from tests.device.interpreted import interpreted
 
-MEMORIES = [HostMemory, interpreted("delta_weight_sync.vllm.device_memory").DeviceMemory]
+DeviceMemory = interpreted("delta_weight_sync.vllm.device_memory").DeviceMemory
+MEMORIES = [HostMemory, pytest.param(DeviceMemory, marks=pytest.mark.full)]  # interpreted: it takes its time
 
 
 @st.composite
