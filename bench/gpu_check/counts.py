@@ -11,13 +11,13 @@ from delta_weight_sync.device.launches import Counts, counted
 from delta_weight_sync.publish.mirror import Mirror
 from delta_weight_sync.publish.sharded import Block, Part
 
-_ELEMENTS = 1 << 20
+_ELEMENTS = 1 << 18
 _MOST_LAUNCHES, _MOST_WAITS = 20, 3
 
 
 def lines(device: torch.device) -> Iterator[str]:
     """A line for each part of a sync."""
-    many = 20_000 if device.type == "cuda" else 1_000  # the interpreter takes a millisecond for each
+    many = 20_000 if device.type == "cuda" else 300  # the interpreter takes milliseconds for each
     few, all_of_them = _counts(10, device), _counts(many, device)
     for part, counts in few.items():
         right = counts == all_of_them[part]
@@ -27,9 +27,8 @@ def lines(device: torch.device) -> Iterator[str]:
 
 
 def _counts(tensors: int, device: torch.device) -> dict[str, Counts]:
-    sizes = [_ELEMENTS // tensors] * (tensors - 1) + [
-        _ELEMENTS // 10
-    ]  # a large one in both: all kinds of tiles
+    sizes = [_ELEMENTS // tensors] * tensors
+    sizes[0] = _ELEMENTS // 10  # in both: tiles of every kind
     replica = Replica({f"w{i}": (size,) for i, size in enumerate(sizes)}, device)
     mirror = Mirror("device")
     for name, tensor in replica.tensors.items():

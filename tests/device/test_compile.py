@@ -7,14 +7,15 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.full  # Triton imported anew, and 26 compilations
+pytestmark = pytest.mark.full  # Triton imported anew, and 13 compilations
 
 
-def test_there_is_machine_code_for_gpus(tmp_path):
+@pytest.mark.parametrize("architecture", ["80", pytest.param("90", marks=pytest.mark.long)])
+def test_there_is_machine_code_for_gpus(tmp_path, architecture):
     """In a process of its own: in this one Triton interprets. Whole tiles are read 16 bytes at a time."""
     # Without a choice of FP fusion Triton warns that its default will change.
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
-    words = [sys.executable, "-m", "tests.device.compiled"]
+    words = [sys.executable, "-m", "tests.device.compiled", architecture]
     said = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert said.returncode == 0, said.stderr
     kernels = json.loads(said.stdout)
