@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
+from delta_weight_sync import gpu_build
+
 
 def lines() -> Iterator[str]:
-    """Versions, the GPU, and what Triton and vLLM need besides."""
+    """Versions, the GPU, and what this machine lacks for it."""
     names = ("torch", "triton", "numba", "vllm")
     yield "      " + ", ".join(f"{name} {_version(name)}" for name in names) + f", CUDA {torch.version.cuda}"
     if torch.cuda.is_available():
         card = torch.cuda.get_device_properties(0)
         memory = f"{card.total_memory / 2**30:.0f} GiB, {card.multi_processor_count} multiprocessors"
         yield f"      {card.name}, {memory}, driver {_driver()}"
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    shared = shutil.disk_usage("/dev/shm").total / 2**20
-    yield f"      C compiler: {'yes' if compiler else 'no'}; /dev/shm: {shared:.0f} MiB"
+    for sentence in filter(None, (gpu_build.problem(), *gpu_build.lacks())):
+        yield f"      {sentence}"
 
 
 def _version(name: str) -> str:

@@ -18,7 +18,7 @@ import logging
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -31,7 +31,7 @@ from delta_weight_sync.protocol import AnchorRef, DeltaRef, Manifest
 from delta_weight_sync.publish.mirror import Found, Mirror, Place
 from delta_weight_sync.publish.pending import PendingUpdate, published_bits
 from delta_weight_sync.publish.run_writer import RunWriter
-from delta_weight_sync.publish.sharded import Part, Weights, local, own_block, union
+from delta_weight_sync.publish.sharded import Weights, own_parts, union
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.store import AccessDenied, BucketError, BucketMissing
 
@@ -137,7 +137,7 @@ class Outbox:
     ) -> tuple[Found, list[Patch], list[Patch]]:
         """What this rank found, what the others found, and both by tensor; only reads the mirror."""
         by_name: dict[str, list[Patch]] = {}
-        found = self._mirror.find(self._parts(weights, by_name))
+        found = self._mirror.find(own_parts(weights, self._mirror, by_name))
         self._given = self._given or set(by_name)
         if missing := self._given - by_name.keys():
             raise codec.CodecError(f"parameter {min(missing)} was not handed over; a version holds every one")
@@ -145,19 +145,6 @@ class Outbox:
         for patch in (*found.patches, *theirs):
             by_name[patch.name].append(patch)
         return found, theirs, [patch for parts in by_name.values() for patch in union(parts)]
-
-    def _parts(self, weights: Weights, names: dict[str, list[Patch]]) -> Iterator[Part]:
-        """What this rank compares of the weights; `names` gets all of their names in order."""
-        for name, tensor in weights:
-            if name not in self._mirror:
-                raise codec.CodecError(
-                    f"parameter {name} is not part of the run; start a new run for a new model"
-                )
-            if name in names:
-                raise codec.CodecError(f"parameter {name} was handed over twice; give each name once")
-            names[name] = []
-            if block := own_block(tensor, main=True):
-                yield Part(name, local(tensor), block, isinstance(tensor, torch.nn.Parameter))
 
     def _publish_base(self, weights: Weights, sync: int) -> None:
         started, created_at = time.perf_counter(), time.time()
@@ -202,7 +189,8 @@ class Outbox:
         data = self._encode(job, version)
         encode_s = time.perf_counter() - started
         anchor = self._put_anchor(version) if self._writer.anchor_is_due(len(data)) else None
-        self._commit(job, self._put_delta(job, version, data), anchor, encode_s)
+        delta = self._writer.put_delta(version, data, sum(p.index.size for p in job.patches))
+        self._commit(job, delta, anchor, encode_s)
 
     def _encode(self, job: PendingUpdate, version: int) -> bytes:
         published = functools.partial(self._before, job)
@@ -233,9 +221,6 @@ class Outbox:
                 with self._changed:
                     self._waiting = job.then(self._waiting) if self._waiting else job
                 return
-
-    def _put_delta(self, job: PendingUpdate, version: int, data: bytes) -> DeltaRef:
-        return self._writer.put_delta(version, data, sum(p.index.size for p in job.patches))
 
     def _commit(
         self, job: PendingUpdate, delta: DeltaRef | None, anchor: AnchorRef | None, encode_s: float

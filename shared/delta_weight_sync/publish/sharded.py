@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, TypeGuard, cast
 
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from delta_weight_sync.checkpoint import to_bits
-from delta_weight_sync.codec import Bits, Index, Patch
+from delta_weight_sync.codec import Bits, CodecError, Index, Patch
 from delta_weight_sync.digest import change_digest
 from delta_weight_sync.errors import DeltaWeightSyncError
 
@@ -103,6 +103,21 @@ def own_block(tensor: torch.Tensor, *, main: bool) -> Block | None:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a parameter on this rank, those of `own_block`."""
     return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def own_parts(weights: Weights, known: Container[str], names: dict[str, list[Patch]]) -> Iterator[Part]:
+    """What the main rank compares of the weights; `names` gets all of their names in order.
+
+    Raises `CodecError` for a name that is not `known`, or comes twice.
+    """
+    for name, tensor in weights:
+        if name not in known:
+            raise CodecError(f"parameter {name} is not part of the run; start a new run for a new model")
+        if name in names:
+            raise CodecError(f"parameter {name} was handed over twice; give each name once")
+        names[name] = []
+        if block := own_block(tensor, main=True):
+            yield Part(name, local(tensor), block, isinstance(tensor, torch.nn.Parameter))
 
 
 def gathered(weights: Weights, *, first: bool, main: bool) -> Iterator[tuple[str, torch.Tensor]]:

@@ -45,7 +45,7 @@ class Engine:
 
     def start(self, checkpoint: Path) -> None:
         """Start it, or start it anew, with this checkpoint."""
-        raise NotImplementedError
+        raise EngineError("this vLLM cannot be started from here; start it again as you did the first time")
 
     def stop(self) -> None:
         """End what `start` started, also while it does."""

@@ -104,7 +104,8 @@ class LiveWeights:
 
     def stage_checkpoint(self, folder: Path) -> Staged:
         """Prepare to write whatever differs from the checkpoint in `folder`, whatever is live."""
-        wanted = checkpoint.map_bits(folder / checkpoint.WEIGHTS, "r+")  # read only: numba compiles one kind
+        # Nothing is written to the file; but numba would compile its kernels again for arrays that forbid it.
+        wanted = checkpoint.map_bits(folder / checkpoint.WEIGHTS, "r+")
         pairs = ((name, self._fallback.bits(name), wanted[name]) for name in self._fallback.shapes)
         reloaded = [patch for pair in pairs if (patch := codec.diff(*pair)).index.size]
         return self._staged(self._differences(wanted), reloaded, self.digest())
