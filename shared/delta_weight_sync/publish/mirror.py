@@ -52,9 +52,6 @@ class Mirror:
         self._reachable: set[str] = set()  # by the kernels that compare the parameter
         self.digest = 0
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._bits
-
     def __bool__(self) -> bool:
         return bool(self._bits)
 

@@ -137,7 +137,7 @@ class Outbox:
     ) -> tuple[Found, list[Patch], list[Patch]]:
         """What this rank found, what the others found, and both by tensor; only reads the mirror."""
         by_name: dict[str, list[Patch]] = {}
-        found = self._mirror.find(own_parts(weights, self._mirror, by_name))
+        found = self._mirror.find(own_parts(weights, self._mirror.shapes, by_name))
         self._given = self._given or set(by_name)
         if missing := self._given - by_name.keys():
             raise codec.CodecError(f"parameter {min(missing)} was not handed over; a version holds every one")
