@@ -73,7 +73,7 @@ class RecordReader:
             with contextlib.suppress(ObjectMissing):
                 head = self._last_good(writers, floor, told)
                 if head is None and (why := [e for e in told if floor or isinstance(e, SignatureError)]):
-                    raise why[0]
+                    raise type(why[0])("; ".join(map(str, why)))
                 if refused is not None:
                     refused += told
                 return head
@@ -85,12 +85,14 @@ class RecordReader:
                 return self.head_of(writer, floor)
             except ProtocolError as error:
                 refused.append(error)
-                if rebuilt := self._not_below(floor, self.rebuilt(writer)):
+                rebuilt = self.rebuilt(writer)
+                if rebuilt and (floor is None or rebuilt.rank >= floor):
                     return rebuilt
-        return self._not_below(floor, self.rebuilt())
-
-    def _not_below(self, floor: Rank | None, head: Head | None) -> Head | None:
-        return None if head and floor and head.rank < floor else head
+        rebuilt = self.rebuilt()
+        if rebuilt and floor and rebuilt.rank < floor:
+            refused.append(older(f"HEAD of run {self.keys.run!r}", rebuilt.version, floor))
+            return None
+        return rebuilt
 
     def head_of(self, writer: Writer, floor: Rank | None = None) -> Head:
         """A writer's HEAD; raises `ProtocolError` if it is damaged or below `floor`, or `ObjectMissing`."""
