@@ -14,8 +14,8 @@ from delta_weight_sync.store import Bucket, BucketUnreachable, Listing, ObjectIn
 _TRIES = 5  # of reading a HEAD that a new writer removes meanwhile
 _UNSIGNED = 16  # manifests that are passed over: all may be unsigned, where a reader has the wrong key
 Kind = TypeVar("Kind", bound=Sealed)
-Refused = list[Exception]
-"""What was passed over on the way to a sound record, and why."""
+Refused = dict[str, Exception]
+"""What was passed over on the way to a sound record, key by key, and why."""
 
 
 class NoVersionError(ProtocolError):
@@ -55,7 +55,7 @@ class RecordReader:
         except ObjectMissing:  # a still later one has removed it
             return True
         except ProtocolError as error:
-            refused.append(error)
+            refused[self.keys.head(writer)] = error
             return False
         return head.version is None or born is None or head.born >= born
 
@@ -69,13 +69,14 @@ class RecordReader:
         """
         for _ in range(_TRIES):
             writers = [writer for writer in self.writers() if below is None or writer < below]
-            told: Refused = []
+            told: Refused = {}
             with contextlib.suppress(ObjectMissing):
                 head = self._last_good(writers, floor, told)
-                if head is None and (why := [e for e in told if floor or isinstance(e, SignatureError)]):
+                why = [error for error in told.values() if floor or isinstance(error, SignatureError)]
+                if head is None and why:
                     raise type(why[0])("; ".join(map(str, why)))
                 if refused is not None:
-                    refused += told
+                    refused.update(told)
                 return head
         raise BucketUnreachable(f"{self.bucket.url}/{self.keys.heads} lists what is not there: try again")
 
@@ -84,13 +85,14 @@ class RecordReader:
             try:
                 return self.head_of(writer, floor)
             except ProtocolError as error:
-                refused.append(error)
+                refused[self.keys.head(writer)] = error
                 rebuilt = self.rebuilt(writer)
                 if rebuilt and (floor is None or rebuilt.rank >= floor):
                     return rebuilt
         rebuilt = self.rebuilt()
         if rebuilt and floor and rebuilt.rank < floor:
-            refused.append(older(f"HEAD of run {self.keys.run!r}", rebuilt.version, floor))
+            what = f"HEAD of run {self.keys.run!r}"
+            refused[self.keys.heads] = older(what, rebuilt.version, floor)
             return None
         return rebuilt
 
@@ -137,7 +139,7 @@ class RecordReader:
             return self.manifest(head.manifest)
         except (ProtocolError, ObjectMissing) as error:
             if refused is not None:
-                refused.append(error)
+                refused[head.manifest.key] = error
             rebuilt = self.rebuilt()
             if rebuilt is None or rebuilt.manifest is None:
                 raise
@@ -157,19 +159,19 @@ class RecordReader:
     def published(self, version: int, born: float) -> Manifest | None:
         """The last writer's manifest of a version, of those that are signed and of the run born at `born`."""
         listed = (info.key for info in self.bucket.list(self.keys.manifests))
-        refused: Refused = []
+        refused: Refused = {}
         for found, key in sorted(_manifests(listed), reverse=True):
             if found.version != version:
                 continue
             try:
                 manifest = self.unpinned(key)
             except SignatureError as error:
-                refused.append(error)
+                refused[key] = error
                 continue
             if manifest.born == born:
                 return manifest
-        if refused:
-            raise refused[0]
+        for why in refused.values():
+            raise why
         return None
 
     def require_sound(self) -> None:

@@ -20,8 +20,8 @@ class Lookout:
 
     def __init__(self, reader: RunReader) -> None:
         self._reader = reader
-        self.refused: Refused = []  # what the newest version was found in spite of
-        self._passed: Refused = []  # of that, HEADs
+        self.refused: Refused = {}  # what the newest version was found in spite of
+        self._passed: Refused = {}  # of that, HEADs
         self.forget()
 
     def again(self) -> None:
@@ -51,7 +51,7 @@ class Lookout:
         if self._found and self._found == self._taken:
             return None
         head = (self._known() if known else None) or self._head()
-        told: Refused = []
+        told: Refused = {}
         manifest = self._reader.named(head, told) if head else None
         if head is None or manifest is None:
             raise NoVersionError(
@@ -61,7 +61,7 @@ class Lookout:
             raise older(f"run {self._reader.keys.run!r}", manifest.version, self._floor)
         self._key = self._reader.keys.head(Writer(head.writer_term, head.writer))
         self._head_floor, self._floor = head.rank, manifest.rank
-        self.refused = [*self._passed, *told]
+        self.refused = self._passed | told
         return manifest
 
     def _etags(self) -> bool:
@@ -77,12 +77,14 @@ class Lookout:
         """The HEAD that was looked at, if it is sound."""
         with contextlib.suppress(ProtocolError, ObjectMissing):
             if writer := head_writer(self._key):
-                return self._reader.head_of(writer, self._head_floor)
+                head = self._reader.head_of(writer, self._head_floor)
+                self._passed.pop(self._key, None)
+                return head
         return None
 
     def _head(self) -> Head | None:
         """What HEAD says. Where none is there, the whole run is listed only at times: it may be a new one."""
         if not self._found and self._head_floor is None and self._looks % _LIST_EVERY != 1:
             return None
-        self._passed = []
+        self._passed = {}
         return self._reader.head(floor=self._head_floor, refused=self._passed)

@@ -185,9 +185,9 @@ class RunWriter:
         return manifest
 
     def _require_ownership(self) -> None:
-        refused: Refused = []
+        refused: Refused = {}
         owner = self.reader.successor(self.writer, self.newest.born if self.newest else None, refused)
-        for error in refused:
+        for error in refused.values():
             _log.warning("%s; this trainer goes on", error)
         if owner:
             raise FencedError(

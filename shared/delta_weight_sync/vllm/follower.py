@@ -134,8 +134,7 @@ class Follower:
 
     def _name_refused(self) -> None:
         """Say what was passed over while a sound version is served; nothing where all is well."""
-        refused = self._lookout.refused
-        reason = f"{refused[0]}{f'; and {len(refused) - 1} more' if refused[1:] else ''}" if refused else None
+        reason = "; ".join(map(str, self._lookout.refused.values())) or None
         if reason:
             self._log(reason)
         if reason != self._journal.error:
@@ -228,7 +227,7 @@ class Follower:
         self._serve(manifest, fetch_s, stage_s, *seconds)
 
     def _serve(self, manifest: Manifest, *seconds: float, joined: bool = False) -> None:
+        self._journal.signed_by = self._reader.signer(manifest)
         self.serving = self._served_last = manifest
         self._journal.commit(manifest, *seconds, joined=joined)
-        self._journal.signed_by = self._reader.signer(manifest)
         self._journal.note("serving")
