@@ -25,18 +25,19 @@ def watch(
     `DeltaWeightSyncError` and `OSError`, of a row of equal ones once; all other errors end the watch.
     """
     lookout, told, failures = Lookout(reader), "", 0
+    error: Exception | None
     while True:
         try:
             if manifest := lookout.look():
                 take(manifest)
             lookout.taken()
-            told, failures = "", 0
+            error, failures = lookout.doubt(), 0
         except BrokenPipeError:  # nobody reads what `take` prints any more
             raise
-        except (DeltaWeightSyncError, OSError) as error:
-            failures += 1
-            if str(error) != told:
-                complain(error)
-            told = str(error)
+        except (DeltaWeightSyncError, OSError) as caught:
+            error, failures = caught, failures + 1
+        if error and str(error) != told:
+            complain(error)
+        told = str(error or "")
         if wait(POLL_S * 2 ** min(failures, _DOUBLINGS)):
             return

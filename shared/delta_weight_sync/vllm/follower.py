@@ -130,15 +130,10 @@ class Follower:
         if newest:
             self._follow(newest)
             self._lookout.taken()
-        self._name_refused()
-
-    def _name_refused(self) -> None:
-        """Say what was passed over while a sound version is served; nothing where all is well."""
-        reason = "; ".join(map(str, self._lookout.refused.values())) or None
-        if reason:
-            self._log(reason)
-        if reason != self._journal.error:
-            self._journal.note("serving", reason)
+        if doubt := self._lookout.doubt():
+            self._log(str(doubt))
+        if str(doubt or "") != (self._journal.error or ""):
+            self._journal.note("serving", str(doubt) if doubt else None)
 
     def _follow(self, manifest: Manifest, held: Manifest | None = None, *, afresh: bool = False) -> None:
         """Serve a version, comparing all weights if `afresh`; `held` is it if the owner wants no other."""
