@@ -16,7 +16,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from delta_weight_sync.protocol import Keys, ProtocolError
+from delta_weight_sync.keys import Keys
+from delta_weight_sync.protocol import ProtocolError
 from delta_weight_sync.store import BucketError, open_bucket
 from inference_space.access import TOKENS
 from inference_space.dashboard.templates import render_template

@@ -10,7 +10,8 @@ from itertools import islice
 from typing import Any
 
 from delta_weight_sync.history import RunReader
-from delta_weight_sync.protocol import Keys, ProtocolError, RunInfo, parse
+from delta_weight_sync.keys import Keys
+from delta_weight_sync.protocol import ProtocolError, RunInfo, parse
 from delta_weight_sync.runlog import RunLogReader
 from delta_weight_sync.store import Bucket, BucketError, ObjectMissing
 from inference_space.dashboard.run_state import RunState

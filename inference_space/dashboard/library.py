@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from delta_weight_sync.history import RunReader, manifests_of
-from delta_weight_sync.protocol import Keys, Manifest, ProtocolError, parse
+from delta_weight_sync.keys import Keys
+from delta_weight_sync.protocol import Manifest, ProtocolError, parse
 from delta_weight_sync.store import Bucket, Listing, ObjectInfo, ObjectMissing
 from inference_space.dashboard.anatomy import Anatomy, open_delta
 

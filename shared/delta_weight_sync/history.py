@@ -6,16 +6,14 @@ The codec and the digest are imported where weights are: who only lists versions
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from delta_weight_sync import checkpoint
 from delta_weight_sync.checkpoint import Bits
-from delta_weight_sync.protocol import FileRef, Head, Keys, Manifest, ProtocolError, parse
-from delta_weight_sync.store import Bucket, Listing, ObjectInfo, ObjectMissing, open_bucket
-
-_MANIFEST = re.compile(r".*/manifests/(\d{8,})\.t(\d+)\.json")
+from delta_weight_sync.heads import NoVersionError, RecordReader, manifests_of
+from delta_weight_sync.protocol import FileRef, Manifest, ProtocolError
+from delta_weight_sync.store import Bucket, open_bucket
 
 
 def split_run(url: str) -> tuple[str, str]:
@@ -41,34 +39,15 @@ def _only_run(bucket: Bucket) -> str:
     return runs[0]
 
 
-class RunReader:
+class RunReader(RecordReader):
     """The reading half of the protocol. Everything it returns was checked against HEAD's chain of hashes."""
 
-    def __init__(self, bucket: Bucket, run: str) -> None:
-        self.bucket = bucket
-        self.keys = Keys(run)
-
-    def head(self) -> Head | None:
-        """The newest version, or None before the first one is published."""
-        try:
-            return parse(Head, self.bucket.get(self.keys.head), self.keys.head)
-        except ObjectMissing:
-            return None
-
-    def manifest(self, ref: FileRef) -> Manifest:
-        """The manifest that `ref` pins."""
-        data = self.bucket.get(ref.key)
-        ref.check(data)
-        return parse(Manifest, data, ref.key)
-
     def history(self) -> Iterator[Manifest]:
-        """Every manifest from HEAD back to version 0."""
-        head = self.head()
-        ref = head.manifest if head else None
-        while ref is not None:
-            manifest = self.manifest(ref)
+        """Every manifest from the newest back to version 0."""
+        manifest = self.newest()
+        while manifest is not None:
             yield manifest
-            ref = manifest.parent
+            manifest = self.manifest(manifest.parent) if manifest.parent else None
 
     def at(self, version: int | None = None) -> Manifest:
         """The manifest of `version` (None: the newest); raises `ProtocolError` where there is none."""
@@ -76,19 +55,19 @@ class RunReader:
             if version in (None, manifest.version):
                 return manifest
         wanted = "a first version" if version is None else f"version {version}"
-        raise ProtocolError(f"run {self.keys.run!r} in {self.bucket.url} has not published {wanted}")
+        raise NoVersionError(f"run {self.keys.run!r} in {self.bucket.url} has not published {wanted}")
 
     def find(self, version: int) -> Manifest:
         """As `at`, by one listing instead of HEAD's chain, however long the run is.
 
         HEAD's hashes do not cover it: prove by the digest of the weights that it is the published version.
         """
-        head = self.head()
-        info = manifests_of(self.bucket.list(f"{self.keys.folder}manifests/")).get(version)
-        if head is None or info is None or version > head.version:
-            newest = f"its newest is version {head.version}" if head else "it has none yet"
-            raise ProtocolError(f"run {self.keys.run!r} has no version {version}, {newest}")
-        return parse(Manifest, self.bucket.get(info.key), info.key)
+        newest = self.newest()
+        info = manifests_of(self.bucket.list(self.keys.manifests)).get(version)
+        if newest is None or info is None or version > newest.version:
+            known = f"its newest is version {newest.version}" if newest else "it has none yet"
+            raise ProtocolError(f"run {self.keys.run!r} has no version {version}, {known}")
+        return self.unpinned(info.key)
 
     def fetch(self, ref: FileRef, folder: Path) -> Path:
         """Download one file and check its size and sha256 (Xet downloads check nothing themselves)."""
@@ -132,17 +111,6 @@ def apply_delta(state: dict[str, Bits], path: Path) -> None:
     shapes = {name: bits.shape for name, bits in state.items()}
     for patch in codec.Delta(path).patches(shapes, state.__getitem__):
         codec.apply(patch, state[patch.name])
-
-
-def manifests_of(objects: Listing) -> dict[int, ObjectInfo]:
-    """The manifest of each version; of several writers' the last one's, which HEAD came to name."""
-    found: dict[int, tuple[int, ObjectInfo]] = {}
-    for info in objects:
-        if match := _MANIFEST.fullmatch(info.key):
-            version, term = int(match[1]), int(match[2])
-            if version not in found or term > found[version][0]:
-                found[version] = term, info
-    return {version: info for version, (_, info) in found.items()}
 
 
 def require_digest(state: dict[str, Bits], manifest: Manifest) -> None:

@@ -1,39 +1,45 @@
-"""Versions, manifests, HEAD and key names: the JSON that makes a weight version real.
+"""Versions, manifests and HEAD: the JSON that makes a weight version real.
 
-A run is a folder of the bucket. Every object but HEAD and the newest log segment is written once:
+A run is a folder of the bucket. Every object but a HEAD and the newest log segment is written once:
 
     runs/<run>/run.json                               what the run is, for people and dashboards
-    runs/<run>/anchors/00000000.t1/<file>             a whole Hugging Face checkpoint
-    runs/<run>/deltas/00000001.t1.safetensors         what changed from version 0 to version 1
-    runs/<run>/manifests/00000001.t1.json             how to build version 1, and the digest that proves it
+    runs/<run>/anchors/00000000.t1-5ad0b5d1/<file>    a whole Hugging Face checkpoint
+    runs/<run>/deltas/00000001.t1-5ad0b5d1.safetensors   what changed from version 0 to version 1
+    runs/<run>/manifests/00000001.t1-5ad0b5d1.json    how to build version 1, and the digest that proves it
     runs/<run>/log/00000000.jsonl                     what happened (see `runlog`)
-    runs/<run>/HEAD                                   the newest version; the only name that is overwritten
+    runs/<run>/heads/00000001.<writer>.json           a writer's HEAD: its newest version; the last counts
 
-Trust flows one way: HEAD names the manifest by sha256, the manifest names every file by sha256. The
-writer's term is part of each key, so that a writer that was replaced can never overwrite its successor.
+Trust flows one way: HEAD names the manifest by sha256, the manifest names every file by sha256. Each
+writer has a HEAD and names of its own, so that one that was replaced can never overwrite its successor.
+
+A manifest decides: what it says of its version is never said otherwise. HEAD only tells where the newest
+one is, and where it is torn, deleted, old or somebody else's, that is found from the manifests.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 from typing import Annotated, Final, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from delta_weight_sync.errors import DeltaWeightSyncError
 
-FORMAT: Final = "delta-weight-sync/1"
+FORMAT: Final = "delta-weight-sync/2"
 MAX_JSON_BYTES = 8 << 20
 MAX_CHAIN: Final = 128  # deltas after an anchor; bounds what a manifest lists and a joining replica fetches
 POLL_S: Final = 1.0  # how often a replica looks at HEAD
 
+RUN_NAME: Final = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 Key = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,500}$")]
-RunName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")]
+RunName = Annotated[str, StringConstraints(pattern=f"^{RUN_NAME}$")]
+WriterId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(ge=0, le=1 << 62)]
 Model = TypeVar("Model", bound="Record")
+Rank = tuple[float, int, str, int]
+"""Which of two versions is the newer one: when the run was created, its writer (term and id), the version."""
 
 
 class ProtocolError(DeltaWeightSyncError, ValueError):
@@ -48,6 +54,27 @@ class Record(BaseModel):
     def to_bytes(self) -> bytes:
         """JSON, UTF-8, one line."""
         return self.model_dump_json().encode()
+
+
+class Sealed(Record):
+    """A record of a run that holds a hash of itself: damage is seen also where nothing names it by hash.
+
+    `seal` is the sha256 of the record's kind, a line feed, and its JSON without `seal` and `signature`.
+    """
+
+    format: Literal["delta-weight-sync/2"] = FORMAT
+    run: RunName
+    seal: Sha256 | Literal[""] = ""  # computed where it is not given
+    signature: str = ""
+
+    @model_validator(mode="after")
+    def _seal(self) -> Self:
+        content = f"{type(self).__name__}\n{self.model_dump_json(exclude={'seal', 'signature'})}"
+        seal = hashlib.sha256(content.encode()).hexdigest()
+        if self.seal not in ("", seal):
+            raise ValueError("seal does not fit the other fields: the object is damaged")
+        object.__setattr__(self, "seal", seal)
+        return self
 
 
 class FileRef(Record):
@@ -94,17 +121,17 @@ class AnchorRef(Record):
     files: Annotated[tuple[FileRef, ...], Field(min_length=1)]
 
 
-class Manifest(Record):
+class Manifest(Sealed):
     """How to build one version, and how to know that it was built.
 
     `deltas` is contiguous and ends at `version`; it reaches back to `anchor.version` at least, and to the
     anchor before it where there is one, so that a replica which is a little behind needs no anchor.
     """
 
-    format: Literal["delta-weight-sync/1"] = FORMAT
-    run: RunName
+    born: float  # unix seconds at which the run was created: one that is started over is another run
     version: Count
     writer_term: Count
+    writer: WriterId
     sync: Count  # the trainer's own count of weight syncs whose weights this version holds
     created_at: float  # unix seconds at which the trainer handed the weights over
     digest: Digest
@@ -132,43 +159,56 @@ class Manifest(Record):
             return None
         return tuple(d for d in self.deltas if d.version > version)
 
+    def files(self) -> tuple[FileRef, ...]:
+        """What is needed to build the version from nothing."""
+        return *self.anchor.files, *(self.deltas_after(self.anchor.version) or ())
+
+    @property
+    def rank(self) -> Rank:
+        """See `Rank`."""
+        return self.born, self.writer_term, self.writer, self.version
+
     @property
     def sparsity(self) -> float:
         """Share of elements that kept their bits, 0 to 1."""
         return 1.0 - self.changed / self.total if self.total else 1.0
 
 
-class Head(Record):
-    """The one overwritten object: the newest version and who may write the next one.
+class Head(Sealed):
+    """Where a writer's newest version is; before its first one, the version that it goes on from."""
 
-    Nothing names HEAD by hash, so it carries one of itself: `seal` is the sha256 of its other fields.
-    """
-
-    format: Literal["delta-weight-sync/1"] = FORMAT
-    run: RunName
-    version: Count
-    manifest: FileRef
+    born: float  # as in the manifest
+    version: Count | None  # None before the run's first version
+    manifest: FileRef | None
     writer_term: Count
-    writer: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
-    seal: Sha256 | Literal[""] = ""  # computed where it is not given
+    writer: WriterId
 
     @model_validator(mode="after")
-    def _seal(self) -> Self:
-        seal = hashlib.sha256(self.model_dump_json(exclude={"seal"}).encode()).hexdigest()
-        if self.seal not in ("", seal):
-            raise ValueError("seal does not fit the other fields: the object is damaged")
-        object.__setattr__(self, "seal", seal)
+    def _both_or_neither(self) -> Self:
+        if (self.version is None) != (self.manifest is None):
+            raise ValueError("a version has a manifest")
         return self
+
+    @property
+    def rank(self) -> Rank:
+        """See `Rank`; before the first version it is that of version -1."""
+        return self.born, self.writer_term, self.writer, -1 if self.version is None else self.version
 
 
 class RunInfo(Record):
     """What a run is; written once, when it is created."""
 
-    format: Literal["delta-weight-sync/1"] = FORMAT
+    format: Literal["delta-weight-sync/2"] = FORMAT
     run: RunName
     model: str
     created_at: float
     full_bytes: Count
+
+
+def reference(key: str, record: Record) -> FileRef:
+    """What pins the stored record."""
+    data = record.to_bytes()
+    return FileRef(key=key, size=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
 def parse(kind: type[Model], data: bytes, key: str) -> Model:
@@ -181,32 +221,3 @@ def parse(kind: type[Model], data: bytes, key: str) -> Model:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ProtocolError(f"{key} is not a valid {kind.__name__}: {where} {first['msg']}") from None
-
-
-class Keys:
-    """The key names of one run."""
-
-    def __init__(self, run: str) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}", run):
-            raise ProtocolError(f"run name {run!r} may hold letters, digits, '.', '_' and '-' only")
-        self.run = run
-        self.folder = f"runs/{run}/"
-        self.head = f"{self.folder}HEAD"
-        self.info = f"{self.folder}run.json"
-        self.log = f"{self.folder}log/"
-
-    def anchor(self, version: int, writer_term: int, name: str) -> str:
-        """Key of one file of an anchor."""
-        return f"{self.folder}anchors/{version:08d}.t{writer_term}/{name}"
-
-    def delta(self, version: int, writer_term: int) -> str:
-        """Key of the delta that leads to `version`."""
-        return f"{self.folder}deltas/{version:08d}.t{writer_term}.safetensors"
-
-    def manifest(self, version: int, writer_term: int) -> str:
-        """Key of a version's manifest."""
-        return f"{self.folder}manifests/{version:08d}.t{writer_term}.json"
-
-    def segment(self, number: int) -> str:
-        """Key of one segment of the run's log."""
-        return f"{self.log}{number:08d}.jsonl"

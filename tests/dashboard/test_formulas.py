@@ -128,7 +128,9 @@ def manifest_of(version: int, anchor: int) -> Manifest:
     return Manifest(
         run="r",
         version=version,
+        born=0.0,
         writer_term=1,
+        writer="0" * 32,
         sync=version,
         created_at=0,
         digest="0" * 16,

@@ -86,7 +86,7 @@ def no_digests(versions: set[int]) -> dict[int, str]:
 
 def test_the_bucket_browser_shows_a_page_of_it(long_run: Counted) -> None:
     objects = [
-        ObjectInfo(f"runs/wordle/{kind}/{v:08d}.t1{end}", 1000, "")
+        ObjectInfo(f"runs/wordle/{kind}/{v:08d}.t1-5ad0b5d1{end}", 1000, "")
         for kind, end in (("deltas", ".safetensors"), ("manifests", ".json"))
         for v in range(1, VERSIONS + 1)
     ]
@@ -94,5 +94,5 @@ def test_the_bucket_browser_shows_a_page_of_it(long_run: Counted) -> None:
     oldest = bucket_browser.listing(objects, "wordle", VERSIONS // bucket_browser.PAGE - 1, served=True)
     assert len(newest) < 40_000
     assert "<b>20 MB</b> in 20000 objects" in newest
-    assert "00010000.t1.safetensors" in newest
-    assert "00000001.t1.safetensors" in oldest
+    assert "00010000.t1-5ad0b5d1.safetensors" in newest
+    assert "00000001.t1-5ad0b5d1.safetensors" in oldest

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
 from playwright.sync_api import Page, expect
 
+from delta_weight_sync.keys import Writer
 from delta_weight_sync.units import count_text, size_text
 from tests.browser import PATIENCE_S
 from tests.dashboard.real_run import KINDS, games
@@ -64,7 +65,7 @@ def test_a_delta_is_opened_in_place_and_proven(page: Page, url: str, real: RealR
     manifest = real.reader.at(3)
     page.goto(f"{url}#bucket")
     bucket = page.locator(".view-bucket")
-    row = bucket.locator("tr", has_text="deltas/00000003.t1.safetensors")
+    row = bucket.locator("tr", has_text="deltas/00000003.t1-")
     expect(row).to_contain_text(size_text(manifest.deltas[-1].size))
     row.get_by_role("button", name="Open").click()
     expect(bucket.locator(".opened tbody tr")).to_have_count(21)
@@ -84,7 +85,7 @@ def test_a_download_is_the_object_and_nothing_else_can_be_had(
     answer = httpx.get(f"{url}dashboard/object", params={"key": ref.key}, timeout=PATIENCE_S)
     ref.check(answer.content)
     anchor = real.reader.at(3).anchor.files[0].key
-    for key in (anchor, "runs/other/HEAD", "../../etc/passwd", f"{ref.key}/../../HEAD"):
+    for key in (anchor, "runs/other/run.json", "../../etc/passwd", f"{ref.key}/../../run.json"):
         refused = httpx.get(f"{url}dashboard/object", params={"key": key}, timeout=PATIENCE_S)
         assert refused.status_code == 404
         assert "can be downloaded here" in refused.text
@@ -105,7 +106,7 @@ def test_a_half_written_version_is_no_version_yet(
     page: Page, url: str, real: RealRun, bucket: Bucket, shown: Shown
 ) -> None:
     shown(real)
-    bucket.put(real.reader.keys.delta(4, 1), b"half of a delta")
+    bucket.put(real.reader.keys.delta(4, Writer(1, "0" * 32)), b"half of a delta")
     page.goto(url)
     expect(page.locator("#dws-live h1")).to_have_text("v3 serving on 1/1 replica")
     page.locator("[data-tab=bucket]").click()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import random
 
-from delta_weight_sync.protocol import AnchorRef, DeltaRef, FileRef, Head, Keys, Manifest, RunInfo
+from delta_weight_sync.keys import Keys, Writer
+from delta_weight_sync.protocol import AnchorRef, DeltaRef, FileRef, Head, Manifest, RunInfo
 from delta_weight_sync.runlog import (
     SEGMENT,
     CommitEvent,
@@ -17,6 +18,8 @@ from delta_weight_sync.runlog import (
     SyncEvent,
 )
 from delta_weight_sync.store import Bucket
+
+WRITER = Writer(1, "0" * 32)
 
 FULL, TOTAL = 440_000, 220_000
 ANCHOR_EVERY = 50
@@ -103,19 +106,21 @@ class WrittenRun:
         self.log.close()
 
     def _manifest(self, changed: int) -> None:
-        key = self.keys.manifest(self.version, 1)
+        key = self.keys.manifest(self.version, WRITER)
         if self.version % ANCHOR_EVERY == 0:
             self._anchor = self.version
         manifest = Manifest(
             run=self.keys.run,
+            born=0.0,
             version=self.version,
-            writer_term=1,
+            writer_term=WRITER.term,
+            writer=WRITER.id,
             sync=self.version,
             created_at=self.t,
             digest=digest_of(self.version),
             anchor=AnchorRef(
                 version=self._anchor,
-                files=(_ref(self.keys.anchor(self._anchor, 1, "model.safetensors"), b""),),
+                files=(_ref(self.keys.anchor(self._anchor, WRITER, "model.safetensors"), b""),),
             ),
             deltas=tuple(
                 self._delta(version, changed) for version in range(self._anchor + 1, self.version + 1)
@@ -129,12 +134,17 @@ class WrittenRun:
         self.bucket.put(key, data)
         self._parent = _ref(key, data)
         head = Head(
-            run=self.keys.run, version=self.version, manifest=self._parent, writer_term=1, writer="0" * 32
+            run=self.keys.run,
+            born=0.0,
+            version=self.version,
+            manifest=self._parent,
+            writer_term=WRITER.term,
+            writer=WRITER.id,
         )
-        self.bucket.put(self.keys.head, head.to_bytes())
+        self.bucket.put(self.keys.head(WRITER), head.to_bytes())
 
     def _delta(self, version: int, changed: int) -> DeltaRef:
-        ref = _ref(self.keys.delta(version, 1), b"")
+        ref = _ref(self.keys.delta(version, WRITER), b"")
         return DeltaRef(**ref.model_dump(), version=version, changed=changed)
 
 

@@ -65,7 +65,7 @@ def sentence(answer: httpx.Response, status: int) -> str:
         "/ready",
         "/status?after=3",
         "/v1/models",
-        "/dashboard/object?key=runs/demo/HEAD",
+        "/dashboard/object?key=runs/demo/run.json",
         "/assets/index-BQ1_x.js",
         "/theme.css",
     ],

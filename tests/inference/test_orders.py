@@ -252,6 +252,43 @@ def test_a_version_that_is_not_there_is_a_sentence(follower: Follower, version: 
     assert follower.orders.pinned is None
 
 
+def test_a_damaged_head_changes_nothing_and_the_next_version_mends_it(run, bucket, follower, vllm) -> None:
+    (head,) = bucket.list("runs/ordered/heads/")
+    bucket.put(head.key, b"torn")
+    asked = vllm.asked
+    soon(lambda: vllm.asked > asked + 10, "turns")
+    assert follower.report(0).status.error is None, "it is read around"
+    assert follower.report(0).status.version == 3
+    run.step()
+    reaches(follower, 4)
+
+
+def test_an_old_head_is_named_and_what_is_served_stays(run, bucket, follower, vllm) -> None:
+    (head,) = bucket.list("runs/ordered/heads/")
+    old = bucket.get(head.key)
+    run.step()
+    reaches(follower, 4)
+    bucket.put(head.key, old)
+    soon(lambda: "went back from version 4 to 3" in str(follower.report(0).status.error), "it is named")
+    assert follower.report(0).status.version == 4
+    run.step()
+    reaches(follower, 5)
+    soon(lambda: follower.report(0).status.error is None, "all is well again")
+    assert vllm.starts == 1
+
+
+def test_a_run_that_is_started_over_is_followed_in_place(run, bucket, follower, vllm, request) -> None:
+    run.close()
+    bucket.delete([info.key for info in bucket.list("runs/ordered/")])
+    again = RealRun(bucket, run="ordered", layers=1)
+    request.addfinalizer(again.close)
+    reaches(follower, 0)
+    again.step()
+    reaches(follower, 1)
+    assert follower.report(0).status.digest == vllm.digest() == RunReader(bucket, "ordered").at().digest
+    assert vllm.starts == 1
+
+
 def test_an_old_version_of_a_long_run_is_found_by_one_listing(tmp_path: Path) -> None:
     bucket = open_bucket(f"file://{tmp_path}/bucket", create=True)
     run = WrittenRun(bucket, "long")
@@ -262,4 +299,5 @@ def test_an_old_version_of_a_long_run_is_found_by_one_listing(tmp_path: Path) ->
     follower = Follower(CountingReader(counted, "long"), Mortal(), name="r", folder=tmp_path, poll_s=0.01)
     follower.orders.pin(2)
     assert follower.orders.pinned == RunReader(bucket, "long").find(2)
-    assert (counted.asked["list"], counted.asked["get"]) == (1, 2), "HEAD and the manifest"
+    assert counted.asked["list"] == 2, "HEADs and manifests"
+    assert counted.asked["get"] == 3, "HEAD, the manifest that it names, and this one"

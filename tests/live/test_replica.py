@@ -67,7 +67,7 @@ def test_a_damaged_delta_is_named_and_not_applied(trainer, replica):
     replica.wait_for(serving)
     before = greedy(replica.url)
     put = trainer.bucket.put
-    damaged = trainer.writer.keys.delta(serving + 1, trainer.writer.writer_term)
+    damaged = trainer.writer.keys.delta(serving + 1, trainer.writer.writer)
 
     def damaging_put(key: str, data: bytes | Path) -> None:
         if key == damaged:

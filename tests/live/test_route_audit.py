@@ -132,7 +132,7 @@ def test_of_all_routes_only_the_documented_ones_answer(replica, source, request)
         ("POST", "/delta_weight_sync/poke", 401, 200),
         ("GET", "/theme.css", 200, 200),
         ("GET", "/dashboard/bucket", 200, 200),
-        ("GET", "/dashboard/object?key=runs/live/HEAD", 200, 200),
+        ("GET", "/dashboard/object?key=runs/live/run.json", 200, 200),
         ("GET", "/dashboard/object?key=../../etc/passwd", 404, 404),
         ("GET", "/login/huggingface", 404, 404),
         ("GET", "/logout", 302, 302),

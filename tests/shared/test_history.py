@@ -41,7 +41,8 @@ def test_a_rolled_back_manifest_is_refused(tmp_path):
     manifests = sorted((folder / "runs/test/manifests").iterdir())
     manifests[2].write_bytes(manifests[1].read_bytes())
     with pytest.raises(ProtocolError, match="00000002"):
-        RunReader(open_bucket(folder.as_uri()), "test").at()
+        RunReader(open_bucket(folder.as_uri()), "test").require_sound()
+    assert RunReader(open_bucket(folder.as_uri()), "test").at().version == 1, "the newest that is whole"
 
 
 def test_a_trainer_killed_while_it_uploads_leaves_the_last_version_usable(tmp_path):
@@ -49,21 +50,25 @@ def test_a_trainer_killed_while_it_uploads_leaves_the_last_version_usable(tmp_pa
     url, assets = (tmp_path / "bucket").as_uri(), tmp_path / "assets"
     assets.mkdir()
     (assets / "config.json").write_text("{}")
-    killed(url, assets, BASE - 1, True)
-    reader = RunReader(open_bucket(url), killed_trainer.RUN)
-    assert reader.head() is None
+    early = (tmp_path / "early").as_uri()
+    killed(early, assets, BASE - 1, True)
+    assert RunReader(open_bucket(early), killed_trainer.RUN).newest() is None
     killed(url, assets, BASE, True)
-    newest = 0
+    reader = RunReader(open_bucket(url), killed_trainer.RUN)
+    newest, decided = 0, 0  # the second: its manifest is whole, and HEAD did not move any more
     for last, whole in product(range(1, max(HEADS) + 1), (False, True)):
         killed(url, assets, last, whole)
-        newest += sum(last > head or (last == head and whole) for head in HEADS)
+        written = last if whole else last - 1
+        newest += (decided if written >= CLAIM else 0) + sum(written >= head for head in HEADS)
+        decided = sum(written == head - 1 for head in HEADS) if written >= CLAIM else decided
         assert reader.at().version == newest, f"object {last}, whole: {whole}"
         result = command("verify", url)
         assert result.code == 0, result.complaint
 
 
-BASE = 5  # objects of a run's first version: weights, config.json, run.json, manifest, HEAD
-HEADS = (4, 7)  # a later trainer writes HEAD to take over, then delta, manifest and HEAD per version
+BASE = 6  # objects of a run's first version: a claim, weights, config.json, run.json, manifest, HEAD
+CLAIM = 1  # a later trainer takes over with a HEAD of its own
+HEADS = (4, 7)  # then come delta, manifest and HEAD per version
 
 
 def killed(url: str, assets: Path, last: int, whole: bool) -> None:

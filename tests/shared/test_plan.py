@@ -13,6 +13,7 @@ from bench import results
 from delta_weight_sync import codec
 from delta_weight_sync.cli import main, quantities
 from delta_weight_sync.history import RunReader
+from delta_weight_sync.lookout import Lookout
 from delta_weight_sync.plan import Question, coding, model, predict, rates, text
 from delta_weight_sync.protocol import MAX_CHAIN
 from delta_weight_sync.publish.outbox import Outbox
@@ -117,20 +118,25 @@ def test_requests_per_version_are_those_that_the_clients_make(hub, hub_env, tmp_
     publisher.publish(weights.items(), 1)
     weights["w"][7] *= 1.5
 
+    reader = RunReader(bucket, "run")
+    lookout = Lookout(reader)
+    lookout.look()
+    lookout.taken()
+
     def publish() -> None:
         publisher.publish(weights.items(), 2)
         publisher.flush()
 
     def take() -> None:
-        reader = RunReader(bucket, "run")
-        head = reader.head()
-        reader.fetch(reader.manifest(head.manifest).deltas[-1], tmp_path)
+        newest = lookout.look()
+        reader.fetch(newest.deltas[-1], tmp_path)
 
     for work, said in ((publish, rates.PUBLISHING), (take, rates.TAKING)):
         made = counted(hub, work)
         assert (made.files, made.api) == (said.files, said.api)
         assert made.all == pytest.approx(said.all, abs=5), "Xet's own depend on what it has in its caches"
-    assert counted(hub, lambda: bucket.stat("runs/run/HEAD")) == rates.Requests(1, 0, 1)
+    lookout.taken()
+    assert counted(hub, lookout.look) == rates.Requests(1, 0, 1)
     publisher.close()
     log.close()
 

@@ -4,41 +4,36 @@ import json
 
 import pytest
 
-from delta_weight_sync.protocol import (
-    AnchorRef,
-    DeltaRef,
-    FileRef,
-    Head,
-    Keys,
-    Manifest,
-    ProtocolError,
-    parse,
-)
+from delta_weight_sync.keys import Keys, Writer
+from delta_weight_sync.protocol import AnchorRef, DeltaRef, FileRef, Head, Manifest, ProtocolError, parse
 
 SHA = "0" * 64
 KEYS = Keys("demo")
+WRITER = Writer(1, "0" * 32)
 
 
 def anchor(version: int) -> AnchorRef:
-    key = KEYS.anchor(version, 1, "model.safetensors")
+    key = KEYS.anchor(version, WRITER, "model.safetensors")
     return AnchorRef(version=version, files=(FileRef(key=key, size=1, sha256=SHA),))
 
 
 def delta(version: int) -> DeltaRef:
-    return DeltaRef(key=KEYS.delta(version, 1), size=1, sha256=SHA, version=version, changed=1)
+    return DeltaRef(key=KEYS.delta(version, WRITER), size=1, sha256=SHA, version=version, changed=1)
 
 
 def manifest(version: int, at: int, deltas: list[int]) -> Manifest:
     return Manifest(
         run="demo",
+        born=0.0,
         version=version,
         writer_term=1,
+        writer=WRITER.id,
         sync=1,
         created_at=0.0,
         digest="0" * 16,
         anchor=anchor(at),
         deltas=tuple(delta(v) for v in deltas),
-        parent=FileRef(key=KEYS.manifest(version - 1, 1), size=1, sha256=SHA) if version else None,
+        parent=FileRef(key=KEYS.manifest(version - 1, WRITER), size=1, sha256=SHA) if version else None,
         changed=1,
         total=100,
         full_bytes=200,
@@ -72,16 +67,20 @@ def test_a_chain_with_a_gap_is_refused(deltas):
         ({"surprise": 1}, "surprise"),
         ({"format": "other/1"}, "format"),
         ({"writer": "me"}, "writer"),
+        ({"version": None}, "a version has a manifest"),
+        ({"seal": SHA}, "seal does not fit"),
         ({"manifest": {"key": "runs/../secret", "size": 1, "sha256": SHA}}, "leaves its folder"),
         ({"manifest": {"key": "/etc/passwd", "size": 1, "sha256": SHA}}, "key"),
     ],
 )
 def test_a_wrong_head_is_refused_by_name(change, complaint):
-    ref = {"key": KEYS.manifest(0, 1), "size": 1, "sha256": SHA}
-    head = {"run": "demo", "version": 0, "manifest": ref, "writer_term": 1, "writer": "0" * 32} | change
+    ref = {"key": KEYS.manifest(0, WRITER), "size": 1, "sha256": SHA}
+    good = {"run": "demo", "born": 0.0, "version": 0, "manifest": ref, "writer_term": 1, "writer": WRITER.id}
+    parse(Head, json.dumps(good).encode(), "key")
+    head = good | change
     with pytest.raises(ProtocolError, match=complaint) as caught:
-        parse(Head, json.dumps(head).encode(), "runs/demo/HEAD")
-    assert "runs/demo/HEAD is not a valid Head" in str(caught.value)
+        parse(Head, json.dumps(head).encode(), "runs/demo/heads/1")
+    assert "runs/demo/heads/1 is not a valid Head" in str(caught.value)
 
 
 @pytest.mark.parametrize("run", ["", "../x", "a/b", "a b", "x" * 97])

@@ -15,6 +15,7 @@ import zstandard
 
 from delta_weight_sync import codec
 from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.keys import Keys, Writer
 from delta_weight_sync.protocol import FileRef, Head
 from tests.shared.wire_reader import safetensors
 
@@ -25,16 +26,19 @@ _SHOWN = 24  # changes
 
 
 def head() -> str:
-    manifest = FileRef(key="runs/demo/manifests/00000007.t1.json", size=2, sha256=_sha256(b"{}"))
-    sealed = Head(run="demo", version=7, manifest=manifest, writer_term=1, writer="0123456789abcdef" * 2)
+    writer, keys = Writer(1, "0123456789abcdef" * 2), Keys("demo")
+    manifest = FileRef(key=keys.manifest(7, writer), size=2, sha256=_sha256(b"{}"))
+    sealed = Head(
+        run="demo", born=1.75e9, version=7, manifest=manifest, writer_term=writer.term, writer=writer.id
+    )
     text = sealed.to_bytes().decode()
-    without = text.replace(f',"seal":"{sealed.seal}"', "")
+    without = "Head\n" + text.replace(f'"seal":"{sealed.seal}","signature":"",', "")
     return "\n".join(
         [
-            "HEAD",
+            keys.head(writer),
             *_wrapped(text),
-            "its seal is the sha256 of",
-            *_wrapped(without),
+            "its seal is the sha256 of the word Head, a line feed, and",
+            *_wrapped(without.removeprefix("Head\n")),
             f"  {_sha256(without.encode())}",
         ]
     )

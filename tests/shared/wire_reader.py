@@ -177,13 +177,19 @@ def pinned(bucket: Path, ref: dict) -> bytes:
     return data
 
 
+def sealed(kind: str, text: str) -> dict:
+    """A record that holds a hash of itself."""
+    record = json.loads(text)
+    content = text.replace(f'"seal":"{record["seal"]}","signature":"{record["signature"]}",', "")
+    assert hashlib.sha256(f"{kind}\n{content}".encode()).hexdigest() == record["seal"]
+    return record
+
+
 def newest(bucket: Path, run: str) -> tuple[dict, Weights]:
     """The manifest of a run's newest version, and its weights."""
-    text = (bucket / f"runs/{run}/HEAD").read_text()
-    head = json.loads(text)
-    sealed = text.replace(f',"seal":"{head["seal"]}"', "")
-    assert hashlib.sha256(sealed.encode()).hexdigest() == head["seal"]
-    manifest = json.loads(pinned(bucket, head["manifest"]))
+    text = max((bucket / f"runs/{run}/heads").iterdir()).read_text()
+    head = sealed("Head", text)
+    manifest = sealed("Manifest", pinned(bucket, head["manifest"]).decode())
     files = manifest["anchor"]["files"]
     (anchor,) = (ref for ref in files if ref["key"].endswith("/model.safetensors"))
     header, content = safetensors(pinned(bucket, anchor))

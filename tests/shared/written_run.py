@@ -11,13 +11,13 @@ from delta_weight_sync.digest import state_digest, to_hex
 from tests.policies import tiny
 
 
-def write_run(url: str, base: Path, versions: int) -> list[str]:
+def write_run(url: str, base: Path, versions: int, run: str = "test") -> list[str]:
     """Publish that many versions of a tiny policy that drifts; returns the digest of each."""
     if not base.exists() or not any(base.iterdir()):
         tiny.build(base, tie=True, seed=0)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     digests = []
-    with Publisher(f"{url}#test", base) as publisher:
+    with Publisher(f"{url}#{run}", base) as publisher:
         for _ in range(versions):
             publisher.publish(model.named_parameters())
             publisher.flush()

@@ -158,7 +158,7 @@ def test_a_slow_link_skips_versions_and_loses_nothing(make_run, tmp_path, monkey
     assert [m.sync for m in run.reader.history()] == [21, 2, 1]
 
 
-@pytest.mark.parametrize("part", ["deltas/", "manifests/", "HEAD"])
+@pytest.mark.parametrize("part", ["deltas/", "manifests/", "heads/"])
 @pytest.mark.parametrize("stored", [False, True], ids=["lost", "stored-but-unanswered"])
 def test_a_failing_upload_is_repeated_and_nothing_is_lost(
     make_run_anywhere, tmp_path, monkeypatch, part, stored
@@ -193,7 +193,7 @@ def test_a_published_version_never_changes_its_content(make_run_anywhere, monkey
 
     def put_without_answer(key: str, data: bytes | Path) -> None:
         put(key, data)
-        if key.endswith("HEAD"):
+        if "/heads/" in key:
             head = run.reader.head()
             assert head is not None
             assert seen.setdefault(head.version, head.manifest.sha256) == head.manifest.sha256
@@ -226,6 +226,26 @@ def test_a_second_trainer_takes_over_and_the_first_is_fenced_off(make_run_anywhe
     with pytest.raises(FencedError, match="taken over by another trainer"):
         first.outbox.flush()
     assert rebuilt(second, tmp_path) == policy.digest()
+
+
+@pytest.mark.parametrize("part", ["anchors", "deltas"])
+def test_a_run_whose_files_are_damaged_goes_on_with_a_new_anchor(make_run, tmp_path, part, caplog):
+    run, policy = make_run(), Policy()
+    for _ in range(2):
+        run.publish(policy)
+        run.outbox.flush()
+        policy.step()
+    run.close()
+    for path in (tmp_path / "bucket/runs/test" / part).rglob("*.safetensors"):
+        path.write_bytes(b"torn")
+    resumed = make_run()
+    for version in (2, 3):
+        resumed.publish(policy)
+        manifest = resumed.outbox.flush()
+        assert (manifest.version, manifest.anchor.version) == (version, 2)
+        assert rebuilt(resumed, tmp_path) == policy.digest()
+        policy.step()
+    assert "the next one will be an anchor" in caplog.text
 
 
 def test_a_resumed_run_continues_from_the_published_bits(make_run, tmp_path):
@@ -360,7 +380,7 @@ def test_a_first_version_that_failed_is_not_followed_by_a_second(make_run, monke
     monkeypatch.setattr(run.bucket, "put", put)
     with pytest.raises(BucketUnreachable):
         run.publish(policy)
-    assert run.reader.head() is None
+    assert run.reader.newest() is None
 
 
 def test_what_goes_wrong_in_the_background_is_logged(make_run, monkeypatch, caplog):

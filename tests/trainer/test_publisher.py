@@ -97,7 +97,7 @@ def test_what_cannot_be_known_is_an_error_that_names_the_fix(url, base, tmp_path
         Publisher(url, "no such")
     with pytest.raises(DeltaWeightSyncError, match=r"holds no config\.json"):
         Publisher(url, tmp_path)
-    assert RunReader(open_bucket(url), "main").head() is None
+    assert RunReader(open_bucket(url), "main").newest() is None
 
 
 def test_a_run_that_exists_needs_no_base(url, base, tmp_path):

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from delta_weight_sync.keys import Keys
 from delta_weight_sync.plan.prices import GPUS, HARDWARE
-from delta_weight_sync.protocol import Keys, ProtocolError
+from delta_weight_sync.protocol import ProtocolError
 from trainer.deploy.errors import DeployError
 from trainer.deploy.stage import APPS, App, stage
 

@@ -22,6 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Rebuild every version, oldest first; the first that is not what was published ends it."""
     reader = opened(arguments)
+    reader.require_sound()
     manifests = sorted(versions(reader), key=lambda manifest: manifest.version)
     for manifest in _replay(reader, manifests):
         print(f"version {manifest.version} ok, digest {manifest.digest}", flush=True)
@@ -37,7 +38,8 @@ def _replay(reader: RunReader, manifests: list[Manifest]) -> Iterator[Manifest]:
                 reader.advance(state, manifest.deltas[-1], folder)
             if manifest.anchor.version == manifest.version:
                 _check_anchor(reader, manifest, folder)
-                state = state or dict(checkpoint.read_bits(folder))
+            if not manifest.deltas:
+                state = dict(checkpoint.read_bits(folder))
             require_digest(state, manifest)
             yield manifest
 

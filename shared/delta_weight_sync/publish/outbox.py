@@ -22,18 +22,19 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import WEIGHTS, write_bits
 from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.digest import tensor_digest, to_hex
-from delta_weight_sync.protocol import AnchorRef, DeltaRef, Manifest
+from delta_weight_sync.protocol import AnchorRef, DeltaRef, Manifest, ProtocolError
 from delta_weight_sync.publish.mirror import Found, Mirror, Place
 from delta_weight_sync.publish.pending import PendingUpdate, published_bits
 from delta_weight_sync.publish.run_writer import RunWriter
 from delta_weight_sync.publish.sharded import Weights, own_parts, union
 from delta_weight_sync.runlog import RunLogWriter
-from delta_weight_sync.store import AccessDenied, BucketError, BucketMissing
+from delta_weight_sync.store import AccessDenied, BucketError, BucketMissing, ObjectMissing
 
 Rest = Callable[[Mapping[str, tuple[int, ...]]], Iterable[tuple[str, Bits]]]
 _RETRY_S = 2.0
@@ -64,7 +65,7 @@ class Outbox:
         self._writer, self._log, self._encoding, self._rest = writer, log, encoding, rest
         self._given: set[str] = set()  # names; what the first hand-over leaves out stays as it is
         self._mirror = Mirror(mirror)
-        for name, bits in (writer.resume() or {}).items():
+        for name, bits in _published(writer).items():
             self._mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16))
         self._waiting: PendingUpdate | None = None
         self._busy, self._closed = False, False
@@ -154,7 +155,8 @@ class Outbox:
         for name, bits in self._rest(self._mirror.shapes):
             self._mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16))
         base = PendingUpdate([], self._mirror.digest, sync, created_at, time.perf_counter() - started)
-        self._commit(base, None, self._put_anchor(0), 0.0)
+        version = 0 if self.version is None else self.version + 1
+        self._commit(base, None, self._put_anchor(version), 0.0)
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
@@ -211,11 +213,11 @@ class Outbox:
             return published_bits(self._mirror.bits(name), name, [self._waiting, job])
 
     def _settle(self, job: PendingUpdate) -> None:
-        """After a failure: was the version published and only the answer lost, or must it be sent again?"""
+        """After a failure: finish the version if it was decided; else what it holds is sent with the next."""
         while not self._closed:
             time.sleep(_RETRY_S)
             with contextlib.suppress(BucketError):
-                if manifest := self._writer.adopt(to_hex(job.digest)):
+                if manifest := self._writer.confirm():
                     self._report(manifest, job, 0, 0.0)
                     return
                 with self._changed:
@@ -241,3 +243,15 @@ class Outbox:
     def _raise_failure(self) -> None:
         if self._failure:
             raise self._failure
+
+
+def _published(writer: RunWriter) -> dict[str, Bits]:
+    """The weights of the run's newest version; none before the first, and where they are damaged.
+
+    Then what is handed over first is published as a whole, and the run goes on.
+    """
+    try:
+        return writer.resume() or {}
+    except (ProtocolError, codec.CodecError, ObjectMissing, SafetensorError) as error:
+        _log.warning("the newest version cannot be rebuilt, the next one will be an anchor: %s", error)
+        return {}

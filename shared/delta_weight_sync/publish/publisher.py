@@ -11,7 +11,7 @@ from typing import Self
 from delta_weight_sync.checkpoint import CheckpointError
 from delta_weight_sync.codec import Encoding
 from delta_weight_sync.digest import to_hex
-from delta_weight_sync.history import split_run
+from delta_weight_sync.history import RunReader, split_run
 from delta_weight_sync.protocol import Manifest
 from delta_weight_sync.publish.base import Base
 from delta_weight_sync.publish.mirror import Place
@@ -136,10 +136,9 @@ def _writer(url: str, base: Base | None, folder: Path) -> RunWriter:
     if base:
         base.write_files(folder)
         return RunWriter(bucket, run, model=base.name, assets=folder)
-    writer = RunWriter(bucket, run, model="", assets=None)
-    if writer.newest is None:
+    if RunReader(bucket, run).newest() is None:
         raise CheckpointError(
             f"run {run!r} in {bucket.url} is new: name the checkpoint that the policy was loaded from,"
             ' as in base="Qwen/Qwen3-0.6B"; its config and tokenizer are published, too'
         )
-    return writer
+    return RunWriter(bucket, run, model="", assets=None)

@@ -1,17 +1,26 @@
-"""Writing a run: objects, then manifest, then HEAD, under a writer term that fences off any other writer."""
+"""Writing a run: objects, then manifest, then HEAD, under names that no other writer has."""
 
 from __future__ import annotations
 
 import hashlib
 import tempfile
 import time
-import uuid
 from pathlib import Path
 
 from delta_weight_sync.checkpoint import Bits
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.history import RunReader
-from delta_weight_sync.protocol import MAX_CHAIN, AnchorRef, DeltaRef, FileRef, Head, Manifest, RunInfo
+from delta_weight_sync.keys import Writer
+from delta_weight_sync.protocol import (
+    MAX_CHAIN,
+    AnchorRef,
+    DeltaRef,
+    FileRef,
+    Head,
+    Manifest,
+    RunInfo,
+    reference,
+)
 from delta_weight_sync.store import Bucket
 
 
@@ -29,14 +38,46 @@ class RunWriter:
         """
         self.reader = RunReader(bucket, run)
         self.bucket, self.keys, self.model, self.assets = bucket, self.reader.keys, model, assets
-        self.writer = uuid.uuid4().hex
-        head = self.reader.head()
-        self.writer_term = head.writer_term + 1 if head else 1
-        self.newest = self.reader.manifest(head.manifest) if head else None
-        self._previous_anchor = self.newest.version - len(self.newest.deltas) if self.newest else 0
         self._asset_refs: list[FileRef] = []
-        if head:
-            self._put_head(head.version, head.manifest)
+        self._decided: Manifest | None = None  # the next version, as long as the store has not taken it
+        self._started = time.time()
+        others = self.reader.writers()
+        self.writer = Writer.after(others)
+        self.newest = self._claim(others)
+        self._previous_anchor = self.newest.version - len(self.newest.deltas) if self.newest else 0
+
+    @property
+    def writer_term(self) -> int:
+        """How many trainers have had this run, this one included."""
+        return self.writer.term
+
+    def _claim(self, others: list[Writer]) -> Manifest | None:
+        """Take the run over; returns its newest version.
+
+        The claim is written before the last look at what others published, and whoever publishes looks for
+        claims after that: so either we go on from their version, or they learn that it does not count.
+        Lamport's bakery is the model (Communications of the ACM 17, 1974); it needs put and list only.
+        """
+        newest = self._last_of_others()
+        self._put_head(newest)
+        try:
+            self._require_ownership()
+        except FencedError:
+            self.bucket.delete([self.keys.head(self.writer)])
+            raise
+        if (latest := self._last_of_others()) != newest:
+            self._put_head(latest)
+        # Replicas ask for the HEAD that they know: that it is gone tells them of this writer.
+        self.bucket.delete([self.keys.head(other) for other in others])
+        return latest
+
+    def _last_of_others(self) -> Manifest | None:
+        """The newest version of an earlier writer, also one that it could not point HEAD to any more."""
+        head = self.reader.head(below=self.writer)
+        if head is None:
+            return None
+        last = self.reader.rebuilt(Writer(head.writer_term, head.writer))
+        return self.reader.named(last if last and last.rank > head.rank else head)
 
     def resume(self) -> dict[str, Bits] | None:
         """The weights of the newest version, or None for a run that has none yet."""
@@ -55,7 +96,7 @@ class RunWriter:
 
     def put_anchor(self, version: int, weights_file: Path) -> AnchorRef:
         """Store every tensor of `version` in full, beside the files that make it a checkpoint."""
-        weights = self._put_file(weights_file, self.keys.anchor(version, self.writer_term, weights_file.name))
+        weights = self._put_file(weights_file, self.keys.anchor(version, self.writer, weights_file.name))
         self._asset_refs = self._asset_refs or self._put_assets(version)
         return AnchorRef(version=version, files=(weights, *self._asset_refs))
 
@@ -64,14 +105,14 @@ class RunWriter:
             known = self.newest.anchor.files if self.newest else ()
             return [file for file in known if not file.name.endswith(".safetensors")]
         return [
-            self._put_file(path, self.keys.anchor(version, self.writer_term, path.name))
+            self._put_file(path, self.keys.anchor(version, self.writer, path.name))
             for path in sorted(self.assets.iterdir())
             if path.is_file() and path.suffix != ".safetensors"
         ]
 
     def put_delta(self, version: int, data: bytes, changed: int) -> DeltaRef:
         """Store the delta that leads to `version`."""
-        key = self.keys.delta(version, self.writer_term)
+        key = self.keys.delta(version, self.writer)
         self.bucket.put(key, data)
         sha256 = hashlib.sha256(data).hexdigest()
         return DeltaRef(key=key, size=len(data), sha256=sha256, version=version, changed=changed)
@@ -86,68 +127,69 @@ class RunWriter:
         total: int,
         created_at: float,
     ) -> Manifest:
-        """Make the next version real: its manifest, then HEAD. `FencedError` if the run was taken over."""
+        """Decide what the next version is, and make it real; raises as `confirm`."""
         previous = self.newest
         if anchor and previous:
             self._previous_anchor = previous.anchor.version
         newest_anchor = anchor or (previous.anchor if previous else None)
         assert newest_anchor is not None, "version 0 needs an anchor"
         deltas = (*previous.deltas, delta) if previous and delta else ()
-        manifest = Manifest(
+        self._decided = Manifest(
             run=self.keys.run,
+            born=previous.born if previous else self._started,
             version=previous.version + 1 if previous else 0,
-            writer_term=self.writer_term,
+            writer_term=self.writer.term,
+            writer=self.writer.id,
             sync=sync,
             created_at=created_at,
             digest=digest,
             anchor=newest_anchor,
             deltas=tuple(d for d in deltas if d.version > self._previous_anchor),
-            parent=self._ref(previous) if previous else None,
+            parent=self._reference(previous) if previous else None,
             changed=delta.changed if delta else 0,
             total=total,
             full_bytes=2 * total,
         )
-        if previous is None:
-            self._put_info(manifest)
-        ref = self._ref(manifest)
-        self.bucket.put(ref.key, manifest.to_bytes())
-        self._require_ownership()
-        self._put_head(manifest.version, ref)
-        self.newest = manifest
+        manifest = self.confirm()
+        assert manifest is not None, "it has just been decided"
         return manifest
 
-    def adopt(self, digest: str) -> Manifest | None:
-        """The manifest of the next version if HEAD already names it: a commit whose answer was lost."""
-        head = self.reader.head()
-        if head is None or head.writer != self.writer:
+    def confirm(self) -> Manifest | None:
+        """Make the version real that was decided; None if none is.
+
+        Its manifest may be in the bucket already, so this is to be called again after each `BucketError`:
+        the version is never another one. Raises `FencedError` if the run was taken over, after which
+        the version does not count.
+        """
+        manifest = self._decided
+        if manifest is None:
             return None
-        manifest = self.reader.manifest(head.manifest)
-        if manifest.digest != digest or (self.newest and manifest.version != self.newest.version + 1):
-            return None
-        self.newest = manifest
+        if manifest.version == 0:
+            self._put_info(manifest)
+        self.bucket.put(self._reference(manifest).key, manifest.to_bytes())
+        self._put_head(manifest)
+        self._require_ownership()
+        self.newest, self._decided = manifest, None
         return manifest
 
     def _require_ownership(self) -> None:
-        head = self.reader.head()
-        if (
-            head
-            and (head.writer_term, head.writer) != (self.writer_term, self.writer)
-            and head.writer_term >= self.writer_term
-        ):
+        owner = max(self.reader.writers(), default=self.writer)
+        if owner > self.writer:
             raise FencedError(
                 f"run {self.keys.run!r} in {self.bucket.url} was taken over by another trainer (term "
-                f"{head.writer_term}); stop one of the two, or give this one another run name"
+                f"{owner.term}); stop one of the two, or give this one another run name"
             )
 
-    def _put_head(self, version: int, manifest: FileRef) -> None:
+    def _put_head(self, newest: Manifest | None) -> None:
         head = Head(
             run=self.keys.run,
-            version=version,
-            manifest=manifest,
-            writer_term=self.writer_term,
-            writer=self.writer,
+            born=newest.born if newest else self._started,
+            version=newest.version if newest else None,
+            manifest=self._reference(newest) if newest else None,
+            writer_term=self.writer.term,
+            writer=self.writer.id,
         )
-        self.bucket.put(self.keys.head, head.to_bytes())
+        self.bucket.put(self.keys.head(self.writer), head.to_bytes())
 
     def _put_info(self, manifest: Manifest) -> None:
         info = RunInfo(
@@ -161,7 +203,6 @@ class RunWriter:
         self.bucket.put(key, path)
         return FileRef(key=key, size=path.stat().st_size, sha256=sha256)
 
-    def _ref(self, manifest: Manifest) -> FileRef:
-        data = manifest.to_bytes()
-        key = self.keys.manifest(manifest.version, manifest.writer_term)
-        return FileRef(key=key, size=len(data), sha256=hashlib.sha256(data).hexdigest())
+    def _reference(self, manifest: Manifest) -> FileRef:
+        writer = Writer(manifest.writer_term, manifest.writer)
+        return reference(self.keys.manifest(manifest.version, writer), manifest)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from pathlib import Path
 
+from delta_weight_sync.heads import NoVersionError
+from delta_weight_sync.lookout import Lookout
 from delta_weight_sync.protocol import DeltaRef, Manifest
-from delta_weight_sync.runlog import CommitEvent, ReplicaEvent, ReplicaReport
+from delta_weight_sync.runlog import ReplicaReport
 from delta_weight_sync.vllm.engine import Engine, EngineError
+from delta_weight_sync.vllm.journal import Journal
 from delta_weight_sync.vllm.labels import Label
 from delta_weight_sync.vllm.layout import Layout, Shapes
 from delta_weight_sync.vllm.orders import Orders
@@ -23,7 +25,6 @@ from delta_weight_sync.vllm.progress import CountingReader
 from delta_weight_sync.vllm.refusals import Refusals, RefusedError
 
 _BACKOFF_S = 3.0
-_KEPT_COMMITS = 256
 log = logging.getLogger("delta_weight_sync")
 
 
@@ -36,18 +37,17 @@ class Follower:
         """`name` is how the dashboard calls this replica, `folder` is scratch space."""
         self._reader, self._engine = reader, engine
         self._name, self._folder, self._poll_s = name, folder, poll_s
+        self._journal = Journal(name)
         self._layout = Layout(reader, folder)
         self.orders = Orders(reader)
         self._refusals = Refusals()
         self.serving: Manifest | None = None  # the version whose bits are live, proven by digest
         self._served_last: Manifest | None = None
-        self._served_head = ""  # etag of the HEAD whose version is served
+        self._lookout = Lookout(reader)
         self._learned: Shapes = {}
-        self._commits: deque[CommitEvent] = deque(maxlen=_KEPT_COMMITS)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
-        self._state, self._fetching = "starting", False
-        self._error: str | None = None
+        self._fetching = False
         self._logged = ""
 
     def start(self) -> None:
@@ -64,17 +64,7 @@ class Follower:
 
     def report(self, after: int) -> ReplicaReport:
         """What the replica is doing, and its remembered commits of versions newer than `after`."""
-        serving = self.serving
-        status = ReplicaEvent(
-            t=time.time(),
-            replica=self._name,
-            state=f"{self._state}: {self._reader.progress()}" if self._fetching else self._state,
-            version=serving.version if serving else None,
-            digest=serving.digest if serving else None,
-            error=self._error,
-        )
-        commits = tuple(commit for commit in list(self._commits) if commit.version > after)
-        return ReplicaReport(status=status, commits=commits)
+        return self._journal.report(self.serving, self._reader.progress() if self._fetching else "", after)
 
     def explain(self, error: Exception | None) -> str:
         """What to say about an error; called with None when all is well again."""
@@ -94,7 +84,7 @@ class Follower:
         """Report what went wrong, and log it once."""
         reason = self.explain(error)
         refused = isinstance(error, RefusedError) and self.serving is None
-        self._report("refused" if refused else None, reason)
+        self._journal.note("refused" if refused else None, reason)
         if reason != self._logged:
             log.warning("replica %s: %s", self._name, reason)
             self._logged = reason
@@ -102,17 +92,23 @@ class Follower:
     def _turn(self) -> None:
         if self.serving is not None and not self._engine.alive():
             self.serving = None
-            self._refusals.forget()
+            self._forget()
             raise EngineError("vLLM died; the lines above say why")
         held = self._held()
         if self.orders.healing.is_set():
             self.orders.healing.clear()
-            self._refusals.forget()
-            self._follow(held, afresh=True)
+            self._forget()
+            if wanted := held or self._reader.newest():
+                self._follow(wanted, held, afresh=True)
         elif held is None:
             self._look()
         else:
             self._hold(held)
+
+    def _forget(self) -> None:
+        """Whatever was refused or served may be so no more."""
+        self._refusals.forget()
+        self._lookout.again()
 
     def _held(self) -> Manifest | None:
         """The version that the owner wants, whatever the newest is."""
@@ -120,37 +116,32 @@ class Follower:
 
     def _hold(self, manifest: Manifest) -> None:
         """Serve `manifest`'s version and no other."""
-        self._served_head = ""  # so that HEAD is looked at again afterwards
-        if manifest != self.serving or self._error:
-            self._follow(manifest)
+        self._lookout.again()
+        if manifest != self.serving or self._journal.error:
+            self._follow(manifest, manifest)
 
     def _look(self) -> None:
         """Serve the newest version."""
-        info = self._reader.bucket.stat(self._reader.keys.head)
-        if info is None:
-            self._report("waiting for the run's first version")
-        elif self.serving is None or info.etag != self._served_head:
-            self._follow()
-            self._served_head = info.etag
-        elif self._error:
-            self._report("serving")
-
-    def _follow(self, manifest: Manifest | None = None, *, afresh: bool = False) -> None:
-        """Serve `manifest`'s version (None: what HEAD names now), comparing all weights if `afresh`."""
-        held, manifest = manifest, manifest or self._newest()
-        if manifest is None:
+        try:
+            newest = self._lookout.look()
+        except NoVersionError:
+            self._journal.note("waiting for the run's first version")
             return
+        if newest:
+            self._follow(newest)
+            self._lookout.taken()
+        elif self._journal.error:
+            self._journal.note("serving")
+
+    def _follow(self, manifest: Manifest, held: Manifest | None = None, *, afresh: bool = False) -> None:
+        """Serve a version, comparing all weights if `afresh`; `held` is it if the owner wants no other."""
         self._refusals.ask(manifest, held)
         if self.serving is None or afresh:
             self._join(manifest)
         elif manifest != self.serving:
             self._advance(manifest, self.serving)
         else:
-            self._report("serving")
-
-    def _newest(self) -> Manifest | None:
-        head = self._reader.head()
-        return self._reader.manifest(head.manifest) if head else None
+            self._journal.note("serving")
 
     def _join(self, manifest: Manifest) -> None:
         """From whatever is live to `manifest`'s version."""
@@ -160,20 +151,20 @@ class Follower:
         try:
             self._prepare(manifest, folder, shapes)
             stage_s = self._engine.stage_checkpoint(folder)
-            pause_s, commit_s = self._engine.commit(manifest.digest, str(Label.of(manifest)))
+            seconds = self._engine.commit(manifest.digest, str(Label.of(manifest)))
         except EngineError as error:
             if not self._refusals.judge(error):
                 self._layout.forget()
             raise
         self._refusals.forget()
         self._layout.done()
-        self._serve(manifest, fetch_s, stage_s, pause_s, commit_s, joined=True)
+        self._serve(manifest, fetch_s, stage_s, *seconds, joined=True)
 
     def _prepare(self, manifest: Manifest, folder: Path, shapes: Shapes) -> None:
         """Have a vLLM that knows where the tensors of the run are."""
         if started := not self._engine.serves(folder):
             self.serving, self._learned = None, {}
-            self._report(f"starting vLLM with version {manifest.version}")
+            self._journal.note(f"starting vLLM with version {manifest.version}")
             self._engine.start(folder)
         if shapes != self._learned:
             found = self._engine.learn(shapes)
@@ -189,7 +180,7 @@ class Follower:
     def _lay_out(self, manifest: Manifest) -> tuple[Path, Shapes]:
         """Fetch a version."""
         if self.serving is None:
-            self._report(f"fetching version {manifest.version}")
+            self._journal.note(f"fetching version {manifest.version}")
         self._reader.expect(manifest, self._folder)
         self._fetching = self.serving is None
         try:
@@ -213,7 +204,7 @@ class Follower:
         except EngineError as error:  # the old weights are back; are the live ones not what we believed?
             if error.kind == "WeightsChangedError":
                 self.serving = None
-            self._report(error=f"version {manifest.version} was undone, healing: {error}")
+            self._journal.note(error=f"version {manifest.version} was undone, healing: {error}")
             self._join(manifest)
 
     def _apply(self, manifest: Manifest, deltas: tuple[DeltaRef, ...]) -> None:
@@ -222,40 +213,13 @@ class Follower:
         fetch_s = time.perf_counter() - started
         try:
             stage_s = self._engine.stage(paths)
-            pause_s, commit_s = self._engine.commit(manifest.digest, str(Label.of(manifest)))
+            seconds = self._engine.commit(manifest.digest, str(Label.of(manifest)))
         finally:
             for path in paths:
                 path.unlink(missing_ok=True)
-        self._serve(manifest, fetch_s, stage_s, pause_s, commit_s)
+        self._serve(manifest, fetch_s, stage_s, *seconds)
 
-    def _serve(
-        self,
-        manifest: Manifest,
-        fetch_s: float = 0.0,
-        stage_s: float = 0.0,
-        pause_s: float = 0.0,
-        commit_s: float = 0.0,
-        *,
-        joined: bool = False,
-    ) -> None:
-        now = time.time()
+    def _serve(self, manifest: Manifest, *seconds: float, joined: bool = False) -> None:
         self.serving = self._served_last = manifest
-        self._commits.append(
-            CommitEvent(
-                t=now,
-                replica=self._name,
-                version=manifest.version,
-                digest=manifest.digest,
-                lag_s=now - manifest.created_at,
-                fetch_s=fetch_s,
-                stage_s=stage_s,
-                pause_ms=1e3 * pause_s,
-                commit_ms=1e3 * commit_s,
-                joined=joined,
-            )
-        )
-        self._report("serving")
-
-    def _report(self, state: str | None = None, error: str | None = None) -> None:
-        """Take down what is going on; with an error the state stays what it was."""
-        self._state, self._error = state or self._state, error
+        self._journal.commit(manifest, *seconds, joined=joined)
+        self._journal.note("serving")

@@ -1,0 +1,89 @@
+"""The key names of a run's objects, and who wrote them."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple, Self
+from uuid import uuid4
+
+from delta_weight_sync.protocol import RUN_NAME, ProtocolError
+
+_HEAD = re.compile(r".*/heads/(\d{8,})\.([0-9a-f]{32})\.json")
+_MANIFEST = re.compile(r".*/manifests/(\d{8,})\.t(\d+)-([0-9a-f]{8})\.json")
+
+
+class Writer(NamedTuple):
+    """A trainer that took a run over; of two the greater one owns the run.
+
+    `term` grows by one with each of them, `id` is 32 random hex digits: two trainers that were started at
+    the same instant may have one term, and still each its own objects.
+    """
+
+    term: int
+    id: str
+
+    @classmethod
+    def after(cls, others: list[Writer]) -> Self:
+        """A new one, of a higher term than all `others`."""
+        return cls(1 + max((other.term for other in others), default=0), uuid4().hex)
+
+    def __str__(self) -> str:
+        return f"t{self.term}-{self.id[:8]}"
+
+
+class Keys:
+    """The key names of one run."""
+
+    def __init__(self, run: str) -> None:
+        if not re.fullmatch(RUN_NAME, run):
+            raise ProtocolError(f"run name {run!r} may hold letters, digits, '.', '_' and '-' only")
+        self.run = run
+        self.folder = f"runs/{run}/"
+        self.heads = f"{self.folder}heads/"
+        self.manifests = f"{self.folder}manifests/"
+        self.info = f"{self.folder}run.json"
+        self.log = f"{self.folder}log/"
+
+    def head(self, writer: Writer) -> str:
+        """Key of a writer's HEAD, which nobody else overwrites."""
+        return f"{self.heads}{writer.term:08d}.{writer.id}.json"
+
+    def anchor(self, version: int, writer: Writer, name: str) -> str:
+        """Key of one file of an anchor."""
+        return f"{self.folder}anchors/{version:08d}.{writer}/{name}"
+
+    def delta(self, version: int, writer: Writer) -> str:
+        """Key of the delta that leads to `version`."""
+        return f"{self.folder}deltas/{version:08d}.{writer}.safetensors"
+
+    def manifest(self, version: int, writer: Writer) -> str:
+        """Key of a version's manifest."""
+        return f"{self.manifests}{version:08d}.{writer}.json"
+
+    def segment(self, number: int) -> str:
+        """Key of one segment of the run's log."""
+        return f"{self.log}{number:08d}.jsonl"
+
+
+class ManifestKey(NamedTuple):
+    """What the key of a manifest says; they sort by who wrote them, then by version."""
+
+    term: int
+    id: str  # the first 8 digits of the writer's
+    version: int
+
+    def of(self, writer: Writer | None) -> bool:
+        """True for a manifest of `writer`, and for any where that is None."""
+        return writer is None or (self.term, self.id) == (writer.term, writer.id[:8])
+
+
+def head_writer(key: str) -> Writer | None:
+    """Whose HEAD has this key; None for the key of something else."""
+    match = _HEAD.fullmatch(key)
+    return Writer(int(match[1]), match[2]) if match else None
+
+
+def manifest_key(key: str) -> ManifestKey | None:
+    """What the key of a manifest says; None for the key of something else."""
+    match = _MANIFEST.fullmatch(key)
+    return ManifestKey(int(match[2]), match[3], int(match[1])) if match else None
