@@ -1,7 +1,7 @@
-"""Tells the replicas that there is a new version, so that they need not wait for their next look at the bucket.
+"""Tells the replicas of a new version, so that they need not wait for their next look at the bucket.
 
-A poke says "look now" and nothing else; a replica that gets none finds the version all the same, a moment later.
-So nobody waits for it, and nobody minds where it fails.
+A poke says "look now" and nothing else. A replica that gets none finds the version all the same, a moment
+later; so nobody waits for pokes, and nobody minds where one fails.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Pokes:
             thread.start()
 
     def send(self, _: object = None) -> None:
-        """Poke all; returns at once. What is sent while a poke is on its way becomes one more after it."""
+        """Poke all, whatever the version is; returns at once. Where one is on its way, one more follows."""
         for news in self._news:
             news.set()
 

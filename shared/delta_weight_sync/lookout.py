@@ -1,4 +1,4 @@
-"""Looking out for a newer version of a run, by one small request a look."""
+"""Looking out for a newer version of a run: by one small request a look, at once where somebody tells."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 from delta_weight_sync.heads import NoVersionError
 from delta_weight_sync.history import RunReader
 from delta_weight_sync.keys import head_writer
-from delta_weight_sync.protocol import Head, Manifest, ProtocolError, Rank
+from delta_weight_sync.protocol import POLL_S, Head, Manifest, ProtocolError, Rank
 from delta_weight_sync.store import ObjectMissing
 
 _LIST_EVERY = (
@@ -16,17 +16,31 @@ _LIST_EVERY = (
 
 
 class Lookout:
-    """Used by one thread. It never goes back: a HEAD older than one that was seen is refused."""
+    """One thread looks, any may `poke`. It never goes back: a HEAD older than one it has seen is refused."""
 
-    def __init__(self, reader: RunReader) -> None:
-        self._reader = reader
+    def __init__(self, reader: RunReader, poll_s: float = POLL_S) -> None:
+        """`poll_s`: usual seconds between two looks, where nobody tells of new versions. To be closed."""
+        self._reader, self._poll_s = reader, poll_s
+        self._notice = reader.bucket.notice(reader.keys.heads)
+        self.wait, self.poke, self.close = self._notice.wait, self._notice.poke, self._notice.close
         self.again()
 
     def again(self) -> None:
-        """Begin anew: whatever is there is taken for new, and for the newest."""
+        """Begin anew, now: whatever is there is taken for new, and for the newest."""
+        self._notice.again()
         self._key, self._looks = "", 0
         self._found, self._taken = "", ""  # etags of HEAD
         self._rank: Rank | None = None
+
+    def due(self) -> bool:
+        """Whether it is time for a look; then it is to be made. What was not `taken` is looked for again."""
+        if self._found != self._taken:
+            self._notice.doubt()
+        return self._notice.due(self._poll_s)
+
+    def how(self) -> str:
+        """In words, how it learns of new versions."""
+        return self._notice.how(self._poll_s)
 
     def taken(self) -> None:
         """What was found last needs not be found again."""
@@ -53,8 +67,10 @@ class Lookout:
     def _etag(self) -> str:
         """Of the owner's HEAD; "" where there is none."""
         bucket, self._looks = self._reader.bucket, self._looks + 1
-        if self._key and self._looks % _LIST_EVERY and (info := bucket.stat(self._key)):
-            return info.etag
+        known = bucket.stat(self._key) if self._key and self._looks % _LIST_EVERY else None
+        # Where there should be news and none is here, it may be another writer's.
+        if known and not (self._notice.expected and known.etag == self._taken):
+            return known.etag
         listed = bucket.list(self._reader.keys.heads)
         self._key = listed[-1].key if listed else ""
         return listed[-1].etag if listed else ""

@@ -25,6 +25,7 @@ class Notice:
         self._ringing = self._closed = False
         self._told, self._poked, self._live = True, False, False
         self._sure = False  # whether what was told last has been seen
+        self.expected = False  # whether the last look that was due should find something, or be thorough
         self._looked = self._poke_answered = clock() - SAFETY_S
 
     def due(self, poll_s: float) -> bool:
@@ -39,6 +40,7 @@ class Notice:
                 return False
             now = self._clock()
             self._poke_answered = now if poked else self._poke_answered
+            self.expected = self._told or poked or (self._live and self._sure)
             # A store may show a write a moment after it told of it: one more look will come soon.
             self._sure = not (self._told or poked)
             self._told, self._poked, self._looked = False, False, now

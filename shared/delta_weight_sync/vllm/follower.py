@@ -43,7 +43,7 @@ class Follower:
         self._refusals = Refusals()
         self.serving: Manifest | None = None  # the version whose bits are live, proven by digest
         self._served_last: Manifest | None = None
-        self._lookout = Lookout(reader)
+        self._lookout = Lookout(reader, poll_s)
         self._learned: Shapes = {}
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
@@ -57,14 +57,20 @@ class Follower:
     def stop(self) -> None:
         """Stop following, and end the vLLM that it started, also one that is just being started."""
         self._stopped.set()
+        self._lookout.close()
         while self._thread.is_alive():
             self._engine.stop()
             self._thread.join(0.5)
         self._engine.stop()
 
+    def poke(self) -> None:
+        """Somebody says that there is a new version."""
+        self._lookout.poke()
+
     def report(self, after: int) -> ReplicaReport:
         """What the replica is doing, and its remembered commits of versions newer than `after`."""
-        return self._journal.report(self.serving, self._reader.progress() if self._fetching else "", after)
+        progress = self._reader.progress() if self._fetching else ""
+        return self._journal.report(self.serving, progress, self._lookout.how(), after)
 
     def explain(self, error: Exception | None) -> str:
         """What to say about an error; called with None when all is well again."""
@@ -75,10 +81,10 @@ class Follower:
             try:
                 self._turn()
                 self.explain(None)
-                self._stopped.wait(self._poll_s)
+                self._lookout.wait(self._poll_s)
             except Exception as error:  # noqa: BLE001 - whatever it was: report it, keep serving, try again
                 self._complain(error)
-                self._stopped.wait(_BACKOFF_S)
+                self._lookout.wait(_BACKOFF_S)
 
     def _complain(self, error: Exception) -> None:
         """Report what went wrong, and log it once."""
@@ -122,6 +128,8 @@ class Follower:
 
     def _look(self) -> None:
         """Serve the newest version."""
+        if not self._lookout.due():
+            return
         try:
             newest = self._lookout.look()
         except NoVersionError:
