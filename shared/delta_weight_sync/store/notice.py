@@ -6,6 +6,7 @@ runs the program that looks can `poke` it: that means "look now" and says nothin
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +27,7 @@ class Notice:
         self._told, self._poked, self._live = True, False, False
         self._sure = False  # whether what was told last has been seen
         self.expected = False  # whether the last look that was due should find something, or be thorough
-        self._looked = self._poke_answered = clock() - SAFETY_S
+        self._looked = self._poke_answered = -math.inf
 
     def due(self, poll_s: float) -> bool:
         """Whether to look now; if so, the look is taken for made. `poll_s`: usual seconds between looks."""
@@ -84,7 +85,7 @@ class Notice:
             return "told by the store"
         interval = self._quota.interval(poll_s)
         shared = f", as the token's quota of requests is shared; usual is {poll_s:g} s"
-        return f"looks every {interval:.3g} s" + (shared if interval > poll_s else "")
+        return f"looks every {interval:.4g} s" + (shared if interval > poll_s else "")
 
     def _longest(self, interval: float) -> float:
         return max(SAFETY_S, interval) if self._live and self._sure else interval

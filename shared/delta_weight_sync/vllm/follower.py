@@ -79,8 +79,8 @@ class Follower:
     def _run(self) -> None:
         while not self._stopped.is_set():
             try:
-                self._turn()
-                self.explain(None)
+                if self._turn():
+                    self.explain(None)
                 self._lookout.wait(self._poll_s)
             except Exception as error:  # noqa: BLE001 - whatever it was: report it, keep serving, try again
                 self._complain(error)
@@ -95,7 +95,8 @@ class Follower:
             log.warning("replica %s: %s", self._name, reason)
             self._logged = reason
 
-    def _turn(self) -> None:
+    def _turn(self) -> bool:
+        """Do what is to be done; False if that was nothing, so that what went wrong before still holds."""
         if self.serving is not None and not self._engine.alive():
             self.serving = None
             self._forget()
@@ -107,9 +108,10 @@ class Follower:
             if wanted := held or self._reader.newest():
                 self._follow(wanted, held, afresh=True)
         elif held is None:
-            self._look()
+            return self._look()
         else:
             self._hold(held)
+        return True
 
     def _forget(self) -> None:
         """Whatever was refused or served may be so no more."""
@@ -126,20 +128,21 @@ class Follower:
         if manifest != self.serving or self._journal.error:
             self._follow(manifest, manifest)
 
-    def _look(self) -> None:
-        """Serve the newest version."""
+    def _look(self) -> bool:
+        """Serve the newest version; False where it is not time to look for one."""
         if not self._lookout.due():
-            return
+            return False
         try:
             newest = self._lookout.look()
         except NoVersionError:
             self._journal.note("waiting for the run's first version")
-            return
+            return True
         if newest:
             self._follow(newest)
             self._lookout.taken()
         elif self._journal.error:
             self._journal.note("serving")
+        return True
 
     def _follow(self, manifest: Manifest, held: Manifest | None = None, *, afresh: bool = False) -> None:
         """Serve a version, comparing all weights if `afresh`; `held` is it if the owner wants no other."""
