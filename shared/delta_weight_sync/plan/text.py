@@ -148,7 +148,7 @@ def assumptions(plan: Plan) -> list[str]:
         f"requests take no time; on the Hub a version costs the publisher {rates.PUBLISHING.all} of them, one"
         f" after the other, and each replica {rates.TAKING.all}",
         "the Hub's events tell replicas of versions; one that must look by itself makes"
-        f" {rates.WINDOW_S / POLL_S:.0f} requests for files in 5 minutes, fewer where its user's quota runs out",
+        f" {rates.WINDOW_S / POLL_S:.0f} requests for files in 5 minutes, or fewer where its quota runs out",
         "changes are spread like those of the measured models; clustered ones make smaller files",
         f"prices: {rates.PRICES_READ}; ${rates.PRIVATE_USD_TB_MONTH:.0f} per TB and month beyond"
         f" {rates.INCLUDED_TB:.0f} TB",
