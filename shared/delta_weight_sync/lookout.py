@@ -62,6 +62,7 @@ class Lookout:
                 f"run {self._reader.keys.run!r} in {self._reader.bucket.url} has published no version yet"
             )
         self._rank = head.rank
+        self._notice.found()
         return manifest
 
     def _etag(self) -> str:

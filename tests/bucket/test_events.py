@@ -137,6 +137,20 @@ def test_a_connection_on_which_nothing_comes_is_given_up(
     hears(notice, "the change")
 
 
+def test_a_feed_that_tells_nothing_is_left_for_long(
+    notice: HubNotice, bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(notice._done, "wait", lambda seconds: pauses.append(seconds) or time.sleep(0.01))
+    monkeypatch.setattr("delta_weight_sync.store.notice.SAFETY_S", 0.0)
+    hub.feed(mute=True)
+    bucket.put(HEAD, b"version 2")
+    until(lambda: notice.due(0.01), "once more, as the beginning was told")
+    until(lambda: notice.due(0.01), "a look for safety")
+    notice.found()
+    until(lambda: hub_events.LONGEST_PAUSE_S in pauses, "a long pause")
+
+
 @pytest.mark.parametrize(
     "fault", [{"status": status} for status in (401, 403, 404, 501)] + [{"drop": True}], ids=str
 )

@@ -27,6 +27,7 @@ class Notice:
         self._told, self._poked, self._live = True, False, False
         self._sure = False  # whether what was told last has been seen
         self.expected = False  # whether the last look that was due should find something, or be thorough
+        self._unasked = False  # whether it was one for safety only
         self._looked = self._poke_answered = -math.inf
 
     def due(self, poll_s: float) -> bool:
@@ -41,7 +42,8 @@ class Notice:
                 return False
             now = self._clock()
             self._poke_answered = now if poked else self._poke_answered
-            self.expected = self._told or poked or (self._live and self._sure)
+            self._unasked = self._live and self._sure and not (self._told or poked)
+            self.expected = self._told or poked or self._unasked
             # A store may show a write a moment after it told of it: one more look will come soon.
             self._sure = not (self._told or poked)
             self._told, self._poked, self._looked = False, False, now
@@ -65,6 +67,11 @@ class Notice:
         """The last look failed or must be made again: the next one comes after an interval, not later."""
         with self._rung:
             self._sure = False
+
+    def found(self) -> None:
+        """The last look found something new; where nobody told of it, nobody is relied on for a while."""
+        if self._unasked:
+            self._set_live(False)
 
     def again(self) -> None:
         """The next look is due, whenever somebody asks."""
