@@ -139,6 +139,18 @@ def test_whoever_waits_is_woken(ring) -> None:
     assert not waiting.is_alive()
 
 
+def test_a_flood_of_pokes_wakes_nobody(clock: Clock) -> None:
+    notice = Notice(clock=clock)
+    notice.poke()
+    assert notice.due(1.0)
+    notice.wait(HOUR)
+    for _ in range(1000):
+        notice.poke()
+    assert not notice._ringing
+    clock.now += 1.0
+    assert notice.due(1.0)
+
+
 def test_news_that_nobody_looks_at_do_not_keep_it_awake(notice: Told) -> None:
     notice.tell()
     notice.wait(HOUR)

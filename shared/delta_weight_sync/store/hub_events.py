@@ -98,7 +98,8 @@ class HubNotice(Notice):
             if answer.status_code != 200 or "event-stream" not in answer.headers.get("content-type", ""):
                 self._cursor = ""  # perhaps that was refused
                 return asked_s(answer.headers) or 0.0
-            self._connection = answer.extensions["network_stream"].get_extra_info("socket")
+            stream = answer.extensions.get("network_stream")
+            self._connection = stream.get_extra_info("socket") if stream else None
             for name, payload in _events(answer.iter_lines()):
                 if self._done.is_set() or not self._take(name, payload):
                     break
