@@ -223,6 +223,26 @@ def test_what_the_hub_says_of_the_quota_slows_looking_down(
     notice.close()
 
 
+def test_a_quota_that_others_use_too_slows_looking_down_and_ends_in_a_pause(
+    bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("delta_weight_sync.store.quota.MEASURED_S", 0.0)
+    monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: None))
+    hub.limit(files=20)
+    notice, other = bucket.notice(HEADS), open_bucket(f"hf://buckets/{name(bucket)}/other")
+    paces = []
+    for _ in range(5):
+        bucket.stat(HEAD)
+        assert other.stat(HEAD) is None, "somebody else with this token"
+        paces.append(notice.how(1.0))
+    assert "as the token's quota of requests is shared" in paces[-1]
+    with pytest.raises(BucketError, match="answered 429"):
+        [bucket.stat(HEAD) for _ in range(20)]
+    assert notice.how(1.0).endswith("the store refused more requests of this token")
+    assert not notice.due(0.001)
+    notice.close()
+
+
 def test_a_refused_look_is_told_and_waited_for(
     bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
