@@ -31,7 +31,9 @@ from trainer.pokes import Pokes
 
 WAYS = ("events", "pokes", "looking")
 BUCKET, RUN = "team/notice", "notice"
-FREE_USER = 5000  # requests for files in five minutes; of the larger runs, which no other limit would hold
+FREE_USER = (
+    5000  # requests for files in five minutes: what many followers share where they look by themselves
+)
 IN_ONE_PROCESS, IDLE_S, PATIENCE_S = 64, 20.0, 300.0
 HEAD = [
     *("followers", "notice by", "told after", "known after", "the last", "requests per version"),
