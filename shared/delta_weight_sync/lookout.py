@@ -78,6 +78,7 @@ class Lookout:
         self._key = self._reader.keys.head(Writer(head.writer_term, head.writer))
         self._head_floor, self._floor = head.rank, manifest.rank
         self._refused = self._passed | told
+        self._notice.found()
         return manifest
 
     def _etags(self) -> bool:
