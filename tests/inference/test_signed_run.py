@@ -52,7 +52,7 @@ def thief(bucket: Bucket) -> Thief:
 def run(bucket: Bucket, thief: Thief, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealRun]:
     """At version 3, signed."""
     monkeypatch.setattr("delta_weight_sync.vllm.follower._BACKOFF_S", 0.05)
-    with signed_run(bucket, thief) as run:
+    with signed_run(bucket, thief, monkeypatch) as run:
         yield run
 
 
@@ -147,7 +147,7 @@ def test_in_every_store(bucket_url: str, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("delta_weight_sync.vllm.follower._BACKOFF_S", 0.05)
     bucket = open_bucket(bucket_url)
     thief, writer = Thief(bucket), Writer(99, "e" * 32)
-    with signed_run(bucket, thief) as run, contextlib.ExitStack() as stack:
+    with signed_run(bucket, thief, monkeypatch) as run, contextlib.ExitStack() as stack:
         follower = following(bucket, tmp_path / "r")
         stack.callback(follower.stop)
         reaches(follower, NEWEST)

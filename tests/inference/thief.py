@@ -87,18 +87,17 @@ class Thief:
 
 
 @contextmanager
-def signed_run(bucket: Bucket, thief: Thief) -> Iterator[RealRun]:
-    """At version 3; meanwhile this process has the trainer's keys."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, word in PAIR.items():
-            patch.setenv(name, word)
-        run = RealRun(bucket, run="signed", layers=1)
-        for _ in range(NEWEST):
-            thief.remember()
-            run.step()
+def signed_run(bucket: Bucket, thief: Thief, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealRun]:
+    """At version 3; this process has the trainer's keys from now on."""
+    for name, word in PAIR.items():
+        monkeypatch.setenv(name, word)
+    run = RealRun(bucket, run="signed", layers=1)
+    for _ in range(NEWEST):
         thief.remember()
-        yield run
-        run.close()
+        run.step()
+    thief.remember()
+    yield run
+    run.close()
 
 
 def following(bucket: Bucket, folder: Path) -> Follower:
