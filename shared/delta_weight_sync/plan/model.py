@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from delta_weight_sync import parallel
 from delta_weight_sync.plan import coding, rates
 from delta_weight_sync.plan.rates import Encoding, Space, Trainer
-from delta_weight_sync.protocol import MAX_CHAIN, POLL_S
+from delta_weight_sync.protocol import POLL_S
+from delta_weight_sync.ways import MAX_FILES as MAX_CHAIN
 
 HOUR, MONTH_DAYS = 3600.0, 30.0
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from delta_weight_sync.plan import coding, rates
 from delta_weight_sync.plan.model import Plan
-from delta_weight_sync.protocol import MAX_CHAIN
 from delta_weight_sync.units import count_text, size_text, time_text
+from delta_weight_sync.ways import MAX_FILES as MAX_CHAIN
 
 _WIDTH = 34
 

@@ -51,6 +51,7 @@ class ObjectInfo:
     key: str
     size: int  # bytes
     etag: str  # changes whenever the content changes; opaque
+    written: float | None = None  # unix seconds, by the store's clock; None where it was not told
 
 
 Listing = list[ObjectInfo]
@@ -74,7 +75,10 @@ class Bucket(Protocol):
         """Look an object up, None if absent; cheap enough to poll."""
 
     def list(self, prefix: str) -> Listing:
-        """All objects below the folder `prefix` ("runs/demo/", or "" for everything), sorted by key."""
+        """All objects below the folder `prefix` ("runs/demo/", or "" for everything), sorted by key.
+
+        Each says when it was written.
+        """
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; those that are missing already are fine."""

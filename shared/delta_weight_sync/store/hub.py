@@ -112,8 +112,7 @@ class HubBucket:
         except ObjectMissing:
             return []
         files = [entry for entry in entries if entry.type == "file" and entry.path.startswith(folder)]
-        found = [ObjectInfo(f.path.removeprefix(self._folder), f.size, f.xet_hash) for f in files]
-        return sorted(found, key=lambda info: info.key)
+        return sorted(map(self._info, files), key=lambda info: info.key)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects."""
@@ -123,6 +122,10 @@ class HubBucket:
 
     def _path(self, key: str) -> str:
         return self._folder + check_key(key)
+
+    def _info(self, file: Any) -> ObjectInfo:
+        written = file.uploaded_at and file.uploaded_at.timestamp()
+        return ObjectInfo(file.path.removeprefix(self._folder), file.size, file.xet_hash, written)
 
     @contextmanager
     def _explained(self, key: str, *, write: bool = False) -> Iterator[None]:
