@@ -11,6 +11,7 @@ from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.store import open_bucket
 
 RUN = "drifting"
+PATIENCE_S = 300.0  # for what takes moments; only a fault takes so long
 TENSORS = {"embed.weight": (300, 40), "layers.0.weight": (40, 80), "norm.weight": (64,)}
 
 
@@ -26,7 +27,7 @@ class Drifting:
         assets.mkdir(exist_ok=True)
         (assets / "config.json").write_text('{"model_type": "drifting"}')
         self._log = RunLogWriter(bucket, RUN, every_s=3600)
-        self._outbox = Outbox(RunWriter(bucket, RUN, model="m", assets=assets), self._log)
+        self.outbox = Outbox(RunWriter(bucket, RUN, model="m", assets=assets), self._log)
         self.newest = self._publish(0)
 
     def step(self) -> Manifest:
@@ -36,14 +37,18 @@ class Drifting:
         self.newest = self._publish(self.newest.version + 1)
         return self.newest
 
+    def settle(self) -> None:
+        """Wait for jumps and anchors, which the next version then names."""
+        assert self.outbox.shortcuts.idle(PATIENCE_S)
+
     def close(self) -> None:
         """End the publisher's threads."""
-        self._outbox.close()
+        self.outbox.close()
         self._log.close()
 
     def _publish(self, sync: int) -> Manifest:
-        self._outbox.publish(self.weights.items(), sync)
-        return self._outbox.flush()
+        self.outbox.publish(self.weights.items(), sync)
+        return self.outbox.flush()
 
     def _noise(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.randn(shape, generator=self._chance)

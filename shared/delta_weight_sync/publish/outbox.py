@@ -74,6 +74,7 @@ class Outbox:
             stack.callback(self.shortcuts.close)
             self._resume()
             stack.pop_all()
+        self._anchor = writer.newest.anchor.version if writer.newest else -1  # the newest that is named
         self._encoded = b""  # the delta file of the version that is being published
         self._waiting: PendingUpdate | None = None
         self._busy, self._closed = False, False
@@ -233,7 +234,7 @@ class Outbox:
             time.sleep(_RETRY_S)
             with contextlib.suppress(BucketError):
                 if manifest := self._writer.confirm():
-                    self._report(manifest, job, 0, 0.0)
+                    self._report(manifest, job, 0.0)
                     return
                 with self._changed:
                     self._waiting = job.then(self._waiting) if self._waiting else job
@@ -250,10 +251,12 @@ class Outbox:
             total=self._mirror.total,
             created_at=job.created_at,
         )
-        self._report(manifest, job, anchor.files[0].size if anchor else 0, encode_s)
+        self._report(manifest, job, encode_s)
 
-    def _report(self, manifest: Manifest, job: PendingUpdate, anchor_bytes: int, encode_s: float) -> None:
-        self._log.append(job.event(manifest, anchor_bytes, encode_s))
+    def _report(self, manifest: Manifest, job: PendingUpdate, encode_s: float) -> None:
+        new = manifest.anchor.version != self._anchor
+        self._log.append(job.event(manifest, manifest.anchor.files[0].size if new else 0, encode_s))
+        self._anchor = manifest.anchor.version
         if manifest.deltas:
             self.shortcuts.add(manifest, self._encoded)
         if self.shortcuts.lost and manifest.version % _ANEW_EVERY == 0 and self.shortcuts.idle(0):
