@@ -64,6 +64,7 @@ class Shortcuts:
         self._published: deque[tuple[Manifest, Path]] = deque()
         self._changed = threading.Condition()
         self._busy, self._closed, self._said = False, False, ""
+        self._stayed = self._came = 0  # bytes: after it was pruned, and since then
         self.lost = True  # the copies are at no version: `restart` makes them good
         self._thread = threading.Thread(target=self._run, name="shortcuts", daemon=True)
         self._thread.start()
@@ -191,8 +192,13 @@ class Shortcuts:
             yield patch
 
     def _prune(self, newest: Manifest) -> None:
-        """Leave room for one more anchor, or for what comes before the next time."""
-        if self._pruner and (survey := self._pruner.survey(self._writer.offered(), newest.full_bytes)):
+        """Leave room until the next time: for an anchor, and twice for what came since the last time."""
+        if self._pruner is None:
+            return
+        room = newest.full_bytes + 2 * self._came
+        if survey := self._pruner.survey(self._writer.offered(), room):
+            self._came = survey.kept + survey.freed - self._stayed if self._stayed else 0
+            self._stayed = survey.kept
             prune(self._writer.bucket, survey)
 
 
