@@ -1,5 +1,6 @@
-"""What a late replica fetches: a real run of the shipped policy, joined at version 500; and what the shortcuts
-that make it cheap cost the trainer's machine in the background.
+"""What a late replica fetches: a real run of the shipped policy, joined at version 500.
+
+And what the shortcuts that make it cheap cost the trainer's machine in the background.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def _state(reader: RunReader, manifest: Manifest) -> dict[str, Bits]:
 
 
 def _old_rule(deltas: list[int], full: int) -> int:
-    """The newest version with an anchor where one comes after 128 versions, or deltas as large as the model."""
+    """The newest anchor, were there one after 128 versions or deltas as large as the model, and no jumps."""
     anchor, chain = 0, 0
     for version, size in enumerate(deltas, 1):
         chain += size
