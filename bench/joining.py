@@ -138,13 +138,15 @@ def _stored(reader: RunReader, kind: str) -> int:
 
 def _background() -> dict[str, Any]:
     """CPU seconds per version of all threads but the trainer's, of a larger model."""
-    seconds = {"with": _seconds()}
+    share, shortcuts = _spent()
     with mock.patch.object(Shortcuts, "add", return_value=None):
-        seconds["without"] = _seconds()
-    return {"weights": _LARGE, "versions": _LARGE_STEPS, "cpu_s": seconds}
+        _, alone = _spent()
+    spent = {"with": shortcuts, "without": alone}
+    return {"weights": _LARGE, "versions": _LARGE_STEPS, "share": share, "cpu_s": spent}
 
 
-def _seconds() -> float:
+def _spent() -> tuple[float, float]:
+    """The share of weights that changed, and seconds; both per version."""
     base = SCRATCH / "background-base"
     base.mkdir(parents=True, exist_ok=True)
     (base / "config.json").write_text("{}")
@@ -157,6 +159,7 @@ def _seconds() -> float:
         model.weight += 4e-7 * torch.randn_like(model.weight)
 
     started = time.process_time() - time.thread_time()
-    with _published("background", base, (model, step), _LARGE_STEPS):
+    with _published("background", base, (model, step), _LARGE_STEPS) as reader:
         spent = time.process_time() - time.thread_time() - started
-    return round(spent / _LARGE_STEPS, 4)
+        changed = sum(manifest.changed for manifest in reader.history()) / _LARGE_STEPS
+    return round(changed / _LARGE, 4), round(spent / _LARGE_STEPS, 4)
