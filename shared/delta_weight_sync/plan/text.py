@@ -77,11 +77,7 @@ def _late(plan: Plan) -> Iterator[str]:
 def _money(plan: Plan) -> Iterator[str]:
     money, asked = plan.money, plan.question
     yield "storage and money"
-    yield _row(
-        "bucket grows by",
-        f"{size_text(plan.stored_hour)}/h",
-        "all of it stays, unless the trainer is told what to keep",
-    )
+    yield _row("bucket grows by", f"{size_text(plan.stored_hour)}/h", "nothing is deleted unless you say so")
     yield _row("egress", f"{size_text(plan.egress_hour)}/h", _egress_note(plan))
     for name, count, allowed in (
         ("requests for files", plan.file_requests, rates.FILES_ALLOWED),
