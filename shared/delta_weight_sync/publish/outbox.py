@@ -21,21 +21,21 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 
 from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import write_bits
 from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.digest import tensor_digest, to_hex
-from delta_weight_sync.protocol import AnchorRef, DeltaRef, Manifest, ProtocolError
+from delta_weight_sync.protocol import AnchorRef, DeltaRef, Manifest
 from delta_weight_sync.pruning import Keep
+from delta_weight_sync.publish.base import published_weights
 from delta_weight_sync.publish.mirror import Found, Mirror, Place
 from delta_weight_sync.publish.pending import PendingUpdate, published_bits
 from delta_weight_sync.publish.run_writer import RunWriter
 from delta_weight_sync.publish.sharded import Weights, own_parts, union
 from delta_weight_sync.publish.shortcuts import Shortcuts
 from delta_weight_sync.runlog import RunLogWriter
-from delta_weight_sync.store import AccessDenied, BucketError, BucketMissing, ObjectMissing
+from delta_weight_sync.store import AccessDenied, BucketError, BucketMissing
 
 Rest = Callable[[Mapping[str, tuple[int, ...]]], Iterable[tuple[str, Bits]]]
 _RETRY_S = 2.0
@@ -128,7 +128,7 @@ class Outbox:
 
     def _resume(self) -> None:
         """Go on from the run's newest version, if it has one."""
-        published = _published(self._writer, self.shortcuts.folder)
+        published = published_weights(self._writer, self.shortcuts.folder)
         for name, bits in published.items():
             self._mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16))
         if published and self.version is not None:
@@ -265,15 +265,3 @@ class Outbox:
     def _raise_failure(self) -> None:
         if self._failure:
             raise self._failure
-
-
-def _published(writer: RunWriter, folder: Path) -> dict[str, Bits]:
-    """The weights of the run's newest version; none before the first, and where they are damaged.
-
-    Then what is handed over first is published as a whole, and the run goes on.
-    """
-    try:
-        return writer.resume(folder) or {}
-    except (ProtocolError, codec.CodecError, ObjectMissing, SafetensorError) as error:
-        _log.warning("the newest version cannot be rebuilt, the next one will be an anchor: %s", error)
-        return {}
