@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
@@ -51,7 +51,7 @@ class ObjectInfo:
     key: str
     size: int  # bytes
     etag: str  # changes whenever the content changes; opaque
-    written: float | None = None  # unix seconds, by the store's clock; None where it was not told
+    written: float | None = field(default=None, compare=False)  # unix seconds of the store; None: not told
 
 
 Listing = list[ObjectInfo]
