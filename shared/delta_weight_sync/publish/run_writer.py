@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from delta_weight_sync.checkpoint import Bits
@@ -29,6 +30,10 @@ from delta_weight_sync.ways import ANCHOR_PAYS, MAX_FILES, cheapest, listed
 _log = logging.getLogger("delta_weight_sync")
 
 
+def _nothing(_: Manifest) -> None:
+    """Nobody wants to know."""
+
+
 class FencedError(DeltaWeightSyncError, RuntimeError):
     """Another trainer took the run over; this one must not publish any more."""
 
@@ -49,6 +54,7 @@ class RunWriter:
         self._offers, self._weighed = Offers(), Offer()  # `_weighed`: what was there when that was decided
         self._started = time.time()
         self.newest: Manifest | None = None
+        self.on_version: Callable[[Manifest], object] = _nothing  # told of each version that is real
         others = self.reader.writers()
         self.writer = Writer.after(others)
         self.newest = self._claim(others)
@@ -200,6 +206,7 @@ class RunWriter:
         self._require_ownership()
         self.newest, self._decided = manifest, None
         self._offers.take(self._weighed)
+        self.on_version(manifest)
         return manifest
 
     def _require_ownership(self) -> None:
