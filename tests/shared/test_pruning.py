@@ -11,6 +11,7 @@ from delta_weight_sync.history import RunReader
 from delta_weight_sync.keys import Writer, version_key
 from delta_weight_sync.pruning import Keep, KeepError, Pruner, Survey, prune
 from delta_weight_sync.store import open_bucket
+from inference_space.dashboard.library import Library
 from tests.cli.command import command
 from tests.cli.drifting import RUN, Drifting
 
@@ -177,8 +178,12 @@ def test_every_command_copes_with_versions_that_are_gone(run):
     shown = command("show", url, "--version", "3")
     assert shown.code == 1
     assert shown.complaint.endswith(f"holds version 3 no more: the oldest that was kept is {found.oldest}\n")
-    with pytest.raises(ValueError, match="holds version 3 no more"):
-        run.find(3)
+    library = Library(run.bucket, lambda: RUN)
+    for ask in (run.find, library.verify, library.delta):
+        with pytest.raises(ValueError, match="holds version 3 no more"):
+            ask(3)
+    assert "the published digest" in library.verify(found.oldest)
+    assert library.digests({3, VERSIONS}) == {VERSIONS: run.at().digest}
 
 
 def test_a_publisher_prunes_only_what_no_reader_can_need(tmp_path, monkeypatch):

@@ -176,3 +176,23 @@ def test_closing_waits_for_no_shortcut(tmp_path, caplog):
     run.close()
     assert not folder.exists()
     assert caplog.text == ""
+
+
+def test_closing_does_not_wait_for_an_upload_that_hangs(tmp_path, monkeypatch, request):
+    monkeypatch.setattr("delta_weight_sync.publish.shortcuts._CLOSING_S", 0.01)
+    run = Drifting(tmp_path / "bucket")
+    uploading, link, put = threading.Event(), threading.Event(), run.outbox._writer.bucket.put
+    request.addfinalizer(link.set)
+
+    def hanging(key: str, data: bytes | Path) -> None:
+        if "/jumps/" in key:
+            uploading.set()
+            assert link.wait(PATIENCE_S)
+        put(key, data)
+
+    monkeypatch.setattr(run.outbox._writer.bucket, "put", hanging)
+    for _ in range(8):
+        run.step()
+    assert uploading.wait(PATIENCE_S)
+    run.close()
+    assert not run.outbox.shortcuts.folder.exists()

@@ -29,6 +29,7 @@ from delta_weight_sync.store import BucketError
 from delta_weight_sync.ways import STRIDES
 
 _BEHIND: Final = 16  # published versions that wait here before jumps are left out
+_CLOSING_S: Final = 5.0
 _log = logging.getLogger("delta_weight_sync")
 
 
@@ -107,11 +108,14 @@ class Shortcuts:
             return self._changed.wait_for(lambda: not (self._busy or self._published), timeout_s)
 
     def close(self) -> None:
-        """Stop; what is being made is left, since no manifest of this writer would name it."""
+        """Stop; what is being made is left, since no manifest of this writer would name it.
+
+        An upload that goes on is not waited for either: it ends with this process.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(_CLOSING_S)
         self._scratch.cleanup()
 
     def _run(self) -> None:
@@ -143,7 +147,7 @@ class Shortcuts:
         self._complain(error)
 
     def _complain(self, error: Exception) -> None:
-        if str(error) != self._said:
+        if str(error) != self._said and not self._closed:
             _log.warning("no jumps and anchors for now: %s", error)
         self._said = str(error)
 
