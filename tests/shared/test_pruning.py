@@ -16,7 +16,7 @@ from tests.cli.command import command
 from tests.cli.drifting import RUN, Drifting
 
 HOUR = 3600.0
-VERSIONS = 150
+VERSIONS = 80
 
 
 @pytest.fixture(scope="module")
@@ -65,23 +65,23 @@ def builds(reader: RunReader, version: int, folder: Path) -> None:
 
 def test_a_run_fits_its_budget_and_all_that_it_still_holds_can_be_built(run, tmp_path):
     before = keys(run)
-    found = survey(run, "900KB")
+    found = survey(run, "800KB")
     prune(run.bucket, found)
-    assert found.kept == size(run) <= 900e3
+    assert found.kept == size(run) <= 800e3
     assert 0 < found.oldest < VERSIONS - 10
     assert [m.version for m in run.history()] == list(range(VERSIONS, found.oldest - 1, -1))
     for version in {found.oldest, found.oldest + 1, (found.oldest + VERSIONS) // 2, VERSIONS}:
         builds(run, version, tmp_path)
     assert before - keys(run) == {doomed.info.key for doomed in found.delete}
-    assert survey(run, "900KB").delete == (), "there is nothing more to do"
+    assert survey(run, "800KB").delete == (), "there is nothing more to do"
 
 
 def test_more_room_keeps_more_versions_and_one_more_would_not_fit(run):
-    oldest = [survey(run, f"{kilobytes}KB").oldest for kilobytes in (400, 700, 1000, 1300, 90000)]
+    oldest = [survey(run, f"{kilobytes}KB").oldest for kilobytes in (500, 700, 900, 1100, 90000)]
     assert oldest == sorted(oldest, reverse=True)
     assert oldest[-1] == 0
-    tight = survey(run, "700KB")
-    assert survey(run, "700KB", reserve=100_000).oldest > tight.oldest
+    tight = survey(run, "800KB")
+    assert survey(run, "800KB", reserve=100_000).oldest > tight.oldest
 
 
 def test_by_age_the_versions_of_that_time_stay(run, monkeypatch):
@@ -105,7 +105,7 @@ def test_what_the_newest_and_young_versions_name_stays_whatever_the_budget(run):
 
 
 def test_objects_on_their_way_stay_and_orphans_go(run):
-    """A writer that died left version 30's; the one that is alive is about to publish 151."""
+    """A writer that died left version 30's; the one that is alive is about to publish the next."""
     newest = run.at()
     owner, dead = Writer(newest.writer_term, newest.writer), Writer(1, "f" * 32)
     coming, offered = run.keys.delta(VERSIONS + 1, owner), run.keys.jump(40, 48, dead)
@@ -126,32 +126,32 @@ def test_what_is_no_part_of_a_version_is_never_deleted(run):
 
 
 def test_a_gc_that_is_killed_is_finished_by_the_next(run, tmp_path):
-    found = survey(run, "900KB")
+    found = survey(run, "800KB")
     for stop in range(0, len(found.delete), 37):
         run.bucket.delete([doomed.info.key for doomed in found.delete[:stop]])
         oldest = min(m.version for m in run.history())
         if stop % 3 == 0:
             builds(run, oldest, tmp_path / f"{stop}")
-    prune(run.bucket, survey(run, "900KB"))
-    assert size(run) <= 900e3
+    prune(run.bucket, survey(run, "800KB"))
+    assert size(run) <= 800e3
 
 
 def test_gc_says_what_it_would_delete_and_why_and_deletes_it(run):
     url, before = f"{run.bucket.url}#{RUN}", keys(run)
-    dry = command("gc", url, "--keep", "900KB", "--dry-run")
+    dry = command("gc", url, "--keep", "800KB", "--dry-run")
     assert (dry.code, dry.complaint, keys(run)) == (0, "", before)
     *lines, summary = dry.output.splitlines()
     assert lines[0].endswith("older than version " + summary.split("versions ")[1].split()[0])
-    done = command("gc", url, "--keep", "900KB")
+    done = command("gc", url, "--keep", "800KB")
     assert done.output == summary.replace("would be deleted", "deleted") + "\n"
     assert {line.split()[1] for line in lines} == before - keys(run)
 
 
 @pytest.mark.parametrize("keep", ["20", "GB", "-1GB", "0GB", "7w", ""])
-def test_what_cannot_be_kept_is_one_sentence(run, keep):
+def test_what_cannot_be_kept_is_one_sentence(long_run, keep):
     with pytest.raises(KeepError, match="write it as 20GB, 7d or 12h"):
         Keep.parse(keep)
-    result = command("gc", run.bucket.url, f"--keep={keep}")
+    result = command("gc", long_run.url, f"--keep={keep}")
     assert (result.code, len(result.complaint.splitlines())) == (1, 1)
 
 
@@ -166,7 +166,7 @@ def test_a_run_without_versions_and_a_budget_that_is_too_small_say_so(run, tmp_p
 
 def test_every_command_copes_with_versions_that_are_gone(run):
     url = run.bucket.url
-    prune(run.bucket, found := survey(run, "900KB"))
+    prune(run.bucket, found := survey(run, "800KB"))
     listed = command("log", url)
     assert (
         listed.output.splitlines()[-1]
