@@ -4,8 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
-from delta_weight_sync import pruning
+from delta_weight_sync import Publisher, open_run, pruning
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.history import RunReader
 from delta_weight_sync.keys import Writer, version_key
@@ -13,7 +14,7 @@ from delta_weight_sync.pruning import Keep, KeepError, Pruner, Survey, prune
 from delta_weight_sync.store import open_bucket
 from inference_space.dashboard.library import Library
 from tests.cli.command import command
-from tests.cli.drifting import RUN, Drifting
+from tests.cli.drifting import PATIENCE_S, RUN, Drifting
 
 HOUR = 3600.0
 VERSIONS = 80
@@ -200,3 +201,21 @@ def test_a_publisher_prunes_only_what_no_reader_can_need(tmp_path, monkeypatch):
     assert len(list(RunReader(open_bucket(run.url), RUN).history())) <= 9
     run.close()
     assert pruning.GRACE_S == HOUR
+
+
+def test_a_run_in_any_store_is_pruned(bucket_url, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    weights = {"w": torch.zeros(100, 40)}
+    with Publisher(f"{bucket_url}#r", tmp_path) as publisher:
+        for step in range(11):
+            weights["w"][step] += 1
+            publisher.publish(weights.items())
+            publisher.flush()
+            assert publisher._outbox.shortcuts.idle(PATIENCE_S)
+    reader = open_run(f"{bucket_url}#r")
+    assert survey(reader, "1KB").delete == (), "all of it is young"
+    found = Pruner(reader, Keep(size=1.0), grace_s=0.0).survey()
+    prune(reader.bucket, found)
+    assert [m.version for m in reader.history()] == [10]
+    assert not keys(reader) & {doomed.info.key for doomed in found.delete}
+    builds(reader, 10, tmp_path)
