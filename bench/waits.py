@@ -56,6 +56,9 @@ def _hand_overs(change: Change) -> dict[str, Any]:
         seconds["beside an anchor" if due else "alone"].append(time.perf_counter() - started)
         publisher.run.anchor_is_due = lambda: False  # type: ignore[method-assign]
         publisher.flush()
+        assert publisher._outbox
+        publisher._outbox.shortcuts.idle(600)
+        writing.clear()
     publisher.close()
     shutil.rmtree(folder)
     median = {kind: round(statistics.median(all_), 4) for kind, all_ in seconds.items()}
