@@ -55,6 +55,7 @@ class Publisher:
         ("main" if there is none). `base`: the checkpoint that the policy was loaded from, a folder or the id
         of a model on the Hub; a new run takes from it config, tokenizer and whatever is not trained. A run
         that exists goes on from its newest version. `encoding`: of deltas, see `delta_weight_sync.codec`.
+        Where DELTA_WEIGHT_SYNC_SIGNING_KEY is set every version is signed, see `delta_weight_sync.signing`.
         `mirror`: where the published bits are kept, "host" or (on a GPU) "device". `keep`: how much of the
         run stays in the bucket, "20GB" or "7d", or None for all of it; see `delta_weight_sync.pruning`.
         `peers`: who publishes together, if not all ranks. Raises `CheckpointError`, `BucketError`,
