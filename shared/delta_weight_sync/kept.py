@@ -119,10 +119,10 @@ class KeptCheckpoint:
         So it is where the run was started over, or where somebody has written into the held version.
         """
         held = self._held
-        deltas = manifest.deltas_after(held.version) if held else None
-        if not held or not deltas or _contents(held) != _contents(manifest):
+        way = manifest.way(held.version if held else None)
+        if not held or way.anchor or not way.deltas or _contents(held) != _contents(manifest):
             return False
-        paths = [self._reader.fetch(delta, self._building) for delta in deltas]
+        paths = [self._reader.fetch(delta, self._building) for delta in way.deltas]
         shutil.copytree(self._current, self._building, dirs_exist_ok=True)
         state = map_bits(self._building / WEIGHTS, "r+")
         try:

@@ -208,9 +208,9 @@ class Follower:
 
     def _advance(self, manifest: Manifest, serving: Manifest) -> None:
         """From the version that is served to `manifest`'s."""
-        deltas = manifest.deltas_after(serving.version)
-        unchanged = not any(delta.changed for delta in deltas or ())
-        if not deltas or (unchanged and manifest.digest != serving.digest):
+        anchor, deltas = manifest.way(serving.version)
+        unchanged = not any(delta.changed for delta in deltas)
+        if anchor or not deltas or (unchanged and manifest.digest != serving.digest):
             self._join(manifest)  # too far behind, or a history other than the one that is served
             return
         if unchanged:
