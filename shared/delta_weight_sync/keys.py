@@ -41,6 +41,7 @@ class Keys:
         self.folder = f"runs/{run}/"
         self.heads = f"{self.folder}heads/"
         self.manifests = f"{self.folder}manifests/"
+        self.states = f"{self.folder}state/"
         self.info = f"{self.folder}run.json"
         self.log = f"{self.folder}log/"
 
@@ -59,6 +60,10 @@ class Keys:
     def manifest(self, version: int, writer: Writer) -> str:
         """Key of a version's manifest."""
         return f"{self.manifests}{version:08d}.{writer}.json"
+
+    def state(self, version: int, sync: int, writer: Writer) -> str:
+        """Of the trainer's state at `version`, handed over as `sync`: its folder; with .json, its record."""
+        return f"{self.states}{version:08d}.{sync:08d}.{writer}"
 
     def segment(self, number: int) -> str:
         """Key of one segment of the run's log."""

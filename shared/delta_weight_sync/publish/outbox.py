@@ -30,7 +30,7 @@ from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.digest import tensor_digest, to_hex
 from delta_weight_sync.protocol import AnchorRef, DeltaRef, Manifest, ProtocolError
 from delta_weight_sync.publish.mirror import Found, Mirror, Place
-from delta_weight_sync.publish.pending import PendingUpdate, published_bits
+from delta_weight_sync.publish.pending import PendingUpdate, Waiting, published_bits
 from delta_weight_sync.publish.run_writer import RunWriter
 from delta_weight_sync.publish.sharded import Weights, own_parts, union
 from delta_weight_sync.runlog import RunLogWriter
@@ -67,9 +67,10 @@ class Outbox:
         self._mirror = Mirror(mirror)
         for name, bits in _published(writer).items():
             self._mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16))
-        self._waiting: PendingUpdate | None = None
+        self.waiting = Waiting()
+        self._pinned: tuple[str, Manifest | None] = "", None  # digest, and its version once it is published
         self._busy, self._closed = False, False
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
@@ -92,7 +93,7 @@ class Outbox:
                 self._add(weights, sync, remote_patches)
             else:
                 self._publish_base(weights, sync)
-        except Exception as error:
+        except BaseException as error:
             self._failure = error  # the mirror may hold what nobody will publish: nothing may follow
             raise
 
@@ -100,7 +101,7 @@ class Outbox:
         """Wait until everything that was handed over is published; returns the newest manifest."""
         with self._changed:
             idle = self._changed.wait_for(
-                lambda: self._failure or not (self._busy or self._waiting), timeout_s
+                lambda: self._failure or not (self._busy or self.waiting), timeout_s
             )
         self._raise_failure()
         if not idle or self._writer.newest is None:
@@ -125,8 +126,34 @@ class Outbox:
             self._mirror.take(theirs)
             diff_s = time.perf_counter() - started
             new = PendingUpdate(patches, self._mirror.digest, sync, created_at, diff_s)
-            self._waiting = self._waiting.then(new) if self._waiting else new
+            self.waiting.add(new)
             self._changed.notify_all()
+
+    def pin(self) -> bool:
+        """What was handed over last becomes a version of its own; False if it was held back."""
+        with self._changed:
+            if self.waiting.held:
+                return False
+            digest, newest = self._mirror.digest, self._writer.newest
+            settled = not (self._busy or self.waiting)
+            self.waiting.pin(digest)
+            self._pinned = to_hex(digest), newest if settled else None
+            return True
+
+    def pinned(self) -> Manifest | None:
+        """Waits for the version of what was pinned last; None if there will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._failure or self._pinned[1])
+            return self._pinned[1]
+
+    def bits(self, name: str) -> Bits:
+        """A parameter of the newest version, as long as nothing is handed over."""
+        return self._mirror.bits(name)
+
+    @property
+    def names(self) -> set[str]:
+        """The parameters that a version holds."""
+        return set(self._mirror.shapes)
 
     def digest_without(self, names: set[str]) -> int:
         """Digest of the parameters that are published but not among `names`."""
@@ -179,11 +206,11 @@ class Outbox:
 
     def _next(self) -> PendingUpdate | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or (self._waiting and not self._failure))
-            if self._closed or self._waiting is None:
+            self._changed.wait_for(lambda: self._closed or (self.waiting and not self._failure))
+            if self._closed:
                 return None
-            job, self._waiting, self._busy = self._waiting, None, True
-            return job
+            self._busy = True
+            return self.waiting.pop()
 
     def _publish(self, job: PendingUpdate) -> None:
         version = (self.version or 0) + 1
@@ -210,7 +237,7 @@ class Outbox:
     def _before(self, job: PendingUpdate | None, name: str) -> Bits:
         """A tensor's bits without what waits, and without `job` if it is given."""
         with self._changed:
-            return published_bits(self._mirror.bits(name), name, [self._waiting, job])
+            return published_bits(self._mirror.bits(name), name, [*self.waiting.newest_first(), job])
 
     def _settle(self, job: PendingUpdate) -> None:
         """After a failure: finish the version if it was decided; else what it holds is sent with the next."""
@@ -221,7 +248,7 @@ class Outbox:
                     self._report(manifest, job, 0, 0.0)
                     return
                 with self._changed:
-                    self._waiting = job.then(self._waiting) if self._waiting else job
+                    self.waiting.put_back(job)
                 return
 
     def _commit(
@@ -239,6 +266,9 @@ class Outbox:
 
     def _report(self, manifest: Manifest, job: PendingUpdate, anchor_bytes: int, encode_s: float) -> None:
         self._log.append(job.event(manifest, anchor_bytes, encode_s))
+        with self._changed:
+            if manifest.digest == self._pinned[0]:
+                self._pinned = manifest.digest, self._pinned[1] or manifest
 
     def _raise_failure(self) -> None:
         if self._failure:
