@@ -130,14 +130,14 @@ class Outbox:
             self._changed.notify_all()
 
     def pin(self) -> bool:
-        """What was handed over last becomes a version of its own; False if it was held back."""
+        """What was handed over last is or becomes a version of its own; False if it was held back."""
         with self._changed:
-            if self.waiting.held:
-                return False
             digest, newest = self._mirror.digest, self._writer.newest
-            settled = not (self._busy or self.waiting)
+            there = newest and newest.digest == to_hex(digest) and not (self._busy or self.waiting)
+            if self.waiting.held and not there:
+                return False
             self.waiting.pin(digest)
-            self._pinned = to_hex(digest), newest if settled else None
+            self._pinned = to_hex(digest), newest if there else None
             return True
 
     def pinned(self) -> Manifest | None:

@@ -55,5 +55,6 @@ def _table(tensors: Mapping[str, torch.Tensor], note: str) -> bytes:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    data: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    flat = tensor.reshape(tensor.numel(), 1)  # two dimensions: of nothing, too, bytes can be seen
+    data: memoryview = flat.view(torch.uint8).numpy().data
     return data
