@@ -20,7 +20,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer
 
 Named = Iterator[tuple[str, torch.Tensor]]
-_KEPT = ("global_step", "epoch", "total_flos", "num_input_tokens_seen")  # of transformers' TrainerState
+# Of transformers' TrainerState: what counts on, and what it compares with the settings.
+_KEPT = ("global_step", "epoch", "total_flos", "num_input_tokens_seen")
+_COMPARED = ("train_batch_size", "logging_steps", "eval_steps", "save_steps")
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
 
     def progress(self) -> Progress:
         """How far this trainer is."""
-        kept = {name: getattr(self.state, name) for name in _KEPT}
+        kept = {name: getattr(self.state, name) for name in (*_KEPT, *_COMPARED)}
         first = self.groups.first()
         return Progress(self.model_version, kept, first, tuple(g for g in sorted(self.groups) if g > first))
 
