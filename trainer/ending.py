@@ -94,8 +94,8 @@ class Ending(TrainerCallback):
             return
         self._note(sign)
         if self._alone and not self._in_step:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(sign)
         signal.setitimer(signal.ITIMER_REAL, GRACE_S)
 
     def _give_up(self, *_: object) -> None:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(self.signal)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import signal
 import sys
 import threading
 import time
@@ -83,8 +84,9 @@ def main() -> None:
         train(script, args)
     except (DeltaWeightSyncError, SpacesUnavailableError) as error:
         sys.exit(f"trainer: {error}")
-    except KeyboardInterrupt:
-        sys.exit("trainer: stopped; the same command goes on from what is in the bucket")
+    except KeyboardInterrupt as request:
+        print("trainer: stopped; the same command goes on from what is in the bucket", flush=True)
+        sys.exit(128 + (request.args[0] if request.args else signal.SIGINT))
 
 
 def train(script: ScriptArguments, args: AsyncGRPOConfig) -> None:

@@ -214,7 +214,7 @@ def main(folder: Path, kills: int, seed: int) -> None:
     random.seed(seed)
     torch.set_num_threads(1)
     tiny.build(folder / "base", tie=True, seed=0)
-    steps = 6 + 2 * kills
+    steps = 6 + 8 * kills  # more than all lives take
     undisturbed, ended = ((folder / name).as_uri() for name in ("undisturbed", "ended"))
     wait(fork(folder, undisturbed, steps, folder / "undisturbed.log", lambda: None))
     ends = ended_lives(folder, ended, steps, kills)

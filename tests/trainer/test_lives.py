@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +22,7 @@ def test_the_versions_are_those_of_a_trainer_that_was_left_alone(kills, seed, tm
     assert result["ended"] == result["undisturbed"], result["ends"]
     for number, end in enumerate(result["ends"]):
         code, log = int(end.rpartition(" ")[2]), (tmp_path / f"{number}.log").read_text()
-        assert code in ((0, -9), (0, 143))[number % 2], f"{end}\n{log[-3000:]}"
+        # One that is ended after a while may be done before that, and so are those after it.
+        assert code in ((-9, 143)[number % 2], *([0] if kills > 4 else [])), f"{end}\n{log[-3000:]}"
         if code == 143:
-            assert "trainer: SIGTERM: version" in log
-            assert "the same command goes on from there" in log
+            assert "the same command goes on from" in log
