@@ -9,7 +9,8 @@ changed weights go to the bucket, and the replicas take them from there in their
 rest of the trainer's state goes there too: however it ends, the same command goes on from it.
 
 For several processes write `accelerate launch --use_fsdp --fsdp_version 2 -m` in place of `python -m`. Then
-only the main process meets bucket and replicas; the others compute, and tell it what changed in their shards.
+only the main process publishes and meets replicas; the others compute, tell it what changed in their shards,
+and keep their part of the state.
 """
 
 from __future__ import annotations
