@@ -13,6 +13,8 @@ import torch
 from delta_weight_sync import Publisher, open_run
 from delta_weight_sync.publish.optimizer_state import StateError
 from delta_weight_sync.publish.replay import Replay
+from delta_weight_sync.publish.states import StateRecord
+from delta_weight_sync.signing import new_pair
 from delta_weight_sync.store import open_bucket
 
 STEPS = 6
@@ -161,6 +163,21 @@ def test_a_state_is_the_newest_that_is_whole(url, base, undisturbed, caplog):
     bucket.put(max(key for key in states if key.endswith(".json")), b"{")
     life(url, base, STEPS)
     assert versions(url) == undisturbed
+
+
+def test_where_versions_are_signed_so_are_states(url, base, monkeypatch, caplog):
+    """Who can write to the bucket and has not the key does not change what a trainer goes on from."""
+    for name, word in new_pair().items():
+        monkeypatch.setenv(name, word)
+    life(url, base, 2)
+    bucket = open_bucket(url.partition("#")[0])
+    newest = max(info.key for info in bucket.list("runs/run/state/") if info.key.endswith(".json"))
+    record = StateRecord.model_validate_json(bucket.get(newest))
+    bucket.put(newest, StateRecord(**record.model_dump(exclude={"seal", "signature"})).to_bytes())
+    with contextlib.closing(Loop(url, base)) as loop:
+        loop.restore()
+        assert loop.step == 1, "the one before it"
+    assert f"{newest} is not signed" in caplog.text
 
 
 def test_a_run_with_a_first_version_and_no_state_begins_again(url, base, undisturbed):

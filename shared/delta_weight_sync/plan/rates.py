@@ -108,7 +108,7 @@ class Requests:
 
 
 # Counted per version with the real clients at the simulated Hub. A look at HEAD is one request for a file.
-PUBLISHING: Final = Requests(33, 8, 4)
+PUBLISHING: Final = Requests(28, 7, 3)
 TAKING: Final = Requests(18, 6, 3)
 WINDOW_S: Final = 300.0  # the Hub counts requests per user in windows of five minutes (docs/hub/rate-limits)
 FILES_ALLOWED: Final = {"free": 5000, "PRO": 12000, "Team": 20000}

@@ -77,7 +77,7 @@ class Publisher:
         place, run = split_run(url)
         self._reader = self.run.reader if self.run else RunReader(open_bucket(place), run or DEFAULT_RUN)
         others = Peers(alone=self._peers.size == 1)  # in the background ranks talk beside what they say here
-        self._keeper = StateKeeper(self._reader, others, self._pinned)
+        self._keeper = StateKeeper(self._reader, others, self._pinned, self._signed)
 
     def publish(self, weights: Weights, step: int | None = None) -> None:
         """Hand the weights over: checkpoint names, any float dtype, cast to bf16 here.
@@ -203,6 +203,9 @@ class Publisher:
         for name, tensor in weights:
             self._handed_over.add(name)
             yield name, tensor
+
+    def _signed(self, record: StateRecord) -> StateRecord:
+        return self.run.signed(record) if self.run else record
 
     def _pinned(self) -> Manifest | None:
         return self._outbox.pinned() if self._outbox else None

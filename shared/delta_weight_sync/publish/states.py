@@ -19,10 +19,10 @@ from typing import Any
 
 from delta_weight_sync.history import RunReader
 from delta_weight_sync.keys import Writer
-from delta_weight_sync.protocol import Count, Digest, FileRef, Manifest, ProtocolError, Sealed, parse
+from delta_weight_sync.protocol import Count, Digest, FileRef, Manifest, ProtocolError, Sealed
 from delta_weight_sync.publish.sharded import Peers
 from delta_weight_sync.publish.snapshot import Snapshot
-from delta_weight_sync.store import Bucket, ObjectMissing
+from delta_weight_sync.store import ObjectMissing
 
 _log = logging.getLogger("delta_weight_sync")
 
@@ -42,9 +42,15 @@ class StateRecord(Sealed):
 class StateKeeper:
     """Puts one snapshot at a time into the bucket, in the background; every rank has one, all go in step."""
 
-    def __init__(self, reader: RunReader, peers: Peers, published: Callable[[], Manifest | None]) -> None:
-        """`published`: on the main rank, waits until the snapshot's version is in the bucket."""
-        self._reader, self._peers, self._published = reader, peers, published
+    def __init__(
+        self,
+        reader: RunReader,
+        peers: Peers,
+        published: Callable[[], Manifest | None],
+        signed: Callable[[StateRecord], StateRecord],
+    ) -> None:
+        """On the main rank `published` waits until the snapshot's version is in the bucket."""
+        self._reader, self._peers, self._published, self._signed = reader, peers, published, signed
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
@@ -102,7 +108,7 @@ class StateKeeper:
                 ranks=tuple(refs),
                 extra=extra,
             )
-            self._reader.bucket.put(f"{name}.json", record.to_bytes())
+            self._reader.bucket.put(f"{name}.json", self._signed(record).to_bytes())
             prune(self._reader, name)
 
     def _put(self, snapshot: Snapshot, key: str) -> FileRef:
@@ -116,7 +122,7 @@ class StateKeeper:
 def usable(reader: RunReader) -> Iterator[tuple[StateRecord, list[Manifest]]]:
     """The states that belong to a version of HEAD's chain, newest first, each with the versions after it."""
     listing = {info.key: info.size for info in reader.bucket.list(reader.keys.states)}
-    records = [record for key in sorted(listing, reverse=True) if (record := _record(reader.bucket, key))]
+    records = [record for key in sorted(listing, reverse=True) if (record := _record(reader, key))]
     oldest = min((record.version for record in records), default=None)
     later: list[Manifest] = []
     for manifest in reader.history():
@@ -156,11 +162,11 @@ def _names(of: StateRecord | Manifest) -> tuple[float, int, str]:
     return of.born, of.version, of.digest
 
 
-def _record(bucket: Bucket, key: str) -> StateRecord | None:
+def _record(reader: RunReader, key: str) -> StateRecord | None:
     if not key.endswith(".json"):
         return None
     try:
-        return parse(StateRecord, bucket.get(key), key)
+        return reader.read(StateRecord, key)
     except (ProtocolError, ObjectMissing) as error:
         _log.warning("a trainer's state is passed over: %s", error)
         return None

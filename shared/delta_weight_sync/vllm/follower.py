@@ -85,6 +85,9 @@ class Follower:
         reason = self.explain(error)
         refused = isinstance(error, RefusedError) and self.serving is None
         self._journal.note("refused" if refused else None, reason)
+        self._log(reason)
+
+    def _log(self, reason: str) -> None:
         if reason != self._logged:
             log.warning("replica %s: %s", self._name, reason)
             self._logged = reason
@@ -92,23 +95,20 @@ class Follower:
     def _turn(self) -> None:
         if self.serving is not None and not self._engine.alive():
             self.serving = None
-            self._forget()
+            self._refusals.forget()
+            self._lookout.again()
             raise EngineError("vLLM died; the lines above say why")
         held = self._held()
         if self.orders.healing.is_set():
             self.orders.healing.clear()
-            self._forget()
+            self._refusals.forget()
+            self._lookout.forget()
             if wanted := held or self._reader.newest():
                 self._follow(wanted, held, afresh=True)
         elif held is None:
             self._look()
         else:
             self._hold(held)
-
-    def _forget(self) -> None:
-        """Whatever was refused or served may be so no more."""
-        self._refusals.forget()
-        self._lookout.again()
 
     def _held(self) -> Manifest | None:
         """The version that the owner wants, whatever the newest is."""
@@ -130,8 +130,15 @@ class Follower:
         if newest:
             self._follow(newest)
             self._lookout.taken()
-        elif self._journal.error:
-            self._journal.note("serving")
+        self._name_refused()
+
+    def _name_refused(self) -> None:
+        """Say what was passed over while a sound version is served; nothing where all is well."""
+        reason = "; ".join(map(str, self._lookout.refused.values())) or None
+        if reason:
+            self._log(reason)
+        if reason != self._journal.error:
+            self._journal.note("serving", reason)
 
     def _follow(self, manifest: Manifest, held: Manifest | None = None, *, afresh: bool = False) -> None:
         """Serve a version, comparing all weights if `afresh`; `held` is it if the owner wants no other."""
@@ -220,6 +227,7 @@ class Follower:
         self._serve(manifest, fetch_s, stage_s, *seconds)
 
     def _serve(self, manifest: Manifest, *seconds: float, joined: bool = False) -> None:
+        self._journal.signed_by = self._reader.signer(manifest)
         self.serving = self._served_last = manifest
         self._journal.commit(manifest, *seconds, joined=joined)
         self._journal.note("serving")
