@@ -42,7 +42,8 @@ class Recorded:
     """TRL's `RolloutWorkerProtocol`: the samples from the first one on that was not trained on."""
 
     def __init__(self, steps: int, begun: Progress | None) -> None:
-        self._last = BATCH * (steps + 1)  # TRL looks a batch ahead
+        ranks = int(os.environ.get("WORLD_SIZE", 1))
+        self._last = BATCH * ranks * (steps + 1)  # TRL looks a batch ahead
         self._first = begun.prompts if begun else 0
         assert not (begun and begun.later), "they were taken in order"
         self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue()
@@ -118,7 +119,8 @@ def _one_by_one(publish: Callable[..., None]) -> Callable[..., None]:
 
     def publish_and_wait(publisher: Publisher, *arguments: Any) -> None:
         publish(publisher, *arguments)
-        publisher._outbox.flush()
+        if publisher._outbox:
+            publisher._outbox.flush()
 
     return publish_and_wait
 

@@ -139,13 +139,17 @@ def rise(layout: str, folder: Path) -> str:
 def _live(publisher: Publisher, model: Model, optimizer: torch.optim.Optimizer, last: int) -> str:
     done = publisher.restore(model.named_parameters(), optimizer)
     for number in range(done["step"] if done else 0, last + 1):
-        publisher.publish(model.named_parameters(), number + 1)
+        publisher.publish(model.named_parameters(), number + 1 if _is_main() else 1)  # as TRL's ranks count
         publisher.flush()
         if number % 2 == 0:
             publisher.save_state(model.named_parameters(), optimizer, extra={"step": number})
         if number < last:
             step(model, optimizer, number)
     return publisher.digest(model.named_parameters())
+
+
+def _is_main() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _failing(fault: list[str]) -> int | None:

@@ -92,7 +92,9 @@ class StateKeeper:
             _log.warning("the trainer's state was not kept: %s; the one before it stands", error)
 
     def _keep(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
-        manifest = self._peers.exchange(self._published() if self._peers.main else None)[0]
+        # The main rank's count of syncs names the state: TRL counts on that one alone.
+        own = (self._published(), sync) if self._peers.main else None
+        manifest, sync = self._peers.exchange(own)[0]
         if manifest is None:
             return
         name = self._reader.keys.state(manifest.version, sync, Writer(manifest.writer_term, manifest.writer))
