@@ -42,6 +42,7 @@ from trainer import rising, rollouts, shorter, wordle
 from trainer.cold_spaces import ColdSpaces, SpacesUnavailableError
 from trainer.ending import Ending
 from trainer.observer import ReplicaWatch, StepRecorder
+from trainer.pokes import Pokes
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,8 @@ def train(script: ScriptArguments, args: AsyncGRPOConfig) -> None:
         watch = ReplicaWatch(script.replicas, publisher.log) if publisher.log else None
         if watch:
             stack.enter_context(contextlib.closing(watch))
+        if publisher.run:
+            publisher.run.on_version = stack.enter_context(contextlib.closing(Pokes(script.replicas))).send
         worker = make_worker(script, args, task, publisher, begun)
         met = threading.Event()
 

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from delta_weight_sync.checkpoint import Bits
@@ -29,6 +30,10 @@ from delta_weight_sync.store import Bucket
 _log = logging.getLogger("delta_weight_sync")
 
 
+def _nothing(_: Manifest) -> None:
+    """Nobody wants to know."""
+
+
 class FencedError(DeltaWeightSyncError, RuntimeError):
     """Another trainer took the run over; this one must not publish any more."""
 
@@ -48,6 +53,7 @@ class RunWriter:
         self._decided: Manifest | None = None  # the next version, as long as the store has not taken it
         self._started = time.time()
         self.newest: Manifest | None = None
+        self.on_version: Callable[[Manifest], object] = _nothing  # told of each version that is real
         others = self.reader.writers()
         self.writer = Writer.after(others)
         self.newest = self._claim(others)
@@ -182,6 +188,7 @@ class RunWriter:
         self._put_head(manifest)
         self._require_ownership()
         self.newest, self._decided = manifest, None
+        self.on_version(manifest)
         return manifest
 
     def _require_ownership(self) -> None:
