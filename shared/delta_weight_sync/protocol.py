@@ -19,6 +19,7 @@ one is, and where it is torn, deleted, old or somebody else's, that is found fro
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Annotated, Final, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
@@ -99,6 +100,13 @@ class FileRef(Record):
         """Raise `ProtocolError` unless `data` is the object that this reference pins."""
         if len(data) != self.size or hashlib.sha256(data).hexdigest() != self.sha256:
             raise self.damaged()
+
+    def is_in(self, path: Path) -> bool:
+        """Whether a file on this machine's disk is the object that this reference pins."""
+        if path.stat().st_size != self.size:
+            return False
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == self.sha256
 
     def damaged(self) -> ProtocolError:
         """The error for an object whose bytes are not those that were published."""
