@@ -12,7 +12,7 @@ from delta_weight_sync import checkpoint
 from delta_weight_sync.checkpoint import Bits
 from delta_weight_sync.heads import NoVersionError, RecordReader, manifests_of
 from delta_weight_sync.protocol import FileRef, Manifest, ProtocolError
-from delta_weight_sync.store import Bucket, open_bucket
+from delta_weight_sync.store import Bucket, ObjectMissing, open_bucket
 
 
 def split_run(url: str) -> tuple[str, str]:
@@ -40,6 +40,10 @@ def _only_run(bucket: Bucket) -> str:
 
 class RunReader(RecordReader):
     """The reading half of the protocol. Everything it returns was checked against HEAD's chain of hashes."""
+
+    def __init__(self, bucket: Bucket, run: str) -> None:
+        super().__init__(bucket, run)
+        self._unreadable: set[str] = set()  # keys of files that were gone or damaged when they were fetched
 
     def history(self) -> Iterator[Manifest]:
         """Every manifest from the newest back to version 0."""
@@ -71,11 +75,26 @@ class RunReader(RecordReader):
     def fetch(self, ref: FileRef, folder: Path) -> Path:
         """Download one file and check its size and sha256 (Xet downloads check nothing themselves)."""
         path = folder / ref.name
-        self.bucket.fetch(ref.key, path)
-        if not ref.is_in(path):
-            path.unlink()
-            raise ref.damaged()
+        try:
+            self.bucket.fetch(ref.key, path)
+            if not ref.is_in(path):
+                path.unlink()
+                raise ref.damaged()
+        except (ObjectMissing, ProtocolError):
+            self._unreadable.add(ref.key)
+            raise
+        self._unreadable.discard(ref.key)
         return path
+
+    def buildable(self, manifest: Manifest) -> Manifest | None:
+        """`manifest`, or the newest before it that needs none of the files which could not be read whole.
+
+        None where there is no such version.
+        """
+        found: Manifest | None = manifest
+        while found and any(file.key in self._unreadable for file in found.files()):
+            found = self.manifest(found.parent) if found.parent else None
+        return found
 
     def checkout(self, manifest: Manifest, folder: Path) -> dict[str, Bits]:
         """Write `manifest`'s version to `folder` as a Hugging Face checkpoint; returns its weights' bits.

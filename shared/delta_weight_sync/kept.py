@@ -28,6 +28,7 @@ from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.history import RunReader, apply_delta, require_digest
 from delta_weight_sync.protocol import FileRef, Manifest, ProtocolError, parse
+from delta_weight_sync.store import ObjectMissing
 
 RECORD: Final = "delta_weight_sync.json"  # the manifest, beside the weights: which version a folder holds
 
@@ -90,6 +91,11 @@ class KeptCheckpoint:
             self._show(manifest)
         return self._current.resolve()
 
+    def instead_of(self, manifest: Manifest) -> Manifest | None:
+        """After `take` could not read a file of it: what to take meanwhile, where nothing is held yet."""
+        older = None if self._held else self._reader.buildable(manifest)
+        return older if older != manifest else None
+
     def _found(self) -> Manifest | None:
         """What `current` holds, or None where that is not exactly what was published."""
         try:
@@ -122,7 +128,12 @@ class KeptCheckpoint:
         deltas = manifest.deltas_after(held.version) if held else None
         if not held or not deltas or _contents(held) != _contents(manifest):
             return False
-        paths = [self._reader.fetch(delta, self._building) for delta in deltas]
+        try:
+            paths = [self._reader.fetch(delta, self._building) for delta in deltas]
+        except (ProtocolError, ObjectMissing):
+            if self._reader.buildable(manifest) != manifest:
+                raise
+            return False  # a newer anchor makes up for the delta that is damaged
         shutil.copytree(self._current, self._building, dirs_exist_ok=True)
         state = map_bits(self._building / WEIGHTS, "r+")
         try:

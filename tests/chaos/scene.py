@@ -14,7 +14,7 @@ from tests.chaos.trainer import Published
 from tests.chaos.truth import Truth
 from tests.chaos.vandal import Vandal
 
-GRACE_S = 0.3, 5.0  # between two versions of a run that recovers: at first, at most
+GRACE_S = 0.3, 1.0  # between two versions of a run that recovers: at first, at most
 TRIES = 30
 CAST = {"near": "local", "far": "process", "kept": "kept"}
 

@@ -21,7 +21,9 @@ from delta_weight_sync.protocol import (
     RunInfo,
     reference,
 )
-from delta_weight_sync.store import Bucket
+from delta_weight_sync.store import Bucket, ObjectInfo
+
+_INSPECT_EVERY = 16  # versions; each time the run is listed
 
 
 class FencedError(DeltaWeightSyncError, RuntimeError):
@@ -40,6 +42,7 @@ class RunWriter:
         self.bucket, self.keys, self.model, self.assets = bucket, self.reader.keys, model, assets
         self._asset_refs: list[FileRef] = []
         self._decided: Manifest | None = None  # the next version, as long as the store has not taken it
+        self._seen: dict[str, ObjectInfo | None] = {}  # the files of the newest version, when they were listed
         self._started = time.time()
         others = self.reader.writers()
         self.writer = Writer.after(others)
@@ -88,11 +91,23 @@ class RunWriter:
 
     def anchor_is_due(self, delta_bytes: int) -> bool:
         """True once the chain costs a joining replica as much as a whole checkpoint would."""
-        if self.newest is None:
+        if self.newest is None or self._is_damaged(self.newest):
             return True
         chain = self.newest.deltas_after(self.newest.anchor.version) or ()
         cost = sum(d.size for d in chain) + delta_bytes
         return cost >= self.newest.full_bytes or len(chain) + 1 >= MAX_CHAIN
+
+    def _is_damaged(self, newest: Manifest) -> bool:
+        """Whether a file of the newest version is gone, or not what it was when this was asked last."""
+        if newest.version % _INSPECT_EVERY:
+            return False
+        there, before = {info.key: info for info in self.bucket.list(self.keys.folder)}, self._seen
+        self._seen = {file.key: there.get(file.key) for file in newest.files()}
+        return any(
+            info is None or info.size != file.size or before.get(file.key, info) != info
+            for file in newest.files()
+            for info in [self._seen[file.key]]
+        )
 
     def put_anchor(self, version: int, weights_file: Path) -> AnchorRef:
         """Store every tensor of `version` in full, beside the files that make it a checkpoint."""

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from delta_weight_sync.heads import NoVersionError
 from delta_weight_sync.lookout import Lookout
-from delta_weight_sync.protocol import DeltaRef, Manifest
+from delta_weight_sync.protocol import DeltaRef, Manifest, ProtocolError
 from delta_weight_sync.runlog import ReplicaReport
+from delta_weight_sync.store import ObjectMissing
 from delta_weight_sync.vllm.engine import Engine, EngineError
 from delta_weight_sync.vllm.journal import Journal
 from delta_weight_sync.vllm.labels import Label
@@ -136,12 +137,25 @@ class Follower:
     def _follow(self, manifest: Manifest, held: Manifest | None = None, *, afresh: bool = False) -> None:
         """Serve a version, comparing all weights if `afresh`; `held` is it if the owner wants no other."""
         self._refusals.ask(manifest, held)
-        if self.serving is None or afresh:
+        if self.serving is None and not held:
+            self._begin(manifest)
+        elif self.serving is None or afresh:
             self._join(manifest)
         elif manifest != self.serving:
             self._advance(manifest, self.serving)
         else:
             self._journal.note("serving")
+
+    def _begin(self, manifest: Manifest) -> None:
+        """Join; where a file of the version is damaged, at the newest one before it that is whole."""
+        try:
+            self._join(manifest)
+        except (ProtocolError, ObjectMissing):
+            older = self._reader.buildable(manifest)
+            if older is None or older == manifest:
+                raise
+            self._join(older)
+            raise
 
     def _join(self, manifest: Manifest) -> None:
         """From whatever is live to `manifest`'s version."""
@@ -206,6 +220,10 @@ class Follower:
                 self.serving = None
             self._journal.note(error=f"version {manifest.version} was undone, healing: {error}")
             self._join(manifest)
+        except (ProtocolError, ObjectMissing):
+            if self._reader.buildable(manifest) != manifest:
+                raise
+            self._join(manifest)  # a newer anchor makes up for the delta that is damaged
 
     def _apply(self, manifest: Manifest, deltas: tuple[DeltaRef, ...]) -> None:
         started = time.perf_counter()
