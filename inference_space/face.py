@@ -19,16 +19,16 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from delta_weight_sync.protocol import ProtocolError
+from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.runlog import ReplicaReport
-from delta_weight_sync.store import BucketError, open_bucket
+from delta_weight_sync.store import open_bucket
 from delta_weight_sync.vllm.follower import Follower
 from delta_weight_sync.vllm.progress import CountingReader
 from inference_space import dashboard, setup_page
 from inference_space.access import refusal
 from inference_space.embedded_vllm import EmbeddedVllm
 from inference_space.gate import Gate, Lane
-from inference_space.settings import Settings, SettingsError, settings_from
+from inference_space.settings import Settings, settings_from
 
 INFERENCE = {"/v1/models": "GET", "/v1/completions": "POST", "/v1/chat/completions": "POST"}
 KEEP_ALIVE_S = 120  # a policy plays its environment for seconds between two requests on one connection
@@ -139,7 +139,7 @@ def serve() -> None:
     try:
         settings = settings_from(os.environ)
         app = create_app(settings)
-    except (SettingsError, ProtocolError, BucketError) as error:
+    except DeltaWeightSyncError as error:
         sys.exit(f"replica: {error}")
     return _serve(app, settings.host, settings.port)
 

@@ -18,7 +18,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from delta_weight_sync.keys import Keys
 from delta_weight_sync.protocol import ProtocolError
+from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, PublicKeys
 from delta_weight_sync.store import BucketError, open_bucket
+from delta_weight_sync.vllm.settings import NOT_HERE
 from inference_space.access import TOKENS
 from inference_space.dashboard.templates import render_template
 from inference_space.settings import SettingsError, settings_from
@@ -48,6 +50,11 @@ NEEDS = {
         " everybody use this hardware, set the variable REPLICA_OPEN_INFERENCE to true instead.",
         "python3 -c 'import secrets; print(secrets.token_urlsafe(32))'",
     ),
+    PUBLIC_KEY: Need(
+        "variable",
+        "Optional: the public half of the trainer's key. Versions that it has not signed are refused.",
+        "ed25519_public_<64 hex digits>",
+    ),
     "HF_TOKEN": Need(
         "secret",
         "Reads the bucket where that is private. Read access to this one bucket is enough: the replica never"
@@ -67,11 +74,14 @@ def problems_of(environ: Mapping[str, str]) -> Problems:
     for name, check, value in (
         ("REPLICA_BUCKET", open_bucket, settings.bucket),
         ("REPLICA_RUN", Keys, settings.run),
+        (PUBLIC_KEY, PublicKeys, environ.get(PUBLIC_KEY, "")),
     ):
         try:
             check(value)
         except (BucketError, ProtocolError) as error:
             found[name] = str(error)
+    if environ.get(SIGNING_KEY):
+        found[SIGNING_KEY] = NOT_HERE
     return found
 
 

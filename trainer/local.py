@@ -25,6 +25,7 @@ from delta_weight_sync.runlog import (
     StepEvent,
     SyncEvent,
 )
+from delta_weight_sync.signing import SIGNING_KEY, new_pair
 from delta_weight_sync.store import open_bucket
 from trainer.processes import ChildError, Processes, free_port, interrupt_once, only_one
 from trainer.summary import summarize, table
@@ -79,16 +80,20 @@ def _demo(name: str, folder: Path, port: int) -> None:
 def _run(name: str, policy: Policy, folder: Path, port: int) -> None:
     bucket_url = (folder / "bucket").as_uri()
     space, env = free_port(port), free_port()
-    progress = Progress()
+    progress, pair = Progress(), new_pair()  # the trainer signs, as on Spaces, and the replica checks
     with Processes(folder) as processes:
         model = _checkpoint(name, folder, progress)
         env_url, replica_url = f"http://127.0.0.1:{env}", f"http://127.0.0.1:{space}"
         processes.start("env", ["env_space.app"], _env_settings(env))
         processes.start(
-            "replica", ["inference_space.app"], _replica_settings(policy, bucket_url, space, folder)
+            "replica",
+            ["inference_space.app"],
+            _replica_settings(policy, bucket_url, space, folder) | pair | {SIGNING_KEY: ""},
         )
         processes.start(
-            "trainer", _trainer_command(policy, model, bucket_url, replica_url, env_url), _TRAINER_SHARE
+            "trainer",
+            _trainer_command(policy, model, bucket_url, replica_url, env_url),
+            _TRAINER_SHARE | pair,
         )
         progress.say(f"dashboard    {replica_url}   (bucket {bucket_url})")
         progress.say(f"logs         {folder}/env.log, replica.log, trainer.log")

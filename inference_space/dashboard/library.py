@@ -11,9 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from delta_weight_sync.history import RunReader, manifests_of
+from delta_weight_sync.heads import manifests_of
+from delta_weight_sync.history import RunReader
 from delta_weight_sync.keys import Keys
-from delta_weight_sync.protocol import Manifest, ProtocolError, parse
+from delta_weight_sync.protocol import Manifest, ProtocolError
 from delta_weight_sync.store import Bucket, Listing, ObjectInfo, ObjectMissing
 from inference_space.dashboard.anatomy import Anatomy, open_delta
 
@@ -106,7 +107,7 @@ class Library:
             raise ProtocolError(f"run {self.run!r} has no version {version} in {self.bucket.url}")
         with self._lock:
             if info not in self._manifests:
-                self._manifests[info] = parse(Manifest, self.bucket.get(info.key), info.key)
+                self._manifests[info] = RunReader(self.bucket, self.run).unpinned(info.key)
                 if len(self._manifests) > 4 * KEPT:
                     del self._manifests[next(iter(self._manifests))]
             return self._manifests[info]

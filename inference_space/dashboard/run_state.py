@@ -26,6 +26,7 @@ class _Track:
     version: int | None = None
     digest: str | None = None
     error: str | None = None
+    signed_by: str | None = None
     lag_s: float | None = None
     versions: deque[Point] = field(default_factory=deque)  # in the staircase's window
     lags: Curve = field(default_factory=lambda: Curve(peaks=True))
@@ -155,6 +156,7 @@ class RunState:
         track = self._tracks.setdefault(event.replica, _Track())
         track.moved_to(event.t, event.version)
         track.state, track.digest, track.error = event.state, event.digest, event.error
+        track.signed_by = event.signed_by
 
     def _commit(self, event: CommitEvent) -> None:
         track = self._tracks.setdefault(event.replica, _Track())
@@ -195,6 +197,7 @@ class RunState:
             digest=track.digest,
             digest_ok=self._matches(track.version, track.digest),
             error=track.error,
+            signed_by=track.signed_by,
             versions=since(list(track.versions), self._trainer[0][0]),
             lags=track.lags.points(),
         )

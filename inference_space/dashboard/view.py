@@ -20,6 +20,7 @@ class Replica:
     digest: str | None
     digest_ok: bool | None  # None: not known yet which digest the trainer published
     error: str | None
+    signed_by: str | None  # fingerprint of the key whose signature the replica checked
     versions: Series  # (unix seconds, version), the window of the staircase
     lags: Series  # (version, seconds)
 

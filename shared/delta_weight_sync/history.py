@@ -10,8 +10,9 @@ from pathlib import Path
 
 from delta_weight_sync import checkpoint
 from delta_weight_sync.checkpoint import Bits
-from delta_weight_sync.heads import NoVersionError, RecordReader, manifests_of
+from delta_weight_sync.heads import NoVersionError, RecordReader
 from delta_weight_sync.protocol import FileRef, Manifest, ProtocolError
+from delta_weight_sync.signing import PublicKeys
 from delta_weight_sync.store import Bucket, ObjectMissing, open_bucket
 
 
@@ -21,11 +22,15 @@ def split_run(url: str) -> tuple[str, str]:
     return bucket, run
 
 
-def open_run(url: str, run: str | None = None) -> RunReader:
-    """Reads the run that `url` names, or `run`, or the only one in the bucket; else `ProtocolError`."""
+def open_run(url: str, run: str | None = None, *, public_key: str = "") -> RunReader:
+    """Reads the run that `url` names, or `run`, or the only one in the bucket; else `ProtocolError`.
+
+    `public_key`: versions that it has not signed are refused; by default DELTA_WEIGHT_SYNC_PUBLIC_KEY.
+    """
     place, named = split_run(url)
     bucket = open_bucket(place)
-    return RunReader(bucket, run or named or _only_run(bucket))
+    believed = PublicKeys(public_key) if public_key else None
+    return RunReader(bucket, run or named or _only_run(bucket), believed)
 
 
 def _only_run(bucket: Bucket) -> str:
@@ -41,8 +46,9 @@ def _only_run(bucket: Bucket) -> str:
 class RunReader(RecordReader):
     """The reading half of the protocol. Everything it returns was checked against HEAD's chain of hashes."""
 
-    def __init__(self, bucket: Bucket, run: str) -> None:
-        super().__init__(bucket, run)
+    def __init__(self, bucket: Bucket, run: str, believed: PublicKeys | None = None) -> None:
+        """As a `RecordReader`."""
+        super().__init__(bucket, run, believed)
         self._unreadable: set[str] = set()  # keys of files that were gone or damaged when they were fetched
 
     def history(self) -> Iterator[Manifest]:
@@ -66,11 +72,10 @@ class RunReader(RecordReader):
         HEAD's hashes do not cover it: prove by the digest of the weights that it is the published version.
         """
         newest = self.newest()
-        info = manifests_of(self.bucket.list(self.keys.manifests)).get(version)
-        if newest is None or info is None or version > newest.version:
-            known = f"its newest is version {newest.version}" if newest else "it has none yet"
-            raise ProtocolError(f"run {self.keys.run!r} has no version {version}, {known}")
-        return self.unpinned(info.key)
+        if newest and version <= newest.version and (found := self.published(version, newest.born)):
+            return found
+        known = f"its newest is version {newest.version}" if newest else "it has none yet"
+        raise ProtocolError(f"run {self.keys.run!r} has no version {version}, {known}")
 
     def fetch(self, ref: FileRef, folder: Path) -> Path:
         """Download one file and check its size and sha256 (Xet downloads check nothing themselves)."""

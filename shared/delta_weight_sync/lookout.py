@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 
-from delta_weight_sync.heads import NoVersionError
+from delta_weight_sync.heads import NoVersionError, Refused, older
 from delta_weight_sync.history import RunReader
-from delta_weight_sync.keys import head_writer
+from delta_weight_sync.keys import Writer, head_writer
 from delta_weight_sync.protocol import Head, Manifest, ProtocolError, Rank
 from delta_weight_sync.store import ObjectMissing
 
@@ -16,17 +16,25 @@ _LIST_EVERY = (
 
 
 class Lookout:
-    """Used by one thread. It never goes back: a HEAD older than one that was seen is refused."""
+    """Used by one thread. It never goes back: what is older than what was seen is refused."""
 
     def __init__(self, reader: RunReader) -> None:
         self._reader = reader
-        self.again()
+        self.refused: Refused = {}  # what the newest version was found in spite of
+        self._passed: Refused = {}  # of that, HEADs
+        self.forget()
 
     def again(self) -> None:
-        """Begin anew: whatever is there is taken for new, and for the newest."""
+        """Whatever is there is taken for new; but what is older than what was seen is still refused."""
         self._key, self._looks = "", 0
-        self._found, self._taken = "", ""  # etags of HEAD
-        self._rank: Rank | None = None
+        self._found: dict[str, str] = {}  # key -> etag, of HEADs
+        self._taken: dict[str, str] = {}
+
+    def forget(self) -> None:
+        """Begin anew: whatever is there is taken for new, and for the newest."""
+        self.again()
+        self._head_floor: Rank | None = None
+        self._floor: Rank | None = None
 
     def taken(self) -> None:
         """What was found last needs not be found again."""
@@ -35,45 +43,48 @@ class Lookout:
     def look(self) -> Manifest | None:
         """The newest version, or None while that is the one that was `taken`.
 
-        Raises `NoVersionError` before there is one, `ProtocolError` where what is there is damaged or older
-        than what was seen, and `BucketError`.
+        Raises `NoVersionError` before there is one, `ProtocolError` where all that is there is damaged, older
+        than what was seen, or not signed, and `BucketError`. What is so, beside a sound version, is in
+        `refused`.
         """
-        self._found = self._etag()
+        known = self._etags()
         if self._found and self._found == self._taken:
             return None
-        head = self._head()
-        manifest = self._reader.named(head) if head else None
+        head = (self._known() if known else None) or self._head()
+        told: Refused = {}
+        manifest = self._reader.named(head, told) if head else None
         if head is None or manifest is None:
             raise NoVersionError(
                 f"run {self._reader.keys.run!r} in {self._reader.bucket.url} has published no version yet"
             )
-        self._rank = head.rank
+        if self._floor and manifest.rank < self._floor:
+            raise older(f"run {self._reader.keys.run!r}", manifest.version, self._floor)
+        self._key = self._reader.keys.head(Writer(head.writer_term, head.writer))
+        self._head_floor, self._floor = head.rank, manifest.rank
+        self.refused = self._passed | told
         return manifest
 
-    def _etag(self) -> str:
-        """Of the owner's HEAD; "" where there is none."""
+    def _etags(self) -> bool:
+        """Look at the HEADs; True if that was only the one that is known."""
         bucket, self._looks = self._reader.bucket, self._looks + 1
         if self._key and self._looks % _LIST_EVERY and (info := bucket.stat(self._key)):
-            return info.etag
-        listed = bucket.list(self._reader.keys.heads)
-        self._key = listed[-1].key if listed else ""
-        return listed[-1].etag if listed else ""
+            self._found = self._taken | {self._key: info.etag}
+            return True
+        self._found = {info.key: info.etag for info in bucket.list(self._reader.keys.heads)}
+        return False
 
     def _known(self) -> Head | None:
         """The HEAD that was looked at, if it is sound."""
         with contextlib.suppress(ProtocolError, ObjectMissing):
             if writer := head_writer(self._key):
-                return self._reader.head_of(writer)
+                head = self._reader.head_of(writer, self._head_floor)
+                self._passed.pop(self._key, None)
+                return head
         return None
 
     def _head(self) -> Head | None:
         """What HEAD says. Where none is there, the whole run is listed only at times: it may be a new one."""
-        if not self._key and self._rank is None and self._looks % _LIST_EVERY != 1:
+        if not self._found and self._head_floor is None and self._looks % _LIST_EVERY != 1:
             return None
-        head = self._known() or self._reader.head()
-        if head and self._rank and head.rank < self._rank:
-            raise ProtocolError(
-                f"HEAD of run {self._reader.keys.run!r} went back from version {self._rank[-1]} to"
-                f" {head.version}: it was not followed; if the run was started over, heal this replica"
-            )
-        return head
+        self._passed = {}
+        return self._reader.head(floor=self._head_floor, refused=self._passed)

@@ -68,6 +68,7 @@ class ReplicaEvent(Record):
     version: int | None
     digest: Digest | None
     error: str | None = None
+    signed_by: str | None = None  # whose signature of `version` was checked: a key's fingerprint
 
 
 class CommitEvent(Record):

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 from tests.chaos.actor import Died, Failed
 from tests.chaos.faulty import Fault
@@ -238,7 +239,7 @@ def _commit(scene: Scene, rng: Random) -> str:
 
 
 def _vllm_dies(scene: Scene, rng: Random) -> str:
-    member = scene.choose(rng, "local", "process")
+    member = scene.choose(rng, "local", "process", "vllm")
     member.starts += 1
     member.actor.call("kill_vllm")
     return f"vLLM of {member.name} dies"
@@ -253,7 +254,7 @@ def _anchor_on_disk(scene: Scene, rng: Random) -> str:
 
 
 def _rejoin(scene: Scene, rng: Random) -> str:
-    member = scene.choose(rng)
+    member = scene.choose(rng, "local", "process", "kept")
     member.end()
     member.lose_disk()
     member.start()
@@ -264,15 +265,38 @@ def _disk_while_down(scene: Scene, rng: Random) -> str:
     member = scene.choose(rng, "process", "kept")
     member.end(signal.SIGKILL)
     member.damage_disk(rng)
-    member.start()
     return f"the disk of {member.name} is damaged while it is down"
 
 
+def _hub(**how: Any) -> Strike:
+    def strike(scene: Scene, rng: Random) -> str:
+        hub, match, times = scene.place.hub, rng.choice(_REQUESTS), rng.randint(1, 3)
+        assert hub is not None
+        hub.fault(match, times=times, **how)
+        scene.publish()
+        return f"{match} {how}, {times} times"
+
+    return strike
+
+
+def _away(scene: Scene, rng: Random) -> str:
+    """As a volume that is not mounted; the trainer and all followers notice."""
+    bucket = scene.place.folder / "bucket"
+    bucket.rename(aside := bucket.with_name("away"))
+    time.sleep(rng.uniform(0.05, 0.3))
+    aside.rename(bucket)
+    return "the bucket's folder is away for a while"
+
+
+_REQUESTS = ("HEAD .*/resolve/", "POST .*/batch", "POST .*/paths-info", "GET .*/xet-", "/cas/", "GET .*/tree")
 FETCHES, LOOKS = ("get", "fetch"), ("stat", "list", "get")
 _DEATHS = ("kill before", "kill within", "kill after", "term before", "term after")
-FAULTS: dict[str, Strike] = {
+ANYWHERE: dict[str, Strike] = {
     **{f"trainer {what}": _trainer_operation(what) for what in _DEATHS},
-    **{f"trainer opens, {what}": _opening(what) for what in ("kill before", "kill after", "refuse", "stale", "hide")},
+    **{
+        f"trainer opens, {what}": _opening(what)
+        for what in ("kill before", "kill after", "refuse", "stale", "hide")
+    },
     "trainer 503": _trainer_operation("refuse", times=4),
     "trainer answer lost": _trainer_operation("lose answer", times=2),
     "trainer stall": _trainer_operation("stall"),
@@ -287,7 +311,10 @@ FAULTS: dict[str, Strike] = {
     **{f"object {kind.rstrip('/')}": _object(kind) for kind in KINDS},
     "HEAD replayed": _replayed,
     "run replaced": _replaced,
-    **{f"follower {what}": _follower_operation(what, FETCHES) for what in ("kill before", "kill after", "term after")},
+    **{
+        f"follower {what}": _follower_operation(what, FETCHES)
+        for what in ("kill before", "kill after", "term after")
+    },
     "follower 503": _follower_operation("refuse", FETCHES + LOOKS, times=6),
     "follower torn download": _follower_operation("tear", FETCHES, times=2),
     "follower flipped download": _follower_operation("flip", FETCHES, times=2),
@@ -304,4 +331,19 @@ FAULTS: dict[str, Strike] = {
     "kept anchor damaged": _anchor_on_disk,
     "follower joins": _rejoin,
     "disk damaged while down": _disk_while_down,
+}
+ON_DISK: dict[str, Strike] = {**ANYWHERE, "bucket away": _away}
+ON_HUB: dict[str, Strike] = {
+    **ANYWHERE,
+    "Hub 429": _hub(status=429, headers={"Retry-After": "1"}),
+    "Hub 500": _hub(status=500),
+    "Hub 503": _hub(status=503),
+    "Hub hangs up": _hub(drop=True),
+    "Hub stalls": _hub(delay=0.5),
+    "Hub truncates": _hub(truncate=10),
+    "Hub flips": _hub(flip=9),
+}
+_NOT_VLLM = ("follower ", "memory", "commit", "kept anchor", "disk damaged")
+WITH_VLLM: dict[str, Strike] = {
+    name: strike for name, strike in ON_DISK.items() if not name.startswith(_NOT_VLLM) and name != "vLLM dies"
 }

@@ -16,18 +16,18 @@ from delta_weight_sync.cli import main
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.kept import RECORD
 from delta_weight_sync.protocol import Manifest, ProtocolError, parse
-from tests.chaos.replica import POLL_S, RUN, Claim
+from tests.chaos.replica import RUN, Claim
 from tests.chaos.trainer import Mortal
 
 
 class Kept(Mortal):
     """The command, in a thread: faults are armed by the main one."""
 
-    def __init__(self, url: str, folder: Path) -> None:
+    def __init__(self, url: str, folder: Path, poll_s: float) -> None:
         super().__init__()
         self._log = Path(os.devnull).open("w")  # a log on the disk that is full would end it
         sys.stdout = sys.stderr = self._log
-        mock.patch("delta_weight_sync.watch.POLL_S", POLL_S).start()
+        mock.patch("delta_weight_sync.watch.POLL_S", poll_s).start()
         mock.patch("delta_weight_sync.watch._DOUBLINGS", 2).start()
         mock.patch("delta_weight_sync.history.open_bucket", self.open_bucket).start()
         mock.patch("delta_weight_sync.cli.follow._ended_by_signals", contextlib.nullcontext).start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -12,8 +13,10 @@ from typing import Any
 
 from tests.chaos import kept
 from tests.chaos.actor import Actor, Died, Failed, Local
+from tests.chaos.living import Living
 from tests.chaos.replica import RUN, Claim, Replica
 from tests.chaos.trainer import Published, Trainer
+from tests.hubsim import HubSim
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,10 @@ class Place:
 
     url: str
     folder: Path
-    environ: dict[str, str]
+    environ: Mapping[str, str]
+    hub: HubSim | None = None
+    poll_s: float = 0.01
+    base: Path | None = None  # the checkpoint that the trainer begins with, if vLLM has to read it
 
     @property
     def truth(self) -> Path:
@@ -38,8 +44,8 @@ class Trainers:
         store = place.folder / f"ranks-{seed}"
         self.ranks = [
             Actor(
-                *(Trainer, url, folder, place.truth, seed, (rank, ranks, str(store))),
-                environ=place.environ | {"TMPDIR": str(_made(place.folder / "tmp"))},
+                *(Trainer, url, folder, place.truth, seed, (rank, ranks, str(store)), place.base),
+                environ={**place.environ, "TMPDIR": str(_made(place.folder / "tmp"))},
             )
             for rank in range(ranks)
         ]
@@ -98,11 +104,15 @@ class Member:
         self.starts, self.tainted = 1, None
         place = self.place
         if self.kind == "local":
-            self.actor = Local(Replica(place.url, self.folder, place.truth))
+            self.actor = Local(Replica(place.url, self.folder, place.truth, place.poll_s))
         elif self.kind == "process":
-            self.actor = Actor(Replica, place.url, self.folder, place.truth, environ=place.environ)
+            self.actor = Actor(
+                *(Replica, place.url, self.folder, place.truth, place.poll_s), environ=place.environ
+            )
+        elif self.kind == "vllm":
+            self.actor = Living(place, self.folder)
         else:
-            self.actor = Actor(kept.Kept, place.url, self.folder, environ=place.environ)
+            self.actor = Actor(kept.Kept, place.url, self.folder, place.poll_s, environ=place.environ)
 
     def claim(self) -> Claim | None:
         """What it says; None where that cannot be known."""
@@ -136,13 +146,16 @@ class Member:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def damage_disk(self, rng: Random) -> None:
-        """A bit of a file that it kept changes while it does not run."""
+        """A bit of a file that it kept changes while it does not run, and it starts."""
+        claim = self.claim() if self.kind == "kept" else None
         files = [path for path in self.folder.rglob("*.safetensors") if path.is_file()]
         if files:
             path = rng.choice(sorted(files))
             data = bytearray(path.read_bytes())
             data[-1 - rng.randrange(100)] ^= 1
             path.write_bytes(data)
+        self.start()
+        self.tainted = claim.version if claim else None  # until it has looked
 
 
 def _made(folder: Path) -> Path:

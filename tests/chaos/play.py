@@ -1,94 +1,132 @@
-"""Scene after scene, until so many faults have struck; then what was survived, and how fast."""
+"""Scene after scene, until so many faults have struck."""
 
 from __future__ import annotations
 
 import logging
-import statistics
+import os
+import tempfile
 import time
-from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from unittest import mock
 
+from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, SigningKey
 from tests.chaos import leaks
-from tests.chaos.actor import prepare
-from tests.chaos.faults import FAULTS
+from tests.chaos.actor import PATIENCE_S, prepare
+from tests.chaos.faults import ANYWHERE, ON_DISK, ON_HUB, WITH_VLLM, Strike
 from tests.chaos.members import Place
 from tests.chaos.scene import NotStruck, NotSurvived, Scene
+from tests.chaos.stores import STORES
+from tests.chaos.tally import Tally
+from tests.policies import tiny
 
-PER_SCENE = 60
+ALL = {"near": "local", "far": "process", "kept": "kept"}
+REMOTE = {"far": "process", "kept": "kept"}  # nothing of a store's client stays in this process
 
 
-class Tally:
-    """Counts, and what is printed of it."""
+@dataclass(frozen=True)
+class Setting:
+    """What a scene is played with, and how many faults strike in it."""
 
-    def __init__(self, seed: int) -> None:
-        self.seed, self.struck, self.survived = seed, 0, 0
-        self.wrong: list[str] = []
-        self.leaked: list[str] = []
-        self._seconds: dict[str, list[float]] = defaultdict(list)
+    faults: int
+    store: str = "file"
+    ranks: int = 1
+    cast: Mapping[str, str] = field(default_factory=lambda: ALL)
+    kinds: Mapping[str, Strike] = field(default_factory=lambda: ON_DISK)
+    poll_s: float = 0.01
+    patience_s: float = PATIENCE_S
 
-    def fault(self, kind: str, what: str, seconds: float, notes: list[str]) -> None:
-        self.struck, self.survived = self.struck + 1, self.survived + 1
-        self._seconds[kind].append(seconds)
-        print(f"{self.struck:4d} {kind}: {what}; {seconds:.2f} s {'; '.join(notes)[:300]}".rstrip(), flush=True)
 
-    def lost(self, kind: str, error: Exception, notes: list[str]) -> None:
-        self.struck += 1
-        print(f"{self.struck:4d} {kind}: NOT SURVIVED: {error}\n     {'; '.join(notes)[:2000]}")
-        print(f"     again: python -m tests.chaos --seed {self.seed} --faults {self.struck}", flush=True)
+FOLDER = Setting(60)
+OTHERS = (  # only where there are many faults
+    Setting(30, ranks=2),
+    Setting(30, store="hub", cast=REMOTE, kinds=ON_HUB, poll_s=0.1),
+    Setting(30, store="s3", cast=REMOTE, kinds=ANYWHERE, poll_s=0.1),
+    Setting(15, cast={"vLLM": "vllm", **REMOTE}, kinds=WITH_VLLM, patience_s=300.0),
+)
+MANY = 300
 
-    def end(self) -> bool:
-        for kind, seconds in sorted(self._seconds.items()):
-            print(f"{kind:32s} {len(seconds):4d} times, median {statistics.median(seconds):6.2f} s")
-        for line in [*self.wrong, *self.leaked]:
-            print(line)
-        print(
-            f"faults {self.struck} survived {self.survived} wrong {len(self.wrong)} leaked {len(self.leaked)}"
-        )
-        return self.struck == self.survived and not self.wrong and not self.leaked
+
+def settings(faults: int) -> list[Setting]:
+    """So many faults, over scenes."""
+    chosen = list(OTHERS) if faults >= MANY else []
+    left = faults - sum(setting.faults for setting in chosen)
+    return [*chosen, *(Setting(min(FOLDER.faults, left - n)) for n in range(0, left, FOLDER.faults))]
 
 
 def play(faults: int, seed: int, minutes: float, folder: Path) -> bool:
-    """Whether all was survived."""
-    logging.getLogger("delta_weight_sync").setLevel(logging.CRITICAL)  # each fault is told of below
-    prepare()
-    before, tally = leaks.present(), Tally(seed)
-    deadline = time.monotonic() + 60 * minutes
-    for number in range(faults):
-        if tally.struck >= faults or time.monotonic() > deadline:
-            break
-        _scene(Random(f"{seed} {number}"), folder / f"{number}", min(PER_SCENE, faults - tally.struck), tally)
-        tally.leaked += leaks.left(before)
-    return tally.end()
+    """Whether all was survived. With odd seeds everything is signed."""
+    logging.getLogger("delta_weight_sync").setLevel(logging.CRITICAL)  # the tally tells of each fault
+    environ = {"HF_HOME": str(folder / "client"), "OMP_NUM_THREADS": "1", **(_keys(seed) if seed % 2 else {})}
+    with mock.patch.dict(os.environ, environ):
+        prepare()
+        before, tally = leaks.present(), Tally(seed, time.monotonic() + 60 * minutes)
+        for number, setting in enumerate(settings(faults)):
+            _play(setting, Random(f"{seed} {number}"), folder / f"{number}", tally)
+            tally.leaked += leaks.left(before)
+    return tally.end(faults)
 
 
-def _scene(rng: Random, folder: Path, faults: int, tally: Tally) -> None:
+def _keys(seed: int) -> dict[str, str]:
+    secret = f"ed25519_secret_{seed:064x}"
+    return {SIGNING_KEY: secret, PUBLIC_KEY: SigningKey(secret).public}
+
+
+def _play(setting: Setting, rng: Random, folder: Path, tally: Tally) -> None:
+    """One scene after the other in this setting, each until something is not survived."""
+    goal, number = tally.struck + setting.faults, 0
     folder.mkdir()
-    place = Place((folder / "bucket").as_uri(), folder, {})
-    scene = Scene(place, ranks=1, near=True)
+    with STORES[setting.store](folder) as store:
+        while tally.goes_on(goal):
+            number += 1
+            base = _base(folder) if "vllm" in setting.cast.values() else None
+            where = Path(tempfile.mkdtemp(dir=folder))
+            url = f"{store.url}/{where.name}"
+            environ = {name: value for name, value in os.environ.items() if name in (SIGNING_KEY, PUBLIC_KEY)}
+            place = Place(url, where, {**environ, **store.environ}, store.hub, setting.poll_s, base)
+            _scene(setting, place, rng, goal, tally)
+
+
+def _base(folder: Path) -> Path:
+    base = folder / "base"
+    if not base.exists():
+        base.mkdir()
+        tiny.build(base, tie=True, seed=0)
+    return base
+
+
+def _scene(setting: Setting, place: Place, rng: Random, goal: int, tally: Tally) -> None:
+    started = time.monotonic()
+    scene = Scene(place, ranks=setting.ranks, cast=setting.cast, patience_s=setting.patience_s)
+    if place.base:
+        tally.vllm_started(time.monotonic() - started)
     try:
-        goal = tally.struck + faults
-        while tally.struck < goal:
-            if not _strike(scene, rng, tally):
-                return
+        while tally.goes_on(goal) and _strike(setting, scene, rng, tally):
+            pass
     finally:
         scene.close()
         tally.wrong += scene.wrong
         tally.leaked += [part for member in scene.members for part in leaks.unfinished(member.folder)]
 
 
-def _strike(scene: Scene, rng: Random, tally: Tally) -> bool:
-    kind = rng.choice(sorted(FAULTS))
+def _strike(setting: Setting, scene: Scene, rng: Random, tally: Tally) -> bool:
+    """False if the scene cannot go on."""
+    kind = rng.choice(sorted(setting.kinds))
     scene.notes.clear()
-    started = time.monotonic()
     try:
-        what = FAULTS[kind](scene, Random(rng.random()))
+        what = setting.kinds[kind](scene, Random(rng.random()))
         started = time.monotonic()
         scene.recover()
     except NotStruck:
+        scene.recover()
         return True
     except (NotSurvived, AssertionError) as error:
         tally.lost(kind, error, scene.notes)
         return False
-    tally.fault(kind, what, time.monotonic() - started, scene.notes)
+    finally:
+        if scene.place.hub:
+            scene.place.hub.clear()
+    tally.fault(kind, what, time.monotonic() - started, scene.notes, vllm=bool(scene.place.base))
     return True

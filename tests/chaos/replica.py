@@ -20,7 +20,6 @@ from delta_weight_sync.vllm.progress import CountingReader
 from tests.chaos.trainer import Mortal
 from tests.chaos.truth import Truth
 
-POLL_S = 0.01
 RUN = "chaos"
 
 
@@ -105,14 +104,14 @@ class Memory:
 class Replica(Mortal):
     """A follower in this process, and what can happen to it."""
 
-    def __init__(self, url: str, folder: Path, truth: Path) -> None:
+    def __init__(self, url: str, folder: Path, truth: Path, poll_s: float) -> None:
         super().__init__()
         self.folder = folder
         self._truth, self._lock = Truth(truth), threading.Lock()
         mock.patch("delta_weight_sync.vllm.follower._BACKOFF_S", 0.05).start()
         self.engine = Memory(self._truth)
         reader = CountingReader(self.open_bucket(url), RUN)
-        self._follower = Follower(reader, self.engine, name=folder.name, folder=folder, poll_s=POLL_S)
+        self._follower = Follower(reader, self.engine, name=folder.name, folder=folder, poll_s=poll_s)
         self._follower.start()
 
     def claim(self) -> Claim:

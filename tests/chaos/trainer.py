@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from delta_weight_sync import Publisher
-from delta_weight_sync.checkpoint import to_bits
+from delta_weight_sync.checkpoint import read_bits, to_bits
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.store import open_bucket
 from tests.chaos.faulty import Fault, Faulty, die
@@ -98,15 +98,21 @@ class Mortal:
 class Trainer(Mortal):
     """Its weights are kept in a file of its own, as a trainer's checkpoint is."""
 
-    def __init__(self, url: str, folder: Path, truth: Path, seed: int, ranks: tuple[int, int, str]) -> None:
+    def __init__(
+        self, url: str, folder: Path, truth: Path, seed: int, ranks: tuple[int, int, str], base: Path | None
+    ) -> None:
+        """`ranks`: this one, how many there are, and the file by which they meet."""
         super().__init__()
         self._url, self._folder, self._truth = url, folder, Truth(truth)
         self._rank, self._size, self._store = ranks
         self._generator = torch.Generator().manual_seed(seed)
         self._sync = 0
         self._publisher: Publisher | None = None
-        (folder / "base").mkdir(parents=True, exist_ok=True)
-        (folder / "base" / "config.json").write_text("{}")
+        self._living = base is not None
+        self._base = base or folder / "base"
+        if base is None:
+            self._base.mkdir(parents=True, exist_ok=True)
+            (self._base / "config.json").write_text("{}")
         mock.patch("delta_weight_sync.publish.outbox._RETRY_S", RETRY_S).start()
         mock.patch("delta_weight_sync.publish.publisher.open_bucket", self.open_bucket).start()
         self._weights = self._load()
@@ -117,7 +123,7 @@ class Trainer(Mortal):
 
     def open(self) -> int | None:
         """Take the run over; returns its newest version."""
-        self._publisher = Publisher(self._url, self._folder / "base")
+        self._publisher = Publisher(self._url, self._base)
         run = self._publisher.run
         return run.newest.version if run and run.newest else None
 
@@ -169,10 +175,10 @@ class Trainer(Mortal):
         return [(name, distribute_tensor(t, mesh, [Shard(0)])) for name, t in self._weights.items()]
 
     def _move(self, large: bool) -> None:
-        share = 1.0 if large else 0.02
+        share, size = (1.0 if large else 0.02), (1e-3 if self._living else 0.1)
         for weight in self._weights.values():
             chosen = torch.rand(weight.shape, generator=self._generator) < share
-            weight += chosen * 0.1 * torch.randn(weight.shape, generator=self._generator)
+            weight += chosen * size * torch.randn(weight.shape, generator=self._generator)
         if self._rank == 0:
             new = self._folder / "weights.new.npz"
             np.savez(new, **{name: tensor.numpy() for name, tensor in self._weights.items()})
@@ -180,8 +186,12 @@ class Trainer(Mortal):
 
     def _load(self) -> dict[str, torch.Tensor]:
         path = self._folder / "weights.npz"
+        if not path.exists() and list(self._base.glob("*.safetensors")):
+            self._folder.mkdir(exist_ok=True)
+            bits = dict(read_bits(self._base))
+            return {name: torch.from_numpy(b).view(torch.bfloat16).float() for name, b in bits.items()}
         if not path.exists():
             generator = torch.Generator().manual_seed(0)
             return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
         with np.load(path) as file:
-            return {name: torch.from_numpy(file[name].copy()) for name in SHAPES}
+            return {name: torch.from_numpy(file[name].copy()) for name in file.files}

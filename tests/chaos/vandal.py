@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from random import Random
 
 from delta_weight_sync.errors import DeltaWeightSyncError
@@ -77,8 +76,3 @@ class Vandal:
 
     def close(self) -> None:
         pass
-
-
-def parts(folder: Path) -> list[Path]:
-    """Files that an upload or a download began and nobody finished."""
-    return [path for path in folder.rglob(".*.part")]

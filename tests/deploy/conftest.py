@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 from uuid import uuid4
@@ -168,7 +169,10 @@ def world(
     for space in list(api.list_spaces(author=OWNER)):
         api.delete_repo(space.id, repo_type="space")  # the simulator has few addresses for their apps
     files = [file.read_text() for file in tmp_path.glob(".deploy/*/env")]
-    secrets = [WRITE, READ, *(text.strip().removeprefix("SPACE_KEY=") for text in files)]
+    signing = [file.read_text().splitlines() for file in tmp_path.glob("**/*.env")]
+    keys = [text.strip().removeprefix("SPACE_KEY=") for text in files]
+    keys += [line.partition("_secret_")[2] for line in chain(*signing) if "_secret_" in line]
+    secrets = [WRITE, READ, *keys]
     assert not [secret for secret in secrets if secret in world.said], "a secret was printed"
     assert not [line for line in hub.requests() for secret in secrets if secret in line], "a secret in a URL"
 

@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from delta_weight_sync.signing import PUBLIC_KEY
 from tests.deploy.conftest import OWNER, READ, World
+from trainer.deploy.plan import NO_KEY_YET
+
+KIND = "ed25519_public_"
 
 
 def read_folder(folder: Path) -> dict[str, str]:
@@ -23,6 +27,8 @@ def test_up_makes_exactly_what_the_dry_run_said(world: World):
         made = world.hub.space(wanted["repo_id"])
         made["files"].pop(".gitattributes")  # the Hub's own
         assert made["files"] == read_folder(Path("dry", wanted["folder"]))
+        for key in {PUBLIC_KEY} & wanted["variables"].keys():  # a dry run makes none
+            assert (wanted["variables"].pop(key), made["variables"].pop(key)[:15]) == (NO_KEY_YET, KIND)
         assert made["variables"] == wanted["variables"]
         assert made["secrets"] == {name: values[name] for name in wanted["secrets"]}
         assert made["requested"] == wanted["hardware"]

@@ -12,7 +12,11 @@ FOLLOWED = {"data_parallel_size": 1, "enable_eplb": False, "world_size": 1}
 @pytest.mark.parametrize(
     ("option", "sentence"),
     [
-        ({"data_parallel_size": 2}, "data-parallel vLLM is not supported; start one replica per copy"),
+        (
+            {"data_parallel_size": 2},
+            "a mixture of experts whose engines compute together (--data-parallel-size) cannot take a commit"
+            " between two steps of all of them; start one replica per copy",
+        ),
         (
             {"enable_eplb": True},
             "--enable-eplb moves experts away from where deltas go; start vLLM without it",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from delta_weight_sync.signing import PUBLIC_KEY, new_pair
 from tests.live.asking import KEY
 from tests.live.replica import SMALL_CACHE, Replica
 from tests.live.run import Trainer
@@ -15,7 +16,9 @@ from tests.policies import tiny
 TOKEN = "hf_plantedToken"
 BLOCK = 32  # the smallest that vLLM's CPU kernels like; prefixes are shared in whole blocks
 CONTEXT = 2048
+PAIR = new_pair()
 SETTINGS = {
+    PUBLIC_KEY: PAIR[PUBLIC_KEY],
     "REPLICA_KEY": KEY,
     "REPLICA_VLLM_ARGS": f"{SMALL_CACHE} --block-size {BLOCK} --enable-prompt-tokens-details",
     "HF_TOKEN": TOKEN,
@@ -28,7 +31,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
     """It has published version 0 of the run "live"."""
     base = tmp_path_factory.mktemp("base")
     tiny.build(base, tie=True, seed=0)
-    trainer = Trainer(tmp_path_factory.mktemp("bucket").as_uri(), base)
+    trainer = Trainer(tmp_path_factory.mktemp("bucket").as_uri(), base, keys=PAIR)
     trainer.publish()
     yield trainer
     trainer.close()

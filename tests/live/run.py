@@ -1,8 +1,10 @@
 """A run "live" for tests: a trainer that takes random steps, and questions to its replica."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -20,13 +22,23 @@ PROMPTS = [[1, 5, 9, 100, 200, 33], [7] * 12, [50, 40, 30, 20, 10, 5, 4, 3], [25
 class Trainer:
     """Takes random steps with a real model and publishes them; what TRL does, without the learning."""
 
-    def __init__(self, url: str, base: Path, encoding: Encoding = "fast") -> None:
-        self.bucket = open_bucket(url, create=True)
+    def __init__(
+        self, url: str, base: Path, encoding: Encoding = "fast", keys: Mapping[str, str] | None = None
+    ) -> None:
+        """`keys`: the variables with which it signs."""
+        self.bucket, self._keys = open_bucket(url, create=True), keys or {}
         self.log = RunLogWriter(self.bucket, "live")
-        self.writer = RunWriter(self.bucket, "live", model="tiny", assets=base)
+        self.writer = self.take_over(base)
         self.publisher = Outbox(self.writer, self.log, encoding=encoding)
         self.model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         self.syncs = 0
+
+    def take_over(self, base: Path) -> RunWriter:
+        """Another writer of the run, with the same keys."""
+        with pytest.MonkeyPatch.context() as patch:
+            for name, word in self._keys.items():
+                patch.setenv(name, word)
+            return RunWriter(self.bucket, "live", model="tiny", assets=base)
 
     def publish(self) -> int:
         """The version that the weights became."""

@@ -1,4 +1,4 @@
-"""A tensor-parallel replica: each worker takes its part of every delta; together they hold the version."""
+"""A replica of several workers, and one of several engines: together they hold the version."""
 
 from pathlib import Path
 
@@ -14,15 +14,25 @@ pytestmark = pytest.mark.live
 TWO_WORKERS = f"{SMALL_CACHE} --tensor-parallel-size 2 --distributed-executor-backend mp"
 
 
-def test_two_workers_together_hold_each_version(tmp_path: Path):
-    """Encoding "small", whose reader needs whole tensors, of which each worker has a part.
+TWO_ENGINES = f"{SMALL_CACHE} --data-parallel-size 2"
 
-    Staging a version hashes what both workers hold in memory: each but the last is proven by its successor.
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(TWO_WORKERS, id="workers"),
+        pytest.param(TWO_ENGINES, id="engines", marks=pytest.mark.long),  # three processes import vLLM
+    ],
+)
+def test_together_they_hold_each_version(tmp_path: Path, arguments: str):
+    """Encoding "small", whose reader needs whole tensors, of which each worker of two has a part.
+
+    Staging a version hashes what both hold in memory: each but the last is proven by its successor.
     """
     tiny.build(tmp_path / "base", tie=True, seed=0)
     trainer = Trainer((tmp_path / "bucket").as_uri(), tmp_path / "base", encoding="small")
     trainer.publish()
-    environ = {"REPLICA_VLLM_ARGS": TWO_WORKERS}
+    environ = {"REPLICA_VLLM_ARGS": arguments}
     replica = Replica(trainer.bucket.url, "live", tmp_path / "replica", environ=environ)
     replica.start()
     try:

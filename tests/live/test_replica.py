@@ -9,7 +9,10 @@ import httpx
 import pytest
 
 from delta_weight_sync.history import RunReader
-from tests.live.conftest import BLOCK, CONTEXT
+from delta_weight_sync.keys import Writer
+from delta_weight_sync.protocol import Head, Manifest, reference
+from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, SigningKey, fingerprint, new_pair
+from tests.live.conftest import BLOCK, CONTEXT, PAIR
 from tests.live.replica import Replica, soon
 from tests.live.run import Trainer, greedy, update
 from tests.live.served import Served, served
@@ -60,6 +63,28 @@ def _goes_where_it_is_told(vllm: Served, trainer: Trainer, answers: dict[int, An
     assert vllm.wait_for(version)["digest"] == trainer.writer.newest.digest
     assert not vllm.report(after=newest)["commits"][0]["joined"], "by its delta"
     assert httpx.post(f"{vllm.url}/delta_weight_sync/pause").status_code == 401
+
+
+def test_a_version_that_the_trainer_has_not_signed_is_named_and_not_served(trainer, replica):
+    """Somebody who may write to the bucket claims the run, with a whole version of other weights."""
+    serving = trainer.publisher.version
+    signer = replica.wait_for(serving)["signed_by"]
+    assert signer == fingerprint(PAIR[PUBLIC_KEY])
+    before, keys = greedy(replica.url), trainer.writer.keys
+    thief, key = Writer(99, "e" * 32), SigningKey(new_pair()[SIGNING_KEY])
+    said = {"seal": "", "digest": "0" * 16, "writer_term": thief.term, "writer": thief.id}
+    manifest = key.sign(Manifest(**trainer.writer.newest.model_dump() | said))
+    place = keys.manifest(serving, thief)
+    trainer.bucket.put(place, manifest.to_bytes())
+    named = {"born": manifest.born, "version": serving, "manifest": reference(place, manifest)}
+    head = key.sign(Head(run="live", writer_term=thief.term, writer=thief.id, **named))
+    trainer.bucket.put(keys.head(thief), head.to_bytes())
+    status = replica.wait_for_error(f"{keys.head(thief)} was not signed by {signer}")
+    assert (status["version"], status["state"]) == (serving, "serving")
+    assert greedy(replica.url) == before
+    assert update(trainer, replica) == serving + 1
+    trainer.bucket.delete([keys.head(thief), place])
+    replica.wait_until(lambda status: status["error"] is None, "status without an error")
 
 
 def test_a_damaged_delta_is_named_and_not_applied(trainer, replica):

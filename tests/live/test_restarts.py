@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from delta_weight_sync.publish.outbox import Outbox
-from delta_weight_sync.publish.run_writer import RunWriter
 from tests.live.conftest import engine_of
 
 pytestmark = pytest.mark.live
@@ -17,7 +16,7 @@ def test_a_run_that_was_started_over_is_joined_afresh(trainer, replica):
     trainer.bucket.delete([info.key for info in trainer.bucket.list("runs/live/") if "/log/" not in info.key])
     with torch.no_grad():
         trainer.model.model.norm.weight.mul_(0.5)
-    restarted = RunWriter(trainer.bucket, "live", model="tiny", assets=trainer.writer.assets)
+    restarted = trainer.take_over(trainer.writer.assets)
     publisher = Outbox(restarted, trainer.log)
     publisher.publish(trainer.model.named_parameters(), 1)
     publisher.close()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
 
-from delta_weight_sync.plan.prices import GPUS, READ_ON, SOURCE
+from delta_weight_sync.plan.prices import GPUS
+from delta_weight_sync.signing import PUBLIC_KEY, PublicKeys, make_keys
 from trainer.deploy import account, keys
 from trainer.deploy.apply import apply, refuse_strangers
 from trainer.deploy.checks_scene import Scene
@@ -18,8 +21,9 @@ from trainer.deploy.errors import DeployError, explained, masked
 from trainer.deploy.health import Home, Waiting
 from trainer.deploy.hub import Found, connect, log_lines, spaces_of
 from trainer.deploy.keys import Secrets
-from trainer.deploy.plan import SLEEP_S, Deployment, make_plan, write_plan
+from trainer.deploy.plan import NO_KEY_YET, Deployment, make_plan, signed_by, write_plan
 from trainer.deploy.status import table
+from trainer.deploy.told import summary
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -76,6 +80,9 @@ def _up_options(up: argparse.ArgumentParser) -> None:
     up.add_argument(
         "--public", action="store_true", help="let everyone see the Spaces; the bucket stays private"
     )
+    up.add_argument(
+        "--unsigned", action="store_true", help="let replicas believe whoever can write to the bucket"
+    )
     up.add_argument("--dry-run", type=Path, metavar="DIR", help="only write what would be uploaded to DIR")
 
 
@@ -89,18 +96,40 @@ def _up(arguments: argparse.Namespace) -> None:
         public=arguments.public,
     )
     if arguments.dry_run:
-        write_plan(deployment, arguments.dry_run)
+        write_plan(_signed(deployment, arguments, lambda _: NO_KEY_YET), arguments.dry_run)
         _say(f"{arguments.dry_run} holds what `up` would upload, and plan.json; nothing else was touched")
         return
     api = connect()
     account.must_write(account.who(api), arguments.owner)
     token = account.checked_space_token(api, os.environ.get("SPACE_HF_TOKEN", ""))
     secrets = Secrets(_space_key(arguments.owner), token)
+    deployment = _signed(deployment, arguments, partial(_new_signing_key, api, deployment))
     if not apply(api, deployment, secrets, _say):
         _say("nothing to change: everything is as planned")
     made = spaces_of(api, deployment.owner, deployment.name, [plan.repo_id for plan in deployment.spaces])
     homes = _wait(api, made, secrets.all())
-    _say(_summary(deployment, {home.repo_id: home.url for home in homes}))
+    _say(summary(deployment, {home.repo_id: home.url for home in homes}))
+
+
+def _signed(deployment: Deployment, arguments: argparse.Namespace, make: Callable[[Path], str]) -> Deployment:
+    """With replicas that believe this deployment's keys; where there are none, those that `make` makes."""
+    if arguments.unsigned:
+        return deployment
+    place = deployment.owner, deployment.name
+    known = keys.signing_keys(*place)
+    return signed_by(deployment, known.believed if known else make(keys.signing_file(*place)))
+
+
+def _new_signing_key(api: HfApi, deployment: Deployment, file: Path) -> str:
+    for space in spaces_of(api, deployment.owner, deployment.name):
+        if believed := space.variables.get(PUBLIC_KEY):
+            raise DeployError(
+                f"{space.repo_id} believes {PublicKeys(believed)}, whose file {file} is not here; copy it to"
+                " this machine, or if it is lost run `up --unsigned`, and then `up`, which makes a new one"
+            )
+    public = make_keys(file)
+    _say(f"made a new signing key in {file}; only what it has signed will be served")
+    return public
 
 
 def _space_key(owner: str) -> str:
@@ -116,27 +145,6 @@ def _wait(api: HfApi, spaces: list[Found], secrets: tuple[str, ...]) -> list[Hom
     homes = [Home(s.repo_id, "env" if s.repo_id.endswith("-env") else "replica", s.url) for s in spaces]
     Waiting(api, secrets, _say).until_healthy(homes)
     return homes
-
-
-def _summary(deployment: Deployment, urls: dict[str, str]) -> str:
-    replicas = " ".join(urls[plan.repo_id] for plan in deployment.replicas)
-    usd = sum(plan.usd_per_hour for plan in deployment.spaces)
-    return f"""
-environment  {urls[deployment.env.repo_id]}
-replicas     {replicas}
-bucket       {deployment.bucket_url}
-
-costs        ${usd:.2f} per hour while all of it runs, $0.00 asleep or paused (prices of {READ_ON},
-             {SOURCE}); a replica falls asleep after {SLEEP_S // 60} minutes
-             without a request, and the next request wakes it
-
-the trainer, on a machine with a GPU:
-
-    set -a; . {keys.key_file(deployment.owner)}; set +a    # SPACE_KEY; set HF_TOKEN there as here
-    accelerate launch -m trainer.train --config trainer/configs/qwen3_0_6b.yaml \\
-        --bucket {deployment.bucket_url} --run {deployment.run} \\
-        --replicas {replicas} \\
-        --env_url {urls[deployment.env.repo_id]}"""
 
 
 def _status(arguments: argparse.Namespace) -> None:

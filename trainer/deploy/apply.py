@@ -12,7 +12,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from trainer.deploy.errors import DeployError, explained
 from trainer.deploy.hub import FAILED, PAUSED, Found, bucket_privacy, spaces_of
 from trainer.deploy.keys import Secrets
-from trainer.deploy.plan import Deployment, SpacePlan
+from trainer.deploy.plan import SWITCHED, Deployment, SpacePlan
 from trainer.deploy.stage import files
 
 Say = Callable[[str], None]
@@ -121,6 +121,10 @@ def _variables(api: HfApi, plan: SpacePlan, there: Found) -> Iterator[Change]:
         if there.variables.get(key) != value:
             do = partial(api.add_space_variable, plan.repo_id, key, value)
             yield Change(f"set {key}={value} of {plan.repo_id}", do)
+    for key in SWITCHED:
+        if key in there.variables and key not in plan.variables:
+            do = partial(api.delete_space_variable, plan.repo_id, key)
+            yield Change(f"take {key} from {plan.repo_id}", do)
 
 
 def _secrets(api: HfApi, plan: SpacePlan, there: Found, secrets: Secrets) -> Iterator[Change]:

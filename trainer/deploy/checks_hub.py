@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from email.utils import parsedate_to_datetime
 from uuid import uuid4
@@ -10,10 +11,11 @@ import httpx
 from huggingface_hub import get_session
 from huggingface_hub.errors import GatedRepoError
 
+from delta_weight_sync import signing
 from delta_weight_sync.protocol import FORMAT
 from delta_weight_sync.store import open_bucket
 from trainer import cold_spaces
-from trainer.deploy import account
+from trainer.deploy import account, keys
 from trainer.deploy.checks_scene import Problem, Scene
 from trainer.deploy.errors import explained
 from trainer.deploy.hub import ASLEEP, Found, bucket_privacy
@@ -107,6 +109,36 @@ def _format(space: Found) -> str:
         return f"nothing ({type(error).__name__})"
     except cold_spaces.SpacesUnavailableError as error:
         raise Problem(str(error)) from error
+
+
+def signatures(scene: Scene) -> str:
+    """Every replica believes the key with which a trainer that is started here signs."""
+    signs, file = _signs(scene), keys.signing_file(scene.whose, scene.name)
+    replicas = [space for space in scene.spaces if "-replica-" in space.repo_id]
+    if not any(signing.PUBLIC_KEY in space.variables for space in replicas):
+        return "replicas check none; `up` without --unsigned changes that" if replicas else "`up` makes keys"
+    if not signs:
+        raise Problem(
+            f"the key that signs versions is not here: copy {file} from the machine where `up` made it"
+        )
+    for space in replicas:
+        believed = space.variables.get(signing.PUBLIC_KEY, "")
+        if signs not in believed.split(","):
+            raise Problem(
+                f"{space.repo_id} believes {believed or 'whatever is in the bucket'}, and a trainer that is"
+                f" started here signs with {signs}; run `up`, and start the trainer with {file}"
+            )
+    return f"replicas believe {signing.fingerprint(signs)}, which signs here"
+
+
+def _signs(scene: Scene) -> str | None:
+    """The public half of the key of a trainer that is started here."""
+    try:
+        signs, _ = signing.keys_of(os.environ)
+    except signing.KeyTextError as error:
+        raise Problem(str(error)) from None
+    here = keys.signing_keys(scene.whose, scene.name)
+    return signs.public if signs else here.signs if here else None
 
 
 def bucket(scene: Scene) -> str:

@@ -21,6 +21,7 @@ CHECKS: dict[str, Check] = {
     "clock": checks_hub.clock,
     "Spaces awake": checks_hub.awake,
     "protocol": checks_hub.protocol,
+    "signatures": checks_hub.signatures,
     "versions": checks_box.versions,
     "disk": checks_box.disk,
     "GPU of the replicas": checks_box.replica_gpu,

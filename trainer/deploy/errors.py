@@ -74,7 +74,7 @@ def _one_line(error: HfHubHTTPError) -> str:
 
 
 def masked(text: str, secrets: Iterable[str] = ()) -> str:
-    """`text` without these secrets, and without anything that looks like a token of the Hub."""
+    """`text` without these secrets, and without what looks like a token of the Hub or a signing key."""
     for secret in secrets:
         text = text.replace(secret, "***") if secret else text
-    return re.sub(r"hf_[A-Za-z0-9_]{8,}", "hf_***", text)
+    return re.sub(r"(hf|ed25519_secret)_[A-Za-z0-9_]{8,}", r"\1_***", text)

@@ -14,7 +14,9 @@ import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from delta_weight_sync import signing
 from trainer.deploy.errors import DeployError
 
 NOTES = Path(".deploy")  # in the folder where the command runs
@@ -67,3 +69,37 @@ def make_key(owner: str) -> str:
     with os.fdopen(descriptor, "w") as out:
         out.write(f"SPACE_KEY={key}\n")
     return key
+
+
+def signing_file(owner: str, name: str) -> Path:
+    """Where the keys that sign this deployment's versions are kept, for its trainer to read as shell.
+
+    Each deployment has its own, or runs of one bucket could be served in place of another's.
+    """
+    return NOTES / owner / f"{name}.env"
+
+
+class SigningKeys(NamedTuple):
+    """The public halves of a deployment's keys."""
+
+    signs: str  # of the one that its trainer signs with
+    believed: str  # by its replicas: that one, and others while the owner changes keys; parted by commas
+
+
+def signing_keys(owner: str, name: str) -> SigningKeys | None:
+    """What this deployment's file says, or None if there is none here."""
+    file = signing_file(owner, name)
+    if not file.exists():
+        return None
+    file.chmod(0o600)
+    pairs = [line.strip().partition("=") for line in file.read_text().splitlines()]
+    lines = {variable: value for variable, _, value in pairs}
+    try:
+        signs, _ = signing.keys_of(lines)
+    except signing.KeyTextError as error:
+        raise DeployError(f"{file}: {error}") from None
+    if signs is None or not lines.get(signing.PUBLIC_KEY):
+        raise DeployError(
+            f"{file} lacks {signing.SIGNING_KEY} or {signing.PUBLIC_KEY}; delete it to get new keys"
+        )
+    return SigningKeys(signs.public, lines[signing.PUBLIC_KEY])

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from delta_weight_sync.keys import Keys
 from delta_weight_sync.plan.prices import GPUS, HARDWARE
 from delta_weight_sync.protocol import ProtocolError
+from delta_weight_sync.signing import PUBLIC_KEY
 from trainer.deploy.errors import DeployError
 from trainer.deploy.stage import APPS, App, stage
 
 MARK = {"DEPLOYED_BY": "delta-weight-sync"}  # a variable: what does not carry it is never changed or deleted
+SWITCHED = (PUBLIC_KEY,)  # variables that are taken away from a Space whose plan has them no more
+NO_KEY_YET = "made by the first `up`"  # what a dry run has in the place of a key
 SLEEP_S = 1800  # a replica that nobody asked anything for so long costs nothing from then on
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
@@ -67,6 +70,14 @@ def make_plan(owner: str, name: str, *, run: str, hardware: str, replicas: int, 
     numbers = range(1, replicas + 1)
     spaces = tuple(_replica(bucket, run, hardware, number, public) for number in numbers)
     return Deployment(owner, name, run, bucket, env, spaces)
+
+
+def signed_by(deployment: Deployment, public_keys: str) -> Deployment:
+    """The same deployment, with replicas that believe these keys and nothing else."""
+    replicas = tuple(
+        replace(plan, variables={**plan.variables, PUBLIC_KEY: public_keys}) for plan in deployment.replicas
+    )
+    return replace(deployment, replicas=replicas)
 
 
 def _replica(bucket: str, run: str, hardware: str, number: int, public: bool) -> SpacePlan:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import tempfile
 import time
 from pathlib import Path
 
 from delta_weight_sync.checkpoint import Bits
 from delta_weight_sync.errors import DeltaWeightSyncError
+from delta_weight_sync.heads import Kind, Refused
 from delta_weight_sync.history import RunReader
 from delta_weight_sync.keys import Writer
 from delta_weight_sync.protocol import (
@@ -21,9 +23,11 @@ from delta_weight_sync.protocol import (
     RunInfo,
     reference,
 )
+from delta_weight_sync.signing import signs_here
 from delta_weight_sync.store import Bucket, ObjectInfo
 
 _INSPECT_EVERY = 16  # versions; each time the run is listed
+_log = logging.getLogger("delta_weight_sync")
 
 
 class FencedError(DeltaWeightSyncError, RuntimeError):
@@ -38,12 +42,16 @@ class RunWriter:
 
         A run that exists has them already: there `assets` may be None.
         """
+        self._signing_key = signs_here()
         self.reader = RunReader(bucket, run)
         self.bucket, self.keys, self.model, self.assets = bucket, self.reader.keys, model, assets
         self._asset_refs: list[FileRef] = []
         self._decided: Manifest | None = None  # the next version, as long as the store has not taken it
-        self._seen: dict[str, ObjectInfo | None] = {}  # the files of the newest version, when they were listed
+        self._seen: dict[
+            str, ObjectInfo | None
+        ] = {}  # the files of the newest version, when they were listed
         self._started = time.time()
+        self.newest: Manifest | None = None
         others = self.reader.writers()
         self.writer = Writer.after(others)
         self.newest = self._claim(others)
@@ -149,7 +157,7 @@ class RunWriter:
         newest_anchor = anchor or (previous.anchor if previous else None)
         assert newest_anchor is not None, "version 0 needs an anchor"
         deltas = (*previous.deltas, delta) if previous and delta else ()
-        self._decided = Manifest(
+        manifest = Manifest(
             run=self.keys.run,
             born=previous.born if previous else self._started,
             version=previous.version + 1 if previous else 0,
@@ -165,9 +173,14 @@ class RunWriter:
             total=total,
             full_bytes=2 * total,
         )
-        manifest = self.confirm()
-        assert manifest is not None, "it has just been decided"
-        return manifest
+        self._decided = self.signed(manifest)
+        confirmed = self.confirm()
+        assert confirmed is not None, "it has just been decided"
+        return confirmed
+
+    def signed(self, record: Kind) -> Kind:
+        """The record as readers want it: with a signature, where this trainer has a key for that."""
+        return self._signing_key.sign(record) if self._signing_key else record
 
     def confirm(self) -> Manifest | None:
         """Make the version real that was decided; None if none is.
@@ -188,8 +201,11 @@ class RunWriter:
         return manifest
 
     def _require_ownership(self) -> None:
-        owner = max(self.reader.writers(), default=self.writer)
-        if owner > self.writer:
+        refused: Refused = {}
+        owner = self.reader.successor(self.writer, self.newest.born if self.newest else None, refused)
+        for error in refused.values():
+            _log.warning("%s; this trainer goes on", error)
+        if owner:
             raise FencedError(
                 f"run {self.keys.run!r} in {self.bucket.url} was taken over by another trainer (term "
                 f"{owner.term}); stop one of the two, or give this one another run name"
@@ -204,7 +220,7 @@ class RunWriter:
             writer_term=self.writer.term,
             writer=self.writer.id,
         )
-        self.bucket.put(self.keys.head(self.writer), head.to_bytes())
+        self.bucket.put(self.keys.head(self.writer), self.signed(head).to_bytes())
 
     def _put_info(self, manifest: Manifest) -> None:
         info = RunInfo(

@@ -57,9 +57,9 @@ class Endpoint:
         if settings is None or embedded or engine_client.vllm_config.parallel_config._api_process_rank > 0:
             return
         self._scratch = tempfile.TemporaryDirectory(prefix="delta-weight-sync-")  # gone when vLLM ends
-        reader = open_run(settings.run)
+        reader = open_run(settings.run, public_key=settings.public_key)
         state.follower = Follower(
-            CountingReader(reader.bucket, reader.keys.run),
+            CountingReader(reader.bucket, reader.keys.run, reader.believed),
             Engine(engine_client, asyncio.get_running_loop()),
             name=settings.name,
             folder=Path(settings.folder or self._scratch.name),

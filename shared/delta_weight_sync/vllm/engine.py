@@ -1,4 +1,8 @@
-"""The engine of a running vLLM as its follower sees it: calls to all its workers, by `collective_rpc`."""
+"""The engine of a running vLLM as its follower sees it: calls to all its workers, by `collective_rpc`.
+
+A data-parallel vLLM has several engines. Each stages and commits by itself, and they follow as one: a version
+is served when all have it, and where one failed, all join it.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +59,7 @@ class Engine:
 
         Returns the digest of what is there.
         """
-        return str(self._call("learn", shapes=shapes)["digest"])
+        return str(self._ask("learn", shapes=shapes)[0]["digest"])
 
     def stage(self, deltas: Sequence[Path]) -> float:
         """Prepare what delta files do, in order, while it generates; returns the seconds it took."""
@@ -71,31 +75,35 @@ class Engine:
         Requests in flight go on with the new weights, no new one is given a prefix of older weights, and
         `label` is on each token from the next on. If it fails, none of this has happened.
         """
-        answer = self._call("commit", digest=digest, label=label)
-        return float(answer["pause_s"]), float(answer["commit_s"])
+        answers = self._ask("commit", digest=digest, label=label)
+        return max(float(answer.get("pause_s", 0.0)) for answer in answers), _longest("commit_s", answers)
 
     def relabel(self, label: str) -> None:
         """Put `label` on the tokens of weights that did not have to change."""
         self._wait(self._client.update_weight_version(label))
 
     def _stage(self, **what: Any) -> float:
-        self._call("stage", **what)
+        self._ask("stage", **what)
         pause, longest = _POLL_S
-        while not (answer := self._call("staged"))["done"]:
+        answers = self._ask("staged")
+        while not all(answer["done"] for answer in answers):
             time.sleep(pause)
             pause = min(1.5 * pause, longest)
-        return float(answer["stage_s"])
+            answers = self._ask("staged")
+        return _longest("stage_s", answers)
 
-    def _call(self, op: str, **arguments: Any) -> dict[str, Any]:
-        """The first worker's answer; raises `EngineError` with the first refusal of any."""
-        answers = self._wait(self._client.collective_rpc(METHOD, kwargs={"op": op, **arguments}))
+    def _ask(self, op: str, **arguments: Any) -> list[dict[str, Any]]:
+        """The answers of all workers of all engines; raises `EngineError` with the first refusal of any.
+
+        `EngineClient.collective_rpc` would do, if it gave the answers of all engines and not of the first.
+        """
+        core, kwargs = self._client.engine_core, {"op": op, **arguments}
+        engines = self._wait(core.call_utility_all_async("collective_rpc", METHOD, None, (), kwargs))
+        answers = [answer for workers in engines for answer in workers]
         for answer in answers:
             if "error" in answer:
                 raise EngineError(answer["error"], answer["kind"])
-        if op == "staged" and not all(answer["done"] for answer in answers):
-            return {"done": False}
-        first: dict[str, Any] = answers[0]
-        return first
+        return answers
 
     def _wait(self, call: Any) -> Any:
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
@@ -108,3 +116,7 @@ class Engine:
             raise EngineError(f"vLLM did not answer within {_PATIENCE_S:.0f} s") from None
         except Exception as error:
             raise EngineError(f"vLLM does not answer: {type(error).__name__}: {error}") from error
+
+
+def _longest(name: str, answers: list[dict[str, Any]]) -> float:
+    return max(float(answer[name]) for answer in answers)

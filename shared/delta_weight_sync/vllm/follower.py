@@ -48,7 +48,7 @@ class Follower:
         self._learned: Shapes = {}
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
-        self._fetching = False
+        self._fetching, self._heals = False, False
         self._logged = ""
 
     def start(self) -> None:
@@ -86,6 +86,9 @@ class Follower:
         reason = self.explain(error)
         refused = isinstance(error, RefusedError) and self.serving is None
         self._journal.note("refused" if refused else None, reason)
+        self._log(reason)
+
+    def _log(self, reason: str) -> None:
         if reason != self._logged:
             log.warning("replica %s: %s", self._name, reason)
             self._logged = reason
@@ -93,23 +96,31 @@ class Follower:
     def _turn(self) -> None:
         if self.serving is not None and not self._engine.alive():
             self.serving = None
-            self._forget()
+            self._refusals.forget()
+            self._lookout.again()
             raise EngineError("vLLM died; the lines above say why")
         held = self._held()
         if self.orders.healing.is_set():
             self.orders.healing.clear()
-            self._forget()
-            if wanted := held or self._reader.newest():
-                self._follow(wanted, held, afresh=True)
+            self._refusals.forget()
+            self._lookout.forget()
+            self._heals = True
+        if self._heals:
+            self._heal(held)
         elif held is None:
             self._look()
         else:
             self._hold(held)
 
-    def _forget(self) -> None:
-        """Whatever was refused or served may be so no more."""
-        self._refusals.forget()
-        self._lookout.again()
+    def _heal(self, held: Manifest | None) -> None:
+        """Compare all weights with those of the version that is wanted, until that was done or is refused."""
+        try:
+            if wanted := held or self._reader.newest():
+                self._follow(wanted, held, afresh=True)
+            self._heals = False
+        except RefusedError:
+            self._heals = False
+            raise
 
     def _held(self) -> Manifest | None:
         """The version that the owner wants, whatever the newest is."""
@@ -131,8 +142,15 @@ class Follower:
         if newest:
             self._follow(newest)
             self._lookout.taken()
-        elif self._journal.error:
-            self._journal.note("serving")
+        self._name_refused()
+
+    def _name_refused(self) -> None:
+        """Say what was passed over while a sound version is served; nothing where all is well."""
+        reason = "; ".join(map(str, self._lookout.refused.values())) or None
+        if reason:
+            self._log(reason)
+        if reason != self._journal.error:
+            self._journal.note("serving", reason)
 
     def _follow(self, manifest: Manifest, held: Manifest | None = None, *, afresh: bool = False) -> None:
         """Serve a version, comparing all weights if `afresh`; `held` is it if the owner wants no other."""
@@ -167,8 +185,7 @@ class Follower:
             stage_s = self._engine.stage_checkpoint(folder)
             seconds = self._engine.commit(manifest.digest, str(Label.of(manifest)))
         except EngineError as error:
-            if not self._refusals.judge(error):
-                self._layout.forget()
+            self._refusals.judge(error)
             raise
         self._refusals.forget()
         self._layout.done()
@@ -238,6 +255,7 @@ class Follower:
         self._serve(manifest, fetch_s, stage_s, *seconds)
 
     def _serve(self, manifest: Manifest, *seconds: float, joined: bool = False) -> None:
+        self._journal.signed_by = self._reader.signer(manifest)
         self.serving = self._served_last = manifest
         self._journal.commit(manifest, *seconds, joined=joined)
         self._journal.note("serving")

@@ -18,6 +18,7 @@ class Journal:
         self._replica = replica
         self._state = "starting"
         self.error: str | None = None
+        self.signed_by: str | None = None  # whose signature of the served version was checked
         self._commits: deque[CommitEvent] = deque(maxlen=_KEPT_COMMITS)
 
     def note(self, state: str | None = None, error: str | None = None) -> None:
@@ -59,6 +60,7 @@ class Journal:
             version=serving.version if serving else None,
             digest=serving.digest if serving else None,
             error=self.error,
+            signed_by=self.signed_by if serving else None,
         )
         commits = tuple(commit for commit in list(self._commits) if commit.version > after)
         return ReplicaReport(status=status, commits=commits)

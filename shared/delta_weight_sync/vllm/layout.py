@@ -9,10 +9,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from delta_weight_sync.checkpoint import WEIGHTS, map_bits
-from delta_weight_sync.codec import CodecError
 from delta_weight_sync.history import apply_delta
 from delta_weight_sync.protocol import AnchorRef, Manifest
 from delta_weight_sync.vllm.progress import CountingReader
@@ -25,44 +22,34 @@ class Layout:
 
     def __init__(self, reader: CountingReader, folder: Path) -> None:
         self._reader, self._anchors, self._version = reader, folder / "anchors", folder / "checkpoint"
-        self._checked = ""  # sha256 of the anchor that was read since anything went wrong
 
     def put(self, manifest: Manifest) -> tuple[Path, Shapes]:
         """The folder that holds `manifest`'s version, and the shapes of its tensors."""
         anchor = self._anchor(manifest)
         shutil.rmtree(self._version, ignore_errors=True)
-        try:
-            shutil.copytree(anchor, self._version)
-            state = map_bits(self._version / WEIGHTS, "r+")
-            for ref in manifest.deltas_after(manifest.anchor.version) or ():
-                delta = self._reader.fetch(ref, self._version)
-                apply_delta(state, delta)
-                delta.unlink()
-        except (CodecError, SafetensorError, OSError, shutil.Error):
-            self.forget()
-            raise
+        shutil.copytree(anchor, self._version)
+        state = map_bits(self._version / WEIGHTS, "r+")
+        for ref in manifest.deltas_after(manifest.anchor.version) or ():
+            delta = self._reader.fetch(ref, self._version)
+            apply_delta(state, delta)
+            delta.unlink()
         return self._version, {name: list(bits.shape) for name, bits in state.items()}
 
     def _anchor(self, manifest: Manifest) -> Path:
-        """Its folder is named by its content, and is there when it is whole; disks are not to be trusted."""
+        """Its folder is named by its content, and is there when it is whole; it may have been damaged since."""
         weights = next(ref for ref in manifest.anchor.files if ref.name == WEIGHTS)
         kept, coming = self._anchors / weights.sha256, self._anchors / "coming"
-        if self._checked != weights.sha256 and not _holds(kept, manifest.anchor):
+        if not _holds(kept, manifest.anchor):
             shutil.rmtree(self._anchors, ignore_errors=True)
             coming.mkdir(parents=True)
             for ref in manifest.anchor.files:
                 self._reader.fetch(ref, coming)
             coming.rename(kept)
-        self._checked = weights.sha256
         return kept
 
     def done(self) -> None:
         """The version is live: its weights are not needed any more."""
         (self._version / WEIGHTS).unlink()
-
-    def forget(self) -> None:
-        """What is here did not lead to the published version: it is read again, and fetched if damaged."""
-        self._checked = ""
 
 
 def _holds(folder: Path, anchor: AnchorRef) -> bool:

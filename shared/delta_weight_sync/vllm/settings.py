@@ -12,8 +12,10 @@ from pydantic_core import ErrorDetails
 
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.protocol import POLL_S
+from delta_weight_sync.signing import PublicKeys
 
 PREFIX = "DELTA_WEIGHT_SYNC_"
+NOT_HERE = "the trainer's alone: unset it here, a replica needs the public half only"
 Kind = TypeVar("Kind", bound=BaseModel)
 
 
@@ -33,6 +35,8 @@ class Settings(BaseModel):
     run: str  # hf://buckets/<owner>/<name>#<run>; without #<run> the only run of the bucket
     name: str = Field(default_factory=socket.gethostname)  # how the dashboard calls this replica
     key: str = Field("", repr=False)  # opens the routes that control the follower; without it there are none
+    public_key: str = ""  # versions that it has not signed are refused; see `signing`
+    signing_key: str = Field("", repr=False)  # never: named here to say so
     poll_s: float = Field(POLL_S, gt=0)  # how often HEAD is looked at
     folder: str = ""  # scratch space for a checkpoint or two; empty: a temporary one
 
@@ -40,6 +44,19 @@ class Settings(BaseModel):
     @classmethod
     def _sendable(cls, key: str) -> str:
         return sendable(key)
+
+    @field_validator("public_key")
+    @classmethod
+    def _parsed(cls, text: str) -> str:
+        PublicKeys(text)
+        return text
+
+    @field_validator("signing_key")
+    @classmethod
+    def _absent(cls, text: str) -> str:
+        if text:
+            raise ValueError(NOT_HERE)
+        return text
 
 
 def sendable(key: str) -> str:

@@ -46,7 +46,10 @@ class DeltaWorker:
         """`worker`: vLLM's, with a loaded model. To be made by all workers at once."""
         parallel = worker.vllm_config.parallel_config
         if parallel.data_parallel_size != 1:
-            raise RouteError("data-parallel vLLM is not supported; start one replica per copy")
+            raise RouteError(
+                "a mixture of experts whose engines compute together (--data-parallel-size) cannot take a"
+                " commit between two steps of all of them; start one replica per copy"
+            )
         if parallel.enable_eplb:
             raise RouteError("--enable-eplb moves experts away from where deltas go; start vLLM without it")
         self._model, self._checkpoint = worker.get_model(), worker.vllm_config.model_config.model

@@ -1,0 +1,105 @@
+"""Keys and signatures: what is signed is believed by whoever holds the public half, and nothing else is."""
+
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from delta_weight_sync.protocol import Head, Sealed
+from delta_weight_sync.signing import (
+    PUBLIC_KEY,
+    SIGNING_KEY,
+    KeyTextError,
+    PublicKeys,
+    SignatureError,
+    SigningKey,
+    fingerprint,
+    keys_of,
+    new_pair,
+    signs_here,
+)
+from tests.cli.command import command
+
+PAIR, OTHER = new_pair(), new_pair()
+SIGNING, PUBLIC = SigningKey(PAIR[SIGNING_KEY]), PAIR[PUBLIC_KEY]
+HEAD = Head(run="a", born=1.5, version=None, manifest=None, writer_term=1, writer="0" * 32)
+
+
+class Other(Sealed):
+    """A record of another kind with nothing in it."""
+
+
+def test_what_is_signed_is_believed_and_names_its_key():
+    signed = SIGNING.sign(HEAD)
+    read = Head.model_validate_json(signed.to_bytes())
+    assert PublicKeys(PUBLIC).signer(read, "k") == fingerprint(PUBLIC) == PUBLIC.partition("_public_")[2][:16]
+    assert SIGNING.sign(HEAD) == signed, "the same each time: a manifest is never written in two ways"
+    assert PublicKeys("").signer(HEAD, "k") is None, "without a key nothing is checked"
+
+
+def test_a_key_of_several_is_enough():
+    both = PublicKeys(f"{OTHER[PUBLIC_KEY]}, {PUBLIC}")
+    assert both.signer(SIGNING.sign(HEAD), "k") == fingerprint(PUBLIC)
+
+
+FORGERIES: dict[str, Callable[[Head], Sealed]] = {
+    "unsigned": lambda head: head.model_copy(update={"signature": ""}),
+    "of another key": SigningKey(OTHER[SIGNING_KEY]).sign,
+    "no hex": lambda head: head.model_copy(update={"signature": "signed by me"}),
+    "truncated": lambda head: head.model_copy(update={"signature": head.signature[:-2]}),
+    "of another run": lambda head: Head(**head.model_dump(exclude={"seal", "run"}), run="b"),
+    "of another version": lambda head: Head(**head.model_dump(exclude={"seal", "born"}), born=2.5),
+    "of another kind": lambda head: Other(run="a", signature=head.signature),
+}
+
+
+@pytest.mark.parametrize("forge", FORGERIES.values(), ids=FORGERIES)
+def test_a_forgery_is_refused_by_name(forge):
+    with pytest.raises(SignatureError, match=r"runs/a/heads/x\.json .*it was not applied") as refusal:
+        PublicKeys(PUBLIC).signer(forge(SIGNING.sign(HEAD)), "runs/a/heads/x.json")
+    assert fingerprint(PUBLIC) in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "mine!", PUBLIC, PAIR[SIGNING_KEY][:-1], PAIR[SIGNING_KEY] + "0", "ü" * 64]
+)
+def test_what_is_no_secret_key_is_said_and_not_told(text: str):
+    with pytest.raises(KeyTextError, match=SIGNING_KEY) as refusal:
+        SigningKey(text)
+    assert text == "" or text not in str(refusal.value)
+
+
+def test_a_secret_where_a_public_key_belongs_is_not_told():
+    with pytest.raises(KeyTextError, match=PUBLIC_KEY) as refusal:
+        PublicKeys(PAIR[SIGNING_KEY])
+    assert PAIR[SIGNING_KEY].removeprefix("ed25519_secret_") not in str(refusal.value)
+
+
+def test_no_secret_is_in_what_a_key_looks_like():
+    digits = PAIR[SIGNING_KEY].removeprefix("ed25519_secret_")
+    assert digits not in f"{SIGNING!r} {SIGNING} {vars(SIGNING)}"
+
+
+def test_the_environment_of_a_trainer_names_both_halves_or_none(monkeypatch):
+    assert keys_of({})[0] is None
+    assert PUBLIC in keys_of({SIGNING_KEY: PAIR[SIGNING_KEY]})[1]
+    with pytest.raises(KeyTextError, match=f"add {PUBLIC} to {PUBLIC_KEY}"):
+        keys_of(PAIR | {PUBLIC_KEY: OTHER[PUBLIC_KEY]})
+    monkeypatch.setenv(PUBLIC_KEY, PUBLIC)
+    with pytest.raises(KeyTextError, match=f"set {SIGNING_KEY}, or unset {PUBLIC_KEY}"):
+        signs_here()
+    monkeypatch.setenv(SIGNING_KEY, PAIR[SIGNING_KEY])
+    assert signs_here() is not None
+
+
+def test_keygen_writes_a_pair_once_and_says_the_public_half(tmp_path: Path):
+    file = tmp_path / "keys" / "run.env"
+    said = command("keygen", str(file))
+    lines = dict(line.split("=") for line in file.read_text().splitlines())
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert said.output.strip() == f"{PUBLIC_KEY}={lines[PUBLIC_KEY]}"
+    assert SigningKey(lines[SIGNING_KEY]).public == lines[PUBLIC_KEY]
+    again = command("keygen", str(file))
+    assert (again.code, len(again.complaint.splitlines())) == (1, 1)
+    assert "name another file" in again.complaint
