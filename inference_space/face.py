@@ -91,6 +91,11 @@ def _add_status(app: FastAPI, follower: Follower) -> None:
         """Version, digest and state, and the commits of versions newer than `after`."""
         return follower.report(after)
 
+    @app.post("/delta_weight_sync/poke")
+    async def poke() -> None:
+        """Look at the bucket now."""
+        follower.poke()
+
 
 class Inference:
     """ASGI middleware: gives vLLM's own routes to vLLM, before the app, whose layers cost as much."""

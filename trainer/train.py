@@ -36,6 +36,7 @@ from delta_weight_sync.runlog import DoneEvent
 from trainer import rollouts, shorter, wordle
 from trainer.cold_spaces import ColdSpaces, SpacesUnavailableError
 from trainer.observer import ReplicaWatch, StepRecorder
+from trainer.pokes import Pokes
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ def train(script: ScriptArguments, args: AsyncGRPOConfig) -> None:
         watch = ReplicaWatch(script.replicas, publisher.log) if publisher.log else None
         if watch:
             stack.enter_context(contextlib.closing(watch))
+        if publisher.run:
+            publisher.run.on_version = stack.enter_context(contextlib.closing(Pokes(script.replicas))).send
 
         def hand_over(weights: Weights) -> None:
             publisher.publish(weights)

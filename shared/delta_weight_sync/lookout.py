@@ -1,4 +1,4 @@
-"""Looking out for a newer version of a run, by one small request a look."""
+"""Looking out for a newer version of a run: by one small request a look, at once where somebody tells."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ import contextlib
 from delta_weight_sync.heads import NoVersionError, Refused, older
 from delta_weight_sync.history import RunReader
 from delta_weight_sync.keys import Writer, head_writer
-from delta_weight_sync.protocol import Head, Manifest, ProtocolError, Rank
+from delta_weight_sync.protocol import POLL_S, Head, Manifest, ProtocolError, Rank
 from delta_weight_sync.store import ObjectMissing
 
-_LIST_EVERY = (
-    30  # looks; in between only the HEAD that is known is asked for, which the Hub counts as cheaper
-)
+_LIST_EVERY = 30  # looks; in between only the known HEAD is asked for, of which the Hub allows more
 
 
 class Lookout:
-    """Used by one thread. It never goes back: what is older than what was seen is refused."""
+    """One thread looks, any may `poke`. It never goes back: what is older than what was seen is refused."""
 
-    def __init__(self, reader: RunReader) -> None:
-        self._reader = reader
+    def __init__(self, reader: RunReader, poll_s: float = POLL_S) -> None:
+        """`poll_s`: usual seconds between two looks, where nobody tells of new versions. To be closed."""
+        self._reader, self._poll_s = reader, poll_s
+        self._notice = reader.bucket.notice(reader.keys.heads)
+        self.wait, self.poke, self.close = self._notice.wait, self._notice.poke, self._notice.close
         self.refused: Refused = {}  # what the newest version was found in spite of
         self._passed: Refused = {}  # of that, HEADs
         self.forget()
 
     def again(self) -> None:
-        """Whatever is there is taken for new; but what is older than what was seen is still refused."""
+        """Look now: whatever is there is taken for new, but what is older than what was seen is refused."""
+        self._notice.again()
         self._key, self._looks = "", 0
         self._found: dict[str, str] = {}  # key -> etag, of HEADs
         self._taken: dict[str, str] = {}
@@ -35,6 +37,16 @@ class Lookout:
         self.again()
         self._head_floor: Rank | None = None
         self._floor: Rank | None = None
+
+    def due(self) -> bool:
+        """Whether it is time for a look; then it is to be made. What was not `taken` is looked for again."""
+        if self._found != self._taken:
+            self._notice.doubt()
+        return self._notice.due(self._poll_s)
+
+    def how(self) -> str:
+        """In words, how it learns of new versions."""
+        return self._notice.how(self._poll_s)
 
     def taken(self) -> None:
         """What was found last needs not be found again."""
@@ -67,8 +79,10 @@ class Lookout:
     def _etags(self) -> bool:
         """Look at the HEADs; True if that was only the one that is known."""
         bucket, self._looks = self._reader.bucket, self._looks + 1
-        if self._key and self._looks % _LIST_EVERY and (info := bucket.stat(self._key)):
-            self._found = self._taken | {self._key: info.etag}
+        known = bucket.stat(self._key) if self._key and self._looks % _LIST_EVERY else None
+        # Where there should be news and none is here, it may be another writer's.
+        if known and not (self._notice.expected and known.etag == self._taken.get(self._key)):
+            self._found = self._taken | {self._key: known.etag}
             return True
         self._found = {info.key: info.etag for info in bucket.list(self._reader.keys.heads)}
         return False

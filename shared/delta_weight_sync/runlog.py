@@ -93,6 +93,7 @@ class ReplicaReport(Record):
     format: str = FORMAT
     status: ReplicaEvent
     commits: tuple[CommitEvent, ...]
+    notice: str = ""  # how it learns of new versions, in words
 
 
 class DoneEvent(Record):

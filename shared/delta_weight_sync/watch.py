@@ -1,8 +1,10 @@
-"""Looking at a run's HEAD again and again, at a pace that a failing store can bear."""
+"""Looking out for new versions for ever, at a pace that a failing store can bear."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from typing import NoReturn
 
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.history import RunReader
@@ -13,30 +15,34 @@ _DOUBLINGS = 5  # of the interval, failure by failure: at most half a minute lie
 
 
 def watch(
-    reader: RunReader,
-    take: Callable[[Manifest], object],
-    *,
-    wait: Callable[[float], object],
-    complain: Callable[[Exception], object],
-) -> None:
-    """Call `take(newest manifest)` at each move of HEAD, until `wait(seconds)` returns something true.
+    reader: RunReader, take: Callable[[Manifest], object], complain: Callable[[Exception], object]
+) -> NoReturn:
+    """Call `take(newest manifest)` at each new version; it ends with what `take` or a signal raises.
 
     `take` is called again where it failed, and may see a version twice. `complain` hears of each
     `DeltaWeightSyncError` and `OSError`, of a row of equal ones once; all other errors end the watch.
     """
-    lookout, told, failures = Lookout(reader), "", 0
-    while True:
-        try:
-            if manifest := lookout.look():
-                take(manifest)
-            lookout.taken()
-            told, failures = "", 0
-        except BrokenPipeError:  # nobody reads what `take` prints any more
-            raise
-        except (DeltaWeightSyncError, OSError) as error:
-            failures += 1
-            if str(error) != told:
-                complain(error)
-            told = str(error)
-        if wait(POLL_S * 2 ** min(failures, _DOUBLINGS)):
-            return
+    told, failures = "", 0
+    with contextlib.closing(Lookout(reader)) as lookout:
+        while True:
+            try:
+                if _look(lookout, take):
+                    told, failures = "", 0
+            except BrokenPipeError:  # nobody reads what `take` prints any more
+                raise
+            except (DeltaWeightSyncError, OSError) as error:
+                failures += 1
+                if str(error) != told:
+                    complain(error)
+                told = str(error)
+            lookout.wait(POLL_S * 2 ** min(failures, _DOUBLINGS))
+
+
+def _look(lookout: Lookout, take: Callable[[Manifest], object]) -> bool:
+    """Look, if it is time to; True if that went well."""
+    if not lookout.due():
+        return False
+    if manifest := lookout.look():
+        take(manifest)
+    lookout.taken()
+    return True

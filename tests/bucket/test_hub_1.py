@@ -30,6 +30,12 @@ bucket.put("from/old", b"y" * 100_000)
 bucket.fetch("from/old", folder / "fetched")
 assert (folder / "fetched").read_bytes() == b"y" * 100_000
 assert [(o.key, o.size) for o in bucket.list("from/")] == [("from/new", 5), ("from/old", 100_000)]
+notice, polls = bucket.notice("from/"), 0
+while notice.how(1.0) != "told by the store":
+    notice.due(1.0)
+    notice.wait(1.0)
+    assert (polls := polls + 1) < 60
+notice.close()
 bucket.delete(["from/new"])
 assert bucket.stat("from/new") is None
 try:

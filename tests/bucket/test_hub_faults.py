@@ -8,7 +8,14 @@ from uuid import uuid4
 
 import pytest
 
-from delta_weight_sync.store import AccessDenied, Bucket, BucketError, BucketUnreachable, open_bucket
+from delta_weight_sync.store import (
+    AccessDenied,
+    Bucket,
+    BucketError,
+    BucketUnreachable,
+    hub_client,
+    open_bucket,
+)
 from delta_weight_sync.store import hub as hub_bucket
 from tests.hubsim import HubSim
 
@@ -120,7 +127,7 @@ def test_a_hub_that_is_broken_is_told_within_a_minute(
 def test_a_hub_that_never_answers_does_not_hold_a_call_for_ever(
     bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub_bucket, "REQUEST_TIMEOUT", 0.1)
+    monkeypatch.setattr(hub_client, "REQUEST_TIMEOUT", 0.1)
     hub.fault("HEAD .*/resolve/", delay=3600)
     with pytest.raises(BucketUnreachable, match="ReadTimeout"):
         bucket.stat(KEY)

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
+from delta_weight_sync.store.notice import Notice
 from tests.cli.drifting import Drifting
 
 Turns = Callable[..., list[float]]
@@ -40,13 +40,14 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
     def set_up(*happens: Callable[[], object]) -> list[float]:
         pauses: list[float] = []
 
-        def sleep(seconds: float) -> None:
+        def wait(notice: Notice, seconds: float) -> None:
             if len(pauses) == len(happens):
                 raise KeyboardInterrupt
             pauses.append(seconds)
             happens[len(pauses) - 1]()
+            notice.again()
 
-        monkeypatch.setattr("delta_weight_sync.cli.follow.time", SimpleNamespace(sleep=sleep))
+        monkeypatch.setattr(Notice, "wait", wait)
         return pauses
 
     return set_up

@@ -84,7 +84,7 @@ class Space:
 
     def stop(self) -> None:
         self.process.terminate()
-        self.process.wait(60)
+        self.process.wait(PATIENCE_S)
 
     def wake(self) -> None:
         """As after a sleep: the same image, and nothing of what ran in it."""

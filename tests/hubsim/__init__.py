@@ -23,7 +23,8 @@ to `upstream` while the Space is RUNNING, wakes a sleeping one, answers 503 in e
 whoever may not see a private Space. It carries plain requests, no WebSockets; `set_space(..., host=URL)`
 makes the Hub name another address. `space(name)` shows everything, the values of secrets included.
 
-**Faults.** `fault` makes chosen requests fail, `skew` sets the Hub's clock wrong; `clear` ends both.
+**Faults.** `fault` makes chosen requests fail, `skew` sets the Hub's clock wrong, `feed` and `end_feeds`
+trouble the feeds of buckets' changes; `clear` ends all of it.
 
 huggingface_hub's own tests of buckets, commits and Spaces pass against it (`tests/bucket/test_hub_own.py`);
 beyond them, how close it is to the real Hub is not proven. It does not check hashes, limit rates or collect
@@ -79,13 +80,22 @@ class HubSim:
         """
         self._tell("POST", "/faults", json={"match": match, **how})
 
+    def feed(self, **how: Any) -> None:
+        """Serve the feeds of changes so from now on, see `bucket_events.Feed`; as usual without anything."""
+        self._tell("PUT", "/feed", json=how)
+
+    def end_feeds(self, bucket: str, *, politely: bool) -> None:
+        """End all connections to a bucket's feed, with the word `reconnect` or without any."""
+        self._tell("DELETE", f"/feed/{bucket}", params={"politely": politely})
+
     def skew(self, seconds: float) -> None:
         """Set the Hub's clock that much ahead of this machine's, or behind it if negative."""
         self._tell("PUT", f"/clock/{seconds}")
 
     def clear(self) -> None:
-        """End all faults, the clock's included."""
+        """End all faults, the clock's and the feeds' included."""
         self._tell("DELETE", "/faults")
+        self.feed()
 
     def requests(self) -> list[str]:
         """Every request so far, as "METHOD /path"."""

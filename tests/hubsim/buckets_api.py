@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from .bucket_events import feed
+from .bucket_events import feed, place
 from .buckets import BucketState
 from .creation import is_private
 from .errors import HubError
@@ -63,10 +63,11 @@ def _info_routes(routes: APIRouter, hub: Hub) -> None:
 
     @routes.get(API + "/events")
     async def events(
-        owner: str, name: str, cursor: int = 0, since: str = "", authorization: Auth = None
+        owner: str, name: str, cursor: str | None = None, since: str = "", authorization: Auth = None
     ) -> StreamingResponse:
         bucket = hub.bucket(f"{owner}/{name}", authorization)
-        return StreamingResponse(feed(bucket, cursor, since), media_type="text/event-stream")
+        told = place(bucket, cursor, hub.feed)
+        return StreamingResponse(feed(bucket, told, since, hub.feed), media_type="text/event-stream")
 
 
 def _tree_routes(routes: APIRouter, hub: Hub) -> None:

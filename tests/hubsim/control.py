@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 
 from .accounts import Account, Token
+from .bucket_events import Feed
 from .clock import CLOCK
 from .faults import Fault, Plan
 from .repos import RepoState, blob
@@ -42,7 +43,18 @@ def control_routes(hub: Hub, plan: Plan) -> APIRouter:
     _fault_routes(routes, plan)
     _account_routes(routes, hub)
     _space_routes(routes, hub)
+    _feed_routes(routes, hub)
     return routes
+
+
+def _feed_routes(routes: APIRouter, hub: Hub) -> None:
+    @routes.put("/feed")
+    async def set_feed(rules: Feed) -> None:
+        vars(hub.feed).update(rules)
+
+    @routes.delete("/feed/{owner}/{name}")
+    async def end_feeds(owner: str, name: str, politely: bool) -> None:
+        hub.buckets[f"{owner}/{name}"].end_feeds(politely=politely)
 
 
 def _fault_routes(routes: APIRouter, plan: Plan) -> None:

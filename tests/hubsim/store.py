@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from .accounts import READ, Accounts, Caller
+from .bucket_events import Feed
 from .buckets import BucketState
 from .cas import Cas
 from .errors import HubError, repo_missing
@@ -23,6 +24,7 @@ class Hub:
         self.accounts = Accounts()
         self.cas = Cas(root / "xorbs")
         self.buckets: dict[str, BucketState] = {}
+        self.feed = Feed()
         self.repos: dict[tuple[str, str], RepoState] = {}
         self.spaces: dict[str, SpaceState] = {}
         self.doors = doors

@@ -131,6 +131,14 @@ def test_inference_needs_the_key_and_says_which_of_both_is_wrong():
         assert ask("POST", path, json={"n": 1}, headers={"X-Space-Key": KEY}).json()["body"] == '{"n":1}'
 
 
+def test_a_poke_wants_the_key_and_carries_nothing():
+    poke, right = "/delta_weight_sync/poke", {"X-Space-Key": KEY}
+    assert ask("POST", poke).status_code == 401
+    assert ask("POST", poke, headers=right).status_code == 200
+    assert ask("POST", poke, headers=right, content=b"x").status_code == 413
+    assert ask("GET", poke, headers=right).status_code == 405
+
+
 def test_a_key_elsewhere_than_in_its_header_opens_nothing():
     for elsewhere in ({"Authorization": f"Bearer {KEY}"}, {"Cookie": f"X-Space-Key={KEY}"}):
         assert ask("POST", f"{COMPLETIONS}?key={KEY}", json={}, headers=elsewhere).status_code == 401

@@ -14,7 +14,8 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
-from delta_weight_sync.store import Bucket, ObjectInfo, open_bucket
+from delta_weight_sync.store import Bucket, Listing, open_bucket
+from delta_weight_sync.store.notice import Notice
 from delta_weight_sync.vllm.progress import CountingReader
 from inference_space import setup_page
 from inference_space.app import main
@@ -193,14 +194,17 @@ def wait_until(reached: Callable[[], bool]) -> None:
 
 
 class Looked:
-    """A bucket that counts how often it was looked whether there is something: once in each turn."""
+    """A bucket that tells nobody of changes, and counts how often somebody looked for them."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket, self.url, self.looks = bucket, bucket.url, 0
 
-    def stat(self, key: str) -> ObjectInfo | None:
+    def list(self, prefix: str) -> Listing:
         self.looks += 1
-        return self._bucket.stat(key)
+        return self._bucket.list(prefix)
+
+    def notice(self, prefix: str) -> Notice:
+        return Notice()
 
     def __getattr__(self, name: str):
         return getattr(self._bucket, name)

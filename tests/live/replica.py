@@ -85,7 +85,7 @@ class Replica:
     def stop(self) -> None:
         if self._process is not None:
             self._process.terminate()
-            self._process.wait(60)
+            self._process.wait(PATIENCE_S)
 
     def status(self, after: int = -1) -> dict[str, Any]:
         answer = httpx.get(f"{self.url}/status", params={"after": after}, timeout=30.0)

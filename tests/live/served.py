@@ -67,7 +67,7 @@ def served(model: Path, run: str, folder: Path, **options: Any) -> Iterator[Serv
         yield server
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(PATIENCE_S)
 
 
 def _until_it_answers(process: "subprocess.Popen[bytes]", url: str) -> None:

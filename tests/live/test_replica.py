@@ -62,7 +62,9 @@ def _goes_where_it_is_told(vllm: Served, trainer: Trainer, answers: dict[int, An
     version = trainer.publish()
     assert vllm.wait_for(version)["digest"] == trainer.writer.newest.digest
     assert not vllm.report(after=newest)["commits"][0]["joined"], "by its delta"
-    assert httpx.post(f"{vllm.url}/delta_weight_sync/pause").status_code == 401
+    assert vllm.order("poke").status_code == 200
+    for control in ("pause", "poke"):
+        assert httpx.post(f"{vllm.url}/delta_weight_sync/{control}").status_code == 401
 
 
 def test_a_version_that_the_trainer_has_not_signed_is_named_and_not_served(trainer, replica):

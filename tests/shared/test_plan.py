@@ -137,6 +137,8 @@ def test_requests_per_version_are_those_that_the_clients_make(hub, hub_env, tmp_
         assert made.all == pytest.approx(said.all, abs=5), "Xet's own depend on what it has in its caches"
     lookout.taken()
     assert counted(hub, lookout.look) == rates.Requests(1, 0, 1)
+    lookout._notice.expected = True
+    assert counted(hub, lookout.look) == rates.Requests(2, 1, 1), "for safety"
     publisher.close()
     log.close()
 

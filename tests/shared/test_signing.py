@@ -62,7 +62,9 @@ def test_a_forgery_is_refused_by_name(forge):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "mine!", PUBLIC, PAIR[SIGNING_KEY][:-1], PAIR[SIGNING_KEY] + "0", "ü" * 64]
+    "text",
+    ["", "mine!", PUBLIC, PAIR[SIGNING_KEY][:-1], PAIR[SIGNING_KEY] + "0", "ü" * 64],
+    ids=["empty", "word", "public", "short", "long", "letters"],  # keys are drawn anew in each process
 )
 def test_what_is_no_secret_key_is_said_and_not_told(text: str):
     with pytest.raises(KeyTextError, match=SIGNING_KEY) as refusal:

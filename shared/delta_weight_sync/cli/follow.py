@@ -8,7 +8,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,7 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
         if arguments.once:
             follower.take(reader.at())
         else:
-            watch(reader, follower.take_and_go_on, wait=time.sleep, complain=_complain)
+            watch(reader, follower.take_and_go_on, _complain)
 
 
 class Follower:

@@ -16,6 +16,7 @@ from delta_weight_sync import parallel
 from delta_weight_sync.plan import coding, rates
 from delta_weight_sync.plan.rates import Encoding, Space, Trainer
 from delta_weight_sync.protocol import MAX_CHAIN, POLL_S
+from delta_weight_sync.store.notice import SAFETY_S
 
 HOUR, MONTH_DAYS = 3600.0, 30.0
 
@@ -168,9 +169,10 @@ def predict(question: Question) -> Plan:
         join=_join(question, changes, delta, full, every),
         stored_hour=stored,
         egress_hour=taken * delta,
-        file_requests=_window(published * rates.PUBLISHING.files + taken * rates.TAKING.files)
-        + question.replicas * rates.WINDOW_S / POLL_S,
-        api_requests=_window(published * rates.PUBLISHING.api + taken * rates.TAKING.api),
+        file_requests=_window(published * rates.PUBLISHING.files + taken * (rates.TAKING.files + rates.LOOKS))
+        + question.replicas * rates.WINDOW_S / SAFETY_S,
+        api_requests=_window(published * rates.PUBLISHING.api + taken * rates.TAKING.api)
+        + question.replicas * rates.WINDOW_S / SAFETY_S,
         mirror=full,
         money=_money(question, workers, stored, taken * delta),
         whole=_whole(question, full),

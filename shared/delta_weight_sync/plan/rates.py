@@ -107,9 +107,11 @@ class Requests:
     files: int
 
 
-# Counted per version with the real clients at the simulated Hub. A look at HEAD is one request for a file.
+# Counted per version with the real clients at the simulated Hub. A look at HEAD is one request for a file;
+# one for safety, where the Hub tells of changes, also lists all writers'.
 PUBLISHING: Final = Requests(28, 7, 3)
 TAKING: Final = Requests(18, 6, 3)
+LOOKS: Final = 2  # at HEAD per version that the Hub tells of: at once, and an interval later
 WINDOW_S: Final = 300.0  # the Hub counts requests per user in windows of five minutes (docs/hub/rate-limits)
 FILES_ALLOWED: Final = {"free": 5000, "PRO": 12000, "Team": 20000}
 API_ALLOWED: Final = {"free": 1000, "PRO": 2500, "Team": 3000}

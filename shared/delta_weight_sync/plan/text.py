@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from delta_weight_sync.plan import coding, rates
 from delta_weight_sync.plan.model import Plan
-from delta_weight_sync.protocol import MAX_CHAIN
+from delta_weight_sync.protocol import MAX_CHAIN, POLL_S
 from delta_weight_sync.units import count_text, size_text, time_text
 
 _WIDTH = 34
@@ -39,7 +39,11 @@ def _sync(plan: Plan) -> Iterator[str]:
     )
     yield _row("encode", time_text(parts.encode), f"in the background, {_threads(plan)} of rank 0")
     yield _row("upload", time_text(parts.upload), "in the background")
-    yield _row("notice", time_text(parts.notice), "half of the interval at which HEAD is looked at")
+    yield _row(
+        "notice",
+        time_text(parts.notice),
+        "half of the interval at which HEAD is looked at; less where the store or a poke tells",
+    )
     yield _row("fetch", time_text(parts.fetch), "the replica generates meanwhile")
     yield _row(
         "decode and stage",
@@ -143,6 +147,8 @@ def assumptions(plan: Plan) -> list[str]:
         f"each machine has a link of {size_text(asked.link)}/s, and the store serves all of them at once",
         f"requests take no time; on the Hub a version costs the publisher {rates.PUBLISHING.all} of them, one"
         f" after the other, and each replica {rates.TAKING.all}",
+        "the Hub's events tell replicas of versions; one that must look by itself makes"
+        f" {rates.WINDOW_S / POLL_S:.0f} requests for files in 5 minutes, or fewer where its quota runs out",
         "changes are spread like those of the measured models; clustered ones make smaller files",
         f"prices: {rates.PRICES_READ}; ${rates.PRIVATE_USD_TB_MONTH:.0f} per TB and month beyond"
         f" {rates.INCLUDED_TB:.0f} TB",

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from delta_weight_sync.checkpoint import Bits
@@ -30,6 +31,10 @@ _INSPECT_EVERY = 16  # versions; each time the run is listed
 _log = logging.getLogger("delta_weight_sync")
 
 
+def _nothing(_: Manifest) -> None:
+    """Nobody wants to know."""
+
+
 class FencedError(DeltaWeightSyncError, RuntimeError):
     """Another trainer took the run over; this one must not publish any more."""
 
@@ -52,6 +57,7 @@ class RunWriter:
         ] = {}  # the files of the newest version, when they were listed
         self._started = time.time()
         self.newest: Manifest | None = None
+        self.on_version: Callable[[Manifest], object] = _nothing  # told of each version that is real
         others = self.reader.writers()
         self.writer = Writer.after(others)
         self.newest = self._claim(others)
@@ -198,6 +204,7 @@ class RunWriter:
         self._put_head(manifest)
         self._require_ownership()
         self.newest, self._decided = manifest, None
+        self.on_version(manifest)
         return manifest
 
     def _require_ownership(self) -> None:

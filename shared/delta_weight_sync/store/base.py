@@ -19,6 +19,7 @@ from typing import Protocol
 from uuid import uuid4
 
 from delta_weight_sync.errors import DeltaWeightSyncError
+from delta_weight_sync.store.notice import Notice
 
 _PART = r"(?!\.)[!-.0-\[\]-~]+"  # printable ASCII but "/" and the backslash; no dot in front
 _KEY = re.compile(f"{_PART}(/{_PART})*")
@@ -78,6 +79,9 @@ class Bucket(Protocol):
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; those that are missing already are fine."""
+
+    def notice(self, prefix: str) -> Notice:
+        """When to look again at what is below the folder `prefix`; to be closed."""
 
 
 def check_key(key: str) -> str:

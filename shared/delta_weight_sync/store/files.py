@@ -28,6 +28,7 @@ from delta_weight_sync.store.base import (
     replacing,
     size_of,
 )
+from delta_weight_sync.store.notice import Notice
 
 
 class FileBucket:
@@ -82,6 +83,11 @@ class FileBucket:
             with self._explained(key):
                 self._root.stat()
                 path.unlink(missing_ok=True)
+
+    def notice(self, prefix: str) -> Notice:
+        """By the clock."""
+        check_prefix(prefix)
+        return Notice()
 
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)

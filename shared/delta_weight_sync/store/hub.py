@@ -13,19 +13,15 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
-from typing import Any
 
-from huggingface_hub import HfApi, get_token, set_client_factory
+from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
     BucketBatchError,
     EntryNotFoundError,
     HfHubHTTPError,
     HTTPError,  # of httpx or httpx2, whichever this version uses
 )
-from huggingface_hub.utils._http import default_client_factory
-from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from delta_weight_sync.store.base import (
     AccessDenied,
@@ -41,14 +37,11 @@ from delta_weight_sync.store.base import (
     replacing,
     size_of,
 )
+from delta_weight_sync.store.hub_client import QUOTAS, configure_clients
+from delta_weight_sync.store.hub_events import HubNotice
+from delta_weight_sync.store.notice import Notice
 
-REQUEST_TIMEOUT = 10.0  # seconds; the client's own default is to wait for ever
-LONGEST_PAUSE = 10  # seconds that a server may ask the client to wait; the client would wait for hours
 SETTLE_PAUSES = (0.0, 0.5, 1.0, 2.0, 4.0)  # seconds; the Hub does not promise to show a write at once
-
-# hf_xet has no other parameters. At its defaults it tries for up to five minutes. Its read timeout must
-# stay at two minutes per attempt: it also runs while a block of 64 MB is being sent.
-XET_SETTINGS = {"HF_XET_CLIENT_RETRY_BASE_DELAY": "2s", "HF_XET_CLIENT_RETRY_MAX_DURATION": "16s"}
 
 FAILURES = (OSError, RuntimeError, ValueError, HTTPError, EntryNotFoundError)  # what the libraries raise
 
@@ -60,7 +53,7 @@ class HubBucket:
         match = re.fullmatch(r"hf://buckets/([\w.-]+/[\w.-]+)(?:/(.*?))?/?", url)
         if not match:
             raise BucketError(f"{url!r} is not a Hub bucket: write hf://buckets/<owner>/<name>[/<prefix>]")
-        _configure_clients()
+        configure_clients()
         self.url = url.rstrip("/")
         self._id = match[1]
         self._folder = f"{check_key(match[2])}/" if match[2] else ""
@@ -124,6 +117,11 @@ class HubBucket:
     def _path(self, key: str) -> str:
         return self._folder + check_key(key)
 
+    def notice(self, prefix: str) -> Notice:
+        """Of the Hub's events."""
+        folder = self._folder + check_prefix(prefix)
+        return HubNotice(self._api.endpoint, self._id, folder, QUOTAS[self._id])
+
     @contextmanager
     def _explained(self, key: str, *, write: bool = False) -> Iterator[None]:
         """Turn whatever the libraries raise into a `BucketError`."""
@@ -186,36 +184,3 @@ def _reason(error: Exception) -> str:
     if token := get_token():
         text = text.replace(token, "***")
     return f"{type(error).__name__}: {text}"[:300]
-
-
-@cache
-def _configure_clients() -> None:
-    """Once per process, as huggingface_hub and hf_xet have no settings for a single bucket."""
-    for name, value in XET_SETTINGS.items():
-        os.environ.setdefault(name, value)
-    disable_progress_bars()  # a bar for every sync would flood the log
-    set_client_factory(_client)
-
-
-def _client() -> Any:
-    client = default_client_factory()
-    hooks = client.event_hooks
-    client.event_hooks = {
-        "request": [*hooks["request"], _limit_time],
-        "response": [*hooks["response"], _limit_pause],
-    }
-    return client
-
-
-def _limit_time(request: Any) -> None:
-    """Bound each request for a bucket; other users of this client keep their own limits."""
-    if "/buckets/" in request.url.path:
-        request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), REQUEST_TIMEOUT)
-
-
-def _limit_pause(response: Any) -> None:
-    """Shorten the pause that a busy server asks for, as the client would sleep all of it."""
-    asked = response.headers.get("retry-after", "")
-    if "/buckets/" in response.request.url.path and response.status_code in (429, 503):
-        response.headers.pop("ratelimit", None)  # the same wish in other words
-        response.headers["retry-after"] = str(min(int(asked), LONGEST_PAUSE)) if asked.isdigit() else ""

@@ -30,6 +30,7 @@ from delta_weight_sync.store.base import (
     replacing,
     size_of,
 )
+from delta_weight_sync.store.notice import Notice
 
 
 class S3Bucket:
@@ -94,6 +95,11 @@ class S3Bucket:
             path = self._path(key)
             with self._explained(key, write=True):
                 self._fs.rm_file(path)
+
+    def notice(self, prefix: str) -> Notice:
+        """By the clock."""
+        check_prefix(prefix)
+        return Notice()
 
     def _path(self, key: str) -> str:
         return self._root + check_key(key)

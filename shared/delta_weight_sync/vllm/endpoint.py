@@ -3,10 +3,11 @@
     VLLM_PLUGINS=delta_weight_sync DELTA_WEIGHT_SYNC_RUN=hf://buckets/me/wordle#first vllm serve MODEL
 
     GET  /delta_weight_sync/status?after=N         what the replica does, its commits of versions newer than N
+    POST /delta_weight_sync/poke                   look at the bucket now, as somebody knows of a version
     POST /delta_weight_sync/pause|resume|heal      with the header X-Delta-Weight-Sync-Key
     POST /delta_weight_sync/pin?version=N          with the header X-Delta-Weight-Sync-Key
 
-The last four exist only where DELTA_WEIGHT_SYNC_KEY is set.
+The last four exist only where DELTA_WEIGHT_SYNC_KEY is set; then a poke wants it, too.
 """
 
 from __future__ import annotations
@@ -80,6 +81,13 @@ def _router(key: str) -> APIRouter:
     async def status(request: Request, after: int = -1) -> ReplicaReport:
         """Version, digest and state, and the commits of versions newer than `after`."""
         return _follower(request).report(after)
+
+    # However many pokes there are, they at most double what this replica asks of the store. Where there is a
+    # key they want it all the same: all replicas of a user share one quota of requests.
+    @router.post("/poke", dependencies=[Depends(_only_with(key))] if key else [])
+    async def poke(request: Request) -> None:
+        """Look at the bucket now."""
+        _follower(request).poke()
 
     if key:
         router.include_router(_controls(), dependencies=[Depends(_only_with(key))])

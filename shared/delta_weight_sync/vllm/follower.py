@@ -44,7 +44,7 @@ class Follower:
         self._refusals = Refusals()
         self.serving: Manifest | None = None  # the version whose bits are live, proven by digest
         self._served_last: Manifest | None = None
-        self._lookout = Lookout(reader)
+        self._lookout = Lookout(reader, poll_s)
         self._learned: Shapes = {}
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
@@ -58,14 +58,20 @@ class Follower:
     def stop(self) -> None:
         """Stop following, and end the vLLM that it started, also one that is just being started."""
         self._stopped.set()
+        self._lookout.close()
         while self._thread.is_alive():
             self._engine.stop()
             self._thread.join(0.5)
         self._engine.stop()
 
+    def poke(self) -> None:
+        """Somebody says that there is a new version."""
+        self._lookout.poke()
+
     def report(self, after: int) -> ReplicaReport:
         """What the replica is doing, and its remembered commits of versions newer than `after`."""
-        return self._journal.report(self.serving, self._reader.progress() if self._fetching else "", after)
+        progress = self._reader.progress() if self._fetching else ""
+        return self._journal.report(self.serving, progress, self._lookout.how(), after)
 
     def explain(self, error: Exception | None) -> str:
         """What to say about an error; called with None when all is well again."""
@@ -74,12 +80,12 @@ class Follower:
     def _run(self) -> None:
         while not self._stopped.is_set():
             try:
-                self._turn()
-                self.explain(None)
-                self._stopped.wait(self._poll_s)
+                if self._turn():
+                    self.explain(None)
+                self._lookout.wait(self._poll_s)
             except Exception as error:  # noqa: BLE001 - whatever it was: report it, keep serving, try again
                 self._complain(error)
-                self._stopped.wait(_BACKOFF_S)
+                self._lookout.wait(_BACKOFF_S)
 
     def _complain(self, error: Exception) -> None:
         """Report what went wrong, and log it once."""
@@ -93,7 +99,8 @@ class Follower:
             log.warning("replica %s: %s", self._name, reason)
             self._logged = reason
 
-    def _turn(self) -> None:
+    def _turn(self) -> bool:
+        """Do what is to be done; False if that was nothing, so that what went wrong before still holds."""
         if self.serving is not None and not self._engine.alive():
             self.serving = None
             self._refusals.forget()
@@ -108,9 +115,10 @@ class Follower:
         if self._heals:
             self._heal(held)
         elif held is None:
-            self._look()
+            return self._look()
         else:
             self._hold(held)
+        return True
 
     def _heal(self, held: Manifest | None) -> None:
         """Compare all weights with those of the version that is wanted, until that was done or is refused."""
@@ -132,17 +140,20 @@ class Follower:
         if manifest != self.serving or self._journal.error:
             self._follow(manifest, manifest)
 
-    def _look(self) -> None:
-        """Serve the newest version."""
+    def _look(self) -> bool:
+        """Serve the newest version; False where it is not time to look for one."""
+        if not self._lookout.due():
+            return False
         try:
             newest = self._lookout.look()
         except NoVersionError:
             self._journal.note("waiting for the run's first version")
-            return
+            return True
         if newest:
             self._follow(newest)
             self._lookout.taken()
         self._name_refused()
+        return True
 
     def _name_refused(self) -> None:
         """Say what was passed over while a sound version is served; nothing where all is well."""

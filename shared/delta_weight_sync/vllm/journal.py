@@ -51,8 +51,11 @@ class Journal:
         )
         self._commits.append(event)
 
-    def report(self, serving: Manifest | None, progress: str, after: int) -> ReplicaReport:
-        """All of it, with the commits of versions newer than `after`; `progress` of a download, or ""."""
+    def report(self, serving: Manifest | None, progress: str, notice: str, after: int) -> ReplicaReport:
+        """All of it, with the commits of versions newer than `after`; `progress` of a download, or "".
+
+        `notice`: how the replica learns of new versions.
+        """
         status = ReplicaEvent(
             t=time.time(),
             replica=self._replica,
@@ -63,4 +66,4 @@ class Journal:
             signed_by=self.signed_by if serving else None,
         )
         commits = tuple(commit for commit in list(self._commits) if commit.version > after)
-        return ReplicaReport(status=status, commits=commits)
+        return ReplicaReport(status=status, commits=commits, notice=notice)

@@ -1,0 +1,141 @@
+"""The Hub's feed of a bucket's changes: server-sent events that can be resumed.
+
+    GET /api/buckets/<owner>/<name>/events[?cursor=...]      Accept: text/event-stream
+
+Each event carries JSON: `ready` (what was missed has been told, from now on changes are told as they come),
+`changes` (paths, and what happened to them), `reset` (the cursor is too old: the Hub remembers for about a
+quarter of an hour) and `reconnect` (the server wants to end this connection). Between them come comments,
+about every half minute. A Hub without this feed, or one that closes it to this token, answers with an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+from huggingface_hub.utils import (  # type: ignore[attr-defined]
+    build_hf_headers,
+    get_session,
+    parse_ratelimit_headers,
+)
+
+from delta_weight_sync.store.notice import Notice
+from delta_weight_sync.store.quota import Quota
+
+CONNECT_S: Final = 10.0
+SILENCE_S: Final = 90.0  # without a byte, after which a connection is taken for dead
+STEADY_S: Final = 60.0  # a connection that lasted so long may be followed by the next one at once
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 320.0  # between two connections, doubled while they do not last
+_log = logging.getLogger("delta_weight_sync")
+
+
+class HubNotice(Notice):
+    """Is told by the feed where there is one. It connects when it is first asked whether to look."""
+
+    def __init__(self, endpoint: str, bucket_id: str, folder: str, quota: Quota) -> None:
+        """`folder`: a prefix of paths in the bucket; changes of others do not matter."""
+        super().__init__(quota)
+        self._url, self._folder, self._cursor = f"{endpoint}/api/buckets/{bucket_id}/events", folder, ""
+        self._connection: socket.socket | None = None
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def due(self, poll_s: float) -> bool:
+        """As in `Notice`."""
+        due = super().due(poll_s)
+        if self._thread is None:  # begun after the first look is due, the feed tells of what that look misses
+            self._thread = threading.Thread(target=self._run, name="bucket-events", daemon=True)
+            self._thread.start()
+        return due
+
+    def close(self) -> None:
+        """As in `Notice`; ends the connection, too."""
+        super().close()
+        self._done.set()
+        if self._connection:
+            with contextlib.suppress(OSError):  # it has ended already
+                self._connection.shutdown(socket.SHUT_RDWR)
+        if self._thread:
+            self._thread.join(CONNECT_S)
+
+    def _run(self) -> None:
+        """One connection after the other; between them the clock says when to look."""
+        failures = 0
+        while not self._done.is_set():
+            started, asked_s = time.monotonic(), 0.0
+            try:
+                asked_s = self._follow()
+            except Exception as error:  # noqa: BLE001 - whatever it was, the next connection may be better
+                _log.debug("the feed at %s ended: %r", self._url, error)
+            self._set_live(False)
+            failures = 0 if time.monotonic() - started >= STEADY_S else failures + 1
+            self._done.wait(max(_pause_s(failures), min(asked_s, LONGEST_PAUSE_S)))
+
+    def _follow(self) -> float:
+        """Follow one connection to its end; the seconds for which the Hub wants to be left alone."""
+        headers = {**build_hf_headers(), "accept": "text/event-stream"}
+        cursor = {"cursor": self._cursor} if self._cursor else {}
+        limits = (CONNECT_S, SILENCE_S, CONNECT_S, CONNECT_S)  # to connect, read, write, get a place
+        with get_session().stream("GET", self._url, headers=headers, params=cursor, timeout=limits) as answer:
+            if answer.status_code != 200 or "event-stream" not in answer.headers.get("content-type", ""):
+                self._cursor = ""  # perhaps that was refused
+                return asked_s(answer.headers) or 0.0
+            self._connection = answer.extensions["network_stream"].get_extra_info("socket")
+            for name, payload in _events(answer.iter_lines()):
+                if self._done.is_set() or not self._take(name, payload):
+                    break
+        return 0.0
+
+    def _take(self, name: str, payload: dict[str, Any]) -> bool:
+        """Act on one event; False where it is the last of its connection."""
+        resumed, self._cursor = bool(self._cursor), str(payload.get("cursor") or self._cursor)
+        if name == "ready":
+            self._set_live(True)
+            if not resumed:
+                self.tell()  # before this connection there may have been changes
+        elif name == "changes" and self._concerns(payload.get("changes")):
+            self.tell()
+        elif name == "reset":
+            self._cursor = ""
+        return name not in ("reset", "reconnect")
+
+    def _concerns(self, changes: Any) -> bool:
+        paths = [change.get("path", "") for change in changes or () if isinstance(change, dict)]
+        return any(path.startswith(self._folder) for path in paths)
+
+
+def _events(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and payload of each event of a stream; raises `ValueError` for a payload that is not JSON."""
+    name, data = "", ""
+    for line in lines:
+        field, _, value = line.partition(":")
+        if field == "event":
+            name = value.strip()
+        elif field == "data":
+            data += value
+        elif not line:
+            payload = json.loads(data) if data else None
+            if isinstance(payload, dict):
+                yield name, payload
+            name, data = "", ""
+
+
+def asked_s(headers: Any) -> float | None:
+    """For how many seconds an answer asks not to come back; None where it does not say."""
+    asked, quota = headers.get("retry-after", ""), parse_ratelimit_headers(headers)
+    if asked.isdigit():
+        return float(asked)
+    return float(quota.reset_in_seconds) if quota else None
+
+
+def _pause_s(failures: int) -> float:
+    """Before the next connection; not the same for all, who may have lost theirs at one moment."""
+    usual = FIRST_PAUSE_S * 2.0 ** (failures - 1) if failures else 1.0
+    return min(usual, LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)

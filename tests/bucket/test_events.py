@@ -1,0 +1,222 @@
+"""A bucket of the Hub tells of its changes, again after any interruption; where it cannot, the clock does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from uuid import uuid4
+
+import pytest
+
+from delta_weight_sync.store import Bucket, BucketError, hub_events, open_bucket
+from delta_weight_sync.store.hub_events import HubNotice
+from tests.hubsim import HubSim
+
+HEADS, HEAD = "runs/demo/heads/", "runs/demo/heads/00000001.json"
+HOUR, PATIENCE_S = 3600.0, 60.0
+FEED = "GET /api/buckets/.*/events"
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next connection does not wait for seconds."""
+    monkeypatch.setattr(hub_events, "_pause_s", lambda failures: 0.01)
+
+
+@pytest.fixture
+def bucket(hub_env: None) -> Bucket:
+    bucket = open_bucket(f"hf://buckets/team/{uuid4().hex}/policies", create=True)
+    bucket.put(HEAD, b"version 1")
+    return bucket
+
+
+@pytest.fixture
+def notice(bucket: Bucket) -> Iterator[HubNotice]:
+    """Connected, and nothing is new."""
+    notice = bucket.notice(HEADS)
+    assert notice.due(HOUR), "nobody has looked yet"
+    is_told(notice)
+    hears(notice, "what may have been missed before the first connection")
+    yield notice
+    notice.close()
+
+
+def until(reached: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not reached():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+def is_told(notice: HubNotice) -> None:
+    until(lambda: notice.how(HOUR) == "told by the store", "a connection")
+
+
+def hears(notice: HubNotice, what: str) -> None:
+    """A look is due although the last one was less than an hour ago."""
+    until(lambda: notice.due(HOUR), what)
+
+
+def connections(hub: HubSim, bucket: Bucket) -> int:
+    return sum(request == f"GET /api/buckets/{name(bucket)}/events" for request in hub.requests())
+
+
+def name(bucket: Bucket) -> str:
+    """Owner and name, as the Hub knows it."""
+    return "/".join(bucket.url.split("/")[3:5])
+
+
+def ends(notice: HubNotice) -> None:
+    until(lambda: notice.how(1.0) == "looks every 1 s", "the end of the connection")
+
+
+def test_a_change_is_told_and_those_of_other_folders_are_not(notice: HubNotice, bucket: Bucket) -> None:
+    other = bucket.notice("runs/demo/log/")
+    assert other.due(HOUR)
+    is_told(other)
+    hears(other, "the beginning")
+    bucket.put("runs/demo/log/00000000.jsonl", b"an event")
+    hears(other, "the log")
+    assert not notice.due(HOUR)
+    bucket.put(HEAD, b"version 2")
+    hears(notice, "the new version")
+    assert not other.due(HOUR)
+    other.close()
+
+
+@pytest.mark.parametrize("politely", [True, False])
+def test_what_happens_between_two_connections_is_told_by_the_next(
+    notice: HubNotice, bucket: Bucket, hub: HubSim, politely: bool
+) -> None:
+    hub.fault(FEED, status=503)
+    hub.end_feeds(name(bucket), politely=politely)
+    ends(notice)
+    bucket.put(HEAD, b"version 2")
+    assert not notice.due(HOUR)
+    hub.clear()
+    hears(notice, "the change that was missed")
+
+
+def test_a_connection_that_is_resumed_without_a_change_costs_no_look(
+    notice: HubNotice, bucket: Bucket, hub: HubSim
+) -> None:
+    hub.end_feeds(name(bucket), politely=True)
+    until(lambda: connections(hub, bucket) == 2, "another connection")
+    is_told(notice)
+    assert not notice.due(HOUR)
+
+
+def test_a_cursor_that_is_too_old_begins_anew_with_a_look(
+    notice: HubNotice, bucket: Bucket, hub: HubSim
+) -> None:
+    hub.feed(forgets=True)
+    hub.end_feeds(name(bucket), politely=True)
+    hears(notice, "what nobody can tell any more")
+    is_told(notice)
+    bucket.put(HEAD, b"version 2")
+    hears(notice, "the next change")
+
+
+def test_a_cursor_that_is_refused_is_not_sent_again(notice: HubNotice, bucket: Bucket, hub: HubSim) -> None:
+    hub.fault(FEED, times=1, status=400)
+    hub.end_feeds(name(bucket), politely=False)
+    hears(notice, "the beginning of another connection")
+    assert connections(hub, bucket) == 3
+
+
+def test_a_connection_on_which_nothing_comes_is_given_up(
+    notice: HubNotice, bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_events, "SILENCE_S", 0.2)
+    hub.feed(silent=True)
+    hub.end_feeds(name(bucket), politely=False)
+    until(lambda: connections(hub, bucket) >= 4, "further connections, each given up")
+    hub.clear()
+    bucket.put(HEAD, b"version 2")
+    hears(notice, "the change")
+
+
+@pytest.mark.parametrize(
+    "fault", [{"status": status} for status in (401, 403, 404, 501)] + [{"drop": True}], ids=str
+)
+def test_without_a_feed_the_clock_says_when_to_look(
+    bucket: Bucket, hub: HubSim, fault: dict[str, object]
+) -> None:
+    hub.fault(FEED, **fault)
+    notice = bucket.notice(HEADS)
+    assert notice.due(0.01)
+    until(
+        lambda: connections(hub, bucket) >= 2, "a feed may come yet, as that of a bucket that is made later"
+    )
+    until(lambda: notice.due(0.01), "the next look")
+    assert notice.how(0.01) == "looks every 0.01 s"
+    notice.close()
+
+
+def test_a_hub_that_asks_for_a_pause_gets_it(
+    bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notice, pauses = bucket.notice(HEADS), []
+    hub.fault(FEED, times=1, status=429, headers={"Retry-After": "44"})
+    hub.fault(FEED, times=1, status=503, headers={"RateLimit": '"api";r=0;t=280'})
+    hub.fault(FEED, times=1, status=429, headers={"Retry-After": "86400"})
+    monkeypatch.setattr(notice._done, "wait", pauses.append)
+    assert notice.due(HOUR)
+    is_told(notice)
+    assert pauses[:3] == [44.0, 280.0, hub_events.LONGEST_PAUSE_S]
+    notice.close()
+
+
+def test_a_page_in_place_of_the_feed_is_no_feed(bucket: Bucket, hub: HubSim) -> None:
+    hub.fault(FEED, status=200)
+    notice = bucket.notice(HEADS)
+    assert notice.due(HOUR)
+    until(lambda: connections(hub, bucket) >= 3, "several tries")
+    assert notice.how(1.0) == "looks every 1 s"
+    notice.close()
+
+
+def test_closed_it_ends_at_once_though_nothing_comes(notice: HubNotice, hub: HubSim, bucket: Bucket) -> None:
+    hub.feed(silent=True)
+    bucket.put(HEAD, b"not told")  # so that it waits without any word from now on
+    notice.close()
+    assert not notice._thread.is_alive()
+
+
+def test_connections_end_less_and_less_often_while_they_do_not_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    pauses = [hub_events._pause_s(failures) for failures in range(1, 12)]
+    assert 2.5 <= pauses[0] <= 5.0
+    assert pauses[-1] >= hub_events.LONGEST_PAUSE_S / 2
+    assert max(pauses) <= hub_events.LONGEST_PAUSE_S
+
+
+def test_what_the_hub_says_of_the_quota_slows_looking_down(
+    bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("delta_weight_sync.store.quota.MEASURED_S", 0.0)
+    notice = bucket.notice(HEADS)
+    missing = {"X-Error-Code": "EntryNotFound"}
+    for left in (4000, 2000, 1000):
+        quota = {
+            "RateLimit": f'"resolvers";r={left};t=200',
+            "RateLimit-Policy": '"fixed window";"resolvers";q=5000;w=300',
+        }
+        hub.fault("HEAD .*/resolve/", times=1, status=404, headers=missing | quota)
+        assert bucket.stat(HEAD) is None
+    assert "as the token's quota of requests is shared; usual is 1 s" in notice.how(1.0)
+    notice.close()
+
+
+def test_a_refused_look_is_told_and_waited_for(
+    bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: None))
+    notice = bucket.notice(HEADS)
+    hub.fault("HEAD .*/resolve/", status=429, headers={"RateLimit": '"resolvers";r=0;t=50'})
+    with pytest.raises(BucketError, match="answered 429"):
+        bucket.stat(HEAD)
+    assert notice.how(1.0).endswith("the store refused more requests of this token")
+    assert not notice.due(0.001)
+    notice.close()
