@@ -10,8 +10,10 @@ import numpy as np
 import torch
 
 import delta_weight_sync.cli.follow
-import delta_weight_sync.publish.publisher
-import delta_weight_sync.vllm.follower  # noqa: F401
+import tests.chaos.kept
+import tests.chaos.replica
+import tests.chaos.trainer
+import tests.chaos.vandal  # noqa: F401
 from delta_weight_sync import codec
 from delta_weight_sync.digest import state_digest
 from delta_weight_sync.history import apply_delta
