@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -281,7 +282,7 @@ def _hub(**how: Any) -> Strike:
 
 def _away(scene: Scene, rng: Random) -> str:
     """As a volume that is not mounted; the trainer and all followers notice."""
-    bucket = scene.place.folder / "bucket"
+    bucket = Path(scene.place.url.removeprefix("file://"))
     bucket.rename(aside := bucket.with_name("away"))
     time.sleep(rng.uniform(0.05, 0.3))
     aside.rename(bucket)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-import sys
 import threading
 from pathlib import Path
 from unittest import mock
@@ -15,6 +15,7 @@ from delta_weight_sync.checkpoint import WEIGHTS, map_bits
 from delta_weight_sync.cli import main
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.kept import RECORD
+from delta_weight_sync.lookout import Lookout
 from delta_weight_sync.protocol import Manifest, ProtocolError, parse
 from tests.chaos.replica import RUN, Claim
 from tests.chaos.trainer import Mortal
@@ -25,9 +26,12 @@ class Kept(Mortal):
 
     def __init__(self, url: str, folder: Path, poll_s: float) -> None:
         super().__init__()
-        self._log = Path(os.devnull).open("w")  # a log on the disk that is full would end it
-        sys.stdout = sys.stderr = self._log
+        null = os.open(os.devnull, os.O_WRONLY)  # a log on the disk that is full would end it
+        os.dup2(null, 1)
+        os.dup2(null, 2)
         mock.patch("delta_weight_sync.watch.POLL_S", poll_s).start()
+        quick = functools.partialmethod(Lookout.__init__, poll_s=poll_s)
+        mock.patch.object(Lookout, "__init__", quick).start()
         mock.patch("delta_weight_sync.watch._DOUBLINGS", 2).start()
         mock.patch("delta_weight_sync.history.open_bucket", self.open_bucket).start()
         mock.patch("delta_weight_sync.cli.follow._ended_by_signals", contextlib.nullcontext).start()
@@ -41,11 +45,11 @@ class Kept(Mortal):
             os._exit(1)  # it should never end by itself: the director sees a death
 
     def close(self) -> None:
-        self._log.close()
+        pass
 
 
 def read(folder: Path) -> Claim | None:
-    """What a reader of the folder sees; None before there is a version, and where it was replaced meanwhile."""
+    """What a reader of the folder sees; None before there is a version, and where it was replaced."""
     current = folder / "current"
     try:
         place = current.resolve(strict=True)

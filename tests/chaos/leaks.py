@@ -27,7 +27,8 @@ def left(before: dict[str, set[str]]) -> list[str]:
 
 def unfinished(folder: Path) -> list[str]:
     """Files in a follower's folder that no version needs."""
-    return [str(path.relative_to(folder)) for path in folder.rglob(".*.part")]
+    found = [*folder.rglob(".*.part"), *folder.glob("*.safetensors")]
+    return [str(path.relative_to(folder.parent)) for path in found]
 
 
 def _target(number: str) -> str:

@@ -91,11 +91,16 @@ class Scene:
 
     def _all_at(self, published: Published, patience: float) -> bool:
         deadline = time.monotonic() + patience
-        while not all([self._is_at(member, published) for member in self.members]):
+        while not self._are_at(published):
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.005)
         return True
+
+    def _are_at(self, published: Published) -> bool:
+        """Whether each of them is; each is asked, and started again where it is dead."""
+        there = [self._is_at(member, published) for member in self.members]
+        return all(there)
 
     def _is_at(self, member: Member, published: Published) -> bool:
         if member.revive():
@@ -104,7 +109,7 @@ class Scene:
         return claim is not None and (claim.version, claim.digest) == (published.version, published.digest)
 
     def check(self, member: Member) -> Claim | None:
-        """The invariant: what is held has the digest of what was handed over as the version that is claimed."""
+        """The invariant: what is held has the digest of what was handed over as the claimed version."""
         for _ in range(20):
             try:
                 claim = member.claim()

@@ -1,4 +1,4 @@
-"""The stores that scenes play on: a folder, the simulated Hub, and a simulated S3, each in its own process."""
+"""The stores that scenes play on: a folder, the simulated Hub, and a simulated S3."""
 
 from __future__ import annotations
 

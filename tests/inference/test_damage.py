@@ -185,6 +185,14 @@ def test_a_kept_anchor_that_is_damaged_while_it_is_used_is_fetched_anew(
     assert vllm.starts == 1
 
 
+def test_what_a_killed_process_left_on_the_disk_is_removed(run, bucket, vllm, tmp_path) -> None:
+    (tmp_path / "r").mkdir()
+    for name in (".0f.part", "00000002.t1-00000000.safetensors"):
+        (tmp_path / "r" / name).write_bytes(b"half a delta")
+    Follower(CountingReader(bucket, "hurt"), vllm, name="r", folder=tmp_path / "r", poll_s=0.01)
+    assert list((tmp_path / "r").iterdir()) == []
+
+
 def test_a_disk_that_is_full_is_named_and_what_is_served_stays(
     run, follower, vllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

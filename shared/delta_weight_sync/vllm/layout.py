@@ -22,6 +22,8 @@ class Layout:
 
     def __init__(self, reader: CountingReader, folder: Path) -> None:
         self._reader, self._anchors, self._version = reader, folder / "anchors", folder / "checkpoint"
+        for left in (*folder.glob(".*.part"), *folder.glob("*.safetensors")):
+            left.unlink()  # a delta that a process which was killed had begun to take
 
     def put(self, manifest: Manifest) -> tuple[Path, Shapes]:
         """The folder that holds `manifest`'s version, and the shapes of its tensors."""
@@ -36,7 +38,7 @@ class Layout:
         return self._version, {name: list(bits.shape) for name, bits in state.items()}
 
     def _anchor(self, manifest: Manifest) -> Path:
-        """Its folder is named by its content, and is there when it is whole; it may have been damaged since."""
+        """Its folder is named by its content, and is there when it is whole; it may be damaged since."""
         weights = next(ref for ref in manifest.anchor.files if ref.name == WEIGHTS)
         kept, coming = self._anchors / weights.sha256, self._anchors / "coming"
         if not _holds(kept, manifest.anchor):

@@ -40,7 +40,7 @@ class Refusals:
             raise self._refused[1]
 
     def judge(self, error: EngineError) -> None:
-        """Decide whether the join that was asked for last, and failed with `error`, is refused from now on."""
+        """Decide whether the join that was asked for last, and failed with `error`, is refused for now."""
         suspected, self._suspect = self._suspect, self._wanted if error.kind in _NEXT_TIME else None
         again = self._suspect is not None and suspected == self._suspect
         if self._wanted is None or not (again or error.kind in _AT_ONCE):
