@@ -41,7 +41,9 @@ class Actor:
 
     def __init__(self, role: Callable[..., Any], *arguments: Any, environ: Mapping[str, str]) -> None:
         self._pipe, theirs = _CONTEXT.Pipe()
-        self.process = _CONTEXT.Process(target=_serve, args=(theirs, dict(environ), role, arguments))
+        self.process = _CONTEXT.Process(
+            target=_serve, args=(theirs, dict(environ), role, arguments), daemon=True
+        )
         self.process.start()
         theirs.close()
 

@@ -14,7 +14,7 @@ from unittest import mock
 
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, SigningKey
 from tests.chaos import leaks
-from tests.chaos.actor import PATIENCE_S, prepare
+from tests.chaos.actor import PATIENCE_S, Died, Failed, prepare
 from tests.chaos.faults import ANYWHERE, ON_DISK, ON_HUB, WITH_VLLM, Strike
 from tests.chaos.members import Place
 from tests.chaos.scene import NotStruck, NotSurvived, Scene
@@ -44,9 +44,10 @@ OTHERS = (  # only where there are many faults
     Setting(30, ranks=2),
     Setting(30, store="hub", cast=REMOTE, kinds=ON_HUB, poll_s=0.1),
     Setting(30, store="s3", cast=REMOTE, kinds=ANYWHERE, poll_s=0.1),
-    Setting(15, cast={"vLLM": "vllm", **REMOTE}, kinds=WITH_VLLM, patience_s=300.0),
+    Setting(15, cast={"vLLM": "vllm", **REMOTE}, kinds=WITH_VLLM, patience_s=900.0),
 )
 MANY = 300
+LOST = (NotSurvived, AssertionError, Died, Failed)
 
 
 def settings(faults: int) -> list[Setting]:
@@ -100,11 +101,14 @@ def _base(folder: Path) -> Path:
 def _scene(setting: Setting, place: Place, rng: Random, goal: int, tally: Tally) -> None:
     started = time.monotonic()
     scene = Scene(place, ranks=setting.ranks, cast=setting.cast, patience_s=setting.patience_s)
-    if place.base:
-        tally.vllm_started(time.monotonic() - started)
     try:
+        scene.start()
+        if place.base:
+            tally.vllm_started(time.monotonic() - started)
         while tally.goes_on(goal) and _strike(setting, scene, rng, tally):
             pass
+    except LOST as error:
+        tally.lost("the beginning", error, scene.notes)
     finally:
         scene.close()
         tally.wrong += scene.wrong
@@ -116,17 +120,23 @@ def _strike(setting: Setting, scene: Scene, rng: Random, tally: Tally) -> bool:
     kind = rng.choice(sorted(setting.kinds))
     scene.notes.clear()
     try:
-        what = setting.kinds[kind](scene, Random(rng.random()))
+        what = _happens(setting.kinds[kind], scene, Random(rng.random()))
         started = time.monotonic()
         scene.recover()
-    except NotStruck:
-        scene.recover()
-        return True
-    except (NotSurvived, AssertionError) as error:
+    except LOST as error:
         tally.lost(kind, error, scene.notes)
         return False
     finally:
         if scene.place.hub:
             scene.place.hub.clear()
-    tally.fault(kind, what, time.monotonic() - started, scene.notes, vllm=bool(scene.place.base))
+    if what:
+        tally.fault(kind, what, time.monotonic() - started, scene.notes, vllm=bool(scene.place.base))
     return True
+
+
+def _happens(strike: Strike, scene: Scene, rng: Random) -> str:
+    """What it was; "" if nothing could be struck."""
+    try:
+        return strike(scene, rng)
+    except NotStruck:
+        return ""

@@ -37,11 +37,15 @@ class Scene:
         self.notes: list[str] = []
         self.vandal = Actor(Vandal, place.url, environ=place.environ)
         self.trainer = self.new_trainer()
-        self.open_trainer()
         self.members = [Member(name, kind, place) for name, kind in cast.items()]
+
+    def start(self) -> None:
+        """Returns when all serve the run's first version."""
+        self.open_trainer()
         for member in self.members:
             member.start()
-        self.recover()
+        if not self._all_at(published := self.publish(), self.patience_s):
+            raise NotSurvived(f"not all begin at version {published.version}: {self._claims()}")
 
     def new_trainer(self) -> Trainers:
         """A trainer that has not opened the run yet."""
@@ -169,6 +173,7 @@ class Scene:
     def close(self) -> None:
         """End all; raises `AssertionError` where something does not end."""
         for member in self.members:
-            member.actor.close()
+            if member.actor:
+                member.actor.close()
         self.trainer.close()
         self.vandal.close()
