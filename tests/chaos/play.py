@@ -15,9 +15,9 @@ from unittest import mock
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, SigningKey
 from tests.chaos import leaks
 from tests.chaos.actor import PATIENCE_S, Died, Failed, prepare
-from tests.chaos.faults import ANYWHERE, ON_DISK, ON_HUB, WITH_VLLM, Strike
+from tests.chaos.faults import ANYWHERE, ON_DISK, ON_HUB, WITH_VLLM
 from tests.chaos.members import Place
-from tests.chaos.scene import NotStruck, NotSurvived, Scene
+from tests.chaos.scene import NotStruck, NotSurvived, Scene, Strike
 from tests.chaos.stores import STORES
 from tests.chaos.tally import Tally
 from tests.policies import tiny

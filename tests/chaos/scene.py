@@ -14,6 +14,7 @@ from tests.chaos.trainer import Published
 from tests.chaos.truth import Truth
 from tests.chaos.vandal import Vandal
 
+DAY_S = 86400.0
 GRACE_S = 0.3, 1.0  # between two versions of a run that recovers: at first, at most
 TRIES = 30
 
@@ -177,3 +178,7 @@ class Scene:
                 member.actor.close()
         self.trainer.close()
         self.vandal.close()
+
+
+Strike = Callable[[Scene, Random], str]
+"""Lets one thing go wrong, and says what it was; raises `NotStruck` where it cannot, and `NotSurvived`."""
