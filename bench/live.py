@@ -25,7 +25,7 @@ from bench.results import SCRATCH, Results
 from delta_weight_sync.checkpoint import WEIGHTS, write_bits
 from delta_weight_sync.digest import state_digest, to_hex
 
-_ROUNDS, _WINDOWS, _WINDOW_S, _IN_FLIGHT = 10, 12, 5.0, 8
+_ROUNDS, _WINDOWS, _WINDOW_S, IN_FLIGHT = 10, 12, 5.0, 8
 _PERIODS = {
     "none": None,
     "every 2 s": 2.0,
@@ -80,7 +80,7 @@ def run(results: Results) -> dict[str, Any]:
     shutil.rmtree(folder, ignore_errors=True)
     change = deltas.smollm2()
     about = {"elements": change.elements, "changed": change.changed, "model_bytes": change.model_bytes}
-    shapes, targets = change.shapes, _write(folder, change)
+    shapes, targets = change.shapes, write(folder, change, updates.folder())
     del change
     server = LiveServer(folder)
     server.start(targets[0].checkpoint)
@@ -97,20 +97,20 @@ def run(results: Results) -> dict[str, Any]:
 def _measure(server: LiveServer, switch: Switch, shapes: Shapes) -> dict[str, Any]:
     memory = _memory(server, switch, shapes)  # first, while the process has not kept any memory it freed
     commits = _commits(server, switch, shapes)
-    with server.requests_in_flight(_IN_FLIGHT):
+    with server.requests_in_flight(IN_FLIGHT):
         time.sleep(5)  # until all of them generate
-        load = _under_load(server, switch)
-    return {"commits": commits, "in_flight": _IN_FLIGHT, **load, "memory": memory}
+        load = under_load(server, switch)
+    return {"commits": commits, "in_flight": IN_FLIGHT, **load, "memory": memory}
 
 
-def _write(folder: Path, change: Change) -> list[Target]:
-    """The files of both states; `change` leads from the first to the second."""
+def write(folder: Path, change: Change, assets: Path) -> list[Target]:
+    """The files of both states; `change` leads from the first to the second, `assets` holds the tokenizer."""
     (folder / "files").mkdir(parents=True)
     first_digest, forth = state_digest(change.old), _files(folder / "files", "forth", change)
-    first = _checkpoint(folder / "first", change)
+    first = _checkpoint(folder / "first", change, assets)
     back_change = change.taken()
     second_digest, back = state_digest(back_change.old), _files(folder / "files", "back", back_change)
-    second = _checkpoint(folder / "second", back_change)
+    second = _checkpoint(folder / "second", back_change, assets)
     back_change.taken()
     return [Target(to_hex(first_digest), *back, first), Target(to_hex(second_digest), *forth, second)]
 
@@ -122,8 +122,8 @@ def _files(folder: Path, name: str, change: Change) -> tuple[Path, Path]:
     return ours, original
 
 
-def _checkpoint(folder: Path, change: Change) -> Path:
-    shutil.copytree(updates.folder(), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+def _checkpoint(folder: Path, change: Change, assets: Path) -> Path:
+    shutil.copytree(assets, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     write_bits({n: bits.shape for n, bits in change.old.items()}, change.old.__getitem__, folder / WEIGHTS)
     return folder
 
@@ -149,7 +149,7 @@ def _commits(server: LiveServer, switch: Switch, shapes: Shapes) -> dict[str, An
     return {way: _spread(measured) for way, measured in counted.items()} | ratios
 
 
-def _under_load(server: LiveServer, switch: Switch) -> dict[str, Any]:
+def under_load(server: LiveServer, switch: Switch) -> dict[str, Any]:
     """Tokens per second in windows of each kind, in turns, and the syncs that went on meanwhile."""
     tokens: dict[str, list[float]] = {kind: [] for kind in _PERIODS}
     syncs: dict[str, list[Sync]] = {kind: [] for kind in _PERIODS}

@@ -1,4 +1,7 @@
-"""A real vLLM on this machine with our plugin, with requests in flight; the benchmark is its follower."""
+"""A real vLLM on this machine with our plugin, with requests in flight; the benchmark is its follower.
+
+On a GPU it is vLLM as it comes, with CUDA graphs.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ import httpx
 import psutil
 
 from bench.memory import Memory
+from delta_weight_sync import gpu_build
 from delta_weight_sync.vllm import METHOD
 from delta_weight_sync.vllm.lifeline import end_with_parent
 from trainer.processes import free_port
@@ -29,9 +33,10 @@ _OPTIONS = {
     "host": "127.0.0.1",
     "max-model-len": 512,
     "kv-cache-memory-bytes": 1 << 30,
-    "distributed-executor-backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
     "worker-extension-cls": "bench.live_worker.VllmLoaders",  # by name: no vLLM in this process
 }
+_ON_CPU = ["--enforce-eager"]
+_ON_CPU += ["--distributed-executor-backend=vllm.v1.executor.uniproc_executor.UniProcExecutor"]
 _ENVIRONMENT = {
     "VLLM_PLUGINS": "delta_weight_sync",
     "VLLM_SERVER_DEV_MODE": "1",  # for calls of the worker from here
@@ -52,7 +57,8 @@ class LiveServer:
     def start(self, checkpoint: Path) -> None:
         """Serve `checkpoint`; returns when vLLM answers."""
         options = {**_OPTIONS, "model": checkpoint, "port": self._port}
-        words = ["--enforce-eager", *(f"--{name}={value}" for name, value in options.items())]
+        words = [f"--{name}={value}" for name, value in options.items()]
+        words += [] if gpu_build.installed() else _ON_CPU
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _SERVE, *words],
@@ -101,6 +107,14 @@ class LiveServer:
         """Seconds of the pause, and of the commit in it."""
         answer = self.ask("commit", digest=digest, label=label)
         return float(answer["pause_s"]), float(answer["commit_s"])
+
+    def complete(self, prompt: list[int], tokens: int) -> tuple[list[float], str]:
+        """Logprobs of so many greedy tokens, and which versions made which (see `version_headers`)."""
+        body = {"model": "policy", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
+        body |= {"temperature": 0, "logprobs": 1}
+        answer = self._http.post(f"{self.url}/v1/completions", json=body).raise_for_status()
+        logprobs: list[float] = answer.json()["choices"][0]["logprobs"]["token_logprobs"]
+        return logprobs, answer.headers.get("x-policy-versions", "")
 
     def generated(self) -> float:
         """Tokens generated since the start, by vLLM's own count."""

@@ -21,7 +21,7 @@ class Lookout:
         self._reader, self._poll_s = reader, poll_s
         self._notice = reader.bucket.notice(reader.keys.heads)
         self.wait, self.poke, self.close = self._notice.wait, self._notice.poke, self._notice.close
-        self.refused: Refused = {}  # what the newest version was found in spite of
+        self._refused: Refused = {}  # what the newest version was found in spite of
         self._passed: Refused = {}  # of that, HEADs
         self.forget()
 
@@ -52,12 +52,16 @@ class Lookout:
         """What was found last needs not be found again."""
         self._taken = self._found
 
+    def complaint(self) -> ProtocolError | None:
+        """What was passed over to find what was found last, in one sentence each; None where all is well."""
+        return ProtocolError("; ".join(map(str, self._refused.values()))) if self._refused else None
+
     def look(self) -> Manifest | None:
         """The newest version, or None while that is the one that was `taken`.
 
         Raises `NoVersionError` before there is one, `ProtocolError` where all that is there is damaged, older
-        than what was seen, or not signed, and `BucketError`. What is so, beside a sound version, is in
-        `refused`.
+        than what was seen, or not signed, and `BucketError`. Beside a sound version that is no error: see
+        `complaint`.
         """
         known = self._etags()
         if self._found and self._found == self._taken:
@@ -73,7 +77,8 @@ class Lookout:
             raise older(f"run {self._reader.keys.run!r}", manifest.version, self._floor)
         self._key = self._reader.keys.head(Writer(head.writer_term, head.writer))
         self._head_floor, self._floor = head.rank, manifest.rank
-        self.refused = self._passed | told
+        self._refused = self._passed | told
+        self._notice.found()
         return manifest
 
     def _etags(self) -> bool:

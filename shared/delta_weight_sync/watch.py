@@ -20,21 +20,23 @@ def watch(
     """Call `take(newest manifest)` at each new version; it ends with what `take` or a signal raises.
 
     `take` is called again where it failed, and may see a version twice. `complain` hears of each
-    `DeltaWeightSyncError` and `OSError`, of a row of equal ones once; all other errors end the watch.
+    `DeltaWeightSyncError` and `OSError`, and of what was passed over, of a row of equal ones once; all other
+    errors end the watch.
     """
     told, failures = "", 0
+    error: Exception | None = None
     with contextlib.closing(Lookout(reader)) as lookout:
         while True:
             try:
                 if _look(lookout, take):
-                    told, failures = "", 0
+                    error, failures = lookout.complaint(), 0
             except BrokenPipeError:  # nobody reads what `take` prints any more
                 raise
-            except (DeltaWeightSyncError, OSError) as error:
-                failures += 1
-                if str(error) != told:
-                    complain(error)
-                told = str(error)
+            except (DeltaWeightSyncError, OSError) as caught:
+                error, failures = caught, failures + 1
+            if error and str(error) != told:
+                complain(error)
+            told = str(error or "")
             lookout.wait(POLL_S * 2 ** min(failures, _DOUBLINGS))
 
 

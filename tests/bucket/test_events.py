@@ -137,6 +137,20 @@ def test_a_connection_on_which_nothing_comes_is_given_up(
     hears(notice, "the change")
 
 
+def test_a_feed_that_tells_nothing_is_left_for_long(
+    notice: HubNotice, bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(notice._done, "wait", lambda seconds: pauses.append(seconds) or time.sleep(0.01))
+    monkeypatch.setattr("delta_weight_sync.store.notice.SAFETY_S", 0.0)
+    hub.feed(mute=True)
+    bucket.put(HEAD, b"version 2")
+    until(lambda: notice.due(0.01), "once more, as the beginning was told")
+    until(lambda: notice.due(0.01), "a look for safety")
+    notice.found()
+    until(lambda: hub_events.LONGEST_PAUSE_S in pauses, "a long pause")
+
+
 @pytest.mark.parametrize(
     "fault", [{"status": status} for status in (401, 403, 404, 501)] + [{"drop": True}], ids=str
 )
@@ -206,6 +220,26 @@ def test_what_the_hub_says_of_the_quota_slows_looking_down(
         hub.fault("HEAD .*/resolve/", times=1, status=404, headers=missing | quota)
         assert bucket.stat(HEAD) is None
     assert "as the token's quota of requests is shared; usual is 1 s" in notice.how(1.0)
+    notice.close()
+
+
+def test_a_quota_that_others_use_too_slows_looking_down_and_ends_in_a_pause(
+    bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("delta_weight_sync.store.quota.MEASURED_S", 0.0)
+    monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: None))
+    hub.limit(files=20)
+    notice, other = bucket.notice(HEADS), open_bucket(f"hf://buckets/{name(bucket)}/other")
+    paces = []
+    for _ in range(5):
+        bucket.stat(HEAD)
+        assert other.stat(HEAD) is None, "somebody else with this token"
+        paces.append(notice.how(1.0))
+    assert "as the token's quota of requests is shared" in paces[-1]
+    with pytest.raises(BucketError, match="answered 429"):
+        [bucket.stat(HEAD) for _ in range(20)]
+    assert notice.how(1.0).endswith("the store refused more requests of this token")
+    assert not notice.due(0.001)
     notice.close()
 
 

@@ -96,7 +96,8 @@ def _base(folder: Path) -> Path:
     base = folder / "base"
     if not base.exists():
         base.mkdir()
-        build = f"from pathlib import Path; from tests.policies import tiny; tiny.build(Path({str(base)!r}), True, 0)"
+        where = f"Path({str(base)!r})"
+        build = f"from pathlib import Path; from tests.policies import tiny; tiny.build({where}, True, 0)"
         subprocess.run([sys.executable, "-c", build], check=True, capture_output=True)
     return base
 

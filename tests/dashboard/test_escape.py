@@ -50,6 +50,15 @@ def run() -> Progress:
     return progress
 
 
+def test_the_page_says_whose_signature_a_replica_checked() -> None:
+    said = status("x", 1).model_copy(update={"signed_by": "d95e4c70b679c0ad"})
+    for event, words in ((said, "signed by d95e4c70b679c0ad"), (status("x", 1), "")):
+        page = render(view(folded(sync(0, 1100), sync(1, 9), commit("x", 1), event).progress()))
+        text = " ".join(Parsed(str(page)).text.split())
+        assert words in text
+        assert ("signed by" in text) == bool(words)
+
+
 def delta() -> Anatomy:
     names = (ATTACK, f"model.layers.0.{ATTACK}", f"model.layers.1.mlp.{ATTACK}")
     return Anatomy(0, 1, "fast", tuple(Tensor(name, (2, 3), 1, 6, ATTACK) for name in names), None, ATTACK)

@@ -24,11 +24,11 @@ whoever may not see a private Space. It carries plain requests, no WebSockets; `
 makes the Hub name another address. `space(name)` shows everything, the values of secrets included.
 
 **Faults.** `fault` makes chosen requests fail, `skew` sets the Hub's clock wrong, `feed` and `end_feeds`
-trouble the feeds of buckets' changes; `clear` ends all of it.
+trouble the feeds of buckets' changes, `limit` limits requests for files; `clear` ends all of it.
 
 huggingface_hub's own tests of buckets, commits and Spaces pass against it (`tests/bucket/test_hub_own.py`);
-beyond them, how close it is to the real Hub is not proven. It does not check hashes, limit rates or collect
-garbage, and has no pull requests.
+beyond them, how close it is to the real Hub is not proven. It does not check hashes or collect garbage, and
+has no pull requests.
 """
 
 import os
@@ -84,6 +84,10 @@ class HubSim:
         """Serve the feeds of changes so from now on, see `bucket_events.Feed`; as usual without anything."""
         self._tell("PUT", "/feed", json=how)
 
+    def limit(self, **how: Any) -> None:
+        """Limit requests for files from now on, see `limits.Limit`; not at all without anything."""
+        self._tell("PUT", "/limit", json=how)
+
     def end_feeds(self, bucket: str, *, politely: bool) -> None:
         """End all connections to a bucket's feed, with the word `reconnect` or without any."""
         self._tell("DELETE", f"/feed/{bucket}", params={"politely": politely})
@@ -93,9 +97,10 @@ class HubSim:
         self._tell("PUT", f"/clock/{seconds}")
 
     def clear(self) -> None:
-        """End all faults, the clock's and the feeds' included."""
+        """End all faults, the clock's, the feeds' and all limits included."""
         self._tell("DELETE", "/faults")
         self.feed()
+        self.limit()
 
     def requests(self) -> list[str]:
         """Every request so far, as "METHOD /path"."""

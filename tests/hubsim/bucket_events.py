@@ -15,6 +15,7 @@ class Feed(BaseModel, extra="forbid"):
     """How the feeds of all buckets are served; a test may change it."""
 
     ping_s: float = 0.05  # a client looks only now whether it still wants to follow; of the real Hub about 30
+    mute: bool = False  # connections live, but no change is told
     silent: bool = False  # connections stay open, and nothing is said any more
     forgets: bool = False  # no cursor of before can be resumed
 
@@ -46,7 +47,7 @@ async def _news(bucket: BucketState, told: int, rules: Feed) -> AsyncIterator[st
     with bucket.listener() as bell:
         endings = bucket.endings
         while bucket.endings == endings:
-            if (fresh := bucket.changes[told:]) and not rules.silent:
+            if (fresh := bucket.changes[told:]) and not (rules.silent or rules.mute):
                 told += len(fresh)
                 yield _event("changes", cursor=str(told), changes=fresh)
             try:

@@ -9,6 +9,7 @@ from .accounts import Account, Token
 from .bucket_events import Feed
 from .clock import CLOCK
 from .faults import Fault, Plan
+from .limits import Limit
 from .repos import RepoState, blob
 from .spaces import Builds
 from .store import Hub
@@ -66,6 +67,10 @@ def _fault_routes(routes: APIRouter, plan: Plan) -> None:
     async def clear() -> None:
         plan.faults.clear()
         CLOCK.skew = 0.0
+
+    @routes.put("/limit")
+    async def set_limit(limit: Limit) -> None:
+        plan.limits.set(limit)
 
     @routes.get("/requests")
     async def requests() -> list[str]:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .clock import http_date
+from .limits import Limits
 
 
 class Fault(BaseModel, extra="forbid"):
@@ -31,6 +32,7 @@ class Plan:
     def __init__(self) -> None:
         self.faults: list[Fault] = []
         self.requests: list[str] = []
+        self.limits = Limits()
 
     def take(self, request: str) -> Fault | None:
         """The first fault that hits this request; one that has had its times is skipped."""
@@ -55,7 +57,9 @@ class FaultMiddleware:
         self.plan.requests.append(request)
         if fault := self.plan.take(request):
             return await self._fail(fault, scope, receive, send)
-        return await self.app(scope, receive, send)
+        headers, refused = self.plan.limits.take(scope)
+        app = JSONResponse({"error": "Too Many Requests"}, 429) if refused else self.app
+        return await app(scope, receive, _with(send, headers))
 
     async def _fail(self, fault: Fault, scope: Scope, receive: Receive, send: Send) -> None:
         await asyncio.sleep(fault.delay)
@@ -80,6 +84,18 @@ def _damaging(fault: Fault, send: Send) -> Send:
         await send(message)
 
     return damage
+
+
+def _with(send: Send, headers: dict[str, str]) -> Send:
+    """A `send` that puts these headers on an answer."""
+    more = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+
+    async def add(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), *more]
+        await send(message)
+
+    return add
 
 
 def _stamping(send: Send) -> Send:

@@ -9,8 +9,13 @@ from pathlib import Path
 import pytest
 
 import inference_space
+from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, new_pair
+from delta_weight_sync.vllm.settings import PREFIX
+from delta_weight_sync.vllm.settings import Settings as Follows
+from delta_weight_sync.vllm.settings import settings_from as follows_from
 from inference_space.settings import SettingsError, settings_from
 
+PAIR = new_pair()
 GOOD = {"REPLICA_BUCKET": "file:///b", "REPLICA_RUN": "demo"}
 
 
@@ -40,3 +45,13 @@ def test_vllms_engine_never_sees_a_secret():
     seen = json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
     assert "do-not-leak" not in seen.values()
     assert (seen["PLAIN"], seen["HF_HUB_OFFLINE"]) == (environment["PLAIN"], "1")
+
+
+def test_a_vllm_that_follows_is_given_the_public_half_of_a_key_and_no_other():
+    run = {f"{PREFIX}RUN": "file:///b#a"}
+    settings = follows_from(Follows, PREFIX, run | {PUBLIC_KEY: PAIR[PUBLIC_KEY]})
+    assert settings.public_key == PAIR[PUBLIC_KEY]
+    for name, said in ((SIGNING_KEY, "the trainer's alone: unset it here"), (PUBLIC_KEY, "is no key")):
+        with pytest.raises(SettingsError, match=said) as refusal:
+            follows_from(Follows, PREFIX, run | {name: PAIR[SIGNING_KEY]})
+        assert PAIR[SIGNING_KEY][15:] not in str(refusal.value)

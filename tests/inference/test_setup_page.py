@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
+from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY
 from delta_weight_sync.store import Bucket, Listing, open_bucket
 from delta_weight_sync.store.notice import Notice
 from delta_weight_sync.vllm.progress import CountingReader
@@ -62,6 +63,8 @@ def test_each_variable_that_is_missing_is_named_with_its_purpose(name):
         ({"REPLICA_KEY": "1234"}, "REPLICA_KEY", "shorter than 16 characters"),
         ({"REPLICA_KEY": "geheimnis mit leerzeichen"}, "REPLICA_KEY", "printable ascii without spaces"),
         ({"REPLICA_PORT": "http"}, "REPLICA_PORT", "valid integer"),
+        ({PUBLIC_KEY: "ed25519_secret_geheimnis"}, PUBLIC_KEY, "is no key"),
+        ({SIGNING_KEY: "ed25519_secret_geheimnis"}, SIGNING_KEY, "the trainer's alone: unset it here"),
         ({"REPLICA_BUKCET": "x"}, "REPLICA_BUKCET", "there is no such variable"),
     ],
 )

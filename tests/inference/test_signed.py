@@ -24,6 +24,7 @@ from delta_weight_sync.signing import (
 from delta_weight_sync.store import Bucket, open_bucket
 from delta_weight_sync.vllm.follower import Follower
 from delta_weight_sync.vllm.progress import CountingReader
+from delta_weight_sync.watch import watch
 from tests.dashboard.real_run import RealRun
 from tests.dashboard.test_long_run import Counted
 from tests.inference.test_orders import Mortal, reaches, soon
@@ -362,6 +363,44 @@ def test_a_reader_with_the_wrong_key_says_so_and_does_not_read_the_whole_run(buc
         RunReader(counted, "signed", PublicKeys(new_pair()[PUBLIC_KEY])).at()
     assert counted.asked["get"] < 40
     assert RunReader(bucket, "signed", PublicKeys("")).at().version == 40, "without a key nothing is checked"
+
+
+def test_in_every_store(bucket_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, word in PAIR.items():
+        monkeypatch.setenv(name, word)
+    bucket = open_bucket(bucket_url)
+    thief, run = Thief(bucket), RealRun(bucket, run="signed", layers=1)
+    for _ in range(NEWEST):
+        thief.remember()
+        run.step()
+    follower = following(bucket, tmp_path / "r")
+    try:
+        reaches(follower, NEWEST)
+        writer, head = Writer(99, "e" * 32), thief.head
+        thief.put(thief.keys.head(writer), thief.version(THEIRS.sign, writer))
+        refuses(follower, thief.keys.head(writer), OURS)
+        thief.bucket.put(head, thief.then(1, head))
+        refuses(follower, head, f"went back from version {NEWEST} to 1")
+        goes_on(follower, run)
+    finally:
+        follower.stop()
+        run.close()
+
+
+def test_a_folder_that_is_kept_says_what_it_passes_over(bucket: Bucket, run: RealRun, thief: Thief) -> None:
+    writer, taken = Writer(99, "e" * 32), list[int]()
+    thief.put(thief.keys.head(writer), thief.version(THEIRS.sign, writer))
+
+    def complain(error: Exception) -> None:
+        raise InterruptedError(str(error))  # ends the watch
+
+    with pytest.raises(InterruptedError, match=f"{thief.keys.head(writer)} was not signed by {OURS}"):
+        watch(
+            RunReader(bucket, "signed", PublicKeys(PAIR[PUBLIC_KEY])),
+            lambda manifest: taken.append(manifest.version),
+            complain,
+        )
+    assert taken == [NEWEST]
 
 
 def test_who_has_just_started_cannot_know_that_a_version_is_old(

@@ -81,6 +81,23 @@ def test_after_a_look_that_failed_the_next_one_does_not_wait_for_news(notice: To
     assert looks(notice, clock, 5.0) == 1
 
 
+def test_a_store_that_should_tell_and_does_not_is_not_relied_on(notice: Told, clock: Clock) -> None:
+    notice.follow(live=True)
+    looks(notice, clock, 10.0)
+    notice.tell()
+    assert notice.due(1.0)
+    notice.found()
+    assert notice.how(1.0) == "told by the store", "it did tell"
+    clock.now += 1.0
+    assert notice.due(1.0)
+    notice.found()
+    assert notice.how(1.0) == "told by the store", "the store showed it a little later"
+    clock.now += SAFETY_S
+    assert notice.due(1.0)
+    notice.found()
+    assert notice.how(1.0) == "looks every 1 s"
+
+
 def test_pokes_bring_one_look_per_interval_however_many_they_are(notice: Told, clock: Clock) -> None:
     notice.follow(live=True)
     looks(notice, clock, 10.0)
@@ -120,6 +137,18 @@ def test_whoever_waits_is_woken(ring) -> None:
     ring(notice)
     waiting.join(60.0)
     assert not waiting.is_alive()
+
+
+def test_a_flood_of_pokes_wakes_nobody(clock: Clock) -> None:
+    notice = Notice(clock=clock)
+    notice.poke()
+    assert notice.due(1.0)
+    notice.wait(HOUR)
+    for _ in range(1000):
+        notice.poke()
+    assert not notice._ringing
+    clock.now += 1.0
+    assert notice.due(1.0)
 
 
 def test_news_that_nobody_looks_at_do_not_keep_it_awake(notice: Told) -> None:

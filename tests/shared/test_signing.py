@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from delta_weight_sync import open_run
 from delta_weight_sync.protocol import Head, Sealed
 from delta_weight_sync.signing import (
     PUBLIC_KEY,
@@ -20,6 +21,7 @@ from delta_weight_sync.signing import (
     signs_here,
 )
 from tests.cli.command import command
+from tests.shared.written_run import write_run
 
 PAIR, OTHER = new_pair(), new_pair()
 SIGNING, PUBLIC = SigningKey(PAIR[SIGNING_KEY]), PAIR[PUBLIC_KEY]
@@ -93,6 +95,23 @@ def test_the_environment_of_a_trainer_names_both_halves_or_none(monkeypatch):
         signs_here()
     monkeypatch.setenv(SIGNING_KEY, PAIR[SIGNING_KEY])
     assert signs_here() is not None
+
+
+def test_every_command_that_reads_a_run_asks_for_the_key_of_its_environment(tmp_path: Path, monkeypatch):
+    url = (tmp_path / "bucket").as_uri()
+    for name, word in PAIR.items():
+        monkeypatch.setenv(name, word)
+    write_run(url, tmp_path / "base", versions=2)
+    monkeypatch.delenv(SIGNING_KEY)
+    assert command("verify", url).code == 0
+    monkeypatch.setenv(PUBLIC_KEY, OTHER[PUBLIC_KEY])
+    for words in (["verify", url], ["log", url], ["checkout", url, "--out", tmp_path / "out"]):
+        refused = command(*words)
+        assert (refused.code, len(refused.complaint.splitlines())) == (1, 1)
+        assert f"was not signed by {fingerprint(OTHER[PUBLIC_KEY])}" in refused.complaint
+    with pytest.raises(SignatureError):
+        open_run(url).at()
+    assert open_run(url, public_key=PUBLIC).at().version == 1, "as an argument"
 
 
 def test_keygen_writes_a_pair_once_and_says_the_public_half(tmp_path: Path):

@@ -59,6 +59,19 @@ def test_a_run_is_published_in_three_lines(url, base, tmp_path):
     np.testing.assert_array_equal(state["embed.weight"], to_bits(weights["embed.weight"]))
 
 
+def test_each_version_is_told_once_a_reader_finds_it(url, base):
+    weights, told = trained(base), []
+    with Publisher(url, base) as publisher:
+        publisher.run.on_version = lambda manifest: told.append(
+            (manifest.version, open_run(url).at().version)
+        )
+        for _ in range(3):
+            publisher.publish(weights.items())
+            publisher.flush()
+            weights["embed.weight"][3] *= 2
+    assert told == [(0, 0), (1, 1), (2, 2)]
+
+
 def test_a_version_is_a_whole_checkpoint_though_a_part_of_the_model_is_frozen(url, base, tmp_path):
     with Publisher(f"{url}#first", base) as publisher:
         publisher.publish(trained(base).items())

@@ -53,6 +53,7 @@ class Publisher:
         ("main" if there is none). `base`: the checkpoint that the policy was loaded from, a folder or the id
         of a model on the Hub; a new run takes from it config, tokenizer and whatever is not trained. A run
         that exists goes on from its newest version. `encoding`: of deltas, see `delta_weight_sync.codec`.
+        Where DELTA_WEIGHT_SYNC_SIGNING_KEY is set every version is signed, see `delta_weight_sync.signing`.
         `mirror`: where the published bits are kept, "host" or (on a GPU) "device". `peers`: who publishes
         together, if not all ranks. Raises `CheckpointError`, `BucketError`, `ProtocolError`.
         """

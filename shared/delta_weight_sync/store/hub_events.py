@@ -44,7 +44,7 @@ class HubNotice(Notice):
         super().__init__(quota)
         self._url, self._folder, self._cursor = f"{endpoint}/api/buckets/{bucket_id}/events", folder, ""
         self._connection: socket.socket | None = None
-        self._done = threading.Event()
+        self._done, self._muted = threading.Event(), False
         self._thread: threading.Thread | None = None
 
     def due(self, poll_s: float) -> bool:
@@ -59,11 +59,21 @@ class HubNotice(Notice):
         """As in `Notice`; ends the connection, too."""
         super().close()
         self._done.set()
+        self._hang_up()
+        if self._thread:
+            self._thread.join(CONNECT_S)
+
+    def found(self) -> None:
+        """As in `Notice`: a feed that is open and tells nothing is left for the longest pause."""
+        if self._unasked:
+            super().found()
+            self._muted = True
+            self._hang_up()
+
+    def _hang_up(self) -> None:
         if self._connection:
             with contextlib.suppress(OSError):  # it has ended already
                 self._connection.shutdown(socket.SHUT_RDWR)
-        if self._thread:
-            self._thread.join(CONNECT_S)
 
     def _run(self) -> None:
         """One connection after the other; between them the clock says when to look."""
@@ -76,6 +86,7 @@ class HubNotice(Notice):
                 _log.debug("the feed at %s ended: %r", self._url, error)
             self._set_live(False)
             failures = 0 if time.monotonic() - started >= STEADY_S else failures + 1
+            asked_s, self._muted = LONGEST_PAUSE_S if self._muted else asked_s, False
             self._done.wait(max(_pause_s(failures), min(asked_s, LONGEST_PAUSE_S)))
 
     def _follow(self) -> float:
@@ -87,7 +98,8 @@ class HubNotice(Notice):
             if answer.status_code != 200 or "event-stream" not in answer.headers.get("content-type", ""):
                 self._cursor = ""  # perhaps that was refused
                 return asked_s(answer.headers) or 0.0
-            self._connection = answer.extensions["network_stream"].get_extra_info("socket")
+            stream = answer.extensions.get("network_stream")
+            self._connection = stream.get_extra_info("socket") if stream else None
             for name, payload in _events(answer.iter_lines()):
                 if self._done.is_set() or not self._take(name, payload):
                     break

@@ -27,12 +27,15 @@ class Notice:
         self._told, self._poked, self._live = True, False, False
         self._sure = False  # whether what was told last has been seen
         self.expected = False  # whether the last look that was due should find something, or be thorough
+        self._unasked = False  # whether it was one for safety only
         self._looked = self._poke_answered = -math.inf
+        self._interval = 0.0  # between two looks, when it was asked last
 
     def due(self, poll_s: float) -> bool:
         """Whether to look now; if so, the look is taken for made. `poll_s`: usual seconds between looks."""
         with self._rung:
             now, interval = self._clock(), self._quota.interval(poll_s)
+            self._interval = interval
             if self._quota.blocked_s():
                 return False
             now += _EARLY * interval
@@ -41,7 +44,8 @@ class Notice:
                 return False
             now = self._clock()
             self._poke_answered = now if poked else self._poke_answered
-            self.expected = self._told or poked or (self._live and self._sure)
+            self._unasked = self._live and self._sure and not (self._told or poked)
+            self.expected = self._told or poked or self._unasked
             # A store may show a write a moment after it told of it: one more look will come soon.
             self._sure = not (self._told or poked)
             self._told, self._poked, self._looked = False, False, now
@@ -55,16 +59,26 @@ class Notice:
 
     def poke(self) -> None:
         """Somebody says that there is news. At most one look per interval comes of it, however often."""
-        self._ring(poked=True)
+        with self._rung:
+            self._poked = True
+            if self._clock() - self._poke_answered >= self._interval:  # else the next turn is soon enough
+                self._ring()
 
     def tell(self) -> None:
         """There is news."""
-        self._ring(told=True)
+        with self._rung:
+            self._told = True
+            self._ring()
 
     def doubt(self) -> None:
         """The last look failed or must be made again: the next one comes after an interval, not later."""
         with self._rung:
             self._sure = False
+
+    def found(self) -> None:
+        """The last look found something new; where nobody told of it, nobody is relied on for a while."""
+        if self._unasked:
+            self._set_live(False)
 
     def again(self) -> None:
         """The next look is due, whenever somebody asks."""
@@ -90,10 +104,9 @@ class Notice:
     def _longest(self, interval: float) -> float:
         return max(SAFETY_S, interval) if self._live and self._sure else interval
 
-    def _ring(self, *, told: bool = False, poked: bool = False) -> None:
-        with self._rung:
-            self._told, self._poked, self._ringing = self._told or told, self._poked or poked, True
-            self._rung.notify_all()
+    def _ring(self) -> None:
+        self._ringing = True
+        self._rung.notify_all()
 
     def _set_live(self, live: bool) -> None:
         """Whether each change is told from now on."""

@@ -157,11 +157,11 @@ class Follower:
 
     def _name_refused(self) -> None:
         """Say what was passed over while a sound version is served; nothing where all is well."""
-        reason = "; ".join(map(str, self._lookout.refused.values())) or None
-        if reason:
-            self._log(reason)
-        if reason != self._journal.error:
-            self._journal.note("serving", reason)
+        complaint = self._lookout.complaint()
+        if complaint:
+            self._log(str(complaint))
+        if str(complaint or "") != (self._journal.error or ""):
+            self._journal.note("serving", str(complaint) if complaint else None)
 
     def _follow(self, manifest: Manifest, held: Manifest | None = None, *, afresh: bool = False) -> None:
         """Serve a version, comparing all weights if `afresh`; `held` is it if the owner wants no other."""

