@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench import links
+from bench.joining_table import background, joining
 from bench.live_table import live
 from bench.markdown import table
 from bench.results import Results
@@ -222,6 +223,8 @@ TABLES = {
     "profile": profile,
     "growth": growth,
     "links": sync_time,
+    "joining": joining,
+    "background": background,
     "memory": memory,
     "live": live,
     "threads": threads,

@@ -79,6 +79,7 @@ TARGETS = (
     Target("receive fast: GB/s of model", "speed", _gb_s("receive fast"), least=6.0),
     Target("publish small: GB/s of model (aim)", "speed", _gb_s("publish small bf16"), least=4.0),
     Target("receive small: GB/s of model (aim)", "speed", _gb_s("receive small"), least=4.0),
+    Target("join at 500: times anchor + true difference", "joining", _at("join", "ratio"), most=1.5),
     Target(
         "live commit: times vLLM's sparse loader", "live", _at("commits", "times_sparse_loader"), least=10.0
     ),

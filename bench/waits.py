@@ -42,9 +42,9 @@ def _hand_overs(change: Change) -> dict[str, Any]:
     publisher.run.put_anchor = lambda *arguments: (writing.set(), put(*arguments))[1]  # type: ignore[method-assign]
     for number in range(2 * _ROUNDS):
         due = bool(number % 2)
-        publisher.run.anchor_is_due = lambda _, due=due: due  # type: ignore[method-assign]
+        publisher.run.anchor_is_due = lambda due=due: due  # type: ignore[method-assign]
         change = change.taken()
-        publisher.publish(live.items())  # its version takes the anchor along
+        publisher.publish(live.items())  # an anchor of its version is made beside what follows
         if due:
             writing.wait()
             writing.clear()
@@ -54,8 +54,11 @@ def _hand_overs(change: Change) -> dict[str, Any]:
         started = time.perf_counter()
         publisher.publish(live.items())
         seconds["beside an anchor" if due else "alone"].append(time.perf_counter() - started)
-        publisher.run.anchor_is_due = lambda _: False  # type: ignore[method-assign]
+        publisher.run.anchor_is_due = lambda: False  # type: ignore[method-assign]
         publisher.flush()
+        assert publisher._outbox
+        publisher._outbox.shortcuts.idle(600)
+        writing.clear()
     publisher.close()
     shutil.rmtree(folder)
     median = {kind: round(statistics.median(all_), 4) for kind, all_ in seconds.items()}

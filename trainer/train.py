@@ -56,6 +56,9 @@ class ScriptArguments:
     mirror: str = field(
         default="host", metadata={"help": "Where the published bits are kept: 'host' or 'device'."}
     )
+    keep: str = field(
+        default="", metadata={"help": "Of the run in the bucket: '20GB', '7d' or, by default, all of it."}
+    )
 
     def __post_init__(self) -> None:
         for option, known in (("encoding", get_args(Encoding)), ("mirror", get_args(Place))):
@@ -135,7 +138,14 @@ def make_task(script: ScriptArguments, args: AsyncGRPOConfig) -> Task:
 def open_run(script: ScriptArguments, peers: Peers) -> Publisher:
     """Of all processes; only the main one of them is the run's writer."""
     url = f"{script.bucket}#{script.run}"
-    return Publisher(url, script.model, encoding=script.encoding, mirror=script.mirror, peers=peers)
+    return Publisher(
+        url,
+        script.model,
+        encoding=script.encoding,
+        mirror=script.mirror,
+        keep=script.keep or None,
+        peers=peers,
+    )
 
 
 def make_trainer(

@@ -18,6 +18,7 @@ _KINDS = {
     "": "The run",
     "anchors": "Anchors",
     "deltas": "Deltas",
+    "jumps": "Deltas over several versions",
     "manifests": "Manifests",
     "log": "Log",
 }

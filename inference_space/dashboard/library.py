@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from delta_weight_sync.heads import manifests_of
-from delta_weight_sync.history import RunReader
+from delta_weight_sync.history import RunReader, deleted
 from delta_weight_sync.keys import Keys
 from delta_weight_sync.protocol import Manifest, ProtocolError
 from delta_weight_sync.store import Bucket, Listing, ObjectInfo, ObjectMissing
@@ -102,7 +102,10 @@ class Library:
         return path
 
     def _manifest(self, version: int) -> Manifest:
-        info = manifests_of(self.objects()).get(version)
+        manifests = manifests_of(self.objects())
+        info, oldest = manifests.get(version), min(manifests, default=0)
+        if info is None and 0 <= version < oldest:
+            raise deleted(f"run {self.run!r} in {self.bucket.url}", version, oldest)
         if info is None:
             raise ProtocolError(f"run {self.run!r} has no version {version} in {self.bucket.url}")
         with self._lock:
@@ -126,7 +129,7 @@ class Library:
             )
         with tempfile.TemporaryDirectory() as folder:
             RunReader(self.bucket, self.run).checkout(manifest, Path(folder))
-        deltas = len(manifest.deltas_after(manifest.anchor.version) or ())
+        deltas = len(manifest.way().deltas)
         return (
             f"v{manifest.version} was rebuilt from anchor v{manifest.anchor.version} and {deltas} deltas: "
             f"all {manifest.total} weights give the published digest {manifest.digest}"

@@ -113,7 +113,7 @@ class RecordReader:
         for _, key in sorted(_manifests(there, writer), reverse=True):
             try:
                 manifest = self.unpinned(key)
-                if all(there.get(file.key) == file.size for file in manifest.files()):
+                if all(there.get(file.key) == file.size for file in manifest.way().files):
                     return _head_of(manifest, key)
             except SignatureError:
                 unsigned += 1

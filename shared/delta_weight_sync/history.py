@@ -10,10 +10,11 @@ from pathlib import Path
 
 from delta_weight_sync import checkpoint
 from delta_weight_sync.checkpoint import Bits
-from delta_weight_sync.heads import NoVersionError, RecordReader
+from delta_weight_sync.heads import NoVersionError, RecordReader, manifests_of
 from delta_weight_sync.protocol import FileRef, Manifest, ProtocolError
 from delta_weight_sync.signing import PublicKeys
 from delta_weight_sync.store import Bucket, ObjectMissing, open_bucket
+from delta_weight_sync.ways import Way
 
 
 def split_run(url: str) -> tuple[str, str]:
@@ -52,19 +53,30 @@ class RunReader(RecordReader):
         self._unreadable: set[str] = set()  # keys of files that were gone or damaged when they were fetched
 
     def history(self) -> Iterator[Manifest]:
-        """Every manifest from the newest back to version 0."""
+        """Every manifest from the newest back to version 0, or to the oldest that was not deleted."""
         manifest = self.newest()
         while manifest is not None:
             yield manifest
-            manifest = self.manifest(manifest.parent) if manifest.parent else None
+            manifest = self.parent(manifest)
+
+    def parent(self, manifest: Manifest) -> Manifest | None:
+        """The manifest of the version before; None for version 0, and where that one was deleted."""
+        try:
+            return self.manifest(manifest.parent) if manifest.parent else None
+        except ObjectMissing:
+            return None
 
     def at(self, version: int | None = None) -> Manifest:
         """The manifest of `version` (None: the newest); raises `ProtocolError` where there is none."""
+        manifest = None
         for manifest in self.history():
             if version in (None, manifest.version):
                 return manifest
+        place = f"run {self.keys.run!r} in {self.bucket.url}"
+        if manifest and version is not None and 0 <= version < manifest.version:
+            raise deleted(place, version, manifest.version)
         wanted = "a first version" if version is None else f"version {version}"
-        raise NoVersionError(f"run {self.keys.run!r} in {self.bucket.url} has not published {wanted}")
+        raise NoVersionError(f"{place} has not published {wanted}")
 
     def find(self, version: int) -> Manifest:
         """As `at`, by one listing instead of HEAD's chain, however long the run is.
@@ -74,6 +86,9 @@ class RunReader(RecordReader):
         newest = self.newest()
         if newest and version <= newest.version and (found := self.published(version, newest.born)):
             return found
+        if newest and 0 <= version < newest.version:
+            oldest = min(manifests_of(self.bucket.list(self.keys.manifests)), default=newest.version)
+            raise deleted(f"run {self.keys.run!r}", version, oldest)
         known = f"its newest is version {newest.version}" if newest else "it has none yet"
         raise ProtocolError(f"run {self.keys.run!r} has no version {version}, {known}")
 
@@ -91,26 +106,30 @@ class RunReader(RecordReader):
         self._unreadable.discard(ref.key)
         return path
 
+    def way(self, manifest: Manifest, held: int | None = None) -> Way:
+        """As the manifest's; around files that could not be read whole, where there is such a way."""
+        return manifest.way_without(self._unreadable, held) or manifest.way(held)
+
     def buildable(self, manifest: Manifest) -> Manifest | None:
         """`manifest`, or the newest before it that needs none of the files which could not be read whole.
 
         None where there is no such version.
         """
         found: Manifest | None = manifest
-        while found and any(file.key in self._unreadable for file in found.files()):
-            found = self.manifest(found.parent) if found.parent else None
+        while found and not found.way_without(self._unreadable):
+            found = self.parent(found)
         return found
 
     def checkout(self, manifest: Manifest, folder: Path) -> dict[str, Bits]:
         """Write `manifest`'s version to `folder` as a Hugging Face checkpoint; returns its weights' bits.
 
-        The newest anchor, then the deltas after it; the digest is checked before the weights are written.
+        By the cheapest way from its anchor; the digest is checked before the weights are written.
         """
         folder.mkdir(parents=True, exist_ok=True)
         for ref in manifest.anchor.files:
             self.fetch(ref, folder)
         state = dict(checkpoint.read_bits(folder))
-        for delta in manifest.deltas_after(manifest.anchor.version) or ():
+        for delta in self.way(manifest).deltas:
             self.advance(state, delta, folder)
         require_digest(state, manifest)
         shapes = {name: bits.shape for name, bits in state.items()}
@@ -134,6 +153,11 @@ def apply_delta(state: dict[str, Bits], path: Path) -> None:
     shapes = {name: bits.shape for name, bits in state.items()}
     for patch in codec.Delta(path).patches(shapes, state.__getitem__):
         codec.apply(patch, state[patch.name])
+
+
+def deleted(place: str, version: int, oldest: int) -> ProtocolError:
+    """The error for a version that the run holds no more."""
+    return ProtocolError(f"{place} holds version {version} no more: the oldest that was kept is {oldest}")
 
 
 def require_digest(state: dict[str, Bits], manifest: Manifest) -> None:

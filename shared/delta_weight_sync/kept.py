@@ -28,7 +28,6 @@ from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.history import RunReader, apply_delta, require_digest
 from delta_weight_sync.protocol import FileRef, Manifest, ProtocolError, parse
-from delta_weight_sync.store import ObjectMissing
 
 RECORD: Final = "delta_weight_sync.json"  # the manifest, beside the weights: which version a folder holds
 
@@ -125,15 +124,10 @@ class KeptCheckpoint:
         So it is where the run was started over, or where somebody has written into the held version.
         """
         held = self._held
-        deltas = manifest.deltas_after(held.version) if held else None
-        if not held or not deltas or _contents(held) != _contents(manifest):
+        way = self._reader.way(manifest, held.version if held else None)
+        if not held or way.anchor or not way.deltas or _contents(held) != _contents(manifest):
             return False
-        try:
-            paths = [self._reader.fetch(delta, self._building) for delta in deltas]
-        except (ProtocolError, ObjectMissing):
-            if self._reader.buildable(manifest) != manifest:
-                raise
-            return False  # a newer anchor makes up for the delta that is damaged
+        paths = [self._reader.fetch(delta, self._building) for delta in way.deltas]
         shutil.copytree(self._current, self._building, dirs_exist_ok=True)
         state = map_bits(self._building / WEIGHTS, "r+")
         try:

@@ -9,6 +9,7 @@ from uuid import uuid4
 from delta_weight_sync.protocol import RUN_NAME, ProtocolError
 
 _HEAD = re.compile(r".*/heads/(\d{8,})\.([0-9a-f]{32})\.json")
+_PART = re.compile(r".*/(anchors|deltas|jumps|manifests)/(?:\d{8,}-)?(\d{8,})\.(t\d+-[0-9a-f]{8})[./].*")
 _MANIFEST = re.compile(r".*/manifests/(\d{8,})\.t(\d+)-([0-9a-f]{8})\.json")
 
 
@@ -56,6 +57,10 @@ class Keys:
         """Key of the delta that leads to `version`."""
         return f"{self.folder}deltas/{version:08d}.{writer}.safetensors"
 
+    def jump(self, base: int, version: int, writer: Writer) -> str:
+        """Key of the delta that leads from `base` over several versions to `version`."""
+        return f"{self.folder}jumps/{base:08d}-{version:08d}.{writer}.safetensors"
+
     def manifest(self, version: int, writer: Writer) -> str:
         """Key of a version's manifest."""
         return f"{self.manifests}{version:08d}.{writer}.json"
@@ -75,6 +80,20 @@ class ManifestKey(NamedTuple):
     def of(self, writer: Writer | None) -> bool:
         """True for a manifest of `writer`, and for any where that is None."""
         return writer is None or (self.term, self.id) == (writer.term, writer.id[:8])
+
+
+class VersionKey(NamedTuple):
+    """What the key of any part of a version says; they sort by version."""
+
+    version: int
+    writer: str  # as in the key: t1-5ad0b5d1
+    kind: str  # anchors, deltas, jumps or manifests
+
+
+def version_key(key: str) -> VersionKey | None:
+    """What the key of a part of a version says; None for the key of something else."""
+    match = _PART.fullmatch(key)
+    return VersionKey(int(match[2]), match[3], match[1]) if match else None
 
 
 def head_writer(key: str) -> Writer | None:

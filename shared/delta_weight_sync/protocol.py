@@ -5,6 +5,7 @@ A run is a folder of the bucket. Every object but a HEAD and the newest log segm
     runs/<run>/run.json                               what the run is, for people and dashboards
     runs/<run>/anchors/00000000.t1-5ad0b5d1/<file>    a whole Hugging Face checkpoint
     runs/<run>/deltas/00000001.t1-5ad0b5d1.safetensors   what changed from version 0 to version 1
+    runs/<run>/jumps/00000000-00000008.t1-5ad0b5d1.safetensors   the same over several versions
     runs/<run>/manifests/00000001.t1-5ad0b5d1.json    how to build version 1, and the digest that proves it
     runs/<run>/log/00000000.jsonl                     what happened (see `runlog`)
     runs/<run>/heads/00000001.<writer>.json           a writer's HEAD: its newest version; the last counts
@@ -19,16 +20,17 @@ one is, and where it is torn, deleted, old or somebody else's, that is found fro
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Container
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from delta_weight_sync.errors import DeltaWeightSyncError
+from delta_weight_sync.ways import Way, cheapest
 
 FORMAT: Final = "delta-weight-sync/2"
 MAX_JSON_BYTES = 8 << 20
-MAX_CHAIN: Final = 128  # deltas after an anchor; bounds what a manifest lists and a joining replica fetches
 POLL_S: Final = 1.0  # how often a replica looks at HEAD
 
 RUN_NAME: Final = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
@@ -116,10 +118,17 @@ class FileRef(Record):
 
 
 class DeltaRef(FileRef):
-    """A delta file: turns version `version - 1` into `version`."""
+    """A delta file: turns version `base` into `version`. One over several versions is called a jump."""
 
-    version: Annotated[int, Field(ge=1)]
-    changed: Count
+    base: Count
+    version: Count
+    changed: Count  # elements that differ
+
+    @model_validator(mode="after")
+    def _leads_forward(self) -> Self:
+        if self.base >= self.version:
+            raise ValueError(f"{self.key} leads from version {self.base} back to {self.version}")
+        return self
 
 
 class AnchorRef(Record):
@@ -132,8 +141,8 @@ class AnchorRef(Record):
 class Manifest(Sealed):
     """How to build one version, and how to know that it was built.
 
-    `deltas` is contiguous and ends at `version`; it reaches back to `anchor.version` at least, and to the
-    anchor before it where there is one, so that a replica which is a little behind needs no anchor.
+    `deltas` has one of each version, without a gap up to `version`: the newest ones, for replicas that are a
+    little behind, and what the way from the anchor takes. `jumps` shorten it; see `way`.
     """
 
     born: float  # unix seconds at which the run was created: one that is started over is another run
@@ -145,6 +154,7 @@ class Manifest(Sealed):
     digest: Digest
     anchor: AnchorRef
     deltas: tuple[DeltaRef, ...]
+    jumps: tuple[DeltaRef, ...]
     parent: FileRef | None  # the manifest of version - 1
     changed: Count  # elements that differ from version - 1
     total: Count  # elements of the model
@@ -152,24 +162,36 @@ class Manifest(Sealed):
 
     @model_validator(mode="after")
     def _chain_is_whole(self) -> Self:
-        versions = [d.version for d in self.deltas]
-        if versions != list(range(self.version - len(versions) + 1, self.version + 1)):
-            raise ValueError(f"deltas {versions} do not lead to version {self.version} without a gap")
-        if self.version - len(versions) > self.anchor.version or self.anchor.version > self.version:
-            raise ValueError(f"deltas {versions} do not start at anchor {self.anchor.version}")
+        first = self.version - len(self.deltas)
+        if [(d.base, d.version) for d in self.deltas] != [(v, v + 1) for v in range(first, self.version)]:
+            raise ValueError(f"deltas do not lead to version {self.version} one by one, without a gap")
+        if self._way(None) is None:
+            raise ValueError(f"nothing leads from anchor {self.anchor.version} to version {self.version}")
         if (self.parent is None) != (self.version == 0):
             raise ValueError("exactly version 0 has no parent")
         return self
 
-    def deltas_after(self, version: int) -> tuple[DeltaRef, ...] | None:
-        """The deltas that lead from `version` to this one, or None where only the anchor does."""
-        if not self.version - len(self.deltas) <= version <= self.version:
-            return None
-        return tuple(d for d in self.deltas if d.version > version)
+    def way(self, held: int | None = None) -> Way:
+        """What to fetch for this version, the fewest bytes: from nothing, or with version `held` at hand.
 
-    def files(self) -> tuple[FileRef, ...]:
-        """What is needed to build the version from nothing."""
-        return *self.anchor.files, *(self.deltas_after(self.anchor.version) or ())
+        That must be a version of this history; a digest tells it in the end.
+        """
+        way = self._way(held)
+        assert way is not None, "the anchor leads here"
+        return way
+
+    def way_without(self, unreadable: Container[str], held: int | None = None) -> Way | None:
+        """As `way`, by none of the files with these keys; None where no other way leads here."""
+        deltas = [delta for delta in (*self.deltas, *self.jumps) if delta.key not in unreadable]
+        whole = not any(file.key in unreadable for file in self.anchor.files)
+        return cheapest(self.anchor if whole else None, deltas, self.version, held)
+
+    def _way(self, held: int | None) -> Way | None:
+        return self.way_without((), held)
+
+    def named(self) -> tuple[FileRef, ...]:
+        """All files that it names."""
+        return (*self.anchor.files, *self.deltas, *self.jumps)
 
     @property
     def rank(self) -> Rank:

@@ -81,6 +81,13 @@ def test_a_folder_is_listed_with_what_is_below_it_and_nothing_else(bucket: Bucke
         bucket.list("runs/a")
 
 
+def test_a_listing_says_when_objects_were_written(bucket: Bucket) -> None:
+    for key in ("b", "a", "c"):
+        bucket.put(key, b"x")
+    written = {info.key: info.written for info in bucket.list("")}
+    assert 1.5e9 < written["b"] <= written["a"] <= written["c"]
+
+
 def test_a_folder_is_no_object(bucket: Bucket) -> None:
     bucket.put(HEAD, b"x")
     assert bucket.stat("runs/demo") is None

@@ -90,10 +90,14 @@ def test_a_new_version_costs_its_deltas_and_no_checkout(run, folder, turns):
 
 def test_what_the_deltas_do_not_reach_is_checked_out(run, folder, turns):
     def anchors() -> None:
-        with mock.patch.object(RunWriter, "anchor_is_due", return_value=True):
+        with (
+            mock.patch.object(RunWriter, "anchor_is_due", return_value=True),
+            mock.patch("delta_weight_sync.ways.WINDOW", 2),
+        ):
             for _ in range(4):
                 run.step()
-        assert run.newest.deltas_after(0) is None
+                run.settle()
+        assert run.newest.way(0).anchor
 
     turns(anchors)
     assert follow(run, folder).complaint == ""
@@ -171,10 +175,12 @@ def test_a_newer_anchor_makes_up_for_a_damaged_delta(run, folder, turns):
     def anchor() -> None:
         assert digest(folder / "current") == before
         with mock.patch.object(RunWriter, "anchor_is_due", return_value=True):
-            run.step()
+            for _ in range(2):
+                run.step()
+                run.settle()
 
     before = run.newest.digest
-    turns(damage, anchor)
+    turns(damage, anchor, lambda: None)
     assert "00000001.t1" in follow(run, folder).complaint
     holds(folder, run)
 

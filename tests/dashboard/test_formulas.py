@@ -115,16 +115,14 @@ def test_who_joins_late_takes_what_a_manifest_names(f: Formulas, every: int) -> 
         catching_up = taken[: 1 + joins % every]
         manifest = manifest_of(joins, joins - joins % every)
         assert catching_up[0][:2] == ["take-anchor", manifest.anchor.version]
-        assert [step[1] for step in catching_up[1:]] == [
-            delta.version for delta in manifest.deltas_after(manifest.anchor.version) or ()
-        ]
+        assert [step[1] for step in catching_up[1:]] == [delta.version for delta in manifest.way().deltas]
         assert sum(step[3] for step in catching_up) == f.bytes_to_join(EXAMPLE, every, joins)
         assert [step[1] for step in taken[1 + joins % every :]] == list(range(joins + 1, 13))
 
 
 def manifest_of(version: int, anchor: int) -> Manifest:
     ref = {"key": "x", "size": 1, "sha256": "0" * 64}
-    deltas = tuple(DeltaRef(**ref, version=v, changed=1) for v in range(anchor + 1, version + 1))
+    deltas = tuple(DeltaRef(**ref, base=v - 1, version=v, changed=1) for v in range(anchor + 1, version + 1))
     return Manifest(
         run="r",
         version=version,
@@ -136,6 +134,7 @@ def manifest_of(version: int, anchor: int) -> Manifest:
         digest="0" * 16,
         anchor=AnchorRef(version=anchor, files=(FileRef(**ref),)),
         deltas=deltas,
+        jumps=(),
         parent=FileRef(**ref) if version else None,
         changed=1,
         total=1,

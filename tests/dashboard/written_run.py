@@ -125,6 +125,7 @@ class WrittenRun:
             deltas=tuple(
                 self._delta(version, changed) for version in range(self._anchor + 1, self.version + 1)
             ),
+            jumps=(),
             parent=self._parent,
             changed=changed,
             total=TOTAL,
@@ -145,7 +146,7 @@ class WrittenRun:
 
     def _delta(self, version: int, changed: int) -> DeltaRef:
         ref = _ref(self.keys.delta(version, WRITER), b"")
-        return DeltaRef(**ref.model_dump(), version=version, changed=changed)
+        return DeltaRef(**ref.model_dump(), base=version - 1, version=version, changed=changed)
 
 
 def _ref(key: str, data: bytes) -> FileRef:

@@ -15,11 +15,12 @@ from delta_weight_sync.cli import main, quantities
 from delta_weight_sync.history import RunReader
 from delta_weight_sync.lookout import Lookout
 from delta_weight_sync.plan import Question, coding, model, predict, rates, text
-from delta_weight_sync.protocol import MAX_CHAIN
+from delta_weight_sync.plan.shortcuts import Shortcuts
 from delta_weight_sync.publish.outbox import Outbox
 from delta_weight_sync.publish.run_writer import RunWriter
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.store import open_bucket
+from delta_weight_sync.ways import ANCHOR_PAYS, MAX_FILES
 from tests.hubsim import HubSim
 
 MEASURED = results.read()
@@ -93,6 +94,12 @@ def test_the_table_of_sizes_is_what_bench_measured():
         expected = (found["share"], found["per_change"]["fast"], found["per_change"]["small"])
         size = min(rates.SIZES[trainer], key=lambda size: abs(size.share - found["share"]))
         assert (size.share, size.fast, size.small) == pytest.approx(expected, rel=TABLE_TOLERANCE)
+
+
+def test_versions_merge_as_bench_measured():
+    join = MEASURED["joining"]["join"]
+    for span, share in join["merged"].items():
+        assert rates.MERGED[int(span)] == pytest.approx(share / join["changed"], rel=TABLE_TOLERANCE)
 
 
 def test_threads_help_as_much_as_is_said():
@@ -180,14 +187,26 @@ def test_a_trainer_that_is_faster_than_the_publisher_merges_steps():
     assert (quick.published_hour, quick.steps_per_version) == (120, 1)
 
 
-def test_anchors_come_when_deltas_cost_as_much_or_after_so_many_versions():
+def test_anchors_come_when_half_a_model_is_behind_the_last_or_so_many_files():
     sparse, dense = (
         predict(Question(params=10**9, share=share, replicas=1, link=1e8)) for share in (0.001, 0.3)
     )
-    assert sparse.anchor_every == MAX_CHAIN
-    assert (dense.anchor_every - 1) * dense.delta < dense.full <= dense.anchor_every * dense.delta
-    forced = predict(Question(params=10**9, share=0.001, replicas=1, link=1e8, anchor_every=1000))
-    assert forced.stored_hour / forced.published_hour < sparse.stored_hour / sparse.published_hour
+    for plan in (sparse, dense):
+        shortcuts = Shortcuts(10**9, plan.question.share, "fast", "fp32")
+        before, now = (shortcuts.behind(plan.anchor_every - back) for back in (1, 0))
+        assert before.size <= ANCHOR_PAYS * plan.full
+        assert before.files < MAX_FILES
+        assert now.size > ANCHOR_PAYS * plan.full or now.files == MAX_FILES
+    assert sparse.anchor_every > dense.anchor_every
+    often = predict(Question(params=10**9, share=0.001, replicas=1, link=1e8, anchor_every=20))
+    assert often.stored_hour / often.published_hour > sparse.stored_hour / sparse.published_hour
+
+
+def test_who_joins_fetches_few_files_and_fewer_bytes_than_all_deltas():
+    shortcuts = Shortcuts(6 * 10**8, 0.01, "fast", "fp32")
+    way = shortcuts.behind(64 + 3 * 8 + 5)
+    assert way.files == 1 + 3 + 5
+    assert way.size < 0.7 * 93 * shortcuts.delta
 
 
 def test_spaces_have_room_for_the_model_or_there_are_none():

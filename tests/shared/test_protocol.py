@@ -14,11 +14,13 @@ WRITER = Writer(1, "0" * 32)
 
 def anchor(version: int) -> AnchorRef:
     key = KEYS.anchor(version, WRITER, "model.safetensors")
-    return AnchorRef(version=version, files=(FileRef(key=key, size=1, sha256=SHA),))
+    return AnchorRef(version=version, files=(FileRef(key=key, size=9, sha256=SHA),))
 
 
 def delta(version: int) -> DeltaRef:
-    return DeltaRef(key=KEYS.delta(version, WRITER), size=1, sha256=SHA, version=version, changed=1)
+    return DeltaRef(
+        key=KEYS.delta(version, WRITER), size=1, sha256=SHA, base=version - 1, version=version, changed=1
+    )
 
 
 def manifest(version: int, at: int, deltas: list[int]) -> Manifest:
@@ -33,6 +35,7 @@ def manifest(version: int, at: int, deltas: list[int]) -> Manifest:
         digest="0" * 16,
         anchor=anchor(at),
         deltas=tuple(delta(v) for v in deltas),
+        jumps=(),
         parent=FileRef(key=KEYS.manifest(version - 1, WRITER), size=1, sha256=SHA) if version else None,
         changed=1,
         total=100,
@@ -47,17 +50,22 @@ def test_a_manifest_survives_the_wire():
 
 def test_the_way_from_any_version():
     newest = manifest(5, 3, [2, 3, 4, 5])
-    assert [d.version for d in newest.deltas_after(3) or ()] == [4, 5]
-    assert [d.version for d in newest.deltas_after(1) or ()] == [2, 3, 4, 5]
-    assert newest.deltas_after(5) == ()
-    assert newest.deltas_after(0) is None, "only the anchor leads from there"
-    assert newest.deltas_after(6) is None, "a version that this run never had"
+    assert [d.version for d in newest.way(3).deltas] == [4, 5]
+    assert [d.version for d in newest.way(1).deltas] == [2, 3, 4, 5]
+    assert newest.way(5) == (None, ())
+    assert newest.way(0) == newest.way() == (anchor(3), newest.deltas[2:]), "only the anchor leads from there"
+    assert newest.way(6).anchor, "a version that this run never had"
 
 
 @pytest.mark.parametrize("deltas", [[1, 3], [3], [4, 5], [2, 1]])
 def test_a_chain_with_a_gap_is_refused(deltas):
-    with pytest.raises(ValueError, match="do not"):
+    with pytest.raises(ValueError, match=r"do not lead|nothing leads"):
         manifest(3, 1, deltas)
+
+
+def test_a_delta_leads_forward():
+    with pytest.raises(ValueError, match="leads from version 3 back to 3"):
+        delta(3).model_validate(delta(3).model_dump() | {"base": 3})
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from delta_weight_sync.checkpoint import read_bits
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.history import RunReader
 from delta_weight_sync.store import open_bucket
+from tests.cli.drifting import RUN, Drifting
 from tests.shared import wire_examples, wire_reader
 from tests.shared.written_run import write_run
 
@@ -121,6 +122,16 @@ def test_the_page_reads_a_run_from_head_to_weights(tmp_path):
     reader.checkout(reader.at(), tmp_path / "checkout")
     expected = {name: bits.reshape(-1).tolist() for name, bits in read_bits(tmp_path / "checkout")}
     assert weights == expected
+
+
+def test_the_page_is_enough_to_take_jumps(tmp_path):
+    run = Drifting(tmp_path / "bucket", drift=1e-6)
+    for _ in range(10):
+        run.step()
+        run.settle()
+    run.close()
+    manifest, _ = wire_reader.newest(run.folder, RUN)
+    assert [(ref["base"], ref["version"]) for ref in wire_reader.way(manifest)] == [(0, 8), (8, 9), (9, 10)]
 
 
 def test_the_examples_of_the_page_are_up_to_date():

@@ -185,6 +185,17 @@ def sealed(kind: str, text: str) -> dict:
     return record
 
 
+def way(manifest: dict) -> list[dict]:
+    """The deltas and jumps of the fewest bytes from the anchor to the version."""
+    ways: dict[int, list[dict]] = {manifest["anchor"]["version"]: []}
+    for ref in sorted([*manifest["deltas"], *manifest["jumps"]], key=lambda ref: ref["base"]):
+        if ref["base"] in ways:
+            found = [*ways[ref["base"]], ref]
+            known = ways.get(ref["version"], found)
+            ways[ref["version"]] = min(known, found, key=lambda refs: sum(one["size"] for one in refs))
+    return ways[manifest["version"]]
+
+
 def newest(bucket: Path, run: str) -> tuple[dict, Weights]:
     """The manifest of a run's newest version, and its weights."""
     text = max((bucket / f"runs/{run}/heads").iterdir()).read_text()
@@ -195,8 +206,7 @@ def newest(bucket: Path, run: str) -> tuple[dict, Weights]:
     header, content = safetensors(pinned(bucket, anchor))
     weights = {name: patterns(raw) for name, raw in content.items()}
     assert all(len(w) == math.prod(header[name]["shape"]) for name, w in weights.items())
-    for ref in manifest["deltas"]:
-        if ref["version"] > manifest["anchor"]["version"]:
-            apply_delta(pinned(bucket, ref), weights)
+    for ref in way(manifest):
+        apply_delta(pinned(bucket, ref), weights)
     assert digest(weights) == manifest["digest"]
     return manifest, weights

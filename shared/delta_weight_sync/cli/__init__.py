@@ -17,6 +17,7 @@ COMMANDS = {
     "verify": "rebuild every version from version 0 and check each digest",
     "checkout": "write one version as an ordinary Hugging Face checkpoint",
     "follow": "keep an ordinary Hugging Face checkpoint at the newest version, for any engine",
+    "gc": "delete the oldest versions of a run, within a budget of bytes or age",
     "keygen": "make the pair of keys with which a run's versions are signed and checked",
     "plan": "predict bytes, seconds and money of a run, before there is one",
 }

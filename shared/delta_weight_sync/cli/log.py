@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from delta_weight_sync.cli.terminal import payload, utc
-from delta_weight_sync.cli.which import add_run, opened, versions
+from delta_weight_sync.cli.which import add_run, deleted, opened, versions
 from delta_weight_sync.protocol import Manifest
 
 _TITLES = f"{'version':>7}  {'published':19}  {'payload':>12}  {'changed':>9}  digest            anchor"
@@ -18,11 +18,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """A line for each version, newest first."""
-    lines = map(_line, versions(opened(arguments)))
-    newest = next(lines)  # so that a run without versions gets a sentence, and no titles
-    print(_TITLES, newest, sep="\n")
-    for line in lines:
-        print(line)
+    manifests = versions(opened(arguments))
+    manifest = next(manifests)  # so that a run without versions gets a sentence, and no titles
+    print(_TITLES, _line(manifest), sep="\n")
+    for manifest in manifests:
+        print(_line(manifest))
+    if said := deleted(manifest):
+        print(said)
 
 
 def _line(manifest: Manifest) -> str:

@@ -40,7 +40,7 @@ def _facts(manifest: Manifest) -> dict[str, object]:
         "total": manifest.total,
         "sparsity": round(manifest.sparsity, 6),
         "anchor": manifest.anchor.version,
-        "deltas_after_anchor": [delta.key for delta in manifest.deltas_after(manifest.anchor.version) or ()],
+        "way": [file.key for file in manifest.way().files],
     }
 
 

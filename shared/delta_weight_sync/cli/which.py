@@ -31,9 +31,15 @@ def opened(arguments: argparse.Namespace) -> RunReader:
 
 
 def versions(reader: RunReader) -> Iterator[Manifest]:
-    """Every version, newest first; raises `ProtocolError` for a run that has none."""
-    manifest = reader.at()
-    yield manifest
-    while manifest.parent is not None:
-        manifest = reader.manifest(manifest.parent)
+    """Every version that was not deleted, newest first; raises `ProtocolError` for a run that has none."""
+    manifest: Manifest | None = reader.at()
+    while manifest:
         yield manifest
+        manifest = reader.parent(manifest)
+
+
+def deleted(oldest: Manifest) -> str:
+    """What to say of the versions before the oldest that is left; "" where none is missing."""
+    if oldest.parent is None:
+        return ""
+    return f"older ones were deleted; {oldest.version} is the oldest that was kept"

@@ -139,11 +139,14 @@ def _stream(file: Any, key: str) -> NDArray[np.uint8]:
 def encode(
     patches: Iterable[Patch], old: Old, *, base: int, version: int, encoding: Encoding = "fast"
 ) -> bytes:
-    """The delta file as bytes. `old` gives the bits of a tensor at version `base`."""
-    changed = [patch for patch in patches if patch.index.size]
+    """The delta file as bytes. `old` gives the bits of a tensor at version `base`.
+
+    Patches are taken as they are coded, so that those of a whole model need never be in memory at once.
+    """
+    changed = (patch for patch in patches if patch.index.size)
     versions = {"base": str(base), "version": str(version)}
     if encoding == "original":
-        return _canonical(original.save(changed, old, versions))
+        return _canonical(original.save(list(changed), old, versions))
     table: list[Listed] = []
     described: list[Group] = []
     streams: Streams = {}

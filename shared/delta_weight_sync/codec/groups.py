@@ -15,7 +15,7 @@ _CLUSTERED = 4.0  # times as many neighbours as independent changes would have: 
 
 
 def _grouped(
-    patches: Sequence[Patch], old: Old, sparse: Sequence[Mode]
+    patches: Iterable[Patch], old: Old, sparse: Sequence[Mode]
 ) -> Iterator[tuple[Mode, list[Patch]]]:
     """Runs of tensors whose cheapest mode is the same; "gaps" stands for all modes in `sparse`."""
     members: list[Patch] = []
@@ -43,7 +43,7 @@ class Uncoded(NamedTuple):
     old: Old
 
 
-def uncoded(patches: Sequence[Patch], old: Old, sparse: Sequence[Mode]) -> Iterator[Uncoded]:
+def uncoded(patches: Iterable[Patch], old: Old, sparse: Sequence[Mode]) -> Iterator[Uncoded]:
     """The groups of changed tensors; where changes are few, the modes in `sparse` compete."""
     for mode, members in _grouped(patches, old, sparse):
         modes = sparse if mode == "gaps" else [mode]

@@ -1,7 +1,8 @@
 """From a question (how large, how sparse, how many replicas, what link) to bytes, seconds and money.
 
 Seconds follow the program as it is. The trainer waits for the diff alone, which each rank makes of its own
-shard. Rank 0 then encodes and uploads in the background, one version at a time. Each replica takes one
+shard. Rank 0 then encodes and uploads in the background, one version at a time; jumps and anchors only share
+its link. Each replica takes one
 version after the other: fetch, decode (every worker all of it), digest and placing (every worker its part),
 commit. So versions flow at the pace of the slower of the two, and a slow publisher merges steps. Encode and
 decode take several threads where there are more than two cores; all else takes one.
@@ -13,9 +14,10 @@ import math
 from dataclasses import dataclass
 
 from delta_weight_sync import parallel
-from delta_weight_sync.plan import coding, rates
+from delta_weight_sync.plan import rates
 from delta_weight_sync.plan.rates import Encoding, Space, Trainer
-from delta_weight_sync.protocol import MAX_CHAIN, POLL_S
+from delta_weight_sync.plan.shortcuts import Shortcuts
+from delta_weight_sync.protocol import POLL_S
 from delta_weight_sync.store.notice import SAFETY_S
 
 HOUR, MONTH_DAYS = 3600.0, 30.0
@@ -71,7 +73,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Join:
-    """Seconds of a late replica up to vLLM's own start: on average, and just before the next anchor."""
+    """Seconds of a late replica up to vLLM's own start: half way to the next anchor, and just before it."""
 
     anchor_s: float
     deltas_s: float
@@ -80,7 +82,7 @@ class Join:
 
     @property
     def total(self) -> float:
-        """With half of the deltas that follow an anchor."""
+        """Half way to the next anchor."""
         return self.anchor_s + self.deltas_s + self.rebuild_s
 
 
@@ -105,7 +107,7 @@ class Plan:
     parts: Parts
     trainer_ranks: int
     replica_workers: int
-    link_versions_hour: float  # what the trainer's link alone carries, anchors included
+    link_versions_hour: float  # what the trainer's link alone carries, jumps and anchors included
     publisher_versions_hour: float
     replica_versions_hour: float
     published_hour: float
@@ -137,20 +139,18 @@ def predict(question: Question) -> Plan:
     """Answer a question."""
     changes = question.params * question.share
     full = 2.0 * question.params
-    delta = min(
-        coding.delta_bytes(question.params, question.share, question.encoding, question.trainer), full
-    )
-    every = question.anchor_every or min(MAX_CHAIN, math.ceil(full / delta))
+    shortcuts = Shortcuts(question.params, question.share, question.encoding, question.trainer)
+    delta, every = shortcuts.delta, question.anchor_every or shortcuts.anchor_every()
+    each = delta + shortcuts.jumps + full / every
     ranks = math.ceil(rates.TRAINER_BYTES * question.params / rates.GPU_BYTES)
     workers = math.ceil(rates.REPLICA_BYTES * question.params / rates.GPU_BYTES)
     parts = _parts(question, changes, delta, ranks, workers)
-    anchor_s = _save_s(question.params) + full / question.link
-    publisher = HOUR / (parts.encode + parts.upload + anchor_s / every)
+    carried = HOUR * question.link / each
+    publisher = min(HOUR / (parts.encode + parts.upload), carried)
     replica = HOUR / (POLL_S + parts.fetch + parts.stage + parts.commit)
-    carried = min(publisher, replica)
-    wanted = question.steps_per_hour or carried
+    wanted = question.steps_per_hour or min(publisher, replica)
     published = min(wanted, publisher)
-    stored = published * (delta + full / every)
+    stored = published * each
     taken = min(published, replica) * question.replicas
     return Plan(
         question=question,
@@ -160,13 +160,13 @@ def predict(question: Question) -> Plan:
         parts=parts,
         trainer_ranks=ranks,
         replica_workers=workers,
-        link_versions_hour=HOUR * question.link / (delta + full / every),
+        link_versions_hour=carried,
         publisher_versions_hour=publisher,
         replica_versions_hour=replica,
         published_hour=published,
         steps_per_version=wanted / published,
         anchor_every=every,
-        join=_join(question, changes, delta, full, every),
+        join=_join(question, shortcuts, full, every),
         stored_hour=stored,
         egress_hour=taken * delta,
         file_requests=_window(published * rates.PUBLISHING.files + taken * (rates.TAKING.files + rates.LOOKS))
@@ -207,14 +207,18 @@ def _save_s(params: float) -> float:
     return rates.SAVE.seconds(params)
 
 
-def _join(question: Question, changes: float, delta: float, full: float, every: int) -> Join:
-    """Anchor, deltas after it, then the checkpoint onto the disk from which vLLM starts."""
-    params, decode = question.params, rates.DECODE[question.encoding]
-    decode_s = decode.seconds(params, changes) / question.threads
-    each = delta / question.link + decode_s + rates.APPLY.seconds(params, changes)
+def _join(question: Question, shortcuts: Shortcuts, full: float, every: int) -> Join:
+    """Anchor, jumps and deltas behind it, then the checkpoint onto the disk from which vLLM starts."""
+    params = question.params
+
+    def behind_s(versions: float) -> float:
+        size, changes, _ = shortcuts.behind(versions)
+        decode_s = rates.DECODE[question.encoding].seconds(params, changes) / question.threads
+        return size / question.link + decode_s + rates.APPLY.seconds(params, changes)
+
     rebuild = rates.LOAD.seconds(params) + rates.DIGEST.seconds(params) + _save_s(params)
-    anchor, deltas = full / question.link, (every - 1) / 2 * each
-    return Join(anchor, deltas, rebuild, anchor + 2 * deltas + rebuild)
+    anchor = full / question.link
+    return Join(anchor, behind_s(every / 2), rebuild, anchor + behind_s(every - 1) + rebuild)
 
 
 def _whole(question: Question, full: float) -> Whole:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from delta_weight_sync.plan import coding, rates
 from delta_weight_sync.plan.model import Plan
-from delta_weight_sync.protocol import MAX_CHAIN, POLL_S
+from delta_weight_sync.protocol import POLL_S
 from delta_weight_sync.units import count_text, size_text, time_text
 
 _WIDTH = 34
@@ -56,7 +56,7 @@ def _sync(plan: Plan) -> Iterator[str]:
 
 def _pace(plan: Plan) -> Iterator[str]:
     yield "versions per hour"
-    yield _row("the trainer's link alone", _number(plan.link_versions_hour), "anchors included")
+    yield _row("the trainer's link alone", _number(plan.link_versions_hour), "jumps and anchors included")
     yield _row("the publisher", _number(plan.publisher_versions_hour))
     yield _row("each replica", _number(plan.replica_versions_hour))
     yield _row("published", _number(plan.published_hour), _pace_note(plan))
@@ -74,7 +74,7 @@ def _late(plan: Plan) -> Iterator[str]:
     join = plan.join
     yield f"a late replica (an anchor every {plan.anchor_every} versions)"
     yield _row("anchor", time_text(join.anchor_s), size_text(plan.full))
-    yield _row("deltas after it", time_text(join.deltas_s), "half of them; fetch, decode, apply")
+    yield _row("jumps and deltas", time_text(join.deltas_s), "half way to the next one; fetch, decode, apply")
     yield _row("rebuild the checkpoint", time_text(join.rebuild_s), "read, prove by digest, write")
     yield _row("before vLLM starts", time_text(join.total), f"at worst {time_text(join.worst_s)}")
 
@@ -82,7 +82,7 @@ def _late(plan: Plan) -> Iterator[str]:
 def _money(plan: Plan) -> Iterator[str]:
     money, asked = plan.money, plan.question
     yield "storage and money"
-    yield _row("bucket grows by", f"{size_text(plan.stored_hour)}/h", "nothing is deleted by itself")
+    yield _row("bucket grows by", f"{size_text(plan.stored_hour)}/h", "nothing is deleted unless you say so")
     yield _row("egress", f"{size_text(plan.egress_hour)}/h", _egress_note(plan))
     for name, count, allowed in (
         ("requests for files", plan.file_requests, rates.FILES_ALLOWED),
@@ -165,5 +165,7 @@ def assumptions(plan: Plan) -> list[str]:
     if not coding.is_calibrated(asked.share, asked.trainer):
         lines.append(f"{100 * asked.share:.3g} % is outside of what was measured for trainer {asked.trainer}")
     if asked.anchor_every:
-        lines.append(f"--anchor-every is a what-if: the publisher itself puts one at most {MAX_CHAIN} apart")
+        lines.append(
+            "--anchor-every is a what-if: the publisher puts one where half a model is behind the last"
+        )
     return lines

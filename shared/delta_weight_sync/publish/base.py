@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 from collections.abc import Iterator, Mapping
@@ -10,10 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
 
 from delta_weight_sync.checkpoint import Bits, CheckpointError, read_tensors, shapes_in
+from delta_weight_sync.codec import CodecError
+from delta_weight_sync.protocol import ProtocolError
+from delta_weight_sync.publish.run_writer import RunWriter
+from delta_weight_sync.store import ObjectMissing
 
 Shapes = Mapping[str, tuple[int, ...]]
+_log = logging.getLogger("delta_weight_sync")
 _WEIGHTS = "model*.safetensors"
 _HEAD = "lm_head.weight"
 # Of the files beside the weights those that a server reads: config, tokenizer, chat template, processors.
@@ -82,6 +89,18 @@ class Base:
     def _config(self) -> dict[str, Any]:
         config: dict[str, Any] = json.loads((self.folder / "config.json").read_text())
         return config
+
+
+def published_weights(writer: RunWriter, folder: Path) -> dict[str, Bits]:
+    """The weights of the newest version, in `folder` too; none before the first, or if they are damaged.
+
+    Then what is handed over first is published as a whole, and the run goes on.
+    """
+    try:
+        return writer.resume(folder) or {}
+    except (ProtocolError, CodecError, ObjectMissing, SafetensorError) as error:
+        _log.warning("the newest version cannot be rebuilt, the next one will be an anchor: %s", error)
+        return {}
 
 
 def _download(model: str) -> Path:

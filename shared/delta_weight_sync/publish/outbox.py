@@ -15,29 +15,31 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 
 from delta_weight_sync import codec
-from delta_weight_sync.checkpoint import WEIGHTS, write_bits
+from delta_weight_sync.checkpoint import write_bits
 from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.digest import tensor_digest, to_hex
-from delta_weight_sync.protocol import AnchorRef, DeltaRef, Manifest, ProtocolError
+from delta_weight_sync.protocol import AnchorRef, DeltaRef, Manifest
+from delta_weight_sync.pruning import Keep
+from delta_weight_sync.publish.base import published_weights
 from delta_weight_sync.publish.mirror import Found, Mirror, Place
 from delta_weight_sync.publish.pending import PendingUpdate, published_bits
 from delta_weight_sync.publish.run_writer import RunWriter
 from delta_weight_sync.publish.sharded import Weights, own_parts, union
+from delta_weight_sync.publish.shortcuts import Shortcuts
 from delta_weight_sync.runlog import RunLogWriter
-from delta_weight_sync.store import AccessDenied, BucketError, BucketMissing, ObjectMissing
+from delta_weight_sync.store import AccessDenied, BucketError, BucketMissing
 
 Rest = Callable[[Mapping[str, tuple[int, ...]]], Iterable[tuple[str, Bits]]]
 _RETRY_S = 2.0
+_ANEW_EVERY = 64  # versions, after the disk that shortcuts need was full
 _log = logging.getLogger("delta_weight_sync")
 
 
@@ -57,16 +59,23 @@ class Outbox:
         encoding: Encoding = "fast",
         mirror: Place = "host",
         rest: Rest = nothing,
+        keep: Keep | None = None,
     ) -> None:
         """`encoding`: of deltas, see `delta_weight_sync.codec`; `mirror`: where published bits are kept.
 
-        `rest`: of the shapes that version 0 was handed, the tensors that belong to it besides.
+        `rest`: of the shapes that version 0 was handed, the tensors that belong to it besides. `keep`: how
+        much of the run stays in the bucket, None for all of it.
         """
         self._writer, self._log, self._encoding, self._rest = writer, log, encoding, rest
         self._given: set[str] = set()  # names; what the first hand-over leaves out stays as it is
         self._mirror = Mirror(mirror)
-        for name, bits in _published(writer).items():
-            self._mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16))
+        self.shortcuts = Shortcuts(writer, encoding, keep)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.shortcuts.close)
+            self._resume()
+            stack.pop_all()
+        self._anchor = writer.newest.anchor.version if writer.newest else -1  # the newest that is named
+        self._encoded = b""  # the delta file of the version that is being published
         self._waiting: PendingUpdate | None = None
         self._busy, self._closed = False, False
         self._failure: Exception | None = None
@@ -115,6 +124,15 @@ class Outbox:
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
+        self.shortcuts.close()
+
+    def _resume(self) -> None:
+        """Go on from the run's newest version, if it has one."""
+        published = published_weights(self._writer, self.shortcuts.folder)
+        for name, bits in published.items():
+            self._mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16))
+        if published and self.version is not None:
+            self.shortcuts.restart(self.version)
 
     def _add(self, weights: Weights, sync: int, remote_patches: Callable[[], list[Patch]]) -> None:
         started, created_at = time.perf_counter(), time.time()
@@ -156,7 +174,9 @@ class Outbox:
             self._mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16))
         base = PendingUpdate([], self._mirror.digest, sync, created_at, time.perf_counter() - started)
         version = 0 if self.version is None else self.version + 1
-        self._commit(base, None, self._put_anchor(version), 0.0)
+        self._write(self.shortcuts.path)
+        self._commit(base, None, self._writer.put_anchor(version, self.shortcuts.path), 0.0)
+        self.shortcuts.restart(version)
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
@@ -188,11 +208,10 @@ class Outbox:
     def _publish(self, job: PendingUpdate) -> None:
         version = (self.version or 0) + 1
         started = time.perf_counter()
-        data = self._encode(job, version)
+        self._encoded = self._encode(job, version)
         encode_s = time.perf_counter() - started
-        anchor = self._put_anchor(version) if self._writer.anchor_is_due(len(data)) else None
-        delta = self._writer.put_delta(version, data, sum(p.index.size for p in job.patches))
-        self._commit(job, delta, anchor, encode_s)
+        delta = self._writer.put_delta(version, self._encoded, sum(p.index.size for p in job.patches))
+        self._commit(job, delta, None, encode_s)
 
     def _encode(self, job: PendingUpdate, version: int) -> bytes:
         published = functools.partial(self._before, job)
@@ -200,12 +219,9 @@ class Outbox:
             job.patches, published, base=version - 1, version=version, encoding=self._encoding
         )
 
-    def _put_anchor(self, version: int) -> AnchorRef:
-        """Of what is being published. The trainer may hand over meanwhile: it waits for one tensor's copy."""
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / WEIGHTS
-            write_bits(self._mirror.shapes, functools.partial(self._before, None), path)
-            return self._writer.put_anchor(version, path)
+    def _write(self, path: Path) -> None:
+        """What is published, as a file. The trainer may hand over meanwhile: it waits for a tensor's copy."""
+        write_bits(self._mirror.shapes, functools.partial(self._before, None), path)
 
     def _before(self, job: PendingUpdate | None, name: str) -> Bits:
         """A tensor's bits without what waits, and without `job` if it is given."""
@@ -218,7 +234,7 @@ class Outbox:
             time.sleep(_RETRY_S)
             with contextlib.suppress(BucketError):
                 if manifest := self._writer.confirm():
-                    self._report(manifest, job, 0, 0.0)
+                    self._report(manifest, job, 0.0)
                     return
                 with self._changed:
                     self._waiting = job.then(self._waiting) if self._waiting else job
@@ -235,23 +251,17 @@ class Outbox:
             total=self._mirror.total,
             created_at=job.created_at,
         )
-        self._report(manifest, job, anchor.files[0].size if anchor else 0, encode_s)
+        self._report(manifest, job, encode_s)
 
-    def _report(self, manifest: Manifest, job: PendingUpdate, anchor_bytes: int, encode_s: float) -> None:
-        self._log.append(job.event(manifest, anchor_bytes, encode_s))
+    def _report(self, manifest: Manifest, job: PendingUpdate, encode_s: float) -> None:
+        new = manifest.anchor.version != self._anchor
+        self._log.append(job.event(manifest, manifest.anchor.files[0].size if new else 0, encode_s))
+        self._anchor = manifest.anchor.version
+        if manifest.deltas:
+            self.shortcuts.add(manifest, self._encoded)
+        if self.shortcuts.lost and manifest.version % _ANEW_EVERY == 0 and self.shortcuts.idle(0):
+            self.shortcuts.restart(manifest.version, self._write)
 
     def _raise_failure(self) -> None:
         if self._failure:
             raise self._failure
-
-
-def _published(writer: RunWriter) -> dict[str, Bits]:
-    """The weights of the run's newest version; none before the first, and where they are damaged.
-
-    Then what is handed over first is published as a whole, and the run goes on.
-    """
-    try:
-        return writer.resume() or {}
-    except (ProtocolError, codec.CodecError, ObjectMissing, SafetensorError) as error:
-        _log.warning("the newest version cannot be rebuilt, the next one will be an anchor: %s", error)
-        return {}

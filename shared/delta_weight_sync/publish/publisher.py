@@ -13,6 +13,7 @@ from delta_weight_sync.codec import Encoding
 from delta_weight_sync.digest import to_hex
 from delta_weight_sync.history import RunReader, split_run
 from delta_weight_sync.protocol import Manifest
+from delta_weight_sync.pruning import Keep
 from delta_weight_sync.publish.base import Base
 from delta_weight_sync.publish.mirror import Place
 from delta_weight_sync.publish.outbox import Outbox, nothing
@@ -45,6 +46,7 @@ class Publisher:
         *,
         encoding: Encoding = "fast",
         mirror: Place = "host",
+        keep: str | None = None,
         peers: Peers | None = None,
     ) -> None:
         """Open the run, which fences off any other writer of it.
@@ -54,8 +56,10 @@ class Publisher:
         of a model on the Hub; a new run takes from it config, tokenizer and whatever is not trained. A run
         that exists goes on from its newest version. `encoding`: of deltas, see `delta_weight_sync.codec`.
         Where DELTA_WEIGHT_SYNC_SIGNING_KEY is set every version is signed, see `delta_weight_sync.signing`.
-        `mirror`: where the published bits are kept, "host" or (on a GPU) "device". `peers`: who publishes
-        together, if not all ranks. Raises `CheckpointError`, `BucketError`, `ProtocolError`.
+        `mirror`: where the published bits are kept, "host" or (on a GPU) "device". `keep`: how much of the
+        run stays in the bucket, "20GB" or "7d", or None for all of it; see `delta_weight_sync.pruning`.
+        `peers`: who publishes together, if not all ranks. Raises `CheckpointError`, `BucketError`,
+        `KeepError`, `ProtocolError`.
         """
         self.syncs = 0
         self.run: RunWriter | None = None
@@ -64,7 +68,8 @@ class Publisher:
         self._resources = contextlib.ExitStack()
         with self._peers.together():
             self._shards = None if self._peers.main else Shards(mirror)
-            self._outbox = self._open(url, base, encoding, mirror) if self._peers.main else None
+            kept = Keep.parse(keep) if keep else None
+            self._outbox = self._open(url, base, encoding, mirror, kept) if self._peers.main else None
 
     def publish(self, weights: Weights, step: int | None = None) -> None:
         """Hand the weights over: checkpoint names, any float dtype, cast to bf16 here.
@@ -116,7 +121,9 @@ class Publisher:
             if kind is None and self.syncs:
                 self.flush()
 
-    def _open(self, url: str, base: str | Path | None, encoding: Encoding, mirror: Place) -> Outbox:
+    def _open(
+        self, url: str, base: str | Path | None, encoding: Encoding, mirror: Place, keep: Keep | None
+    ) -> Outbox:
         with contextlib.ExitStack() as stack:
             start = Base(base) if base is not None else None
             self.run = _writer(url, start, Path(stack.enter_context(tempfile.TemporaryDirectory())))
@@ -124,7 +131,7 @@ class Publisher:
                 contextlib.closing(RunLogWriter(self.run.bucket, self.run.keys.run))
             )
             rest = start.rest if start else nothing
-            outbox = Outbox(self.run, self.log, encoding=encoding, mirror=mirror, rest=rest)
+            outbox = Outbox(self.run, self.log, encoding=encoding, mirror=mirror, rest=rest, keep=keep)
             stack.enter_context(contextlib.closing(outbox))
             self._resources = stack.pop_all()
             return outbox

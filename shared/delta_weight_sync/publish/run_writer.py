@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ from delta_weight_sync.heads import Kind, Refused
 from delta_weight_sync.history import RunReader
 from delta_weight_sync.keys import Writer
 from delta_weight_sync.protocol import (
-    MAX_CHAIN,
     AnchorRef,
     DeltaRef,
     FileRef,
@@ -24,8 +22,10 @@ from delta_weight_sync.protocol import (
     RunInfo,
     reference,
 )
+from delta_weight_sync.publish.offers import Offer, Offers
 from delta_weight_sync.signing import signs_here
 from delta_weight_sync.store import Bucket, ObjectInfo
+from delta_weight_sync.ways import ANCHOR_PAYS, MAX_FILES, cheapest, listed
 
 _INSPECT_EVERY = 16  # versions; each time the run is listed
 _log = logging.getLogger("delta_weight_sync")
@@ -52,16 +52,15 @@ class RunWriter:
         self.bucket, self.keys, self.model, self.assets = bucket, self.reader.keys, model, assets
         self._asset_refs: list[FileRef] = []
         self._decided: Manifest | None = None  # the next version, as long as the store has not taken it
-        self._seen: dict[
-            str, ObjectInfo | None
-        ] = {}  # the files of the newest version, when they were listed
+        self._offers, self._weighed = Offers(), Offer()  # `_weighed`: what was there when that was decided
+        self._seen: dict[str, ObjectInfo | None] = {}  # files of the newest version, as they were listed
+        self._inspected = 0  # at this version
         self._started = time.time()
         self.newest: Manifest | None = None
         self.on_version: Callable[[Manifest], object] = _nothing  # told of each version that is real
         others = self.reader.writers()
         self.writer = Writer.after(others)
         self.newest = self._claim(others)
-        self._previous_anchor = self.newest.version - len(self.newest.deltas) if self.newest else 0
 
     @property
     def writer_term(self) -> int:
@@ -96,30 +95,31 @@ class RunWriter:
         last = self.reader.rebuilt(Writer(head.writer_term, head.writer))
         return self.reader.named(last if last and last.rank > head.rank else head)
 
-    def resume(self) -> dict[str, Bits] | None:
-        """The weights of the newest version, or None for a run that has none yet."""
-        if self.newest is None:
-            return None
-        with tempfile.TemporaryDirectory() as folder:
-            return self.reader.checkout(self.newest, Path(folder))
+    def resume(self, folder: Path) -> dict[str, Bits] | None:
+        """The weights of the newest version, in `folder` too; None for a run that has none yet."""
+        return self.reader.checkout(self.newest, folder) if self.newest else None
 
-    def anchor_is_due(self, delta_bytes: int) -> bool:
-        """True once the chain costs a joining replica as much as a whole checkpoint would."""
-        if self.newest is None or self._is_damaged(self.newest):
+    def anchor_is_due(self) -> bool:
+        """True once a joining replica would fetch so much behind the anchor that a new one pays."""
+        newest, (jumps, anchor) = self.newest, self._offers.now()
+        if newest is None or anchor:
+            return False
+        if self._is_damaged(newest):
             return True
-        chain = self.newest.deltas_after(self.newest.anchor.version) or ()
-        cost = sum(d.size for d in chain) + delta_bytes
-        return cost >= self.newest.full_bytes or len(chain) + 1 >= MAX_CHAIN
+        way = cheapest(newest.anchor, (*newest.deltas, *newest.jumps, *jumps), newest.version, None)
+        behind = way.deltas if way else ()
+        return sum(d.size for d in behind) > ANCHOR_PAYS * newest.full_bytes or len(behind) >= MAX_FILES
 
     def _is_damaged(self, newest: Manifest) -> bool:
         """Whether a file of the newest version is gone, or not what it was when this was asked last."""
-        if newest.version % _INSPECT_EVERY:
+        if newest.version < self._inspected + _INSPECT_EVERY:
             return False
         there, before = {info.key: info for info in self.bucket.list(self.keys.folder)}, self._seen
-        self._seen = {file.key: there.get(file.key) for file in newest.files()}
+        files, self._inspected = newest.way().files, newest.version
+        self._seen = {file.key: there.get(file.key) for file in files}
         return any(
-            info is None or info.size != file.size or before.get(file.key, info) != info
-            for file in newest.files()
+            info is None or info.size != file.size or (before.get(file.key) or info).etag != info.etag
+            for file in files
             for info in [self._seen[file.key]]
         )
 
@@ -141,10 +141,26 @@ class RunWriter:
 
     def put_delta(self, version: int, data: bytes, changed: int) -> DeltaRef:
         """Store the delta that leads to `version`."""
-        key = self.keys.delta(version, self.writer)
+        return self._put_delta(self.keys.delta(version, self.writer), data, version - 1, version, changed)
+
+    def _put_delta(self, key: str, data: bytes, base: int, version: int, changed: int) -> DeltaRef:
         self.bucket.put(key, data)
         sha256 = hashlib.sha256(data).hexdigest()
-        return DeltaRef(key=key, size=len(data), sha256=sha256, version=version, changed=changed)
+        return DeltaRef(key=key, size=len(data), sha256=sha256, base=base, version=version, changed=changed)
+
+    def offer_jump(self, base: int, version: int, data: bytes, changed: int) -> None:
+        """Store a delta over several published versions, for the next manifest to name. By any thread."""
+        key = self.keys.jump(base, version, self.writer)
+        self._offers.add_jump(self._put_delta(key, data, base, version, changed))
+
+    def offer_anchor(self, version: int, weights_file: Path) -> None:
+        """Store an anchor of a published version, for the next manifest to name. By any thread."""
+        self._offers.add_anchor(self.put_anchor(version, weights_file))
+
+    def offered(self) -> set[str]:
+        """Keys of what is in the bucket, and named by no version that is real."""
+        jumps, anchor = self._offers.now()
+        return {ref.key for ref in (*jumps, *(anchor.files if anchor else ()))}
 
     def commit(
         self,
@@ -157,23 +173,26 @@ class RunWriter:
         created_at: float,
     ) -> Manifest:
         """Decide what the next version is, and make it real; raises as `confirm`."""
-        previous = self.newest
-        if anchor and previous:
-            self._previous_anchor = previous.anchor.version
-        newest_anchor = anchor or (previous.anchor if previous else None)
+        previous, version = self.newest, self.newest.version + 1 if self.newest else 0
+        self._weighed = jumps, offered = self._offers.now()
+        newest_anchor = anchor or offered or (previous.anchor if previous else None)
         assert newest_anchor is not None, "version 0 needs an anchor"
-        deltas = (*previous.deltas, delta) if previous and delta else ()
+        if previous and delta:
+            names = listed(newest_anchor, (*previous.deltas, delta), (*previous.jumps, *jumps), version)
+        else:
+            names = listed(newest_anchor, (), (), version)
         manifest = Manifest(
             run=self.keys.run,
             born=previous.born if previous else self._started,
-            version=previous.version + 1 if previous else 0,
+            version=version,
             writer_term=self.writer.term,
             writer=self.writer.id,
             sync=sync,
             created_at=created_at,
             digest=digest,
             anchor=newest_anchor,
-            deltas=tuple(d for d in deltas if d.version > self._previous_anchor),
+            deltas=names.deltas,
+            jumps=names.jumps,
             parent=self._reference(previous) if previous else None,
             changed=delta.changed if delta else 0,
             total=total,
@@ -204,6 +223,7 @@ class RunWriter:
         self._put_head(manifest)
         self._require_ownership()
         self.newest, self._decided = manifest, None
+        self._offers.take(self._weighed)
         self.on_version(manifest)
         return manifest
 

@@ -30,9 +30,11 @@ class BucketWeightTransfer:
         *,
         encoding: Encoding = "fast",
         mirror: Place = "host",
+        keep: str | None = None,
     ) -> None:
         """As `Publisher`; nothing is opened before training begins, and then on TRL's main process only."""
         self._url, self._base, self._encoding, self._mirror = url, base, encoding, mirror
+        self._keep = keep
         self._publisher: Publisher | None = None
         self._syncs = 0
 
@@ -40,7 +42,12 @@ class BucketWeightTransfer:
         """Open the run; raises as `Publisher` does."""
         # TRL gathers sharded parameters by itself and calls nobody but its main process.
         self._publisher = Publisher(
-            self._url, self._base, encoding=self._encoding, mirror=self._mirror, peers=Peers(alone=True)
+            self._url,
+            self._base,
+            encoding=self._encoding,
+            mirror=self._mirror,
+            keep=self._keep,
+            peers=Peers(alone=True),
         )
 
     def pause(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
@@ -52,6 +52,7 @@ class ObjectInfo:
     key: str
     size: int  # bytes
     etag: str  # changes whenever the content changes; opaque
+    written: float | None = field(default=None, compare=False)  # unix seconds of the store; None: not told
 
 
 Listing = list[ObjectInfo]
@@ -75,7 +76,10 @@ class Bucket(Protocol):
         """Look an object up, None if absent; cheap enough to poll."""
 
     def list(self, prefix: str) -> Listing:
-        """All objects below the folder `prefix` ("runs/demo/", or "" for everything), sorted by key."""
+        """All objects below the folder `prefix` ("runs/demo/", or "" for everything), sorted by key.
+
+        Each says when it was written.
+        """
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; those that are missing already are fine."""

@@ -100,7 +100,9 @@ class FileBucket:
             return None
         etag = f"{found.st_mtime_ns:x}-{found.st_ino:x}-{found.st_size:x}"
         key = path.relative_to(self._root).as_posix()
-        return ObjectInfo(key, found.st_size, etag) if S_ISREG(found.st_mode) else None
+        if not S_ISREG(found.st_mode):
+            return None
+        return ObjectInfo(key, found.st_size, etag, found.st_mtime)
 
     @contextmanager
     def _explained(self, key: str) -> Iterator[None]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
@@ -105,8 +106,7 @@ class HubBucket:
         except ObjectMissing:
             return []
         files = [entry for entry in entries if entry.type == "file" and entry.path.startswith(folder)]
-        found = [ObjectInfo(f.path.removeprefix(self._folder), f.size, f.xet_hash) for f in files]
-        return sorted(found, key=lambda info: info.key)
+        return sorted(map(self._info, files), key=lambda info: info.key)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects."""
@@ -116,6 +116,10 @@ class HubBucket:
 
     def _path(self, key: str) -> str:
         return self._folder + check_key(key)
+
+    def _info(self, file: Any) -> ObjectInfo:
+        written = file.uploaded_at and file.uploaded_at.timestamp()
+        return ObjectInfo(file.path.removeprefix(self._folder), file.size, file.xet_hash, written)
 
     def notice(self, prefix: str) -> Notice:
         """Of the Hub's events."""

@@ -105,7 +105,8 @@ class S3Bucket:
         return self._root + check_key(key)
 
     def _info(self, found: dict[str, Any]) -> ObjectInfo:
-        return ObjectInfo(found["name"].removeprefix(self._root), found["size"], found["ETag"].strip('"'))
+        key, etag = found["name"].removeprefix(self._root), found["ETag"].strip('"')
+        return ObjectInfo(key, found["size"], etag, found["LastModified"].timestamp())
 
     @contextmanager
     def _explained(self, key: str, *, write: bool = False) -> Iterator[None]:

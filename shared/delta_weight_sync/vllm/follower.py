@@ -232,9 +232,9 @@ class Follower:
 
     def _advance(self, manifest: Manifest, serving: Manifest) -> None:
         """From the version that is served to `manifest`'s."""
-        deltas = manifest.deltas_after(serving.version)
-        unchanged = not any(delta.changed for delta in deltas or ())
-        if not deltas or (unchanged and manifest.digest != serving.digest):
+        anchor, deltas = self._reader.way(manifest, serving.version)
+        unchanged = not any(delta.changed for delta in deltas)
+        if anchor or not deltas or (unchanged and manifest.digest != serving.digest):
             self._join(manifest)  # too far behind, or a history other than the one that is served
             return
         if unchanged:
@@ -248,10 +248,6 @@ class Follower:
                 self.serving = None
             self._journal.note(error=f"version {manifest.version} was undone, healing: {error}")
             self._join(manifest)
-        except (ProtocolError, ObjectMissing):
-            if self._reader.buildable(manifest) != manifest:
-                raise
-            self._join(manifest)  # a newer anchor makes up for the delta that is damaged
 
     def _apply(self, manifest: Manifest, deltas: tuple[DeltaRef, ...]) -> None:
         started = time.perf_counter()

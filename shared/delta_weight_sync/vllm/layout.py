@@ -31,7 +31,7 @@ class Layout:
         shutil.rmtree(self._version, ignore_errors=True)
         shutil.copytree(anchor, self._version)
         state = map_bits(self._version / WEIGHTS, "r+")
-        for ref in manifest.deltas_after(manifest.anchor.version) or ():
+        for ref in self._reader.way(manifest).deltas:
             delta = self._reader.fetch(ref, self._version)
             apply_delta(state, delta)
             delta.unlink()

@@ -17,8 +17,7 @@ class CountingReader(RunReader):
 
     def expect(self, manifest: Manifest, folder: Path) -> None:
         """From now on count the download of this version to `folder`, from its anchor on."""
-        files = [*manifest.anchor.files, *(manifest.deltas_after(manifest.anchor.version) or ())]
-        self._wanted, self._fetched, self._folder = sum(file.size for file in files), 0, folder
+        self._wanted, self._fetched, self._folder = manifest.way().size, 0, folder
 
     def fetch(self, ref: FileRef, folder: Path) -> Path:
         """As in `RunReader`."""
