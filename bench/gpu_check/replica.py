@@ -61,11 +61,10 @@ def _follow(folder: Path, share: float, *, whole: bool) -> Iterator[str]:
 
 
 def _change(base: Path, share: float) -> Change:
-    """SmolLM2-135M, and a step up or down of that share of its weights."""
+    """SmolLM2-135M, and a step to the next larger magnitude of that share of its weights."""
     rng, old, patches = np.random.default_rng(0), dict(read_bits(base)), []
     for name, bits in old.items():
-        step = rng.choice(np.array([1, -1], np.int16), bits.shape) * (rng.random(bits.shape) < share)
-        patches.append(codec.diff(name, bits, (bits + step.astype(np.uint16)).astype(np.uint16)))
+        patches.append(codec.diff(name, bits, bits + (rng.random(bits.shape) < share).astype(np.uint16)))
     return Change("SmolLM2-135M", "random steps", 0.0, old, patches)
 
 

@@ -77,7 +77,7 @@ class Thief:
         newest = self.manifest(NEWEST)
         fields = newest.model_dump(exclude={"seal", "version", "parent"})
         fields |= {"version": NEWEST + 1, "parent": reference(self.key_of(newest), newest)}
-        delta = {**newest.deltas[-1].model_dump(), "version": NEWEST + 1}
+        delta = {**newest.deltas[-1].model_dump(), "base": NEWEST, "version": NEWEST + 1}
         fields |= {"deltas": (*newest.deltas, delta), "writer_term": writer.term, "writer": writer.id}
         manifest = sign(Manifest(**fields))
         ref = self.put(self.keys.manifest(NEWEST + 1, writer), manifest)
