@@ -5,7 +5,6 @@ The codec and the digest are imported where weights are: who only lists versions
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from delta_weight_sync.heads import NoVersionError, RecordReader, manifests_of
 from delta_weight_sync.protocol import FileRef, Manifest, ProtocolError
 from delta_weight_sync.signing import PublicKeys
 from delta_weight_sync.store import Bucket, ObjectMissing, open_bucket
+from delta_weight_sync.ways import Way
 
 
 def split_run(url: str) -> tuple[str, str]:
@@ -46,6 +46,11 @@ def _only_run(bucket: Bucket) -> str:
 
 class RunReader(RecordReader):
     """The reading half of the protocol. Everything it returns was checked against HEAD's chain of hashes."""
+
+    def __init__(self, bucket: Bucket, run: str, believed: PublicKeys | None = None) -> None:
+        """As a `RecordReader`."""
+        super().__init__(bucket, run, believed)
+        self._unreadable: set[str] = set()  # keys of files that were gone or damaged when they were fetched
 
     def history(self) -> Iterator[Manifest]:
         """Every manifest from the newest back to version 0, or to the oldest that was not deleted."""
@@ -90,11 +95,30 @@ class RunReader(RecordReader):
     def fetch(self, ref: FileRef, folder: Path) -> Path:
         """Download one file and check its size and sha256 (Xet downloads check nothing themselves)."""
         path = folder / ref.name
-        self.bucket.fetch(ref.key, path)
-        if path.stat().st_size != ref.size or _sha256(path) != ref.sha256:
-            path.unlink()
-            raise ref.damaged()
+        try:
+            self.bucket.fetch(ref.key, path)
+            if not ref.is_in(path):
+                path.unlink()
+                raise ref.damaged()
+        except (ObjectMissing, ProtocolError):
+            self._unreadable.add(ref.key)
+            raise
+        self._unreadable.discard(ref.key)
         return path
+
+    def way(self, manifest: Manifest, held: int | None = None) -> Way:
+        """As the manifest's; around files that could not be read whole, where there is such a way."""
+        return manifest.way_without(self._unreadable, held) or manifest.way(held)
+
+    def buildable(self, manifest: Manifest) -> Manifest | None:
+        """`manifest`, or the newest before it that needs none of the files which could not be read whole.
+
+        None where there is no such version.
+        """
+        found: Manifest | None = manifest
+        while found and not found.way_without(self._unreadable):
+            found = self.parent(found)
+        return found
 
     def checkout(self, manifest: Manifest, folder: Path) -> dict[str, Bits]:
         """Write `manifest`'s version to `folder` as a Hugging Face checkpoint; returns its weights' bits.
@@ -105,7 +129,7 @@ class RunReader(RecordReader):
         for ref in manifest.anchor.files:
             self.fetch(ref, folder)
         state = dict(checkpoint.read_bits(folder))
-        for delta in manifest.way().deltas:
+        for delta in self.way(manifest).deltas:
             self.advance(state, delta, folder)
         require_digest(state, manifest)
         shapes = {name: bits.shape for name, bits in state.items()}
@@ -146,8 +170,3 @@ def require_digest(state: dict[str, Bits], manifest: Manifest) -> None:
             f"version {manifest.version} has digest {manifest.digest}, its files give {digest}; "
             "the run is damaged, continue from an earlier version"
         )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

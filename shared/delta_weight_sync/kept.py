@@ -90,6 +90,11 @@ class KeptCheckpoint:
             self._show(manifest)
         return self._current.resolve()
 
+    def instead_of(self, manifest: Manifest) -> Manifest | None:
+        """After `take` could not read a file of it: what to take meanwhile, where nothing is held yet."""
+        older = None if self._held else self._reader.buildable(manifest)
+        return older if older != manifest else None
+
     def _found(self) -> Manifest | None:
         """What `current` holds, or None where that is not exactly what was published."""
         try:
@@ -119,7 +124,7 @@ class KeptCheckpoint:
         So it is where the run was started over, or where somebody has written into the held version.
         """
         held = self._held
-        way = manifest.way(held.version if held else None)
+        way = self._reader.way(manifest, held.version if held else None)
         if not held or way.anchor or not way.deltas or _contents(held) != _contents(manifest):
             return False
         paths = [self._reader.fetch(delta, self._building) for delta in way.deltas]

@@ -20,6 +20,8 @@ one is, and where it is torn, deleted, old or somebody else's, that is found fro
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Container
+from pathlib import Path
 from typing import Annotated, Final, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
@@ -101,6 +103,13 @@ class FileRef(Record):
         if len(data) != self.size or hashlib.sha256(data).hexdigest() != self.sha256:
             raise self.damaged()
 
+    def is_in(self, path: Path) -> bool:
+        """Whether a file on this machine's disk is the object that this reference pins."""
+        if path.stat().st_size != self.size:
+            return False
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == self.sha256
+
     def damaged(self) -> ProtocolError:
         """The error for an object whose bytes are not those that were published."""
         return ProtocolError(
@@ -171,8 +180,14 @@ class Manifest(Sealed):
         assert way is not None, "the anchor leads here"
         return way
 
+    def way_without(self, unreadable: Container[str], held: int | None = None) -> Way | None:
+        """As `way`, by none of the files with these keys; None where no other way leads here."""
+        deltas = [delta for delta in (*self.deltas, *self.jumps) if delta.key not in unreadable]
+        whole = not any(file.key in unreadable for file in self.anchor.files)
+        return cheapest(self.anchor if whole else None, deltas, self.version, held)
+
     def _way(self, held: int | None) -> Way | None:
-        return cheapest(self.anchor, (*self.deltas, *self.jumps), self.version, held)
+        return self.way_without((), held)
 
     def named(self) -> tuple[FileRef, ...]:
         """All files that it names."""

@@ -34,12 +34,16 @@ class Way(NamedTuple):
         return sum(file.size for file in self.files)
 
 
-def cheapest(anchor: AnchorRef, deltas: Iterable[DeltaRef], version: int, held: int | None) -> Way | None:
+def cheapest(
+    anchor: AnchorRef | None, deltas: Iterable[DeltaRef], version: int, held: int | None
+) -> Way | None:
     """From `anchor`, or from the version that is `held` if there is one, to `version`.
 
     None where no way leads there. Of two ways of as many bytes it is the one of fewer files.
     """
-    reached = {anchor.version: _Reached(sum(file.size for file in anchor.files), 1, Way(anchor, ()))}
+    reached: dict[int, _Reached] = {}
+    if anchor:
+        reached[anchor.version] = _Reached(sum(file.size for file in anchor.files), 1, Way(anchor, ()))
     if held is not None and held <= version:
         reached[held] = _Reached(0, 0, Way(None, ()))
     for delta in sorted(deltas, key=lambda delta: delta.base):

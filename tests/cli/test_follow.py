@@ -168,6 +168,38 @@ def test_a_damaged_delta_is_named_and_the_old_version_stays(run, folder, turns):
     holds(folder, run)
 
 
+def test_a_newer_anchor_makes_up_for_a_damaged_delta(run, folder, turns):
+    def damage() -> None:
+        (run.folder / run.step().deltas[-1].key).unlink()
+
+    def anchor() -> None:
+        assert digest(folder / "current") == before
+        with mock.patch.object(RunWriter, "anchor_is_due", return_value=True):
+            for _ in range(2):
+                run.step()
+                run.settle()
+
+    before = run.newest.digest
+    turns(damage, anchor, lambda: None)
+    assert "00000001.t1" in follow(run, folder).complaint
+    holds(folder, run)
+
+
+def test_an_empty_folder_begins_at_the_newest_version_that_is_whole(run, folder, turns, tmp_path):
+    whole = run.step()
+    (run.folder / run.step().deltas[-1].key).unlink()
+    told = tmp_path / "told"
+
+    def whole_version_is_there() -> None:
+        assert digest(folder / "current") == whole.digest
+        assert told.read_text() == "1\n"
+
+    turns(whole_version_is_there)
+    result = follow(run, folder, "--on-version", f"echo {{version}} >> {told}")
+    assert "00000002.t1" in result.complaint
+    assert versions(folder) == ["00000001"]
+
+
 def test_a_store_that_fails_is_asked_ever_more_slowly_and_all_files_stay(run, folder, turns, tmp_path):
     def gone() -> None:
         run.folder.rename(tmp_path / "elsewhere")

@@ -137,15 +137,15 @@ def test_another_anchor_is_tried(follower: Follower, run: RealRun, vllm: Refusin
     reaches(follower, newest.version)
 
 
-def test_wrong_weights_are_fetched_once_more_and_then_refused(
+def test_wrong_weights_are_laid_out_once_more_and_then_refused(
     follower: Follower, run: RealRun, vllm: Refusing, counted: Counted
 ) -> None:
-    """The anchor may have been damaged on this disk; after a second one the fault is elsewhere."""
+    """What was laid out may have been damaged on this disk; after a second time the fault is elsewhere."""
     vllm.damaged = DAMAGED
     follower.start()
     refuses(follower)
     fetched = counted.asked["fetch"]
-    assert (vllm.committed, fetched) == (2, 2 * 4), "two files of an anchor, two deltas"
+    assert (vllm.committed, fetched) == (2, 2 + 2 * 2), "an anchor's two files, which are kept; two deltas"
     run.step()
     turns(counted)
     assert (vllm.committed, counted.asked["fetch"]) == (2, fetched)

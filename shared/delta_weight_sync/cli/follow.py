@@ -17,7 +17,8 @@ from delta_weight_sync.cli.terminal import printable
 from delta_weight_sync.cli.which import add_run, opened
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.kept import KeptCheckpoint, kept_checkpoint
-from delta_weight_sync.protocol import Manifest
+from delta_weight_sync.protocol import Manifest, ProtocolError
+from delta_weight_sync.store import ObjectMissing
 from delta_weight_sync.watch import watch
 
 _EPILOG = """\
@@ -84,11 +85,18 @@ class Follower:
         self._told.write_text(f"{version} {self._command}")
 
     def take_and_go_on(self, manifest: Manifest) -> None:
-        """The same, but a command that fails is only reported."""
+        """The same, but a command that fails is only reported.
+
+        Where nothing is held yet and a file of the version is damaged, an older version is taken first.
+        """
         try:
             self.take(manifest)
         except CommandError as error:
             _complain(error)
+        except (ProtocolError, ObjectMissing):
+            if older := self._kept.instead_of(manifest):
+                self.take_and_go_on(older)
+            raise
 
 
 def _run(command: str, path: Path, manifest: Manifest) -> None:

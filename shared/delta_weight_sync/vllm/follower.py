@@ -14,8 +14,9 @@ from pathlib import Path
 
 from delta_weight_sync.heads import NoVersionError
 from delta_weight_sync.lookout import Lookout
-from delta_weight_sync.protocol import DeltaRef, Manifest
+from delta_weight_sync.protocol import DeltaRef, Manifest, ProtocolError
 from delta_weight_sync.runlog import ReplicaReport
+from delta_weight_sync.store import ObjectMissing
 from delta_weight_sync.vllm.engine import Engine, EngineError
 from delta_weight_sync.vllm.journal import Journal
 from delta_weight_sync.vllm.labels import Label
@@ -47,7 +48,7 @@ class Follower:
         self._learned: Shapes = {}
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
-        self._fetching = False
+        self._fetching, self._heals = False, False
         self._logged = ""
 
     def start(self) -> None:
@@ -110,13 +111,24 @@ class Follower:
             self.orders.healing.clear()
             self._refusals.forget()
             self._lookout.forget()
-            if wanted := held or self._reader.newest():
-                self._follow(wanted, held, afresh=True)
+            self._heals = True
+        if self._heals:
+            self._heal(held)
         elif held is None:
             return self._look()
         else:
             self._hold(held)
         return True
+
+    def _heal(self, held: Manifest | None) -> None:
+        """Compare all weights with those of the version that is wanted, until that was done or is refused."""
+        try:
+            if wanted := held or self._reader.newest():
+                self._follow(wanted, held, afresh=True)
+            self._heals = False
+        except RefusedError:
+            self._heals = False
+            raise
 
     def _held(self) -> Manifest | None:
         """The version that the owner wants, whatever the newest is."""
@@ -154,12 +166,25 @@ class Follower:
     def _follow(self, manifest: Manifest, held: Manifest | None = None, *, afresh: bool = False) -> None:
         """Serve a version, comparing all weights if `afresh`; `held` is it if the owner wants no other."""
         self._refusals.ask(manifest, held)
-        if self.serving is None or afresh:
+        if self.serving is None and not held:
+            self._begin(manifest)
+        elif self.serving is None or afresh:
             self._join(manifest)
         elif manifest != self.serving:
             self._advance(manifest, self.serving)
         else:
             self._journal.note("serving")
+
+    def _begin(self, manifest: Manifest) -> None:
+        """Join; where a file of the version is damaged, at the newest one before it that is whole."""
+        try:
+            self._join(manifest)
+        except (ProtocolError, ObjectMissing):
+            older = self._reader.buildable(manifest)
+            if older is None or older == manifest:
+                raise
+            self._join(older)
+            raise
 
     def _join(self, manifest: Manifest) -> None:
         """From whatever is live to `manifest`'s version."""
@@ -171,8 +196,7 @@ class Follower:
             stage_s = self._engine.stage_checkpoint(folder)
             seconds = self._engine.commit(manifest.digest, str(Label.of(manifest)))
         except EngineError as error:
-            if not self._refusals.judge(error):
-                self._layout.forget()
+            self._refusals.judge(error)
             raise
         self._refusals.forget()
         self._layout.done()
@@ -208,7 +232,7 @@ class Follower:
 
     def _advance(self, manifest: Manifest, serving: Manifest) -> None:
         """From the version that is served to `manifest`'s."""
-        anchor, deltas = manifest.way(serving.version)
+        anchor, deltas = self._reader.way(manifest, serving.version)
         unchanged = not any(delta.changed for delta in deltas)
         if anchor or not deltas or (unchanged and manifest.digest != serving.digest):
             self._join(manifest)  # too far behind, or a history other than the one that is served

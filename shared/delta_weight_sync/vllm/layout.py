@@ -11,7 +11,7 @@ from pathlib import Path
 
 from delta_weight_sync.checkpoint import WEIGHTS, map_bits
 from delta_weight_sync.history import apply_delta
-from delta_weight_sync.protocol import Manifest
+from delta_weight_sync.protocol import AnchorRef, Manifest
 from delta_weight_sync.vllm.progress import CountingReader
 
 Shapes = dict[str, list[int]]
@@ -22,6 +22,8 @@ class Layout:
 
     def __init__(self, reader: CountingReader, folder: Path) -> None:
         self._reader, self._anchors, self._version = reader, folder / "anchors", folder / "checkpoint"
+        for left in (*folder.glob(".*.part"), *folder.glob("*.safetensors")):
+            left.unlink()  # a delta that a process which was killed had begun to take
 
     def put(self, manifest: Manifest) -> tuple[Path, Shapes]:
         """The folder that holds `manifest`'s version, and the shapes of its tensors."""
@@ -29,17 +31,17 @@ class Layout:
         shutil.rmtree(self._version, ignore_errors=True)
         shutil.copytree(anchor, self._version)
         state = map_bits(self._version / WEIGHTS, "r+")
-        for ref in manifest.way().deltas:
+        for ref in self._reader.way(manifest).deltas:
             delta = self._reader.fetch(ref, self._version)
             apply_delta(state, delta)
             delta.unlink()
         return self._version, {name: list(bits.shape) for name, bits in state.items()}
 
     def _anchor(self, manifest: Manifest) -> Path:
-        """Its folder is named by its content, and is there when it is whole."""
+        """Its folder is named by its content, and is there when it is whole; it may be damaged since."""
         weights = next(ref for ref in manifest.anchor.files if ref.name == WEIGHTS)
         kept, coming = self._anchors / weights.sha256, self._anchors / "coming"
-        if not kept.exists():
+        if not _holds(kept, manifest.anchor):
             shutil.rmtree(self._anchors, ignore_errors=True)
             coming.mkdir(parents=True)
             for ref in manifest.anchor.files:
@@ -51,6 +53,7 @@ class Layout:
         """The version is live: its weights are not needed any more."""
         (self._version / WEIGHTS).unlink()
 
-    def forget(self) -> None:
-        """What is here did not lead to the published version."""
-        shutil.rmtree(self._anchors, ignore_errors=True)
+
+def _holds(folder: Path, anchor: AnchorRef) -> bool:
+    """Whether the files of `anchor` are there as they were published."""
+    return all((path := folder / ref.name).is_file() and ref.is_in(path) for ref in anchor.files)

@@ -27,14 +27,15 @@ class CountingReader(RunReader):
 
     def progress(self) -> str:
         """So many megabytes of all, such as "27 of 269 MB", in tenths of the whole."""
-        parts = sum(_size(part) for part in self._folder.glob("**/.*.part"))
+        parts = _coming(self._folder)
         share = _STEPS * min(self._fetched + parts, self._wanted) // max(self._wanted, 1)
         digits = 0 if self._wanted >= 10e6 else 1
         return f"{share * self._wanted / _STEPS / 1e6:.{digits}f} of {self._wanted / 1e6:.{digits}f} MB"
 
 
-def _size(path: Path) -> int:
+def _coming(folder: Path) -> int:
+    """Bytes of the files that are on their way."""
     try:
-        return path.stat().st_size
-    except FileNotFoundError:  # it was finished meanwhile
+        return sum(part.stat().st_size for part in folder.glob("**/.*.part"))
+    except FileNotFoundError:  # one was finished, or its folder removed, meanwhile
         return 0

@@ -1,8 +1,8 @@
 """Joins that vLLM refused for good: what would fail again in the same way is not tried again.
 
 A replica that joins fetches a checkpoint, and a Space is billed while it does. A model whose parameters no
-delta fits, and weights that do not have the published digest although they were fetched twice, stay what they
-are.
+delta fits, and weights that do not have the published digest although they were laid out twice, stay what
+they are.
 """
 
 from __future__ import annotations
@@ -39,12 +39,11 @@ class Refusals:
         if self._refused and self._refused[0] == self._wanted:
             raise self._refused[1]
 
-    def judge(self, error: EngineError) -> bool:
-        """Whether the join that was asked for last, and failed with `error`, is refused from now on."""
+    def judge(self, error: EngineError) -> None:
+        """Decide whether the join that was asked for last, and failed with `error`, is refused for now."""
         suspected, self._suspect = self._suspect, self._wanted if error.kind in _NEXT_TIME else None
         again = self._suspect is not None and suspected == self._suspect
         if self._wanted is None or not (again or error.kind in _AT_ONCE):
-            return False
+            return
         until = "not tried again until the run has another anchor, or the owner heals this replica"
         self._refused = self._wanted, RefusedError(f"{error}; {until}", error.kind)
-        return True

@@ -1,0 +1,1 @@
+"""Faults of every kind against real publishers and followers; `python -m tests.chaos --help`."""

@@ -1,0 +1,70 @@
+"""Faults of every kind are survived, nothing wrong is served, nothing is left; and a lie would be seen."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.faults import ON_DISK, ON_HUB
+from tests.chaos.members import Member, Place
+from tests.chaos.replica import Claim
+from tests.chaos.scene import Scene
+from tests.chaos.truth import Truth
+
+PATIENCE_S = 3600
+
+
+def chaos(faults: int, seed: int) -> None:
+    """In a process of its own, or what other tests left open would count as leaked."""
+    words = [sys.executable, "-m", "tests.chaos", f"--faults={faults}", f"--seed={seed}"]
+    result = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S)
+    told = result.stdout.splitlines() or [result.stderr]
+    assert told[-1] == f"faults {faults} survived {faults} wrong 0 leaked 0", result.stdout + result.stderr
+    assert result.returncode == 0
+
+
+@pytest.mark.full
+def test_forty_faults_are_survived() -> None:
+    """With signatures on, on a folder."""
+    chaos(40, 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [2, 3])
+def test_five_hundred_faults_are_survived(seed: int) -> None:
+    """Also on the simulated Hub and S3, by two ranks, with a real vLLM; the second time all is signed."""
+    chaos(500, seed)
+
+
+class Liar(Member):
+    """Claims what it is told to."""
+
+    claimed: Claim
+
+    def claim(self) -> Claim:
+        return self.claimed
+
+
+@pytest.mark.parametrize(
+    ("digest", "held", "wrong"), [("a", "a", False), ("a", "b", True), ("b", "b", True), ("c", "c", True)]
+)
+def test_what_is_held_and_what_is_claimed_must_be_what_was_handed_over(
+    tmp_path: Path, digest: str, held: str, wrong: bool
+) -> None:
+    scene = Scene.__new__(Scene)
+    scene.truth, scene.wrong = Truth(tmp_path / "truth"), []
+    scene.truth.tell("writer", 7, "a")
+    scene.truth.tell("writer", 8, "b")
+    liar = Liar("liar", "local", Place("", tmp_path, {}))
+    liar.claimed = Claim(3, "writer", 7, digest, held, 1, "serving", None, ())
+    scene.check(liar)
+    assert bool(scene.wrong) == wrong
+
+
+def test_every_kind_of_fault_that_was_asked_for_is_there() -> None:
+    told = " ".join([*ON_DISK, *ON_HUB])
+    for part in ("kill", "term", "torn", "flipped", "stale", "429", "503", "stalls", "clock", "disk full"):
+        assert part in told
+    for part in ("object anchors", "object deltas", "three trainers", "HEAD replayed", "run replaced"):
+        assert part in told

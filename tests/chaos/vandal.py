@@ -1,0 +1,86 @@
+"""Whoever may write to the bucket and should not: objects are deleted, damaged, or put back as they were."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from random import Random
+
+from delta_weight_sync.errors import DeltaWeightSyncError
+from delta_weight_sync.history import RunReader
+from delta_weight_sync.store import open_bucket
+from tests.chaos.replica import RUN
+
+KINDS = ("heads/", "manifests/", "deltas/", "anchors/", "run.json", "log/")
+DAMAGES = ("deleted", "torn", "empty", "flipped", "swapped")
+
+
+class Vandal:
+    """Acts on one bucket."""
+
+    def __init__(self, url: str) -> None:
+        self._bucket = open_bucket(url, create=True)
+        self._folder = f"runs/{RUN}/"
+        self._heads: list[tuple[str, bytes]] = []
+
+    def remember(self) -> None:
+        """Keep a copy of the HEADs, to be put back one day."""
+        for info in self._bucket.list(f"{self._folder}heads/"):
+            self._heads = [*self._heads[-50:], (info.key, self._bucket.get(info.key))]
+
+    def replay(self, rng_seed: int) -> str:
+        """Put an old HEAD back, under its own name or that of the newest."""
+        rng = Random(rng_seed)
+        key, data = rng.choice(self._heads)
+        newest = self._bucket.list(f"{self._folder}heads/")
+        if newest and rng.random() < 0.5:
+            key = newest[-1].key
+        self._bucket.put(key, data)
+        return key
+
+    def damage(self, kind: str, how: str, rng_seed: int) -> str | None:
+        """Damage one of the five newest objects of a kind; returns its key, None where there is none."""
+        rng = Random(rng_seed)
+        keys = self._needed(kind) or [info.key for info in self._bucket.list(self._folder)]
+        keys = [key for key in keys if key.startswith(self._folder + kind)][-5:]
+        if not keys:
+            return None
+        key = rng.choice(keys)
+        if how == "deleted":
+            self._bucket.delete([key])
+            return key
+        data = self._bucket.get(key)
+        other = self._bucket.get(keys[0]) if how == "swapped" and keys[0] != key else b"{}"
+        changes: dict[str, Callable[[], bytes]] = {
+            "torn": lambda: data[: len(data) // 2],
+            "empty": lambda: b"",
+            "flipped": lambda: data[: len(data) // 2] + b"\0" + data[len(data) // 2 + 1 :],
+            "swapped": lambda: other,
+        }
+        self._bucket.put(key, changes[how]())
+        return key
+
+    def _needed(self, kind: str) -> list[str]:
+        """The objects of a kind that the newest version is built from."""
+        if kind not in ("deltas/", "anchors/"):
+            return []
+        try:
+            newest = RunReader(self._bucket, RUN).newest()
+        except DeltaWeightSyncError:
+            return []
+        files = newest.anchor.files + newest.deltas if newest else ()
+        return sorted(file.key for file in files)
+
+    def wipe(self) -> None:
+        """Delete the whole run."""
+        self._bucket.delete([info.key for info in self._bucket.list(self._folder)])
+
+    def collect(self) -> None:
+        """Delete all that nobody needs any more: here that is all but the last second."""
+        pruning = importlib.import_module("delta_weight_sync.pruning")
+        pruner = pruning.Pruner(RunReader(self._bucket, RUN), pruning.Keep.parse("1KB"), grace_s=1.0)
+        if survey := pruner.survey():
+            pruning.prune(self._bucket, survey)
+
+    def close(self) -> None:
+        pass
