@@ -119,7 +119,7 @@ def _labels(switch: live.Switch) -> str:
         parts = dict(part.split(":") for part in versions.split(",") if ":" in part)
         if len(parts) == 2:
             last = int(parts[str(old)].split("-")[-1])
-            same = during[: last + 1] == before[: last + 1] and during[last + 1] != before[last + 1]
+            same = during[: last + 1] == before[: last + 1] and during[last + 1 :] != before[last + 1 :]
             return _verdict(
                 same, f"of {_LONG} tokens the first {last + 1} are of the old version, as labelled"
             )
