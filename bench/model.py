@@ -16,8 +16,9 @@ from bench.results import SCRATCH
 from delta_weight_sync import codec
 from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.digest import tensor_digest
+from delta_weight_sync.publish.blocks import Block
 from delta_weight_sync.publish.mirror import Mirror
-from delta_weight_sync.publish.sharded import Block, Part
+from delta_weight_sync.publish.sharded import Part
 from delta_weight_sync.vllm import staging
 from delta_weight_sync.vllm.changes import Changes, collect, of_patch
 from delta_weight_sync.vllm.geometry import Geometry

@@ -5,6 +5,7 @@
 
 `policy` is the folder of a checkpoint, such as `python examples/tiny_policy.py policy` writes, or a model of
 the Hub. In several processes the parameters are sharded; every rank calls the same, and the first one writes.
+End it at any moment and start it again: it goes on as if nothing had happened.
 """
 
 import os
@@ -19,22 +20,28 @@ from delta_weight_sync import Publisher
 
 
 def main(policy: str, url: str, steps: int = 5) -> None:
-    """Learn random tokens by heart."""
+    """Learn random tokens by heart, up to so many steps."""
     if "RANK" in os.environ:  # torchrun started this process
         dist.init_process_group()
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
     if dist.is_initialized():
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    torch.manual_seed(0)
     tokens = torch.randint(model.config.vocab_size, (4, 32))
 
     with Publisher(url, base=policy) as publisher:
-        publisher.publish(model.named_parameters(), step=0)
-        for step in range(1, steps + 1):
+        done = publisher.restore(model.named_parameters(), optimizer)
+        if done is None:  # the run begins
+            done = {"step": 0}
+            publisher.publish(model.named_parameters(), step=0)
+            publisher.save_state(model.named_parameters(), optimizer, extra=done)
+        for step in range(done["step"] + 1, int(steps) + 1):
             model(input_ids=tokens, labels=tokens).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             publisher.publish(model.named_parameters(), step)
+            publisher.save_state(model.named_parameters(), optimizer, extra={"step": step})
         newest = publisher.flush()
         print(f"version {newest.version}: {newest.changed} of {newest.total} weights changed at its step")
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import ctypes
+import itertools
 import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import aiohttp
@@ -26,6 +28,7 @@ from trl.experimental.async_grpo.async_rollout_worker import (
     _AsyncRolloutLoop,
 )
 
+from delta_weight_sync.publish.trl_trainer import Progress
 from trainer import space_access
 from trainer.cold_spaces import PATIENCE_S, SpacesUnavailableError
 
@@ -47,10 +50,20 @@ class ReplicaRolloutLoop(_AsyncRolloutLoop):
     its conversation, as the replicas report it; TRL alone would stamp what was last sent as its group began.
     """
 
-    def __init__(self, *, replicas: Sequence[str], writer_term: int, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        replicas: Sequence[str],
+        writer_term: int,
+        prompts: int,
+        later: Sequence[int],
+        **kwargs: Any,
+    ) -> None:
+        """`prompts`, `later`: which were trained on, see `Progress`; they are not played again."""
         super().__init__(**kwargs)
         self._prepare_turns()
         self._replicas, self._writer_term = list(replicas), writer_term
+        self._prompts, self._later = prompts, set(later)
         self._syncs: dict[str, int] = {}  # rollout id -> sync, until the conversation is scored
 
     def _prepare_turns(self) -> None:
@@ -66,6 +79,13 @@ class ReplicaRolloutLoop(_AsyncRolloutLoop):
     @property
     def _request_model(self) -> str:
         return MODEL_NAME
+
+    def _repeat_iterator(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """As TRL's, without the prompts that an earlier trainer of the run has trained on."""
+        for group_id in itertools.count(self._prompts):
+            if group_id not in self._later:
+                row = self.dataset[group_id % len(self.dataset)]
+                yield from itertools.repeat((group_id, row), self.num_generations)
 
     async def _generate_one(self, prompt: Any, tool_dict: Any, tools: Any, group_id: int = 0) -> Any:
         turns: list[int] = []
@@ -116,7 +136,9 @@ class ReplicaRolloutLoop(_AsyncRolloutLoop):
     def _note_version(self, headers: Any) -> None:
         sync = int(headers.get("x-policy-sync", 0))
         if int(headers.get("x-policy-term", -1)) != self._writer_term:
-            sync = 0  # weights of an earlier trainer of this run: older than any of ours
+            # Weights of an earlier trainer of this run: those that it had when this one took over from it, or
+            # what that one had made of them and this one has not.
+            sync = min(sync, self._model_version_value.inherited)
         _turns.get().append(sync)
 
 
@@ -127,10 +149,24 @@ def _is_final(error: BaseException) -> bool:
     )
 
 
+class Syncs(ctypes.Structure):
+    """The trainer's sync count, and up to which of them the run's last trainer did the same."""
+
+    _fields_ = (("value", ctypes.c_int), ("inherited", ctypes.c_int))
+
+
 class ReplicaRolloutWorker(AsyncRolloutWorker):
     """TRL's worker, running `ReplicaRolloutLoop`."""
 
     _loop_cls = ReplicaRolloutLoop
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._model_version_value = self._mp_ctx.Value(Syncs)
+
+    def inherit(self, sync: int) -> None:
+        """Versions of the run's last trainer up to this sync are this trainer's as well."""
+        self._model_version_value.inherited = sync
 
     def stop(self) -> None:
         """As in TRL, but without its two stalls.
@@ -139,7 +175,7 @@ class ReplicaRolloutWorker(AsyncRolloutWorker):
         which a dead child waited never returns, so that is left to a thread.
         """
         threading.Thread(target=self._stop_event_mp.set, daemon=True).start()
-        deadline = time.monotonic() + 15.0
+        deadline = time.monotonic() + 5.0
         while self._process is not None and self._process.is_alive():
             for pending in (self.rollout_buffer, self.metrics_queue):
                 _drain(pending)
@@ -170,13 +206,16 @@ def make_worker(
     replicas: Sequence[str],
     writer_term: int,
     *,
+    begun: Progress | None,
     reward_funcs: list[Callable[..., list[float]]],
     environment_factory: Callable[[], object] | None,
 ) -> ReplicaRolloutWorker:
-    """The worker that TRL would build from `args`, pointed at the replicas."""
+    """The worker that TRL would build from `args`, pointed at the replicas and going on from `begun`."""
     return ReplicaRolloutWorker(
         replicas=replicas,
         writer_term=writer_term,
+        prompts=begun.prompts if begun else 0,
+        later=begun.later if begun else (),
         model_name=MODEL_NAME,
         dataset=dataset,
         reward_funcs=reward_funcs,

@@ -5,10 +5,12 @@
 
 The story: load the policy, open the run in the bucket, publish the policy as version 0, wait until a replica
 serves it, then let TRL train. Rollouts come from the replicas over HTTPS; after every optimizer step the
-changed weights go to the bucket, and the replicas take them from there in their own time.
+changed weights go to the bucket, and the replicas take them from there in their own time. Now and then the
+rest of the trainer's state goes there too: however it ends, the same command goes on from it.
 
 For several processes write `accelerate launch --use_fsdp --fsdp_version 2 -m` in place of `python -m`. Then
-only the main process meets bucket and replicas; the others compute, and tell it what changed in their shards.
+only the main process publishes and meets replicas; the others compute, tell it what changed in their shards,
+and keep their part of the state.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,9 +36,11 @@ from delta_weight_sync.codec import Encoding
 from delta_weight_sync.publish import trl_patches
 from delta_weight_sync.publish.mirror import Place
 from delta_weight_sync.publish.sharded import Peers, Weights
+from delta_weight_sync.publish.trl_trainer import BucketGRPOTrainer, Progress
 from delta_weight_sync.runlog import DoneEvent
-from trainer import rollouts, shorter, wordle
+from trainer import rising, rollouts, shorter, wordle
 from trainer.cold_spaces import ColdSpaces, SpacesUnavailableError
+from trainer.ending import Ending
 from trainer.observer import ReplicaWatch, StepRecorder
 from trainer.pokes import Pokes
 
@@ -59,11 +65,20 @@ class ScriptArguments:
     keep: str = field(
         default="", metadata={"help": "Of the run in the bucket: '20GB', '7d' or, by default, all of it."}
     )
+    state_every: int = field(
+        default=20,
+        metadata={"help": "Syncs between two states; so much is lost at most when the trainer dies."},
+    )
+    fresh: bool = field(
+        default=False, metadata={"help": "Begin again from --model, not where the run's last trainer ended."}
+    )
 
     def __post_init__(self) -> None:
         for option, known in (("encoding", get_args(Encoding)), ("mirror", get_args(Place))):
             if (value := getattr(self, option)) not in known:
                 raise SystemExit(f"--{option} must be one of {', '.join(known)}; it is {value!r}")
+        if self.state_every < 1:
+            raise SystemExit(f"--state_every must be at least 1; it is {self.state_every}")
 
 
 def main() -> None:
@@ -74,6 +89,9 @@ def main() -> None:
         train(script, args)
     except (DeltaWeightSyncError, SpacesUnavailableError) as error:
         sys.exit(f"trainer: {error}")
+    except KeyboardInterrupt as request:
+        print("trainer: stopped; the same command goes on from what is in the bucket", flush=True)
+        sys.exit(128 + (request.args[0] if request.args else signal.SIGINT))
 
 
 def train(script: ScriptArguments, args: AsyncGRPOConfig) -> None:
@@ -90,27 +108,58 @@ def train(script: ScriptArguments, args: AsyncGRPOConfig) -> None:
             spaces.knock()
 
     with contextlib.ExitStack() as stack:
+        ending = stack.enter_context(Ending(alone=args.world_size == 1))
         publisher = stack.enter_context(open_run(script, peers))
+        begun = rising.progress(publisher, fresh=script.fresh)
+        if begun and 0 < args.max_steps <= begun.trainer["global_step"]:
+            print(f"trained to step {args.max_steps} already: raise --max_steps, or begin again with --fresh")
+            return
         watch = ReplicaWatch(script.replicas, publisher.log) if publisher.log else None
         if watch:
             stack.enter_context(contextlib.closing(watch))
         if publisher.run:
             publisher.run.on_version = stack.enter_context(contextlib.closing(Pokes(script.replicas))).send
+        worker = make_worker(script, args, task, publisher, begun)
+        met = threading.Event()
 
-        def hand_over(weights: Weights) -> None:
-            publisher.publish(weights)
-            if publisher.syncs == 1:  # now there is a version that the replicas can start with
+        def hand_over(weights: Weights, sync: int) -> None:
+            publisher.publish(weights, sync)
+            if worker:
+                worker.inherit(publisher.agreed)
+            if not met.is_set():  # now there is a version that the replicas can start with
+                met.set()
                 with peers.together():
                     if peers.main:
                         spaces.wait()
 
-        trainer = make_trainer(script, args, task, publisher, hand_over)
-        trainer.train()
+        trainer = make_trainer(script, args, task, publisher, worker, hand_over, begun)
+        trainer.add_callback(_LastSync(trainer, ending))
+        trainer.add_callback(keep := rising.Keep(publisher, trainer, script.state_every))
+        trainer.add_callback(ending)
+        with ending.heard():
+            trainer.begin()
+        if ending.signal:
+            sys.exit(leave(publisher, keep, ending))
         digest, newest = publisher.digest(trainer.weights()), publisher.flush()
+        keep.keep()
         if publisher.log and watch:
             publisher.log.append(DoneEvent(t=time.time(), version=newest.version, digest=digest))
             watch.wait_for(newest.version)
             print(f"published version {newest.version}, digest {digest}", flush=True)
+
+
+def leave(publisher: Publisher, keep: rising.Keep, ending: Ending) -> int:
+    """Publish what is pending, and keep the state, in the time that is left; returns the exit code."""
+    try:
+        newest = publisher.flush(ending.left_s)
+        keep.keep()
+        publisher.flush(ending.left_s)
+        news = f"version {newest.version} is published and the state is kept"
+    except (DeltaWeightSyncError, TimeoutError) as error:
+        news = f"not everything is in the bucket ({error})"
+    if publisher.run:
+        print(f"trainer: {ending.name}: {news}; the same command goes on from there", flush=True)
+    return 128 + ending.signal
 
 
 @dataclass(frozen=True)
@@ -148,36 +197,46 @@ def open_run(script: ScriptArguments, peers: Peers) -> Publisher:
     )
 
 
+def make_worker(
+    script: ScriptArguments, args: AsyncGRPOConfig, task: Task, publisher: Publisher, begun: Progress | None
+) -> rollouts.ReplicaRolloutWorker | None:
+    """What gets samples from the replicas; the main process alone has it."""
+    if publisher.run is None:
+        return None
+    return rollouts.make_worker(
+        args,
+        AutoTokenizer.from_pretrained(script.model),
+        task.dataset,
+        script.replicas,
+        publisher.run.writer_term,
+        begun=begun,
+        reward_funcs=task.reward_funcs,
+        environment_factory=task.environment,
+    )
+
+
 def make_trainer(
     script: ScriptArguments,
     args: AsyncGRPOConfig,
     task: Task,
     publisher: Publisher,
-    hand_over: Callable[[Weights], None],
-) -> trl_patches.BucketGRPOTrainer:
-    """TRL's trainer, which hands the weights over at each sync and gets its samples from the replicas."""
-    tokenizer, worker = AutoTokenizer.from_pretrained(script.model), None
-    if publisher.run:  # the main process alone collects samples
-        worker = rollouts.make_worker(
-            args,
-            tokenizer,
-            task.dataset,
-            script.replicas,
-            publisher.run.writer_term,
-            reward_funcs=task.reward_funcs,
-            environment_factory=task.environment,
-        )
-    trainer = trl_patches.BucketGRPOTrainer(
+    worker: rollouts.ReplicaRolloutWorker | None,
+    hand_over: Callable[[Weights, int], None],
+    begun: Progress | None,
+) -> BucketGRPOTrainer:
+    """TRL's trainer, which hands the weights over at each sync, and first puts back what `begun` had."""
+    trainer = BucketGRPOTrainer(
         model=script.model,
         args=args,
-        processing_class=tokenizer,
+        processing_class=AutoTokenizer.from_pretrained(script.model),
         train_dataset=task.dataset,
         reward_funcs=task.reward_funcs,
         environment_factory=task.environment,
         rollout_worker=worker,
         hand_over=hand_over,
+        begun=begun,
+        callbacks=[rising.PutBack(publisher)],
     )
-    trainer.add_callback(_LastSync(trainer))
     if publisher.log:
         recorder = StepRecorder(publisher.log)
         trainer.add_callback(recorder)
@@ -188,11 +247,11 @@ def make_trainer(
 class _LastSync(TrainerCallback):
     """Publishes the last steps of a run whose length is not a multiple of `weight_sync_steps`."""
 
-    def __init__(self, trainer: trl_patches.BucketGRPOTrainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: BucketGRPOTrainer, ending: Ending) -> None:
+        self._trainer, self._ending = trainer, ending
 
     def on_train_end(self, args: AsyncGRPOConfig, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % args.weight_sync_steps:
+        if state.global_step % args.weight_sync_steps and not self._ending.signal:
             self._trainer._sync_weight()
 
 

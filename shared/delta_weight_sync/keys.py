@@ -9,6 +9,7 @@ from uuid import uuid4
 from delta_weight_sync.protocol import RUN_NAME, ProtocolError
 
 _HEAD = re.compile(r".*/heads/(\d{8,})\.([0-9a-f]{32})\.json")
+_STATE = re.compile(r".*/state/(\d{8,})\.\d{8,}\.t[^/]*\.json")
 _PART = re.compile(r".*/(anchors|deltas|jumps|manifests)/(?:\d{8,}-)?(\d{8,})\.(t\d+-[0-9a-f]{8})[./].*")
 _MANIFEST = re.compile(r".*/manifests/(\d{8,})\.t(\d+)-([0-9a-f]{8})\.json")
 
@@ -42,6 +43,7 @@ class Keys:
         self.folder = f"runs/{run}/"
         self.heads = f"{self.folder}heads/"
         self.manifests = f"{self.folder}manifests/"
+        self.states = f"{self.folder}state/"
         self.info = f"{self.folder}run.json"
         self.log = f"{self.folder}log/"
 
@@ -64,6 +66,10 @@ class Keys:
     def manifest(self, version: int, writer: Writer) -> str:
         """Key of a version's manifest."""
         return f"{self.manifests}{version:08d}.{writer}.json"
+
+    def state(self, version: int, sync: int, writer: Writer) -> str:
+        """Of the trainer's state at `version`, handed over as `sync`: its folder; with .json, its record."""
+        return f"{self.states}{version:08d}.{sync:08d}.{writer}"
 
     def segment(self, number: int) -> str:
         """Key of one segment of the run's log."""
@@ -94,6 +100,12 @@ def version_key(key: str) -> VersionKey | None:
     """What the key of a part of a version says; None for the key of something else."""
     match = _PART.fullmatch(key)
     return VersionKey(int(match[2]), match[3], match[1]) if match else None
+
+
+def state_version(key: str) -> int | None:
+    """The version that a trainer's state belongs to, of the key of its record; None for another key."""
+    match = _STATE.fullmatch(key)
+    return int(match[1]) if match else None
 
 
 def head_writer(key: str) -> Writer | None:

@@ -4,6 +4,7 @@ Safe beside a writer and beside readers. What stays in any case:
 
 - all that the newest manifest names, and that of every version published within `GRACE_S` before it: whoever
   reads one of these finds what it says;
+- what the trainer's states go on from: their versions, and all after these;
 - every object younger than that, because a publish on its way is not named yet;
 - HEADs, the run's description and its log.
 
@@ -20,7 +21,7 @@ from typing import Final, NamedTuple, Self
 
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.history import RunReader
-from delta_weight_sync.keys import Writer, version_key
+from delta_weight_sync.keys import Writer, state_version, version_key
 from delta_weight_sync.protocol import Manifest
 from delta_weight_sync.store import Bucket, ObjectInfo
 from delta_weight_sync.units import size_text, time_text
@@ -96,8 +97,9 @@ class Pruner:
         size, oldest = objects.size(kept), newest.version
         limit, since = self._keep.size - reserve, newest.created_at - self._keep.age_s
         for manifest in self._versions(newest):
-            must = manifest is newest or objects.is_young(objects.key(manifest))
-            more = objects.needs(manifest, whole=must) - kept
+            whole = manifest is newest or objects.is_young(objects.key(manifest))
+            must = whole or manifest.version >= objects.oldest_state
+            more = objects.needs(manifest, whole=whole) - kept
             if not must and (size + objects.size(more) > limit or manifest.created_at < since):
                 break
             kept |= more
@@ -129,6 +131,8 @@ class _Objects:
     def __init__(self, reader: RunReader, newest: Manifest, grace_s: float) -> None:
         self._keys, self._newest = reader.keys, newest
         self._infos = {info.key: info for info in reader.bucket.list(reader.keys.folder)}
+        states = [version for key in self._infos if (version := state_version(key)) is not None]
+        self.oldest_state = min([*states, newest.version])  # of a version that a trainer may go on from
         self._young = max((info.written or 0.0 for info in self._infos.values()), default=0.0) - grace_s
 
     def key(self, manifest: Manifest) -> str:

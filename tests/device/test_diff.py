@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from delta_weight_sync import codec, digest
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.device.launches import counted
+from delta_weight_sync.publish.blocks import Block
 from delta_weight_sync.publish.mirror import Found, Mirror
-from delta_weight_sync.publish.sharded import Block, Part
+from delta_weight_sync.publish.sharded import Part
 from tests.device.interpreted import kernels
 from tests.trainer.test_mirror import LAYOUTS
 

@@ -59,12 +59,31 @@ def test_an_own_loop_publishes_a_version_per_step(place, tmp_path):
     ).read_bytes()
 
 
+def test_an_own_loop_that_is_started_again_goes_on(place, tmp_path):
+    """In three lives it ends with the weights that it ends with in one."""
+    main = runpy.run_path(str(EXAMPLES / "own_loop.py"))["main"]
+    newest = {}
+    for name, lives in (("one", (5,)), ("three", (2, 3, 5))):
+        url = f"{(tmp_path / name).as_uri()}#own"
+        for steps in lives:
+            main(str(place / "policy"), url, steps)
+        newest[name] = open_run(url).at()
+    assert newest["three"].digest == newest["one"].digest
+    assert newest["three"].sync == 5
+
+
 @pytest.mark.full
 def test_the_same_loop_runs_under_torchrun(place, tmp_path):
-    url = f"{(tmp_path / 'bucket').as_uri()}#two"
+    """And goes on there, each rank with its own shards."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    run(place, *torchrun, str(EXAMPLES / "own_loop.py"), "policy", url)
-    assert rebuilt(open_run(url), tmp_path)[-1][1] == 5
+    newest = {}
+    for name, lives in (("one", "5"), ("two", "25")):
+        url = f"{(tmp_path / name).as_uri()}#run"
+        for steps in lives:
+            run(place, *torchrun, str(EXAMPLES / "own_loop.py"), "policy", url, steps)
+        assert rebuilt(open_run(url), tmp_path / f"{name} rebuilt")[-1][1] == 5
+        newest[name] = open_run(url).at().digest
+    assert newest["two"] == newest["one"]
 
 
 @pytest.mark.live

@@ -77,6 +77,15 @@ def test_a_run_fits_its_budget_and_all_that_it_still_holds_can_be_built(run, tmp
     assert survey(run, "800KB").delete == (), "there is nothing more to do"
 
 
+def test_what_a_trainer_goes_on_from_stays(run, tmp_path):
+    old = VERSIONS - 30
+    run.bucket.put(f"{run.keys.state(old, old, Writer(1, '0' * 32))}.json", b"{}")
+    found = survey(run, "1KB")
+    prune(run.bucket, found)
+    assert found.oldest == old
+    builds(run, old, tmp_path)
+
+
 def test_more_room_keeps_more_versions_and_one_more_would_not_fit(run):
     oldest = [survey(run, f"{kilobytes}KB").oldest for kilobytes in (500, 700, 900, 1100, 90000)]
     assert oldest == sorted(oldest, reverse=True)

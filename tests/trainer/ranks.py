@@ -2,8 +2,8 @@
 
 The layout is how parameters lie on the ranks: `whole` on each, `fsdp`, or `mesh`: two by two ranks, every
 kind of placement, and FSDP over tensor parallelism; `+kernels` behind it compares them as on a GPU. A job is
-a encoding of the codec, and perhaps `:<rank>:<sync>`, where a rank then fails. Each job's result is the
-digest of the live weights, or the error that ended it.
+a encoding of the codec, and perhaps `:<rank>:<sync>`, where a rank then fails; or `rise`, which publishes
+the same in two lives. Each job's result is the digest of the live weights, or the error that ended it.
 """
 
 import contextlib
@@ -122,6 +122,36 @@ def run(layout: str, folder: Path, job: str) -> str:
         return digest
 
 
+def rise(layout: str, folder: Path) -> str:
+    """As `run`, by a trainer that ends after step 3, with a state of step 2, and one that rises."""
+    (folder / "base").mkdir(parents=True, exist_ok=True)
+    (folder / "base" / "config.json").write_text("{}")
+    for last in (3, STEPS):
+        torch.manual_seed(last - 3)  # the second life begins with other weights
+        model = Model()
+        shard(model, layout)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+        with Publisher(f"{(folder / 'bucket').as_uri()}#run", folder / "base") as publisher:
+            digest = _live(publisher, model, optimizer, last)
+    return digest
+
+
+def _live(publisher: Publisher, model: Model, optimizer: torch.optim.Optimizer, last: int) -> str:
+    done = publisher.restore(model.named_parameters(), optimizer)
+    for number in range(done["step"] if done else 0, last + 1):
+        publisher.publish(model.named_parameters(), number + 1 if _is_main() else 1)  # as TRL's ranks count
+        publisher.flush()
+        if number % 2 == 0:
+            publisher.save_state(model.named_parameters(), optimizer, extra={"step": number})
+        if number < last:
+            step(model, optimizer, number)
+    return publisher.digest(model.named_parameters())
+
+
+def _is_main() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def _failing(fault: list[str]) -> int | None:
     """The sync at which this rank fails, of `<rank>:<sync>`."""
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -177,7 +207,8 @@ def _work(rank: int, size: int, layout: str, folder: Path, jobs: list[str]) -> N
     with (folder / f"results-{rank}").open("w") as results:
         for job in jobs:
             try:
-                print(run(layout, folder / job, job), file=results)
+                work = rise(layout, folder / job) if job == "rise" else run(layout, folder / job, job)
+                print(work, file=results)
             except Exception as error:  # noqa: BLE001 - the test reads it
                 print(f"{type(error).__name__}: {error}", file=results)
     dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import multiprocessing
 import queue
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import AutoTokenizer
 import trainer.policies
 from trainer.policies.wordle_tokens import WordleTokens
 from trainer.processes import free_port
-from trainer.rollouts import ReplicaRolloutLoop
+from trainer.rollouts import ReplicaRolloutLoop, Syncs
 from trainer.wordle import make_dataset
 
 TERM = 2
@@ -86,6 +87,8 @@ def rollout_loop(url: str, generations: int, samples: queue.Queue) -> ReplicaRol
     return ReplicaRolloutLoop(
         replicas=[url],
         writer_term=TERM,
+        prompts=3,
+        later=[4, 6],
         model_name="policy",
         dataset=make_dataset("Play Wordle.", 1, seed=0),
         reward_funcs=[],
@@ -95,7 +98,7 @@ def rollout_loop(url: str, generations: int, samples: queue.Queue) -> ReplicaRol
         num_generations=generations,
         max_inflight_tasks=1,
         rollout_buffer=samples,
-        model_version_value=multiprocessing.Value("i", 100),
+        model_version_value=multiprocessing.Value(Syncs, 100, 4),
         heartbeat_value=multiprocessing.Value("d", 0.0),
         failed_event=multiprocessing.Event(),
         exception_info_queue=queue.Queue(),
@@ -115,6 +118,18 @@ def test_each_sample_has_the_oldest_weights_of_its_own_conversation():
     assert all(sample.completion_mask.sum() > 1 for sample in samples)
 
 
-@pytest.mark.parametrize("turn", [named(9, TERM - 1), {}], ids=["of an earlier trainer", "unnamed"])
-def test_weights_that_this_trainer_did_not_make_are_the_oldest_of_all(turn):
-    assert [s.model_version for s in samples_of([[named(5), turn], [named(5), named(5)]])] == [0, 5]
+@pytest.mark.parametrize(
+    ("turn", "sync"),
+    [(named(9, TERM - 1), 4), (named(3, TERM - 1), 3), ({}, 0)],
+    ids=["of an earlier trainer after this one took over from it", "before that", "unnamed"],
+)
+def test_weights_of_an_earlier_trainer_are_as_old_as_what_this_one_has_of_them(turn, sync):
+    assert [s.model_version for s in samples_of([[named(5), turn], [named(5), named(5)]])] == [sync, 5]
+
+
+def test_prompts_that_were_trained_on_are_not_played_again():
+    loop = rollout_loop("http://127.0.0.1:1", 1, queue.Queue())
+    with contextlib.closing(loop._loop), loop._tool_pool:
+        loop.dataset = make_dataset("Play Wordle.", 4, seed=0)
+        played = [(group, row["seed"]) for group, row in itertools.islice(loop._repeat_iterator(), 4)]
+    assert played == [(3, 3), (5, 1), (7, 3), (8, 0)]

@@ -7,6 +7,7 @@ import torch
 
 from delta_weight_sync.history import RunReader
 from delta_weight_sync.protocol import Manifest
+from delta_weight_sync.publish.optimizer_state import StateError
 from delta_weight_sync.publish.shards import Shards
 from delta_weight_sync.store import open_bucket
 from tests.trainer import ranks
@@ -34,6 +35,27 @@ def test_sharded_ranks_publish_what_a_single_process_publishes(layout, size, tmp
         versions = published(tmp_path / encoding)
         assert [version for version, *_ in versions] == [4, 3, 2, 1, 0]
         assert versions == published(tmp_path / "alone" / encoding)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("layout", "size"), [("fsdp", 2), ("mesh", 4)])
+def test_ranks_that_rise_publish_what_they_would_have(layout, size, tmp_path):
+    """Each puts its own shards back; the state is older than the newest version, which comes once."""
+    digest = ranks.run("whole", tmp_path / "alone", "fast")
+    assert ranks.spawn(size, layout, tmp_path, ["rise"]) == [[digest]] * size
+    assert published(tmp_path / "rise") == published(tmp_path / "alone")
+    states = open_bucket((tmp_path / "rise" / "bucket").as_uri()).list("runs/run/state/")
+    folders = {info.key.removesuffix(".json") for info in states if info.key.endswith(".json")}
+    objects = [info.key.rpartition("/")[0] for info in states if not info.key.endswith(".json")]
+    assert sorted(objects) == sorted([*folders] * size)
+    assert len(folders) == 2
+
+
+@pytest.mark.full
+def test_a_state_of_two_ranks_is_not_for_one(tmp_path):
+    ranks.spawn(2, "fsdp", tmp_path, ["rise"])
+    with pytest.raises(StateError, match="saved by 2 processes, not 1: start as many again"):
+        ranks.rise("whole", tmp_path / "rise")
 
 
 @pytest.mark.full

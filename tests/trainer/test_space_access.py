@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -123,6 +124,7 @@ def post(url: str) -> object:
         async with aiohttp.ClientSession() as session:
             loop = object.__new__(ReplicaRolloutLoop)
             loop.session, loop._writer_term = session, 1
+            loop._model_version_value = SimpleNamespace(inherited=0)
             rollouts._turns.set([])
             return await loop._ask(f"{url}/v1/completions", {}, 10.0)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import trl
 
-from delta_weight_sync.publish import trl_patches
+from delta_weight_sync.publish import trl_patches, trl_trainer
 
 
 def test_another_release_of_trl_is_refused(monkeypatch):
@@ -27,7 +27,7 @@ def test_frozen_parameters_are_handed_over_under_their_checkpoint_names():
     model = torch.nn.ModuleDict({"_checkpoint_wrapped_module": inner, "embed": torch.nn.Embedding(3, 2)})
     model["head"] = torch.nn.Linear(2, 3, bias=False)
     model["head"].weight = model["embed"].weight
-    named = dict(trl_patches.named_weights(torch.nn.ModuleDict({"module": model})))
+    named = dict(trl_trainer.named_weights(torch.nn.ModuleDict({"module": model})))
     assert list(named) == ["weight", "bias", "embed.weight"]
     assert named["weight"] is inner.weight
 

@@ -30,7 +30,7 @@ from delta_weight_sync.protocol import AnchorRef, DeltaRef, Manifest
 from delta_weight_sync.pruning import Keep
 from delta_weight_sync.publish.base import published_weights
 from delta_weight_sync.publish.mirror import Found, Mirror, Place
-from delta_weight_sync.publish.pending import PendingUpdate, published_bits
+from delta_weight_sync.publish.pending import PendingUpdate, Waiting, published_bits
 from delta_weight_sync.publish.run_writer import RunWriter
 from delta_weight_sync.publish.sharded import Weights, own_parts, union
 from delta_weight_sync.publish.shortcuts import Shortcuts
@@ -76,9 +76,10 @@ class Outbox:
             stack.pop_all()
         self._anchor = writer.newest.anchor.version if writer.newest else -1  # the newest that is named
         self._encoded = b""  # the delta file of the version that is being published
-        self._waiting: PendingUpdate | None = None
+        self.waiting = Waiting()
+        self._pinned: tuple[str, Manifest | None] = "", None  # digest, and its version once it is published
         self._busy, self._closed = False, False
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
@@ -101,7 +102,7 @@ class Outbox:
                 self._add(weights, sync, remote_patches)
             else:
                 self._publish_base(weights, sync)
-        except Exception as error:
+        except BaseException as error:
             self._failure = error  # the mirror may hold what nobody will publish: nothing may follow
             raise
 
@@ -109,7 +110,7 @@ class Outbox:
         """Wait until everything that was handed over is published; returns the newest manifest."""
         with self._changed:
             idle = self._changed.wait_for(
-                lambda: self._failure or not (self._busy or self._waiting), timeout_s
+                lambda: self._failure or not (self._busy or self.waiting), timeout_s
             )
         self._raise_failure()
         if not idle or self._writer.newest is None:
@@ -143,8 +144,34 @@ class Outbox:
             self._mirror.take(theirs)
             diff_s = time.perf_counter() - started
             new = PendingUpdate(patches, self._mirror.digest, sync, created_at, diff_s)
-            self._waiting = self._waiting.then(new) if self._waiting else new
+            self.waiting.add(new)
             self._changed.notify_all()
+
+    def pin(self) -> bool:
+        """What was handed over last is or becomes a version of its own; False if it was held back."""
+        with self._changed:
+            digest, newest = self._mirror.digest, self._writer.newest
+            there = newest and newest.digest == to_hex(digest) and not (self._busy or self.waiting)
+            if self.waiting.held and not there:
+                return False
+            self.waiting.pin(digest)
+            self._pinned = to_hex(digest), newest if there else None
+            return True
+
+    def pinned(self) -> Manifest | None:
+        """Waits for the version of what was pinned last; None if there will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._failure or self._pinned[1])
+            return self._pinned[1]
+
+    def bits(self, name: str) -> Bits:
+        """A parameter of the newest version, as long as nothing is handed over."""
+        return self._mirror.bits(name)
+
+    @property
+    def names(self) -> set[str]:
+        """The parameters that a version holds."""
+        return set(self._mirror.shapes)
 
     def digest_without(self, names: set[str]) -> int:
         """Digest of the parameters that are published but not among `names`."""
@@ -199,11 +226,11 @@ class Outbox:
 
     def _next(self) -> PendingUpdate | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or (self._waiting and not self._failure))
-            if self._closed or self._waiting is None:
+            self._changed.wait_for(lambda: self._closed or (self.waiting and not self._failure))
+            if self._closed:
                 return None
-            job, self._waiting, self._busy = self._waiting, None, True
-            return job
+            self._busy = True
+            return self.waiting.pop()
 
     def _publish(self, job: PendingUpdate) -> None:
         version = (self.version or 0) + 1
@@ -226,7 +253,7 @@ class Outbox:
     def _before(self, job: PendingUpdate | None, name: str) -> Bits:
         """A tensor's bits without what waits, and without `job` if it is given."""
         with self._changed:
-            return published_bits(self._mirror.bits(name), name, [self._waiting, job])
+            return published_bits(self._mirror.bits(name), name, [*self.waiting.newest_first(), job])
 
     def _settle(self, job: PendingUpdate) -> None:
         """After a failure: finish the version if it was decided; else what it holds is sent with the next."""
@@ -237,7 +264,7 @@ class Outbox:
                     self._report(manifest, job, 0.0)
                     return
                 with self._changed:
-                    self._waiting = job.then(self._waiting) if self._waiting else job
+                    self.waiting.put_back(job)
                 return
 
     def _commit(
@@ -261,6 +288,9 @@ class Outbox:
             self.shortcuts.add(manifest, self._encoded)
         if self.shortcuts.lost and manifest.version % _ANEW_EVERY == 0 and self.shortcuts.idle(0):
             self.shortcuts.restart(manifest.version, self._write)
+        with self._changed:
+            if manifest.digest == self._pinned[0]:
+                self._pinned = manifest.digest, self._pinned[1] or manifest
 
     def _raise_failure(self) -> None:
         if self._failure:

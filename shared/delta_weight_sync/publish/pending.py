@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from delta_weight_sync import codec
 from delta_weight_sync.codec import Bits, Patch
+from delta_weight_sync.digest import to_hex
 from delta_weight_sync.protocol import Manifest
+from delta_weight_sync.publish.replay import Replay
 from delta_weight_sync.runlog import SyncEvent
 
 
@@ -53,6 +55,49 @@ class PendingUpdate:
             encode_s=encode_s,
             publish_s=time.time() - self.created_at,
         )
+
+
+class Waiting:
+    """The hand-overs that are not on their way yet, as one update, but for one that is pinned.
+
+    While a trainer that rose repeats what is in the bucket already they are held back (see `Replay`).
+    """
+
+    def __init__(self) -> None:
+        self.replay = Replay({})
+        self.held = False
+        self._updates: list[PendingUpdate] = []  # oldest first
+        self._pinned: int | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._updates) and not self.held
+
+    def newest_first(self) -> Iterator[PendingUpdate]:
+        """All of them, those that are held back as well."""
+        return reversed(self._updates)
+
+    def add(self, new: PendingUpdate) -> None:
+        """What was handed over just now."""
+        if self._updates and self._updates[-1].digest != self._pinned:
+            new = self._updates.pop().then(new)
+        self._updates.append(new)
+        self.held = self.replay.holds_back(new.sync, to_hex(new.digest))
+        if self.held and not any(patch.index.size for patch in new.patches):
+            self._updates.clear()  # these are the newest published bits
+
+    def pin(self, digest: int) -> None:
+        """What leads to `digest` becomes a version, whatever is handed over after it."""
+        self._pinned = digest
+
+    def pop(self) -> PendingUpdate:
+        """The oldest."""
+        return self._updates.pop(0)
+
+    def put_back(self, job: PendingUpdate) -> None:
+        """What could not be published."""
+        if self._updates and job.digest != self._pinned:
+            job = job.then(self._updates.pop(0))
+        self._updates.insert(0, job)
 
 
 def published_bits(bits: Bits, name: str, pending: Iterable[PendingUpdate | None]) -> Bits:

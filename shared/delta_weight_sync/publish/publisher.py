@@ -6,7 +6,9 @@ import contextlib
 import tempfile
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
+
+import torch
 
 from delta_weight_sync.checkpoint import CheckpointError
 from delta_weight_sync.codec import Encoding
@@ -16,14 +18,19 @@ from delta_weight_sync.protocol import Manifest
 from delta_weight_sync.pruning import Keep
 from delta_weight_sync.publish.base import Base
 from delta_weight_sync.publish.mirror import Place
+from delta_weight_sync.publish.optimizer_state import StateError
 from delta_weight_sync.publish.outbox import Outbox, nothing
+from delta_weight_sync.publish.risen import Risen, rise
 from delta_weight_sync.publish.run_writer import RunWriter
 from delta_weight_sync.publish.sharded import Peers, Weights, gathered, own_digest
 from delta_weight_sync.publish.shards import Shards
+from delta_weight_sync.publish.snapshot import Stateful, take
+from delta_weight_sync.publish.states import StateKeeper, StateRecord
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.store import open_bucket
 
 DEFAULT_RUN = "main"
+_PATIENCE_S = 600.0
 
 
 class Publisher:
@@ -62,14 +69,21 @@ class Publisher:
         `KeepError`, `ProtocolError`.
         """
         self.syncs = 0
+        self.state: StateRecord | None = None
         self.run: RunWriter | None = None
         self.log: RunLogWriter | None = None
+        self._begun, self._handed_over = False, set[str]()
+        self._risen: Risen | None = None
         self._peers = peers or Peers()
         self._resources = contextlib.ExitStack()
         with self._peers.together():
             self._shards = None if self._peers.main else Shards(mirror)
             kept = Keep.parse(keep) if keep else None
             self._outbox = self._open(url, base, encoding, mirror, kept) if self._peers.main else None
+        place, run = split_run(url)
+        self._reader = self.run.reader if self.run else RunReader(open_bucket(place), run or DEFAULT_RUN)
+        others = Peers(alone=self._peers.size == 1)  # in the background ranks talk beside what they say here
+        self._keeper = StateKeeper(self._reader, others, self._pinned, self._signed)
 
     def publish(self, weights: Weights, step: int | None = None) -> None:
         """Hand the weights over: checkpoint names, any float dtype, cast to bf16 here.
@@ -79,24 +93,93 @@ class Publisher:
         names. `step`: what the version says of itself, by default how often this was called. Raises what
         stopped the background, if something did: `FencedError`, `AccessDenied`, `CodecError`.
         """
-        self.syncs += 1
-        first, step = self.syncs == 1, self.syncs if step is None else step
-        parts = gathered(weights, first=first, main=self._peers.main)
+        self.syncs = self.syncs + 1 if step is None else step
+        first, self._begun = not self._begun, True
+        parts = gathered(self._named(weights), first=first, main=self._peers.main)
         with self._peers.together(parts):
             if self._outbox:
-                self._outbox.publish(parts, step, list if first else self._peers.receive)
+                self._outbox.publish(parts, self.syncs, list if first else self._peers.receive)
             elif self._shards and first:
                 self._shards.keep(parts)
             elif self._shards:
                 self._peers.send(self._shards.changes(parts))
 
-    def flush(self, timeout_s: float = 600.0) -> Manifest:
-        """Wait until all that was handed over is in the bucket; the newest version's manifest, on all ranks.
+    @property
+    def agreed(self) -> int:
+        """Up to which sync the run's trainer before this one did the same; 0 if this one began anew."""
+        return self._outbox.waiting.replay.agreed if self._outbox else 0
 
-        Raises `TimeoutError`, or what stopped the background.
+    def find_state(self) -> StateRecord | None:
+        """The newest state to go on from, in `state` too; None for a run that has only just begun.
+
+        From here on what the trainer before has published since is not published again. Every rank reads
+        the bucket. Raises `StateError` if the run has versions but no state, or one of more or fewer ranks.
+        """
+        folder = tempfile.TemporaryDirectory()
+        self._resources.callback(folder.cleanup)
+        self._risen = rise(self._reader, self._outbox, self._peers, Path(folder.name))
+        self.state = self._risen.record if self._risen else None
+        return self.state
+
+    def restore(
+        self, weights: Weights, optimizer: torch.optim.Optimizer, **others: Stateful
+    ) -> dict[str, Any] | None:
+        """Go on from the newest state: what `save_state` was given, in its place; returns its `extra`.
+
+        Weights, the optimizer's memory, that of the `others`, and the random numbers of this process are
+        those of the moment at which the state was saved, bit for bit. None, and nothing changed, for a run
+        that has only just begun. Raises `StateError` for another model, optimizer or number of ranks, and as
+        `find_state`.
+        """
+        if self._risen is None and self.find_state() is None:
+            return None
+        risen, self._risen = self._risen, None
+        assert risen is not None
+        live = dict(weights)
+        risen.put(live.items(), optimizer, others)
+        if risen.saved.published_whole and self.digest(live.items()) != risen.record.digest:
+            raise StateError(
+                f"what was put back is not version {risen.record.version}: save right after the hand-over"
+            )
+        self.syncs = risen.record.sync
+        return risen.record.extra
+
+    def save_state(
+        self,
+        weights: Weights,
+        optimizer: torch.optim.Optimizer,
+        *,
+        extra: dict[str, Any] | None = None,
+        **others: Stateful,
+    ) -> bool:
+        """Keep all that this trainer needs to go on from here; to be called right after `publish`.
+
+        Returns once it is copied to the host, but for a run's first state; it goes into the bucket in the
+        background, after its version. False if nothing was copied, since another one is on its way there, or
+        since what was handed over was published before. `weights`: every tensor that training changes, under
+        the names of `publish`. `others`: schedule, scaler. `extra`: JSON of yours, such as how much data was
+        used. Raises `StateError` for what cannot be kept.
+        """
+        ready = not self._keeper.busy and (self._outbox is None or self._outbox.pin())
+        if not all(self._peers.exchange(ready)):
+            return False
+        with self._peers.together():
+            copied = take(weights, self._handed_over, optimizer, others, main=self._peers.main)
+        first = self.state is None and not self._keeper.used
+        self._keeper.keep(copied, self.syncs, extra or {})
+        if first:
+            self._keeper.require(_PATIENCE_S)
+        return True
+
+    def flush(self, timeout_s: float = _PATIENCE_S) -> Manifest:
+        """Wait until all that was handed over is in the bucket, and the state that was saved.
+
+        Returns the newest version's manifest, on all ranks. Raises `TimeoutError`, or what stopped the
+        background.
         """
         with self._peers.together():
             newest = self._outbox.flush(timeout_s) if self._outbox else None
+            self._keeper.wait(timeout_s)
         manifest: Manifest = self._peers.exchange(newest)[0]
         return manifest
 
@@ -109,6 +192,7 @@ class Publisher:
     def close(self) -> None:
         """Stop; what was not flushed stays unpublished. Raises `BucketError` if the log cannot be written."""
         self._resources.close()
+        self._keeper.wait(_PATIENCE_S)
 
     def __enter__(self) -> Self:
         return self
@@ -118,8 +202,19 @@ class Publisher:
     ) -> None:
         """Flush, unless something failed, and close."""
         with contextlib.closing(self):
-            if kind is None and self.syncs:
+            if kind is None and self._begun:
                 self.flush()
+
+    def _named(self, weights: Weights) -> Weights:
+        for name, tensor in weights:
+            self._handed_over.add(name)
+            yield name, tensor
+
+    def _signed(self, record: StateRecord) -> StateRecord:
+        return self.run.signed(record) if self.run else record
+
+    def _pinned(self) -> Manifest | None:
+        return self._outbox.pinned() if self._outbox else None
 
     def _open(
         self, url: str, base: str | Path | None, encoding: Encoding, mirror: Place, keep: Keep | None

@@ -12,21 +12,19 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import math
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, TypeGuard, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor
 
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.codec import Bits, CodecError, Index, Patch
 from delta_weight_sync.digest import change_digest
 from delta_weight_sync.errors import DeltaWeightSyncError
+from delta_weight_sync.publish.blocks import Block, is_block, local, own_block
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 _PATIENCE = datetime.timedelta(hours=2)  # rank 0 uploads the base and waits for a replica meanwhile
@@ -35,42 +33,6 @@ _CHUNK = 1 << 20  # elements hashed at a time
 
 class PeerError(DeltaWeightSyncError, RuntimeError):
     """Another process of this trainer failed, so this one stops too."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """A box of a parameter: the parameter's shape, and where the box begins and how far it extends."""
-
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    extent: tuple[int, ...]
-
-    @classmethod
-    def whole(cls, shape: Sequence[int]) -> Self:
-        """All of a parameter."""
-        return cls(tuple(shape), (0,) * len(shape), tuple(shape))
-
-    @property
-    def at(self) -> tuple[slice, ...]:
-        """The box as an index into the parameter."""
-        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.extent, strict=True))
-
-    def stretches(self) -> tuple[Index, int]:
-        """Where in the parameter its stretches of memory begin, int64 [n] in order, and their length."""
-        rest = range(1, len(self.shape) + 1)
-        outer = next((d for d in rest if self.extent[d:] == self.shape[d:]), 1) - 1
-        length = math.prod(self.extent[outer:])
-        return self.positions(np.arange(0, math.prod(self.extent), max(1, length))), length
-
-    def positions(self, index: Index) -> Index:
-        """Row-major positions in the parameter of row-major positions in the box."""
-        if self.extent == self.shape:
-            return index
-        if self.extent[1:] == self.shape[1:]:  # whole rows, as FSDP2 shards by default
-            return index + self.offset[0] * math.prod(self.shape[1:])
-        inside = np.unravel_index(index, self.extent)
-        where = tuple(i + o for i, o in zip(inside, self.offset, strict=True))
-        return np.ravel_multi_index(where, self.shape).astype(np.int64)
 
 
 class Part(NamedTuple):
@@ -83,26 +45,6 @@ class Part(NamedTuple):
     tensor: torch.Tensor
     block: Block
     lasting: bool
-
-
-def own_block(tensor: torch.Tensor, *, main: bool) -> Block | None:
-    """What of a parameter this rank diffs; None if that is up to another rank.
-
-    Tensors that every rank holds whole are the main rank's. Where a mesh dimension holds copies of a block,
-    its first rank diffs it.
-    """
-    if not _is_block(tensor):
-        return Block.whole(tensor.shape) if main else None
-    mesh, placements = tensor.device_mesh, tensor.placements
-    extent, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-    here = mesh.get_coordinate() or ()
-    is_copy = any(p.is_replicate() and at for p, at in zip(placements, here, strict=False))
-    return None if is_copy or not math.prod(extent) else Block(tuple(tensor.shape), offset, extent)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a parameter on this rank, those of `own_block`."""
-    return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def own_parts(weights: Weights, known: Container[str], names: dict[str, list[Patch]]) -> Iterator[Part]:
@@ -126,16 +68,11 @@ def gathered(weights: Weights, *, first: bool, main: bool) -> Iterator[tuple[str
     A collective: every rank takes it to its end. The others see their own part of each tensor.
     """
     for name, tensor in weights:
-        if not isinstance(tensor, DTensor) or (_is_block(tensor) and not first):
+        if not isinstance(tensor, DTensor) or (is_block(tensor) and not first):
             yield name, tensor
         else:
             full = cast(DTensor, tensor.detach().to(torch.bfloat16)).full_tensor()
             yield name, full if main else tensor
-
-
-def _is_block(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """Known from the placements, so that all ranks agree; not so for strided and partial ones."""
-    return isinstance(tensor, DTensor) and all(type(p) in (Shard, Replicate) for p in tensor.placements)
 
 
 def union(parts: Iterable[Patch]) -> list[Patch]:
@@ -207,6 +144,16 @@ class Peers:
         """On rank 0: what the other ranks found."""
         tables = self.exchange([])
         return [patch for rank, table in enumerate(tables) if table for patch in self._from(rank, table)]
+
+    def share(self, bits: Bits | None, shape: Sequence[int]) -> Bits:
+        """Rank 0's `bits`, uint16 of `shape`, on every rank."""
+        if self._group is None:
+            assert bits is not None
+            return bits
+        column = np.empty(tuple(shape), np.uint16) if bits is None else np.ascontiguousarray(bits)
+        with _lost_contact():
+            dist.broadcast(_wire(column.reshape(-1)), 0, group=self._group)
+        return column
 
     def _from(self, rank: int, table: list[tuple[str, tuple[int, ...], int]]) -> list[Patch]:
         ends = np.cumsum([count for _, _, count in table])

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 
 from delta_weight_sync.codec import CodecError, Patch
+from delta_weight_sync.publish.blocks import Block, local, own_block
 from delta_weight_sync.publish.mirror import Mirror, Place
-from delta_weight_sync.publish.sharded import Block, Part, Weights, local, own_block
+from delta_weight_sync.publish.sharded import Part, Weights
 
 
 class Shards:

@@ -1,5 +1,5 @@
 """What TRL 1.16's async GRPO needs to run on a CPU, in float32, without vLLM on the trainer's box, without a
-kernel from the Hub, and with weights that are published as they lie on several ranks.
+kernel from the Hub, and to leave no process behind.
 
 Patches of TRL internals, for whoever calls `install`: pinned to the release they were written for. Each place
 is looked at first, and where it does not look as expected any more, that is said loudly. With a GPU that
@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+import multiprocessing
+import os
+import signal
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,8 +27,8 @@ from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker
 from trl.trainer.utils import get_peak_flops_per_device
 
 TESTED = "1.16."
+_CHILD_MAIN: Any = getattr(async_rollout_worker, "_child_main", None)
 _ROUNDING = 0.1  # 16 bits change averages of a few normal numbers by 0.01, another mask changes them by one
-Named = Iterator[tuple[str, torch.Tensor]]
 
 
 def install() -> None:
@@ -37,6 +40,7 @@ def install() -> None:
     if "_streaming_iter" not in async_grpo_trainer.AsyncGRPOTrainer._sync_weight_merged.__code__.co_names:
         raise RuntimeError(f"trl {trl.__version__} syncs weights in another way; adapt trl_patches.py")
     _rollouts_without_vllm()
+    _rollouts_end_with_trainer()
     _attention_without_download()
     _throughput_without_gpu()
 
@@ -47,6 +51,28 @@ def _rollouts_without_vllm() -> None:
     Ends when TRL asks for vLLM in `WeightTransferClient` alone, the only place that imports it.
     """
     _replace(async_rollout_worker, "is_vllm_available", lambda *args, **kwargs: True)
+
+
+def _rollouts_end_with_trainer() -> None:
+    """The process that plays rollouts goes on for ever where the trainer dies without a word (kill -9).
+
+    Ends when TRL's child watches its parent.
+    """
+    _replace(async_rollout_worker, "_child_main", play_rollouts)
+
+
+def play_rollouts(*arguments: Any) -> None:
+    """TRL's child process, which ends with its parent and leaves Ctrl-C to that."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    _CHILD_MAIN(*arguments)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _attention_without_download() -> None:
@@ -67,50 +93,6 @@ def _throughput_without_gpu() -> None:
         return get_peak_flops_per_device(accelerator, dtype) if accelerator.device.type == "cuda" else None
 
     _replace(async_grpo_trainer, "get_peak_flops_per_device", known)
-
-
-class BucketGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
-    """Calls `hand_over` on every rank at each sync, with every parameter as it lies on that rank.
-
-    TRL leaves frozen parameters out, gathers each sharded one in full, and keeps the `weight_transfer` of the
-    main rank only. Ends when TRL hands a `WeightTransferProtocol` the parameters as they are, on all ranks.
-    """
-
-    def __init__(self, *, hand_over: Callable[[Named], None], **kwargs: Any) -> None:
-        super().__init__(weight_transfer=_Nowhere(), **kwargs)
-        self._hand_over = hand_over
-
-    def weights(self) -> Named:
-        """Every parameter of the policy."""
-        return named_weights(self.accelerator.unwrap_model(self.model))
-
-    def _streaming_iter(self) -> Named:
-        # At each sync TRL takes this to its end on every rank, and on the main one gives it to `_Nowhere`.
-        self._hand_over(self.weights())
-        yield from ()
-
-
-class _Nowhere:
-    """TRL's `WeightTransferProtocol` for a trainer whose weights take another way."""
-
-    def init_weight_transfer(self) -> None: ...
-    def pause(self) -> None: ...
-    def send_weights(self, iterator: Named) -> None:
-        for _ in iterator:
-            pass
-
-    def resume(self) -> None: ...
-    def destroy(self) -> None: ...
-
-
-def named_weights(model: torch.nn.Module) -> Named:
-    """Every parameter under its checkpoint name, frozen ones too; of LoRA, what its adapters merge into."""
-    if async_grpo_trainer.is_peft_model(model):
-        yield from async_grpo_trainer._iter_vllm_named_params(model)
-        return
-    for name, parameter in model.named_parameters():
-        # What DDP and gradient checkpointing put around modules is no part of a checkpoint.
-        yield name.removeprefix("module.").replace("_checkpoint_wrapped_module.", ""), parameter
 
 
 def _replace(module: Any, name: str, value: Any) -> None:
