@@ -105,6 +105,7 @@ class RunWriter:
         if newest is None or anchor:
             return False
         if self._is_damaged(newest):
+            self._asset_refs = []  # the next anchor has files of its own beside its weights
             return True
         way = cheapest(newest.anchor, (*newest.deltas, *newest.jumps, *jumps), newest.version, None)
         behind = way.deltas if way else ()
