@@ -50,8 +50,9 @@ class Liar(Member):
     ("digest", "held", "wrong"), [("a", "a", False), ("a", "b", True), ("b", "b", True), ("c", "c", True)]
 )
 def test_what_is_held_and_what_is_claimed_must_be_what_was_handed_over(
-    tmp_path: Path, digest: str, held: str, wrong: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digest: str, held: str, wrong: bool
 ) -> None:
+    monkeypatch.setattr("tests.chaos.scene.BETWEEN_S", 0.0)
     scene = Scene.__new__(Scene)
     scene.truth, scene.wrong = Truth(tmp_path / "truth"), []
     scene.truth.tell("writer", 7, "a")

@@ -24,7 +24,7 @@ from delta_weight_sync.protocol import (
 )
 from delta_weight_sync.publish.offers import Offer, Offers
 from delta_weight_sync.signing import signs_here
-from delta_weight_sync.store import Bucket, ObjectInfo
+from delta_weight_sync.store import Bucket, BucketError, ObjectInfo
 from delta_weight_sync.ways import ANCHOR_PAYS, MAX_FILES, cheapest, listed
 
 _INSPECT_EVERY = 16  # versions; each time the run is listed
@@ -105,6 +105,7 @@ class RunWriter:
         if newest is None or anchor:
             return False
         if self._is_damaged(newest):
+            self._asset_refs = []  # the next anchor has files of its own beside its weights
             return True
         way = cheapest(newest.anchor, (*newest.deltas, *newest.jumps, *jumps), newest.version, None)
         behind = way.deltas if way else ()
@@ -247,7 +248,11 @@ class RunWriter:
             writer_term=self.writer.term,
             writer=self.writer.id,
         )
-        self.bucket.put(self.keys.head(self.writer), self.signed(head).to_bytes())
+        try:
+            self.bucket.put(self.keys.head(self.writer), self.signed(head).to_bytes())
+        except BucketError:
+            self._require_ownership()  # a successor may have removed it before it was seen to be there
+            raise
 
     def _put_info(self, manifest: Manifest) -> None:
         info = RunInfo(

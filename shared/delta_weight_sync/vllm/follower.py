@@ -250,10 +250,11 @@ class Follower:
             self._join(manifest)
 
     def _apply(self, manifest: Manifest, deltas: tuple[DeltaRef, ...]) -> None:
-        started = time.perf_counter()
-        paths = [self._reader.fetch(delta, self._folder) for delta in deltas]
-        fetch_s = time.perf_counter() - started
+        started, paths = time.perf_counter(), list[Path]()
         try:
+            for delta in deltas:
+                paths.append(self._reader.fetch(delta, self._folder))
+            fetch_s = time.perf_counter() - started
             stage_s = self._engine.stage(paths)
             seconds = self._engine.commit(manifest.digest, str(Label.of(manifest)))
         finally:
