@@ -74,16 +74,12 @@ def test_an_own_loop_that_is_started_again_goes_on(place, tmp_path):
 
 @pytest.mark.full
 def test_the_same_loop_runs_under_torchrun(place, tmp_path):
-    """And goes on there, each rank with its own shards."""
+    """And goes on there, each rank with its own shards; how exactly, trainer/test_sharded shows."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    newest = {}
-    for name, lives in (("one", "5"), ("two", "25")):
-        url = f"{(tmp_path / name).as_uri()}#run"
-        for steps in lives:
-            run(place, *torchrun, str(EXAMPLES / "own_loop.py"), "policy", url, steps)
-        assert rebuilt(open_run(url), tmp_path / f"{name} rebuilt")[-1][1] == 5
-        newest[name] = open_run(url).at().digest
-    assert newest["two"] == newest["one"]
+    url = f"{(tmp_path / 'bucket').as_uri()}#run"
+    for steps in "25":
+        run(place, *torchrun, str(EXAMPLES / "own_loop.py"), "policy", url, steps)
+    assert rebuilt(open_run(url), tmp_path / "rebuilt")[-1][1] == 5
 
 
 @pytest.mark.live
