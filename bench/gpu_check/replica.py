@@ -118,11 +118,9 @@ def _labels(switch: live.Switch) -> str:
         during, versions = answer[0]
         parts = dict(part.split(":") for part in versions.split(",") if ":" in part)
         if len(parts) == 2:
-            last = int(parts[str(old)].split("-")[-1])
-            same = during[: last + 1] == before[: last + 1] and during[last + 1 :] != before[last + 1 :]
-            return _verdict(
-                same, f"of {_LONG} tokens the first {last + 1} are of the old version, as labelled"
-            )
+            end = int(parts[str(old)].split("-")[-1])
+            same = during[:end] == before[:end] and during[end:] != before[end:]
+            return _verdict(same, f"of {_LONG} tokens the first {end} are of the old version, as labelled")
     return _verdict(False, f"no commit met an answer in {_TRIES} tries; the last one's versions: {versions}")
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable
 from random import Random
 
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.history import RunReader
+from delta_weight_sync.protocol import ProtocolError
 from delta_weight_sync.store import open_bucket
 from tests.chaos.replica import RUN
 
@@ -41,8 +43,9 @@ class Vandal:
     def damage(self, kind: str, how: str, rng_seed: int) -> str | None:
         """Damage one of the five newest objects of a kind; returns its key, None where there is none."""
         rng = Random(rng_seed)
-        keys = self._needed(kind) or [info.key for info in self._bucket.list(self._folder)]
-        keys = [key for key in keys if key.startswith(self._folder + kind)][-5:]
+        there = [info.key for info in self._bucket.list(self._folder)]
+        needed = set(self._needed(kind)) & set(there)  # an earlier fault may have deleted what is needed
+        keys = [key for key in sorted(needed) or there if key.startswith(self._folder + kind)][-5:]
         if not keys:
             return None
         key = rng.choice(keys)
@@ -76,11 +79,15 @@ class Vandal:
         self._bucket.delete([info.key for info in self._bucket.list(self._folder)])
 
     def collect(self) -> None:
-        """Delete all that nobody needs any more: here that is all but the last second."""
+        """Delete all that nobody needs any more: here that is all but the last second.
+
+        Where an earlier fault damaged a manifest, it names that one and deletes nothing.
+        """
         pruning = importlib.import_module("delta_weight_sync.pruning")
         pruner = pruning.Pruner(RunReader(self._bucket, RUN), pruning.Keep.parse("1KB"), grace_s=1.0)
-        if survey := pruner.survey():
-            pruning.prune(self._bucket, survey)
+        with contextlib.suppress(ProtocolError):
+            if survey := pruner.survey():
+                pruning.prune(self._bucket, survey)
 
     def close(self) -> None:
         pass

@@ -22,7 +22,7 @@ from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import WEIGHTS, map_bits
 from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.history import apply_delta, require_digest
-from delta_weight_sync.protocol import Manifest
+from delta_weight_sync.protocol import Manifest, ProtocolError
 from delta_weight_sync.pruning import Keep, Pruner, prune
 from delta_weight_sync.publish.run_writer import RunWriter
 from delta_weight_sync.store import BucketError
@@ -200,7 +200,12 @@ class Shortcuts:
         if self._pruner is None:
             return
         room = newest.full_bytes + 2 * self._came
-        if survey := self._pruner.survey(self._writer.offered(), room):
+        try:
+            survey = self._pruner.survey(self._writer.offered(), room)
+        except ProtocolError as error:  # what a damaged manifest needs cannot be told
+            _log.warning("nothing of the run is deleted: %s", error)
+            return
+        if survey:
             self._came = survey.kept + survey.freed - self._stayed if self._stayed else 0
             self._stayed = survey.kept
             prune(self._writer.bucket, survey)
