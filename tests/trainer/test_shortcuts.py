@@ -10,6 +10,7 @@ from delta_weight_sync.codec import Delta
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.history import RunReader
 from delta_weight_sync.protocol import DeltaRef
+from delta_weight_sync.pruning import Keep
 from delta_weight_sync.publish.run_writer import RunWriter
 from delta_weight_sync.store import BucketUnreachable, open_bucket
 from tests.cli.drifting import PATIENCE_S, RUN, Drifting
@@ -55,6 +56,21 @@ def test_a_joiner_takes_few_files_and_every_version_is_exact(run, tmp_path):
         holds(run, tmp_path, version)
     naive = sum(delta.size for m in reader(run).history() for delta in m.deltas[-1:])
     assert sum(delta.size for delta in way.deltas) < naive
+
+
+def test_where_a_manifest_is_damaged_nothing_is_deleted_and_jumps_go_on(tmp_path, caplog):
+    run = Drifting(tmp_path / "bucket", keep=Keep.parse("1h"))
+    try:
+        steps(run, 3)
+        (manifest,) = (run.folder / f"runs/{RUN}/manifests").glob("00000002.*")
+        manifest.write_bytes(b"torn")
+        steps(run, 10)
+        assert run.newest.jumps
+        assert len(list(manifest.parent.iterdir())) == 14
+        assert "nothing of the run is deleted: " in caplog.text
+        assert manifest.name in caplog.text
+    finally:
+        run.close()
 
 
 def test_a_jump_says_what_it_joins(run, tmp_path):
