@@ -44,3 +44,21 @@ def test_without_a_gpu_and_unasked_it_says_what_to_do():
 def test_a_kernel_that_writes_nothing_is_a_failure():
     said = subprocess.run([sys.executable, "-c", BREAK], capture_output=True, text=True)
     assert said.stdout.startswith("FAIL  a replica: every bit pattern"), said.stdout + said.stderr
+
+
+@pytest.mark.long
+def test_a_replica_passes_here_too(monkeypatch):
+    """In real vLLM on the CPU, with SmolLM2-135M: what is tried on a GPU is tried rightly."""
+    from bench import live
+    from bench.gpu_check import replica
+
+    for module, name, value in (
+        (replica, "_SHARES", (0.01,)),
+        (replica, "_SYNCS", 2),
+        (replica, "_LONG", 192),
+    ):
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(live, "_WINDOWS", 1)
+    monkeypatch.setattr(live, "_WINDOW_S", 2.0)
+    told = [line for line in replica.lines() if not line.startswith(" ")]
+    assert [line[:4] for line in told] == ["PASS"] * 4, told
