@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from delta_weight_sync.keys import Keys
-from delta_weight_sync.protocol import ProtocolError
+from delta_weight_sync.refs import ProtocolError
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, PublicKeys
 from delta_weight_sync.store import BucketError, open_bucket
 from delta_weight_sync.vllm.settings import NOT_HERE

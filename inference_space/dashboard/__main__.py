@@ -11,7 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from delta_weight_sync.codec import CodecError
-from delta_weight_sync.protocol import ProtocolError
+from delta_weight_sync.refs import ProtocolError
 from delta_weight_sync.store import Bucket, BucketError, open_bucket
 from inference_space.dashboard.export import export
 from inference_space.dashboard.mount import mount

@@ -11,7 +11,8 @@ from typing import Any
 
 from delta_weight_sync.history import RunReader
 from delta_weight_sync.keys import Keys
-from delta_weight_sync.protocol import ProtocolError, RunInfo, parse
+from delta_weight_sync.protocol import RunInfo, parse
+from delta_weight_sync.refs import ProtocolError
 from delta_weight_sync.runlog import RunLogReader
 from delta_weight_sync.store import Bucket, BucketError, ObjectMissing
 from inference_space.dashboard.run_state import RunState

@@ -13,7 +13,8 @@ from markupsafe import Markup
 
 from delta_weight_sync.codec import CodecError
 from delta_weight_sync.keys import Keys
-from delta_weight_sync.protocol import Manifest, ProtocolError, RunInfo, parse
+from delta_weight_sync.protocol import Manifest, RunInfo, parse
+from delta_weight_sync.refs import ProtocolError
 from delta_weight_sync.runlog import RunLogReader
 from delta_weight_sync.store import Bucket, ObjectMissing
 from inference_space.dashboard import browser

@@ -14,7 +14,8 @@ from typing import Generic, TypeVar
 from delta_weight_sync.heads import manifests_of
 from delta_weight_sync.history import RunReader, deleted
 from delta_weight_sync.keys import Keys
-from delta_weight_sync.protocol import Manifest, ProtocolError
+from delta_weight_sync.protocol import Manifest
+from delta_weight_sync.refs import ProtocolError
 from delta_weight_sync.store import Bucket, Listing, ObjectInfo, ObjectMissing
 from inference_space.dashboard.anatomy import Anatomy, open_delta
 

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from starlette.background import BackgroundTask
 
 from delta_weight_sync.codec import CodecError
-from delta_weight_sync.protocol import ProtocolError
+from delta_weight_sync.refs import ProtocolError
 from delta_weight_sync.store import BucketError
 from inference_space.dashboard import browser
 from inference_space.dashboard.data import RunCache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from delta_weight_sync.protocol import ProtocolError
+from delta_weight_sync.refs import ProtocolError
 from delta_weight_sync.runlog import Event, SyncEvent
 from inference_space.dashboard.run_state import RunState
 from inference_space.dashboard.view import Progress

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from delta_weight_sync.keys import Keys, ManifestKey, Writer, head_writer, manifest_key
-from delta_weight_sync.protocol import FileRef, Head, Manifest, ProtocolError, Rank, Sealed, parse, reference
+from delta_weight_sync.protocol import Head, Manifest, Rank, Sealed, parse, reference
+from delta_weight_sync.refs import FileRef, ProtocolError
 from delta_weight_sync.signing import PublicKeys, SignatureError, believed_here
 from delta_weight_sync.store import Bucket, BucketUnreachable, Listing, ObjectInfo, ObjectMissing
 

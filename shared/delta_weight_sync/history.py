@@ -11,7 +11,8 @@ from pathlib import Path
 from delta_weight_sync import checkpoint
 from delta_weight_sync.checkpoint import Bits
 from delta_weight_sync.heads import NoVersionError, RecordReader, manifests_of
-from delta_weight_sync.protocol import FileRef, Manifest, ProtocolError
+from delta_weight_sync.protocol import Manifest
+from delta_weight_sync.refs import FileRef, ProtocolError
 from delta_weight_sync.signing import PublicKeys
 from delta_weight_sync.store import Bucket, ObjectMissing, open_bucket
 from delta_weight_sync.ways import Way

@@ -27,7 +27,8 @@ from delta_weight_sync.codec import CodecError
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.history import RunReader, apply_delta, require_digest
-from delta_weight_sync.protocol import FileRef, Manifest, ProtocolError, parse
+from delta_weight_sync.protocol import Manifest, parse
+from delta_weight_sync.refs import FileRef, ProtocolError
 
 RECORD: Final = "delta_weight_sync.json"  # the manifest, beside the weights: which version a folder holds
 

@@ -6,7 +6,8 @@ import re
 from typing import NamedTuple, Self
 from uuid import uuid4
 
-from delta_weight_sync.protocol import RUN_NAME, ProtocolError
+from delta_weight_sync.protocol import RUN_NAME
+from delta_weight_sync.refs import ProtocolError
 
 _HEAD = re.compile(r".*/heads/(\d{8,})\.([0-9a-f]{32})\.json")
 _STATE = re.compile(r".*/state/(\d{8,})\.\d{8,}\.t[^/]*\.json")

@@ -7,7 +7,8 @@ import contextlib
 from delta_weight_sync.heads import NoVersionError, Refused, older
 from delta_weight_sync.history import RunReader
 from delta_weight_sync.keys import Writer, head_writer
-from delta_weight_sync.protocol import POLL_S, Head, Manifest, ProtocolError, Rank
+from delta_weight_sync.protocol import POLL_S, Head, Manifest, Rank
+from delta_weight_sync.refs import ProtocolError
 from delta_weight_sync.store import ObjectMissing
 
 _LIST_EVERY = 30  # looks; in between only the known HEAD is asked for, of which the Hub allows more

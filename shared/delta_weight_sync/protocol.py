@@ -21,12 +21,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Container
-from pathlib import Path
 from typing import Annotated, Final, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import StringConstraints, ValidationError, model_validator
 
-from delta_weight_sync.errors import DeltaWeightSyncError
+from delta_weight_sync.refs import AnchorRef, Count, DeltaRef, FileRef, ProtocolError, Record, Sha256
 from delta_weight_sync.ways import Way, cheapest
 
 FORMAT: Final = "delta-weight-sync/2"
@@ -34,29 +33,12 @@ MAX_JSON_BYTES = 8 << 20
 POLL_S: Final = 1.0  # how often a replica looks at HEAD
 
 RUN_NAME: Final = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
-Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
-Key = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,500}$")]
 RunName = Annotated[str, StringConstraints(pattern=f"^{RUN_NAME}$")]
 WriterId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
-Count = Annotated[int, Field(ge=0, le=1 << 62)]
 Model = TypeVar("Model", bound="Record")
 Rank = tuple[float, int, str, int]
 """Which of two versions is the newer one: when the run was created, its writer (term and id), the version."""
-
-
-class ProtocolError(DeltaWeightSyncError, ValueError):
-    """An object of the bucket is not what the protocol allows; the message names the object and why."""
-
-
-class Record(BaseModel):
-    """Base of every stored record: immutable, and an unknown field is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    def to_bytes(self) -> bytes:
-        """JSON, UTF-8, one line."""
-        return self.model_dump_json().encode()
 
 
 class Sealed(Record):
@@ -78,64 +60,6 @@ class Sealed(Record):
             raise ValueError("seal does not fit the other fields: the object is damaged")
         object.__setattr__(self, "seal", seal)
         return self
-
-
-class FileRef(Record):
-    """One object of the bucket, pinned by content."""
-
-    key: Key
-    size: Count
-    sha256: Sha256
-
-    @model_validator(mode="after")
-    def _no_parent_folder(self) -> Self:
-        if ".." in self.key.split("/") or "//" in self.key:
-            raise ValueError(f"key {self.key!r} leaves its folder")
-        return self
-
-    @property
-    def name(self) -> str:
-        """The last part of the key."""
-        return self.key.rsplit("/", 1)[-1]
-
-    def check(self, data: bytes) -> None:
-        """Raise `ProtocolError` unless `data` is the object that this reference pins."""
-        if len(data) != self.size or hashlib.sha256(data).hexdigest() != self.sha256:
-            raise self.damaged()
-
-    def is_in(self, path: Path) -> bool:
-        """Whether a file on this machine's disk is the object that this reference pins."""
-        if path.stat().st_size != self.size:
-            return False
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest() == self.sha256
-
-    def damaged(self) -> ProtocolError:
-        """The error for an object whose bytes are not those that were published."""
-        return ProtocolError(
-            f"{self.key} is not the published object (sha256 or size differs); it was not applied"
-        )
-
-
-class DeltaRef(FileRef):
-    """A delta file: turns version `base` into `version`. One over several versions is called a jump."""
-
-    base: Count
-    version: Count
-    changed: Count  # elements that differ
-
-    @model_validator(mode="after")
-    def _leads_forward(self) -> Self:
-        if self.base >= self.version:
-            raise ValueError(f"{self.key} leads from version {self.base} back to {self.version}")
-        return self
-
-
-class AnchorRef(Record):
-    """A whole checkpoint: `config.json`, the tokenizer's files and `model.safetensors`."""
-
-    version: Count
-    files: Annotated[tuple[FileRef, ...], Field(min_length=1)]
 
 
 class Manifest(Sealed):

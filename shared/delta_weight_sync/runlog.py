@@ -14,7 +14,8 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from delta_weight_sync.keys import Keys
-from delta_weight_sync.protocol import FORMAT, Digest, ProtocolError, Record
+from delta_weight_sync.protocol import FORMAT, Digest
+from delta_weight_sync.refs import ProtocolError, Record
 from delta_weight_sync.store import Bucket
 
 SEGMENT = 512

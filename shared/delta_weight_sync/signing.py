@@ -19,7 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, TypeVar
 
-from delta_weight_sync.protocol import FORMAT, ProtocolError, Sealed
+from delta_weight_sync.protocol import FORMAT, Sealed
+from delta_weight_sync.refs import ProtocolError
 
 SIGNING_KEY: Final = "DELTA_WEIGHT_SYNC_SIGNING_KEY"
 PUBLIC_KEY: Final = "DELTA_WEIGHT_SYNC_PUBLIC_KEY"

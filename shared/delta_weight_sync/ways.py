@@ -6,10 +6,9 @@ All edges lead forward, so that one walk over them in the order of their bases f
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
-if TYPE_CHECKING:
-    from delta_weight_sync.protocol import AnchorRef, DeltaRef, FileRef
+from delta_weight_sync.refs import AnchorRef, DeltaRef, FileRef
 
 STRIDES: Final = (8, 64)  # versions that a jump spans
 ANCHOR_PAYS: Final = 0.5  # of the model behind an anchor: so a join costs at most 1.5 times the newest one

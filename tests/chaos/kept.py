@@ -16,7 +16,8 @@ from delta_weight_sync.cli import main
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.kept import RECORD
 from delta_weight_sync.lookout import Lookout
-from delta_weight_sync.protocol import Manifest, ProtocolError, parse
+from delta_weight_sync.protocol import Manifest, parse
+from delta_weight_sync.refs import ProtocolError
 from tests.chaos.replica import RUN, Claim
 from tests.chaos.trainer import Mortal
 

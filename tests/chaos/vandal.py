@@ -9,7 +9,7 @@ from random import Random
 
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.history import RunReader
-from delta_weight_sync.protocol import ProtocolError
+from delta_weight_sync.refs import ProtocolError
 from delta_weight_sync.store import open_bucket
 from tests.chaos.replica import RUN
 

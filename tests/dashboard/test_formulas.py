@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from delta_weight_sync.protocol import AnchorRef, DeltaRef, FileRef, Manifest
+from delta_weight_sync.protocol import Manifest
+from delta_weight_sync.refs import AnchorRef, DeltaRef, FileRef
 from inference_space.dashboard.facts import EXAMPLE, LINK, Facts, scene
 from inference_space.dashboard.static_files import STATIC
 

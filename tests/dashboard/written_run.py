@@ -6,7 +6,8 @@ import hashlib
 import random
 
 from delta_weight_sync.keys import Keys, Writer
-from delta_weight_sync.protocol import AnchorRef, DeltaRef, FileRef, Head, Manifest, RunInfo
+from delta_weight_sync.protocol import Head, Manifest, RunInfo
+from delta_weight_sync.refs import AnchorRef, DeltaRef, FileRef
 from delta_weight_sync.runlog import (
     SEGMENT,
     CommitEvent,

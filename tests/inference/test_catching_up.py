@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from delta_weight_sync.history import RunReader
-from delta_weight_sync.protocol import FileRef
 from delta_weight_sync.pruning import Keep, Pruner, prune
+from delta_weight_sync.refs import FileRef
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.vllm.follower import Follower
 from delta_weight_sync.vllm.progress import CountingReader

@@ -11,7 +11,8 @@ from unittest import mock
 
 import pytest
 
-from delta_weight_sync.protocol import DeltaRef, FileRef, Manifest
+from delta_weight_sync.protocol import Manifest
+from delta_weight_sync.refs import DeltaRef, FileRef
 from delta_weight_sync.store import Bucket, open_bucket
 from delta_weight_sync.vllm.follower import Follower
 from delta_weight_sync.vllm.progress import CountingReader

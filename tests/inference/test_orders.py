@@ -15,7 +15,7 @@ from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import read_bits
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.history import RunReader
-from delta_weight_sync.protocol import ProtocolError
+from delta_weight_sync.refs import ProtocolError
 from delta_weight_sync.store import Bucket, open_bucket
 from delta_weight_sync.vllm.engine import EngineError
 from delta_weight_sync.vllm.follower import Follower

@@ -10,7 +10,8 @@ import pytest
 
 from delta_weight_sync.history import RunReader
 from delta_weight_sync.keys import Keys, Writer
-from delta_weight_sync.protocol import FileRef, Head, Manifest, Sealed, reference
+from delta_weight_sync.protocol import Head, Manifest, Sealed, reference
+from delta_weight_sync.refs import FileRef
 from delta_weight_sync.signing import (
     PUBLIC_KEY,
     SIGNING_KEY,

@@ -7,9 +7,9 @@ import pytest
 
 import delta_weight_sync
 from delta_weight_sync.codec import CodecError
-from delta_weight_sync.protocol import ProtocolError
 from delta_weight_sync.publish.run_writer import FencedError
 from delta_weight_sync.publish.sharded import PeerError
+from delta_weight_sync.refs import ProtocolError
 from delta_weight_sync.store import AccessDenied, BucketError
 
 

@@ -9,8 +9,8 @@ import pytest
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.history import RunReader
 from delta_weight_sync.lookout import Lookout
-from delta_weight_sync.protocol import ProtocolError
 from delta_weight_sync.publish.run_writer import RunWriter
+from delta_weight_sync.refs import ProtocolError
 from delta_weight_sync.store import open_bucket
 from tests.shared.written_run import write_run
 

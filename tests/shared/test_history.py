@@ -8,7 +8,7 @@ import pytest
 
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.history import RunReader
-from delta_weight_sync.protocol import ProtocolError
+from delta_weight_sync.refs import ProtocolError
 from delta_weight_sync.store import open_bucket
 from tests import forked
 from tests.cli.command import command

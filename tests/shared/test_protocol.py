@@ -5,7 +5,8 @@ import json
 import pytest
 
 from delta_weight_sync.keys import Keys, Writer
-from delta_weight_sync.protocol import AnchorRef, DeltaRef, FileRef, Head, Manifest, ProtocolError, parse
+from delta_weight_sync.protocol import Head, Manifest, parse
+from delta_weight_sync.refs import AnchorRef, DeltaRef, FileRef, ProtocolError
 
 SHA = "0" * 64
 KEYS = Keys("demo")

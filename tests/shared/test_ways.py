@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delta_weight_sync.protocol import AnchorRef, DeltaRef, FileRef
+from delta_weight_sync.refs import AnchorRef, DeltaRef, FileRef
 from delta_weight_sync.ways import WINDOW, Listed, Way, cheapest, listed
 
 SHA = "0" * 64

@@ -16,7 +16,8 @@ import zstandard
 from delta_weight_sync import codec
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.keys import Keys, Writer
-from delta_weight_sync.protocol import FileRef, Head
+from delta_weight_sync.protocol import Head
+from delta_weight_sync.refs import FileRef
 from tests.shared.wire_reader import safetensors
 
 PAGE = Path(__file__).parents[2] / "docs" / "wire-format.md"

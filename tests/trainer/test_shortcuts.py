@@ -9,9 +9,9 @@ import pytest
 from delta_weight_sync.codec import Delta
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.history import RunReader
-from delta_weight_sync.protocol import DeltaRef
 from delta_weight_sync.pruning import Keep
 from delta_weight_sync.publish.run_writer import RunWriter
+from delta_weight_sync.refs import DeltaRef
 from delta_weight_sync.store import BucketUnreachable, open_bucket
 from tests.cli.drifting import PATIENCE_S, RUN, Drifting
 

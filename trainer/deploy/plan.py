@@ -10,7 +10,7 @@ from pathlib import Path
 
 from delta_weight_sync.keys import Keys
 from delta_weight_sync.plan.prices import GPUS, HARDWARE
-from delta_weight_sync.protocol import ProtocolError
+from delta_weight_sync.refs import ProtocolError
 from delta_weight_sync.signing import PUBLIC_KEY
 from trainer.deploy.errors import DeployError
 from trainer.deploy.stage import APPS, App, stage

@@ -17,7 +17,8 @@ from delta_weight_sync.cli.terminal import printable
 from delta_weight_sync.cli.which import add_run, opened
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.kept import KeptCheckpoint, kept_checkpoint
-from delta_weight_sync.protocol import Manifest, ProtocolError
+from delta_weight_sync.protocol import Manifest
+from delta_weight_sync.refs import ProtocolError
 from delta_weight_sync.store import ObjectMissing
 from delta_weight_sync.watch import watch
 

@@ -11,7 +11,8 @@ from delta_weight_sync import checkpoint
 from delta_weight_sync.checkpoint import Bits
 from delta_weight_sync.cli.which import add_run, deleted, opened, versions
 from delta_weight_sync.history import RunReader, require_digest
-from delta_weight_sync.protocol import AnchorRef, DeltaRef, Manifest
+from delta_weight_sync.protocol import Manifest
+from delta_weight_sync.refs import AnchorRef, DeltaRef
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 
 from delta_weight_sync.checkpoint import Bits, CheckpointError, read_tensors, shapes_in
 from delta_weight_sync.codec import CodecError
-from delta_weight_sync.protocol import ProtocolError
 from delta_weight_sync.publish.run_writer import RunWriter
+from delta_weight_sync.refs import ProtocolError
 from delta_weight_sync.store import ObjectMissing
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import NamedTuple
 
-from delta_weight_sync.protocol import AnchorRef, DeltaRef
+from delta_weight_sync.refs import AnchorRef, DeltaRef
 
 
 class Offer(NamedTuple):

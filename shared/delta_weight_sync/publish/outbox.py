@@ -26,7 +26,7 @@ from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import write_bits
 from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.digest import tensor_digest, to_hex
-from delta_weight_sync.protocol import AnchorRef, DeltaRef, Manifest
+from delta_weight_sync.protocol import Manifest
 from delta_weight_sync.pruning import Keep
 from delta_weight_sync.publish.base import published_weights
 from delta_weight_sync.publish.mirror import Found, Mirror, Place
@@ -34,6 +34,7 @@ from delta_weight_sync.publish.pending import PendingUpdate, Waiting, published_
 from delta_weight_sync.publish.run_writer import RunWriter
 from delta_weight_sync.publish.sharded import Weights, own_parts, union
 from delta_weight_sync.publish.shortcuts import Shortcuts
+from delta_weight_sync.refs import AnchorRef, DeltaRef
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.store import AccessDenied, BucketError, BucketMissing
 

@@ -12,13 +12,14 @@ from safetensors import SafetensorError
 
 from delta_weight_sync.codec import Bits, CodecError
 from delta_weight_sync.history import RunReader
-from delta_weight_sync.protocol import Manifest, ProtocolError
+from delta_weight_sync.protocol import Manifest
 from delta_weight_sync.publish.optimizer_state import StateError
 from delta_weight_sync.publish.outbox import Outbox
 from delta_weight_sync.publish.replay import Replay
 from delta_weight_sync.publish.sharded import Peers, Weights
 from delta_weight_sync.publish.snapshot import Saved, Stateful
 from delta_weight_sync.publish.states import StateRecord, repeated, usable
+from delta_weight_sync.refs import ProtocolError
 from delta_weight_sync.store import ObjectMissing
 
 _DAMAGED = (ProtocolError, CodecError, ObjectMissing, SafetensorError)

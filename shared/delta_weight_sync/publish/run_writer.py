@@ -13,16 +13,9 @@ from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.heads import Kind, Refused
 from delta_weight_sync.history import RunReader
 from delta_weight_sync.keys import Writer
-from delta_weight_sync.protocol import (
-    AnchorRef,
-    DeltaRef,
-    FileRef,
-    Head,
-    Manifest,
-    RunInfo,
-    reference,
-)
+from delta_weight_sync.protocol import Head, Manifest, RunInfo, reference
 from delta_weight_sync.publish.offers import Offer, Offers
+from delta_weight_sync.refs import AnchorRef, DeltaRef, FileRef
 from delta_weight_sync.signing import signs_here
 from delta_weight_sync.store import Bucket, BucketError, ObjectInfo
 from delta_weight_sync.ways import ANCHOR_PAYS, MAX_FILES, cheapest, listed

@@ -22,9 +22,10 @@ from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import WEIGHTS, map_bits
 from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.history import apply_delta, require_digest
-from delta_weight_sync.protocol import Manifest, ProtocolError
+from delta_weight_sync.protocol import Manifest
 from delta_weight_sync.pruning import Keep, Pruner, prune
 from delta_weight_sync.publish.run_writer import RunWriter
+from delta_weight_sync.refs import ProtocolError
 from delta_weight_sync.store import BucketError
 from delta_weight_sync.ways import STRIDES
 

@@ -19,9 +19,10 @@ from typing import Any
 
 from delta_weight_sync.history import RunReader
 from delta_weight_sync.keys import Writer
-from delta_weight_sync.protocol import Count, Digest, FileRef, Manifest, ProtocolError, Sealed
+from delta_weight_sync.protocol import Digest, Manifest, Sealed
 from delta_weight_sync.publish.sharded import Peers
 from delta_weight_sync.publish.snapshot import Snapshot
+from delta_weight_sync.refs import Count, FileRef, ProtocolError
 from delta_weight_sync.store import ObjectMissing
 
 _log = logging.getLogger("delta_weight_sync")

@@ -24,7 +24,8 @@ from typing import Any
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 
 from delta_weight_sync.history import open_run
-from delta_weight_sync.protocol import Manifest, ProtocolError
+from delta_weight_sync.protocol import Manifest
+from delta_weight_sync.refs import ProtocolError
 from delta_weight_sync.runlog import ReplicaReport
 from delta_weight_sync.vllm.engine import Engine
 from delta_weight_sync.vllm.follower import Follower

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from delta_weight_sync.heads import NoVersionError
 from delta_weight_sync.lookout import Lookout
-from delta_weight_sync.protocol import DeltaRef, Manifest, ProtocolError
+from delta_weight_sync.protocol import Manifest
+from delta_weight_sync.refs import DeltaRef, ProtocolError
 from delta_weight_sync.runlog import ReplicaReport
 from delta_weight_sync.store import ObjectMissing
 from delta_weight_sync.vllm.engine import Engine, EngineError

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from delta_weight_sync.checkpoint import WEIGHTS, map_bits
 from delta_weight_sync.history import apply_delta
-from delta_weight_sync.protocol import AnchorRef, Manifest
+from delta_weight_sync.protocol import Manifest
+from delta_weight_sync.refs import AnchorRef
 from delta_weight_sync.vllm.progress import CountingReader
 
 Shapes = dict[str, list[int]]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from delta_weight_sync.history import RunReader
-from delta_weight_sync.protocol import FileRef, Manifest
+from delta_weight_sync.protocol import Manifest
+from delta_weight_sync.refs import FileRef
 
 _STEPS = 10  # what is said changes so often: it is also written to the run's log
 

@@ -7,7 +7,8 @@ they are.
 
 from __future__ import annotations
 
-from delta_weight_sync.protocol import AnchorRef, Manifest
+from delta_weight_sync.protocol import Manifest
+from delta_weight_sync.refs import AnchorRef
 from delta_weight_sync.vllm.engine import EngineError
 
 _AT_ONCE = {"RouteError", "StepCommitError"}  # of this vLLM as it was started
