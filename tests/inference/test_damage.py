@@ -13,7 +13,7 @@ import pytest
 
 from delta_weight_sync.protocol import Manifest
 from delta_weight_sync.refs import DeltaRef, FileRef
-from delta_weight_sync.store import Bucket, open_bucket
+from delta_weight_sync.store import Bucket, BucketUnreachable
 from delta_weight_sync.vllm.follower import Follower
 from delta_weight_sync.vllm.progress import CountingReader
 from tests.dashboard.real_run import RealRun
@@ -32,11 +32,6 @@ def corrupt(bucket: Bucket, file: FileRef) -> None:
 
 
 both = pytest.mark.parametrize("damage", [gone, corrupt])
-
-
-@pytest.fixture
-def bucket(tmp_path: Path) -> Bucket:
-    return open_bucket(f"file://{tmp_path}/bucket", create=True)
 
 
 class Published(RealRun):
@@ -144,7 +139,7 @@ def test_a_trainer_that_goes_on_makes_up_for_a_damaged_file(
     run: RealRun, bucket: Bucket, damage: Damage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It looks at what its newest version needs now and then; a file that is written over looks different."""
-    monkeypatch.setattr("delta_weight_sync.publish.run_writer._INSPECT_EVERY", 4)
+    monkeypatch.setattr("delta_weight_sync.publish.inspection._EVERY", 4)
     monkeypatch.setattr("delta_weight_sync.publish.run_writer.ANCHOR_PAYS", 1000.0)
     while run.version < 5:  # by then it has seen every file of version 4
         run.step()
@@ -155,6 +150,31 @@ def test_a_trainer_that_goes_on_makes_up_for_a_damaged_file(
         assert run._outbox.shortcuts.idle(PATIENCE_S)
     assert newest.anchor.version == 8, "where it looked again"
     assert first not in newest.way().files
+
+
+@both
+def test_it_tries_again_where_the_new_anchor_could_not_be_stored(
+    run: RealRun, bucket: Bucket, damage: Damage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("delta_weight_sync.publish.inspection._EVERY", 4)
+    while run.version < 5:
+        run.step()
+        assert run._outbox.shortcuts.idle(PATIENCE_S)
+    config, writer, refused = run.reader.at().anchor.files[-1], run._outbox._writer, [1]
+    put = writer.bucket.put
+
+    def put_later(key: str, data: bytes | Path) -> None:
+        if "/anchors/" in key and refused:
+            refused.pop()
+            raise BucketUnreachable(f"{key}: the link is down")
+        put(key, data)
+
+    damage(bucket, config)
+    monkeypatch.setattr(writer.bucket, "put", put_later)
+    while (newest := run.step()).version < 11:
+        assert run._outbox.shortcuts.idle(PATIENCE_S)
+    assert not refused
+    assert config not in newest.way().files
 
 
 def test_a_kept_anchor_that_is_damaged_starts_no_vllm_with_it(run, bucket, follower, vllm, tmp_path) -> None:

@@ -83,11 +83,6 @@ class Mortal:
 
 
 @pytest.fixture
-def bucket(tmp_path: Path) -> Bucket:
-    return open_bucket(f"file://{tmp_path}/bucket", create=True)
-
-
-@pytest.fixture
 def run(bucket: Bucket) -> Iterator[RealRun]:
     """At version 3."""
     run = RealRun(bucket, run="ordered", layers=1)

@@ -14,13 +14,13 @@ from delta_weight_sync.heads import Kind, Refused
 from delta_weight_sync.history import RunReader
 from delta_weight_sync.keys import Writer
 from delta_weight_sync.protocol import Head, Manifest, RunInfo, reference
+from delta_weight_sync.publish.inspection import Inspection
 from delta_weight_sync.publish.offers import Offer, Offers
 from delta_weight_sync.refs import AnchorRef, DeltaRef, FileRef
 from delta_weight_sync.signing import signs_here
-from delta_weight_sync.store import Bucket, BucketError, ObjectInfo
+from delta_weight_sync.store import Bucket, BucketError
 from delta_weight_sync.ways import ANCHOR_PAYS, MAX_FILES, cheapest, listed
 
-_INSPECT_EVERY = 16  # versions; each time the run is listed
 _log = logging.getLogger("delta_weight_sync")
 
 
@@ -46,8 +46,7 @@ class RunWriter:
         self._asset_refs: list[FileRef] = []
         self._decided: Manifest | None = None  # the next version, as long as the store has not taken it
         self._offers, self._weighed = Offers(), Offer()  # `_weighed`: what was there when that was decided
-        self._seen: dict[str, ObjectInfo | None] = {}  # files of the newest version, as they were listed
-        self._inspected = 0  # at this version
+        self._inspection = Inspection(self.reader)
         self._started = time.time()
         self.newest: Manifest | None = None
         self.on_version: Callable[[Manifest], object] = _nothing  # told of each version that is real
@@ -97,25 +96,12 @@ class RunWriter:
         newest, (jumps, anchor) = self.newest, self._offers.now()
         if newest is None or anchor:
             return False
-        if self._is_damaged(newest):
+        if self._inspection.finds_damage(newest):
             self._asset_refs = []  # the next anchor has files of its own beside its weights
             return True
         way = cheapest(newest.anchor, (*newest.deltas, *newest.jumps, *jumps), newest.version, None)
         behind = way.deltas if way else ()
         return sum(d.size for d in behind) > ANCHOR_PAYS * newest.full_bytes or len(behind) >= MAX_FILES
-
-    def _is_damaged(self, newest: Manifest) -> bool:
-        """Whether a file of the newest version is gone, or not what it was when this was asked last."""
-        if newest.version < self._inspected + _INSPECT_EVERY:
-            return False
-        there, before = {info.key: info for info in self.bucket.list(self.keys.folder)}, self._seen
-        files, self._inspected = newest.way().files, newest.version
-        self._seen = {file.key: there.get(file.key) for file in files}
-        return any(
-            info is None or info.size != file.size or (before.get(file.key) or info).etag != info.etag
-            for file in files
-            for info in [self._seen[file.key]]
-        )
 
     def put_anchor(self, version: int, weights_file: Path) -> AnchorRef:
         """Store every tensor of `version` in full, beside the files that make it a checkpoint."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,33 +35,6 @@ from tests.inference.thief import (
     refuses,
     signed_run,
 )
-
-
-@pytest.fixture
-def bucket(tmp_path: Path) -> Bucket:
-    return open_bucket(f"file://{tmp_path}/bucket", create=True)
-
-
-@pytest.fixture
-def thief(bucket: Bucket) -> Thief:
-    return Thief(bucket)
-
-
-@pytest.fixture
-def run(bucket: Bucket, thief: Thief, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealRun]:
-    """At version 3, signed."""
-    monkeypatch.setattr("delta_weight_sync.vllm.follower._BACKOFF_S", 0.05)
-    with signed_run(bucket, thief, monkeypatch) as run:
-        yield run
-
-
-@pytest.fixture
-def follower(bucket: Bucket, run: RealRun, tmp_path: Path) -> Iterator[Follower]:
-    """It serves version 3."""
-    follower = following(bucket, tmp_path / "r")
-    reaches(follower, NEWEST)
-    yield follower
-    follower.stop()
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from delta_weight_sync.keys import Writer
 from delta_weight_sync.protocol import Head, Manifest
-from delta_weight_sync.store import Bucket, open_bucket
 from delta_weight_sync.vllm.follower import Follower
 from tests.dashboard.real_run import RealRun
 from tests.inference.test_orders import reaches, soon
@@ -21,40 +20,11 @@ from tests.inference.thief import (
     THEIRS,
     Signs,
     Thief,
-    following,
     goes_on,
     refuses,
     renewed,
-    signed_run,
     unsigned,
 )
-
-
-@pytest.fixture
-def bucket(tmp_path: Path) -> Bucket:
-    return open_bucket(f"file://{tmp_path}/bucket", create=True)
-
-
-@pytest.fixture
-def thief(bucket: Bucket) -> Thief:
-    return Thief(bucket)
-
-
-@pytest.fixture
-def run(bucket: Bucket, thief: Thief, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealRun]:
-    """At version 3, signed."""
-    monkeypatch.setattr("delta_weight_sync.vllm.follower._BACKOFF_S", 0.05)
-    with signed_run(bucket, thief, monkeypatch) as run:
-        yield run
-
-
-@pytest.fixture
-def follower(bucket: Bucket, run: RealRun, tmp_path: Path) -> Iterator[Follower]:
-    """It serves version 3."""
-    follower = following(bucket, tmp_path / "r")
-    reaches(follower, NEWEST)
-    yield follower
-    follower.stop()
 
 
 def test_the_status_says_whose_versions_are_served(follower: Follower, run: RealRun) -> None:
