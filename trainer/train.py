@@ -23,8 +23,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, get_args
+from dataclasses import dataclass
+from typing import Any
 
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
@@ -32,53 +32,16 @@ from trl import TrlParser
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from delta_weight_sync import DeltaWeightSyncError, Publisher
-from delta_weight_sync.codec import Encoding
 from delta_weight_sync.publish import trl_patches
-from delta_weight_sync.publish.mirror import Place
 from delta_weight_sync.publish.sharded import Peers, Weights
 from delta_weight_sync.publish.trl_trainer import BucketGRPOTrainer, Progress
 from delta_weight_sync.runlog import DoneEvent
 from trainer import rising, rollouts, shorter, wordle
+from trainer.arguments import ScriptArguments
 from trainer.cold_spaces import ColdSpaces, SpacesUnavailableError
 from trainer.ending import Ending
 from trainer.observer import ReplicaWatch, StepRecorder
 from trainer.pokes import Pokes
-
-
-@dataclass(frozen=True)
-class ScriptArguments:
-    """Where everything is. All of it is URLs and names; nothing is shared but these."""
-
-    model: str = field(metadata={"help": "The base policy: a Hub id or the folder of a checkpoint."})
-    bucket: str = field(
-        metadata={"help": "hf://buckets/<owner>/<name>, s3://<bucket>/<prefix> or file:///<path>"}
-    )
-    run: str = field(metadata={"help": "Name of the run; its objects are below runs/<run>/ in the bucket."})
-    replicas: list[str] = field(metadata={"help": "URLs of the vLLM Spaces."})
-    task: str = field(default="wordle", metadata={"help": "'wordle' or 'shorter'."})
-    env_url: str = field(default="", metadata={"help": "URL of the Wordle Space (task 'wordle')."})
-    prompt: str = field(default=wordle.PROMPT, metadata={"help": "What the policy is told (task 'wordle')."})
-    encoding: str = field(default="fast", metadata={"help": "Of deltas: 'fast', 'small' or 'original'."})
-    mirror: str = field(
-        default="host", metadata={"help": "Where the published bits are kept: 'host' or 'device'."}
-    )
-    keep: str = field(
-        default="", metadata={"help": "Of the run in the bucket: '20GB', '7d' or, by default, all of it."}
-    )
-    state_every: int = field(
-        default=20,
-        metadata={"help": "Syncs between two states; so much is lost at most when the trainer dies."},
-    )
-    fresh: bool = field(
-        default=False, metadata={"help": "Begin again from --model, not where the run's last trainer ended."}
-    )
-
-    def __post_init__(self) -> None:
-        for option, known in (("encoding", get_args(Encoding)), ("mirror", get_args(Place))):
-            if (value := getattr(self, option)) not in known:
-                raise SystemExit(f"--{option} must be one of {', '.join(known)}; it is {value!r}")
-        if self.state_every < 1:
-            raise SystemExit(f"--state_every must be at least 1; it is {self.state_every}")
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import pytest
 from trl import TrlParser
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
-from trainer.train import ScriptArguments
+from trainer.arguments import ScriptArguments
 
 CONFIGS = Path(__file__).parents[2] / "trainer" / "configs"
 WHERE = [

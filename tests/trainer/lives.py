@@ -32,6 +32,7 @@ from delta_weight_sync.publish.trl_trainer import Progress
 from delta_weight_sync.store.files import FileBucket
 from tests.policies import tiny
 from trainer import rollouts, train
+from trainer.arguments import ScriptArguments
 
 BATCH, STATE_EVERY = 8, 3
 EVENTS = 100  # of them some ten are of a step
@@ -76,7 +77,7 @@ def sample(number: int) -> RolloutSample:
 
 def live(folder: Path, bucket: str, steps: int, die: Callable[[], None]) -> None:
     """The command of `trainer.train`; `die` is called at each event."""
-    script = train.ScriptArguments(
+    script = ScriptArguments(
         model=str(folder / "base"),
         bucket=bucket,
         run="lives",

@@ -143,7 +143,7 @@ def test_a_full_disk_costs_shortcuts_and_nothing_else(run, tmp_path, monkeypatch
         patch.setattr(run.outbox._writer.bucket, "put", put_without_pathlib(run))
         steps(run, 2)
     assert "no jumps and anchors for now: No space left on device" in caplog.text
-    monkeypatch.setattr("delta_weight_sync.publish.outbox._ANEW_EVERY", 4)
+    monkeypatch.setattr("delta_weight_sync.publish.shortcuts._ANEW_EVERY", 4)
     steps(run, 13)
     assert spans(run.newest.jumps) == [(4, 12)]
     assert run.newest.version == 15

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.train import ScriptArguments
+from trainer.arguments import ScriptArguments
 
 PLACES = {"model": "m", "bucket": "file:///b", "run": "r", "replicas": ["http://127.0.0.1:1"]}
 

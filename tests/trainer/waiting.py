@@ -12,6 +12,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from tests.policies import tiny
 from trainer import rollouts, train
+from trainer.arguments import ScriptArguments
 
 NOBODY = "http://127.0.0.1:1"
 
@@ -20,7 +21,7 @@ def main(folder: Path) -> None:
     """The command of `trainer.train`, with spaces that are said to be ready."""
     if not (folder / "base").exists():
         tiny.build(folder / "base", tie=True, seed=0)
-    script = train.ScriptArguments(
+    script = ScriptArguments(
         model=str(folder / "base"),
         bucket=(folder / "bucket").as_uri(),
         run="run",

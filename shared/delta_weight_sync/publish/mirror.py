@@ -80,6 +80,10 @@ class Mirror:
             bits = self._on(bits.device).aside.read(bits)
         return bits.numpy().view(np.uint16)
 
+    def digest_without(self, names: set[str]) -> int:
+        """Digest of the parameters that are not among `names`."""
+        return sum(digest.tensor_digest(name, self.bits(name)) for name in self._shapes.keys() - names)
+
     def find(self, parts: Iterable[Part]) -> Found:
         """What changed in the parts since the last time, of any float dtype; nothing is written.
 

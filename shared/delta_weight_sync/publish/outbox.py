@@ -17,7 +17,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,28 +25,22 @@ import torch
 from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import write_bits
 from delta_weight_sync.codec import Bits, Encoding, Patch
-from delta_weight_sync.digest import tensor_digest, to_hex
+from delta_weight_sync.digest import to_hex
 from delta_weight_sync.protocol import Manifest
 from delta_weight_sync.pruning import Keep
 from delta_weight_sync.publish.base import published_weights
-from delta_weight_sync.publish.mirror import Found, Mirror, Place
+from delta_weight_sync.publish.comparing import Comparison, Rest, nothing
+from delta_weight_sync.publish.mirror import Mirror, Place
 from delta_weight_sync.publish.pending import PendingUpdate, Waiting, published_bits
 from delta_weight_sync.publish.run_writer import RunWriter
-from delta_weight_sync.publish.sharded import Weights, own_parts, union
+from delta_weight_sync.publish.sharded import Weights
 from delta_weight_sync.publish.shortcuts import Shortcuts
 from delta_weight_sync.refs import AnchorRef, DeltaRef
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.store import AccessDenied, BucketError, BucketMissing
 
-Rest = Callable[[Mapping[str, tuple[int, ...]]], Iterable[tuple[str, Bits]]]
 _RETRY_S = 2.0
-_ANEW_EVERY = 64  # versions, after the disk that shortcuts need was full
 _log = logging.getLogger("delta_weight_sync")
-
-
-def nothing(_: Mapping[str, tuple[int, ...]]) -> Iterable[tuple[str, Bits]]:
-    """The rest where everything is handed over."""
-    return ()
 
 
 class Outbox:
@@ -67,9 +61,9 @@ class Outbox:
         `rest`: of the shapes that version 0 was handed, the tensors that belong to it besides. `keep`: how
         much of the run stays in the bucket, None for all of it.
         """
-        self._writer, self._log, self._encoding, self._rest = writer, log, encoding, rest
-        self._given: set[str] = set()  # names; what the first hand-over leaves out stays as it is
-        self._mirror = Mirror(mirror)
+        self._writer, self._log, self._encoding = writer, log, encoding
+        self.mirror = Mirror(mirror)  # while nothing is handed over, the newest version
+        self._comparison = Comparison(self.mirror, rest)
         self.shortcuts = Shortcuts(writer, encoding, keep)
         with contextlib.ExitStack() as stack:
             stack.callback(self.shortcuts.close)
@@ -99,7 +93,7 @@ class Outbox:
         """
         self._raise_failure()
         try:
-            if self._mirror:
+            if self.mirror:
                 self._add(weights, sync, remote_patches)
             else:
                 self._publish_base(weights, sync)
@@ -132,26 +126,26 @@ class Outbox:
         """Go on from the run's newest version, if it has one."""
         published = published_weights(self._writer, self.shortcuts.folder)
         for name, bits in published.items():
-            self._mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16))
+            self.mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16))
         if published and self.version is not None:
             self.shortcuts.restart(self.version)
 
     def _add(self, weights: Weights, sync: int, remote_patches: Callable[[], list[Patch]]) -> None:
         started, created_at = time.perf_counter(), time.time()
         # Without the lock, for it waits until the steps that are queued on a GPU are done.
-        found, theirs, patches = self._diff(weights, remote_patches)
+        found, theirs, patches = self._comparison.find(weights, remote_patches)
         with self._changed:
-            self._mirror.keep(found)
-            self._mirror.take(theirs)
+            self.mirror.keep(found)
+            self.mirror.take(theirs)
             diff_s = time.perf_counter() - started
-            new = PendingUpdate(patches, self._mirror.digest, sync, created_at, diff_s)
+            new = PendingUpdate(patches, self.mirror.digest, sync, created_at, diff_s)
             self.waiting.add(new)
             self._changed.notify_all()
 
     def pin(self) -> bool:
         """What was handed over last is or becomes a version of its own; False if it was held back."""
         with self._changed:
-            digest, newest = self._mirror.digest, self._writer.newest
+            digest, newest = self.mirror.digest, self._writer.newest
             there = newest and newest.digest == to_hex(digest) and not (self._busy or self.waiting)
             if self.waiting.held and not there:
                 return False
@@ -165,42 +159,10 @@ class Outbox:
             self._changed.wait_for(lambda: self._closed or self._failure or self._pinned[1])
             return self._pinned[1]
 
-    def bits(self, name: str) -> Bits:
-        """A parameter of the newest version, as long as nothing is handed over."""
-        return self._mirror.bits(name)
-
-    @property
-    def names(self) -> set[str]:
-        """The parameters that a version holds."""
-        return set(self._mirror.shapes)
-
-    def digest_without(self, names: set[str]) -> int:
-        """Digest of the parameters that are published but not among `names`."""
-        kept = self._mirror.shapes.keys() - names
-        return sum(tensor_digest(name, self._mirror.bits(name)) for name in kept)
-
-    def _diff(
-        self, weights: Weights, remote_patches: Callable[[], list[Patch]]
-    ) -> tuple[Found, list[Patch], list[Patch]]:
-        """What this rank found, what the others found, and both by tensor; only reads the mirror."""
-        by_name: dict[str, list[Patch]] = {}
-        found = self._mirror.find(own_parts(weights, self._mirror.shapes, by_name))
-        self._given = self._given or set(by_name)
-        if missing := self._given - by_name.keys():
-            raise codec.CodecError(f"parameter {min(missing)} was not handed over; a version holds every one")
-        theirs = remote_patches()
-        for patch in (*found.patches, *theirs):
-            by_name[patch.name].append(patch)
-        return found, theirs, [patch for parts in by_name.values() for patch in union(parts)]
-
     def _publish_base(self, weights: Weights, sync: int) -> None:
         started, created_at = time.perf_counter(), time.time()
-        for name, tensor in weights:
-            self._mirror.add(name, tensor)
-        self._given = set(self._mirror.shapes)
-        for name, bits in self._rest(self._mirror.shapes):
-            self._mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16))
-        base = PendingUpdate([], self._mirror.digest, sync, created_at, time.perf_counter() - started)
+        self._comparison.begin(weights)
+        base = PendingUpdate([], self.mirror.digest, sync, created_at, time.perf_counter() - started)
         version = 0 if self.version is None else self.version + 1
         self._write(self.shortcuts.path)
         self._commit(base, None, self._writer.put_anchor(version, self.shortcuts.path), 0.0)
@@ -249,12 +211,12 @@ class Outbox:
 
     def _write(self, path: Path) -> None:
         """What is published, as a file. The trainer may hand over meanwhile: it waits for a tensor's copy."""
-        write_bits(self._mirror.shapes, functools.partial(self._before, None), path)
+        write_bits(self.mirror.shapes, functools.partial(self._before, None), path)
 
     def _before(self, job: PendingUpdate | None, name: str) -> Bits:
         """A tensor's bits without what waits, and without `job` if it is given."""
         with self._changed:
-            return published_bits(self._mirror.bits(name), name, [*self.waiting.newest_first(), job])
+            return published_bits(self.mirror.bits(name), name, [*self.waiting.newest_first(), job])
 
     def _settle(self, job: PendingUpdate) -> None:
         """After a failure: finish the version if it was decided; else what it holds is sent with the next."""
@@ -276,7 +238,7 @@ class Outbox:
             anchor,
             digest=to_hex(job.digest),
             sync=job.sync,
-            total=self._mirror.total,
+            total=self.mirror.total,
             created_at=job.created_at,
         )
         self._report(manifest, job, encode_s)
@@ -286,9 +248,7 @@ class Outbox:
         self._log.append(job.event(manifest, manifest.anchor.files[0].size if new else 0, encode_s))
         self._anchor = manifest.anchor.version
         if manifest.deltas:
-            self.shortcuts.add(manifest, self._encoded)
-        if self.shortcuts.lost and manifest.version % _ANEW_EVERY == 0 and self.shortcuts.idle(0):
-            self.shortcuts.restart(manifest.version, self._write)
+            self.shortcuts.add(manifest, self._encoded, self._write)
         with self._changed:
             if manifest.digest == self._pinned[0]:
                 self._pinned = manifest.digest, self._pinned[1] or manifest

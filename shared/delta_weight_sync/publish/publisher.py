@@ -17,9 +17,10 @@ from delta_weight_sync.history import RunReader, split_run
 from delta_weight_sync.protocol import Manifest
 from delta_weight_sync.pruning import Keep
 from delta_weight_sync.publish.base import Base
+from delta_weight_sync.publish.comparing import nothing
 from delta_weight_sync.publish.mirror import Place
 from delta_weight_sync.publish.optimizer_state import StateError
-from delta_weight_sync.publish.outbox import Outbox, nothing
+from delta_weight_sync.publish.outbox import Outbox
 from delta_weight_sync.publish.risen import Risen, rise
 from delta_weight_sync.publish.run_writer import RunWriter
 from delta_weight_sync.publish.sharded import Peers, Weights, gathered, own_digest
@@ -186,7 +187,7 @@ class Publisher:
     def digest(self, weights: Weights) -> str:
         """Digest of the live weights of all ranks, cast to bf16: that of the version which they are."""
         own, names = own_digest(weights, main=self._peers.main)
-        kept = self._outbox.digest_without(names) if self._outbox else 0
+        kept = self._outbox.mirror.digest_without(names) if self._outbox else 0
         return to_hex(sum(self._peers.exchange(own + kept)))
 
     def close(self) -> None:

@@ -93,8 +93,8 @@ def _fetched(
 
 
 def _bits(reader: RunReader, outbox: Outbox, record: StateRecord, folder: Path) -> Callable[[str], Bits]:
-    if record.version == outbox.version and outbox.names:
-        return outbox.bits
+    if record.version == outbox.version and outbox.mirror:
+        return outbox.mirror.bits
     return reader.checkout(_manifest(reader, record), folder / "version").__getitem__
 
 

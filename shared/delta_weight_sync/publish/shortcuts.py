@@ -30,6 +30,7 @@ from delta_weight_sync.store import BucketError
 from delta_weight_sync.ways import STRIDES
 
 _BEHIND: Final = 16  # published versions that wait here before jumps are left out
+_ANEW_EVERY: Final = 64  # versions, after the disk was full
 _CLOSING_S: Final = 5.0
 _log = logging.getLogger("delta_weight_sync")
 
@@ -89,8 +90,11 @@ class Shortcuts:
             start.version = -1
         self.lost = False
 
-    def add(self, manifest: Manifest, delta: bytes) -> None:
-        """A version was published, whose delta file holds these bytes."""
+    def add(self, manifest: Manifest, delta: bytes, write: Callable[[Path], object]) -> None:
+        """A version was published, whose delta file holds these bytes; `write` writes its weights."""
+        if self.lost and manifest.version % _ANEW_EVERY == 0 and self.idle(0):
+            self.restart(manifest.version, write)
+            return
         path = self.folder / f"{manifest.version:08d}.delta"
         with self._changed:
             if self.lost or self._closed:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 
 from delta_weight_sync.protocol import Manifest
+from delta_weight_sync.refs import ProtocolError
 from delta_weight_sync.runlog import CommitEvent, ReplicaEvent, ReplicaReport
 
 _KEPT_COMMITS = 256
+_log = logging.getLogger("delta_weight_sync")
 
 
 class Journal:
@@ -18,12 +21,27 @@ class Journal:
         self._replica = replica
         self._state = "starting"
         self.error: str | None = None
+        self._logged = ""
         self.signed_by: str | None = None  # whose signature of the served version was checked
         self._commits: deque[CommitEvent] = deque(maxlen=_KEPT_COMMITS)
 
     def note(self, state: str | None = None, error: str | None = None) -> None:
         """Take down what is going on; with an error the state stays what it was."""
         self._state, self.error = state or self._state, error
+
+    def complain(self, reason: str, state: str | None = None) -> None:
+        """Take down what went wrong, and log it unless it was logged last."""
+        self.note(state, reason)
+        if reason != self._logged:
+            _log.warning("replica %s: %s", self._replica, reason)
+            self._logged = reason
+
+    def passed_over(self, complaint: ProtocolError | None) -> None:
+        """Take down what is wrong beside the sound version that is served; None where all is well."""
+        if complaint:
+            self.complain(str(complaint), "serving")
+        elif self.error:
+            self.note("serving")
 
     def commit(
         self,

@@ -29,6 +29,10 @@ class Orders:
         """Go to `version` and stay there; raises `ProtocolError` if the run has no such version."""
         self.paused, self.pinned = False, self._reader.find(version)
 
+    def held(self, served: Manifest | None) -> Manifest | None:
+        """The version to serve whatever the newest is, if there is one; `served` was served last."""
+        return served if self.paused else self.pinned
+
     def heal(self) -> None:
         """Compare all weights with those that are published, and write what differs."""
         self.healing.set()

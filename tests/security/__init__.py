@@ -1,0 +1,1 @@
+"""What a hostile client, bucket or host may try: a file for each way that was found."""
