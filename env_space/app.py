@@ -7,30 +7,25 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 
-import uvicorn
 from fastapi import FastAPI
-from starlette.types import ASGIApp
 
 from env_space import setup_page
 from env_space.games import Games
-from env_space.keys import AT_ONCE, KeyCheck
+from env_space.keys import AT_ONCE, EACH, KeyCheck
 from env_space.logs import log_as_json, log_game
 from env_space.metrics import Metrics, MoveTimer
 from env_space.openenv import routes as openenv
 from env_space.pages import Pages
 from env_space.problems import BodyLimit, answer_problems
 from env_space.rules import rules_from
+from env_space.server import MAX_BODY_BYTES, serve
 from env_space.sessions import Session, Sessions
 from env_space.settings import Settings, settings_from
-from env_space.watch import Watch
+from env_space.watch import EACH_WATCHED, MAX_WATCHED, Watch
 
-MAX_BODY_BYTES = 16 * 1024
 REAP_EVERY_S = 5.0
-KEEP_ALIVE_S = 120  # a policy thinks for seconds between two moves on one connection
-STOP_WITHIN_S = 10
-# A client may be busy with a training step for minutes. Games expire by themselves; this only frees sockets.
-PING_EVERY_S, PING_PATIENCE_S = 30, 300
 
 _log = logging.getLogger("wordle")
 
@@ -48,17 +43,22 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) 
         log_game(session)
 
     sessions = Sessions(settings.max_sessions, settings.session_ttl_s, ended, clock)
-    visitors = Sessions(AT_ONCE, settings.session_ttl_s, ended, clock, more="")
+    # Those of visitors are counted and not logged, so that nobody without the key can fill the log.
+    of_visitors = partial(
+        Sessions, ttl_s=settings.session_ttl_s, on_end=metrics.count_game, clock=clock, more=""
+    )
+    visitors, watched = of_visitors(AT_ONCE, each=EACH), of_visitors(MAX_WATCHED, each=EACH_WATCHED)
     metrics.watch_sessions(sessions.__len__, sessions.capacity)
-    app = FastAPI(title="Wordle environment", description=__doc__, lifespan=_reaping(sessions, visitors))
+    lifespan = _reaping(sessions, visitors, watched)
+    app = FastAPI(title="Wordle environment", description=__doc__, lifespan=lifespan)
     app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
     app.add_middleware(MoveTimer, metrics=metrics)
-    app.add_middleware(KeyCheck, key="" if settings.open else settings.key)
+    app.add_middleware(KeyCheck, key=settings.asked_key)
     answer_problems(app)
     Games(sessions, rules).route(app)
     Games(visitors, rules, via="page").route(app, "/play", documented=False)
     openenv.route(app, sessions, rules, metrics)
-    Watch(visitors, rules, settings).route(app)
+    Watch(watched, rules, settings).route(app)
     Pages(sessions, rules, metrics).route(app)
     return app
 
@@ -90,14 +90,14 @@ def main() -> None:
     if "SPACE_ID" in os.environ and (problems := setup_page.problems_of(os.environ)):
         log_as_json()
         _log.error(setup_page.sentence(problems))
-        return _serve(setup_page.create_app(problems), *_address(os.environ))
+        return serve(setup_page.create_app(problems), *_address(os.environ))
     try:
         settings = settings_from(os.environ)
         app = create_app(settings)
     except ValueError as error:
         sys.exit(f"The Wordle Space cannot start. {error}")
     log_as_json()
-    return _serve(app, settings.host, settings.port)
+    return serve(app, settings.host, settings.port, settings.asked_key, settings.max_sessions)
 
 
 def _address(environ: Mapping[str, str]) -> tuple[str, int]:
@@ -106,22 +106,6 @@ def _address(environ: Mapping[str, str]) -> tuple[str, int]:
     return (
         environ.get("WORDLE_HOST", default["host"].default),
         int(port) if port.isdecimal() else default["port"].default,
-    )
-
-
-def _serve(app: ASGIApp, host: str, port: int) -> None:
-    uvicorn.run(
-        app,
-        host=host,
-        port=port,
-        access_log=False,
-        log_config=None,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=STOP_WITHIN_S,
-        ws_max_size=MAX_BODY_BYTES,
-        ws_per_message_deflate=False,
-        ws_ping_interval=PING_EVERY_S,
-        ws_ping_timeout=PING_PATIENCE_S,
     )
 
 

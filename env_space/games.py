@@ -9,6 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 
+from env_space.clients import client_of
 from env_space.messages import Closed, Guess, Opened, Opening, Problem
 from env_space.rules import Rules
 from env_space.sessions import Origin, Sessions
@@ -39,11 +40,11 @@ class Games:
         )
         app.delete(f"{at}/{{session}}", responses=problems(401, 404, 422), **options)(self.close)
 
-    async def open(self, opening: Opening) -> Opened:
+    async def open(self, opening: Opening, request: Request) -> Opened:
         """Start a game whose secret the seed names."""
         game = self._rules.deal(opening.seed, opening.split)
         origin = Origin(opening.seed, opening.split, self._via)
-        session = self._sessions.open(opening.id or uuid4(), origin, game)
+        session = self._sessions.open(opening.id or uuid4(), origin, game, client_of(request.scope))
         return Opened(
             session=session.id,
             observation=OPENING,

@@ -3,11 +3,17 @@
 import json
 import logging
 import sys
+import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 
 from env_space.metrics import outcome
 from env_space.sessions import Session
+
+A_MINUTE = 600  # lines that one place in the code may write
+_LAST = f"more than {A_MINUTE} lines of this kind a minute; the others are left out"
 
 _log = logging.getLogger("wordle")
 
@@ -29,10 +35,31 @@ class JsonLines(logging.Formatter):
         return json.dumps(line)
 
 
+class Seldom(logging.Filter):
+    """Lets at most `A_MINUTE` records a minute pass from each place in the code; the last one says so."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock, self._since = clock, clock()
+        self._passed: Counter[tuple[str, int]] = Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is written."""
+        if self._clock() - self._since >= 60:
+            self._passed.clear()
+            self._since = self._clock()
+        place = record.pathname, record.lineno
+        self._passed[place] += 1
+        if self._passed[place] == A_MINUTE:
+            record.fields = getattr(record, "fields", {}) | {"flood": _LAST}
+        return self._passed[place] <= A_MINUTE
+
+
 def log_as_json() -> None:
     """Write every log record of the process, also uvicorn's, to standard error as JSON lines."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
+    handler.addFilter(Seldom())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it would name the replica at every move
 

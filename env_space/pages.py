@@ -14,7 +14,8 @@ from env_space.sessions import Sessions
 from env_space.wordle import MAX_GUESSES
 
 PAGE = Path(__file__).with_name("page")
-# Nothing on the page comes from elsewhere, and nothing that a policy writes can run.
+# Nothing on the page comes from elsewhere, and nothing that a policy writes can run. Where it may be framed
+# stands in the headers that the server sends with every answer.
 _PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'"}
 
 

@@ -8,10 +8,11 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from env_space.rules import SplitError
-from env_space.sessions import ConflictError, FullError, SessionError, UnknownSessionError
+from env_space.sessions import ConflictError, FullError, SessionError, ShareError, UnknownSessionError
 from env_space.watch import NoReplicaError
 from env_space.wordle import GameOverError
 
@@ -21,6 +22,7 @@ STATUSES = {
     ConflictError: 409,
     GameOverError: 409,
     SplitError: 422,
+    ShareError: 429,
     FullError: 503,
 }
 RETRY_AFTER_S = 1  # a game takes seconds, and a place is free as soon as one ends
@@ -54,11 +56,17 @@ def answer_problems(app: FastAPI) -> None:
         app.exception_handler(refusal)(_refused)
     app.exception_handler(RequestValidationError)(_malformed)
     app.exception_handler(HTTPException)(_unroutable)
+    app.exception_handler(ClientDisconnect)(_left)
 
 
 async def _refused(_: Request, error: Exception) -> JSONResponse:
-    full = isinstance(error, FullError)
+    full = isinstance(error, FullError | ShareError)
     return _problem(STATUSES[type(error)], str(error), {"Retry-After": str(RETRY_AFTER_S)} if full else None)
+
+
+async def _left(_: Request, __: ClientDisconnect) -> JSONResponse:
+    """Nobody is there to read it; without it each client that hangs up would leave a traceback in the log."""
+    return _problem(400, "The body did not come whole; send the request again.")
 
 
 async def _malformed(_: Request, error: RequestValidationError) -> JSONResponse:

@@ -39,6 +39,11 @@ class Settings(BaseModel):
     host: str = Field("0.0.0.0", min_length=1, description="address to listen on")
     port: int = Field(8000, ge=1, le=65535, description="port to listen on")
 
+    @property
+    def asked_key(self) -> str:
+        """The key that the API asks for; empty where it is open."""
+        return "" if self.open else self.key
+
 
 def settings_from(environ: Mapping[str, str]) -> Settings:
     """The settings in `environ`. Raises SettingsError on an unknown WORDLE_ variable or an unusable value."""

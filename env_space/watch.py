@@ -2,23 +2,25 @@
 
 import json
 import secrets
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 from pydantic import TypeAdapter
+from starlette.types import Receive, Scope, Send
 
+from env_space.clients import client_of
 from env_space.games import problems
 from env_space.replica import Replica, ReplicaError, connect
 from env_space.rules import Rules
-from env_space.sessions import FullError, Origin, Session, SessionError, Sessions
+from env_space.sessions import Origin, Session, SessionError, Sessions
 from env_space.settings import Settings
 from env_space.wordle import MAX_GUESSES, Move
 
-MAX_WATCHED = 8  # every one of them takes the replica's time
+MAX_WATCHED, EACH_WATCHED = 8, 2  # games at once, together and of one address: they take the replica's time
 _MOVE = TypeAdapter(Move)
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
@@ -28,45 +30,34 @@ class NoReplicaError(Exception):
 
 
 class Watch:
-    """The route `/watch`. Each request is a new game on the same engine and store as any other."""
+    """The route `/watch`. Each request is a new game on the same engine as any; `sessions` has no others."""
 
     def __init__(self, sessions: Sessions, rules: Rules, settings: Settings) -> None:
         self._sessions, self._rules = sessions, rules
         self._url, self._prompt = settings.replica_url, settings.replica_prompt
         self._key = settings.replica_key
-        self._watched = 0
 
     def route(self, app: FastAPI) -> None:
         """Offer the route on `app`."""
-        app.get("/watch", response_class=StreamingResponse, responses=problems(404, 503))(self.watch)
+        app.get("/watch", response_class=StreamingResponse, responses=problems(404, 429, 503))(self.watch)
 
-    async def watch(self) -> StreamingResponse:
+    async def watch(self, request: Request) -> StreamingResponse:
         """Events of a game that the policy plays: `opened`, a `turn` a move, then `ended` or `problem`."""
         if self._url is None:
             raise NoReplicaError(
                 "No policy is connected; set WORDLE_REPLICA_URL to the address of a replica to watch it play."
             )
-        if self._watched >= MAX_WATCHED:
-            raise FullError(f"{MAX_WATCHED} games are being watched already; try again in a minute.")
-        seed = secrets.randbits(31)
-        session = self._sessions.open(uuid4(), Origin(seed, via="watch"), self._rules.deal(seed))
-        events = self._events(self._url, session)
-        return StreamingResponse(events, media_type="text/event-stream", headers=_HEADERS)
+        seed, client = secrets.randbits(31), client_of(request.scope)
+        session = self._sessions.open(uuid4(), Origin(seed, via="watch"), self._rules.deal(seed), client)
+        return _Stream(self._events(self._url, session), partial(self._sessions.leave, session.id))
 
     async def _events(self, url: str, session: Session) -> AsyncIterator[str]:
-        self._watched += 1
+        yield _event("opened", seed=session.origin.seed, max_guesses=MAX_GUESSES, length=self._rules.length)
         try:
-            yield _event(
-                "opened", seed=session.origin.seed, max_guesses=MAX_GUESSES, length=self._rules.length
-            )
             async for event in self._play(url, session):
                 yield event
         except (ReplicaError, SessionError) as error:
             yield _event("problem", detail=str(error))
-        finally:
-            self._watched -= 1
-            with suppress(SessionError):
-                self._sessions.close(session.id)
 
     async def _play(self, url: str, session: Session) -> AsyncIterator[str]:
         async with connect(url, self._key) as http:
@@ -82,6 +73,20 @@ class Watch:
                 shown = _MOVE.dump_python(move)
                 yield _event("turn", text=turn.text, version=turn.version, move=shown)
         yield _event("ended", solved=session.game.solved, secret=session.game.secret)
+
+
+class _Stream(StreamingResponse):
+    """Events, and what is done when they end; also where nobody stayed for the first of them."""
+
+    def __init__(self, events: AsyncIterator[str], end: Callable[[], object]) -> None:
+        super().__init__(events, headers=_HEADERS, media_type="text/event-stream")
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._end()
 
 
 def _event(kind: str, **data: Any) -> str:

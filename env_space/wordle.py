@@ -12,6 +12,7 @@ from env_space.rewards import GREEN, GREY, USUAL_COSTS, YELLOW, Costs, RewardPar
 
 LENGTH = 5
 MAX_GUESSES = 6
+KEPT = 32  # characters of a guess; a policy may write a novel, and a thousand games keep six each
 
 OPENING = "Play Wordle."
 NOT_A_WORD = "not a word"
@@ -26,9 +27,10 @@ class GameOverError(Exception):
 class Move:
     """One played turn.
 
-    `observation` is the compact text for the policy; `feedback` has a mark per letter, none for an invalid
-    word; `message` is a sentence if the word was invalid or repeated, else empty; `reward` and
-    `reward_parts` are what the whole game has earned up to here; `secret` is empty until the game is over.
+    `word` is the guess in lower case, cut to `KEPT` characters; `observation` is the compact text for the
+    policy; `feedback` has a mark per letter, none for an invalid word; `message` is a sentence if the word
+    was invalid or repeated, else empty; `reward` and `reward_parts` are what the whole game has earned up to
+    here; `secret` is empty until the game is over.
     """
 
     turn: int
@@ -124,7 +126,7 @@ class Game:
         repetition = "" if problem else self._repetition(word)
         self.solved = marks == GREEN * len(self.secret)
         self.tally.count(marks, bool(repetition))
-        move = self._describe(word, marks, problem or repetition)
+        move = self._describe(kept(word), marks, problem or repetition)
         self.moves.append(move)
         return move
 
@@ -165,6 +167,11 @@ class Game:
     def _repetition(self, word: str) -> str:
         turn = next((move.turn for move in self.moves if move.word == word), None)
         return f"'{word}' was already guessed in turn {turn}." if turn else ""
+
+
+def kept(word: str) -> str:
+    """What a game keeps of `word`: enough to tell guesses apart and to name them."""
+    return word.lower()[:KEPT]
 
 
 def invalid_reason(word: str, length: int, valid: Collection[str]) -> str:

@@ -1,6 +1,5 @@
 """OpenEnv's messages as moves of a game: what comes over one connection, and what is answered."""
 
-import contextlib
 import json
 import secrets
 from typing import Any
@@ -58,8 +57,7 @@ class Table:
     def leave(self) -> None:
         """End the game, which is given up if it was not over."""
         if self._session is not None:
-            with contextlib.suppress(SessionError):
-                self._sessions.close(self._session)
+            self._sessions.leave(self._session)
             self._session = None
 
     def _dispatch(self, message: Answer) -> Answer | None:

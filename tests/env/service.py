@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 import env_space
 from env_space.app import create_app
+from env_space.clients import PROXIES
 from env_space.settings import Settings
 from trainer.processes import free_port
 
@@ -25,11 +27,18 @@ def serve(scenario, **settings):
     """Run `scenario(client)` against a fresh service in this process."""
 
     async def run():
-        transport = httpx.ASGITransport(create_app(Settings(**settings)))
-        async with httpx.AsyncClient(transport=transport, base_url="http://wordle") as client:
+        app = ProxyHeadersMiddleware(create_app(Settings(**settings)), PROXIES)  # as uvicorn has it
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://wordle", timeout=PATIENCE_S
+        ) as client:
             return await scenario(client)
 
     return asyncio.run(run())
+
+
+def seen_from(number):
+    """The header by which the Hub's proxy says that visitor `number` asks."""
+    return {"X-Forwarded-For": f"198.51.100.{number}"}
 
 
 async def start(client, seed=BRIDE):
@@ -49,13 +58,15 @@ def sentence(response, status):
 class Space:
     """`python -m env_space.app` as a process of its own on loopback; its log is whole once it has stopped."""
 
-    def __init__(self, log, **variables):
+    def __init__(self, log, files=None, **variables):
         self._log = log
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         environ = os.environ | {"WORDLE_HOST": "127.0.0.1", "WORDLE_PORT": str(port)} | variables
         with log.open("wb") as file:
-            self.process = subprocess.Popen(COMMAND, cwd=ROOT, env=environ, stderr=file)
+            self.process = subprocess.Popen(
+                [*_with_files(files), *COMMAND], cwd=ROOT, env=environ, stderr=file
+            )
 
     def wait(self):
         deadline = time.monotonic() + PATIENCE_S
@@ -80,10 +91,14 @@ class Space:
         return self._log.read_text()
 
 
+def _with_files(limit):
+    return ["prlimit", f"--nofile={limit}"] if limit else []
+
+
 @contextmanager
-def space(folder, **variables):
-    """A running Space that has to stop properly in the end."""
-    running = Space(folder / "space.log", **variables)
+def space(folder, files=None, **variables):
+    """A running Space that has to stop properly in the end; it may open at most so many `files`."""
+    running = Space(folder / "space.log", files, **variables)
     try:
         running.wait()
         yield running

@@ -149,7 +149,7 @@ def test_an_expired_session_is_gone():
         await asyncio.sleep(600)
         return sentence(await client.post(f"{game}/guess", json={"word": "crane", "turn": 1}), 404)
 
-    assert "expired after 600 s without a request; POST /sessions starts a new one" in over_time(scenario)
+    assert "expired after 600 s without a move; POST /sessions starts a new one" in over_time(scenario)
 
 
 def test_expired_sessions_are_reaped_while_no_request_comes():

@@ -17,7 +17,7 @@ from env_space.app import create_app
 from env_space.keys import AT_ONCE, replica_headers
 from env_space.settings import Settings, SettingsError, settings_from
 from tests.browser import watched_page
-from tests.env.service import BRIDE, PATIENCE_S, sentence, serve, space, start
+from tests.env.service import BRIDE, PATIENCE_S, seen_from, sentence, serve, space, start
 from trainer.wordle import WordleEnv
 
 KEY = "four-random-words-in-a-row"
@@ -156,7 +156,10 @@ def playing(url):
 
 def test_visitors_have_places_of_their_own():
     async def scenario(client):
-        games = [await client.post("/play", json={"seed": seed}) for seed in range(AT_ONCE + 1)]
+        games = [
+            await client.post("/play", json={"seed": seed}, headers=seen_from(seed))
+            for seed in range(AT_ONCE + 1)
+        ]
         opened = await client.post("/sessions", json={"seed": 1}, headers=RIGHT)
         elsewhere = await client.post(
             f"/sessions/{games[0].json()['session']}/guess", json={"word": "crane", "turn": 1}, headers=RIGHT

@@ -31,15 +31,15 @@ def start(sessions, id=None, seed=1, split="train"):
     return sessions.open(id or uuid4(), Origin(seed, split), Game("bride", guesses())).id
 
 
-def test_a_game_expires_after_the_ttl_without_a_request(sessions, clock):
+def test_a_game_expires_after_the_ttl_without_a_move(sessions, clock):
     id = start(sessions)
     clock.now += TTL_S
-    with pytest.raises(UnknownSessionError, match=r"expired after 10 s without a request; POST /sessions"):
+    with pytest.raises(UnknownSessionError, match=r"expired after 10 s without a move; POST /sessions"):
         sessions.play(id, 1, "crane")
     assert len(sessions) == 0
 
 
-def test_every_request_puts_expiry_off(sessions, clock):
+def test_every_move_puts_expiry_off(sessions, clock):
     id = start(sessions)
     for turn in range(1, 6):
         clock.now += TTL_S - 1

@@ -1,0 +1,195 @@
+"""Finding 6: slow clients and endless requests kept connections of the environment until it was dead."""
+
+import http.client
+import json
+import re
+import select
+import socket
+import time
+from contextlib import ExitStack, contextmanager, suppress
+
+import httpx
+import pytest
+
+from env_space import connections, server
+from env_space.app import create_app
+from env_space.settings import Settings
+from tests.env.service import PATIENCE_S, space
+from tests.policies.serving import serving
+
+pytestmark = pytest.mark.full
+
+KEY = "four-random-words-in-a-row"
+HEAD = b"POST /play HTTP/1.1\r\nHost: wordle\r\nContent-Type: application/json\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: wordle\r\n\r\n"
+ENDLESS = 8 << 20  # bytes that a client would go on to send
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """The deadlines as they are, but for their length: a test need not wait for them."""
+    monkeypatch.setattr(connections, "REQUEST_S", 0.3)
+    monkeypatch.setattr(connections, "READING_S", 1.0)
+
+
+@contextmanager
+def wordle(key=""):
+    with serving(create_app(Settings(key=key)), **server.options(key, games=8)) as url:
+        yield url
+
+
+@contextmanager
+def link(url, sent=b"", buffer=None):
+    """A connection to the service on which this was sent."""
+    address = url.removeprefix("http://").split(":")
+    with socket.socket() as opened:
+        opened.settimeout(PATIENCE_S)
+        if buffer:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        opened.connect((address[0], int(address[1])))
+        with suppress(ConnectionError):  # it may be cut off already
+            opened.sendall(sent)
+        yield opened
+
+
+def until_the_end(opened):
+    """What comes until the service hangs up; a service that does not fails the test by time-out."""
+    came = b""
+    with suppress(ConnectionResetError):
+        while part := opened.recv(1 << 16):
+            came += part
+    return came
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [
+        (b"", b""),
+        (b"GET /health HT", connections.LATE.encode()),
+        (HEAD, connections.LATE.encode()),
+        (HEAD + b'Content-Length: 20\r\n\r\n{"seed', connections.LATE.encode()),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n", connections.LATE.encode()),
+        (HEALTH + b"GET /hea", connections.LATE.encode()),
+        (b"GET /sessions HTTP/1.1\r\nHost: w\r\nContent-Length: 9\r\n\r\n", b"401 Unauthorized"),
+    ],
+    ids=["silent", "line", "head", "body", "chunk", "second", "refused"],
+)
+def test_a_request_has_to_come_whole_in_time(soon, sent, answer):
+    with wordle(KEY) as url, link(url, sent) as opened:
+        assert answer in until_the_end(opened)
+
+
+@pytest.mark.parametrize(
+    "begun", [b"GET /health HTTP/1.1\r\nX-Drip: ", HEAD + b"Content-Length: 9999\r\n\r\n"]
+)
+def test_a_byte_now_and_then_does_not_put_the_end_off(soon, begun):
+    with wordle() as url, link(url, begun) as opened:
+        deadline = time.monotonic() + PATIENCE_S
+        while not select.select([opened], [], [], 0.01)[0]:
+            assert time.monotonic() < deadline, "the service listens for ever"
+            with suppress(ConnectionError):
+                opened.sendall(b"x")
+        assert connections.LATE.encode() in until_the_end(opened)
+
+
+@pytest.mark.parametrize(
+    ("begun", "more"),
+    [
+        (b"GET /health HTTP/1.1\r\nX-Long: ", b"x" * (64 << 10)),
+        (b"GET /health HTTP/1.1\r\n", b"a: b\r\n" * 9000),
+        (b"GET /", b"x" * (64 << 10)),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\nX-Trailer: ", b"x" * (64 << 10)),
+        (b"", HEALTH * 1000),
+    ],
+    ids=["value", "headers", "path", "trailers", "pipeline"],
+)
+def test_what_has_no_end_is_cut_off(begun, more):
+    """Within the time that a request has: REQUEST_S is as it is, so only the size can have ended it."""
+    with wordle() as url, link(url, begun) as opened, pytest.raises(ConnectionError):
+        send_on(opened, more)
+
+
+def send_on(opened, more):
+    """Send, and read what comes, as long as the service lets one."""
+    for _ in range(ENDLESS // len(more)):
+        opened.sendall(more)
+        if select.select([opened], [], [], 0)[0]:
+            opened.recv(1 << 16)
+
+
+def test_who_reads_nothing_of_the_answers_is_cut_off(soon):
+    words = b"GET /words HTTP/1.1\r\nHost: wordle\r\n\r\n" * connections.MAX_PIPELINED
+    options = server.options(KEY)
+    strangers = options["http"].keywords["strangers"]
+    with serving(create_app(Settings()), **options) as url, link(url, words, buffer=4096):
+        wait_for(lambda: len(strangers) == 1)
+        wait_for(lambda: len(strangers) == 0)
+
+
+def wait_for(what):
+    deadline = time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.02)
+
+
+def test_with_few_files_half_requests_keep_nobody_out(tmp_path):
+    """As it was found: 260 half requests where the process may open 256 files, and a game meanwhile."""
+    with (
+        space(tmp_path, files=256, WORDLE_KEY=KEY) as running,
+        httpx.Client(base_url=running.url, timeout=PATIENCE_S, headers={"X-Space-Key": KEY}) as trainer,
+        ExitStack() as links,
+    ):
+        game = f"/sessions/{trainer.post('/sessions', json={'seed': 1020}).json()['session']}"
+        for number in range(260):
+            links.enter_context(link(running.url, (b"", b"GET / HT", HEAD)[number % 3]))
+        move = trainer.post(f"{game}/guess", json={"word": "crane", "turn": 1})
+        assert move.json()["feedback"] == "-+--+", "who has the key stays connected"
+        assert httpx.get(f"{running.url}/health", timeout=PATIENCE_S).status_code == 200
+        assert game_of_another(running.url) == 201
+
+
+def game_of_another(url):
+    asked = http.client.HTTPConnection(url.removeprefix("http://"), timeout=PATIENCE_S)
+    headers = {"Content-Type": "application/json", "X-Space-Key": KEY}
+    asked.request("POST", "/sessions", json.dumps({"seed": 1}), headers)
+    status = asked.getresponse().status
+    asked.close()
+    return status
+
+
+def test_of_many_strangers_the_one_that_was_quiet_longest_goes_and_the_key_stays(monkeypatch):
+    monkeypatch.setattr(server, "STRANGERS", 20)
+    request = HEALTH.replace(b"\r\n\r\n", f"\r\nX-Space-Key: {KEY}\r\n\r\n".encode())
+    with wordle(KEY) as url, link(url, request) as keyed, ExitStack() as links:
+        assert b"200 OK" in keyed.recv(1 << 16)
+        strangers = [links.enter_context(link(url)) for _ in range(60)]
+        closed = [opened for opened in strangers if ended(opened, strangers[40:])]
+        assert closed == strangers[:40]
+        keyed.sendall(request)
+        assert b"200 OK" in keyed.recv(1 << 16)
+
+
+def ended(opened, kept):
+    """Whether the service has cut this connection off; those that it keeps answer."""
+    if opened in kept:
+        opened.sendall(HEALTH)
+        return b"200 OK" not in opened.recv(1 << 16)
+    try:
+        return opened.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_who_hangs_up_within_a_request_leaves_nothing_in_the_log(tmp_path):
+    game = "/play/00000000-0000-0000-0000-000000000000/guess"
+    with space(tmp_path) as running:
+        for path in (game, "/mcp", "/play"):
+            head = HEAD.replace(b"/play", path.encode())
+            with link(running.url, head + b"Content-Length: 20\r\n\r\n{"):
+                pass
+        with link(running.url, b"nothing of HTTP\r\n\r\n") as opened:
+            assert b"400" in until_the_end(opened)
+    log = (tmp_path / "space.log").read_text()
+    assert "Traceback" not in log
+    assert len(re.findall("Invalid HTTP request", log)) == 1
