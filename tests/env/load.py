@@ -63,10 +63,10 @@ class Player(ABC):
 class HttpPlayer(Player):
     """The trainer's way: sessions over plain HTTP, with aiohttp."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, headers: dict[str, str]) -> None:
         import aiohttp
 
-        self._http = aiohttp.ClientSession(url, raise_for_status=True)
+        self._http = aiohttp.ClientSession(url, headers=headers, raise_for_status=True)
         self._game, self._turn = "", 0
 
     async def start(self, seed: int) -> None:
@@ -90,10 +90,10 @@ class HttpPlayer(Player):
 class OpenEnvPlayer(Player):
     """OpenEnv's own client; a WebSocket per player."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, headers: dict[str, str]) -> None:
         from openenv.core import GenericEnvClient
 
-        self._client = GenericEnvClient(base_url=url, connect_timeout_s=60)
+        self._client = GenericEnvClient(base_url=url, connect_timeout_s=60, headers=headers)
 
     async def start(self, seed: int) -> None:
         await self._client.reset(seed=seed)
@@ -131,11 +131,13 @@ async def play(player: Player, words: list[str], seed: int, until: float, think:
         over = time.monotonic() >= until
 
 
-async def run(url: str, protocol: str, games: int, seconds: float, think: float = 0) -> dict[str, object]:
+async def run(
+    url: str, protocol: str, games: int, seconds: float, think: float = 0, key: str = ""
+) -> dict[str, object]:
     """Play `games` games at once for `seconds`; returns the report."""
     words = json.load(urlopen(f"{url}/words"))["answers"]
     before = _server(url)
-    players = [PLAYERS[protocol](url) for _ in range(games)]
+    players = [PLAYERS[protocol](url, {"X-Space-Key": key} if key else {}) for _ in range(games)]
     tally, used = Tally(time.monotonic()), time.process_time()
     tasks = [
         asyncio.create_task(play(player, words, seed, tally.started + seconds, think, tally))
@@ -174,6 +176,7 @@ def _report(
         "first_errors": tally.errors[:3],
         "moves_per_s": round(len(moves) / took),
         "p50_ms": _percentile(moves, 50),
+        "p95_ms": _percentile(moves, 95),
         "p99_ms": _percentile(moves, 99),
         "max_ms": _percentile(moves, 100),
         "p99_ms_by_minute": [_percentile(sorted(minute), 99) for minute in tally.moves],

@@ -121,16 +121,12 @@ def test_who_reads_nothing_of_the_answers_is_cut_off(soon):
     words = b"GET /words HTTP/1.1\r\nHost: wordle\r\n\r\n" * connections.MAX_PIPELINED
     options = server.options(KEY)
     strangers = options["http"].keywords["strangers"]
-    with serving(create_app(Settings()), **options) as url, link(url, words, buffer=4096):
-        wait_for(lambda: len(strangers) == 1)
-        wait_for(lambda: len(strangers) == 0)
-
-
-def wait_for(what):
-    deadline = time.monotonic() + PATIENCE_S
-    while not what():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.02)
+    with serving(create_app(Settings()), **options) as url, link(url, words, buffer=4096) as opened:
+        assert opened.recv(1) == b"H"
+        deadline = time.monotonic() + PATIENCE_S
+        while len(strangers):
+            assert time.monotonic() < deadline, "it is waited for"
+            time.sleep(0.02)
 
 
 def test_with_few_files_half_requests_keep_nobody_out(tmp_path):
