@@ -7,15 +7,13 @@ from uuid import UUID, uuid4
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from env_space.clients import client_of
-from env_space.messages import Closed, Guess, Opened, Opening, Problem
+from env_space.messages import MOVE, Closed, Guess, Opened, Opening, Problem
 from env_space.rules import Rules
 from env_space.sessions import Origin, Sessions
 from env_space.wordle import MAX_GUESSES, OPENING, Move
-
-_MOVE = TypeAdapter(Move)
 
 
 class Games:
@@ -79,7 +77,7 @@ class MoveRoute(APIRoute):
         async def play(request: Request) -> Response:
             session = _read_id(request.path_params["session"])
             move = await self.endpoint(session, _read_guess(await request.body()))
-            return Response(_MOVE.dump_json(move), media_type="application/json")
+            return Response(MOVE.dump_json(move), media_type="application/json")
 
         return play
 

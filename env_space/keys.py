@@ -22,7 +22,7 @@ HEADER = "X-Space-Key"
 AT_ONCE, EACH = 64, 8  # games of visitors: together, and of one address
 # Everything else needs the key: a route that is added is closed until it stands here.
 OPEN = re.compile(
-    r"/|/(health|ready|words|metrics|schema|metadata|watch|mcp)|/(docs|redoc|openapi\.json)|/(page|play)(/.*)?"
+    r"/|/(health|words|metrics|schema|metadata|watch|mcp)|/(docs|redoc|openapi\.json)|/(page|play)(/.*)?"
 )
 MISSING = f"This needs the Space's key; send its WORDLE_KEY in the header {HEADER} (trainers: set SPACE_KEY)."
 WRONG = f"The key in {HEADER} is not this Space's; compare it with its WORDLE_KEY."

@@ -3,11 +3,13 @@
 from typing import Annotated, Any
 from uuid import UUID
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
 from env_space.rewards import RewardParts
 from env_space.rules import Split
+from env_space.wordle import Move
 
+MOVE = TypeAdapter(Move)
 SEEDS = 2**53  # whole numbers up to here are exact in every language's JSON
 
 

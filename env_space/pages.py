@@ -38,7 +38,6 @@ class Pages:
         app.mount("/page", StaticFiles(directory=PAGE))
         app.get("/words")(self.words)
         app.get("/health")(self.health)
-        app.get("/ready", include_in_schema=False)(self.health)
         app.get("/metrics", response_class=Response, include_in_schema=False)(self.metrics)
 
     async def home(self) -> FileResponse:

@@ -2,6 +2,8 @@
 
 import re
 from dataclasses import dataclass
+from functools import cache
+from ssl import SSLContext
 from typing import Any
 
 import httpx
@@ -90,7 +92,15 @@ class Replica:
 def connect(url: str, key: str) -> httpx.AsyncClient:
     """A client for the replica at `url`, with what opens it."""
     headers = replica_headers(url, key)
-    return httpx.AsyncClient(base_url=url, headers=headers, timeout=PATIENCE_S, trust_env=False)
+    return httpx.AsyncClient(
+        base_url=url, headers=headers, timeout=PATIENCE_S, trust_env=False, verify=_tls()
+    )
+
+
+@cache
+def _tls() -> SSLContext:
+    """Reading the certificates takes tens of milliseconds, in which no player is answered."""
+    return httpx.create_ssl_context(trust_env=False)
 
 
 def _reason(answer: httpx.Response) -> str:

@@ -9,19 +9,18 @@ from uuid import uuid4
 
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
-from pydantic import TypeAdapter
 from starlette.types import Receive, Scope, Send
 
 from env_space.clients import client_of
 from env_space.games import problems
+from env_space.messages import MOVE
 from env_space.replica import Replica, ReplicaError, connect
 from env_space.rules import Rules
 from env_space.sessions import Origin, Session, SessionError, Sessions
 from env_space.settings import Settings
-from env_space.wordle import MAX_GUESSES, Move
+from env_space.wordle import MAX_GUESSES
 
 MAX_WATCHED, EACH_WATCHED = 8, 2  # games at once, together and of one address: they take the replica's time
-_MOVE = TypeAdapter(Move)
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
@@ -70,7 +69,7 @@ class Watch:
                     break
                 move = self._sessions.play(session.id, session.game.turns + 1, turn.word)
                 replica.tell(move.observation)
-                shown = _MOVE.dump_python(move)
+                shown = MOVE.dump_python(move)
                 yield _event("turn", text=turn.text, version=turn.version, move=shown)
         yield _event("ended", solved=session.game.solved, secret=session.game.secret)
 

@@ -5,9 +5,9 @@ import secrets
 from typing import Any
 from uuid import UUID, uuid4
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
-from env_space.messages import SEEDS
+from env_space.messages import MOVE, SEEDS
 from env_space.openenv.models import Action, Reset
 from env_space.openenv.text import guessed_word, prompt, story
 from env_space.rules import Rules, SplitError
@@ -16,7 +16,6 @@ from env_space.wordle import MAX_GUESSES, GameOverError, Move
 
 Answer = dict[str, Any]
 RESET_FIRST = "No game is in play on this connection; send a reset first."
-_MOVE = TypeAdapter(Move)
 
 
 class ProtocolError(Exception):
@@ -104,7 +103,7 @@ class Table:
         return {"type": "observation", "data": {"observation": observation, "reward": reward, "done": done}}
 
     def _info(self) -> Answer:
-        return _MOVE.dump_python(self._last) if self._last else {}
+        return MOVE.dump_python(self._last) if self._last else {}
 
     def _state(self) -> Answer:
         return {

@@ -73,7 +73,7 @@ def test_no_route_that_plays_is_open():
     assert closed == {"/sessions", f"/sessions/{UNKNOWN}", f"/sessions/{UNKNOWN}/guess"}
     played = {"/play", f"/play/{UNKNOWN}", f"/play/{UNKNOWN}/guess"}
     assert answers.keys() - closed - played == {
-        *("/", "/health", "/ready", "/words", "/metrics", "/schema", "/metadata", "/watch", "/mcp")
+        *("/", "/health", "/words", "/metrics", "/schema", "/metadata", "/watch", "/mcp")
     }
 
 

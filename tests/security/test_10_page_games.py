@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import ssl
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -163,6 +164,18 @@ def test_one_address_watches_so_many_and_others_still_can():
     assert statuses[:54].count(200) == EACH_WATCHED
     assert statuses[:54].count(429) == 54 - EACH_WATCHED
     assert statuses[54:] == [200] * (MAX_WATCHED - EACH_WATCHED)
+
+
+def test_watching_does_not_keep_players_waiting_while_certificates_are_read(monkeypatch):
+    read, reads = ssl.create_default_context, []
+    monkeypatch.setattr(ssl, "create_default_context", lambda **given: reads.append(1) or read(**given))
+
+    async def scenario(client):
+        for _ in range(3):
+            await client.get("/watch")
+
+    serve(scenario, replica_url="http://127.0.0.1:9")
+    assert len(reads) <= 1, "each time takes the only thread a tenth of a second"
 
 
 def test_who_leaves_before_the_first_event_gives_the_place_back():
