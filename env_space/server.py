@@ -32,8 +32,9 @@ def serve(app: ASGIApp, host: str, port: int, key: str = "", games: int = 0) -> 
 def options(key: str = "", games: int = 0) -> dict[str, Any]:
     """uvicorn's options. Connections on which `key` was not shown leave room for two of each of `games`."""
     strangers = max(STRANGERS, games)
-    connections = _files_for(strangers + 2 * games)
-    strangers = min(strangers, connections // 2)
+    wanted = strangers + 2 * games
+    connections = _files_for(wanted)
+    strangers = strangers * connections // wanted
     return {
         "http": partial(Connection, strangers=Strangers(strangers), key=key.encode()),
         "limit_concurrency": connections,
