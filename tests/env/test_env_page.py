@@ -119,7 +119,7 @@ def test_nothing_on_the_page_comes_from_elsewhere_and_a_link_names_the_game(brow
         expect(page.get_by_role("link", name=f"#{BRIDE}")).to_have_attribute("href", f"#seed={BRIDE}")
     assert {urlsplit(one).hostname for one in asked} == {"127.0.0.1"}
     policy = httpx.get(url).headers["content-security-policy"]
-    assert policy.startswith("default-src 'self';")
+    assert "default-src 'self';" in policy
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
