@@ -24,6 +24,7 @@ from starlette.types import ASGIApp
 from delta_weight_sync import gpu_build
 from delta_weight_sync.vllm.engine import Engine, EngineError
 from delta_weight_sync.vllm.follower import Follower
+from inference_space import templates
 from inference_space.settings import Settings
 
 MODEL_NAME = "policy"
@@ -63,14 +64,21 @@ class EmbeddedVllm(Engine):
         return self._client is not None and super().alive()
 
     def serves(self, checkpoint: Path) -> bool:
-        """Whether it was started with the same configuration, tokenizer and template."""
-        return self.alive() and _assets(checkpoint) == self._assets
+        """Whether it was started with the same configuration, tokenizer and template.
+
+        Raises `EngineError` for a checkpoint with which it should not be started.
+        """
+        if self.alive() and _assets(checkpoint) == self._assets:
+            return True
+        templates.require_short(checkpoint)
+        return False
 
     def start(self, checkpoint: Path) -> None:
         """As in `Engine`. The kernel ends the engine when the calling thread ends (see `lifeline`)."""
         self.stop()
         _look_around()
         self._assets = _assets(checkpoint)
+        templates.install()
         try:
             arguments = self._arguments(checkpoint)
             self._client = _client(arguments)
