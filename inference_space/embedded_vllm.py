@@ -82,6 +82,7 @@ class EmbeddedVllm(Engine):
         try:
             arguments = self._arguments(checkpoint)
             self._client = _client(arguments)
+            _give_up_tokenizing(self._client.renderer)
         except (Exception, SystemExit) as error:  # of `--help` among the arguments, too
             raise EngineError(f"vLLM did not start: {error}; the reason is in the lines above") from error
         self.app = self._wait(_app(self._client, arguments, self.follower))
@@ -139,6 +140,15 @@ def _client(arguments: Namespace) -> Any:
 
     config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
     return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+
+
+def _give_up_tokenizing(renderer: Any) -> None:
+    """After as long as vLLM waits for a chat template: a run's tokenizer may have patterns that take for ever.
+
+    Whoever asks next gets another thread. Ends when vLLM bounds it, too.
+    """
+    tokenize, bounded = renderer._tokenize_prompt_async, renderer._render_with_timeout
+    renderer._tokenize_prompt_async = lambda *words, **options: bounded(tokenize(*words, **options))
 
 
 async def _app(client: Any, arguments: Namespace, follower: Follower | None) -> ASGIApp:

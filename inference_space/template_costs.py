@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MappingView
 from typing import Any, Final, NoReturn
 
 import jinja2
 
 STEPS: Final = 10_000_000  # parts of the template that are evaluated: a second or a few
 TEXT: Final = 32 << 20  # characters, and members of lists, that are made
+_LISTED: Final = (Iterator, MappingView)  # what filters and methods make, and whose size nobody knows
 
 
 class TemplateRefused(jinja2.TemplateError):
@@ -52,7 +53,8 @@ def paying(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
     """A filter that pays for what it reads and for what it makes."""
 
     @functools.wraps(work)
-    def call(*arguments: Any, **options: Any) -> Any:
+    def call(*given: Any, **options: Any) -> Any:
+        arguments = [list(each) if isinstance(each, _LISTED) else each for each in given]
         purse.pay(sum(map(steps, arguments)))
         if name in _GROWING:
             purse.pay(text=_GROWING[name](*arguments, **options))

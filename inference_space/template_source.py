@@ -26,8 +26,8 @@ FILTERS: Final = _words(
 )
 _NODES: Final = _words(
     "Template Output TemplateData For If Macro CallBlock Assign AssignBlock Name NSRef Const List Tuple Dict",
-    "Pair Keyword Slice Filter Test Call Getitem Getattr Concat Compare Operand Add Sub Mod Neg Pos And Or Not",
-    "CondExpr Break Continue ExprStmt ExtensionAttribute",
+    "Pair Keyword Slice Filter Test Call Getitem Getattr Concat Compare Operand Add Sub Mod Neg Pos And Or",
+    "Not CondExpr Break Continue ExprStmt ExtensionAttribute",
 )
 _METHODS: Final = _words(
     "_generation_support capitalize count endswith find get isdigit items keys lower lstrip rfind rsplit",

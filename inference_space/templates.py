@@ -1,7 +1,7 @@
 """Chat templates come from the bucket, and are programs: here each render has its bounds.
 
-Jinja's sandbox keeps a template from Python and from this machine. It does not keep it from counting to 10^15,
-nor from doubling a text until no memory is left; and vLLM's time limit ends the waiting for it, not the work.
+Jinja's sandbox keeps a template from Python and from this machine. It keeps none from counting to 10^15, nor
+from doubling a text until no memory is left; and vLLM's time limit ends the waiting for it, not the work.
 """
 
 from __future__ import annotations
