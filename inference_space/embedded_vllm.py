@@ -78,11 +78,9 @@ class EmbeddedVllm(Engine):
         self.stop()
         _look_around()
         self._assets = _assets(checkpoint)
-        templates.install()
         try:
             arguments = self._arguments(checkpoint)
             self._client = _client(arguments)
-            _give_up_tokenizing(self._client.renderer)
         except (Exception, SystemExit) as error:  # of `--help` among the arguments, too
             raise EngineError(f"vLLM did not start: {error}; the reason is in the lines above") from error
         self.app = self._wait(_app(self._client, arguments, self.follower))
@@ -138,17 +136,23 @@ def _client(arguments: Namespace) -> Any:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    templates.install()
     config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
-    return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+    client = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+    _bound_tokenizing(client.renderer)
+    return client
 
 
-def _give_up_tokenizing(renderer: Any) -> None:
-    """After as long as vLLM waits for a chat template: a run's tokenizer may have patterns that take for ever.
+def _bound_tokenizing(renderer: Any) -> None:
+    """A run's tokenizer may have a pattern that takes for ever: it gets as long as a chat template does.
 
-    Whoever asks next gets another thread. Ends when vLLM bounds it, too.
+    Whoever asks next gets another thread. Ends when vLLM does so.
     """
-    tokenize, bounded = renderer._tokenize_prompt_async, renderer._render_with_timeout
-    renderer._tokenize_prompt_async = lambda *words, **options: bounded(tokenize(*words, **options))
+    if bounded := getattr(
+        renderer, "_render_with_timeout", None
+    ):  # those without it have a tokenizer of their own
+        tokenize = renderer._tokenize_prompt_async
+        renderer._tokenize_prompt_async = lambda *words, **options: bounded(tokenize(*words, **options))
 
 
 async def _app(client: Any, arguments: Namespace, follower: Follower | None) -> ASGIApp:
