@@ -1,4 +1,4 @@
-"""Finding 14: who may write to the bucket and has not the key changes neither weights nor what comes with them."""
+"""Finding 14: who may write to the bucket and has not the key changes neither weights nor templates."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_one_that_joins_and_a_folder_that_is_kept_take_the_trainers(
     claim(thief, sign)
     follower = following(bucket, tmp_path / "r")
     reaches(follower, NEWEST)
-    assert follower.serving == thief.manifest(NEWEST)
+    assert follower.serving == run.reader.at(NEWEST)
     follower.stop()
     words = ("--run", "signed", "--into", tmp_path / "kept", "--once")
     assert command("follow", bucket.url, *words).code == 0
