@@ -7,6 +7,7 @@ began to look and found each version (unix seconds). It ends with its standard i
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 import threading
@@ -16,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.history import open_run
 from delta_weight_sync.lookout import Lookout
-from delta_weight_sync.protocol import POLL_S
+from delta_weight_sync.protocol import POLL_S, Manifest
 
 
 class Following(threading.Thread):
@@ -30,15 +31,12 @@ class Following(threading.Thread):
         """For ever."""
         while True:
             with contextlib.suppress(DeltaWeightSyncError):
-                if self.lookout.due():
-                    self._look()
+                began = time.time()
+                self.lookout.take(functools.partial(self._know, began))
             self.lookout.wait(POLL_S)
 
-    def _look(self) -> None:
-        began = time.time()
-        if manifest := self.lookout.look():
-            self.known.setdefault(manifest.version, (began, time.time()))
-        self.lookout.taken()
+    def _know(self, began: float, manifest: Manifest) -> None:
+        self.known.setdefault(manifest.version, (began, time.time()))
 
 
 def main(count: int, url: str) -> None:

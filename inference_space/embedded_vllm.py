@@ -24,6 +24,7 @@ from starlette.types import ASGIApp
 from delta_weight_sync import gpu_build
 from delta_weight_sync.vllm.engine import Engine, EngineError
 from delta_weight_sync.vllm.follower import Follower
+from inference_space import templates
 from inference_space.settings import Settings
 
 MODEL_NAME = "policy"
@@ -63,8 +64,14 @@ class EmbeddedVllm(Engine):
         return self._client is not None and super().alive()
 
     def serves(self, checkpoint: Path) -> bool:
-        """Whether it was started with the same configuration, tokenizer and template."""
-        return self.alive() and _assets(checkpoint) == self._assets
+        """Whether it was started with the same configuration, tokenizer and template.
+
+        Raises `EngineError` for a checkpoint with which it should not be started.
+        """
+        if self.alive() and _assets(checkpoint) == self._assets:
+            return True
+        templates.require_short(checkpoint)
+        return False
 
     def start(self, checkpoint: Path) -> None:
         """As in `Engine`. The kernel ends the engine when the calling thread ends (see `lifeline`)."""
@@ -129,8 +136,23 @@ def _client(arguments: Namespace) -> Any:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    templates.install()
     config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
-    return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+    client = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+    _bound_tokenizing(client.renderer)
+    return client
+
+
+def _bound_tokenizing(renderer: Any) -> None:
+    """A run's tokenizer may have a pattern that takes for ever: it gets as long as a chat template does.
+
+    Whoever asks next gets another thread. Ends when vLLM does so.
+    """
+    if bounded := getattr(
+        renderer, "_render_with_timeout", None
+    ):  # those without it have a tokenizer of their own
+        tokenize = renderer._tokenize_prompt_async
+        renderer._tokenize_prompt_async = lambda *words, **options: bounded(tokenize(*words, **options))
 
 
 async def _app(client: Any, arguments: Namespace, follower: Follower | None) -> ASGIApp:

@@ -10,11 +10,14 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import psutil
+
+from delta_weight_sync.vllm.lifeline import end_with_parent
 
 _PATIENCE_S = 15.0
 _ENDING = (signal.SIGINT, signal.SIGTERM)
@@ -25,7 +28,10 @@ class ChildError(RuntimeError):
 
 
 class Processes:
-    """Starts `python -m <module>` children; leaving the block stops them and all their descendants."""
+    """Starts `python -m <module>` children; leaving the block stops them and all their descendants.
+
+    The kernel ends the children of a process that is killed, and they end theirs by the same means.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -49,6 +55,7 @@ class Processes:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches us only; we stop the children in order
+                preexec_fn=partial(end_with_parent, os.getpid()),  # unless we are killed
             )
 
     def log(self, name: str) -> Path:

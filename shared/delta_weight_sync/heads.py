@@ -14,6 +14,7 @@ from delta_weight_sync.store import Bucket, BucketUnreachable, Listing, ObjectIn
 
 _TRIES = 5  # of reading a HEAD that a new writer removes meanwhile
 _UNSIGNED = 16  # manifests that are passed over: all may be unsigned, where a reader has the wrong key
+_DAMAGED = 64  # and that are damaged, or want files that are gone: whoever can write can put any number there
 Kind = TypeVar("Kind", bound=Sealed)
 Refused = dict[str, Exception]
 """What was passed over on the way to a sound record, key by key, and why."""
@@ -111,7 +112,7 @@ class RecordReader:
         """What HEAD should say: the newest version that is whole, of `writer` if one is given."""
         there = {info.key: info.size for info in self.bucket.list(self.keys.folder)}
         unsigned = 0
-        for _, key in sorted(_manifests(there, writer), reverse=True):
+        for _, key in sorted(_manifests(there, writer), reverse=True)[:_DAMAGED]:
             try:
                 manifest = self.unpinned(key)
                 if all(there.get(file.key) == file.size for file in manifest.way().files):
@@ -205,7 +206,7 @@ def older(what: str, version: int | None, floor: Rank) -> ProtocolError:
     """The error for what would lead back from a version that was seen."""
     return ProtocolError(
         f"{what} went back from version {floor[-1]} to {version}: it was not followed; if the run was started"
-        " over, heal this replica"
+        " over, heal this replica, or follow into an empty folder"
     )
 
 

@@ -5,6 +5,7 @@ The codec and the digest are imported where weights are: who only lists versions
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from delta_weight_sync import checkpoint
 from delta_weight_sync.checkpoint import Bits
 from delta_weight_sync.heads import NoVersionError, RecordReader, manifests_of
 from delta_weight_sync.protocol import Manifest
-from delta_weight_sync.refs import FileRef, ProtocolError
+from delta_weight_sync.refs import AnchorRef, FileRef, ProtocolError
 from delta_weight_sync.signing import PublicKeys
 from delta_weight_sync.store import Bucket, ObjectMissing, open_bucket
 from delta_weight_sync.ways import Way
@@ -94,8 +95,13 @@ class RunReader(RecordReader):
         raise ProtocolError(f"run {self.keys.run!r} has no version {version}, {known}")
 
     def fetch(self, ref: FileRef, folder: Path) -> Path:
-        """Download one file and check its size and sha256 (Xet downloads check nothing themselves)."""
+        """Download one file and check its size and sha256 (Xet downloads check nothing themselves).
+
+        One that is there already, and whole, stays.
+        """
         path = folder / ref.name
+        if path.is_file() and ref.is_in(path):
+            return path
         try:
             self.bucket.fetch(ref.key, path)
             if not ref.is_in(path):
@@ -127,7 +133,7 @@ class RunReader(RecordReader):
         By the cheapest way from its anchor; the digest is checked before the weights are written.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        for ref in manifest.anchor.files:
+        for ref in manifest.anchor.small_first():
             self.fetch(ref, folder)
         state = dict(checkpoint.read_bits(folder))
         for delta in self.way(manifest).deltas:
@@ -142,6 +148,17 @@ class RunReader(RecordReader):
         path = self.fetch(ref, folder)
         apply_delta(state, path)
         path.unlink()
+
+
+def leave_only(folder: Path, anchor: AnchorRef) -> None:
+    """Make `folder` if it is missing, and remove from it what no file of `anchor` is called like."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {ref.name for ref in anchor.files}
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name not in names:
+            path.unlink()
 
 
 def apply_delta(state: dict[str, Bits], path: Path) -> None:

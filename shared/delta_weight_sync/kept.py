@@ -26,7 +26,7 @@ from delta_weight_sync.checkpoint import WEIGHTS, map_bits
 from delta_weight_sync.codec import CodecError
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.errors import DeltaWeightSyncError
-from delta_weight_sync.history import RunReader, apply_delta, require_digest
+from delta_weight_sync.history import RunReader, apply_delta, leave_only, require_digest
 from delta_weight_sync.protocol import Manifest, parse
 from delta_weight_sync.refs import FileRef, ProtocolError
 
@@ -73,7 +73,8 @@ class KeptCheckpoint:
         self._current, self._building = self.folder / "current", self.folder / ".building"
         if self._current.is_dir() and not self._current.is_symlink():
             raise FolderError(f"{self._current} is a folder, not a link of ours: name another folder")
-        self._held = self._found()  # what `current` holds, proven by digest
+        self.clear()
+        self.held = self._found()  # what `current` holds, proven by digest
 
     def take(self, manifest: Manifest) -> Path:
         """Put `manifest`'s version behind `current`; returns the folder that it is in.
@@ -81,19 +82,17 @@ class KeptCheckpoint:
         After any error, and after `kill -9`, `current` is what it was. Raises `BucketError`, `ProtocolError`
         and `CodecError` of the run, and `OSError` of the disk.
         """
-        held = self._held
+        held = self.held
         if held is None or (held.version, held.digest) != (manifest.version, manifest.digest):
             self._remove_older()
-            self.clear()
             if not self._patch(manifest):
-                self.clear()
                 self._checkout(manifest)
             self._show(manifest)
         return self._current.resolve()
 
     def instead_of(self, manifest: Manifest) -> Manifest | None:
         """After `take` could not read a file of it: what to take meanwhile, where nothing is held yet."""
-        older = None if self._held else self._reader.buildable(manifest)
+        older = None if self.held else self._reader.buildable(manifest)
         return older if older != manifest else None
 
     def _found(self) -> Manifest | None:
@@ -124,10 +123,11 @@ class KeptCheckpoint:
 
         So it is where the run was started over, or where somebody has written into the held version.
         """
-        held = self._held
+        held = self.held
         way = self._reader.way(manifest, held.version if held else None)
         if not held or way.anchor or not way.deltas or _contents(held) != _contents(manifest):
             return False
+        self.clear()
         paths = [self._reader.fetch(delta, self._building) for delta in way.deltas]
         shutil.copytree(self._current, self._building, dirs_exist_ok=True)
         state = map_bits(self._building / WEIGHTS, "r+")
@@ -140,6 +140,8 @@ class KeptCheckpoint:
         return to_hex(state_digest(state)) == manifest.digest
 
     def _checkout(self, manifest: Manifest) -> None:
+        """Build from the anchor; of a try that failed, the files that are whole stay."""
+        leave_only(self._building, manifest.anchor)
         self._reader.checkout(manifest, self._building)
         require_digest(map_bits(self._building / WEIGHTS), manifest)
 
@@ -152,7 +154,7 @@ class KeptCheckpoint:
         link.unlink(missing_ok=True)
         link.symlink_to(folder.name)
         link.replace(self._current)
-        self._held = manifest
+        self.held = manifest
 
     def _free_name(self, version: int) -> Path:
         """A run that was started over has this version once more, while `current` is still the other one."""

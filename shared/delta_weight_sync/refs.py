@@ -85,3 +85,7 @@ class AnchorRef(Record):
 
     version: Count
     files: Annotated[tuple[FileRef, ...], Field(min_length=1)]
+
+    def small_first(self) -> list[FileRef]:
+        """The order in which to fetch them: a small one that is damaged is found before the weights come."""
+        return sorted(self.files, key=lambda file: file.size)

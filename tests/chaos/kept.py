@@ -33,7 +33,7 @@ class Kept(Mortal):
         mock.patch("delta_weight_sync.watch.POLL_S", poll_s).start()
         quick = functools.partialmethod(Lookout.__init__, poll_s=poll_s)
         mock.patch.object(Lookout, "__init__", quick).start()
-        mock.patch("delta_weight_sync.watch._DOUBLINGS", 2).start()
+        mock.patch("delta_weight_sync.patience.LONGEST_S", 4 * poll_s).start()
         mock.patch("delta_weight_sync.history.open_bucket", self.open_bucket).start()
         mock.patch("delta_weight_sync.cli.follow._ended_by_signals", contextlib.nullcontext).start()
         words = ["follow", f"{url}#{RUN}", "--into", str(folder)]

@@ -108,7 +108,7 @@ class Replica(Mortal):
         super().__init__()
         self.folder = folder
         self._truth, self._lock = Truth(truth), threading.Lock()
-        mock.patch("delta_weight_sync.vllm.follower._BACKOFF_S", 0.05).start()
+        mock.patch("delta_weight_sync.patience.LONGEST_S", 0.05).start()
         self.engine = Memory(self._truth)
         reader = CountingReader(self.open_bucket(url), RUN)
         self._follower = Follower(reader, self.engine, name=folder.name, folder=folder, poll_s=poll_s)

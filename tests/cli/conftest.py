@@ -48,6 +48,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
             notice.again()
 
         monkeypatch.setattr(Notice, "wait", wait)
+        monkeypatch.setattr("delta_weight_sync.patience.monotonic", lambda: sum(pauses))
         return pauses
 
     return set_up

@@ -42,7 +42,7 @@ def run(tmp_path):
 @pytest.fixture
 def replica(run, tmp_path, monkeypatch):
     """At version 0: the follower, its reader, its vLLM."""
-    monkeypatch.setattr("delta_weight_sync.vllm.follower._BACKOFF_S", 0.01)
+    monkeypatch.setattr("delta_weight_sync.patience.LONGEST_S", 0.05)
     reader, engine = Watched(run.url), Mortal()
     follower = Follower(reader, engine, name="one", folder=tmp_path / "one", poll_s=0.01)
     follower.start()

@@ -61,7 +61,7 @@ def follower(
     bucket: Bucket, run: RealRun, vllm: Mortal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Follower]:
     """Not started yet."""
-    monkeypatch.setattr("delta_weight_sync.vllm.follower._BACKOFF_S", 0.01)
+    monkeypatch.setattr("delta_weight_sync.patience.LONGEST_S", 0.05)
     reader = CountingReader(bucket, "hurt")
     follower = Follower(reader, vllm, name="r", folder=tmp_path / "r", poll_s=0.01)
     yield follower

@@ -101,7 +101,7 @@ def vllm() -> Mortal:
 def follower(
     bucket: Bucket, run: RealRun, vllm: Mortal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Follower]:
-    monkeypatch.setattr("delta_weight_sync.vllm.follower._BACKOFF_S", 0.05)
+    monkeypatch.setattr("delta_weight_sync.patience.LONGEST_S", 0.05)
     follower = Follower(CountingReader(bucket, "ordered"), vllm, name="r", folder=tmp_path / "r", poll_s=0.01)
     follower.start()
     reaches(follower, 3)

@@ -68,7 +68,7 @@ def follower(
     counted: Bucket, run: RealRun, vllm: Refusing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Follower]:
     """Not started yet."""
-    monkeypatch.setattr("delta_weight_sync.vllm.follower._BACKOFF_S", 0.01)
+    monkeypatch.setattr("delta_weight_sync.patience.LONGEST_S", 0.05)
     reader = CountingReader(counted, "refused")
     follower = Follower(reader, vllm, name="r", folder=tmp_path / "r", poll_s=0.01)
     yield follower

@@ -151,7 +151,7 @@ def wordle(tmp_path_factory):
 )
 def test_why_the_bucket_cannot_be_read(wordle, monkeypatch, tmp_path, caplog, token, bucket, name, said):
     monkeypatch.setenv("HF_TOKEN", token)
-    monkeypatch.setattr("delta_weight_sync.vllm.follower._BACKOFF_S", 0.01)
+    monkeypatch.setattr("delta_weight_sync.patience.LONGEST_S", 0.05)
     follower = following(f"hf://buckets/{bucket}", tmp_path, lambda follower: follower.problems)
     status = follower.report(0).status
     assert list(follower.problems) == [name]

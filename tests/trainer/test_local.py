@@ -105,6 +105,32 @@ def test_an_interrupt_while_a_child_starts_stops_that_child_too(tmp_path, monkey
     assert started[0].returncode is not None, "it has ended, and was waited for"
 
 
+@pytest.mark.full
+def test_a_demo_that_is_killed_leaves_no_process(tmp_path):
+    """It cannot stop anything then: the kernel does, and each process its own."""
+    process = demo(tmp_path / "demo", DEMO_OF=str(tmp_path))
+    log = tmp_path / "demo" / "env.log"
+    wait_for(process, lambda: log.exists() and "Uvicorn running" in log.read_text())
+    children = wait_for_children(process, 3)
+    process.kill()
+    process.communicate(timeout=PATIENCE_S)
+    assert psutil.wait_procs(children, timeout=PATIENCE_S)[1] == []
+    assert left_of(tmp_path) == []
+
+
+def test_a_killed_process_takes_along_what_it_has_started(tmp_path):
+    (tmp_path / "idle.py").write_text("import time; time.sleep(600)")
+    words = "import pathlib, sys, time; from trainer.processes import Processes\n"
+    words += f"processes = Processes(pathlib.Path({str(tmp_path)!r}))\n"
+    words += f"processes.start('idle', ['idle'], {{'PYTHONPATH': {str(tmp_path)!r}}})\n"
+    words += "print(processes._children['idle'].pid, flush=True); time.sleep(600)"
+    parent = subprocess.Popen([sys.executable, "-c", words], stdout=subprocess.PIPE, text=True)
+    idle = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.communicate(timeout=PATIENCE_S)
+    assert psutil.wait_procs([idle], timeout=PATIENCE_S)[1] == []
+
+
 def left_of(folder: Path) -> list[psutil.Process]:
     """Processes that have inherited the demo's variable, wherever they now hang in the tree."""
     found = []

@@ -20,7 +20,7 @@ from delta_weight_sync.kept import KeptCheckpoint, kept_checkpoint
 from delta_weight_sync.protocol import Manifest
 from delta_weight_sync.refs import ProtocolError
 from delta_weight_sync.store import ObjectMissing
-from delta_weight_sync.watch import watch
+from delta_weight_sync.watch import newest, watch
 
 _EPILOG = """\
 DIR/current is a link to the newest version's folder, such as DIR/00000041. It is replaced in one step when
@@ -62,9 +62,9 @@ def run(arguments: argparse.Namespace) -> None:
     with _ended_by_signals(), kept_checkpoint(reader, arguments.into) as kept:
         follower = Follower(kept, arguments.on_version)
         if arguments.once:
-            follower.take(reader.at())
+            follower.take(newest(reader, kept.held))
         else:
-            watch(reader, follower.take_and_go_on, _complain)
+            watch(reader, follower.take_and_go_on, _complain, kept.held)
 
 
 class Follower:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from delta_weight_sync.heads import NoVersionError
 from delta_weight_sync.lookout import Lookout
+from delta_weight_sync.patience import FIRST_S, Patience
 from delta_weight_sync.protocol import Manifest
 from delta_weight_sync.runlog import ReplicaReport
 from delta_weight_sync.vllm.engine import Engine, EngineError
@@ -15,8 +16,6 @@ from delta_weight_sync.vllm.live_version import LiveVersion
 from delta_weight_sync.vllm.orders import Orders
 from delta_weight_sync.vllm.progress import CountingReader
 from delta_weight_sync.vllm.refusals import RefusedError
-
-_BACKOFF_S = 3.0
 
 
 class Follower:
@@ -30,7 +29,7 @@ class Follower:
         self._journal = Journal(name)
         self._live = LiveVersion(reader, engine, self._journal, folder)
         self.orders = Orders(reader)
-        self._lookout = Lookout(reader, poll_s)
+        self._lookout, self._obeying = Lookout(reader, poll_s), Patience()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
         self._heals = False
@@ -67,13 +66,14 @@ class Follower:
 
     def _run(self) -> None:
         while not self._stopped.is_set():
+            wait_s = self._poll_s
             try:
                 if self._turn():
                     self.explain(None)
-                self._lookout.wait(self._poll_s)
             except Exception as error:  # noqa: BLE001 - whatever it was: report it, keep serving, try again
                 self._complain(error)
-                self._lookout.wait(_BACKOFF_S)
+                wait_s = min(wait_s, FIRST_S)
+            self._lookout.wait(wait_s)
 
     def _complain(self, error: Exception) -> None:
         """Report what went wrong, and log it once."""
@@ -83,52 +83,54 @@ class Follower:
 
     def _turn(self) -> bool:
         """Do what is to be done; False if that was nothing, so that what went wrong before still holds."""
+        self._require_alive()
+        held = self.orders.held(self._live.served_last)
+        if self.orders.healing.is_set():
+            self.orders.healing.clear()
+            self._live.try_all_again()
+            self._lookout.forget()
+            self._obeying.forget()
+            self._heals = True
+        return self._look() if held is None else self._hold(held)
+
+    def _require_alive(self) -> None:
         try:
             self._live.require_alive()
         except EngineError:
             self._lookout.again()
-            raise
-        held = self.orders.held(self._live.served_last)
-        if self.orders.healing.is_set():
-            self.orders.healing.clear()
-            self._live.refusals.forget()
-            self._lookout.forget()
-            self._heals = True
-        if self._heals:
-            self._heal(held)
-        elif held is None:
-            return self._look()
-        else:
-            self._hold(held)
-        return True
-
-    def _heal(self, held: Manifest | None) -> None:
-        """Compare all weights with those of the version that is wanted, until that was done or is refused."""
-        try:
-            if wanted := held or self._reader.newest():
-                self._live.become(wanted, held, afresh=True)
-            self._heals = False
-        except RefusedError:
-            self._heals = False
+            self._obeying.forget()
             raise
 
-    def _hold(self, manifest: Manifest) -> None:
-        """Serve `manifest`'s version and no other."""
+    def _hold(self, manifest: Manifest) -> bool:
+        """Serve `manifest`'s version and no other; what fails is tried again ever more slowly."""
         self._lookout.again()
-        if manifest != self.serving or self._journal.error:
-            self._live.become(manifest, manifest, afresh=False)
-
-    def _look(self) -> bool:
-        """Serve the newest version; False where it is not time to look for one."""
-        if not self._lookout.due():
+        if manifest == self.serving and not (self._journal.error or self._heals):
+            return True
+        if not self._obeying.allows(manifest.seal):
             return False
         try:
-            newest = self._lookout.look()
+            self._become(manifest, manifest)
+        except Exception:
+            self._obeying.failed(manifest.seal)
+            raise
+        return True
+
+    def _look(self) -> bool:
+        """Serve the newest version; False where it is not time to look for one, or to try it again."""
+        try:
+            taken = self._lookout.take(lambda newest: self._become(newest, None))
         except NoVersionError:
             self._journal.note("waiting for the run's first version")
             return True
-        if newest:
-            self._live.become(newest, None, afresh=False)
-            self._lookout.taken()
-        self._journal.passed_over(self._lookout.complaint())
-        return True
+        if taken:
+            self._journal.passed_over(self._lookout.complaint())
+        return taken
+
+    def _become(self, manifest: Manifest, held: Manifest | None) -> None:
+        """Serve a version; one that was asked to heal compares all weights, until that is done or refused."""
+        try:
+            self._live.become(manifest, held, afresh=self._heals)
+        except RefusedError:
+            self._heals = False
+            raise
+        self._heals = False

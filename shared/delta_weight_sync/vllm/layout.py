@@ -10,12 +10,13 @@ import shutil
 from pathlib import Path
 
 from delta_weight_sync.checkpoint import WEIGHTS, map_bits
-from delta_weight_sync.history import apply_delta
+from delta_weight_sync.history import apply_delta, leave_only
 from delta_weight_sync.protocol import Manifest
 from delta_weight_sync.refs import AnchorRef
 from delta_weight_sync.vllm.progress import CountingReader
 
 Shapes = dict[str, list[int]]
+_COMING = "coming"
 
 
 class Layout:
@@ -23,8 +24,14 @@ class Layout:
 
     def __init__(self, reader: CountingReader, folder: Path) -> None:
         self._reader, self._anchors, self._version = reader, folder / "anchors", folder / "checkpoint"
-        for left in (*folder.glob(".*.part"), *folder.glob("*.safetensors")):
-            left.unlink()  # a delta that a process which was killed had begun to take
+        self._remove_leftovers(folder)
+
+    def _remove_leftovers(self, folder: Path) -> None:
+        """What a process that was killed had begun: deltas, downloads, a version. What is whole stays."""
+        parts = (*folder.glob(".*.part"), *self._anchors.rglob(".*.part"))
+        for left in (*parts, *folder.glob("*.safetensors")):
+            left.unlink()
+        shutil.rmtree(self._version, ignore_errors=True)
 
     def put(self, manifest: Manifest) -> tuple[Path, Shapes]:
         """The folder that holds `manifest`'s version, and the shapes of its tensors."""
@@ -39,16 +46,32 @@ class Layout:
         return self._version, {name: list(bits.shape) for name, bits in state.items()}
 
     def _anchor(self, manifest: Manifest) -> Path:
-        """Its folder is named by its content, and is there when it is whole; it may be damaged since."""
+        """Its folder is named by its content, and is there when it is whole; it may be damaged since.
+
+        Of one that could not be fetched, the files that are whole stay for the next try.
+        """
         weights = next(ref for ref in manifest.anchor.files if ref.name == WEIGHTS)
-        kept, coming = self._anchors / weights.sha256, self._anchors / "coming"
+        kept, coming = self._anchors / weights.sha256, self._anchors / _COMING
         if not _holds(kept, manifest.anchor):
-            shutil.rmtree(self._anchors, ignore_errors=True)
-            coming.mkdir(parents=True)
-            for ref in manifest.anchor.files:
-                self._reader.fetch(ref, coming)
+            if kept.exists():
+                shutil.rmtree(coming, ignore_errors=True)
+                kept.rename(coming)
+            self._fetch(manifest.anchor, coming)
             coming.rename(kept)
         return kept
+
+    def _fetch(self, anchor: AnchorRef, coming: Path) -> None:
+        """The disk may have no place for two: another anchor is there until only weights are wanted."""
+        leave_only(coming, anchor)
+        for ref in anchor.small_first():
+            if ref.name == WEIGHTS:
+                self._remove_others(coming)
+            self._reader.fetch(ref, coming)
+
+    def _remove_others(self, coming: Path) -> None:
+        for folder in self._anchors.iterdir():
+            if folder != coming:
+                shutil.rmtree(folder)
 
     def done(self) -> None:
         """The version is live: its weights are not needed any more."""

@@ -1,4 +1,4 @@
-"""No process of vLLM outlives the one that started it, however that one ended.
+"""No process outlives the one that started it, however that one ended: those of vLLM, and of `make demo`.
 
 A request to end is not enough: a server that is asked in the middle of a request may wait for an answer that
 an engine which ended before it will never give.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from delta_weight_sync.patience import Patience
 from delta_weight_sync.protocol import Manifest
 from delta_weight_sync.refs import DeltaRef, ProtocolError
 from delta_weight_sync.store import ObjectMissing
@@ -19,6 +20,12 @@ from delta_weight_sync.vllm.labels import Label
 from delta_weight_sync.vllm.layout import Layout, Shapes
 from delta_weight_sync.vllm.progress import CountingReader
 from delta_weight_sync.vllm.refusals import Refusals
+
+_VLLM = "vLLM"
+
+
+class TooSoonError(EngineError):
+    """vLLM was started just now, and is not started anew yet."""
 
 
 class LiveVersion:
@@ -32,7 +39,7 @@ class LiveVersion:
         """`folder` is scratch space."""
         self._reader, self._engine, self._journal, self._folder = reader, engine, journal, folder
         self._layout = Layout(reader, folder)
-        self.refusals = Refusals()
+        self._refusals, self._starting = Refusals(), Patience()
         self.serving: Manifest | None = None  # proven by digest
         self.served_last: Manifest | None = None
         self._learned: Shapes = {}
@@ -42,16 +49,21 @@ class LiveVersion:
         """How far the download of a first version is, in words, or ""."""
         return self._reader.progress() if self._fetching else ""
 
+    def try_all_again(self) -> None:
+        """Whatever failed may be tried at once: the owner wants it."""
+        self._refusals.forget()
+        self._starting.forget()
+
     def require_alive(self) -> None:
         """Raise `EngineError` if vLLM died since it was asked last."""
         if self.serving is not None and not self._engine.alive():
             self.serving = None
-            self.refusals.forget()
+            self._refusals.forget()
             raise EngineError("vLLM died; the lines above say why")
 
     def become(self, manifest: Manifest, held: Manifest | None, *, afresh: bool) -> None:
         """Serve a version, comparing all weights if `afresh`; `held` is it if the owner wants no other."""
-        self.refusals.ask(manifest, held, self.serving)
+        self._refusals.ask(manifest, held, self.serving)
         if self.serving is None and not held:
             self._begin(manifest)
         elif self.serving is None or afresh:
@@ -81,19 +93,19 @@ class LiveVersion:
             self._prepare(manifest, folder, shapes)
             stage_s = self._engine.stage_checkpoint(folder)
             seconds = self._engine.commit(manifest.digest, str(Label.of(manifest)))
-        except EngineError as error:
-            self.refusals.judge(error)
+        except TooSoonError:
             raise
-        self.refusals.forget()
+        except EngineError as error:
+            self._refusals.judge(error)
+            raise
+        self._refusals.forget()
         self._layout.done()
         self._serve(manifest, fetch_s, stage_s, *seconds, joined=True)
 
     def _prepare(self, manifest: Manifest, folder: Path, shapes: Shapes) -> None:
         """Have a vLLM that knows where the tensors of the run are."""
         if started := not self._engine.serves(folder):
-            self.serving, self._learned = None, {}
-            self._journal.note(f"starting vLLM with version {manifest.version}")
-            self._engine.start(folder)
+            self._start(manifest, folder)
         if shapes != self._learned:
             found = self._engine.learn(shapes)
             if started and found != manifest.digest:
@@ -104,6 +116,18 @@ class LiveVersion:
                     "CodecError",
                 )
             self._learned = shapes
+
+    def _start(self, manifest: Manifest, folder: Path) -> None:
+        """Start vLLM anew; many starts in a row come ever more slowly, whatever the reason for each is."""
+        if not self._starting.allows(_VLLM):
+            raise TooSoonError(
+                f"version {manifest.version} needs a vLLM that is started anew, and it was just now:"
+                " the next start comes later"
+            )
+        self._starting.failed(_VLLM)  # unless it lasts
+        self.serving, self._learned = None, {}
+        self._journal.note(f"starting vLLM with version {manifest.version}")
+        self._engine.start(folder)
 
     def _lay_out(self, manifest: Manifest) -> tuple[Path, Shapes]:
         """Fetch a version."""

@@ -20,7 +20,7 @@ def thief(bucket: Bucket) -> Thief:
 @pytest.fixture
 def run(bucket: Bucket, thief: Thief, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealRun]:
     """At version 3, signed."""
-    monkeypatch.setattr("delta_weight_sync.vllm.follower._BACKOFF_S", 0.05)
+    monkeypatch.setattr("delta_weight_sync.patience.LONGEST_S", 0.05)
     with signed_run(bucket, thief, monkeypatch) as run:
         yield run
 

@@ -41,7 +41,7 @@ from tests.inference.thief import (
 def test_an_anchor_that_is_swapped_is_not_joined(
     bucket: Bucket, run: RealRun, thief: Thief, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("delta_weight_sync.vllm.follower._BACKOFF_S", 0.05)
+    monkeypatch.setattr("delta_weight_sync.patience.LONGEST_S", 0.05)
     (ref,) = (file for file in run.reader.at().anchor.files if file.name == name)
     published = bucket.get(ref.key)
     bucket.put(ref.key, published[:-1] + bytes([published[-1] ^ 1]))
@@ -116,7 +116,7 @@ def test_a_reader_with_the_wrong_key_says_so_and_does_not_read_the_whole_run(buc
 
 
 def test_in_every_store(bucket_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("delta_weight_sync.vllm.follower._BACKOFF_S", 0.05)
+    monkeypatch.setattr("delta_weight_sync.patience.LONGEST_S", 0.05)
     bucket = open_bucket(bucket_url)
     thief, writer = Thief(bucket), Writer(99, "e" * 32)
     with signed_run(bucket, thief, monkeypatch) as run, contextlib.ExitStack() as stack:
