@@ -18,7 +18,6 @@ import logging
 import os
 import tempfile
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
@@ -30,6 +29,7 @@ from delta_weight_sync.runlog import ReplicaReport
 from delta_weight_sync.vllm.engine import Engine
 from delta_weight_sync.vllm.follower import Follower
 from delta_weight_sync.vllm.orders import Orders
+from delta_weight_sync.vllm.private_folder import private_folder
 from delta_weight_sync.vllm.progress import CountingReader
 from delta_weight_sync.vllm.settings import PREFIX, Settings, settings_from
 from delta_weight_sync.vllm.version_headers import VersionHeaders
@@ -59,12 +59,13 @@ class Endpoint:
         if settings is None or embedded or engine_client.vllm_config.parallel_config._api_process_rank > 0:
             return
         self._scratch = tempfile.TemporaryDirectory(prefix="delta-weight-sync-")  # gone when vLLM ends
+        folder = private_folder(settings.folder or self._scratch.name, f"{PREFIX}FOLDER")
         reader = open_run(settings.run, public_key=settings.public_key)
         state.follower = Follower(
             CountingReader(reader.bucket, reader.keys.run, reader.believed),
             Engine(engine_client, asyncio.get_running_loop()),
             name=settings.name,
-            folder=Path(settings.folder or self._scratch.name),
+            folder=folder,
             poll_s=settings.poll_s,
         )
         state.follower.start()
