@@ -15,8 +15,8 @@ _AT_ONCE = {"RouteError", "StepCommitError"}  # of this vLLM as it was started
 _NEXT_TIME = {"CodecError"}  # unless what was fetched was damaged on this disk
 
 Wanted = tuple[Manifest | None, AnchorRef, str]
-"""What a replica is to serve: one version (None: whatever is newest), the anchor that leads to it, and the
-version's digest where another one of the run is served: then this model takes deltas, and the next may be sound."""
+"""What a replica is to serve: one version (None: whatever is newest), the anchor that leads to it, and its
+digest where a version is served already: then this model takes deltas, and the next version may be sound."""
 
 
 class RefusedError(EngineError):
