@@ -85,6 +85,20 @@ $(VENV)/.test: $(VENV)/.app tests/requirements.txt
 	$(PIP) install -r tests/requirements.txt
 	@touch $@
 
+# What both Spaces install, by version and hash: written anew, with the newest that fit, after a change of their
+# requirements or of the library's, and for a fix of what they install. vLLM is in the replica's image: it is
+# resolved along with the rest, so that all fits, and left out. setuptools builds the library there.
+.PHONY: locks
+LOCK := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --custom-compile-command 'make locks'
+locks: $(VENV)/.test
+	mkdir -p build
+	$(LOCK) --generate-hashes env_space/requirements.txt --output-file env_space/requirements.lock
+	grep -v '^vllm==' inference_space/requirements.txt > build/over-vllm.txt
+	sed -n 's/^requires = \["\(setuptools[^"]*\)"\]/\1/p' pyproject.toml >> build/over-vllm.txt
+	$(LOCK) build/over-vllm.txt inference_space/requirements.txt pyproject.toml --extra s3 --output-file build/with-vllm.txt
+	$(LOCK) --generate-hashes build/over-vllm.txt pyproject.toml --extra s3 --constraints build/with-vllm.txt \
+	  --output-file inference_space/requirements.lock
+
 # What it costs, side by side with what it replaces (about 20 minutes): bench/results.json, docs/bench-*.svg.
 .PHONY: bench
 bench: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test $(VENV)/.bench

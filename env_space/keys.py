@@ -10,7 +10,6 @@ import hmac
 import os
 import re
 from collections.abc import Iterable
-from urllib.parse import urlsplit
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -56,9 +55,13 @@ def _given(headers: Headers) -> bytes:
 
 
 def replica_headers(url: str, key: str) -> dict[str, str]:
-    """What requests to the replica at `url` carry: its key, and to a Space over https the Hub's token."""
-    parts = urlsplit(url)
-    on_the_hub = parts.scheme == "https" and (parts.hostname or "").endswith(".hf.space")
-    token = os.environ.get("HF_TOKEN", "") if on_the_hub else ""
+    """What requests to the replica at `url` carry: its key, and to a Space of this Space's owner a token."""
+    token = os.environ.get("HF_TOKEN", "") if _same_owner(url) else ""
     headers = {HEADER: key, "Authorization": token and f"Bearer {token}"}
     return {name: value for name, value in headers.items() if value}
+
+
+def _same_owner(url: str) -> bool:
+    owner = os.environ.get("SPACE_ID", "").partition("/")[0].replace("_", "-")  # as in the names of hosts
+    space = rf"https://{re.escape(owner)}-[a-z0-9-]+\.hf\.space(:443)?(/.*)?"
+    return bool(owner and re.fullmatch(space, url, re.IGNORECASE))

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp
 from delta_weight_sync import gpu_build
 from delta_weight_sync.vllm.engine import Engine, EngineError
 from delta_weight_sync.vllm.follower import Follower
+from delta_weight_sync.vllm.private_folder import private_folder
 from inference_space import templates
 from inference_space.settings import Settings
 
@@ -53,7 +54,7 @@ class EmbeddedVllm(Engine):
         self.app: ASGIApp | None = None
         self.follower: Follower | None = None  # whose version a stream's headers name
         os.environ.update(_ENVIRONMENT, ENGINE_PYTHON=sys.executable)
-        multiprocessing.set_executable(str(_engine_python(Path(settings.folder))))
+        multiprocessing.set_executable(str(_engine_python(private_folder(settings.folder, "REPLICA_FOLDER"))))
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Requests will be answered in `loop`."""
@@ -120,7 +121,6 @@ def _look_around() -> None:
 
 def _engine_python(folder: Path) -> Path:
     """What runs vLLM's engine: Python without the Space's secrets. A copy, as uploads lose modes of files."""
-    folder.mkdir(parents=True, exist_ok=True)
     copy = Path(shutil.copy(Path(__file__).with_name("engine_python.sh"), folder))
     copy.chmod(0o700)
     return copy

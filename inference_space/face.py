@@ -135,6 +135,7 @@ def _unavailable(reason: str) -> JSONResponse:
 
 def serve() -> None:
     """Start the Space. Where it is not set up, it says so: on the Hub on its page, elsewhere as it ends."""
+    os.umask(0o077)  # its files, and the sockets of vLLM's engine in /tmp, are for this user alone
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler(sys.stdout))
     problems = setup_page.problems_of(os.environ) if "SPACE_ID" in os.environ else {}

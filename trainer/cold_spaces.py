@@ -25,6 +25,8 @@ NOT_SET_UP = "not set up"  # of both: a variable or a secret is missing
 _OPTION: dict[Kind, str] = {"replica": "--replicas", "env": "--env_url"}
 _READING: dict[Kind, str] = {"replica": "/ready", "env": "/health"}
 _READY: dict[Kind, str] = {"replica": "serving", "env": "healthy"}
+_HEADERS = {"replica": space_access.headers, "env": space_access.env_headers}
+_READABLE = "set SPACE_HF_TOKEN to a token that may read it, and name it in SPACES"
 
 
 class SpacesUnavailableError(RuntimeError):
@@ -96,7 +98,7 @@ class ColdSpaces:
 def look(url: str, kind: Kind) -> Answer:
     """Ask a Space what it is doing. Raises `SpacesUnavailableError` for what no waiting mends."""
     try:
-        response = request(url, "GET", _READING[kind])
+        response = request(url, "GET", _READING[kind], kind)
     except httpx.TransportError as error:
         if _no_such_host(error):
             raise SpacesUnavailableError(f"{url}: there is no such host; check {_OPTION[kind]}") from error
@@ -113,21 +115,28 @@ def check_key(url: str, kind: Kind) -> None:
         if kind == "replica":
             response = request(url, "POST", "/v1/completions", json={})
         else:
-            response = request(url, "DELETE", f"/sessions/{uuid4()}")
+            response = request(url, "DELETE", f"/sessions/{uuid4()}", kind)
     except httpx.TransportError:
         return  # the next real request finds out
     if response.status_code in (401, 403):
-        raise SpacesUnavailableError(
-            f"{url} does not take this trainer's key ({response.status_code}): set SPACE_KEY to the Space's,"
+        raise SpacesUnavailableError(_wrong_key(url, kind, response.status_code))
+
+
+def _wrong_key(url: str, kind: Kind, status: int) -> str:
+    if space_access.is_own(url):
+        return (
+            f"{url} does not take this trainer's key ({status}): set SPACE_KEY to the Space's,"
             " with `set -a; . .deploy/<owner>/env; set +a` for one that trainer.deploy made"
         )
+    other = ", or set ENV_KEY to the key that you were given for it" if kind == "env" else ""
+    return f"{url} wants a key ({status}) and is not one of SPACES: add it there if it is yours{other}"
 
 
-def request(url: str, method: str, path: str, **content: Any) -> httpx.Response:
+def request(url: str, method: str, path: str, kind: Kind = "replica", **content: Any) -> httpx.Response:
     """One request with the headers that this Space needs. Raises httpx.TransportError."""
     try:
         full = f"{url.rstrip('/')}{path}"
-        return httpx.request(method, full, headers=space_access.headers(url), timeout=10.0, **content)
+        return httpx.request(method, full, headers=_HEADERS[kind](url), timeout=10.0, **content)
     except ValueError as error:  # a key or a token that no header can hold
         raise SpacesUnavailableError(str(error)) from error
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
@@ -152,16 +161,14 @@ def _cold(response: httpx.Response, url: str, kind: Kind) -> Answer:
     """Another one answers in the app's place: the Hub, which starts it, or whoever has that URL."""
     status = response.status_code
     if status in (401, 403):
-        raise SpacesUnavailableError(
-            f"{url} may not be read by this trainer ({status}): set HF_TOKEN to a token that may read it"
-        )
+        raise SpacesUnavailableError(f"{url} may not be read by this trainer ({status}): {_READABLE}")
     # To whom may not see it, the Hub says that a private Space does not exist. Its page for a Space that
     # starts is HTML, whatever the status.
     json = "json" in response.headers.get("content-type", "")
     if (json or status >= 300) and status < 500 and status not in (408, 425, 429):
         raise SpacesUnavailableError(
             f"{url} is no {kind}, it answers {status}: give the Space's own URL with {_OPTION[kind]}, such as"
-            " https://<owner>-<name>.hf.space, and for a private one set HF_TOKEN to a token that may read it"
+            f" https://<owner>-<name>.hf.space; if it is private, {_READABLE}"
         )
     return Answer(f"not up yet ({status})")
 

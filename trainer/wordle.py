@@ -103,7 +103,8 @@ class WordleEnv:
     async def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, Any, float]:
         """Status, JSON (None if it is none), and the seconds after which to ask again."""
         # A redirect would carry the key to wherever it leads.
-        options = {"headers": space_access.headers(self._url), "allow_redirects": False, "timeout": _TIMEOUT}
+        headers = space_access.env_headers(self._url)
+        options = {"headers": headers, "allow_redirects": False, "timeout": _TIMEOUT}
         async with (
             space_access.connections() as session,
             session.request(method, f"{self._url}{path}", json=body, **options) as response,
@@ -123,8 +124,8 @@ def _refusal(url: str, status: int, answer: Any) -> ValueError:
     """What a refusal means; only the Wordle Space itself answers with a `detail`."""
     if not isinstance(answer, dict) or "detail" not in answer:
         return ValueError(
-            f"{url} answered {status}, which is not the Wordle Space: check --env_url, and that"
-            " HF_TOKEN may read the Space if it is private"
+            f"{url} answered {status}, which is not the Wordle Space: check --env_url, and if it is private"
+            " that SPACE_HF_TOKEN may read it and SPACES names it"
         )
     detail = str(answer["detail"])
     return GameLostError(detail) if status == 404 else ValueError(f"{url} refused: {detail}")

@@ -160,7 +160,8 @@ def world(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_TOKEN", WRITE)
     monkeypatch.setenv("SPACE_HF_TOKEN", READ)
-    monkeypatch.setenv("SPACE_KEY", "")  # `up` sets it for its own process
+    monkeypatch.setenv("SPACE_KEY", "")  # `up` sets it for its own process, and which Spaces get it
+    monkeypatch.setenv("SPACES", "")
     monkeypatch.setattr(health, "time", clock)
     world = World(hub, apps, tmp_path)
     yield world

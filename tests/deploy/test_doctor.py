@@ -50,12 +50,19 @@ def test_all_is_well_before_a_deployment(world: World):
 
 
 def test_all_is_well_with_a_deployment(world: World, monkeypatch):
-    world.up()
+    world.up("--public")
     monkeypatch.setenv("SPACE_HF_TOKEN", "")
     found = doctor(world)
     assert not [name for name, (ok, _) in found.items() if not ok], found
     assert "can be written and read" in found["bucket"][1]
     assert "1 replicas speak" in found["protocol"][1]
+
+
+def test_private_spaces_open_to_a_token_that_reads(world: World, monkeypatch):
+    world.up()
+    assert problems(world) == {}
+    monkeypatch.setenv("SPACE_HF_TOKEN", "")
+    assert "trainers get into private Spaces" in problems(world)["Space's token"]
 
 
 def test_the_owner_is_whoever_the_token_belongs_to(world: World):

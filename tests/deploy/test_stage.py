@@ -44,7 +44,7 @@ def test_the_front_matter_makes_it_a_docker_space_on_the_port_that_the_hub_asks(
 
 
 def test_only_the_app_s_own_packages_are_there(app, staged):
-    at_the_root = {"README.md", "Dockerfile", "requirements.txt", "LICENSE", "pyproject.toml"}
+    at_the_root = {"README.md", "Dockerfile", "requirements.lock", "LICENSE", "pyproject.toml"}
     tops = {name.split("/")[0] for name in names(staged)}
     assert tops - at_the_root == PACKAGES[app]
     assert not [name for name in names(staged) if "__pycache__" in name or "test" in name or "/." in name]

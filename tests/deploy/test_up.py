@@ -57,6 +57,7 @@ def test_up_ends_with_urls_the_trainer_s_command_and_the_cost(world: World):
     assert f". .deploy/{OWNER}/env" in command
     assert f"--bucket hf://buckets/{OWNER}/{world.name} --run first" in command
     assert f"--replicas {world.apps.replica} {world.apps.replica}" in command
+    assert f'export SPACES="{world.apps.env} {world.apps.replica} {world.apps.replica}"' in command
     assert Path(__file__).parents[2].joinpath("trainer/configs/qwen3_0_6b.yaml").is_file()
     assert "trainer/configs/qwen3_0_6b.yaml" in command
 

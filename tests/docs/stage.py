@@ -67,6 +67,8 @@ def _copy(folder: Path) -> None:
             shutil.copy2(path, copy)
             if path.name in ("requirements.txt", "pyproject.toml"):
                 os.utime(copy, (0, 0))  # `make` finds .venv ready, and does not install into it from here
+    for command in (["init", "--quiet"], ["add", "."]):  # deploy uploads what git tracks
+        subprocess.run(["git", "-C", folder, *command], check=True)
     (folder / ".venv").symlink_to(Path(sys.prefix))
 
 

@@ -122,11 +122,22 @@ def test_a_socket_is_refused_before_it_opens(url):
 
 @pytest.mark.full
 def test_a_trainer_plays_with_its_space_key_and_is_told_when_it_is_wrong(url, monkeypatch):
+    monkeypatch.setenv("SPACES", url)
     for given, said in (("", "send its WORDLE_KEY"), ("not-the-key", "compare it with its WORDLE_KEY")):
         monkeypatch.setenv("SPACE_KEY", given)
         with pytest.raises(ValueError, match=said):
             asyncio.run(trainer(url).get_reward())
     monkeypatch.setenv("SPACE_KEY", KEY)
+    assert asyncio.run(trainer(url).guess("bride")) == "b1+r2+i3+d4+e5+ game over"
+
+
+@pytest.mark.full
+def test_in_somebody_elses_environment_a_trainer_plays_with_the_key_for_that_one(url, monkeypatch):
+    monkeypatch.setenv("SPACES", "https://me-wordle-replica-1.hf.space")
+    monkeypatch.setenv("SPACE_KEY", KEY)
+    with pytest.raises(ValueError, match="send its WORDLE_KEY"):
+        asyncio.run(trainer(url).get_reward())
+    monkeypatch.setenv("ENV_KEY", KEY)
     assert asyncio.run(trainer(url).guess("bride")) == "b1+r2+i3+d4+e5+ game over"
 
 
@@ -205,13 +216,16 @@ def test_a_watched_replica_gets_its_key():
     [
         ("https://me-replica.hf.space", True),
         ("https://ME-replica.HF.space/", True),
+        ("https://you-replica.hf.space", False),
+        ("https://mea-replica.hf.space", False),
         ("http://me-replica.hf.space", False),
         ("https://hf.space.evil.example", False),
         ("https://evilhf.space", False),
         ("https://me.hf.space@evil.example", False),
     ],
 )
-def test_the_hubs_token_goes_to_spaces_only(url, sent, monkeypatch):
+def test_the_hubs_token_goes_to_spaces_of_the_same_owner_only(url, sent, monkeypatch):
+    monkeypatch.setenv("SPACE_ID", "me/wordle-env")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     assert replica_headers(url, "key") == {"X-Space-Key": "key"} | (
         {"Authorization": "Bearer hf_secret"} if sent else {}

@@ -1,8 +1,13 @@
 """What comes in at the public port by other ways than asking for a route, and what never comes out of it."""
 
 import json
+import os
 import re
 import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
 
 import httpx
 import psutil
@@ -140,3 +145,47 @@ def test_no_secret_can_be_seen(replica):
     texts["the variables of the children"] = "".join(variables)
     assert [place for place, text in texts.items() if KEY in text or TOKEN in text] == []
     assert KEY in json.dumps(space.environ()), "it was planted"
+
+
+def family(replica: Replica) -> list[psutil.Process]:
+    space = psutil.Process(replica.pid)
+    return [space, *space.children(recursive=True)]
+
+
+def test_nothing_listens_but_the_public_port(replica):
+    links = [link for process in family(replica) for link in process.net_connections("inet")]
+    listening = {link.laddr.port for link in links if link.status == psutil.CONN_LISTEN or not link.raddr}
+    assert listening == {replica.port}
+
+
+NOBODY = 65534
+# Tries to connect to each socket named on its command line, as somebody else; prints those that let it.
+CONNECT = """
+import os, socket, sys
+os.setgroups([]); os.setgid({0}); os.setuid({0})
+for path in sys.argv[1:]:
+    try:
+        socket.socket(socket.AF_UNIX).connect(path)
+        print(path)
+    except PermissionError:
+        pass
+"""
+
+
+def test_no_other_user_reaches_vllms_engine(replica):
+    """The server and the engine talk over sockets in /tmp, which any user can list."""
+    links = [link for process in family(replica) for link in process.net_connections("unix")]
+    paths = {link.laddr for link in links if link.laddr and Path(link.laddr).is_socket()}
+    assert paths
+    assert {oct(stat.S_IMODE(Path(path).stat().st_mode)) for path in paths} == {"0o700"}
+    if os.geteuid() == 0:
+        command = [sys.executable, "-c", CONNECT.format(NOBODY), *paths]
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == ""
+
+
+def test_no_other_user_reads_what_a_replica_keeps(replica):
+    kept = [
+        path for path in replica.folder.rglob("*") if path.name != "replica.log"
+    ]  # that one is the test's
+    assert any(path.suffix == ".safetensors" for path in kept)
+    assert [path for path in kept if path.stat().st_mode & 0o077] == []

@@ -66,6 +66,7 @@ def test_every_replica_is_poked_though_one_is_gone_and_one_is_slow(monkeypatch: 
     well, slow = Replica(), Replica()
     slow.gate.clear()
     with serving(well) as url, serving(slow) as slow_url:
+        monkeypatch.setenv("SPACES", f"{url} {slow_url}")
         sent = Pokes(["http://127.0.0.1:9", slow_url, url])
         for _ in range(3):
             sent.send()

@@ -29,8 +29,6 @@ from trainer.deploy.told import summary
 def main(argv: list[str] | None = None) -> None:
     """Run one command; a fault is one sentence, and the exit status 1."""
     arguments = _parser().parse_args(argv)
-    if token := get_token():
-        os.environ.setdefault("HF_TOKEN", token)  # for private Spaces, also after `hf auth login`
     try:
         arguments.run_command(arguments)
     except DeployError as error:
@@ -216,7 +214,7 @@ def _ours(api: HfApi, arguments: argparse.Namespace) -> list[Found]:
 
 
 def _known_secrets(owner: str) -> tuple[str, ...]:
-    known = (keys.read_key(owner), os.environ.get("SPACE_HF_TOKEN"), os.environ.get("HF_TOKEN"))
+    known = (keys.read_key(owner), os.environ.get("SPACE_HF_TOKEN"), get_token())
     return tuple(filter(None, known))
 
 

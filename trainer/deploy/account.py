@@ -68,7 +68,8 @@ def checked_space_token(api: HfApi, token: str) -> str:
     """The token that Spaces get, which must not be able to write. Raises `DeployError`."""
     if not token:
         raise DeployError(
-            f"SPACE_HF_TOKEN is not set: the replicas read the bucket with a read-only token; {READ_ONLY}"
+            "SPACE_HF_TOKEN is not set: with this read-only token replicas read the bucket, and trainers get"
+            f" into private Spaces; {READ_ONLY}"
         )
     found = who(api, token, "SPACE_HF_TOKEN")
     if not read_only(found):

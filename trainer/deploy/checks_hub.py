@@ -30,9 +30,9 @@ def token(scene: Scene) -> str:
 
 
 def space_token(scene: Scene) -> str:
-    """SPACE_HF_TOKEN can only read. Once the Spaces have it, it is no more needed here."""
-    if not scene.space_token and scene.spaces:
-        return "the Spaces have theirs"
+    """SPACE_HF_TOKEN can only read. Once the Spaces have it, only who asks private ones needs it here."""
+    if not scene.space_token and scene.spaces and not any(space.private for space in scene.spaces):
+        return "the Spaces have theirs, and open to everybody"
     account.checked_space_token(scene.api, scene.space_token)
     return "SPACE_HF_TOKEN is read-only"
 

@@ -14,6 +14,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils._http import default_client_factory
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
+from trainer import space_access
 from trainer.deploy.errors import explained
 from trainer.deploy.plan import MARK
 
@@ -72,14 +73,17 @@ def _client() -> Any:
 def spaces_of(api: HfApi, owner: str, name: str, expected: Iterable[str] = ()) -> list[Found]:
     """All Spaces called like those of this deployment, whoever made them; the environment's first.
 
-    The Hub's list may be a little behind, so the `expected` ones are looked for in any case.
+    The Hub's list may be a little behind, so the `expected` ones are looked for in any case. Those that this
+    command made are the ones that it sends the owner's key.
     """
     ours = re.compile(rf"{re.escape(f'{owner}/{name}')}-(env|replica-(\d+))")
     with explained(f"listing the Spaces of {owner}"):
         names = {*expected, *(space.id for space in api.list_spaces(author=owner))}
     matches = [match for name in names if (match := ours.fullmatch(name))]
     found = [look(api, match[0]) for match in sorted(matches, key=lambda match: int(match[2] or 0))]
-    return [space for space in found if space]
+    spaces = [space for space in found if space]
+    space_access.own(space.url for space in spaces if space.ours)
+    return spaces
 
 
 def look(api: HfApi, repo_id: str) -> Found | None:

@@ -1,13 +1,14 @@
 """The folders that become the Spaces' repositories: what their Dockerfiles need, and nothing else.
 
-A package's files are its modules and the data files that are named here for it; caches, tests and other apps
-cannot slip in.
+A package's files are its modules and the data files that are named here for it, as far as git tracks them;
+caches, tests, other apps, and whatever else lies about in a checkout cannot slip in.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+import subprocess
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
@@ -27,7 +28,7 @@ _DATA = {
     "shared/delta_weight_sync": ("py.typed",),
 }
 _ROOT_FILES: dict[App, tuple[str, ...]] = {"env": ("LICENSE",), "replica": ("LICENSE", "pyproject.toml")}
-_SPACE_FILES = ("README.md", "Dockerfile", "requirements.txt")  # at the root of the Space
+_SPACE_FILES = ("README.md", "Dockerfile", "requirements.lock")  # at the root of the Space
 
 
 def stage(app: App, out: Path) -> None:
@@ -39,18 +40,43 @@ def stage(app: App, out: Path) -> None:
 
 
 def files(app: App) -> dict[str, Path]:
-    """Path in the Space's repository -> file of the checkout, sorted."""
-    if not (CHECKOUT / "pyproject.toml").is_file():
-        raise DeployError("deploy uploads a checkout's files: run it from a clone of the repository")
-    found = {name: CHECKOUT / name for name in _ROOT_FILES[app]}
-    found |= {name: CHECKOUT / _PACKAGES[app][0] / name for name in _SPACE_FILES}
-    for package in _PACKAGES[app]:
-        found |= {path.relative_to(CHECKOUT).as_posix(): path for path in _of_package(package)}
-    return dict(sorted(found.items()))
+    """Path in the Space's repository -> file of the checkout, sorted.
+
+    Raises `DeployError` for a link, and for a file that belongs there and is new to git.
+    """
+    tracked = _git("--cached")
+    names = {name: name for name in _ROOT_FILES[app]}
+    names |= {name: f"{_PACKAGES[app][0]}/{name}" for name in _SPACE_FILES}
+    names |= {name: name for name in _of_packages(app, tracked)}
+    unknown = {*names.values()}.difference(tracked).union(_of_packages(app, _git("--others")))
+    if unknown:
+        raise DeployError(f"git does not track {', '.join(sorted(unknown))}: `git add` or remove it")
+    return {name: _plain(CHECKOUT / path) for name, path in sorted(names.items())}
 
 
-def _of_package(package: str) -> Iterator[Path]:
-    """Modules and named data files of a package and of the packages in it."""
-    yield from (CHECKOUT / package).rglob("*.py")
-    found = (path for pattern in _DATA[package] for path in (CHECKOUT / package).glob(pattern))
-    yield from (path for path in found if path.is_file())
+def _of_packages(app: App, names: list[str]) -> list[str]:
+    """Modules and named data files of the app's packages and of the packages in them."""
+    patterns = [f"{package}/{pattern}" for package in _PACKAGES[app] for pattern in ("*.py", *_DATA[package])]
+    return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
+
+
+def _git(which: str) -> list[str]:
+    """The files of the checkout that git tracks (`--cached`), or that are new to it (`--others`)."""
+    command = ["git", "-C", str(CHECKOUT), "ls-files", "-z", "--exclude-standard", which]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise DeployError("deploy uploads what git tracks: install git") from None
+    if listed.returncode:
+        said = " ".join(listed.stderr.split())
+        raise DeployError(f"deploy uploads what git tracks: run it from a clone of the repository ({said})")
+    return listed.stdout.split("\0")[:-1]
+
+
+def _plain(path: Path) -> Path:
+    """The path, if it is a file of the checkout itself."""
+    if path.resolve() != CHECKOUT.resolve() / path.relative_to(CHECKOUT):
+        raise DeployError(f"{path} is a link, or lies behind one: put the file itself there")
+    if not path.is_file():
+        raise DeployError(f"{path} is missing: `git restore` it, or `git rm` it")
+    return path

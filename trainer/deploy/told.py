@@ -26,7 +26,8 @@ costs        ${usd:.2f} per hour while all of it runs, $0.00 asleep or paused (p
 
 the trainer, on a machine with a GPU:
 
-    set -a; {_sources(deployment)}; set +a    # its keys; set HF_TOKEN there as here
+    set -a; {_sources(deployment)}; set +a    # its keys; set HF_TOKEN and SPACE_HF_TOKEN there as here
+    export SPACES="{urls[deployment.env.repo_id]} {replicas}"    # who is sent them, and nobody else
     accelerate launch -m trainer.train --config trainer/configs/qwen3_0_6b.yaml \\
         --bucket {deployment.bucket_url} --run {deployment.run} \\
         --replicas {replicas} \\

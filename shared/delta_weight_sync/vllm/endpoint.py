@@ -17,7 +17,6 @@ import hmac
 import logging
 import os
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
@@ -29,6 +28,7 @@ from delta_weight_sync.runlog import ReplicaReport
 from delta_weight_sync.vllm.engine import Engine
 from delta_weight_sync.vllm.follower import Follower
 from delta_weight_sync.vllm.orders import Orders
+from delta_weight_sync.vllm.private_folder import private_folder
 from delta_weight_sync.vllm.progress import CountingReader
 from delta_weight_sync.vllm.scratch import scratch_folder
 from delta_weight_sync.vllm.settings import PREFIX, Settings, settings_from
@@ -58,12 +58,13 @@ class Endpoint:
         embedded = hasattr(state, "follower")
         if settings is None or embedded or engine_client.vllm_config.parallel_config._api_process_rank > 0:
             return
+        folder = private_folder(settings.folder, f"{PREFIX}FOLDER") if settings.folder else scratch_folder()
         reader = open_run(settings.run, public_key=settings.public_key)
         state.follower = Follower(
             CountingReader(reader.bucket, reader.keys.run, reader.believed),
             Engine(engine_client, asyncio.get_running_loop()),
             name=settings.name,
-            folder=Path(settings.folder) if settings.folder else scratch_folder(),
+            folder=folder,
             poll_s=settings.poll_s,
         )
         state.follower.start()
