@@ -6,13 +6,16 @@ The codec and the digest are imported where weights are: who only lists versions
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from delta_weight_sync import checkpoint
 from delta_weight_sync.checkpoint import Bits
 from delta_weight_sync.heads import NoVersionError, RecordReader, manifests_of
 from delta_weight_sync.protocol import Manifest
-from delta_weight_sync.refs import FileRef, ProtocolError
+from delta_weight_sync.refs import AnchorRef, FileRef, ProtocolError
 from delta_weight_sync.signing import PublicKeys
 from delta_weight_sync.store import Bucket, ObjectMissing, open_bucket
 from delta_weight_sync.ways import Way
@@ -97,7 +100,7 @@ class RunReader(RecordReader):
         """Download one file and check its size and sha256 (Xet downloads check nothing themselves)."""
         path = folder / ref.name
         try:
-            self.bucket.fetch(ref.key, path)
+            self.bucket.fetch(ref.key, path, ref.size)
             if not ref.is_in(path):
                 path.unlink()
                 raise ref.damaged()
@@ -129,7 +132,8 @@ class RunReader(RecordReader):
         folder.mkdir(parents=True, exist_ok=True)
         for ref in manifest.anchor.files:
             self.fetch(ref, folder)
-        state = dict(checkpoint.read_bits(folder))
+        with reading(manifest.anchor):
+            state = dict(checkpoint.read_bits(folder))
         for delta in self.way(manifest).deltas:
             self.advance(state, delta, folder)
         require_digest(state, manifest)
@@ -142,6 +146,15 @@ class RunReader(RecordReader):
         path = self.fetch(ref, folder)
         apply_delta(state, path)
         path.unlink()
+
+
+@contextmanager
+def reading(anchor: AnchorRef) -> Iterator[None]:
+    """Turns what files provoke that are no checkpoint into a `ProtocolError` that names the anchor."""
+    try:
+        yield
+    except (SafetensorError, ValueError, LookupError) as error:
+        raise ProtocolError(f"the anchor of version {anchor.version} is not a checkpoint: {error}") from error
 
 
 def apply_delta(state: dict[str, Bits], path: Path) -> None:
