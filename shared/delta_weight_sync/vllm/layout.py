@@ -10,9 +10,9 @@ import shutil
 from pathlib import Path
 
 from delta_weight_sync.checkpoint import WEIGHTS, map_bits
-from delta_weight_sync.history import apply_delta
+from delta_weight_sync.history import apply_delta, reading
 from delta_weight_sync.protocol import Manifest
-from delta_weight_sync.refs import AnchorRef
+from delta_weight_sync.refs import AnchorRef, ProtocolError
 from delta_weight_sync.vllm.progress import CountingReader
 
 Shapes = dict[str, list[int]]
@@ -31,7 +31,8 @@ class Layout:
         anchor = self._anchor(manifest)
         shutil.rmtree(self._version, ignore_errors=True)
         shutil.copytree(anchor, self._version)
-        state = map_bits(self._version / WEIGHTS, "r+")
+        with reading(manifest.anchor):
+            state = map_bits(self._version / WEIGHTS, "r+")
         for ref in self._reader.way(manifest).deltas:
             delta = self._reader.fetch(ref, self._version)
             apply_delta(state, delta)
@@ -40,7 +41,9 @@ class Layout:
 
     def _anchor(self, manifest: Manifest) -> Path:
         """Its folder is named by its content, and is there when it is whole; it may be damaged since."""
-        weights = next(ref for ref in manifest.anchor.files if ref.name == WEIGHTS)
+        weights = next((ref for ref in manifest.anchor.files if ref.name == WEIGHTS), None)
+        if weights is None:
+            raise ProtocolError(f"the anchor of version {manifest.anchor.version} has no {WEIGHTS}")
         kept, coming = self._anchors / weights.sha256, self._anchors / "coming"
         if not _holds(kept, manifest.anchor):
             shutil.rmtree(self._anchors, ignore_errors=True)
