@@ -23,7 +23,7 @@ MAX_TABLE = 4 << 20  # bytes of a header that is read: some 50,000 tensors
 MAX_DECODE = 64 << 20  # bytes of a delta that is decoded for a picture
 MAX_NUMBERS = 1 << 23  # changes, or elements where each is stored, that it may unpack to: at 14 bytes each
 _ALONE = {"gaps", "mask", "dense"}
-_LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.(.+)")
+_LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d{1,6})\.(.+)")
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def test_a_table_alone_is_bounded(tmp_path: Path) -> None:
     path = claiming(tmp_path / "delta", [[n, [1], 1, 0] for n in names], [{"mode": "dense"}])
     anatomy, allocated = peak(path)
     assert allocated < MEMORY
-    assert len(inside(anatomy)) < 10_000  # no map of 60,000 cells
+    assert len(inside(anatomy)) < 10_000, "no map of 60,000 cells"
     page = opened(manifest_of(1, 0), anatomy, served=True)
     assert page.count("<tr>") == TENSORS + 1
     assert "and 58000 tensors more" in page
@@ -108,3 +108,14 @@ def test_shapes_of_the_original_layout_are_bounded_as_well(tmp_path: Path) -> No
     (tmp_path / "delta").write_bytes(put_together(Parts(metadata | {"shape.w": shape}, streams)))
     with pytest.raises(CodecError, match="a shape that no tensor has"):
         codec.Delta(tmp_path / "delta")
+
+
+def test_a_layer_of_thousands_of_digits_is_a_name(tmp_path: Path) -> None:
+    name = f"model.layers.{'9' * 5000}.x"
+    path = claiming(tmp_path / "delta", [[name, [1], 1, 0]], [{"mode": "dense"}])
+    assert "outside the layers" in inside(open_delta(path))
+
+
+def test_tensors_outside_of_layers_fill_no_page(tmp_path: Path) -> None:
+    path = claiming(tmp_path / "delta", [[f"w{n}", [1], 1, 0] for n in range(60_000)], [{"mode": "dense"}])
+    assert len(inside(open_delta(path))) < 50_000
