@@ -40,6 +40,7 @@ def fuzz(cases: int, seed: int, folder: Path) -> Counter[str]:
     rng, counts = Random(seed), Counter[str]()
     _silence()
     before = _warmed_up(folder)
+    _limit_memory()
     for number in range(cases):
         kind, files = forged(rng)
         reader = READERS[number % len(READERS)]
@@ -62,6 +63,12 @@ def _warmed_up(folder: Path) -> int:
         url = written(sound(), folder / "bucket")
         assert check(reader, url, folder / "scratch", Random(0)), f"{reader.__name__} refused a sound run"
     return _peak()
+
+
+def _limit_memory() -> None:
+    """What a case would take beyond that is refused by the kernel, before this machine suffers."""
+    there = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (there + 4 * MEMORY, resource.RLIM_INFINITY))
 
 
 def _peak() -> int:
