@@ -65,7 +65,7 @@ def test_a_bomb_is_listed_and_not_unpacked(tmp_path: Path) -> None:
 
 def test_a_table_alone_is_bounded(tmp_path: Path) -> None:
     names = (f"model.layers.{layer}.kind{kind}" for layer in range(300) for kind in range(200))
-    path = claiming(tmp_path / "delta", [[n, [1], 1, 0] for n in names], [{"mode": "dense"}])
+    path = claiming(tmp_path / "delta", [[n, [1], 1, 0] for n in names], [{"mode": "bands"}])
     anatomy, allocated = peak(path)
     assert allocated < MEMORY
     assert len(inside(anatomy)) < 10_000, "no map of 60,000 cells"
@@ -112,10 +112,10 @@ def test_shapes_of_the_original_layout_are_bounded_as_well(tmp_path: Path) -> No
 
 def test_a_layer_of_thousands_of_digits_is_a_name(tmp_path: Path) -> None:
     name = f"model.layers.{'9' * 5000}.x"
-    path = claiming(tmp_path / "delta", [[name, [1], 1, 0]], [{"mode": "dense"}])
+    path = claiming(tmp_path / "delta", [[name, [1], 1, 0]], [{"mode": "bands"}])
     assert "outside the layers" in inside(open_delta(path))
 
 
 def test_tensors_outside_of_layers_fill_no_page(tmp_path: Path) -> None:
-    path = claiming(tmp_path / "delta", [[f"w{n}", [1], 1, 0] for n in range(60_000)], [{"mode": "dense"}])
+    path = claiming(tmp_path / "delta", [[f"w{n}", [1], 1, 0] for n in range(60_000)], [{"mode": "bands"}])
     assert len(inside(open_delta(path))) < 50_000

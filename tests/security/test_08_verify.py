@@ -57,6 +57,7 @@ def test_a_version_that_is_damaged_is_not_fetched_again_and_again(bucket: Counti
     run.close()
     delta = run.reader.at().deltas[-1]
     bucket.put(delta.key, b"?" * delta.size)
+    bucket.fetched.clear()
     library = Library(bucket, lambda: "r")
     for _ in range(10):
         with pytest.raises(ProtocolError, match="is not the published object"):
