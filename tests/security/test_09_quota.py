@@ -42,7 +42,8 @@ def visitor(bucket: Bucket, pauses: Pauses) -> Iterator[TestClient]:
     """The dashboard's routes; its own reader has read the run once, and pauses."""
     cache, app = RunCache(bucket, None, pauses), FastAPI()
     pauses.begun()
-    app.include_router(router(cache, Library(Rationed(bucket), lambda: "r")))
+    rationed = Rationed(bucket, lambda: 0.0)  # no time passes: what is used up stays so
+    app.include_router(router(cache, Library(rationed, lambda: "r", lambda: 0.0)))
     with TestClient(app) as visitor:
         yield visitor
 
