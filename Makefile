@@ -40,6 +40,7 @@ test: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test lint
 test-all: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test lint
 	$(PYTEST)
 	$(BIN)/python -m tests.fuzz
+	$(BIN)/python -m tests.fuzz.bucket
 	$(BIN)/python -m tests.docs.run
 	$(BIN)/python -m trainer.local < /dev/null
 	$(BIN)/python -m tests.dashboard.screenshots --bucket file://$(CURDIR)/runs/demo/bucket --out build/screenshots

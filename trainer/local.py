@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from delta_weight_sync import gpu_build
+from delta_weight_sync.errors import printable
 from delta_weight_sync.runlog import (
     CommitEvent,
     DoneEvent,
@@ -99,9 +100,9 @@ def _run(name: str, policy: Policy, folder: Path, port: int) -> None:
         progress.say(f"logs         {folder}/env.log, replica.log, trainer.log")
         reader = RunLogReader(open_bucket(bucket_url), RUN)
         while not processes.finished("trainer"):
-            progress.show(reader.poll())
+            progress.show(list(reader.poll()))
             time.sleep(0.5)
-        progress.show(reader.poll())
+        progress.show(list(reader.poll()))
         summary = summarize(progress.events, name)
         (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         print(f"\n{table(summary)}\n\nall figures: {folder}/summary.json", flush=True)
@@ -124,7 +125,7 @@ class Progress:
 
     def say(self, line: str) -> None:
         """Print with the seconds since the start."""
-        print(f"[{time.monotonic() - self._started:6.1f} s] {line}", flush=True)
+        print(f"[{time.monotonic() - self._started:6.1f} s] {printable(line)}", flush=True)
 
     def show(self, events: list[Event]) -> None:
         """Take in new events and say what matters."""
@@ -147,7 +148,7 @@ class Progress:
 
     def _replica(self, event: ReplicaEvent) -> None:
         if event.error and event.version is None and event.state != "unreachable":
-            raise ChildError(f"the replica cannot serve: {event.error}")
+            raise ChildError(f"the replica cannot serve: {printable(event.error)}")
         if event.state != self._state:
             self._state = event.state
             self.say(f"replica: {event.state}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import re
 import threading
 import time
@@ -13,10 +13,12 @@ import httpx
 from pydantic import ValidationError
 from transformers import TrainerCallback
 
-from delta_weight_sync.runlog import ReplicaEvent, ReplicaReport, Rollout, RunLogWriter, StepEvent
+from delta_weight_sync.refs import LARGEST
+from delta_weight_sync.runlog import METRICS, ReplicaEvent, ReplicaReport, Rollout, RunLogWriter, StepEvent
 from trainer import space_access
 
 _POLL_S = 1.0
+_LONGEST, _BLOCK = 1 << 20, 1 << 16  # bytes of a replica's answer, and of a part of it
 
 
 class SeenRollouts:
@@ -66,14 +68,17 @@ class SeenRollouts:
         group, self._whole = self._whole[:_GROUP], []
         if not group:
             return "", ()
-        rollouts = [
-            Rollout(turns=_turns(s.completion), reward=_reward(s), sync=s.model_version) for s in group
-        ]
-        return _text(group[0].prompt[-1]), tuple(rollouts)
+        return _text(group[0].prompt[-1]), tuple(map(_rollout, group))
 
 
 _GUESS = re.compile(r"(?:[a-z]\d[+?-])+")
-_GROUP, _CHARACTERS, _GROUP_EVERY_S = 16, 600, 5.0
+_GROUP, _TURNS, _CHARACTERS, _GROUP_EVERY_S = 16, 16, 600, 5.0  # so that an event fits into a line
+_RATES = 2  # that `SeenRollouts.rates` adds
+
+
+def _rollout(sample: Any) -> Rollout:
+    turns = _turns(sample.completion)[:_TURNS]
+    return Rollout(turns=turns, reward=_reward(sample), sync=sample.model_version)
 
 
 def _turns(completion: Sequence[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
@@ -115,7 +120,8 @@ class StepRecorder(TrainerCallback):
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
     ) -> None:
         """One event per logged step that has a reward."""
-        numbers = {key: float(value) for key, value in (logs or {}).items() if _is_number(value)}
+        found = ((key, float(value)) for key, value in (logs or {}).items() if _is_number(value))
+        numbers = dict(itertools.islice(found, METRICS - _RATES))
         if "reward" not in numbers:
             return
         prompt, rollouts = "", tuple[Rollout, ...]()
@@ -137,7 +143,8 @@ class StepRecorder(TrainerCallback):
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    """Whether a log can hold it: not infinite, no NaN, nor larger than anything that is measured."""
+    return isinstance(value, int | float) and -LARGEST <= value <= LARGEST
 
 
 class ReplicaWatch:
@@ -174,8 +181,7 @@ class ReplicaWatch:
     def _ask(self, url: str) -> ReplicaReport:
         try:
             after = {"after": self._after[url]}
-            answer = self._http.get(f"{url}/status", params=after, headers=space_access.headers(url))
-            return ReplicaReport.model_validate_json(answer.raise_for_status().content)
+            return ReplicaReport.model_validate_json(self._get(f"{url}/status", after, url))
         except (httpx.HTTPError, ValidationError) as error:
             known = self._last.get(url)
             name = known.replica if known else url
@@ -185,10 +191,22 @@ class ReplicaWatch:
             )
             return ReplicaReport(status=gone, commits=())
 
+    def _get(self, status: str, after: dict[str, int], url: str) -> bytes:
+        """The answer, or so much of it that it is none."""
+        with self._http.stream("GET", status, params=after, headers=space_access.headers(url)) as answer:
+            body = b""
+            for part in answer.raise_for_status().iter_bytes(_BLOCK):
+                body += part
+                if len(body) > _LONGEST:
+                    return b""
+            return body
+
     def _note(self, url: str, report: ReplicaReport) -> None:
+        asked = self._after[url]
         for commit in report.commits:
-            self._log.append(commit)
-            self._after[url] = max(self._after[url], commit.version)
+            if commit.version > asked:
+                self._log.append(commit)
+                self._after[url] = max(self._after[url], commit.version)
         previous, now = self._last.get(url), report.status
         self._last[url] = now
         if previous is None or now.model_copy(update={"t": previous.t}) != previous:

@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 
 from delta_weight_sync import Publisher
 from delta_weight_sync.publish import random_state
+from delta_weight_sync.publish.optimizer_state import StateError
 from delta_weight_sync.publish.trl_trainer import BucketGRPOTrainer, Progress, live_weights
 
 
@@ -22,7 +23,12 @@ def progress(publisher: Publisher, *, fresh: bool) -> Progress | None:
     Raises `StateError` if there were trainers, and yet nothing to go on from.
     """
     record = None if fresh else publisher.find_state()
-    return Progress(**record.extra) if record else None
+    try:
+        return Progress(**record.extra) if record else None
+    except TypeError as error:
+        raise StateError(
+            f"the state of version {record.version} is not one of this trainer: begin again (`--fresh`)"
+        ) from error
 
 
 class PutBack(TrainerCallback):

@@ -14,12 +14,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from delta_weight_sync.codec import Bits, Delta
+from delta_weight_sync.codec import Bits, CodecError, Delta, header_size
+from delta_weight_sync.units import size_text
 
 FAR = 5  # ULPs: what moved at least as far is counted together
+# A delta may come from anyone, and here no model says how large it can be.
+MAX_TABLE = 4 << 20  # bytes of a header that is read: some 50,000 tensors
 MAX_DECODE = 64 << 20  # bytes of a delta that is decoded for a picture
+MAX_NUMBERS = 1 << 23  # changes, or elements where each is stored, that it may unpack to: at 14 bytes each
 _ALONE = {"gaps", "mask", "dense"}
-_LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.(.+)")
+_LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d{1,6})\.(.+)")
 
 
 @dataclass(frozen=True)
@@ -51,20 +55,29 @@ class Anatomy:
 
 
 def open_delta(path: Path) -> Anatomy:
-    """Read a delta file; raises `CodecError` naming it if it is none."""
+    """Read a delta file; raises `CodecError` naming it if it is none, or lists too many tensors."""
+    if header_size(path) > MAX_TABLE:
+        raise CodecError(
+            f"{path.name} lists its tensors in more than {size_text(MAX_TABLE)}: not opened here"
+        )
     delta = Delta(path)
     modes = ["original" if delta.original else delta.groups[tensor.group].mode for tensor in delta.tensors]
     tensors = tuple(
         Tensor(tensor.name, tuple(tensor.shape), tensor.changes, tensor.numel, mode)
         for tensor, mode in zip(delta.tensors, modes, strict=True)
     )
-    why = _why_not(set(modes), path.stat().st_size)
+    why = _why_not(set(modes), path.stat().st_size, sum(map(_numbers, tensors)))
     encoding = "original" if delta.original else "small" if "bands" in modes else "fast"
     return Anatomy(delta.base, delta.version, encoding, tensors, None if why else _ulps(delta), why)
 
 
-def _why_not(modes: set[str], size: int) -> str:
-    if size > MAX_DECODE:
+def _numbers(tensor: Tensor) -> int:
+    """That decoding has in memory at once, about."""
+    return tensor.changes if tensor.mode == "gaps" else tensor.elements
+
+
+def _why_not(modes: set[str], size: int, numbers: int) -> str:
+    if size > MAX_DECODE or numbers > MAX_NUMBERS:
         return "This delta is too large to be decoded for a picture."
     if modes <= _ALONE:
         return ""

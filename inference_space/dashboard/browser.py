@@ -14,6 +14,9 @@ from inference_space.dashboard.anatomy import Anatomy
 from inference_space.dashboard.templates import render_template
 
 PAGE = 25  # objects of a kind
+TENSORS = 2000  # of an opened delta that are listed
+KINDS = 16  # that are shown one by one
+_OTHERS = "Others"
 _KINDS = {
     "": "The run",
     "anchors": "Anchors",
@@ -51,7 +54,7 @@ def listing(
     kinds: dict[str, list[ObjectInfo]] = {kind: [] for kind in _KINDS}
     for info in objects:
         kind = info.key.removeprefix(folder).rpartition("/")[0].partition("/")[0]
-        kinds.setdefault(kind, []).append(info)
+        kinds.setdefault(kind if kind in kinds or len(kinds) < KINDS else _OTHERS, []).append(info)
 
     def rows(found: list[ObjectInfo]) -> list[_Row]:
         newest = sorted(found, key=lambda info: info.key, reverse=True)[page * PAGE : (page + 1) * PAGE]
@@ -71,4 +74,4 @@ def _row(info: ObjectInfo, name: str, served: bool, openable: Collection[int] | 
 
 def opened(manifest: Manifest, delta: Anatomy, *, served: bool) -> Markup:
     """A delta in place: what it is, its tensors, and the button that proves its version."""
-    return render_template("delta.html", manifest=manifest, delta=delta, served=served)
+    return render_template("delta.html", manifest=manifest, delta=delta, served=served, most=TENSORS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -13,8 +13,8 @@ from delta_weight_sync.history import RunReader
 from delta_weight_sync.keys import Keys
 from delta_weight_sync.protocol import RunInfo, parse
 from delta_weight_sync.refs import ProtocolError
-from delta_weight_sync.runlog import RunLogReader
-from delta_weight_sync.store import Bucket, BucketError, ObjectMissing
+from delta_weight_sync.runlog import Event, RunLogReader
+from delta_weight_sync.store import Bucket, BucketError, ObjectInfo, ObjectMissing
 from inference_space.dashboard.run_state import RunState
 from inference_space.dashboard.snapshots import Snapshots
 from inference_space.dashboard.view import Progress
@@ -22,6 +22,8 @@ from inference_space.dashboard.view import Progress
 EVERY_S = 1.0
 IDLE_S = 60.0  # between two readings while nobody looks
 FIRST_WAIT_S = 1.0
+DIGESTS_KEPT = 4096
+DIGEST_TRIES = 10
 DIGESTS_BACK = 64  # manifests to walk for the digest of a version that a replica is still on
 
 
@@ -45,6 +47,7 @@ class RunView:
     read: bool = False  # the bucket was read at least once
     parts: int = 0  # of the log that were read so far, while it is read for the first time
     problem: str | None = None  # why the bucket could not be read just now
+    skipped: int = 0  # lines of the log that are no events
     quiet_min: int = 0  # whole minutes without an event
     progress: Progress | None = None  # None before the first version
 
@@ -60,6 +63,9 @@ class RunCache:
         self._bucket, self._run, self._pause = _Told(bucket, self._progressed), run, pause
         self._view = RunView(bucket=bucket.url, run=run)
         self._info: RunInfo | None = None
+        self._seen: ObjectInfo | None = None  # of its description, when it was read
+        self._question: tuple[frozenset[int], int | None] = (frozenset(), None)
+        self._tries = 0
         self._log: RunLogReader | None = None
         self._state, self.snapshots, self._stale = RunState(), Snapshots(), False
         self._asked, self._ready = threading.Event(), threading.Event()
@@ -106,10 +112,16 @@ class RunCache:
             self._state, self.snapshots = RunState(), Snapshots()
             self._log = RunLogReader(self._bucket, info.run) if info else None
         if info and self._log:
-            events = self._log.poll()
-            self.snapshots.add(self._state, events)
-            self._stale = self._stale or bool(events)
+            self._take_in(self._log.poll())
             self._learn_digests(RunReader(self._bucket, info.run))
+
+    def _take_in(self, events: Iterable[Event]) -> None:
+        """As they come: what was read before the bucket failed is shown."""
+        seen = self._state.events
+        try:
+            self.snapshots.add(self._state, events)
+        finally:
+            self._stale = self._stale or self._state.events != seen
 
     def _progressed(self, key: str) -> None:
         """Tell those who wait for the first reading how far it is."""
@@ -119,21 +131,42 @@ class RunCache:
 
     def _find(self) -> RunInfo | None:
         name = self._run or (self._info.run if self._info else None)
-        known = _info(self._bucket, Keys(name).info) if name else None
-        if known or self._run:
-            return known
+        if name:
+            known = self._known(Keys(name).info)
+            if known or self._run:
+                return known
         return newest_run(self._bucket)
+
+    def _known(self, key: str) -> RunInfo | None:
+        """The description at `key`, which is read again only where it is another one."""
+        seen = self._bucket.stat(key)
+        if seen and seen == self._seen:
+            return self._info
+        self._seen, info = None, _info(self._bucket, key) if seen else None
+        self._seen = seen
+        return info
 
     def _learn_digests(self, run: RunReader) -> None:
         """Fetch the digests that were published for the versions on which the replicas say they are."""
-        digests = self._state.digests
-        wanted = self._state.served() - digests.keys()
+        digests, served = self._state.digests, self._state.served()
+        if len(digests) > DIGESTS_KEPT:
+            self._state.digests = digests = {version: digests[version] for version in served & digests.keys()}
+        wanted = served - digests.keys()
+        if not self._worth_a_try(wanted):
+            return
         oldest = 0
-        for manifest in islice(run.history(), DIGESTS_BACK) if wanted else ():
+        for manifest in islice(run.history(), DIGESTS_BACK):
             oldest, digests[manifest.version], self._stale = manifest.version, manifest.digest, True
             if oldest <= min(wanted):
                 return
         digests.update((version, None) for version in wanted if version < oldest)  # too far back: give up
+
+    def _worth_a_try(self, wanted: set[int]) -> bool:
+        """Not for ever: a replica may say that it is on a version that never was."""
+        question = (frozenset(wanted), self._state.version)
+        self._tries = self._tries + 1 if question == self._question else 1
+        self._question = question
+        return bool(wanted) and self._tries <= DIGEST_TRIES
 
     def _show(self, problem: str | None) -> None:
         was = self._view
@@ -146,6 +179,7 @@ class RunCache:
             created_at=self._info.created_at if self._info else 0.0,
             read=was.read or problem is None,
             parts=0,
+            skipped=self._log.skipped if self._log else 0,
             problem=problem,
             quiet_min=_quiet_min(progress),
             progress=progress,
@@ -172,17 +206,25 @@ class _Told:
 def newest_run(bucket: Bucket) -> RunInfo | None:
     """The run that was created last."""
     keys = [found.key for found in bucket.list("runs/") if found.key.endswith("/run.json")]
-    return max(filter(None, (_info(bucket, key) for key in keys)), key=_created_at, default=None)
-
-
-def _created_at(info: RunInfo) -> float:
-    return info.created_at
+    found = (_sound_info(bucket, key) for key in keys)
+    return max(filter(None, found), key=lambda info: info.created_at, default=None)
 
 
 def _info(bucket: Bucket, key: str) -> RunInfo | None:
     try:
-        return parse(RunInfo, bucket.get(key), key)
+        info = parse(RunInfo, bucket.get(key), key)
     except ObjectMissing:
+        return None
+    if Keys(info.run).info != key:
+        raise ProtocolError(f"{key} describes run {info.run!r}: it was not used")
+    return info
+
+
+def _sound_info(bucket: Bucket, key: str) -> RunInfo | None:
+    """A damaged description of one run does not keep the others from being found."""
+    try:
+        return _info(bucket, key)
+    except ProtocolError:
         return None
 
 

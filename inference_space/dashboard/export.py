@@ -73,8 +73,10 @@ def _info(bucket: Bucket, run: str | None) -> RunInfo:
 
 
 def _frames(library: Library) -> dict[int, Progress]:
-    state, snapshots = RunState(), Snapshots()
-    snapshots.add(state, RunLogReader(library.bucket, library.run).poll())
+    state, snapshots, log = RunState(), Snapshots(), RunLogReader(library.bucket, library.run)
+    snapshots.add(state, log.poll())
+    if log.skipped:
+        print(f"{log.skipped} lines of the run's log are left out: they are no events")
     state.digests |= library.digests(state.served())
     newest = state.progress()
     if newest is None:

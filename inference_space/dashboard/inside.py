@@ -9,6 +9,7 @@ from markupsafe import Markup
 from inference_space.dashboard.anatomy import FAR, Anatomy, Cells, cells
 from inference_space.dashboard.templates import render_template
 
+MAX_CELLS, MAX_REST = 20_000, 200  # of the map, and tensors outside of it, that a browser is given
 _DISTANCES = [(-FAR, f"≤ −{FAR}"), *((at, f"−{-at}") for at in range(1 - FAR, 0))]
 _DISTANCES += [*((at, f"+{at}") for at in range(1, FAR)), (FAR, f"≥ {FAR}")]
 
@@ -18,7 +19,12 @@ def inside(delta: Anatomy) -> Markup:
     found = cells(delta.tensors)
     layers = sorted({layer for _, layer in found if layer is not None})
     heat = _HeatMap(found, layers) if layers else None
-    return render_template("inside.html", delta=delta, cells=found, heat=heat, distances=_DISTANCES)
+    if heat and len(heat.kinds) * len(layers) > MAX_CELLS:
+        heat = None
+    rest = [(kind, cell) for (kind, layer), cell in found.items() if layer is None][:MAX_REST]
+    return render_template(
+        "inside.html", delta=delta, cells=found, heat=heat, rest=rest, distances=_DISTANCES
+    )
 
 
 class _HeatMap:

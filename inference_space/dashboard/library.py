@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
+import os
+import shutil
 import tempfile
 import threading
 import time
-from collections import OrderedDict
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, TypeVar
+from uuid import uuid4
 
 from delta_weight_sync.heads import manifests_of
 from delta_weight_sync.history import RunReader, deleted
@@ -18,32 +19,15 @@ from delta_weight_sync.protocol import Manifest
 from delta_weight_sync.refs import ProtocolError
 from delta_weight_sync.store import Bucket, Listing, ObjectInfo, ObjectMissing
 from inference_space.dashboard.anatomy import Anatomy, open_delta
+from inference_space.dashboard.once import Once
+from inference_space.dashboard.rations import RationedError
 
-LIST_EVERY_S = 2.0
-KEPT = 64  # answers
-MAX_REBUILD = 1_000_000_000  # bytes of weights that a dashboard rebuilds for a proof
+LIST_EVERY_S = 5.0
+MAX_REBUILD = 1_000_000_000  # bytes of a version's files that a dashboard rebuilds for a proof
 MAX_DOWNLOAD = 256_000_000  # bytes of an object that goes through the dashboard
-
-
-Answer = TypeVar("Answer")
-
-
-class _Once(Generic[Answer]):
-    """Answers about manifests that are worked out once, one at a time, and kept for a while."""
-
-    def __init__(self, work: Callable[[Manifest], Answer]) -> None:
-        self._work, self._lock = work, threading.Lock()
-        self._kept: OrderedDict[str, Answer] = OrderedDict()
-
-    def __call__(self, manifest: Manifest) -> Answer:
-        with self._lock:
-            key = hashlib.sha256(manifest.to_bytes()).hexdigest()
-            if key not in self._kept:
-                self._kept[key] = self._work(manifest)
-            self._kept.move_to_end(key)
-            if len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-            return self._kept[key]
+_MANIFESTS, _PROOFS = 256, 4096  # that are kept
+_TENSORS = 200_000  # listed by all opened deltas that are kept: about 300 bytes each
+_DISK = 1_000_000_000  # bytes of objects that are kept to be downloaded again
 
 
 class Library:
@@ -54,10 +38,14 @@ class Library:
     ) -> None:
         """`run` names the run that is shown, None before there is one."""
         self.bucket, self._run, self._clock = bucket, run, clock
-        self._lock = threading.Lock()
+        self._lock, self._linking = threading.Lock(), threading.Lock()
         self._listed: tuple[float, str, Listing] = (0.0, "", [])
-        self._manifests: dict[ObjectInfo, Manifest] = {}
-        self._deltas, self._proofs = _Once(self._open), _Once(self._rebuild)
+        self._manifests = Once(self._read, _MANIFESTS)
+        self._deltas = Once(self._open, _TENSORS, lambda delta: len(delta.tensors))
+        self._proofs = Once(self._rebuild, _PROOFS)
+        self._folder = tempfile.mkdtemp(prefix="delta-weight-sync-objects-")
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._objects = Once(self._download, _DISK, lambda path: path.stat().st_size, Path.unlink)
 
     @property
     def run(self) -> str:
@@ -67,17 +55,22 @@ class Library:
         return name
 
     def objects(self) -> Listing:
-        """All objects of the run, at most `LIST_EVERY_S` seconds old."""
+        """All objects of the run, at most `LIST_EVERY_S` seconds old, or older while no more may be read."""
         with self._lock:
             at, run, listing = self._listed
-            if run != self.run or self._clock() - at > LIST_EVERY_S:
-                run, listing = self.run, self.bucket.list(Keys(self.run).folder)
-                self._listed = self._clock(), run, listing
-            return listing
+            if run == self.run and self._clock() - at <= LIST_EVERY_S:
+                return listing
+            try:
+                self._listed = self._clock(), self.run, self.bucket.list(Keys(self.run).folder)
+            except RationedError:
+                if run != self.run:
+                    raise
+            return self._listed[2]
 
     def delta(self, version: int) -> tuple[Manifest, Anatomy]:
         """The manifest of a version and its delta, opened."""
-        return self._deltas(self._manifest(version))
+        manifest = self._manifest(version)
+        return manifest, self._deltas(manifest)
 
     def verify(self, version: int) -> str:
         """Rebuild a version from the bucket and compare digests; says in words that they are equal.
@@ -99,7 +92,8 @@ class Library:
         if found.size > MAX_DOWNLOAD:
             raise ProtocolError(f"{key} is too large to be sent from here: fetch it from {self.bucket.url}")
         path = folder / key.rsplit("/", 1)[-1]
-        self.bucket.fetch(key, path)
+        with self._linking:  # or what was just downloaded may make room for another
+            os.link(self._objects(found), path)
         return path
 
     def _manifest(self, version: int) -> Manifest:
@@ -109,22 +103,24 @@ class Library:
             raise deleted(f"run {self.run!r} in {self.bucket.url}", version, oldest)
         if info is None:
             raise ProtocolError(f"run {self.run!r} has no version {version} in {self.bucket.url}")
-        with self._lock:
-            if info not in self._manifests:
-                self._manifests[info] = RunReader(self.bucket, self.run).unpinned(info.key)
-                if len(self._manifests) > 4 * KEPT:
-                    del self._manifests[next(iter(self._manifests))]
-            return self._manifests[info]
+        return self._manifests(info)
 
-    def _open(self, manifest: Manifest) -> tuple[Manifest, Anatomy]:
+    def _read(self, info: ObjectInfo) -> Manifest:
+        return RunReader(self.bucket, self.run).unpinned(info.key)
+
+    def _download(self, info: ObjectInfo) -> Path:
+        path = Path(self._folder, uuid4().hex)
+        self.bucket.fetch(info.key, path, info.size)
+        return path
+
+    def _open(self, manifest: Manifest) -> Anatomy:
         if not manifest.deltas:
             raise ProtocolError(f"v{manifest.version} is an anchor: every weight is new, there is no delta")
         with tempfile.TemporaryDirectory() as folder:
-            path = RunReader(self.bucket, self.run).fetch(manifest.deltas[-1], Path(folder))
-            return manifest, open_delta(path)
+            return open_delta(RunReader(self.bucket, self.run).fetch(manifest.deltas[-1], Path(folder)))
 
     def _rebuild(self, manifest: Manifest) -> str:
-        if manifest.full_bytes > MAX_REBUILD:
+        if manifest.way().size > MAX_REBUILD:  # what it says of the model's size may be anything
             raise ProtocolError(
                 f"this model is too large to be rebuilt here: delta-weight-sync verify {self.bucket.url}"
             )

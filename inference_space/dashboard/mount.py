@@ -14,6 +14,7 @@ from inference_space.dashboard.data import RunCache
 from inference_space.dashboard.library import Library
 from inference_space.dashboard.page import build, paint
 from inference_space.dashboard.prerender import Prerender, put_into
+from inference_space.dashboard.rations import Rationed
 from inference_space.dashboard.routes import router
 
 
@@ -36,7 +37,8 @@ def mount(
     cache, owner = RunCache(bucket, run), Owner(key, login.author())
     if not (owner.key or owner.name):
         controls = None  # nobody could use them
-    app.include_router(router(cache, Library(bucket, lambda: cache.view().run)), prefix=path.rstrip("/"))
+    library = Library(Rationed(bucket), lambda: cache.view().run)
+    app.include_router(router(cache, library), prefix=path.rstrip("/"))
     app.add_middleware(Prerender, path, lambda: paint(cache.now(), owner=controls is not None))
     return gr.mount_gradio_app(
         app,

@@ -21,14 +21,16 @@ from inference_space.dashboard.facts import scene
 from inference_space.dashboard.inside import inside
 from inference_space.dashboard.library import Library
 from inference_space.dashboard.page import body
+from inference_space.dashboard.rations import RationedError
 from inference_space.dashboard.snapshots import FRAMES
 from inference_space.dashboard.view import Progress
 
+_LAST_PAGE = 1_000_000
 _FAULTS = (BucketError, ProtocolError, CodecError)
 
 
 def router(cache: RunCache, library: Library) -> APIRouter:
-    """`GET dashboard/...`; whatever is wrong with the run is a sentence with status 404."""
+    """`GET dashboard/...`; whatever is wrong with the run is a sentence with status 404, or 429."""
     routes = APIRouter(prefix="/dashboard")
 
     @routes.get("/frame")
@@ -44,7 +46,8 @@ def router(cache: RunCache, library: Library) -> APIRouter:
     @routes.get("/bucket")
     def bucket(page: int = 0) -> Response:
         """The objects of the run."""
-        return _page(lambda: browser.listing(library.objects(), library.run, max(0, page), served=True))
+        shown = min(max(0, page), _LAST_PAGE)
+        return _page(lambda: browser.listing(library.objects(), library.run, shown, served=True))
 
     @routes.get("/delta")
     def delta(version: int) -> Response:
@@ -79,7 +82,7 @@ def _download(library: Library) -> Callable[[str], Response]:
             path = library.fetch(key, Path(folder.name))
         except _FAULTS as error:
             folder.cleanup()
-            return PlainTextResponse(str(error), 404)
+            return _fault(error)
         return FileResponse(path, filename=path.name, background=BackgroundTask(folder.cleanup))
 
     return download
@@ -89,4 +92,8 @@ def _page(work: Callable[[], str]) -> Response:
     try:
         return HTMLResponse(work())
     except _FAULTS as error:
-        return PlainTextResponse(str(error), 404)
+        return _fault(error)
+
+
+def _fault(error: Exception) -> Response:
+    return PlainTextResponse(str(error), 429 if isinstance(error, RationedError) else 404)

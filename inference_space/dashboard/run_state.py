@@ -16,6 +16,9 @@ from inference_space.dashboard.view import Progress, Replica, Slowest
 ROWS = 12  # of the table of syncs
 LATELY = 20  # steps
 WINDOW = 24  # versions in the staircase
+STEPS = 256  # of a replica's staircase
+REPLICAS = 128  # that are shown: those that were heard of last
+MEDIANS = 1 << 16  # values of which a median is kept exactly
 UNSETTLED = 64  # versions that replicas may still be taking over
 SOLVED, INVALID, STALENESS = "games/solve_rate", "games/invalid_rate", "sample/staleness_mean"
 
@@ -28,7 +31,7 @@ class _Track:
     error: str | None = None
     signed_by: str | None = None
     lag_s: float | None = None
-    versions: deque[Point] = field(default_factory=deque)  # in the staircase's window
+    versions: deque[Point] = field(default_factory=lambda: deque(maxlen=STEPS))  # in the staircase's window
     lags: Curve = field(default_factory=lambda: Curve(peaks=True))
 
     def moved_to(self, t: float, version: int | None) -> None:
@@ -47,6 +50,7 @@ class RunState:
     def __init__(self) -> None:
         self.digests: dict[int, str | None] = {}  # as published, where known; filled in by the reader
         self.version: int | None = None
+        self.events = 0  # that were taken in
         self._last_t = 0.0
         self._done: DoneEvent | None = None
         self._recent: deque[SyncEvent] = deque(maxlen=ROWS)
@@ -67,6 +71,7 @@ class RunState:
     def add(self, events: Iterable[Event]) -> None:
         """Take in events, oldest first."""
         for event in events:
+            self.events += 1
             self._last_t = max(self._last_t, event.t)
             match event:
                 case SyncEvent():
@@ -138,7 +143,7 @@ class RunState:
         self._saved.add(event.version, self._sent_full - self._sent)
         self._deltas.add(event.version, event.payload_bytes)
         self._changed.add(event.version, event.changed / max(1, event.total))
-        insort(self._all_sizes, event.payload_bytes)
+        _insert(self._all_sizes, event.payload_bytes)
 
     def _step(self, event: StepEvent) -> None:
         if event.reward is not None and math.isfinite(event.reward):
@@ -152,22 +157,29 @@ class RunState:
         if event.rollouts:
             self._group = event
 
+    def _track(self, replica: str) -> _Track:
+        """The replica's; where there are too many, whoever was not heard of for longest makes room."""
+        self._tracks[replica] = track = self._tracks.pop(replica, None) or _Track()
+        if len(self._tracks) > REPLICAS:
+            del self._tracks[next(iter(self._tracks))]
+        return track
+
     def _replica(self, event: ReplicaEvent) -> None:
-        track = self._tracks.setdefault(event.replica, _Track())
+        track = self._track(event.replica)
         track.moved_to(event.t, event.version)
         track.state, track.digest, track.error = event.state, event.digest, event.error
         track.signed_by = event.signed_by
 
     def _commit(self, event: CommitEvent) -> None:
-        track = self._tracks.setdefault(event.replica, _Track())
+        track = self._track(event.replica)
         track.moved_to(event.t, event.version)
         track.digest = event.digest
         if event.joined:  # starting vLLM takes as long as it takes; the curves are about syncs
             return
         track.lag_s = event.lag_s
         track.lags.add(event.version, event.lag_s)
-        insort(self._all_pauses, event.pause_ms)
-        insort(self._all_lags, event.lag_s)
+        _insert(self._all_pauses, event.pause_ms)
+        _insert(self._all_lags, event.lag_s)
         self._take_slowest(event)
 
     def _take_slowest(self, event: CommitEvent) -> None:
@@ -205,3 +217,10 @@ class RunState:
     def _matches(self, version: int | None, digest: str | None) -> bool | None:
         published = None if version is None else self.digests.get(version)
         return None if published is None or digest is None else published == digest
+
+
+def _insert(ordered: list[float], value: float) -> None:
+    """Keep `value` in its place; where there are too many, every second goes, and the largest stays."""
+    insort(ordered, value)
+    if len(ordered) > MEDIANS:
+        del ordered[-2::-2]

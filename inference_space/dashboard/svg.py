@@ -17,6 +17,7 @@ from inference_space.dashboard.series import Point, mean
 
 BOX = 1000
 FEW = 60  # points that are few enough for large dots
+_LEAST = 1e-12  # of a span: less is rounding, and its ticks are no numbers any more
 _SPANS = tuple(unit * count for unit in (1, 60, 3600, 86_400) for count in (1, 2, 5, 10, 15, 30))
 
 
@@ -83,14 +84,15 @@ def linear(values: Iterable[float], words: Callable[[float], str], *, zero: bool
 def ago(first: float, now: float, words: Callable[[float], str]) -> Axis:
     """A time axis that ends `now`; ticks on round spans before it."""
     first = min(first, now - 1)
-    step = next((step for step in _SPANS if 4 * step >= now - first), _SPANS[-1])
+    years = _SPANS[-1] * math.ceil((now - first) / (4 * _SPANS[-1]))
+    step = next((step for step in _SPANS if 4 * step >= now - first), years)
     spans = range(step, int(now - first) + 1, step)
     return Axis(first, now, ((now, "now"), *((now - span, f"−{_short(words(span))}") for span in spans)))
 
 
 def logarithmic(values: Iterable[float], words: Callable[[float], str]) -> Axis:
     """A logarithmic axis over whole decades."""
-    positive = [value for value in values if value > 0] or [1.0]
+    positive = [value for value in values if value > _LEAST] or [1.0]
     low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)) + 1e-9)
     high = max(high, low + 1)
     ticks = (10.0**n for n in range(low, high + 1, math.ceil((high - low) / 4)))
@@ -158,9 +160,10 @@ def _short(words: str) -> str:
 def _range(values: Iterable[float], zero: bool) -> tuple[float, float]:
     seen = [value for value in values if math.isfinite(value)] or [0.0]
     low, high = (0.0 if zero else min(seen)), max(seen)
-    if high > low:
+    size = max(abs(low), abs(high), _LEAST)
+    if high - low > _LEAST * size:
         return low, high + (high - low) * (0.08 if zero else 0)
-    return low, low + (abs(low) or 1.0)
+    return low, low + (size if size > _LEAST else 1.0)
 
 
 def _round_step(rough: float) -> float:

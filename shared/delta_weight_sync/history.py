@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from delta_weight_sync import checkpoint
 from delta_weight_sync.checkpoint import Bits
@@ -103,7 +106,7 @@ class RunReader(RecordReader):
         if path.is_file() and ref.is_in(path):
             return path
         try:
-            self.bucket.fetch(ref.key, path)
+            self.bucket.fetch(ref.key, path, ref.size)
             if not ref.is_in(path):
                 path.unlink()
                 raise ref.damaged()
@@ -135,7 +138,8 @@ class RunReader(RecordReader):
         folder.mkdir(parents=True, exist_ok=True)
         for ref in manifest.anchor.small_first():
             self.fetch(ref, folder)
-        state = dict(checkpoint.read_bits(folder))
+        with reading(manifest.anchor):
+            state = dict(checkpoint.read_bits(folder))
         for delta in self.way(manifest).deltas:
             self.advance(state, delta, folder)
         require_digest(state, manifest)
@@ -159,6 +163,15 @@ def leave_only(folder: Path, anchor: AnchorRef) -> None:
             shutil.rmtree(path)
         elif path.name not in names:
             path.unlink()
+
+
+@contextmanager
+def reading(anchor: AnchorRef) -> Iterator[None]:
+    """Turns what files provoke that are no checkpoint into a `ProtocolError` that names the anchor."""
+    try:
+        yield
+    except (SafetensorError, ValueError, LookupError) as error:
+        raise ProtocolError(f"the anchor of version {anchor.version} is not a checkpoint: {error}") from error
 
 
 def apply_delta(state: dict[str, Bits], path: Path) -> None:

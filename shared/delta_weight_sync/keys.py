@@ -9,10 +9,14 @@ from uuid import uuid4
 from delta_weight_sync.protocol import RUN_NAME
 from delta_weight_sync.refs import ProtocolError
 
-_HEAD = re.compile(r".*/heads/(\d{8,})\.([0-9a-f]{32})\.json")
-_STATE = re.compile(r".*/state/(\d{8,})\.\d{8,}\.t[^/]*\.json")
-_PART = re.compile(r".*/(anchors|deltas|jumps|manifests)/(?:\d{8,}-)?(\d{8,})\.(t\d+-[0-9a-f]{8})[./].*")
-_MANIFEST = re.compile(r".*/manifests/(\d{8,})\.t(\d+)-([0-9a-f]{8})\.json")
+_NUMBER = r"\d{8,18}"  # a version or a term: what no record could hold is not read from a key either
+_LAST_TERM = 10**18 - 1
+_HEAD = re.compile(rf".*/heads/({_NUMBER})\.([0-9a-f]{{32}})\.json")
+_STATE = re.compile(rf".*/state/({_NUMBER})\.{_NUMBER}\.t[^/]*\.json")
+_PART = re.compile(
+    rf".*/(anchors|deltas|jumps|manifests)/(?:{_NUMBER}-)?({_NUMBER})\.(t\d{{1,18}}-[0-9a-f]{{8}})[./].*"
+)
+_MANIFEST = re.compile(rf".*/manifests/({_NUMBER})\.t(\d{{1,18}})-([0-9a-f]{{8}})\.json")
 
 
 class Writer(NamedTuple):
@@ -27,8 +31,14 @@ class Writer(NamedTuple):
 
     @classmethod
     def after(cls, others: list[Writer]) -> Self:
-        """A new one, of a higher term than all `others`."""
-        return cls(1 + max((other.term for other in others), default=0), uuid4().hex)
+        """A new one, of a higher term than all `others`; `ProtocolError` where there is none."""
+        last = max(others, default=None)
+        if last and last.term >= _LAST_TERM:
+            raise ProtocolError(
+                f"a HEAD claims this run with term {last.term}, after which none comes: delete"
+                f" heads/{last.term:08d}.{last.id}.json of the run, or begin another run"
+            )
+        return cls(1 + (last.term if last else 0), uuid4().hex)
 
     def __str__(self) -> str:
         return f"t{self.term}-{self.id[:8]}"

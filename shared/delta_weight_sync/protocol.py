@@ -23,9 +23,19 @@ import hashlib
 from collections.abc import Container
 from typing import Annotated, Final, Literal, Self, TypeVar
 
-from pydantic import StringConstraints, ValidationError, model_validator
+from pydantic import FailFast, Field, StringConstraints, ValidationError, model_validator
 
-from delta_weight_sync.refs import AnchorRef, Count, DeltaRef, FileRef, ProtocolError, Record, Sha256
+from delta_weight_sync.refs import (
+    AnchorRef,
+    Count,
+    DeltaRef,
+    FileRef,
+    ProtocolError,
+    Record,
+    Sha256,
+    Time,
+    Word,
+)
 from delta_weight_sync.ways import Way, cheapest
 
 FORMAT: Final = "delta-weight-sync/2"
@@ -35,6 +45,7 @@ POLL_S: Final = 1.0  # how often a replica looks at HEAD
 RUN_NAME: Final = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 RunName = Annotated[str, StringConstraints(pattern=f"^{RUN_NAME}$")]
+Deltas = Annotated[tuple[DeltaRef, ...], Field(max_length=1024), FailFast()]  # `ways` names far fewer
 WriterId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 Model = TypeVar("Model", bound="Record")
 Rank = tuple[float, int, str, int]
@@ -50,7 +61,7 @@ class Sealed(Record):
     format: Literal["delta-weight-sync/2"] = FORMAT
     run: RunName
     seal: Sha256 | Literal[""] = ""  # computed where it is not given
-    signature: str = ""
+    signature: Annotated[str, StringConstraints(max_length=1024)] = ""
 
     @model_validator(mode="after")
     def _seal(self) -> Self:
@@ -69,16 +80,16 @@ class Manifest(Sealed):
     little behind, and what the way from the anchor takes. `jumps` shorten it; see `way`.
     """
 
-    born: float  # unix seconds at which the run was created: one that is started over is another run
+    born: Time  # unix seconds at which the run was created: one that is started over is another run
     version: Count
     writer_term: Count
     writer: WriterId
     sync: Count  # the trainer's own count of weight syncs whose weights this version holds
-    created_at: float  # unix seconds at which the trainer handed the weights over
+    created_at: Time  # unix seconds at which the trainer handed the weights over
     digest: Digest
     anchor: AnchorRef
-    deltas: tuple[DeltaRef, ...]
-    jumps: tuple[DeltaRef, ...]
+    deltas: Deltas
+    jumps: Deltas
     parent: FileRef | None  # the manifest of version - 1
     changed: Count  # elements that differ from version - 1
     total: Count  # elements of the model
@@ -131,7 +142,7 @@ class Manifest(Sealed):
 class Head(Sealed):
     """Where a writer's newest version is; before its first one, the version that it goes on from."""
 
-    born: float  # as in the manifest
+    born: Time  # as in the manifest
     version: Count | None  # None before the run's first version
     manifest: FileRef | None
     writer_term: Count
@@ -154,8 +165,8 @@ class RunInfo(Record):
 
     format: Literal["delta-weight-sync/2"] = FORMAT
     run: RunName
-    model: str
-    created_at: float
+    model: Word
+    created_at: Time
     full_bytes: Count
 
 

@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
 from delta_weight_sync.errors import DeltaWeightSyncError
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Key = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,500}$")]
 Count = Annotated[int, Field(ge=0, le=1 << 62)]
+MAX_ASSETS: Final = 256  # files of a checkpoint
+LARGEST: Final = 1e15  # of a number that is measured, in any unit
+Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
+Time = Annotated[float, Field(ge=0, lt=253_402_300_800)]  # unix seconds, up to the year 9999
+
+
+def _cut(characters: int) -> BeforeValidator:
+    """What people wrote or a program said is shortened, not refused; half a character of UTF-16 is "?"."""
+
+    def cut(text: Any) -> Any:
+        return text[:characters].encode(errors="replace").decode() if isinstance(text, str) else text
+
+    return BeforeValidator(cut)
+
+
+Word = Annotated[str, _cut(200)]  # a name
+Line = Annotated[str, _cut(4000)]  # a sentence or a few
+Text = Annotated[str, _cut(20_000)]  # a prompt
 
 
 class ProtocolError(DeltaWeightSyncError, ValueError):
@@ -20,9 +38,9 @@ class ProtocolError(DeltaWeightSyncError, ValueError):
 
 
 class Record(BaseModel):
-    """Base of every stored record: immutable, and an unknown field is an error."""
+    """Base of every stored record: immutable, numbers are finite, and an unknown field is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def to_bytes(self) -> bytes:
         """JSON, UTF-8, one line."""
@@ -84,8 +102,14 @@ class AnchorRef(Record):
     """A whole checkpoint: `config.json`, the tokenizer's files and `model.safetensors`."""
 
     version: Count
-    files: Annotated[tuple[FileRef, ...], Field(min_length=1)]
+    files: Annotated[tuple[FileRef, ...], Field(min_length=1, max_length=MAX_ASSETS)]
 
     def small_first(self) -> list[FileRef]:
         """The order in which to fetch them: a small one that is damaged is found before the weights come."""
         return sorted(self.files, key=lambda file: file.size)
+
+    @model_validator(mode="after")
+    def _one_of_each_name(self) -> Self:
+        if len({file.name for file in self.files}) < len(self.files):
+            raise ValueError("two files of the anchor have one name")
+        return self

@@ -28,7 +28,7 @@ def keys(bucket: Bucket, prefix: str) -> list[str]:
 def test_bytes_come_back_as_they_were_put(bucket: Bucket, tmp_path: Path, size: int) -> None:
     data = os.urandom(size)
     bucket.put(HEAD, data)
-    bucket.fetch(HEAD, tmp_path / "new" / "folder" / "copy")
+    bucket.fetch(HEAD, tmp_path / "new" / "folder" / "copy", size)
     assert bucket.get(HEAD) == data
     assert (tmp_path / "new" / "folder" / "copy").read_bytes() == data
 
@@ -117,7 +117,7 @@ def test_creating_a_bucket_again_keeps_its_objects(bucket: Bucket, bucket_url: s
 
 
 def test_a_missing_object_is_named(bucket: Bucket, bucket_url: str, tmp_path: Path) -> None:
-    for read in (bucket.get, lambda key: bucket.fetch(key, tmp_path / "copy")):
+    for read in (bucket.get, lambda key: bucket.fetch(key, tmp_path / "copy", 9)):
         with pytest.raises(ObjectMissing, match=f"{bucket_url}/{HEAD} does not exist"):
             read(HEAD)
     assert not (tmp_path / "copy").exists()
@@ -128,7 +128,7 @@ def test_a_failed_fetch_leaves_the_old_file_and_no_other(bucket: Bucket, tmp_pat
     dest.parent.mkdir()
     dest.write_bytes(b"old weights")
     with pytest.raises(ObjectMissing):
-        bucket.fetch("runs/demo/gone", dest)
+        bucket.fetch("runs/demo/gone", dest, 9)
     assert dest.read_bytes() == b"old weights"
     assert list(dest.parent.iterdir()) == [dest]
 

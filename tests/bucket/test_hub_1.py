@@ -27,7 +27,7 @@ bucket = open_bucket(url, create=True)
 assert bucket.get("from/new") == b"hello"
 bucket.put("from/old", b"x" * 100_000)
 bucket.put("from/old", b"y" * 100_000)
-bucket.fetch("from/old", folder / "fetched")
+bucket.fetch("from/old", folder / "fetched", 100_000)
 assert (folder / "fetched").read_bytes() == b"y" * 100_000
 assert [(o.key, o.size) for o in bucket.list("from/")] == [("from/new", 5), ("from/old", 100_000)]
 notice, polls = bucket.notice("from/"), 0

@@ -60,8 +60,8 @@ class Faulty:
         found: bytes = self._do(Op("get", key, lambda: self._bucket.get(key)))
         return found
 
-    def fetch(self, key: str, dest: Path) -> None:
-        self._do(Op("fetch", key, lambda: self._bucket.fetch(key, dest), dest))
+    def fetch(self, key: str, dest: Path, limit: int) -> None:
+        self._do(Op("fetch", key, lambda: self._bucket.fetch(key, dest, limit), dest))
 
     def stat(self, key: str) -> Any:
         return self._do(Op("stat", key, lambda: self._bucket.stat(key)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 import threading
@@ -86,13 +87,21 @@ class Mortal:
             self._hooked = True
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if not self._left or event not in WRITES or not str(arguments[0]).startswith(self._folders):
+        if not self._left or event not in WRITES or not self._concerns(str(arguments[0])):
             return
-        if event == "open" and "w" not in str(arguments[1]) and "+" not in str(arguments[1]):
+        if event == "open" and not _writes(*arguments[1:]):
             return
         self._left -= 1
         if not self._left:
             die(9)  # type: ignore[arg-type]
+
+    def _concerns(self, path: str) -> bool:
+        """A bucket names its files from the folder on that they are in."""
+        return path.startswith(self._folders) or (path.startswith(".") and path.endswith(".part"))
+
+
+def _writes(mode: str | None, flags: int) -> bool:
+    return bool(flags & os.O_CREAT) if mode is None else "w" in mode or "+" in mode
 
 
 class Trainer(Mortal):

@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from delta_weight_sync.checkpoint import read_bits, to_bits
 from delta_weight_sync.cli import COMMANDS
-from delta_weight_sync.cli.terminal import printable, utc
+from delta_weight_sync.cli.terminal import utc
 from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.errors import printable
 from delta_weight_sync.history import RunReader
 from delta_weight_sync.store import open_bucket
 from tests.cli.command import Result, command

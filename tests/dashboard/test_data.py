@@ -100,13 +100,13 @@ def test_a_vanished_bucket_is_named_and_the_figures_stay_until_it_is_back(
     written.log.close()
 
 
-def test_a_damaged_log_is_named_and_reading_goes_on_once_it_is_whole(bucket: Bucket) -> None:
+def test_a_damaged_description_is_named_and_reading_goes_on_once_it_is_whole(bucket: Bucket) -> None:
     started(bucket).log.close()
-    cache = RunCache(bucket, None)
+    cache = RunCache(bucket, "wordle")
     until(cache, lambda view: version(view) == 2)
-    key = "runs/wordle/log/00000000.jsonl"
+    key = "runs/wordle/run.json"
     whole = bucket.get(key)
-    bucket.put(key, whole + b'\n{"kind":')
+    bucket.put(key, whole[:-1])
     assert key in str(until(cache, lambda view: view.problem is not None).problem)
     bucket.put(key, whole)
     assert version(until(cache, lambda view: view.problem is None)) == 2

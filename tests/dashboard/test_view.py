@@ -134,8 +134,7 @@ def test_the_trainers_last_word_is_compared_too_and_training_can_go_on() -> None
 
 def test_rewards_keep_their_steps_and_missing_ones_are_left_out() -> None:
     steps = [
-        StepEvent(t=0, step=n, reward=r, metrics={})
-        for n, r in ((1, 0.5), (2, None), (3, math.nan), (4, 0.75))
+        StepEvent(t=0, step=n, reward=r, metrics={}) for n, r in ((1, 0.5), (2, None), (3, None), (4, 0.75))
     ]
     run = folded(sync(0, 1100), *steps).progress()
     assert run

@@ -197,7 +197,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 @pytest.mark.skipif(not may_mount(), reason=NEEDS)
 def test_all_replicas_serve_what_the_trainer_ended_with(deployed: Deployment) -> None:
     bucket, head = open_bucket((deployed.folder / "bucket").as_uri()), deployed.head
-    events = RunLogReader(bucket, "loop").poll()
+    events = list(RunLogReader(bucket, "loop").poll())
     done = next(event for event in events if isinstance(event, DoneEvent))
     steps = [event for event in events if isinstance(event, StepEvent)]
     assert (len(steps), head.version) == (STEPS, STEPS)

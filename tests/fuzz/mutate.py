@@ -38,11 +38,11 @@ class Parts(NamedTuple):
 def mutate(content: bytes, rng: Random) -> bytes:
     """`content` with one to three things wrong; deterministic given the generator's state."""
     for _ in range(rng.choice((1, 1, 2, 3))):
-        kind = rng.choices((_metadata, _stream, _header, _raw), (12, 16, 3, 1))[0]
+        kind = rng.choices((_metadata, _stream, mutate_header, mutate_raw), (12, 16, 3, 1))[0]
         try:
             content = kind(content, rng)
         except _DAMAGED:
-            content = _raw(content, rng)  # too damaged to be taken apart again
+            content = mutate_raw(content, rng)  # too damaged to be taken apart again
     return content
 
 
@@ -93,7 +93,7 @@ def _metadata(content: bytes, rng: Random) -> bytes:
     return put_together(parts)
 
 
-def _header(content: bytes, rng: Random) -> bytes:
+def mutate_header(content: bytes, rng: Random) -> bytes:
     header, body = _split(content)
     mutate_tree(header, rng)
     return _join(header, body)
@@ -115,20 +115,20 @@ def _stream(content: bytes, rng: Random) -> bytes:
     elif name.endswith(FRAMES):
         replace_stream(parts, name, _frame(stream, rng))
     else:
-        replace_stream(parts, name, _raw(stream, rng))
+        replace_stream(parts, name, mutate_raw(stream, rng))
     return put_together(parts)
 
 
 def _frame(frame: bytes, rng: Random) -> bytes:
     """A damaged frame, or a whole one of damaged content that may not say how long it is."""
     if rng.random() < 0.3 or not 0 <= zstandard.frame_content_size(frame) <= 1 << 20:
-        return _raw(frame, rng)
-    content = _raw(zstandard.ZstdDecompressor().decompress(frame), rng)
+        return mutate_raw(frame, rng)
+    content = mutate_raw(zstandard.ZstdDecompressor().decompress(frame), rng)
     says = rng.random() < 0.8
     return zstandard.ZstdCompressor(write_content_size=says).compress(content)
 
 
-def _raw(content: bytes, rng: Random) -> bytes:
+def mutate_raw(content: bytes, rng: Random) -> bytes:
     """Flipped bits, other bytes, zeros or ones; rarely missing or more bytes, which the first check finds."""
     damaged = bytearray(content)
     at = rng.randrange(len(content) + 1)

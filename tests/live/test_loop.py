@@ -76,7 +76,7 @@ def test_shorter_is_learned_through_the_bucket_although_the_replica_dies(tmp_pat
     finally:
         trainer.kill()
         replica.stop()
-    events = RunLogReader(open_bucket(url), "loop").poll()
+    events = list(RunLogReader(open_bucket(url), "loop").poll())
     rewards = [e.reward for e in events if isinstance(e, StepEvent)]
     done = next(e for e in events if isinstance(e, DoneEvent))
     means = [sum(rewards[i : i + 5]) / 5 for i in range(len(rewards) - 4)]

@@ -4,6 +4,7 @@ import itertools
 import os
 import signal
 from pathlib import Path
+from typing import BinaryIO
 from unittest import mock
 
 import torch
@@ -39,9 +40,10 @@ def publish(url: str, assets: Path, last: int, whole: bool) -> None:
             outbox.flush()
 
 
-def _write_half(path: Path, data: bytes | Path) -> None:
+def _write_half(file: BinaryIO, data: bytes | Path) -> None:
     content = data if isinstance(data, bytes) else data.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
+    file.write(content[: len(content) // 2])
+    file.flush()
     _die()
 
 

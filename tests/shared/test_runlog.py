@@ -44,4 +44,4 @@ def test_two_threads_that_flush_write_one_after_the_other(tmp_path: Path) -> Non
         flushing.join()
     log.close()
     assert not bucket.met
-    assert len(RunLogReader(bucket, "test").poll()) == 6
+    assert len(list(RunLogReader(bucket, "test").poll())) == 6

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 from unittest import mock
 
 import numpy as np
@@ -136,13 +136,16 @@ def _around(work: Callable[..., Any], die: Callable[[], None]) -> Callable[..., 
     return with_events
 
 
-def _in_halves(die: Callable[[], None]) -> Callable[[Path, bytes | Path], None]:
-    def write(path: Path, data: bytes | Path) -> None:
+def _in_halves(die: Callable[[], None]) -> Callable[[BinaryIO, bytes | Path], None]:
+    def write(file: BinaryIO, data: bytes | Path) -> None:
         content = data if isinstance(data, bytes) else data.read_bytes()
-        path.write_bytes(content[: len(content) // 2])
+        half = len(content) // 2
+        file.write(content[:half])
+        file.flush()
         die()
-        path.write_bytes(content)
-        os.utime(path, ns=(now := time.time_ns(), now))
+        file.write(content[half:])
+        file.flush()
+        os.utime(file.fileno(), ns=(now := time.time_ns(), now))
 
     return write
 

@@ -8,8 +8,7 @@ import os
 import sys
 from typing import Protocol, cast
 
-from delta_weight_sync.cli.terminal import printable
-from delta_weight_sync.errors import DeltaWeightSyncError
+from delta_weight_sync.errors import DeltaWeightSyncError, printable
 
 COMMANDS = {
     "log": "list the versions of a run, newest first",

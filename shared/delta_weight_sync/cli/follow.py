@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from delta_weight_sync.cli.terminal import printable
 from delta_weight_sync.cli.which import add_run, opened
-from delta_weight_sync.errors import DeltaWeightSyncError
+from delta_weight_sync.errors import DeltaWeightSyncError, printable
 from delta_weight_sync.kept import KeptCheckpoint, kept_checkpoint
 from delta_weight_sync.protocol import Manifest
 from delta_weight_sync.refs import ProtocolError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from delta_weight_sync.cli.terminal import printable
 from delta_weight_sync.cli.which import add_run, opened
+from delta_weight_sync.errors import printable
 from delta_weight_sync.heads import NoVersionError
 from delta_weight_sync.pruning import Keep, Pruner, Survey, prune
 from delta_weight_sync.units import size_text

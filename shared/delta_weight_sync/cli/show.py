@@ -7,9 +7,10 @@ import json
 import tempfile
 from pathlib import Path
 
-from delta_weight_sync.cli.terminal import payload, printable
+from delta_weight_sync.cli.terminal import payload
 from delta_weight_sync.cli.which import add_run, add_version, opened
 from delta_weight_sync.codec import Delta
+from delta_weight_sync.errors import printable
 from delta_weight_sync.history import RunReader
 from delta_weight_sync.protocol import Manifest
 

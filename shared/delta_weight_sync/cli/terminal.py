@@ -7,13 +7,6 @@ import time
 from delta_weight_sync.protocol import Manifest
 
 
-def printable(text: str) -> str:
-    r"""`text` in one line without control codes: an escape character is written as `\x1b`."""
-    return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text
-    )
-
-
 def utc(t: float) -> str:
     """Unix seconds as a date and time of 19 characters; of what no calendar has, question marks."""
     try:

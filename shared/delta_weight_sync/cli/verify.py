@@ -10,7 +10,7 @@ from pathlib import Path
 from delta_weight_sync import checkpoint
 from delta_weight_sync.checkpoint import Bits
 from delta_weight_sync.cli.which import add_run, deleted, opened, versions
-from delta_weight_sync.history import RunReader, require_digest
+from delta_weight_sync.history import RunReader, reading, require_digest
 from delta_weight_sync.protocol import Manifest
 from delta_weight_sync.refs import AnchorRef, DeltaRef
 
@@ -67,7 +67,9 @@ class _Proof:
     def _prove_anchor(self, anchor: AnchorRef, manifest: Manifest) -> None:
         for ref in anchor.files:
             self._reader.fetch(ref, self._folder)
-        require_digest(checkpoint.map_bits(self._folder / checkpoint.WEIGHTS), manifest)
+        with reading(anchor):
+            bits = checkpoint.map_bits(self._folder / checkpoint.WEIGHTS)
+        require_digest(bits, manifest)
 
     def _prove_jump(self, jump: DeltaRef, state: dict[str, Bits]) -> None:
         there = {name: bits.copy() for name, bits in state.items()}

@@ -6,7 +6,7 @@ likelier it moves. Encoding `fast` codes the distances between changes (1.25 byt
 writes them uncompressed (6 bytes). One reader reads all three.
 """
 
-from delta_weight_sync.codec.file import DELTA_FORMAT, Delta, Encoding, chain, encode
+from delta_weight_sync.codec.file import DELTA_FORMAT, MAX_HEADER, Delta, Encoding, chain, encode, header_size
 from delta_weight_sync.codec.patch import (
     Bits,
     CodecError,
@@ -22,6 +22,7 @@ from delta_weight_sync.codec.patch import (
 
 __all__ = [
     "DELTA_FORMAT",
+    "MAX_HEADER",
     "Bits",
     "CodecError",
     "Delta",
@@ -33,6 +34,7 @@ __all__ = [
     "diff",
     "diff_flat",
     "encode",
+    "header_size",
     "inverse",
     "join",
     "merge",

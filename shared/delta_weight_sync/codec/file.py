@@ -15,12 +15,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Annotated, Any, Final, Literal, NamedTuple, cast
 
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
@@ -35,7 +35,10 @@ Encoding = Literal["fast", "small", "original"]
 Shapes = Mapping[str, Sequence[int]]
 _UNREADABLE = (SafetensorError, zstandard.ZstdError, ValidationError, ValueError, LookupError, MemoryError)
 _LONGEST = 300  # characters of a reason
-_TABLE = TypeAdapter(Many[tuple[str, Many[int], int, int]])
+MAX_HEADER: Final = 16 << 20  # bytes of what a delta says of itself: some 200,000 tensors
+_Number = Annotated[int, Field(ge=0, le=1 << 48)]  # of elements or of a group
+_Shape = Annotated[Many[_Number], Field(max_length=32)]
+_TABLE = TypeAdapter(Many[tuple[str, _Shape, _Number, _Number]])
 _GROUPS = TypeAdapter(Many[Group])
 
 
@@ -45,7 +48,13 @@ class Delta:
     def __init__(self, path: Path) -> None:
         """Raises `CodecError` naming the file if it is not a delta."""
         self._path = path
-        with _named(path), safe_open(path, framework="numpy") as file:
+        with _named(path):
+            _check_header(path)
+            self._read(path)
+            self._check_table()
+
+    def _read(self, path: Path) -> None:
+        with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
             self.original = metadata.get("format") == original.FORMAT
             if not self.original and metadata.get("format") != DELTA_FORMAT:
@@ -88,14 +97,18 @@ class Delta:
             yield _Coded(group, listed, streams, groups.held([group.mode], listed, old))
 
     def _check(self, shapes: Shapes) -> None:
-        names = [tensor.name for tensor in self.tensors]
-        if len(set(names)) != len(names):
-            raise CodecError("a tensor is listed twice")
         for tensor in self.tensors:
             if tuple(shapes.get(tensor.name, ())) != tensor.shape or tensor.name not in shapes:
                 raise CodecError(
                     f"it changes {tensor.name} {list(tensor.shape)}, which this model does not have"
                 )
+
+    def _check_table(self) -> None:
+        """What holds whatever the model is."""
+        names = [tensor.name for tensor in self.tensors]
+        if len(set(names)) != len(names):
+            raise CodecError("a tensor is listed twice")
+        for tensor in self.tensors:
             if not 0 < tensor.changes <= tensor.numel:
                 raise CodecError(f"{tensor.name} lists {tensor.changes} changes of {tensor.numel} elements")
         if not self.original:
@@ -110,6 +123,17 @@ class Delta:
             if elements[tensor.group] >= groups.GROUP_ELEMENTS:
                 raise CodecError(f"group {tensor.group} goes on after {elements[tensor.group]} elements")
             elements[tensor.group] += tensor.numel
+
+
+def header_size(path: Path) -> int:
+    """Bytes of what a safetensors file says of itself, as it claims."""
+    with path.open("rb") as file:
+        return int.from_bytes(file.read(8), "little")
+
+
+def _check_header(path: Path) -> None:
+    if (size := header_size(path)) > MAX_HEADER:
+        raise CodecError(f"its header claims {size} bytes, of at most {MAX_HEADER}")
 
 
 class _Coded(NamedTuple):

@@ -16,6 +16,7 @@ from delta_weight_sync.codec.modes import Listed, Old
 from delta_weight_sync.codec.patch import CodecError, Patch
 
 FORMAT = "delta-weight-sync-original/1"
+_MAX_DIMS, _MAX_DIM = 32, 1 << 48
 _INDICES, _VALUES = ".indices", ".values"
 
 
@@ -49,7 +50,10 @@ def _listed(file: Any, name: str, shape: str) -> Listed:
     changes = indices.get_shape()
     if values.get_shape() != changes or len(changes) != 1:
         raise CodecError(f"{name} has not one value per index")
-    return Listed(name, tuple(int(n) for n in shape.split(",") if n), changes[0], 0)
+    dims = [int(n) for n in shape.split(",", _MAX_DIMS) if n]
+    if any(not 0 <= dim <= _MAX_DIM for dim in dims):
+        raise CodecError(f"{name} has a shape that no tensor has")
+    return Listed(name, tuple(dims), changes[0], 0)
 
 
 def read(path: Path, listed: Sequence[Listed], old: Old) -> Iterator[Patch]:

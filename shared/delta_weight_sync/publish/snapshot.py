@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 
 from delta_weight_sync.codec import Bits
@@ -23,8 +23,10 @@ from delta_weight_sync.publish.blocks import held_block, is_block, local
 from delta_weight_sync.publish.optimizer_state import StateError, Tensors, as_json, to_host
 from delta_weight_sync.publish.sharded import Weights
 from delta_weight_sync.publish.tensor_file import write_tensors
+from delta_weight_sync.refs import ProtocolError
 
 Published = Callable[[str, torch.Size], Bits]
+_NOTE = {"weights", "optimizer", "random", "others"}
 _LOW, _PUBLISHED, _WHOLE = "low", "published", "whole"  # how a weight is kept
 _TYPES = {_LOW: torch.float32, _PUBLISHED: torch.bfloat16}
 
@@ -172,8 +174,14 @@ def _kind(name: str, tensor: torch.Tensor, handed_over: Container[str]) -> str:
 
 
 def _note(path: Path) -> dict[str, Any]:
-    with safe_open(path, framework="pt") as file:
-        note: dict[str, Any] = json.loads(file.metadata()["note"])
+    """Raises `ProtocolError` for a file that is no state."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            note: dict[str, Any] = json.loads((file.metadata() or {})["note"])
+    except (SafetensorError, LookupError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"{path.name} is not a trainer's state: {error}") from error
+    if not isinstance(note, dict) or note.keys() != _NOTE:
+        raise ProtocolError(f"{path.name} is not a trainer's state: it lacks {', '.join(sorted(_NOTE))}")
     return note
 
 

@@ -22,7 +22,7 @@ from delta_weight_sync.keys import Writer
 from delta_weight_sync.protocol import Digest, Manifest, Sealed
 from delta_weight_sync.publish.sharded import Peers
 from delta_weight_sync.publish.snapshot import Snapshot
-from delta_weight_sync.refs import Count, FileRef, ProtocolError
+from delta_weight_sync.refs import Count, FileRef, ProtocolError, Time
 from delta_weight_sync.store import ObjectMissing
 
 _log = logging.getLogger("delta_weight_sync")
@@ -31,11 +31,11 @@ _log = logging.getLogger("delta_weight_sync")
 class StateRecord(Sealed):
     """One state: the version it belongs to, its objects, and what its trainer wrote down besides."""
 
-    born: float  # of the run, as in its manifests
+    born: Time  # of the run, as in its manifests
     version: Count
     digest: Digest  # of that version
     sync: Count  # the trainer's own count of weight syncs
-    created_at: float  # unix seconds
+    created_at: Time  # unix seconds
     ranks: tuple[FileRef, ...]
     extra: dict[str, Any]
 

@@ -5,7 +5,8 @@
 
 A key is relative to the bucket's URL, parts joined by "/". Every method raises a `BucketError` whose
 message is one sentence with the fix, and nothing else, except `OSError` for a local file to upload that
-cannot be read. No method checks content: readers compare sha256 themselves.
+cannot be read, and `ProtocolError` for an object that is larger than its reader allows, which is not read. No
+method checks content: readers compare sha256 themselves.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 from uuid import uuid4
 
 from delta_weight_sync.errors import DeltaWeightSyncError
+from delta_weight_sync.refs import ProtocolError
 from delta_weight_sync.store.notice import Notice
 
+SMALL: Final = 8 << 20  # bytes that `get` reads at most: no record of a run has as many
 _PART = r"(?!\.)[!-.0-\[\]-~]+"  # printable ASCII but "/" and the backslash; no dot in front
 _KEY = re.compile(f"{_PART}(/{_PART})*")
 
@@ -67,10 +70,13 @@ class Bucket(Protocol):
         """Store an object, whole or not at all; replaces an older one and checks the stored size."""
 
     def get(self, key: str) -> bytes:
-        """Read a small object into memory."""
+        """Read an object of at most `SMALL` bytes into memory."""
 
-    def fetch(self, key: str, dest: Path) -> None:
-        """Download to `dest`, making its folder; what is there already survives any failure."""
+    def fetch(self, key: str, dest: Path, limit: int) -> None:
+        """Download an object of at most `limit` bytes to `dest`, making its folder.
+
+        What is there already survives any failure.
+        """
 
     def stat(self, key: str) -> ObjectInfo | None:
         """Look an object up, None if absent; cheap enough to poll."""
@@ -78,7 +84,7 @@ class Bucket(Protocol):
     def list(self, prefix: str) -> Listing:
         """All objects below the folder `prefix` ("runs/demo/", or "" for everything), sorted by key.
 
-        Each says when it was written.
+        Each says when it was written. What lies there under a name that is no key is left out.
         """
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -88,9 +94,14 @@ class Bucket(Protocol):
         """When to look again at what is below the folder `prefix`; to be closed."""
 
 
+def is_key(key: str) -> bool:
+    """Whether every backend can hold an object with this key."""
+    return len(key) <= 512 and _KEY.fullmatch(key) is not None
+
+
 def check_key(key: str) -> str:
     """Return a key that every backend can hold; refuse all others with `BucketError`."""
-    if len(key) > 512 or not _KEY.fullmatch(key):
+    if not is_key(key):
         raise BucketError(
             f"{key[:600]!r} cannot be a key: use at most 512 printable ASCII characters without spaces or"
             " backslashes, no '/' at either end, and no part that is empty or starts with a dot"
@@ -103,6 +114,12 @@ def check_prefix(prefix: str) -> str:
     if prefix and not (prefix.endswith("/") and check_key(prefix[:-1])):
         raise BucketError(f"the prefix {prefix!r} must be empty or end with '/'")
     return prefix
+
+
+def check_limit(size: int, place: str, limit: int) -> None:
+    """Before a download: raise `ProtocolError` for an object of `size` bytes that may have `limit`."""
+    if size > limit:
+        raise ProtocolError(f"{place} has {size} bytes, where at most {limit} are allowed: it was not read")
 
 
 def check_size(info: ObjectInfo | None, place: str, size: int) -> None:

@@ -1,20 +1,23 @@
 """A bucket that is a folder of this machine, perhaps one that several machines mount.
 
-It does without fsspec, whose listing leaves out a whole folder when one file of it disappears meanwhile.
+It does without fsspec, whose listing leaves out a whole folder when one file of it disappears meanwhile, and
+follows no links below the folder.
 """
 
 from __future__ import annotations
 
+import errno
 import os
-import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from stat import S_ISREG
+from typing import BinaryIO, Final
 from urllib.parse import unquote
 
 from delta_weight_sync.store.base import (
+    SMALL,
     AccessDenied,
     BucketError,
     BucketMissing,
@@ -23,12 +26,18 @@ from delta_weight_sync.store.base import (
     ObjectInfo,
     ObjectMissing,
     check_key,
+    check_limit,
     check_prefix,
     check_size,
+    is_key,
     replacing,
     size_of,
 )
+from delta_weight_sync.store.no_links import files_below, opened_file, opened_folder, replace_file
 from delta_weight_sync.store.notice import Notice
+
+_BLOCK: Final = 1 << 20  # bytes copied at a time
+_NO_FILE: Final = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}
 
 
 class FileBucket:
@@ -42,67 +51,76 @@ class FileBucket:
                 self._root.mkdir(parents=True, exist_ok=True)
 
     def put(self, key: str, data: bytes | Path) -> None:
-        """Write beside the object, then rename."""
-        path, size = self._path(key), size_of(data)
+        """Write beside the object, then rename. A folder that is not mounted is not made anew."""
+        check_key(key)
+        size = size_of(data)
         with self._explained(key):
-            self._root.stat()  # a folder that is not mounted must not be made anew
-            with replacing(path) as temporary:
-                _write(temporary, data)
+            replace_file(self._root, key, lambda file: _write(file, data))
         check_size(self.stat(key), f"{self.url}/{key}", size)
 
     def get(self, key: str) -> bytes:
         """Read an object."""
-        path = self._path(key)
-        with self._explained(key):
-            return path.read_bytes()
+        with self._opened(key) as file:
+            check_limit(size := _size(file), f"{self.url}/{key}", SMALL)
+            with self._explained(key):
+                return file.read(size)
 
-    def fetch(self, key: str, dest: Path) -> None:
+    def fetch(self, key: str, dest: Path, limit: int) -> None:
         """Copy to `dest`."""
-        path = self._path(key)
-        with self._explained(key), replacing(dest) as temporary:
-            shutil.copyfile(path, temporary)
+        with self._opened(key) as file:
+            check_limit(size := _size(file), f"{self.url}/{key}", limit)
+            with self._explained(key), replacing(dest) as temporary, temporary.open("wb") as copy:
+                _copy(file, copy, size)
 
     def stat(self, key: str) -> ObjectInfo | None:
         """Look an object up."""
-        path = self._path(key)
+        *folders, name = check_key(key).split("/")
         with self._explained(key):
-            return self._info(path)
+            try:
+                with opened_folder(self._root, folders) as folder:
+                    found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            except (FileNotFoundError, NotADirectoryError):
+                self._root.stat()
+                return None
+        return _info(key, found) if S_ISREG(found.st_mode) else None
 
     def list(self, prefix: str) -> Listing:
         """List a folder."""
-        folder = self._root / check_prefix(prefix)
+        folders = check_prefix(prefix).split("/")[:-1]
         with self._explained(prefix):
-            self._root.stat()
-            found = [self._info(path) for path in folder.rglob("*") if not path.name.startswith(".")]
-        return sorted((info for info in found if info), key=lambda info: info.key)
+            try:
+                with opened_folder(self._root, folders) as folder:
+                    found = list(files_below(folder, prefix, is_key))
+            except (FileNotFoundError, NotADirectoryError):
+                self._root.stat()
+                return []
+        return sorted((_info(key, stat) for key, stat in found), key=lambda info: info.key)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects; their folders stay."""
+        """Delete objects, and links that are in the place of one; folders stay."""
         for key in keys:
-            path = self._path(key)
+            *folders, name = check_key(key).split("/")
             with self._explained(key):
                 self._root.stat()
-                path.unlink(missing_ok=True)
+                with (
+                    suppress(FileNotFoundError, NotADirectoryError),
+                    opened_folder(self._root, folders) as folder,
+                ):
+                    os.unlink(name, dir_fd=folder)
 
     def notice(self, prefix: str) -> Notice:
         """By the clock."""
         check_prefix(prefix)
         return Notice()
 
-    def _path(self, key: str) -> Path:
-        return self._root / check_key(key)
-
-    def _info(self, path: Path) -> ObjectInfo | None:
-        try:
-            found = path.stat()
-        except FileNotFoundError:
-            self._root.stat()
-            return None
-        etag = f"{found.st_mtime_ns:x}-{found.st_ino:x}-{found.st_size:x}"
-        key = path.relative_to(self._root).as_posix()
-        if not S_ISREG(found.st_mode):
-            return None
-        return ObjectInfo(key, found.st_size, etag, found.st_mtime)
+    @contextmanager
+    def _opened(self, key: str) -> Iterator[BinaryIO]:
+        """The object's file; what goes wrong inside of the block is not explained."""
+        check_key(key)
+        with ExitStack() as stack:
+            with self._explained(key):
+                file = stack.enter_context(opened_file(self._root, key))
+            yield file
 
     @contextmanager
     def _explained(self, key: str) -> Iterator[None]:
@@ -117,15 +135,37 @@ class FileBucket:
             return BucketMissing(f"{self.url} does not exist: create the folder, or mount it")
         if isinstance(error, FileNotFoundError):
             return ObjectMissing(f"{place} does not exist")
+        if error.errno in _NO_FILE:
+            return ObjectMissing(
+                f"{place} is no file, or behind a link: links are not followed, put the file itself there"
+            )
         if isinstance(error, PermissionError):
             return AccessDenied(f"{place} is closed to this user ({error}): change the permissions")
         return BucketUnreachable(f"{place} cannot be reached ({error}): check the disk and try again")
 
 
-def _write(path: Path, data: bytes | Path) -> None:
+def _info(key: str, found: os.stat_result) -> ObjectInfo:
+    etag = f"{found.st_mtime_ns:x}-{found.st_ino:x}-{found.st_size:x}"
+    return ObjectInfo(key, found.st_size, etag, found.st_mtime)
+
+
+def _size(file: BinaryIO) -> int:
+    return os.fstat(file.fileno()).st_size
+
+
+def _copy(source: BinaryIO, dest: BinaryIO, size: int) -> None:
+    """At most `size` bytes, also of a file that grows meanwhile."""
+    while block := source.read(min(size, _BLOCK)):
+        dest.write(block)
+        size -= len(block)
+
+
+def _write(file: BinaryIO, data: bytes | Path) -> None:
     if isinstance(data, bytes):
-        path.write_bytes(data)
+        file.write(data)
     else:
-        shutil.copyfile(data, path)
+        with data.open("rb") as source:
+            _copy(source, file, data.stat().st_size)
+    file.flush()
     # The kernel's own times are milliseconds apart: too coarse for an etag, as inodes are used again.
-    os.utime(path, ns=(now := time.time_ns(), now))
+    os.utime(file.fileno(), ns=(now := time.time_ns(), now))

@@ -25,6 +25,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
 )
 
 from delta_weight_sync.store.base import (
+    SMALL,
     AccessDenied,
     BucketError,
     BucketMissing,
@@ -33,8 +34,10 @@ from delta_weight_sync.store.base import (
     ObjectInfo,
     ObjectMissing,
     check_key,
+    check_limit,
     check_prefix,
     check_size,
+    is_key,
     replacing,
     size_of,
 )
@@ -78,14 +81,19 @@ class HubBucket:
     def get(self, key: str) -> bytes:
         """Read a small object."""
         with tempfile.TemporaryDirectory() as folder:
-            self.fetch(key, Path(folder, "object"))
+            self.fetch(key, Path(folder, "object"), SMALL)
             return Path(folder, "object").read_bytes()
 
-    def fetch(self, key: str, dest: Path) -> None:
+    def fetch(self, key: str, dest: Path, limit: int) -> None:
         """Download to `dest`; the client itself would empty the file before it fails."""
         path = self._path(key)
+        with self._explained(key):
+            found = next(iter(self._api.get_bucket_paths_info(self._id, [path])), None)
+            if found is None:
+                raise EntryNotFoundError(path)
+        check_limit(found.size, f"{self.url}/{key}", limit)
         with self._explained(key), replacing(dest) as temporary:
-            self._api.download_bucket_files(self._id, [(path, temporary)], raise_on_missing_files=True)
+            self._api.download_bucket_files(self._id, [(found, temporary)])
 
     def stat(self, key: str) -> ObjectInfo | None:
         """Look an object up: one HEAD request."""
@@ -106,7 +114,8 @@ class HubBucket:
         except ObjectMissing:
             return []
         files = [entry for entry in entries if entry.type == "file" and entry.path.startswith(folder)]
-        return sorted(map(self._info, files), key=lambda info: info.key)
+        infos = (info for info in map(self._info, files) if is_key(info.key))
+        return sorted(infos, key=lambda info: info.key)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects."""

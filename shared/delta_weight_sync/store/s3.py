@@ -17,6 +17,7 @@ from aiohttp import ClientError as StreamError
 from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
 from delta_weight_sync.store.base import (
+    SMALL,
     AccessDenied,
     BucketError,
     BucketMissing,
@@ -25,8 +26,10 @@ from delta_weight_sync.store.base import (
     ObjectInfo,
     ObjectMissing,
     check_key,
+    check_limit,
     check_prefix,
     check_size,
+    is_key,
     replacing,
     size_of,
 )
@@ -58,14 +61,19 @@ class S3Bucket:
         check_size(self.stat(key), f"{self.url}/{key}", size)
 
     def get(self, key: str) -> bytes:
-        """Read an object."""
+        """Read an object, or so much of it that it is seen to be too large."""
         path = self._path(key)
         with self._explained(key):
-            return bytes(self._fs.cat_file(path))
+            data = self._first(path, SMALL + 1)
+        check_limit(len(data), f"{self.url}/{key}", SMALL)
+        return data
 
-    def fetch(self, key: str, dest: Path) -> None:
+    def fetch(self, key: str, dest: Path, limit: int) -> None:
         """Download to `dest`."""
         path = self._path(key)
+        with self._explained(key):
+            size = self._fs.info(path)["size"]
+        check_limit(size, f"{self.url}/{key}", limit)
         with self._explained(key), replacing(dest) as temporary:
             self._fs.get_file(path, str(temporary))
 
@@ -84,10 +92,8 @@ class S3Bucket:
         folder = self._root + check_prefix(prefix)
         with self._explained(prefix):
             found = self._fs.find(folder, detail=True)
-        return sorted(
-            (self._info(entry) for name, entry in found.items() if name.startswith(folder)),
-            key=lambda info: info.key,
-        )
+        infos = (self._info(entry) for name, entry in found.items() if name.startswith(folder))
+        return sorted((info for info in infos if is_key(info.key)), key=lambda info: info.key)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects."""
@@ -100,6 +106,14 @@ class S3Bucket:
         """By the clock."""
         check_prefix(prefix)
         return Notice()
+
+    def _first(self, path: str, size: int) -> bytes:
+        try:
+            return bytes(self._fs.cat_file(path, start=0, end=size))
+        except OSError as error:
+            if _code(error) == "InvalidRange":  # of an object without a first byte
+                return b""
+            raise
 
     def _path(self, key: str) -> str:
         return self._root + check_key(key)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 
+from delta_weight_sync.errors import printable
 from delta_weight_sync.protocol import Manifest
 from delta_weight_sync.refs import ProtocolError
 from delta_weight_sync.runlog import CommitEvent, ReplicaEvent, ReplicaReport
@@ -31,6 +32,7 @@ class Journal:
 
     def complain(self, reason: str, state: str | None = None) -> None:
         """Take down what went wrong, and log it unless it was logged last."""
+        reason = printable(reason)
         self.note(state, reason)
         if reason != self._logged:
             _log.warning("replica %s: %s", self._replica, reason)

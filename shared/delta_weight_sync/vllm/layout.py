@@ -10,9 +10,9 @@ import shutil
 from pathlib import Path
 
 from delta_weight_sync.checkpoint import WEIGHTS, map_bits
-from delta_weight_sync.history import apply_delta, leave_only
+from delta_weight_sync.history import apply_delta, leave_only, reading
 from delta_weight_sync.protocol import Manifest
-from delta_weight_sync.refs import AnchorRef
+from delta_weight_sync.refs import AnchorRef, ProtocolError
 from delta_weight_sync.vllm.progress import CountingReader
 
 Shapes = dict[str, list[int]]
@@ -38,7 +38,8 @@ class Layout:
         anchor = self._anchor(manifest)
         shutil.rmtree(self._version, ignore_errors=True)
         shutil.copytree(anchor, self._version)
-        state = map_bits(self._version / WEIGHTS, "r+")
+        with reading(manifest.anchor):
+            state = map_bits(self._version / WEIGHTS, "r+")
         for ref in self._reader.way(manifest).deltas:
             delta = self._reader.fetch(ref, self._version)
             apply_delta(state, delta)
@@ -50,7 +51,9 @@ class Layout:
 
         Of one that could not be fetched, the files that are whole stay for the next try.
         """
-        weights = next(ref for ref in manifest.anchor.files if ref.name == WEIGHTS)
+        weights = next((ref for ref in manifest.anchor.files if ref.name == WEIGHTS), None)
+        if weights is None:
+            raise ProtocolError(f"the anchor of version {manifest.anchor.version} has no {WEIGHTS}")
         kept, coming = self._anchors / weights.sha256, self._anchors / _COMING
         if not _holds(kept, manifest.anchor):
             if kept.exists():

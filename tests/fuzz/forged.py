@@ -1,0 +1,169 @@
+"""A small real run, and forgeries of it: each has one object that is wrong while all its hashes fit.
+
+Whoever may write to a bucket whose versions are not signed can make every hash fit, so that readers get past
+them: what is changed in a file is pinned anew by the manifest, and what is changed in a manifest by HEAD.
+"""
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from delta_weight_sync.store import open_bucket
+from tests.dashboard.real_run import RealRun, games
+from tests.fuzz.mutate import mutate, mutate_header, mutate_raw, mutate_tree
+
+RUN = "forged"
+Files = dict[str, bytes]
+_CODES = "\x1b]0;owned\x07\x1b[2J"
+_TEXTS = (
+    *(_CODES, "\x00", "\r\n", "\u202e", "\ud800", "<script>", "{{7*7}}", "../../etc/passwd", "/etc/passwd"),
+    *("x" * 5000, "9" * 4400, "runs/forged", "runs/forged/run.json", "1" * 64, "NaN", "-0", "1e400"),
+)
+_NUMBERS = (5e-324, 1e-300, 1e15, -1e15, 1e16, 1e300, 1e308, 253402300799, (1 << 62) - 1, 1 << 62, 1 << 63)
+
+
+@cache
+def sound() -> Files:
+    """Key -> content of a run of four versions."""
+    with tempfile.TemporaryDirectory() as folder:
+        bucket = open_bucket(Path(folder).as_uri(), create=True)
+        run = RealRun(bucket, run=RUN, layers=2, width=8)
+        for reward in (0.1, 0.2, 0.3):
+            run.step(reward, games())
+        run.end()
+        return {info.key: bucket.get(info.key) for info in bucket.list("")}
+
+
+def written(files: Files, folder: Path) -> str:
+    """Write a run to `folder`, in place of what is there; returns the bucket's URL."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for key, content in files.items():
+        (folder / key).parent.mkdir(parents=True, exist_ok=True)
+        (folder / key).write_bytes(content)
+    return folder.as_uri()
+
+
+def forged(rng: Random) -> tuple[str, Files]:
+    """Which kind of object was changed, and the run; deterministic given the generator's state."""
+    files = dict(sound())
+    kind = rng.choice(list(_FORGE))
+    _FORGE[kind](files, rng)
+    return kind, files
+
+
+def _newest(files: Files, kind: str) -> str:
+    return max(key for key in files if f"/{kind}/" in key)
+
+
+def _head(files: Files, rng: Random) -> None:
+    key = _newest(files, "heads")
+    files[key] = _record(files[key], rng)
+
+
+def _manifest(files: Files, rng: Random) -> None:
+    key = _newest(files, "manifests")
+    files[key] = _record(files[key], rng)
+    _pin(files, key)
+
+
+def _description(files: Files, rng: Random) -> None:
+    key = f"runs/{RUN}/run.json"
+    files[key] = _record(files[key], rng)
+
+
+def _log(files: Files, rng: Random) -> None:
+    key = _newest(files, "log")
+    lines = files[key].split(b"\n")
+    for _ in range(rng.choice((1, 1, 3))):
+        at = rng.randrange(len(lines))
+        lines[at] = _record(lines[at], rng)
+    files[key] = b"\n".join(lines)
+
+
+def _delta(files: Files, rng: Random) -> None:
+    _named(files, _newest(files, "deltas"), lambda content: mutate(content, rng))
+
+
+def _anchor(files: Files, rng: Random) -> None:
+    change = rng.choice((mutate_header, mutate_raw))
+    _named(files, next(k for k in files if k.endswith("model.safetensors")), lambda c: change(c, rng))
+
+
+def _name(files: Files, rng: Random) -> None:
+    """An object that lies where it does not belong."""
+    key = rng.choice(list(files))
+    folder, _, name = key.rpartition("/")
+    other = rng.choice((f"{key}2", f"{folder}/9{name}", f"{folder}/{'9' * 200}{name[8:]}", f"{key}x/{name}"))
+    files[other] = files[key] if rng.random() < 0.5 else rng.randbytes(9)
+
+
+_FORGE: dict[str, Callable[[Files, Random], None]] = {
+    "head": _head,
+    "manifest": _manifest,
+    "description": _description,
+    "log": _log,
+    "delta": _delta,
+    "anchor": _anchor,
+    "name": _name,
+}
+
+
+def _record(content: bytes, rng: Random) -> bytes:
+    """A record with one to three things wrong, and with no seal, so that it gets the one that fits."""
+    if rng.random() < 0.1:
+        return mutate_raw(content, rng)
+    try:
+        tree = json.loads(content)
+        tree.pop("seal", None)
+    except (ValueError, AttributeError):  # it was damaged before
+        return mutate_raw(content, rng)
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        if tree:
+            _leaf(tree, rng) if rng.random() < 0.5 else mutate_tree(tree, rng)
+    return json.dumps(tree).encode(errors="replace")
+
+
+def _leaf(tree: Any, rng: Random) -> None:
+    """Put another value of its kind in the place of one, or another name in the place of a field's."""
+    while True:
+        keys = list(tree) if isinstance(tree, dict) else range(len(tree))
+        key = rng.choice(keys)
+        if not (isinstance(tree[key], dict | list) and tree[key]):
+            break
+        tree = tree[key]
+    if isinstance(tree, dict) and rng.random() < 0.1:
+        tree[rng.choice(_TEXTS)] = tree.pop(key)
+    else:
+        tree[key] = rng.choice(_TEXTS if isinstance(tree[key], str) else _NUMBERS)
+
+
+def _named(files: Files, key: str, change: Callable[[bytes], bytes]) -> None:
+    """Change a file, and what the newest manifest says of it."""
+    files[key] = change(files[key])
+    manifest = _newest(files, "manifests")
+    tree = json.loads(files[manifest])
+    del tree["seal"]
+    for ref in (*tree["deltas"], *tree["jumps"], *tree["anchor"]["files"]):
+        if ref["key"] == key:
+            ref.update(_reference(files[key]))
+    files[manifest] = json.dumps(tree).encode()
+    _pin(files, manifest)
+
+
+def _pin(files: Files, manifest: str) -> None:
+    """Have HEAD name the manifest as it is."""
+    key = _newest(files, "heads")
+    head = json.loads(files[key])
+    del head["seal"]
+    head["manifest"].update(_reference(files[manifest]))
+    files[key] = json.dumps(head).encode()
+
+
+def _reference(content: bytes) -> dict[str, Any]:
+    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}

@@ -1,0 +1,112 @@
+"""Everybody who reads a bucket, and how each may take what it finds: with success, or with a sentence.
+
+Whatever else is raised is a traceback for somebody, and fails the case.
+"""
+
+import contextlib
+import io
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+from delta_weight_sync.cli import main
+from delta_weight_sync.errors import DeltaWeightSyncError
+from delta_weight_sync.history import RunReader
+from delta_weight_sync.lookout import Lookout
+from delta_weight_sync.publish.run_writer import RunWriter
+from delta_weight_sync.publish.states import usable
+from delta_weight_sync.store import open_bucket
+from delta_weight_sync.vllm.layout import Layout
+from delta_weight_sync.vllm.progress import CountingReader
+from inference_space.dashboard.export import export
+from inference_space.dashboard.library import Library
+from tests.fuzz.forged import RUN
+
+LONGEST = 8000  # characters of a sentence: it may name several objects
+PAGES = 20 << 20  # bytes of an exported run
+
+
+def dashboard(url: str, scratch: Path, rng: Random) -> None:
+    """Every page of the run, and the proof of its newest version."""
+    bucket = open_bucket(url)
+    export(bucket, rng.choice((None, RUN)), scratch / "site")
+    assert sum(path.stat().st_size for path in (scratch / "site").iterdir()) < PAGES
+    Library(bucket, lambda: RUN).verify(3)
+
+
+def command(url: str, scratch: Path, rng: Random) -> None:
+    """One of the commands."""
+    out = str(scratch / "out")
+    words = rng.choice(
+        (
+            ["log", url],
+            ["show", url],
+            ["show", url, "--version", str(rng.randrange(5))],
+            ["verify", url],
+            ["checkout", url, "--out", out],
+            ["gc", url, "--keep", "1KB", "--dry-run"],
+            ["follow", url, "--into", out, "--once"],
+        )
+    )
+    try:
+        main(words)
+    except SystemExit as end:
+        if end.code:
+            raise DeltaWeightSyncError(str(end.code)) from None
+
+
+def follower(url: str, scratch: Path, rng: Random) -> None:
+    """What a replica does before it stages a version: look, pass over what is damaged, fetch, rebuild."""
+    reader = CountingReader(open_bucket(url), RUN)
+    with contextlib.closing(Lookout(reader)) as lookout:
+        manifest = lookout.look()
+        complaint = lookout.complaint()
+    reader.expect(manifest, scratch)
+    try:
+        Layout(reader, scratch).put(manifest)
+    except DeltaWeightSyncError:
+        if older := reader.buildable(manifest):
+            Layout(reader, scratch).put(older)
+        raise
+    if complaint:
+        raise complaint
+
+
+def publisher(url: str, scratch: Path, rng: Random) -> None:
+    """A trainer takes the run over, and looks for its own states."""
+    bucket = open_bucket(url)
+    RunWriter(bucket, RUN, model="m", assets=None)
+    list(usable(RunReader(bucket, RUN)))
+
+
+Reader = Callable[[str, Path, Random], None]
+READERS: tuple[Reader, ...] = (dashboard, command, follower, publisher)
+
+
+def check(reader: Reader, url: str, scratch: Path, rng: Random) -> bool:
+    """True if the reader was content, False if it said why not; an AssertionError if that was no sentence."""
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    with _captured() as printed:
+        said = _said(reader, url, scratch, rng)
+    lines = [*printed.getvalue().splitlines(), said or ""]
+    assert said != "", "an error without words"
+    assert all(line.isprintable() for line in lines), lines
+    assert len(lines[-1]) < LONGEST, lines[-1][:1000]
+    return said is None
+
+
+def _said(reader: Reader, url: str, scratch: Path, rng: Random) -> str | None:
+    try:
+        reader(url, scratch, rng)
+    except (DeltaWeightSyncError, OSError) as error:
+        return str(error)
+    return None
+
+
+@contextlib.contextmanager
+def _captured() -> Iterator[io.StringIO]:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        yield printed
