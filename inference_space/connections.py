@@ -57,9 +57,15 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
 
     def on_headers_complete(self) -> None:
-        """The head is there."""
+        """The head is there; one before the answer to the last ends both.
+
+        No client needs that, and uvicorn would not tell the first that its client has gone.
+        """
         self._stop_waiting()
-        super().on_headers_complete()
+        if self._answered():
+            super().on_headers_complete()
+        else:
+            self.transport.abort()
 
     def on_response_complete(self) -> None:
         """The answer is there; uvicorn waits for the next request from now on."""

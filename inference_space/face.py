@@ -33,6 +33,7 @@ from inference_space.embedded_vllm import EmbeddedVllm
 from inference_space.gate import Gate
 from inference_space.places import Lane
 from inference_space.settings import Settings, settings_from
+from inference_space.sparing import Sparing
 
 INFERENCE = {"/v1/models": "GET", "/v1/completions": "POST", "/v1/chat/completions": "POST"}
 KEEP_ALIVE_S = 120  # a policy plays its environment for seconds between two requests on one connection
@@ -178,6 +179,7 @@ def _address(environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _serve(app: ASGIApp, host: str, port: int) -> None:
+    logging.getLogger("uvicorn.error").addFilter(Sparing())
     uvicorn.run(
         app,
         host=host,

@@ -53,8 +53,8 @@ class Prerender:
         async with self._making:
             view = self._view()
             if self._newest is None or self._newest[0] != view.revision:
-                frame = self._frame = self._frame or await _frame(self._app, scope)
-                self._newest = view.revision, await run_in_threadpool(self._make, frame, view)
+                self._frame = self._frame or await _frame(self._app, scope)
+                self._newest = view.revision, await run_in_threadpool(self._make, self._frame, view)
             return self._newest[1]
 
     def _make(self, frame: str, view: RunView) -> _Page:
@@ -76,7 +76,7 @@ class _Page:
 
 
 async def _frame(app: ASGIApp, scope: Scope) -> str:
-    """Gradio's page, as it would be under any name."""
+    """Gradio's page, as it would be under any name; raises `ValueError` if there is none."""
     body = bytearray()
 
     async def nothing() -> Message:
@@ -88,7 +88,9 @@ async def _frame(app: ASGIApp, scope: Scope) -> str:
 
     asked = {"method": "GET", "query_string": b"", "headers": [(b"host", _NAME.encode())], "scheme": "http"}
     await app({**scope, **asked}, nothing, take)
-    return body.decode().replace(f'"http://{_NAME}"', "location.origin")
+    frame = body.decode().replace(f'"http://{_NAME}"', "location.origin")
+    put_into(frame, "")
+    return frame
 
 
 def put_into(page: str, painted: str) -> str:

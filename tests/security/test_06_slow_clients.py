@@ -117,6 +117,29 @@ def test_an_answer_may_take_as_long_as_it_is_allowed_to():
     assert running(scenario) == (True, b"at last")
 
 
+def test_a_request_behind_another_one_ends_both():
+    """Or the first would be worked on although nobody waits for it any more."""
+
+    async def scenario():
+        gone = asyncio.Event()
+
+        async def until_gone(request: Request) -> Response:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            gone.set()
+            return PlainTextResponse("gone")
+
+        link = Link(Port(until_gone))
+        link.send(ASK + b"\r\n")
+        await asyncio.sleep(1)
+        link.send(ASK + b"\r\n")
+        async with asyncio.timeout(60):
+            await gone.wait()
+        return link.open
+
+    assert running(scenario) is False
+
+
 def test_a_head_has_an_end():
     async def scenario():
         link = Link(Port())

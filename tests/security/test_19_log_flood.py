@@ -11,6 +11,7 @@ from delta_weight_sync.store import open_bucket
 from inference_space import face
 from inference_space.dashboard import mount
 from inference_space.dashboard_calls import Calls
+from inference_space.sparing import MOST, Sparing
 from tests.dashboard.told import KEY as OWNERS
 from tests.dashboard.told import Told
 from tests.security.asking import client, gate
@@ -84,8 +85,31 @@ def test_each_event_that_the_page_sends_is_known(dashboard):
     assert {*kinds} == {(), ("kept",), ("text", "number")}
 
 
+def test_whatever_goes_wrong_a_minute_has_so_many_lines():
+    now, lines = [0.0], []
+    log = logging.Logger("a log")
+    log.addFilter(Sparing(clock=lambda: now[0]))
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    log.addHandler(handler)
+    for _ in range(1000):
+        log.error("a traceback")
+    now[0] = 60.0
+    log.error("another")
+    assert lines == ["a traceback"] * MOST + [f"({1000 - MOST} such lines were left out) another"]
+
+
+def test_the_servers_log_is_such_a_one(monkeypatch):
+    server = logging.getLogger("uvicorn.error")
+    monkeypatch.setattr(server, "filters", [])
+    monkeypatch.setattr(uvicorn, "run", lambda app, **options: None)
+    face._serve(None, "127.0.0.1", 1)
+    assert [type(found) for found in server.filters] == [Sparing]
+
+
 def test_requests_that_are_no_http_write_no_line(monkeypatch):
     given = {}
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "filters", [])
     monkeypatch.setattr(uvicorn, "run", lambda app, **options: given.update(options))
     face._serve(None, "127.0.0.1", 1)
     assert (given["access_log"], given["log_level"]) == (False, "error")

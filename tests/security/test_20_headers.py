@@ -1,6 +1,7 @@
 """Finding 20: any site could show the page inside of its own, and a header could put another host into it."""
 
 import asyncio
+import logging
 import re
 
 import httpx
@@ -80,6 +81,7 @@ def test_only_the_pages_own_scripts_may_run():
 def test_who_asks_is_told_by_the_hubs_proxies_only(monkeypatch, in_a_space, proxies):
     """uvicorn takes the last address that is not a proxy's; a visitor can only write those before it."""
     given = {}
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "filters", [])
     monkeypatch.setattr(uvicorn, "run", lambda app, **options: given.update(options))
     monkeypatch.setenv("SPACE_ID", "ada/replica")
     if not in_a_space:
