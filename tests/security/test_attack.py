@@ -46,9 +46,11 @@ def replica(trainer, tmp_path):
     settings = {PUBLIC_KEY: PAIR[PUBLIC_KEY], "REPLICA_KEY": KEY, "REPLICA_VLLM_ARGS": SMALL_CACHE}
     replica = Replica(trainer.bucket.url, "live", tmp_path / "replica", environ=settings)
     replica.start()
-    replica.wait_for(1)
-    yield replica
-    replica.stop()
+    try:
+        replica.wait_for(1)
+        yield replica
+    finally:
+        replica.stop()
 
 
 class Vandal(threading.Thread):
