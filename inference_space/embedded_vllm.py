@@ -52,6 +52,7 @@ class EmbeddedVllm(Engine):
         self._settings, self._client = settings, None
         self._assets: dict[str, str] = {}
         self.app: ASGIApp | None = None
+        self.context: int | None = None  # tokens that the model reads, once that is known
         self.follower: Follower | None = None  # whose version a stream's headers name
         os.environ.update(_ENVIRONMENT, ENGINE_PYTHON=sys.executable)
         multiprocessing.set_executable(str(_engine_python(private_folder(settings.folder, "REPLICA_FOLDER"))))
@@ -82,6 +83,7 @@ class EmbeddedVllm(Engine):
         try:
             arguments = self._arguments(checkpoint)
             self._client = _client(arguments)
+            self.context = self._client.model_config.max_model_len
         except (Exception, SystemExit) as error:  # of `--help` among the arguments, too
             raise EngineError(f"vLLM did not start: {error}; the reason is in the lines above") from error
         self.app = self._wait(_app(self._client, arguments, self.follower))

@@ -26,14 +26,26 @@ from delta_weight_sync.vllm.follower import Follower
 from delta_weight_sync.vllm.progress import CountingReader
 from inference_space import dashboard, setup_page
 from inference_space.access import refusal
+from inference_space.completions import Completions
+from inference_space.connections import Connection
+from inference_space.dashboard_calls import Calls
 from inference_space.embedded_vllm import EmbeddedVllm
-from inference_space.gate import Gate, Lane
+from inference_space.gate import Gate
+from inference_space.places import Lane
 from inference_space.settings import Settings, settings_from
+from inference_space.sparing import Sparing
 
 INFERENCE = {"/v1/models": "GET", "/v1/completions": "POST", "/v1/chat/completions": "POST"}
 KEEP_ALIVE_S = 120  # a policy plays its environment for seconds between two requests on one connection
-# A view of the dashboard may rebuild a model; more of them at once would only wait for each other.
-READING = Lane(at_once=16, seconds=600.0)
+LANES = {
+    "page": Lane(at_once=64, seconds=60.0),
+    "open pages": Lane(at_once=128, seconds=None),  # a connection each, for as long as it is looked at
+    # A view of the dashboard may rebuild a model; more of them at once would only wait for each other.
+    "reading": Lane(at_once=16, seconds=600.0),
+}
+# In the Hub's network its proxies have addresses that nobody has on the internet. They append the address of
+# whom they speak for: the last that is not theirs is the visitor's, whatever was written before it.
+_PROXIES_OF_THE_HUB = "10.0.0.0/8,172.16.0.0/12,192.168.0.0/16,100.64.0.0/10,fc00::/7,127.0.0.1"
 log = logging.getLogger("delta_weight_sync")
 
 
@@ -68,9 +80,17 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(Inference, vllm=vllm, follower=follower)
     if "SPACE_ID" in os.environ:
         app.add_middleware(setup_page.SetupPage, problems=lambda: follower.problems)
-    inference = Lane(settings.max_requests or 4 * settings.max_num_seqs, settings.request_s)
-    key = "" if settings.open_inference else settings.key
-    app.add_middleware(Gate, key=key, inference=inference, reading=READING)
+    places = settings.max_requests or 4 * settings.max_num_seqs
+    app.add_middleware(
+        Gate,
+        key=settings.key,
+        open_inference=settings.open_inference,
+        lanes={**LANES, "inference": Lane(places, settings.request_s)},
+        readers={
+            "completion": Completions(lambda: vllm.context, min(places, settings.max_num_seqs)),
+            "event": Calls(app.state.dashboard_events),
+        },
+    )
     return app
 
 
@@ -160,12 +180,15 @@ def _address(environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _serve(app: ASGIApp, host: str, port: int) -> None:
+    logging.getLogger("uvicorn.error").addFilter(Sparing())
     uvicorn.run(
         app,
         host=host,
         port=port,
         access_log=False,
-        log_level="warning",
+        log_level="error",  # a warning is written for each request that is no HTTP
+        http=Connection,
+        forwarded_allow_ips=_PROXIES_OF_THE_HUB if "SPACE_ID" in os.environ else None,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=5,
     )

@@ -23,11 +23,13 @@ from delta_weight_sync.store import BucketError, open_bucket
 from delta_weight_sync.vllm.settings import NOT_HERE
 from inference_space.access import TOKENS
 from inference_space.dashboard.templates import render_template
+from inference_space.headers import FRAMED
 from inference_space.settings import SettingsError, settings_from
 
 Problems = Mapping[str, str]  # variable or secret -> what is wrong with it
 SHORTEST_KEY = 16  # characters
 WHERE = "Settings → Variables and secrets"
+_POLICY = {"content-security-policy": f"default-src 'none'; style-src 'unsafe-inline'; {FRAMED}"}
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class SetupPage:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] == "http" and scope["path"] == "/" and (problems := self._problems()):
-            return await HTMLResponse(page(problems))(scope, receive, send)
+            return await HTMLResponse(page(problems), headers=_POLICY)(scope, receive, send)
         return await self._app(scope, receive, send)
 
 

@@ -36,7 +36,7 @@ def build(controls: Controls, owner: Owner) -> None:
     with gr.Row():
         pause, resume, heal = (gr.Button(name) for name in list(_ACTIONS)[:3])
     with gr.Row():
-        version = gr.Number(label="Version", precision=0, minimum=0)
+        version = gr.Number(label="Version", precision=0)
         pin = gr.Button(list(_ACTIONS)[3])
     answer = gr.HTML("", elem_id="dws-owner-answer", apply_default_css=False)
     gr.HTML(render_template("actions.html", actions=_ACTIONS), apply_default_css=False)

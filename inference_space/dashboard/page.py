@@ -49,6 +49,7 @@ def build(
         gr.on(events, tick, seen, [page, seen], show_progress="hidden", api_visibility="private")
     for event in blocks.fns.values():
         event.queue = False  # each is one short call: no line to wait in, and one route less to guard
+        event.api_visibility = "private"  # or the page would explain how to call it, by the server's name
     return blocks
 
 
