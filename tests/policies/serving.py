@@ -21,6 +21,8 @@ def serving(app: FastAPI, **options: Any) -> Iterator[str]:
         while not server.started:
             assert thread.is_alive(), "the server has ended"
             time.sleep(0.01)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server.should_exit = True
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
