@@ -9,7 +9,7 @@ from typing import Any, Final, NoReturn
 
 import jinja2
 
-STEPS: Final = 10_000_000  # parts of the template that are evaluated: a second or a few
+STEPS: Final = 5_000_000  # parts of the template that are evaluated: seconds at most
 TEXT: Final = 32 << 20  # characters, and members of lists, that are made
 _LISTED: Final = (Iterator, MappingView)  # what filters and methods make, and whose size nobody knows
 
@@ -49,6 +49,13 @@ def charge(_: Any, value: Any, steps: int = 1) -> Any:
     return value
 
 
+@jinja2.pass_context
+def charge_part(_: Any, value: Any) -> Any:
+    """The same for a part of a value, whose members are not new."""
+    purse.pay(1, members(value))
+    return value
+
+
 def paying(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
     """A filter that pays for what it reads and for what it makes."""
 
@@ -85,10 +92,9 @@ def size(value: Any) -> int:
         total += members(each)
         if total > purse.text:
             refuse("it makes too much text")
-        if isinstance(each, dict):
-            waiting += [*each.keys(), *each.values()]
-        elif isinstance(each, (list, tuple)):
-            waiting += each
+        if isinstance(each, (dict, list, tuple)):
+            purse.pay(1 + len(each))
+            waiting += [*each.keys(), *each.values()] if isinstance(each, dict) else each
     return total
 
 

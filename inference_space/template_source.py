@@ -13,7 +13,7 @@ from jinja2.visitor import NodeTransformer
 from inference_space.template_costs import refuse
 
 MAX_SOURCE: Final = 256 << 10  # characters
-CHARGED: Final = "charged"  # the filter by which a template pays
+CHARGED, CHARGED_PART = "charged", "charged_part"  # the filters by which a template pays
 
 
 def _words(*lines: str) -> frozenset[str]:
@@ -93,7 +93,7 @@ class Rewriter(NodeTransformer):
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
         """A part is a copy."""
         self.generic_visit(node)
-        return _charged(node) if isinstance(node.arg, nodes.Slice) else node
+        return _charged(node, name=CHARGED_PART) if isinstance(node.arg, nodes.Slice) else node
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
         """Texts are compared letter by letter."""
@@ -104,8 +104,8 @@ class Rewriter(NodeTransformer):
         return node
 
 
-def _charged(node: nodes.Expr, *arguments: nodes.Expr) -> nodes.Expr:
-    return nodes.Filter(node, CHARGED, list(arguments), [], None, None)
+def _charged(node: nodes.Expr, *arguments: nodes.Expr, name: str = CHARGED) -> nodes.Expr:
+    return nodes.Filter(node, name, list(arguments), [], None, None)
 
 
 def _not_listed(what: str) -> nodes.Node:

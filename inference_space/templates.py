@@ -17,8 +17,8 @@ from jinja2.runtime import Namespace
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from delta_weight_sync.vllm.engine import EngineError
-from inference_space.template_costs import charge, members, paying, purse, refuse, steps
-from inference_space.template_source import CHARGED, FILTERS, MAX_SOURCE, Rewriter
+from inference_space.template_costs import charge, charge_part, members, paying, purse, refuse, steps
+from inference_space.template_source import CHARGED, CHARGED_PART, FILTERS, MAX_SOURCE, Rewriter
 
 _RANGE: Final = 10_000
 _STOCK: Final = "ImmutableSandboxedEnvironment"
@@ -47,9 +47,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(*arguments, **options)
         self.globals = {"namespace": _Quiet, "range": _range}
 
+    def _parse(self, source: str, *arguments: Any) -> nodes.Template:
+        if len(source) > MAX_SOURCE:
+            refuse(f"it has more than {MAX_SOURCE} characters")
+        return super()._parse(source, *arguments)
+
     def _generate(self, source: nodes.Template, *arguments: Any, **options: Any) -> str:
         purse.fill()
-        self.filters = {name: paying(name, self.filters[name]) for name in FILTERS} | {CHARGED: charge}
+        self.filters = {name: paying(name, self.filters[name]) for name in FILTERS}
+        self.filters |= {CHARGED: charge, CHARGED_PART: charge_part}
         return super()._generate(Rewriter().visit(source), *arguments, **options)
 
     @staticmethod

@@ -37,6 +37,8 @@ class Lookout:
         # What failed: to get an answer, to find a version behind the HEADs that are there, to use a version.
         self._asking, self._finding, self._using = (Patience() for _ in range(3))
         self._answered = False
+        self._head_floor: Rank | None
+        self._floor: Rank | None
         self.forget()
         self._head_floor = self._floor = seen.rank if seen else None
 
@@ -53,8 +55,7 @@ class Lookout:
         """Begin anew: whatever is there is taken for new, and for the newest."""
         self.again()
         self._asking.forget()
-        self._head_floor: Rank | None = None
-        self._floor: Rank | None = None
+        self._head_floor, self._floor = None, None
 
     def take(self, use: Callable[[Manifest], object]) -> bool:
         """Look, if it is time to, and `use` a version that is new; True where nothing is left to be used.

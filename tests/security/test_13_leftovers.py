@@ -13,14 +13,12 @@ from delta_weight_sync.kept import kept_checkpoint
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.vllm.follower import Follower
 from delta_weight_sync.vllm.progress import CountingReader
-from delta_weight_sync.vllm.scratch import PREFIX, Scratch
+from delta_weight_sync.vllm.scratch import PREFIX, scratch_folder
 from tests.cli.drifting import RUN, Drifting
 from tests.inference.test_orders import Mortal
 
 LEFT = ".0f0e0d.part"
-OWNER = (
-    "from delta_weight_sync.vllm.scratch import Scratch; s = Scratch(); print(s.path, flush=True); input()"
-)
+OWNER = "from delta_weight_sync.vllm.scratch import *; print(scratch_folder(), flush=True); input()"
 
 
 @pytest.fixture
@@ -52,11 +50,11 @@ def test_the_folder_of_a_killed_replica_is_removed_and_that_of_a_living_one_stay
     killed.kill()
     killed.wait(60)
     try:
-        mine = Scratch()
+        mine = scratch_folder()
         assert not left.exists()
         assert (used / "model.safetensors").exists()
         assert young.exists(), "it is just being made"
-        assert mine.path.exists()
+        assert mine.exists()
     finally:
         living.communicate("\n", timeout=60)
         killed.communicate(timeout=60)
@@ -67,7 +65,7 @@ def test_a_link_that_somebody_put_there_is_not_followed(temporary, tmp_path) -> 
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / ".alive").touch()
     (temporary / f"{PREFIX}link").symlink_to(tmp_path / "precious")
-    Scratch()
+    scratch_folder()
     assert (tmp_path / "precious").exists()
 
 

@@ -18,6 +18,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from delta_weight_sync.vllm.engine import EngineError
 from inference_space import template_costs, templates
+from inference_space.template_costs import STEPS
 from inference_space.template_source import MAX_SOURCE
 
 USER = {"role": "user", "content": "hello"}
@@ -75,7 +76,6 @@ HOSTILE = {
     "writes over and over": LONG + 2 * TURNS + "{{ n.x }}" + 2 * "{% endfor %}",
     "splits over and over": LONG + 2 * TURNS + "{% set y = n.x.split('a') %}" + 2 * "{% endfor %}",
     "joins very much at once": "{% set x = " + " ~ ".join(["messages[0].content"] * 9999) + " %}",
-    "makes filler text": "{{ lipsum(n=999999999) }}",
     "includes": "{% include 'a' %}",
     "is very long": "a" * (MAX_SOURCE + 1) + "{{ 1 }}",
 }
@@ -129,7 +129,7 @@ def test_a_thousand_messages_are_few() -> None:
 @pytest.mark.full
 def test_templates_that_are_in_use_are_rendered_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that TRL and vLLM ship."""
-    monkeypatch.setattr(template_costs, "STEPS", 10_000_000)
+    monkeypatch.setattr(template_costs, "STEPS", STEPS)
     packages = Path(jinja2.__file__).parents[1]
     places = ("trl/chat_templates", "vllm/transformers_utils/chat_templates")
     sources = [path for place in places for path in sorted((packages / place).glob("*.jinja"))]

@@ -30,7 +30,7 @@ from delta_weight_sync.vllm.engine import Engine
 from delta_weight_sync.vllm.follower import Follower
 from delta_weight_sync.vllm.orders import Orders
 from delta_weight_sync.vllm.progress import CountingReader
-from delta_weight_sync.vllm.scratch import Scratch
+from delta_weight_sync.vllm.scratch import scratch_folder
 from delta_weight_sync.vllm.settings import PREFIX, Settings, settings_from
 from delta_weight_sync.vllm.version_headers import VersionHeaders
 
@@ -58,13 +58,12 @@ class Endpoint:
         embedded = hasattr(state, "follower")
         if settings is None or embedded or engine_client.vllm_config.parallel_config._api_process_rank > 0:
             return
-        self._scratch = None if settings.folder else Scratch()
         reader = open_run(settings.run, public_key=settings.public_key)
         state.follower = Follower(
             CountingReader(reader.bucket, reader.keys.run, reader.believed),
             Engine(engine_client, asyncio.get_running_loop()),
             name=settings.name,
-            folder=self._scratch.path if self._scratch else Path(settings.folder),
+            folder=Path(settings.folder) if settings.folder else scratch_folder(),
             poll_s=settings.poll_s,
         )
         state.follower.start()

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import os
 import shutil
 import tempfile
 from pathlib import Path
 from stat import S_ISDIR
-from typing import Final, TextIO
+from typing import Final
 
 PREFIX: Final = "delta-weight-sync-replica-"
 _MARK: Final = ".alive"  # a file that is locked as long as the process lives
 
 
-class Scratch:
-    """Gone when the process ends, unless that is killed."""
+def scratch_folder() -> Path:
+    """A new one, which is gone when this process ends, unless that is killed."""
+    _remove_left()
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    _mark(folder)
+    return folder
 
-    def __init__(self) -> None:
-        _remove_left()
-        self._folder = tempfile.TemporaryDirectory(prefix=PREFIX)
-        self.path = Path(self._folder.name)
-        self._mark = _marked(self.path)
 
-
-def _marked(folder: Path) -> TextIO:
+def _mark(folder: Path) -> None:
     """The lock is taken before the file has its name: no other process ever finds the mark unlocked."""
     coming = folder / f"{_MARK}.new"
-    mark = coming.open("w")
-    fcntl.flock(mark, fcntl.LOCK_EX)
+    fcntl.flock(os.open(coming, os.O_CREAT | os.O_WRONLY, 0o600), fcntl.LOCK_EX)  # held until the end
     coming.rename(folder / _MARK)
-    return mark
 
 
 def _remove_left() -> None:
