@@ -21,11 +21,7 @@ from delta_weight_sync.refs import FileRef
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.vllm.follower import Follower
 from delta_weight_sync.vllm.progress import CountingReader
-from inference_space.dashboard.data import RunCache
 from tests.cli.drifting import RUN, Drifting
-from tests.dashboard.real_run import RealRun
-from tests.dashboard.test_data import until, version
-from tests.dashboard.test_long_run import Counted
 from tests.inference.thief import renewed
 from tests.security.quick_time import QuickTime, Restarted
 
@@ -239,20 +235,3 @@ def test_a_run_that_was_started_over_is_followed_into_the_same_folder(run, time,
     assert time.follow(2, RUN, tmp_path / "kept").complaint == ""
     assert (tmp_path / "kept" / "current").resolve().name == "00000000"
     again.close()
-
-
-def test_one_stale_read_moves_no_page_back(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("inference_space.dashboard.data.EVERY_S", 0.02)
-    bucket = Counted(open_bucket(f"file://{tmp_path}/page", create=True))
-    run = RealRun(bucket._bucket, layers=1)
-    (head,) = (info.key for info in bucket.list("runs/real/heads/"))
-    old = bucket.get(head)
-    run.step()
-    run.step()
-    cache = RunCache(bucket, None)
-    until(cache, lambda view: version(view) == 2 and all(r.digest_ok for r in view.progress.replicas))
-    bucket.put(head, old)
-    looked = bucket.asked["get"] + 10
-    view = until(cache, lambda view: bucket.asked["get"] > looked)
-    assert (version(view), [replica.digest_ok for replica in view.progress.replicas]) == (2, [True])
-    run.close()

@@ -77,10 +77,10 @@ def test_a_template_that_is_always_hostile_keeps_nobody_from_completions(tmp_pat
 def test_a_tokenizer_that_takes_for_ever_holds_up_nobody_else(tmp_path: Path, base: Path) -> None:
     place = base / "tokenizer.json"
     tokenizer = json.loads(place.read_text())
-    split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
+    split = {"type": "Split", "pattern": {"Regex": "x*x*x*y"}, "behavior": "Isolated", "invert": False}
     tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, tokenizer["pre_tokenizer"]]}
     place.write_text(json.dumps(tokenizer))
     with served(tmp_path, base, VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT="2") as replica:
         for ask in (chat, complete):
-            assert ask(replica, 400 * "x").status_code >= 400
+            assert ask(replica, 300 * "x").status_code >= 400
             assert ask(replica, "hello").status_code == 200
