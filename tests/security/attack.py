@@ -59,8 +59,8 @@ class Attack:
             (self.half_a_body, 0.05),
             (self.open_page, 0.05),
         ]
-        self._live = await self._find_event()
         async with self._http, asyncio.TaskGroup() as tasks:
+            self._live = await self._find_event()
             for kind, every in kinds:
                 tasks.create_task(self._repeat(kind, every, seconds))
 
