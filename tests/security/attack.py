@@ -9,6 +9,7 @@ more than an address may, not more than a machine can send.
 import asyncio
 import itertools
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -59,8 +60,15 @@ class Attack:
             (self.open_page, 0.05),
         ]
         async with self._http, asyncio.TaskGroup() as tasks:
+            self._live = await self._find_event()
             for kind, every in kinds:
                 tasks.create_task(self._repeat(kind, every, seconds))
+
+    async def _find_event(self) -> int:
+        """The number of the event by which the page is kept up to date: the one with one input."""
+        page = (await self._http.get("/", timeout=60.0)).text.replace("location.origin", "null")
+        config = json.loads(re.search(r"window\.gradio_config = ({.*?});</script>", page)[1])
+        return next(event["id"] for event in config["dependencies"] if len(event["inputs"]) == 1)
 
     async def _repeat(self, kind: Kind, every: float, seconds: float) -> None:
         """At most 64 of a kind at once: those that never end are given up with the attack."""
@@ -85,7 +93,7 @@ class Attack:
         return (await self._http.get("/")).status_code
 
     async def tick(self) -> int:
-        call = {"fn_index": 0, "data": [None], "session_hash": next(self._sessions)}
+        call = {"fn_index": self._live, "data": [None], "session_hash": next(self._sessions)}
         return (await self._http.post(EVENT, json=call)).status_code
 
     async def no_event(self) -> int:
