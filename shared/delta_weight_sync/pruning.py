@@ -15,7 +15,7 @@ run that has ended does not age away, and no other clock matters.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Self
 
@@ -23,7 +23,8 @@ from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.history import RunReader
 from delta_weight_sync.keys import Writer, state_version, version_key
 from delta_weight_sync.protocol import Manifest
-from delta_weight_sync.store import Bucket, ObjectInfo
+from delta_weight_sync.refs import FileRef
+from delta_weight_sync.store import Bucket, ObjectInfo, ObjectMissing
 from delta_weight_sync.units import size_text, time_text
 
 GRACE_S: Final = 3600.0
@@ -76,13 +77,25 @@ class Survey:
         return sum(doomed.info.size for doomed in self.delete)
 
 
+class _Version(NamedTuple):
+    """What is remembered of a manifest, which itself takes a hundred times the memory."""
+
+    number: int
+    created_at: float
+    key: str
+    parent: FileRef | None
+    needs: tuple[str, ...]  # keys of what builds it
+    names: tuple[str, ...]  # of all that it names
+
+
 class Pruner:
     """Looks a run over, again and again if it is to stay within a budget; reads each manifest once."""
 
     def __init__(self, reader: RunReader, keep: Keep, grace_s: float = GRACE_S) -> None:
         """`grace_s`: how long something that nothing names may still be on its way, or being read."""
         self._reader, self._keep, self._grace_s = reader, keep, grace_s
-        self._read: dict[str, Manifest] = {}
+        self._read: dict[str, _Version] = {}  # by the manifest's key
+        self._keys: dict[str, str] = {}  # each once, as many versions name the same ones
 
     def survey(self, spare: Collection[str] = (), reserve: int = 0) -> Survey | None:
         """What may go now; None for a run without versions. Raises `BucketError` and `ProtocolError`.
@@ -96,26 +109,48 @@ class Pruner:
         kept = objects.lasting(spare)
         size, oldest = objects.size(kept), newest.version
         limit, since = self._keep.size - reserve, newest.created_at - self._keep.age_s
-        for manifest in self._versions(newest):
-            whole = manifest is newest or objects.is_young(objects.key(manifest))
-            must = whole or manifest.version >= objects.oldest_state
-            more = objects.needs(manifest, whole=whole) - kept
-            if not must and (size + objects.size(more) > limit or manifest.created_at < since):
+        for version in self._versions(newest):
+            whole = version.number == newest.version or objects.is_young(version.key)
+            must = whole or version.number >= objects.oldest_state
+            more = {version.key, *(version.names if whole else version.needs)} - kept
+            if not must and (size + objects.size(more) > limit or version.created_at < since):
                 break
             kept |= more
-            size, oldest = size + objects.size(more), manifest.version
-        self._read = {key: manifest for key, manifest in self._read.items() if manifest.version >= oldest}
+            size, oldest = size + objects.size(more), version.number
+        self._forget(oldest)
         return Survey(tuple(objects.doomed(kept, oldest)), size, oldest, newest.version)
 
-    def _versions(self, newest: Manifest) -> Iterator[Manifest]:
+    def _versions(self, newest: Manifest) -> Iterator[_Version]:
         """As `RunReader.history`, without reading what was read before."""
-        manifest: Manifest | None = newest
-        while manifest:
-            yield manifest
-            key = manifest.parent.key if manifest.parent else ""
-            manifest = self._read.get(key) or self._reader.parent(manifest)
-            if manifest:
-                self._read[key] = manifest
+        version: _Version | None = self._remember(newest)
+        while version:
+            yield version
+            version = self._before(version.parent)
+
+    def _before(self, parent: FileRef | None) -> _Version | None:
+        if parent is None:
+            return None
+        if known := self._read.get(parent.key):
+            return known
+        try:
+            return self._remember(self._reader.manifest(parent))
+        except ObjectMissing:
+            return None
+
+    def _remember(self, manifest: Manifest) -> _Version:
+        writer = Writer(manifest.writer_term, manifest.writer)
+        key = self._reader.keys.manifest(manifest.version, writer)
+        needs, names = (self._once(files) for files in (manifest.way().files, manifest.named()))
+        version = _Version(manifest.version, manifest.created_at, key, manifest.parent, needs, names)
+        self._read[key] = version
+        return version
+
+    def _once(self, files: Iterable[FileRef]) -> tuple[str, ...]:
+        return tuple(self._keys.setdefault(file.key, file.key) for file in files)
+
+    def _forget(self, oldest: int) -> None:
+        self._read = {key: version for key, version in self._read.items() if version.number >= oldest}
+        self._keys = {key: key for version in self._read.values() for key in version.names}
 
 
 def prune(bucket: Bucket, survey: Survey) -> None:
@@ -129,20 +164,11 @@ class _Objects:
     """What is in a run's folder."""
 
     def __init__(self, reader: RunReader, newest: Manifest, grace_s: float) -> None:
-        self._keys, self._newest = reader.keys, newest
+        self._newest = newest
         self._infos = {info.key: info for info in reader.bucket.list(reader.keys.folder)}
         states = [version for key in self._infos if (version := state_version(key)) is not None]
         self.oldest_state = min([*states, newest.version])  # of a version that a trainer may go on from
         self._young = max((info.written or 0.0 for info in self._infos.values()), default=0.0) - grace_s
-
-    def key(self, manifest: Manifest) -> str:
-        """Of the manifest itself."""
-        return self._keys.manifest(manifest.version, Writer(manifest.writer_term, manifest.writer))
-
-    def needs(self, manifest: Manifest, *, whole: bool) -> set[str]:
-        """The keys of a version: its manifest's, and what builds it, or the `whole` of what it names."""
-        files = manifest.named() if whole else manifest.way().files
-        return {self.key(manifest), *(file.key for file in files)}
 
     def is_young(self, key: str) -> bool:
         """Written within the grace; also what the store does not tell of, or does not list yet."""

@@ -99,7 +99,7 @@ def test_by_age_the_versions_of_that_time_stay(run, monkeypatch):
     newest = run.at()
     manifests = {m.version: m.model_copy(update={"created_at": 600.0 * m.version}) for m in run.history()}
     monkeypatch.setattr(run, "newest", lambda: manifests[newest.version])
-    monkeypatch.setattr(run, "parent", lambda m: manifests.get(m.version - 1))
+    monkeypatch.setattr(run, "manifest", lambda ref: manifests[version_key(ref.key).version])
     assert survey(run, "10h").oldest == VERSIONS - 60
     assert survey(run, "2d").oldest == 0
 
