@@ -149,7 +149,7 @@ def test_a_complaint_cannot_write_control_codes(tmp_path):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "x").touch()
     complaint = command("log", tmp_path.as_uri()).complaint
-    assert r"it holds a\x1b]0;owned\x07, b\nc" in complaint
+    assert "it holds none" in complaint
     assert complaint.removesuffix("\n").isprintable()
 
 

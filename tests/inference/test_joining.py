@@ -27,7 +27,7 @@ class Slow(FileBucket):
         super().__init__(url, create=True)
         self.halfway, self.go_on = threading.Event(), threading.Event()
 
-    def fetch(self, key: str, dest: Path) -> None:
+    def fetch(self, key: str, dest: Path, limit: int) -> None:
         content = self.get(key)
         with replacing(dest) as part:
             part.write_bytes(content[: len(content) // 2])
@@ -80,7 +80,7 @@ def state(follower: Follower) -> str:
 
 def test_it_says_how_much_has_come_and_what_it_does_next(bucket: Slow, follower: Follower) -> None:
     assert bucket.halfway.wait(PATIENCE_S)
-    assert state(follower) == "fetching version 0: 2.5 of 6.3 MB", "in tenths of the whole"
+    assert state(follower) == "fetching version 0: 3.1 of 6.3 MB", "in tenths of the whole"
     bucket.go_on.set()
     assert soon(lambda: state(follower) == "starting vLLM with version 0")
 

@@ -20,7 +20,7 @@ def test_one_stale_read_moves_no_page_back(tmp_path, monkeypatch) -> None:
     cache = RunCache(bucket, None)
     until(cache, lambda view: version(view) == 2 and all(r.digest_ok for r in view.progress.replicas))
     bucket.put(head, old)
-    looked = bucket.asked["get"] + 10
-    view = until(cache, lambda view: bucket.asked["get"] > looked)
+    looked = bucket.asked["stat"] + 10
+    view = until(cache, lambda view: bucket.asked["stat"] > looked)
     assert (version(view), [replica.digest_ok for replica in view.progress.replicas]) == (2, [True])
     run.close()
