@@ -32,7 +32,7 @@ from trainer.arguments import ScriptArguments
 from trainer.policies import smollm2
 from trainer.token_syncs import UNKNOWN, TracedSample
 
-_KEPT, _ROUNDS, _STEPS, _BATCH, _PROMPT, _TOKENS = 16, 5, 5, 16, 40, 80
+_KEPT, _ROUNDS, _STEPS, _BATCH, _PROMPT, _TOKENS = 16, 5, 3, 16, 40, 80
 
 
 def main() -> None:
@@ -79,7 +79,7 @@ def _moved(name: str, shape: torch.Size, numbers: np.random.Generator) -> Patch:
 
 def _steps(policy: Path) -> str:
     rows = []
-    for syncs in (1, 2, 4):
+    for syncs in (1, 4):
         steps = _trained(policy, syncs)
         step, exact, written = (median(column) for column in zip(*steps, strict=True))
         rows.append(
