@@ -1,178 +1,145 @@
 """What exact old policies cost, beside snapshots in their place: `python -m bench.past`, some minutes.
 
-Rolling: a model of SmolLM2-135M's shapes through syncs that change 1 % of its weights, against copying a bf16
-snapshot of the same sync over it, in turns. Steps: TRL's own trainer with that model, whose samples were made
-by one sync or by several; what exactness takes of a step, both measured in each step.
+With SmolLM2-135M in float32, on one thread, in processor seconds. Rolling: through syncs that change 1 % of
+the weights, against copying a bf16 snapshot of a sync over them. Steps: forward, backward and AdamW of TRL's
+model for a batch, against making its log-probabilities exact where one sync or several have made it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
-import shutil
-import tempfile
-from pathlib import Path
-from statistics import median
+from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-from trl.experimental.async_grpo import AsyncGRPOConfig
+from trl.experimental.async_grpo.packing import TREE_ATTENTION, TreeRow, register_tree_attention
+from trl.trainer.utils import add_fused_lm_head, create_model_from_path
 
 from bench import machine, timing
 from bench.markdown import table
 from bench.results import SCRATCH
-from delta_weight_sync import open_bucket
 from delta_weight_sync.codec import Patch
+from delta_weight_sync.publish import trl_patches
 from delta_weight_sync.publish.past import Past
-from delta_weight_sync.runlog import RunLogReader, StepEvent
-from trainer import rollouts, train
-from trainer.arguments import ScriptArguments
+from delta_weight_sync.publish.trl_trainer import live_weights
+from trainer.exact import ExactSamples
+from trainer.past_policy import PastPolicy, Query, as_trl_has_it, forward
 from trainer.policies import smollm2
 from trainer.token_syncs import UNKNOWN, TracedSample
 
-_KEPT, _ROUNDS, _STEPS, _BATCH, _PROMPT, _TOKENS = 16, 5, 3, 16, 40, 80
+_SYNCS, _ROUNDS = 16, 5
+_BATCH, _PROMPT, _TOKENS = 16, 40, 80
+_NUMBERS = np.random.default_rng(0)
 
 
 def main() -> None:
     """Print both tables."""
     torch.set_num_threads(1)
-    policy = smollm2.build(SCRATCH / "smollm2-4bit")
-    print(machine.load(), _rolls(policy), _steps(policy), sep="\n\n")
+    trl_patches.install()
+    register_tree_attention()
+    folder = smollm2.build(SCRATCH / "smollm2-4bit")
+    policy = create_model_from_path(
+        str(folder), device_map=None, attn_implementation=TREE_ATTENTION, dtype="float32"
+    )
+    add_fused_lm_head(policy)
+    changes = _changes(policy)
+    print(f"load {machine.load()}", _rolls(policy, changes), _steps(policy, changes), sep="\n\n")
 
 
-def _rolls(policy: Path) -> str:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(policy))
-    weights = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
-    total = sum(tensor.numel() for tensor in weights.values())
-    past, numbers = Past(0, _KEPT), np.random.default_rng(0)
-    for sync in range(1, _KEPT + 1):
-        past.add(sync, [_moved(name, tensor.shape, numbers) for name, tensor in weights.items()])
+def _changes(policy: torch.nn.Module) -> list[list[Patch]]:
+    return [[_moved(name, p.shape) for name, p in live_weights(policy)] for _ in range(_SYNCS)]
+
+
+def _moved(name: str, shape: torch.Size) -> Patch:
+    index = np.flatnonzero(_NUMBERS.random(shape.numel()) < 0.01)
+    return Patch(name, tuple(shape), index, _NUMBERS.choice([1, 0xFFFF], index.size).astype(np.uint16))
+
+
+def _past(changes: list[list[Patch]]) -> Past:
+    past = Past(0, _SYNCS)
+    for sync, patches in enumerate(changes, start=1):
+        past.add(sync, patches)
+    return past
+
+
+def _rolls(policy: torch.nn.Module, changes: list[list[Patch]]) -> str:
+    past = _past(changes)
+    weights, over = ({name: p.detach().clone() for name, p in live_weights(policy)} for _ in range(2))
     snapshot = {name: tensor.bfloat16() for name, tensor in weights.items()}
-    written = past.roll(weights, _KEPT, _KEPT - 1)
-    past.roll(weights, _KEPT - 1, _KEPT)
-
-    spare = {name: tensor.clone() for name, tensor in weights.items()}
-    competitors = {
-        "back by 1 sync": lambda: past.roll(weights, _KEPT, _KEPT - 1),
-        "a snapshot": lambda: [tensor.copy_(snapshot[name]) for name, tensor in spare.items()],
-        "on by 1 sync": lambda: past.roll(weights, _KEPT - 1, _KEPT),
-        "back by 16": lambda: past.roll(weights, _KEPT, 0),
-        "on by 16": lambda: past.roll(weights, 0, _KEPT),
+    total = sum(tensor.numel() for tensor in weights.values())
+    works = {
+        "back by 1 sync": lambda: past.roll(weights, _SYNCS, _SYNCS - 1),
+        "a snapshot": lambda: [tensor.copy_(snapshot[name]) for name, tensor in over.items()],
+        "on by 1 sync": lambda: past.roll(weights, _SYNCS - 1, _SYNCS),
+        "back by 16": lambda: past.roll(weights, _SYNCS, 0),
+        "on by 16": lambda: past.roll(weights, 0, _SYNCS),
     }
-    seconds = {name: min(all_) for name, all_ in timing.take_turns(competitors, _ROUNDS).items()}
-    copy, snapshots = seconds["a snapshot"], _KEPT * 2 * total
-    rows = [[name, f"{1e3 * s:.1f} ms", f"{s / copy:.2f}"] for name, s in seconds.items()]
+    seconds = {name: min(all_) for name, all_ in timing.take_turns(works, _ROUNDS).items()}
+    rows = [[name, f"{1e3 * s:.0f} ms", f"{s / seconds['a snapshot']:.2f}"] for name, s in seconds.items()]
+    written = past.roll(weights, _SYNCS, _SYNCS - 1)
     rows += [
-        ["weights written per sync", f"{written / 1e6:.2f} M", f"{written / total:.4f}"],
-        ["kept for 16 syncs", f"{past.nbytes / 1e6:.0f} MB", f"{past.nbytes / snapshots:.3f}"],
+        ["weights written by 1 sync", f"{written / 1e6:.2f} M", f"{written / total:.4f}"],
+        ["kept for 16 syncs", f"{past.nbytes / 1e6:.0f} MB", f"{past.nbytes / (_SYNCS * 2 * total):.3f}"],
     ]
-    return table(["135 M weights in float32, 1 % changed per sync", "", "of a snapshot"], rows)
+    return table(["a roll", "", "of a snapshot, or of 16"], rows)
 
 
-def _moved(name: str, shape: torch.Size, numbers: np.random.Generator) -> Patch:
-    index = np.flatnonzero(numbers.random(shape.numel()) < 0.01)
-    return Patch(name, tuple(shape), index, numbers.choice([1, 0xFFFF], index.size).astype(np.uint16))
+def _steps(policy: torch.nn.Module, changes: list[list[Patch]]) -> str:
+    past = Past(0, _SYNCS)
+    old = PastPolicy(policy, 0)
+    old.begin(policy, past)
+    for sync, patches in enumerate(changes, start=1):
+        past.add(sync, patches)
+    works: dict[str, timing.Work] = {"step": _Step(policy)}
+    for syncs in (1, 2, 4):
+        works[f"{syncs} syncs"] = lambda syncs=syncs: _exact(old, syncs)
+    seconds = {name: min(all_) for name, all_ in timing.take_turns(works, 2).items()}
+    rows = [[name, f"{s:.2f} s", f"{s / seconds['step']:.2f}"] for name, s in seconds.items()]
+    return table(["a batch of 16 samples of 80 tokens, half of them an answer", "", "of a step"], rows)
 
 
-def _steps(policy: Path) -> str:
-    rows = []
-    for syncs in (1, 4):
-        steps = _trained(policy, syncs)
-        step, exact, written = (median(column) for column in zip(*steps, strict=True))
-        rows.append(
-            [str(syncs), f"{step:.2f} s", f"{exact:.2f} s", f"{exact / step:.2f}", f"{written / 1e6:.2f} M"]
-        )
-    head = ["syncs that made a batch", "forward, backward, AdamW", "exactness", "ratio", "weights written"]
-    return table(head, rows)
+class _Step:
+    def __init__(self, policy: torch.nn.Module) -> None:
+        self._policy, self._optimizer = policy, torch.optim.AdamW(policy.parameters(), lr=1e-9)
+        self._row = TreeRow()
+        for sample in _samples(1):
+            self._row.add(as_trl_has_it(Query(sample.input_ids, sample.completion_mask == 1)))
+
+    def __call__(self) -> None:
+        forward(self._policy, self._row.pack()).mean().backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
 
-def _trained(policy: Path, syncs: int) -> list[tuple[float, float, float]]:
-    """Of each step: seconds without and for exactness, and how many weights rolling wrote."""
-    folder = Path(tempfile.mkdtemp(prefix="past-", dir=SCRATCH))
-    script = ScriptArguments(
-        model=str(policy),
-        bucket=folder.as_uri(),
-        run="bench",
-        replicas=[],
-        task="shorter",
-        exact_old_policy=True,
-    )
-    with mock.patch.object(rollouts, "make_worker", return_value=_Played(syncs)):
-        train.train(script, _settings(folder))
-    log = RunLogReader(open_bucket(folder.as_uri()), "bench").poll()
-    shutil.rmtree(folder)
-    steps = [event.metrics for event in log if isinstance(event, StepEvent)][syncs:-1]
-    return [_figures(step) for step in steps]
+def _exact(old: PastPolicy, syncs: int) -> None:
+    waiting: queue.Queue[TracedSample] = queue.Queue()
+    for sample in _samples(syncs):
+        waiting.put(sample)
+    accelerator = SimpleNamespace(autocast=contextlib.nullcontext)
+    trainer: Any = SimpleNamespace(_metrics={"train": defaultdict(list)}, accelerator=accelerator)
+    ExactSamples(waiting, old, trainer, _BATCH).get()
 
 
-def _figures(step: dict[str, float]) -> tuple[float, float, float]:
-    without = step["perf/fwd_bwd_s"] + step["perf/optimizer_s"]
-    return without, step["exact/seconds_total"], step["exact/weights_written_total"]
+def _samples(syncs: int) -> list[TracedSample]:
+    """Each of one of the newest `syncs`."""
+    return [_sample(_SYNCS - number % syncs) for number in range(_BATCH)]
 
 
-def _settings(folder: Path) -> AsyncGRPOConfig:
-    return AsyncGRPOConfig(
-        output_dir=str(folder / "trl"),
-        max_steps=_STEPS + 4,
-        per_device_train_batch_size=_BATCH,
-        token_budget=0,
-        dtype="float32",
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,
-        learning_rate=1e-5,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        max_staleness=_KEPT,
-    )
-
-
-class _Played:
-    """TRL's `RolloutWorkerProtocol`: after each sync a batch of random samples, of the newest `syncs`."""
-
-    def __init__(self, syncs: int) -> None:
-        self._syncs = syncs
-        self.rollout_buffer: queue.Queue[TracedSample] = queue.Queue()
-        self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
-        self._numbers = np.random.default_rng(0)
-
-    def start(self) -> None:
-        """TRL looks a batch ahead."""
-        self.update_model_version(1)
-
-    def update_model_version(self, model_version: int) -> None:
-        """Each sample is of one sync."""
-        for number in range(_BATCH):
-            sync = max(1, model_version - number % self._syncs)
-            self.rollout_buffer.put(_sample(self._numbers.integers(5, 40_000, _TOKENS), sync, number // 8))
-
-    def inherit(self, sync: int) -> None:
-        """There was nobody before."""
-
-    def stop(self) -> None:
-        """Nothing runs."""
-
-    def check_health(self, stale_after_s: float) -> None:
-        """It is well."""
-
-
-def _sample(tokens: np.ndarray, sync: int, group: int) -> TracedSample:
+def _sample(sync: int) -> TracedSample:
     answer = np.arange(_TOKENS) >= _PROMPT
     return TracedSample(
-        prompt=[{"role": "user", "content": "?"}],
-        completion=[{"role": "assistant", "content": "!"}],
-        input_ids=tokens,
+        prompt=[],
+        completion=[],
+        input_ids=_NUMBERS.integers(5, 40_000, _TOKENS),
         completion_mask=answer.astype(np.int64),
         old_log_probs=np.where(answer, -10.0, 0.0).astype(np.float32),
-        advantage=1.0 if group % 2 else -1.0,
+        advantage=1.0,
         model_version=sync,
-        group_id=group,
-        metrics={"reward": 1.0},
+        group_id=0,
+        metrics={},
         token_syncs=np.where(answer, sync, UNKNOWN),
     )
 

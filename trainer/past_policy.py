@@ -66,35 +66,37 @@ class PastPolicy:
     @torch.no_grad()
     def log_probs(self, queries: Sequence[Query]) -> LogProbs:
         """Of the tokens that are asked for, at the temperature of TRL's model, query by query: float32."""
-        found = [self._forward(row.pack()) for row in self._rows(queries)]
+        found = [forward(self._model, row.pack()) for row in self._rows(queries)]
         return torch.cat(found).float().cpu().numpy()
 
     def _rows(self, queries: Sequence[Query]) -> Iterator[TreeRow]:
         row = TreeRow()
         for query in queries:
-            sample = _as_trl_has_it(query)
+            sample = as_trl_has_it(query)
             if row.samples and self._token_budget and not row.fits(sample, self._token_budget):
                 yield row
                 row = TreeRow()
             row.add(sample)
         yield row
 
-    def _forward(self, packed: dict[str, torch.Tensor]) -> torch.Tensor:
-        """As `AsyncGRPOTrainer.compute_loss` does it, for a single row."""
-        packed = {key: column.to(next(iter(self._weights.values())).device) for key, column in packed.items()}
-        longest_q, longest_k = packed["tree_max_seqlens"].tolist()
-        outputs = self._model(
-            **{key: packed[key][None] for key in ("input_ids", "position_ids", "shift_labels")},
-            **{key: packed[key] for key in ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")},
-            tree_max_seqlen_q=longest_q,
-            tree_max_seqlen_k=longest_k,
-            fused_lm_head=True,
-        )
-        log_probs: torch.Tensor = outputs.log_probs.flatten()[packed["token_index"]]
-        return log_probs
+
+def forward(model: torch.nn.Module, packed: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Log-probabilities of the tokens of one packed row, as `AsyncGRPOTrainer.compute_loss` has them."""
+    device = next(model.parameters()).device
+    packed = {key: column.to(device) for key, column in packed.items()}
+    longest_q, longest_k = packed["tree_max_seqlens"].tolist()
+    outputs = model(
+        **{key: packed[key][None] for key in ("input_ids", "position_ids", "shift_labels")},
+        **{key: packed[key] for key in ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")},
+        tree_max_seqlen_q=longest_q,
+        tree_max_seqlen_k=longest_k,
+        fused_lm_head=True,
+    )
+    log_probs: torch.Tensor = outputs.log_probs.flatten()[packed["token_index"]]
+    return log_probs
 
 
-def _as_trl_has_it(query: Query) -> dict[str, Any]:
+def as_trl_has_it(query: Query) -> dict[str, Any]:
     """A sample whose asked tokens are those that it is trained on."""
     nothing = np.zeros(len(query.input_ids))
     return {

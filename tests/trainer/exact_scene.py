@@ -60,6 +60,7 @@ class Published:
 
     def __init__(self, url: str, base: Path, syncs: int, keep: int, dtype: str, token_budget: int) -> None:
         policy = trl_model(base, dtype)
+        step(policy, 1)  # so that float32 weights are no bf16, as where a trainer goes on
         self.past = PastPolicy(policy, token_budget)
         with Publisher(url, base) as publisher:
             publisher.publish(live_weights(policy))

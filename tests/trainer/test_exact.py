@@ -21,7 +21,7 @@ from trl.experimental.async_grpo.async_grpo_trainer import (
 from delta_weight_sync.publish import trl_patches
 from tests.policies import tiny
 from tests.trainer.exact_scene import Published, Query, from_checkout, queries
-from trainer import exact
+from trainer import exact, past_policy
 from trainer.token_syncs import UNKNOWN, TracedSample
 
 SYNCS, KEEP = 6, 4
@@ -60,13 +60,18 @@ def test_the_past_policy_is_the_checked_out_one_bit_for_bit(base, tmp_path, dtyp
     assert not scene.past.knows(1)
 
 
-def test_a_row_of_tokens_is_never_longer_than_the_budget(base, tmp_path):
+def test_a_row_of_tokens_is_never_longer_than_the_budget(base, tmp_path, monkeypatch):
     """And each answer is that of all samples in one row, but for the order of sums."""
     scene, _ = published(base, tmp_path)
     together = scene.past.log_probs(queries())
-    packed, forward = [], scene.past._forward
+    packed, forward = [], past_policy.forward
+
+    def seen(model, row):
+        packed.append(row["input_ids"].numel())
+        return forward(model, row)
+
+    monkeypatch.setattr(past_policy, "forward", seen)
     scene.past._token_budget = 16
-    scene.past._forward = lambda row: (packed.append(row["input_ids"].numel()), forward(row))[1]
     np.testing.assert_allclose(scene.past.log_probs(queries()), together, atol=1e-5)
     assert len(packed) > 1
     assert max(packed) <= 16
