@@ -37,6 +37,10 @@ class ScriptArguments:
     fresh: bool = field(
         default=False, metadata={"help": "Begin again from --model, not where the run's last trainer ended."}
     )
+    exact_old_policy: bool = field(
+        default=False,
+        metadata={"help": "Compute old log-probabilities with the very weights that made each token."},
+    )
 
     def __post_init__(self) -> None:
         for option, known in (("encoding", get_args(Encoding)), ("mirror", get_args(Place))):

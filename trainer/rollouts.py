@@ -31,12 +31,13 @@ from trl.experimental.async_grpo.async_rollout_worker import (
 from delta_weight_sync.publish.trl_trainer import Progress
 from trainer import space_access
 from trainer.cold_spaces import PATIENCE_S, SpacesUnavailableError
+from trainer.token_syncs import Conversation, TokenSyncs, traced
 
 MODEL_NAME = "policy"  # what every replica calls the model it serves
 NO_HEADERS = CIMultiDictProxy(CIMultiDict[str]())
 _NOT_NOW = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
-# Of the conversation that is being generated: the sync of the oldest weights, per turn.
-_turns: contextvars.ContextVar[list[int]] = contextvars.ContextVar("turns")
+# The one that is being generated.
+_conversation: contextvars.ContextVar[Conversation] = contextvars.ContextVar("conversation")
 
 
 class RequestRefusedError(RuntimeError):
@@ -48,6 +49,7 @@ class ReplicaRolloutLoop(_AsyncRolloutLoop):
 
     A sample's `model_version` becomes the trainer's sync count of the oldest weights that produced a token of
     its conversation, as the replicas report it; TRL alone would stamp what was last sent as its group began.
+    Beside it each token has its own.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class ReplicaRolloutLoop(_AsyncRolloutLoop):
         self._prepare_turns()
         self._replicas, self._writer_term = list(replicas), writer_term
         self._prompts, self._later = prompts, set(later)
-        self._syncs: dict[str, int] = {}  # rollout id -> sync, until the conversation is scored
+        self._rows: dict[str, list[tuple[int, TokenSyncs]]] = {}  # by rollout id, until they are scored
 
     def _prepare_turns(self) -> None:
         """Do once what would be done again at each turn of each conversation, and cost more than the request:
@@ -88,22 +90,24 @@ class ReplicaRolloutLoop(_AsyncRolloutLoop):
                 yield from itertools.repeat((group_id, row), self.num_generations)
 
     async def _generate_one(self, prompt: Any, tool_dict: Any, tools: Any, group_id: int = 0) -> Any:
-        turns: list[int] = []
-        _turns.set(turns)  # TRL gives each conversation a task, and so a context, of its own
+        conversation = Conversation()
+        _conversation.set(conversation)  # TRL gives each one a task, and so a context, of its own
         space_access.share(self.session)
         rollout = await super()._generate_one(prompt, tool_dict, tools, group_id)
-        for sequence in rollout[2]:
-            self._syncs[sequence.rollout_id] = min(turns)
+        if sequences := rollout[2]:
+            self._rows[sequences[0].rollout_id] = conversation.rows(self._fork_threshold_tokens)
         return rollout
+
+    async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
+        output_ids, log_probs = await super()._generate_one_turn(prompt_ids)
+        _conversation.get().add_turn(prompt_ids, output_ids)
+        return output_ids, log_probs
 
     async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:
         samples = await super()._score_group(group)
-        rows = [sequence.rollout_id for rollout in group.completions_sequences for sequence in rollout]
-        for sample, rollout_id in zip(samples, rows, strict=True):
-            sample.model_version = self._syncs[rollout_id]
-        for rollout_id in set(rows):
-            del self._syncs[rollout_id]
-        return samples
+        ids = [sequences[0].rollout_id for sequences in group.completions_sequences if sequences]
+        rows = [row for rollout_id in ids for row in self._rows.pop(rollout_id)]
+        return [traced(sample, *row) for sample, row in zip(samples, rows, strict=True)]
 
     async def _post(self, path: str, payload: dict, timeout: float, max_retries: int = 3) -> dict:
         deadline = time.monotonic() + PATIENCE_S
@@ -130,16 +134,9 @@ class ReplicaRolloutLoop(_AsyncRolloutLoop):
                 reason = f"{response.reason}: {(await response.text())[:300]}"
                 asked = response.request_info._replace(headers=NO_HEADERS)  # an error must not tell the key
                 raise aiohttp.ClientResponseError(asked, (), status=response.status, message=reason)
-            self._note_version(response.headers)
+            inherited = self._model_version_value.inherited
+            _conversation.get().hear(response.headers, self._writer_term, inherited)
             return await response.json()
-
-    def _note_version(self, headers: Any) -> None:
-        sync = int(headers.get("x-policy-sync", 0))
-        if int(headers.get("x-policy-term", -1)) != self._writer_term:
-            # Weights of an earlier trainer of this run: those that it had when this one took over from it, or
-            # what that one had made of them and this one has not.
-            sync = min(sync, self._model_version_value.inherited)
-        _turns.get().append(sync)
 
 
 def _is_final(error: BaseException) -> bool:

@@ -36,7 +36,7 @@ from delta_weight_sync.publish import trl_patches
 from delta_weight_sync.publish.sharded import Peers, Weights
 from delta_weight_sync.publish.trl_trainer import BucketGRPOTrainer, Progress
 from delta_weight_sync.runlog import DoneEvent
-from trainer import rising, rollouts, shorter, wordle
+from trainer import exact, rising, rollouts, shorter, wordle
 from trainer.arguments import ScriptArguments
 from trainer.cold_spaces import ColdSpaces, SpacesUnavailableError
 from trainer.ending import Ending
@@ -200,6 +200,8 @@ def make_trainer(
         begun=begun,
         callbacks=[rising.PutBack(publisher)],
     )
+    if script.exact_old_policy:
+        exact.use(trainer, publisher)
     if publisher.log:
         recorder = StepRecorder(publisher.log)
         trainer.add_callback(recorder)

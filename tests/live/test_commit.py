@@ -38,6 +38,8 @@ def test_every_request_in_flight_finishes_through_a_stream_of_commits(trainer, r
         assert versions == sorted(set(versions))
         assert answer.headers["x-policy-version"] == str(versions[0])
         assert answer.headers["x-policy-sync"] == str(versions[0] + 1), "what `Trainer.publish` counts"
+        syncs = [f"{int(version) + 1}:{start}-{end}" for version, start, end in answer.spans]
+        assert answer.headers["x-policy-syncs"] == ",".join(syncs)
     assert max(len(answer.spans) for answer in answers) > 1
     commits = replica.status(after=first)["commits"]
     assert len(commits) == COMMITS

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import multiprocessing
+import pickle
 import queue
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import trainer.policies
 from trainer.policies.wordle_tokens import WordleTokens
 from trainer.processes import free_port
 from trainer.rollouts import ReplicaRolloutLoop, Syncs
+from trainer.token_syncs import UNKNOWN
 from trainer.wordle import make_dataset
 
 TERM = 2
@@ -125,6 +127,37 @@ def test_each_sample_has_the_oldest_weights_of_its_own_conversation():
 )
 def test_weights_of_an_earlier_trainer_are_as_old_as_what_this_one_has_of_them(turn, sync):
     assert [s.model_version for s in samples_of([[named(5), turn], [named(5), named(5)]])] == [sync, 5]
+
+
+def spanned(sync: int, spans: str, writer_term: int = TERM) -> dict[str, str]:
+    return named(sync, writer_term) | {"x-policy-syncs": spans}
+
+
+@pytest.mark.parametrize(
+    ("guess", "syncs"),
+    [
+        (spanned(5, "5:0-2,6:2-3"), [5, 5, 6]),
+        (spanned(5, "5:0-2"), [5, 5, UNKNOWN]),
+        (spanned(3, "3:0-1,4:1-2,9:2-3", TERM - 1), [3, 4, UNKNOWN]),
+        (named(5), [UNKNOWN] * 3),
+    ],
+    ids=["a commit within the answer", "a part is unnamed", "an earlier trainer's", "too long for a header"],
+)
+def test_each_token_of_a_sample_has_the_weights_that_made_it(guess, syncs):
+    """Also on the other side of the queue of processes."""
+    (sample,) = samples_of([[guess, spanned(7, "7:0-1")]])
+    (sample,) = pickle.loads(pickle.dumps([sample]))
+    made = sample.completion_mask == 1
+    assert sample.token_syncs[made].tolist() == [*syncs, 7]
+    assert (sample.token_syncs[~made] == UNKNOWN).all()
+    assert len(sample.token_syncs) == len(sample.input_ids)
+
+
+def test_each_conversation_of_a_group_keeps_its_own():
+    turns = [[spanned(sync, f"{sync}:0-3"), spanned(sync + 1, f"{sync + 1}:0-1")] for sync in (5, 8, 6)]
+    samples = samples_of(turns)
+    syncs = [sample.token_syncs[sample.completion_mask == 1].tolist() for sample in samples]
+    assert syncs == [[5, 5, 5, 6], [8, 8, 8, 9], [6, 6, 6, 7]]
 
 
 def test_prompts_that_were_trained_on_are_not_played_again():

@@ -18,6 +18,7 @@ from trainer import observer, rollouts, space_access
 from trainer.cold_spaces import ColdSpaces, SpacesUnavailableError
 from trainer.observer import ReplicaWatch
 from trainer.rollouts import ReplicaRolloutLoop
+from trainer.token_syncs import Conversation
 from trainer.wordle import WordleEnv
 
 KEY, TOKEN = "four-random-words-in-a-row", "hf_secret"
@@ -130,7 +131,7 @@ def post(url: str) -> object:
             loop = object.__new__(ReplicaRolloutLoop)
             loop.session, loop._writer_term = session, 1
             loop._model_version_value = SimpleNamespace(inherited=0)
-            rollouts._turns.set([])
+            rollouts._conversation.set(Conversation())
             return await loop._ask(f"{url}/v1/completions", {}, 10.0)
 
     return contextvars.copy_context().run(asyncio.run, ask())

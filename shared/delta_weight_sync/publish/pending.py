@@ -11,6 +11,7 @@ from delta_weight_sync import codec
 from delta_weight_sync.codec import Bits, Patch
 from delta_weight_sync.digest import to_hex
 from delta_weight_sync.protocol import Manifest
+from delta_weight_sync.publish.past import Past
 from delta_weight_sync.publish.replay import Replay
 from delta_weight_sync.runlog import SyncEvent
 
@@ -65,6 +66,7 @@ class Waiting:
 
     def __init__(self) -> None:
         self.replay = Replay({})
+        self.past: Past | None = None  # of whoever wants earlier bits back
         self.held = False
         self._updates: list[PendingUpdate] = []  # oldest first
         self._pinned: int | None = None
@@ -78,6 +80,8 @@ class Waiting:
 
     def add(self, new: PendingUpdate) -> None:
         """What was handed over just now."""
+        if self.past:
+            self.past.add(new.sync, new.patches)
         if self._updates and self._updates[-1].digest != self._pinned:
             new = self._updates.pop().then(new)
         self._updates.append(new)

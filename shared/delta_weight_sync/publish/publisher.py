@@ -21,6 +21,7 @@ from delta_weight_sync.publish.comparing import nothing
 from delta_weight_sync.publish.mirror import Place
 from delta_weight_sync.publish.optimizer_state import StateError
 from delta_weight_sync.publish.outbox import Outbox
+from delta_weight_sync.publish.past import Past
 from delta_weight_sync.publish.risen import Risen, rise
 from delta_weight_sync.publish.run_writer import RunWriter
 from delta_weight_sync.publish.sharded import Peers, Weights, gathered, own_digest
@@ -109,6 +110,12 @@ class Publisher:
     def agreed(self) -> int:
         """Up to which sync the run's trainer before this one did the same; 0 if this one began anew."""
         return self._outbox.waiting.replay.agreed if self._outbox else 0
+
+    def remember(self, syncs: int) -> Past:
+        """On the main rank, after `publish`: keep what the newest `syncs` hand-overs from here on change."""
+        assert self._outbox, "the other ranks do not know what changed"
+        self._outbox.waiting.past = past = Past(self.syncs, syncs)
+        return past
 
     def find_state(self) -> StateRecord | None:
         """The newest state to go on from, in `state` too; None for a run that has only just begun.

@@ -1,12 +1,14 @@
 """Inside vLLM's API server: each answer names the versions that made its tokens.
 
     x-policy-versions: 41:0-31,42:31-64
+    x-policy-syncs: 40:0-31,42:31-64
     x-policy-version: 41
     x-policy-term: 1
     x-policy-sync: 40
 
 Version 41 made the tokens 0 to 30 of the completion, version 42 those from 31 to 63; several choices are in
-order, separated by ";". The other three are of the oldest version of all its tokens. vLLM knows these spans
+order, separated by ";". The syncs, the trainer's own count, are of the same tokens; what nobody published
+has none. The other three are of the oldest version of all its tokens. vLLM knows these spans
 (`CompletionOutput.weight_versions`) but its OpenAI routes do not print them; if they did, the one patch here
 could go (upstream/vllm/0005). It notes the spans as `AsyncLLM.generate` of vLLM 0.32 returns them.
 """
@@ -70,15 +72,21 @@ def _headers(prompts: list[Choices], serving: Manifest | None) -> Headers:
     known = [label for spans in choices for span in spans if (label := Label.parse(span.version))]
     oldest = min(known) if known else Label.of(serving) if serving else None
     found = {f"x-policy-{name}": str(value) for name, value in (oldest._asdict() if oldest else {}).items()}
-    text = ";".join(",".join(map(_text, spans)) for spans in choices)
-    if 0 < len(text) < _LONGEST:
-        found["x-policy-versions"] = text
+    for name, text_of in (("versions", _version), ("syncs", _sync)):
+        text = ";".join(",".join(filter(None, map(text_of, spans))) for spans in choices)
+        if 0 < len(text) < _LONGEST:
+            found[f"x-policy-{name}"] = text
     return [(name.encode(), value.encode()) for name, value in found.items()]
 
 
-def _text(span: Any) -> str:
+def _version(span: Any) -> str:
     label = Label.parse(span.version)
     return f"{label.version if label else span.version}:{span.start}-{span.end}"
+
+
+def _sync(span: Any) -> str:
+    label = Label.parse(span.version)
+    return f"{label.sync}:{span.start}-{span.end}" if label else ""
 
 
 def install() -> None:
