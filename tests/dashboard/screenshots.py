@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--bucket", required=True)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
     with chromium() as browser:
         with _serving(arguments.bucket) as url:
             for look in LOOKS:

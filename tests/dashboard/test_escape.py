@@ -52,7 +52,7 @@ def run() -> Progress:
 
 def test_the_page_says_whose_signature_a_replica_checked() -> None:
     said = status("x", 1).model_copy(update={"signed_by": "d95e4c70b679c0ad"})
-    for event, words in ((said, "signed by d95e4c70b679c0ad"), (status("x", 1), "")):
+    for event, words in ((said, " signed by d95e4c70b679c0ad"), (status("x", 1), "")):
         page = render(view(folded(sync(0, 1100), sync(1, 9), commit("x", 1), event).progress()))
         text = " ".join(Parsed(str(page)).text.split())
         assert words in text

@@ -233,7 +233,9 @@ def cost(place: str, tensors: int) -> tuple[int, int, int]:
     return counts.launches, counts.waits, operations.count
 
 
-@pytest.mark.parametrize(("place", "many"), [("host", 200), ("device", 2000)])
+@pytest.mark.parametrize(
+    ("place", "many"), [("host", 200), pytest.param("device", 2000, marks=pytest.mark.full)]
+)
 def test_many_tensors_cost_as_few_launches_as_a_few(place, many):
     """Nor does torch launch or wait more often; what is left per tensor is Python's."""
     few = cost(place, 10)

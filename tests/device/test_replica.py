@@ -111,6 +111,7 @@ def test_any_layout(tmp_path, shape, order, share):
     commits_and_takes_back(tmp_path, Laid({"w": (shape, order)}), {"w": old}, {"w": new})
 
 
+@pytest.mark.full
 def test_a_tensor_with_more_elements_than_a_row_can_number(tmp_path, monkeypatch):
     """2^31 in truth."""
     monkeypatch.setattr(table, "MOST", 1000)

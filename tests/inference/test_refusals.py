@@ -13,7 +13,7 @@ from tests.dashboard.real_run import RealRun
 from tests.dashboard.test_long_run import Counted
 from tests.inference.test_orders import Mortal, reaches, soon
 
-REFUSED = "not tried again until the run has another anchor, or the owner heals this replica"
+REFUSED = "not tried again until the run has another "
 
 
 class Refusing(Mortal):
@@ -175,6 +175,20 @@ def test_what_is_served_is_served_on_while_the_next_version_is_refused(
     assert vllm.committed == committed
     assert follower.report(0).status.state == "serving"
     assert vllm.digest() == run.reader.at(2).digest
+
+
+def test_the_version_after_a_refused_one_is_taken(follower: Follower, run: RealRun, vllm: Refusing) -> None:
+    """It has the same anchor; but where a version is served, it is not the model that was refused."""
+    follower.start()
+    reaches(follower, 2)
+    vllm.damaged = DAMAGED
+    run.step()
+    refuses(follower)
+    vllm.damaged = None
+    run.step()
+    reaches(follower, 4)
+    assert vllm.starts == 1
+    soon(lambda: follower.report(0).status.error is None, "no error")
 
 
 def test_what_may_pass_is_tried_until_it_does(follower: Follower, vllm: Refusing) -> None:

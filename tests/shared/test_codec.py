@@ -1,6 +1,7 @@
 """The delta codec: exact for every bit pattern, small, readable by anyone, deaf to what is no delta."""
 
 import contextlib
+import functools
 import json
 import threading
 from itertools import pairwise
@@ -271,14 +272,22 @@ def test_a_delta_of_another_model_is_refused_before_anything_is_read(tmp):
             next(delta.patches(model, old.__getitem__))
 
 
+VULNERABLE = {"v": np.arange(700, dtype=np.uint16), "w": np.arange(16000, 16600).astype(np.uint16)}
+
+
+@functools.cache
+def vulnerable(tmp, encoding) -> bytes:
+    changes = {name: (np.arange(bits.size) % 7 == 0) * np.uint16(3) for name, bits in VULNERABLE.items()}
+    new = {name: bits + changes[name] for name, bits in VULNERABLE.items()}
+    return delta_file(tmp, VULNERABLE, new, encoding).read_bytes()
+
+
 @pytest.mark.parametrize("encoding", LEVELS)
 @given(data=st.data())
 def test_a_damaged_file_is_refused_or_harmless(tmp, encoding, data):
     """Any bytes: an error by name, or patches that stay inside the shapes they claim. Never anything else."""
-    old = {"v": np.arange(700, dtype=np.uint16), "w": np.arange(16000, 16600).astype(np.uint16)}
-    new = {name: bits + (np.arange(bits.size) % 7 == 0) * np.uint16(3) for name, bits in old.items()}
-    path = delta_file(tmp, old, new, encoding)
-    content = bytearray(path.read_bytes())
+    old, path = VULNERABLE, tmp / "damaged"
+    content = bytearray(vulnerable(tmp, encoding))
     for _ in range(data.draw(st.integers(1, 8))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     path.write_bytes(bytes(content))

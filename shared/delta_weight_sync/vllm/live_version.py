@@ -51,7 +51,7 @@ class LiveVersion:
 
     def become(self, manifest: Manifest, held: Manifest | None, *, afresh: bool) -> None:
         """Serve a version, comparing all weights if `afresh`; `held` is it if the owner wants no other."""
-        self.refusals.ask(manifest, held)
+        self.refusals.ask(manifest, held, self.serving)
         if self.serving is None and not held:
             self._begin(manifest)
         elif self.serving is None or afresh:

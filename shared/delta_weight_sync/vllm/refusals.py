@@ -14,8 +14,9 @@ from delta_weight_sync.vllm.engine import EngineError
 _AT_ONCE = {"RouteError", "StepCommitError"}  # of this vLLM as it was started
 _NEXT_TIME = {"CodecError"}  # unless what was fetched was damaged on this disk
 
-Wanted = tuple[Manifest | None, AnchorRef]
-"""What a replica is to serve: one version (None: whatever is newest), and the anchor that leads to it."""
+Wanted = tuple[Manifest | None, AnchorRef, str]
+"""What a replica is to serve: one version (None: whatever is newest), the anchor that leads to it, and its
+digest where a version is served already: then this model takes deltas, and the next version may be sound."""
 
 
 class RefusedError(EngineError):
@@ -34,9 +35,9 @@ class Refusals:
         self._suspect: Wanted | None = None
         self._refused: tuple[Wanted, RefusedError] | None = None
 
-    def ask(self, manifest: Manifest, held: Manifest | None) -> None:
-        """Raise `RefusedError` if this was refused; `held` as the first of `Wanted`."""
-        self._wanted = held, manifest.anchor
+    def ask(self, manifest: Manifest, held: Manifest | None, serving: Manifest | None) -> None:
+        """Raise `RefusedError` if this was refused while `serving` was; `held` as the first of `Wanted`."""
+        self._wanted = held, manifest.anchor, manifest.digest if serving else ""
         if self._refused and self._refused[0] == self._wanted:
             raise self._refused[1]
 
@@ -46,5 +47,6 @@ class Refusals:
         again = self._suspect is not None and suspected == self._suspect
         if self._wanted is None or not (again or error.kind in _AT_ONCE):
             return
-        until = "not tried again until the run has another anchor, or the owner heals this replica"
+        other = "version" if self._wanted[2] else "anchor"
+        until = f"not tried again until the run has another {other}, or the owner heals this replica"
         self._refused = self._wanted, RefusedError(f"{error}; {until}", error.kind)
