@@ -68,25 +68,15 @@ def folder() -> Path:
 
 
 def _make(out: Path) -> None:
-    shutil.copytree(source(), out, dirs_exist_ok=True)
+    source = smollm2.build(SCRATCH / "smollm2-4bit")
+    shutil.copytree(source, out, dirs_exist_ok=True)
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = policy()
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        _smooth(model)
         saved = {name: p.detach().to(torch.bfloat16) for name, p in model.named_parameters()}
         save_file(saved, out / WEIGHTS, {"format": "pt"})
         _train(model, AutoTokenizer.from_pretrained(source), out)
-
-
-def source() -> Path:
-    """SmolLM2-135M as it comes, a checkpoint folder."""
-    return smollm2.build(SCRATCH / "smollm2-4bit")
-
-
-def policy() -> Any:
-    """The model before its first step, in fp32; draws random numbers."""
-    model = AutoModelForCausalLM.from_pretrained(source(), dtype=torch.float32)
-    _smooth(model)
-    return model
 
 
 @torch.no_grad()
