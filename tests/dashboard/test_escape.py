@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from html.parser import HTMLParser
 
@@ -63,7 +64,7 @@ def test_the_page_names_a_replica_that_computes_with_something_else() -> None:
     for difference, alarm in ((0.7, True), (0.02, False)):
         page = render(view(folded(sync(0, 1100), sync(1, 9), canary("x", 1, difference)).progress()))
         text = " ".join(Parsed(str(page)).text.split())
-        assert f"Canary {difference}largest error of a logprob; alarm above 0.5" in text
+        assert re.search(rf"Canary ?{difference} ?largest error of a logprob; alarm above 0.5", text)
         assert ("x says that it serves v1, but its logprobs are off by 0.7" in text) == alarm
 
 
