@@ -1,11 +1,11 @@
-"""Runs for the corpus that can be had anywhere: any small checkpoint by policy gradient, with and without masters.
+"""Runs for the corpus: a small checkpoint trained by policy gradient, with master weights and without.
 
     python -m bench.corpus_runs [CHECKPOINT]
 
 Each run is trained by AdamW from the same weights and seed, on the task of `bench.updates` (answers of many
 different tokens), published version by version into a folder, and measured by `delta-weight-sync corpus` into
-bench/data/corpus. With fp32 master weights the bf16 cast is published; without, weights and AdamW's memory are
-bf16 themselves. CHECKPOINT is a folder; by default the shipped Wordle policy, whose runs take seconds.
+bench/data/corpus. With fp32 master weights the bf16 cast is published; without, weights and AdamW's memory
+are bf16 themselves. CHECKPOINT is a folder; by default it is the shipped Wordle policy.
 """
 
 from __future__ import annotations
