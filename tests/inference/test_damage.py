@@ -177,6 +177,17 @@ def test_it_tries_again_where_the_new_anchor_could_not_be_stored(
     assert config not in newest.way().files
 
 
+def test_it_finds_damage_that_is_older_than_its_first_look(
+    run: RealRun, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("delta_weight_sync.publish.inspection._EVERY", 4)
+    config = run.reader.at().anchor.files[-1]
+    corrupt(bucket, config)
+    while (newest := run.step()).version < 8:
+        assert run._outbox.shortcuts.idle(PATIENCE_S)
+    assert config not in newest.way().files
+
+
 def test_a_kept_anchor_that_is_damaged_starts_no_vllm_with_it(run, bucket, follower, vllm, tmp_path) -> None:
     follower.start()
     reaches(follower, 2)
