@@ -14,7 +14,7 @@ from bench.results import DOCS, Results
 
 mpl.use("svg")
 _GREY = "#8b949e"
-_STYLE = {
+STYLE = {
     "svg.hashsalt": "bench",  # the same figures give the same file
     "font.size": 9,
     "axes.spines.top": False,
@@ -40,16 +40,17 @@ _COLOURS = {
 
 def draw(results: Results) -> None:
     """Every picture for which there are figures."""
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         if "growth" in results:
-            _save("bench-bytes", _bytes, results["growth"]["changes"])
+            save("bench-bytes", _bytes, results["growth"]["changes"])
         if "links" in results:
-            _save("bench-links", _links, results)
+            save("bench-links", _links, results)
         if "live" in results:
-            _save("bench-pauses", _pauses, results["live"]["syncs"])
+            save("bench-pauses", _pauses, results["live"]["syncs"])
 
 
-def _save(name: str, paint: Callable[[Axes, Any], None], figures: Any) -> None:
+def save(name: str, paint: Callable[[Axes, Any], None], figures: Any) -> None:
+    """Paint docs/`name`.svg."""
     figure, axes = plt.subplots(figsize=(5.2, 3.0))
     paint(axes, figures)
     axes.grid(True)

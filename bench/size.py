@@ -10,8 +10,8 @@ import torch
 
 from bench import competitors, deltas
 from bench.change import Change
-from bench.entropy import limits
 from bench.results import Results
+from delta_weight_sync.corpus.entropy import limits
 
 _LEVELS = ("fast", "small", "original")
 
@@ -28,7 +28,7 @@ def measure(change: Change) -> dict[str, Any]:
     sizes["gap_zstd"], sizes["bitmask_zstd"] = competitors.gap_zstd(change), competitors.bitmask_zstd(change)
     sizes["full"] = change.model_bytes
     per_change = {name: size / change.changed for name, size in sizes.items()}
-    bound = limits(change)
+    bound = limits(change.old, change.patches)
     return {
         "model": change.model,
         "trainer": change.trainer,

@@ -95,7 +95,7 @@ def _train(model: Any, tokenizer: Any, out: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     before = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for step in range(1, _STEPS + 1):
-        _loss(model, tokenizer, _PROMPTS[step % len(_PROMPTS)]).backward()
+        loss(model, tokenizer, step).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -107,8 +107,9 @@ def _train(model: Any, tokenizer: Any, out: Path) -> None:
             before[name] += u
 
 
-def _loss(model: Any, tokenizer: Any, prompt: str) -> torch.Tensor:
-    chat = [{"role": "user", "content": prompt}]
+def loss(model: Any, tokenizer: Any, step: int) -> torch.Tensor:
+    """Of one step: a group of answers that the model samples now."""
+    chat = [{"role": "user", "content": _PROMPTS[step % len(_PROMPTS)]}]
     asked = tokenizer.apply_chat_template(
         chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )

@@ -34,6 +34,13 @@ class ScriptArguments:
         default=20,
         metadata={"help": "Syncs between two states; so much is lost at most when the trainer dies."},
     )
+    canary_s: float = field(
+        default=10.0,
+        metadata={
+            "help": "Seconds between two comparisons of the replicas' logprobs with those of the published"
+            " weights, at least; 0 for none. They take 4 bytes of memory per weight on the host."
+        },
+    )
     fresh: bool = field(
         default=False, metadata={"help": "Begin again from --model, not where the run's last trainer ended."}
     )
@@ -48,3 +55,5 @@ class ScriptArguments:
                 raise SystemExit(f"--{option} must be one of {', '.join(known)}; it is {value!r}")
         if self.state_every < 1:
             raise SystemExit(f"--state_every must be at least 1; it is {self.state_every}")
+        if self.canary_s < 0:
+            raise SystemExit(f"--canary_s must be at least 0; it is {self.canary_s}")

@@ -164,6 +164,16 @@ class ReplicaWatch:
         self._closed.set()
         self._thread.join()
 
+    @property
+    def urls(self) -> list[str]:
+        """Of all replicas."""
+        return [*self._after]
+
+    def name_of(self, url: str) -> str:
+        """What the replica there calls itself; before its first answer its URL."""
+        known = self._last.get(url)
+        return known.replica if known else url
+
     def wait_for(self, version: int, timeout_s: float = 120.0) -> bool:
         """True once every replica serves `version`, False if that does not happen in time."""
         deadline = time.monotonic() + timeout_s
@@ -183,8 +193,7 @@ class ReplicaWatch:
             after = {"after": self._after[url]}
             return ReplicaReport.model_validate_json(self._get(f"{url}/status", after, url))
         except (httpx.HTTPError, ValidationError) as error:
-            known = self._last.get(url)
-            name = known.replica if known else url
+            name = self.name_of(url)
             reason = f"{url} does not answer ({type(error).__name__})"
             gone = ReplicaEvent(
                 t=time.time(), replica=name, state="unreachable", version=None, digest=None, error=reason

@@ -36,7 +36,7 @@ from delta_weight_sync.publish import trl_patches
 from delta_weight_sync.publish.sharded import Peers, Weights
 from delta_weight_sync.publish.trl_trainer import BucketGRPOTrainer, Progress
 from delta_weight_sync.runlog import DoneEvent
-from trainer import exact, rising, rollouts, shorter, wordle
+from trainer import canary, exact, rising, rollouts, shorter, wordle
 from trainer.arguments import ScriptArguments
 from trainer.cold_spaces import ColdSpaces, SpacesUnavailableError
 from trainer.ending import Ending
@@ -95,6 +95,8 @@ def train(script: ScriptArguments, args: AsyncGRPOConfig) -> None:
                     if peers.main:
                         spaces.wait()
 
+        looks = canary.beside(publisher, watch, script.model, task.dataset, script.canary_s)
+        looking = stack.enter_context(looks)
         trainer = make_trainer(script, args, task, publisher, worker, hand_over, begun)
         trainer.add_callback(_LastSync(trainer, ending))
         trainer.add_callback(keep := rising.Keep(publisher, trainer, script.state_every))
@@ -108,6 +110,8 @@ def train(script: ScriptArguments, args: AsyncGRPOConfig) -> None:
         if publisher.log and watch:
             publisher.log.append(DoneEvent(t=time.time(), version=newest.version, digest=digest))
             watch.wait_for(newest.version)
+            if looking:
+                looking.look()
             print(f"published version {newest.version}, digest {digest}", flush=True)
 
 

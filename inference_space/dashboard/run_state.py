@@ -9,7 +9,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from delta_weight_sync.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent, StepEvent, SyncEvent
+from delta_weight_sync.runlog import (
+    CanaryEvent,
+    CommitEvent,
+    DoneEvent,
+    Event,
+    ReplicaEvent,
+    StepEvent,
+    SyncEvent,
+)
 from inference_space.dashboard.series import Curve, Point, Series, mean, median, since
 from inference_space.dashboard.view import Progress, Replica, Slowest
 
@@ -65,6 +73,7 @@ class RunState:
         self._metrics = {SOLVED: Curve(), INVALID: Curve(), STALENESS: Curve(peaks=True)}
         self._group: StepEvent | None = None
         self._slowest: dict[int, Slowest] = {}  # of the newest versions, by the order of their first commit
+        self._canaries: dict[str, CanaryEvent] = {}  # the newest of each replica
         self._tracks: dict[str, _Track] = {}
         self._all_sizes, self._all_pauses, self._all_lags = (list[float]() for _ in range(3))  # sorted
 
@@ -82,6 +91,8 @@ class RunState:
                     self._replica(event)
                 case CommitEvent():
                     self._commit(event)
+                case CanaryEvent():
+                    self._canaries[event.replica] = event
                 case DoneEvent():
                     self._done = event
 
@@ -120,6 +131,7 @@ class RunState:
             solved=self._metrics[SOLVED].points(),
             invalid=self._metrics[INVALID].points(),
             staleness=self._metrics[STALENESS].points(),
+            canaries=tuple(sorted(self._canaries.values(), key=lambda canary: -canary.difference)),
             group=self._group,
             reward_first=mean(self._first) if self._first else None,
             reward_lately=mean(self._lately) if self._lately else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from delta_weight_sync.runlog import CommitEvent, DoneEvent, StepEvent, SyncEvent
+from delta_weight_sync.runlog import CanaryEvent, CommitEvent, DoneEvent, StepEvent, SyncEvent
 from inference_space.dashboard.series import Series
 
 
@@ -65,6 +65,7 @@ class Progress:
     solved: Series  # (step, share of the games)
     invalid: Series  # (step, share of the guesses)
     staleness: Series  # (step, syncs between a sample's weights and the trainer's)
+    canaries: tuple[CanaryEvent, ...]  # the newest of each replica, the worst first
     group: StepEvent | None  # the newest step whose rollouts were recorded
     reward_first: float | None  # mean of the first `LATELY` steps
     reward_lately: float | None  # and of the last

@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from safetensors import SafetensorError
 
@@ -63,6 +63,46 @@ def _alone_in(folder: Path) -> Iterator[None]:
         yield
 
 
+class Built(NamedTuple):
+    """A version that was proven, and the folder that holds it."""
+
+    manifest: Manifest
+    folder: Path
+
+
+def build(reader: RunReader, manifest: Manifest, into: Path, held: Built | None) -> None:
+    """Write `manifest`'s version to `into`, and prove it by its digest; whole files of a failed try stay.
+
+    It is a copy of what is `held` with the changes written into it, where that takes fewer bytes to fetch
+    than an anchor; `held` may be any version. Raises as `KeptCheckpoint.take`.
+    """
+    if held is None or not _patched(reader, manifest, into, held):
+        leave_only(into, manifest.anchor)
+        reader.checkout(manifest, into)
+        require_digest(map_bits(into / WEIGHTS), manifest)
+
+
+def _patched(reader: RunReader, manifest: Manifest, into: Path, held: Built) -> bool:
+    """Build from what is held; False where that does not lead there, or is not the cheapest way.
+
+    So it is where the run was started over, or where somebody has written into the held version.
+    """
+    way = reader.way(manifest, held.manifest.version)
+    if way.anchor or not way.deltas or _contents(held.manifest) != _contents(manifest):
+        return False
+    shutil.rmtree(into, ignore_errors=True)
+    paths = [reader.fetch(delta, into) for delta in way.deltas]
+    shutil.copytree(held.folder, into, dirs_exist_ok=True)
+    state = map_bits(into / WEIGHTS, "r+")
+    try:
+        for path in paths:
+            apply_delta(state, path)
+            path.unlink()
+    except CodecError:
+        return False
+    return to_hex(state_digest(state)) == manifest.digest
+
+
 class KeptCheckpoint:
     """A folder at one version of a run; see `kept_checkpoint`."""
 
@@ -85,8 +125,7 @@ class KeptCheckpoint:
         held = self.held
         if held is None or (held.version, held.digest) != (manifest.version, manifest.digest):
             self._remove_older()
-            if not self._patch(manifest):
-                self._checkout(manifest)
+            build(self._reader, manifest, self._building, Built(held, self._current) if held else None)
             self._show(manifest)
         return self._current.resolve()
 
@@ -117,33 +156,6 @@ class KeptCheckpoint:
             ours = (folder / RECORD).is_file() and not folder.is_symlink()
             if ours and folder.resolve() != current and folder != self._building:
                 shutil.rmtree(folder)
-
-    def _patch(self, manifest: Manifest) -> bool:
-        """Build from the version that is held; False where that does not lead there.
-
-        So it is where the run was started over, or where somebody has written into the held version.
-        """
-        held = self.held
-        way = self._reader.way(manifest, held.version if held else None)
-        if not held or way.anchor or not way.deltas or _contents(held) != _contents(manifest):
-            return False
-        self.clear()
-        paths = [self._reader.fetch(delta, self._building) for delta in way.deltas]
-        shutil.copytree(self._current, self._building, dirs_exist_ok=True)
-        state = map_bits(self._building / WEIGHTS, "r+")
-        try:
-            for path in paths:
-                apply_delta(state, path)
-                path.unlink()
-        except CodecError:
-            return False
-        return to_hex(state_digest(state)) == manifest.digest
-
-    def _checkout(self, manifest: Manifest) -> None:
-        """Build from the anchor; of a try that failed, the files that are whole stay."""
-        leave_only(self._building, manifest.anchor)
-        self._reader.checkout(manifest, self._building)
-        require_digest(map_bits(self._building / WEIGHTS), manifest)
 
     def _show(self, manifest: Manifest) -> None:
         """Let readers see what was built."""

@@ -105,6 +105,25 @@ class ReplicaReport(Record):
     notice: Line = ""  # how it learns of new versions, in words
 
 
+class CanaryEvent(Record):
+    """How far a replica's logprobs of fixed prompts are from those of the version that it says it serves.
+
+    `difference`: of any token's logprob, the largest, in nats; above `limit` it is an alarm.
+    """
+
+    kind: Literal["canary"] = "canary"
+    t: float
+    replica: str
+    version: int
+    difference: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    limit: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+    @property
+    def alarm(self) -> bool:
+        """Whether the replica computes with something else."""
+        return self.difference > self.limit
+
+
 class DoneEvent(Record):
     """Training ended; `digest` was computed from the trainer's live parameters, not from bookkeeping."""
 
@@ -114,7 +133,9 @@ class DoneEvent(Record):
     digest: Digest
 
 
-Event = Annotated[SyncEvent | StepEvent | ReplicaEvent | CommitEvent | DoneEvent, Field(discriminator="kind")]
+Event = Annotated[
+    SyncEvent | StepEvent | ReplicaEvent | CommitEvent | CanaryEvent | DoneEvent, Field(discriminator="kind")
+]
 _EVENT: TypeAdapter[Event] = TypeAdapter(Event)
 
 

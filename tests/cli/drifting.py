@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from delta_weight_sync.codec import Encoding
 from delta_weight_sync.protocol import Manifest
 from delta_weight_sync.pruning import Keep
 from delta_weight_sync.publish.outbox import Outbox
@@ -27,6 +28,7 @@ class Drifting:
         tensors: dict[str, tuple[int, ...]] = TENSORS,
         drift: float = 1e-5,
         keep: Keep | None = None,
+        encoding: Encoding = "fast",
     ) -> None:
         self.folder, self.url = folder, folder.as_uri()
         self._drift = drift
@@ -37,7 +39,8 @@ class Drifting:
         assets.mkdir(exist_ok=True)
         (assets / "config.json").write_text('{"model_type": "drifting"}')
         self._log = RunLogWriter(bucket, RUN, every_s=3600)
-        self.outbox = Outbox(RunWriter(bucket, RUN, model="m", assets=assets), self._log, keep=keep)
+        writer = RunWriter(bucket, RUN, model="m", assets=assets)
+        self.outbox = Outbox(writer, self._log, keep=keep, encoding=encoding)
         self.newest = self._publish(0)
 
     def step(self) -> Manifest:

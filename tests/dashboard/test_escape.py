@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from html.parser import HTMLParser
 
@@ -18,7 +19,7 @@ from inference_space.dashboard.inside import inside
 from inference_space.dashboard.page import paint, render
 from inference_space.dashboard.view import Progress
 from tests.dashboard.test_formulas import manifest_of
-from tests.dashboard.test_view import commit, folded, status, sync
+from tests.dashboard.test_view import canary, commit, folded, status, sync
 from tests.dashboard.told import KEY, Told
 
 ATTACK = """</p></style><script>alert(1)</script><img src=x onerror=a()>" onload="a()' onload='a()"""
@@ -45,7 +46,7 @@ def run() -> Progress:
     answers = (Rollout(turns=((ATTACK, ATTACK), ("crane", f"c1-r2?{ATTACK}")), reward=0.5, sync=1),)
     group = StepEvent(t=0, step=1, reward=0.5, metrics={}, prompt=ATTACK, rollouts=answers)
     joined = [commit(ATTACK, 1), status(f"2 {ATTACK}", 1, state=ATTACK, error=ATTACK)]
-    progress = folded(sync(0, 1100), sync(1, 30), *joined, group).progress()
+    progress = folded(sync(0, 1100), sync(1, 30), *joined, canary(ATTACK, 1, 9.0), group).progress()
     assert progress
     return progress
 
@@ -57,6 +58,14 @@ def test_the_page_says_whose_signature_a_replica_checked() -> None:
         text = " ".join(Parsed(str(page)).text.split())
         assert words in text
         assert ("signed by" in text) == bool(words)
+
+
+def test_the_page_names_a_replica_that_computes_with_something_else() -> None:
+    for difference, alarm in ((0.7, True), (0.02, False)):
+        page = render(view(folded(sync(0, 1100), sync(1, 9), canary("x", 1, difference)).progress()))
+        text = " ".join(Parsed(str(page)).text.split())
+        assert re.search(rf"Canary ?{difference} ?largest error of a logprob; alarm above 0.5", text)
+        assert ("x says that it serves v1, but its logprobs are off by 0.7" in text) == alarm
 
 
 def delta() -> Anatomy:

@@ -6,7 +6,15 @@ import math
 
 import pytest
 
-from delta_weight_sync.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent, StepEvent, SyncEvent
+from delta_weight_sync.runlog import (
+    CanaryEvent,
+    CommitEvent,
+    DoneEvent,
+    Event,
+    ReplicaEvent,
+    StepEvent,
+    SyncEvent,
+)
 from inference_space.dashboard.run_state import RunState
 from inference_space.dashboard.series import POINTS, Curve
 from inference_space.dashboard.timeline import spans
@@ -52,6 +60,10 @@ def status(
     replica: str, version: int | None, *, state: str = "serving", error: str | None = None
 ) -> ReplicaEvent:
     return ReplicaEvent(t=0, replica=replica, state=state, version=version, digest=version and A, error=error)
+
+
+def canary(replica: str, version: int, difference: float) -> CanaryEvent:
+    return CanaryEvent(t=0, replica=replica, version=version, difference=difference, limit=0.5)
 
 
 def folded(*events: Event) -> RunState:
@@ -204,3 +216,13 @@ def test_rates_and_staleness_come_from_the_steps_that_have_them() -> None:
     assert run
     assert (run.solved, run.invalid, run.staleness) == (((1, 0.5),), ((1, 0.1),), ((2, 2.0),))
     assert run.group is None
+
+
+def test_the_newest_comparison_of_each_replica_counts_and_the_worst_comes_first() -> None:
+    compared = [canary("x", 1, 2.0), canary("y", 1, 0.03), canary("x", 2, 0.02)]
+    run = folded(sync(0, 1100), *compared).progress()
+    assert run
+    assert [(c.replica, c.version, c.alarm) for c in run.canaries] == [("y", 1, False), ("x", 2, False)]
+    run = folded(sync(0, 1100), *compared, canary("x", 3, 0.6)).progress()
+    assert run
+    assert [(c.replica, c.alarm) for c in run.canaries] == [("x", True), ("y", False)]

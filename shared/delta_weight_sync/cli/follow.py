@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import re
-import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from delta_weight_sync.cli import shell
+from delta_weight_sync.cli.shell import CommandError
 from delta_weight_sync.cli.which import add_run, opened
-from delta_weight_sync.errors import DeltaWeightSyncError, printable
+from delta_weight_sync.errors import printable
 from delta_weight_sync.kept import KeptCheckpoint, kept_checkpoint
 from delta_weight_sync.protocol import Manifest
 from delta_weight_sync.refs import ProtocolError
@@ -36,10 +35,6 @@ was never run is offered again at the next start. {path} is the version's own fo
 
 Ctrl-C ends it with exit code 130, SIGTERM with 0."""
 _EXIT_CODES: Final[dict[int, int]] = {signal.SIGINT: 130, signal.SIGTERM: 0}
-
-
-class CommandError(DeltaWeightSyncError):
-    """The user's command did not do its work."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -80,8 +75,8 @@ class Follower:
         if self._told.exists() and self._told.read_text() == f"{version} {self._command}":
             return
         print(f"{version} is in {path}", flush=True)
-        if self._command:
-            _run(self._command, path, manifest)
+        if self._command and (code := shell.run(self._command, path, manifest)):
+            raise CommandError(f"the command for version {manifest.version} ended with exit code {code}")
         self._told.write_text(f"{version} {self._command}")
 
     def take_and_go_on(self, manifest: Manifest) -> None:
@@ -97,14 +92,6 @@ class Follower:
             if older := self._kept.instead_of(manifest):
                 self.take_and_go_on(older)
             raise
-
-
-def _run(command: str, path: Path, manifest: Manifest) -> None:
-    values = {"path": str(path), "version": str(manifest.version), "digest": manifest.digest}
-    filled = re.sub(r"\{(path|version|digest)\}", lambda match: shlex.quote(values[match[1]]), command)
-    code = subprocess.run(filled, shell=True).returncode
-    if code:
-        raise CommandError(f"the command for version {manifest.version} ended with exit code {code}")
 
 
 def _complain(error: Exception) -> None:
