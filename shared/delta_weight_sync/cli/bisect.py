@@ -10,9 +10,8 @@ from typing import Final
 
 from delta_weight_sync.cli import shell
 from delta_weight_sync.cli.shell import CommandError
-from delta_weight_sync.cli.terminal import printable
 from delta_weight_sync.cli.which import add_run, opened
-from delta_weight_sync.errors import DeltaWeightSyncError
+from delta_weight_sync.errors import DeltaWeightSyncError, printable
 from delta_weight_sync.heads import manifests_of
 from delta_weight_sync.history import RunReader
 from delta_weight_sync.kept import Built, build

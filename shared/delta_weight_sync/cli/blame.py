@@ -10,11 +10,11 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from delta_weight_sync.cli.terminal import printable
 from delta_weight_sync.cli.which import add_run, opened
 from delta_weight_sync.codec import Patch
 from delta_weight_sync.corpus.ulps import CLASSES, histogram
 from delta_weight_sync.corpus.versions import patches_of
+from delta_weight_sync.errors import printable
 
 _EPILOG = """\
 Of each tensor: how many of its weights changed, which share of it that is, and how many of them moved by how

@@ -7,12 +7,12 @@ import json
 import tempfile
 from pathlib import Path
 
-from delta_weight_sync.cli.terminal import printable
 from delta_weight_sync.cli.which import deleted, versions
 from delta_weight_sync.corpus import card
 from delta_weight_sync.corpus.rates import rates
 from delta_weight_sync.corpus.rows import About, Row, row, scales_of
 from delta_weight_sync.corpus.versions import NoDeltaError, steps
+from delta_weight_sync.errors import printable
 from delta_weight_sync.history import RunReader, open_run
 from delta_weight_sync.protocol import Manifest, RunInfo, parse
 

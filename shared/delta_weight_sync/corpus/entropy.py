@@ -46,7 +46,10 @@ def limits(old: Mapping[str, Bits], patches: Sequence[Patch]) -> Limits:
 def _exponents(bits: Bits) -> Counts:
     """Elements by exponent, a chunk at a time, for the counting needs eight bytes for each."""
     parts = np.array_split(bits.reshape(-1), max(bits.size >> 24, 1))
-    return sum((np.bincount((p >> 7) & 0xFF, minlength=_EXPONENTS) for p in parts), np.int64(0))
+    counts = np.zeros(_EXPONENTS, np.int64)
+    for part in parts:
+        counts += np.bincount((part >> 7) & 0xFF, minlength=_EXPONENTS)
+    return counts
 
 
 def _moved(bits: Bits, patch: Patch) -> NDArray[np.uint32]:

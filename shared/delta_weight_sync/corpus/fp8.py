@@ -34,7 +34,8 @@ def rounded(bits: Bits, scale: int) -> NDArray[np.uint32]:
         exponent = np.frexp(values)[1] - 1
         step = np.ldexp(np.float32(1), np.maximum(exponent, _SMALLEST_EXPONENT) - _FRACTION_BITS)
         nearest = np.clip(np.rint(values / step) * step, -_LARGEST, _LARGEST)
-    return nearest.astype(np.float32).view(np.uint32)
+    found: NDArray[np.uint32] = nearest.astype(np.float32).view(np.uint32)
+    return found
 
 
 def to_float(bits: Bits) -> NDArray[np.float32]:

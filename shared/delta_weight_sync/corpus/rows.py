@@ -81,7 +81,7 @@ def _bytes(step: Step, encoding: Encoding) -> dict[str, int]:
     data = codec.encode(step.patches, step.before.__getitem__, base=base, version=version, encoding=encoding)
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     modes = [group["mode"] for group in json.loads(header.pop("__metadata__")["groups"])]
-    found = dict.fromkeys(LAYOUTS, 0)
+    found: dict[str, int] = dict.fromkeys(LAYOUTS, 0)
     for stream, entry in header.items():
         start, end = entry["data_offsets"]
         found[modes[int(stream.split(".")[0])]] += end - start
