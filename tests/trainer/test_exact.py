@@ -85,7 +85,7 @@ def sample(query: Query, syncs: np.ndarray, group: int) -> TracedSample:
         completion_mask=query.asked.astype(np.int64),
         old_log_probs=np.where(query.asked, ENGINE, 0.0).astype(np.float32),
         advantage=1.0,
-        model_version=int(syncs[query.asked].min()),
+        model_version=max(int(syncs[query.asked].min()), 0),
         group_id=group,
         metrics={"reward": 1.0},
         token_syncs=np.where(query.asked, syncs, UNKNOWN),
