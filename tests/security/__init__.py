@@ -1,1 +1,1 @@
-"""What a hostile client, bucket or host may try: a file for each way that was found."""
+"""What a hostile client, bucket or host may try; the numbers are those of the table in SECURITY.md."""
