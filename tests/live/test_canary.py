@@ -20,6 +20,7 @@ pytestmark = pytest.mark.live
 
 def test_a_canary_of_a_live_replica(trainer: Trainer, replica: Replica, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("SPACE_KEY", KEY)
+    monkeypatch.setenv("SPACES", replica.url)
     base = str(trainer.writer.assets)
     reader = RunReader(trainer.bucket, "live")
     prompts = prompts_of(shorter.make_dataset(), AutoTokenizer.from_pretrained(base))
