@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,22 +64,3 @@ def test_who_asks_for_the_loop_is_refused_and_all_others_are_answered(tmp_path: 
             assert "the run's chat template is not rendered, as it takes too many steps" in answer.text
             assert chat(replica, "hello").status_code == 200
         assert greedy(replica.url)
-
-
-def test_a_template_that_is_always_hostile_keeps_nobody_from_completions(tmp_path: Path, base: Path) -> None:
-    (base / "chat_template.jinja").write_text(LOOPS)
-    with served(tmp_path, base) as replica:
-        assert chat(replica, "hello").status_code == 400
-        assert greedy(replica.url)
-
-
-def test_a_tokenizer_that_takes_for_ever_holds_up_nobody_else(tmp_path: Path, base: Path) -> None:
-    place = base / "tokenizer.json"
-    tokenizer = json.loads(place.read_text())
-    split = {"type": "Split", "pattern": {"Regex": "x*x*x*y"}, "behavior": "Isolated", "invert": False}
-    tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, tokenizer["pre_tokenizer"]]}
-    place.write_text(json.dumps(tokenizer))
-    with served(tmp_path, base, VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT="2") as replica:
-        for ask in (chat, complete):
-            assert ask(replica, 300 * "x").status_code >= 400
-            assert ask(replica, "hello").status_code == 200
