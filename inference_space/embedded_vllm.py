@@ -22,10 +22,10 @@ from typing import Any, NoReturn
 from starlette.types import ASGIApp
 
 from delta_weight_sync import gpu_build
+from delta_weight_sync.signing import PUBLIC_KEY
 from delta_weight_sync.vllm.engine import Engine, EngineError
 from delta_weight_sync.vllm.follower import Follower
 from delta_weight_sync.vllm.private_folder import private_folder
-from inference_space import templates
 from inference_space.settings import Settings
 
 MODEL_NAME = "policy"
@@ -36,6 +36,12 @@ _ON_CPU = ["--enforce-eager", "--distributed-executor-backend", _IN_PROCESS]
 _ON_CPU += ["--kv-cache-memory-bytes", str(1 << 30)]  # with a size given, vLLM need not measure and warm up
 # The kernels that vLLM prefers on some GPUs reorder the experts of a mixture, and no delta would fit them.
 _ON_GPU = ["--moe-backend", "triton"]
+# A chat template is a program; whoever can write to an unsigned bucket could have it loop for ever. The two
+# messages that pass are vLLM's own, which it renders when it starts.
+_NOT_SIGNED = """{% if messages[0].content in ['warmup', 'x'] %}{{ messages[0].content }}{% else %}
+{{ raise_exception('this replica checks no signatures, so it does not run the chat template that the ' +
+'bucket holds: set DELTA_WEIGHT_SYNC_PUBLIC_KEY, or give a template of your own by --chat-template in ' +
+'REPLICA_VLLM_ARGS') }}{% endif %}"""
 _ENVIRONMENT = {
     "VLLM_PLUGINS": "delta_weight_sync",
     "VLLM_NO_USAGE_STATS": "1",
@@ -66,14 +72,8 @@ class EmbeddedVllm(Engine):
         return self._client is not None and super().alive()
 
     def serves(self, checkpoint: Path) -> bool:
-        """Whether it was started with the same configuration, tokenizer and template.
-
-        Raises `EngineError` for a checkpoint with which it should not be started.
-        """
-        if self.alive() and _assets(checkpoint) == self._assets:
-            return True
-        templates.require_short(checkpoint)
-        return False
+        """Whether it was started with the same configuration, tokenizer and template."""
+        return self.alive() and _assets(checkpoint) == self._assets
 
     def start(self, checkpoint: Path) -> None:
         """As in `Engine`. The kernel ends the engine when the calling thread ends (see `lifeline`)."""
@@ -103,6 +103,7 @@ class EmbeddedVllm(Engine):
         settings = self._settings
         words = ["--model", str(checkpoint), "--served-model-name", MODEL_NAME, "--dtype", "bfloat16"]
         words += ["--max-num-seqs", str(settings.max_num_seqs), "--disable-log-stats"]
+        words += [] if os.environ.get(PUBLIC_KEY) else ["--chat-template", _NOT_SIGNED]
         words += _ON_GPU if gpu_build.installed() else _ON_CPU
         if settings.max_model_len is not None:
             words += ["--max-model-len", str(settings.max_model_len)]
@@ -138,23 +139,8 @@ def _client(arguments: Namespace) -> Any:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    templates.install()
     config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
-    client = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
-    _bound_tokenizing(client.renderer)
-    return client
-
-
-def _bound_tokenizing(renderer: Any) -> None:
-    """A run's tokenizer may have a pattern that takes for ever: it gets as long as a chat template does.
-
-    Whoever asks next gets another thread. Ends when vLLM does so.
-    """
-    if bounded := getattr(
-        renderer, "_render_with_timeout", None
-    ):  # those without it have a tokenizer of their own
-        tokenize = renderer._tokenize_prompt_async
-        renderer._tokenize_prompt_async = lambda *words, **options: bounded(tokenize(*words, **options))
+    return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
 
 async def _app(client: Any, arguments: Namespace, follower: Follower | None) -> ASGIApp:

@@ -31,6 +31,7 @@ import yaml
 from delta_weight_sync.history import RunReader
 from delta_weight_sync.protocol import Manifest
 from delta_weight_sync.runlog import DoneEvent, RunLogReader, StepEvent
+from delta_weight_sync.signing import PUBLIC_KEY, new_pair
 from delta_weight_sync.store import open_bucket
 from env_space.rules import rules_from
 from env_space.settings import Settings
@@ -116,13 +117,15 @@ TINY += ["--use_cpu", "true"]
 SHORT = ["--max_steps", str(STEPS), "--per_device_train_batch_size", "16", "--num_generations", "8"]
 
 
-def start_trainer(folder: Path, env: Space, replicas: list[str]) -> subprocess.Popen[bytes]:
+def start_trainer(
+    folder: Path, env: Space, replicas: list[str], signs: dict[str, str]
+) -> subprocess.Popen[bytes]:
     """The command that `up` prints, with the run file of Qwen3-0.6B."""
     command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--cpu", "--num_processes", "1"]
     command += ["-m", "trainer.train", "--config", str(CHECKOUT / "trainer/configs/qwen3_0_6b.yaml")]
     command += ["--bucket", (folder / "bucket").as_uri(), "--run", "loop", "--replicas", *replicas]
     command += ["--env_url", env.url, "--output_dir", str(folder / "trainer"), *TINY, *SHORT]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environ = {**os.environ, **signs, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environ |= {"SPACE_KEY": KEY, "HF_TOKEN": WRITING, "SPACES": " ".join([env.url, *replicas])}
     with (folder / "trainer.log").open("wb") as log:
         return subprocess.Popen(
@@ -175,15 +178,17 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     env_host, replica_host = "127.0.0.2", "127.0.0.3"
     watching = {"WORDLE_REPLICA_URL": f"http://{replica_host}:{PORT}", "WORDLE_REPLICA_KEY": KEY}
     rules = {"WORDLE_HOST": env_host, "WORDLE_ANSWERS": "128", "WORDLE_KEY": KEY}
-    following = {"REPLICA_BUCKET": "file:///bucket", "REPLICA_RUN": "loop", "REPLICA_KEY": KEY}
+    following = {"REPLICA_BUCKET": "file:///bucket", "REPLICA_RUN": "loop"}
     sizes = {"REPLICA_HOST": replica_host, "REPLICA_MAX_MODEL_LEN": "256", "OMP_NUM_THREADS": "1"}
     sizes |= {"REPLICA_VLLM_ARGS": SMALL_CACHE}
-    alike = {"REPLICA_KEY": KEY}
+    pair = new_pair()  # the page's games are chats, and templates run only where versions are signed
+    alike = {"REPLICA_KEY": KEY, PUBLIC_KEY: pair[PUBLIC_KEY]}
+    following |= alike
     second = Replica(url, "loop", folder / "second", name="second", max_model_len=256, environ=alike)
     with ExitStack() as stack:
         env = stack.enter_context(Space("env", folder, env_host, rules | watching))
         replica = stack.enter_context(Space("replica", folder, replica_host, following | sizes))
-        trainer = start_trainer(folder, env, [replica.url, second.url])
+        trainer = start_trainer(folder, env, [replica.url, second.url], pair)
         stack.callback(end, trainer)
         stack.callback(second.stop)
         second.start()

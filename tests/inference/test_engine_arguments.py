@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from delta_weight_sync import gpu_build
+from delta_weight_sync.signing import PUBLIC_KEY, new_pair
 from inference_space.embedded_vllm import EmbeddedVllm
 from inference_space.settings import Settings
 
@@ -32,6 +33,14 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_a_gpu_experts_stay_in_the_order_in_which_they_are_loaded():
     assert arguments().moe_backend == "triton"
     assert arguments("--moe-backend flashinfer_cutlass").moe_backend == "flashinfer_cutlass"
+
+
+def test_a_chat_template_of_an_unsigned_bucket_is_not_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(PUBLIC_KEY, raising=False)
+    assert "raise_exception" in arguments().chat_template
+    assert arguments("--chat-template {{messages}}").chat_template == "{{messages}}"
+    monkeypatch.setenv(PUBLIC_KEY, new_pair()[PUBLIC_KEY])
+    assert arguments().chat_template is None
 
 
 def test_on_a_cpu_vllm_chooses():

@@ -11,7 +11,7 @@ from delta_weight_sync.protocol import Manifest
 from delta_weight_sync.refs import AnchorRef
 from delta_weight_sync.vllm.engine import EngineError
 
-_AT_ONCE = {"RouteError", "StepCommitError", "TemplateError"}  # of this vLLM as it was started
+_AT_ONCE = {"RouteError", "StepCommitError"}  # of this vLLM as it was started
 _NEXT_TIME = {"CodecError"}  # unless what was fetched was damaged on this disk
 
 Wanted = tuple[Manifest | None, AnchorRef, str]
