@@ -162,14 +162,19 @@ def test_another_version_may_still_be_pinned(
     reaches(follower, 1)
 
 
-def test_what_is_served_is_served_on_while_the_next_version_is_refused(
-    follower: Follower, run: RealRun, vllm: Refusing, counted: Counted
-) -> None:
+def refuses_the_third(follower: Follower, run: RealRun, vllm: Refusing) -> None:
+    """It serves version 2, and vLLM does not take the next one."""
     follower.start()
     reaches(follower, 2)
     vllm.damaged = DAMAGED
     run.step()
     refuses(follower)
+
+
+def test_what_is_served_is_served_on_while_the_next_version_is_refused(
+    follower: Follower, run: RealRun, vllm: Refusing, counted: Counted
+) -> None:
+    refuses_the_third(follower, run, vllm)
     committed = vllm.committed
     turns(counted)
     assert vllm.committed == committed
@@ -179,11 +184,7 @@ def test_what_is_served_is_served_on_while_the_next_version_is_refused(
 
 def test_the_version_after_a_refused_one_is_taken(follower: Follower, run: RealRun, vllm: Refusing) -> None:
     """It has the same anchor; but where a version is served, it is not the model that was refused."""
-    follower.start()
-    reaches(follower, 2)
-    vllm.damaged = DAMAGED
-    run.step()
-    refuses(follower)
+    refuses_the_third(follower, run, vllm)
     vllm.damaged = None
     run.step()
     reaches(follower, 4)
@@ -200,11 +201,7 @@ def test_what_may_pass_is_tried_until_it_does(follower: Follower, vllm: Refusing
 
 
 def test_a_vllm_that_died_is_another_one(follower: Follower, run: RealRun, vllm: Refusing) -> None:
-    follower.start()
-    reaches(follower, 2)
-    vllm.damaged = DAMAGED
-    run.step()
-    refuses(follower)
+    refuses_the_third(follower, run, vllm)
     vllm.damaged = None
     vllm.kill()
     reaches(follower, 3)

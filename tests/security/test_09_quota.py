@@ -87,6 +87,14 @@ def test_many_objects_cost_what_is_allotted(bucket: Bucket, hub: HubSim, visitor
     assert visitor.get("/dashboard/bucket").status_code == 200
 
 
+def look(visitor: TestClient, pauses: Pauses, times: int) -> None:
+    """The page is open while the dashboard reads the bucket so often."""
+    for _ in range(times):
+        visitor.get("/dashboard/explain")
+        pauses.end()
+        pauses.begun()
+
+
 def test_a_page_that_is_open_costs_no_requests_to_the_api(
     bucket: Bucket, hub: HubSim, visitor: TestClient, pauses: Pauses
 ) -> None:
@@ -94,10 +102,7 @@ def test_a_page_that_is_open_costs_no_requests_to_the_api(
         pauses.end()
         pauses.begun()
     with Asked(hub) as asked:
-        for _ in range(10):
-            visitor.get("/dashboard/explain")
-            pauses.end()
-            pauses.begun()
+        look(visitor, pauses, 10)
     assert asked.api == 0
     assert asked.all <= 30
 
@@ -107,13 +112,7 @@ def test_a_replica_on_a_version_that_never_was_is_not_looked_up_for_ever(
 ) -> None:
     run = bucket.get("runs/r/log/00000000.jsonl")
     bucket.put("runs/r/log/00000000.jsonl", run.replace(b'"version":1,', b'"version":99,'))
-    for _ in range(30):
-        visitor.get("/dashboard/explain")
-        pauses.end()
-        pauses.begun()
+    look(visitor, pauses, 30)
     with Asked(hub) as asked:
-        for _ in range(10):
-            visitor.get("/dashboard/explain")
-            pauses.end()
-            pauses.begun()
+        look(visitor, pauses, 10)
     assert asked.api == 0

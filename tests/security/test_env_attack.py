@@ -18,7 +18,7 @@ from tests.security import env_attack
 pytestmark = pytest.mark.full
 
 KEY = "four-random-words-in-a-row"
-SECONDS = 15  # of play; the attack goes on until the last game is over
+SECONDS = 5  # of play; the attack goes on until the last game is over
 DECLARED = Path(env_space.__file__).with_name("openenv.yaml").read_text()
 MEMORY = int(re.search(r"memory_mb: (\d+)", DECLARED)[1]) * 10**6
 MAX_LOG = 5 * 10**6  # bytes; a flood of any kind is a few hundred lines a minute

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
@@ -18,38 +19,53 @@ PATIENCE_S = 300.0
 
 
 @contextmanager
-def waiting(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
-    """A trainer that waits for samples, and all processes that it has started."""
-    command = [sys.executable, "-m", "tests.trainer.waiting", str(folder)]
+def trainers(folder: Path, lives: int) -> Iterator[IO[str]]:
+    """Trainers that wait for samples, one after the other; yields what they and their parent say."""
+    command = [sys.executable, "-m", "tests.trainer.waiting", str(folder), str(lives)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with (folder / "errors").open("w") as errors:
-        trainer = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
-    children: list[psutil.Process] = []
+        parent = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+    assert parent.stdout is not None
     try:
-        assert trainer.stdout is not None
-        while (line := trainer.stdout.readline()) != "waiting\n":
-            assert line, (folder / "errors").read_text()[-3000:]
-        children = psutil.Process(trainer.pid).children(recursive=True)
-        yield trainer, children
+        yield parent.stdout
     finally:
-        for process in children:
-            if process.is_running():
-                process.kill()
-        trainer.kill()
-        trainer.communicate(timeout=PATIENCE_S)
+        for process in (*psutil.Process(parent.pid).children(recursive=True), parent):
+            process.kill()
+        parent.communicate(timeout=PATIENCE_S)
+
+
+def until(start: str, said: IO[str], errors: Path) -> list[str]:
+    """What is said until a line that starts so, with that."""
+    lines = []
+    for line in said:
+        lines.append(line)
+        if line.startswith(start):
+            return lines
+    raise AssertionError(errors.read_text()[-3000:])
+
+
+def begun(said: IO[str], errors: Path) -> tuple[psutil.Process, list[psutil.Process]]:
+    """The next trainer, which waits, and all processes that it has started."""
+    number = until("trainer ", said, errors)[-1].split()[1]
+    until("waiting", said, errors)
+    trainer = psutil.Process(int(number))
+    children = trainer.children(recursive=True)
+    assert any("spawn_main" in " ".join(child.cmdline()) for child in children)
+    return trainer, children
 
 
 @pytest.mark.live
 def test_a_request_and_a_sudden_death_end_the_process_that_plays(tmp_path):
-    with waiting(tmp_path) as (trainer, children):
-        assert any("spawn_main" in " ".join(child.cmdline()) for child in children)
+    errors = tmp_path / "errors"
+    with trainers(tmp_path, 2) as said:
+        trainer, children = begun(said, errors)
         trainer.send_signal(signal.SIGTERM)
-        out, _ = trainer.communicate(timeout=2 * BOUND_S)
-        assert trainer.returncode == 128 + signal.SIGTERM, (tmp_path / "errors").read_text()[-3000:]
+        assert psutil.wait_procs([trainer], timeout=2 * BOUND_S)[1] == []
         end = "version 0 is published and the state is kept; the same command goes on from there"
-        assert out.splitlines()[-1] == f"trainer: SIGTERM: {end}"
+        last = [f"trainer: SIGTERM: {end}\n", f"ended {128 + signal.SIGTERM}\n"]
+        assert until("ended ", said, errors)[-2:] == last, errors.read_text()[-3000:]
         assert psutil.wait_procs(children, timeout=10)[1] == []
-    with waiting(tmp_path) as (trainer, children):
+        trainer, children = begun(said, errors)
         trainer.kill()
         assert psutil.wait_procs(children, timeout=10)[1] == []
     assert open_run((tmp_path / "bucket").as_uri()).at().version == 0, "what was there is not published twice"

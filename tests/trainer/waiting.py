@@ -1,8 +1,12 @@
-"""A trainer whose replica never answers, so that it waits for samples; says "waiting" once its child plays.
+"""Trainers whose replica never answers, so that they wait for samples, one after the other.
 
-python -m tests.trainer.waiting FOLDER
+    python -m tests.trainer.waiting FOLDER LIVES
+
+Each is a fork of this process, which has imported what takes long; it says "waiting" once its child plays.
+This one says each one's number first, and how it ended.
 """
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,4 +64,8 @@ def _and_say(start):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    for _ in range(int(sys.argv[2])):
+        if (life := os.fork()) == 0:
+            main(Path(sys.argv[1]))
+        print("trainer", life, flush=True)
+        print("ended", os.waitstatus_to_exitcode(os.waitpid(life, 0)[1]), flush=True)
