@@ -79,7 +79,10 @@ def anchored(run: RealRun) -> Manifest:
 
 
 def says(follower: Follower, what: str) -> None:
-    soon(lambda: what in (follower.report(0).status.error or ""), f"{what}: {follower.report(0).status}")
+    soon(
+        lambda: what in (follower.report(0).status.error or ""),
+        lambda: f"{what}: {follower.report(0).status}",
+    )
 
 
 def damage_next_delta(run: RealRun, bucket: Bucket, damage: Damage) -> Manifest:
@@ -124,14 +127,19 @@ def test_a_replica_joins_at_the_newest_version_that_is_whole(run, bucket, follow
 
 
 @both
-def test_a_replica_joins_by_the_anchor_before_a_damaged_one(run, bucket, follower, vllm, damage) -> None:
+def test_a_replica_joins_by_the_anchor_before_a_damaged_one(
+    run, bucket, follower, vllm, damage, caplog
+) -> None:
+    """And goes on by deltas, which need no anchor."""
     newest = anchored(run)
     damage(bucket, newest.anchor.files[0])
-    follower.start()
     before = next(older for older in run.reader.history() if older.anchor != newest.anchor)
-    reaches(follower, before.version)
-    says(follower, newest.anchor.files[0].key)
-    assert vllm.digest() == before.digest
+    follower.start()
+    reaches(follower, newest.version)
+    assert vllm.digest() == newest.digest
+    commits = [(commit.version, commit.joined) for commit in follower.report(-1).commits]
+    assert commits == [(before.version, True), (newest.version, False)]
+    assert newest.anchor.files[0].key in caplog.text
 
 
 @both

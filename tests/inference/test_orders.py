@@ -109,17 +109,17 @@ def follower(
     follower.stop()
 
 
-def soon(reached: Callable[[], bool], what: str) -> None:
+def soon(reached: Callable[[], bool], what: str | Callable[[], str]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not reached():
-        assert time.monotonic() < deadline, what
+        assert time.monotonic() < deadline, what if isinstance(what, str) else what()
         time.sleep(0.005)
 
 
 def reaches(follower: Follower, version: int) -> None:
     soon(
         lambda: follower.serving is not None and follower.serving.version == version,
-        f"version {version}: {follower.report(0).status}",
+        lambda: f"version {version}: {follower.report(0).status}",
     )
 
 
