@@ -14,6 +14,7 @@ from aiohttp import web
 from transformers import AutoTokenizer
 
 import trainer.policies
+from delta_weight_sync.publish.trl_trainer import TrainedGroups
 from trainer.policies.wordle_tokens import WordleTokens
 from trainer.processes import free_port
 from trainer.rollouts import ReplicaRolloutLoop, Syncs
@@ -166,3 +167,17 @@ def test_prompts_that_were_trained_on_are_not_played_again():
         loop.dataset = make_dataset("Play Wordle.", 4, seed=0)
         played = [(group, row["seed"]) for group, row in itertools.islice(loop._repeat_iterator(), 4)]
     assert played == [(3, 3), (5, 1), (7, 3), (8, 0)]
+
+
+def test_a_trainer_goes_on_behind_what_was_trained_on_and_gives_up_what_was_dropped():
+    groups = TrainedGroups((*range(3), 4))
+    assert groups.position() == (3, (4,))
+    groups.update({3, 6})
+    assert groups.position() == (3, (4,)), "packed only"
+    groups.trained(1)
+    assert groups.position() == (5, (6,))
+    groups.update(set(range(7, 20_000)))
+    groups.trained(1)
+    first, later = groups.position()
+    assert (first, later) == (20_000, ()), "5 is not waited for for ever"
+    assert len(groups) == 19_999, "TRL counts them"

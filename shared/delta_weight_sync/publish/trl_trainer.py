@@ -22,6 +22,7 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer
 Named = Iterator[tuple[str, torch.Tensor]]
 # Of transformers' TrainerState: what counts on, and what it compares with the settings.
 _KEPT = ("global_step", "epoch", "total_flos", "num_input_tokens_seen")
+_IN_PLAY = 4096  # prompts; more than TRL has at once
 _COMPARED = ("train_batch_size", "logging_steps", "eval_steps", "save_steps")
 
 
@@ -29,7 +30,8 @@ _COMPARED = ("train_batch_size", "logging_steps", "eval_steps", "save_steps")
 class Progress:
     """How far a trainer is: its weight syncs, its steps, and the prompts that it has trained on.
 
-    Those are the first `prompts` of the data set, gone through again and again, and some `later` ones.
+    Those are the first `prompts` of the data set, gone through again and again, and some `later` ones. Of the
+    first, a few may have been dropped instead, as their samples were too old.
     """
 
     syncs: int
@@ -44,19 +46,26 @@ class TrainedGroups(set[int]):
     def __init__(self, groups: Iterable[int]) -> None:
         super().__init__(groups)
         self._ahead: deque[set[int]] = deque()
+        self._first, self._newest = 0, max(self, default=-1)
 
     def update(self, *batches: Iterable[int]) -> None:
         """Called by TRL for each batch that is packed."""
         self._ahead.extend(set(batch) for batch in batches)
 
-    def first(self) -> int:
-        """The first prompt that was not trained on."""
-        return next(number for number in itertools.count() if number not in self)
+    def position(self) -> tuple[int, tuple[int, ...]]:
+        """The first prompt that may still be trained on, and those after it that were.
+
+        One that is `_IN_PLAY` behind the newest was dropped: its samples were too old.
+        """
+        self._first = max(self._first, self._newest - _IN_PLAY)
+        self._first = next(number for number in itertools.count(self._first) if number not in self)
+        return self._first, tuple(n for n in range(self._first, self._newest + 1) if n in self)
 
     def trained(self, batches: int) -> None:
         """Training has taken this many of them."""
         for _ in range(min(batches, len(self._ahead))):
-            super().update(self._ahead.popleft())
+            super().update(batch := self._ahead.popleft())
+            self._newest = max(batch | {self._newest})
 
 
 class BucketGRPOTrainer(AsyncGRPOTrainer):
@@ -96,8 +105,7 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
     def progress(self) -> Progress:
         """How far this trainer is."""
         kept = {name: getattr(self.state, name) for name in (*_KEPT, *_COMPARED)}
-        first = self.groups.first()
-        return Progress(self.model_version, kept, first, tuple(g for g in sorted(self.groups) if g > first))
+        return Progress(self.model_version, kept, *self.groups.position())
 
     def _load_from_checkpoint(self, *_: Any) -> None:
         """The weights come from the bucket."""
