@@ -168,11 +168,12 @@ class ReplicaRolloutWorker(AsyncRolloutWorker):
     def stop(self) -> None:
         """As in TRL, but without its two stalls.
 
-        A child that is blocked on a full queue does not exit, so the queues are drained. Setting an event on
-        which a dead child waited never returns, so that is left to a thread.
+        A child that is blocked on a full queue does not exit, so the queues are drained; one that waits for
+        an answer has nothing that would be missed. Setting an event on which a dead child waited never
+        returns, so that is left to a thread.
         """
         threading.Thread(target=self._stop_event_mp.set, daemon=True).start()
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 1.0
         while self._process is not None and self._process.is_alive():
             for pending in (self.rollout_buffer, self.metrics_queue):
                 _drain(pending)

@@ -66,6 +66,11 @@ def _and_say(start):
 if __name__ == "__main__":
     for _ in range(int(sys.argv[2])):
         if (life := os.fork()) == 0:
-            main(Path(sys.argv[1]))
+            try:
+                main(Path(sys.argv[1]))
+            except SystemExit as end:
+                sys.stdout.flush()
+                os._exit(int(end.code or 0))  # to take a fork's memory apart copies it first
         print("trainer", life, flush=True)
         print("ended", os.waitstatus_to_exitcode(os.waitpid(life, 0)[1]), flush=True)
+    os._exit(0)
