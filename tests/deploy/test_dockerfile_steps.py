@@ -171,7 +171,7 @@ class Deployment:
 
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """The trainer starts first, and waits for the cold replicas; then it trains and ends."""
+    """The trainer starts first, and waits for the cold replicas; then it trains, loses one, and ends."""
     folder = tmp_path_factory.mktemp("deployed")
     (folder / "bucket").mkdir()
     url = (folder / "bucket").as_uri()
@@ -192,6 +192,9 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
         stack.callback(end, trainer)
         stack.callback(second.stop)
         second.start()
+        second.wait_for(0)
+        second.kill()
+        second.start()
         assert ended(trainer, env, replica) == 0, (folder / "trainer.log").read_text()[-3000:]
         head = RunReader(open_bucket(url), "loop").at()
         replica.wait("/status", serves(head.version))
@@ -206,6 +209,8 @@ def test_all_replicas_serve_what_the_trainer_ended_with(deployed: Deployment) ->
     done = next(event for event in events if isinstance(event, DoneEvent))
     steps = [event for event in events if isinstance(event, StepEvent)]
     assert (len(steps), head.version) == (STEPS, STEPS)
+    staleness = [step.metrics["sample/staleness_mean"] for step in steps]
+    assert all(0 <= stale <= STEPS for stale in staleness), "samples name the version that made them"
     served = deployed.replica.wait("/status", serves(head.version)).json()["status"]
     assert served["digest"] == head.digest == done.digest
     assert deployed.second.wait_for(head.version)["digest"] == head.digest

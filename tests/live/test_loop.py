@@ -15,7 +15,7 @@ from delta_weight_sync.store import open_bucket
 from tests.live.replica import Replica
 from tests.policies import tiny
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.long]
 
 CONFIG = """
 task: shorter

@@ -9,7 +9,7 @@ from tests.live.replica import SMALL_CACHE, Replica
 from tests.live.run import Trainer, greedy, update
 from tests.policies import tiny
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.long]  # three processes import vLLM, each time
 
 TWO_WORKERS = f"{SMALL_CACHE} --tensor-parallel-size 2 --distributed-executor-backend mp"
 
@@ -21,7 +21,7 @@ TWO_ENGINES = f"{SMALL_CACHE} --data-parallel-size 2"
     "arguments",
     [
         pytest.param(TWO_WORKERS, id="workers"),
-        pytest.param(TWO_ENGINES, id="engines", marks=pytest.mark.long),  # three processes import vLLM
+        pytest.param(TWO_ENGINES, id="engines"),
     ],
 )
 def test_together_they_hold_each_version(tmp_path: Path, arguments: str):

@@ -9,7 +9,7 @@ from tests.live.replica import PATIENCE_S, Replica
 from tests.live.run import Trainer, greedy
 from tests.policies import tiny
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.long]
 
 LOOPS = 3 * "{% for i in range(9999) %}" + "x" + 3 * "{% endfor %}"
 CHAT = {"model": "policy", "max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}

@@ -15,10 +15,10 @@ from tests.env import load
 from tests.env.service import PATIENCE_S, ROOT, space
 from tests.security import env_attack
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.long
 
 KEY = "four-random-words-in-a-row"
-SECONDS = 5  # of play; the attack goes on until the last game is over
+SECONDS = 15  # of play; the attack goes on until the last game is over
 DECLARED = Path(env_space.__file__).with_name("openenv.yaml").read_text()
 MEMORY = int(re.search(r"memory_mb: (\d+)", DECLARED)[1]) * 10**6
 MAX_LOG = 5 * 10**6  # bytes; a flood of any kind is a few hundred lines a minute

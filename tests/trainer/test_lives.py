@@ -10,7 +10,7 @@ import pytest
 
 @pytest.mark.parametrize(
     ("kills", "seed"),
-    [pytest.param(4, 1, marks=pytest.mark.live), pytest.param(20, 2, marks=pytest.mark.long)],
+    [pytest.param(2, 1, marks=pytest.mark.live), pytest.param(20, 2, marks=pytest.mark.long)],
 )
 def test_the_versions_are_those_of_a_trainer_that_was_left_alone(kills, seed, tmp_path):
     lives = [sys.executable, "-m", "tests.trainer.lives", str(tmp_path), str(kills), str(seed)]
