@@ -48,6 +48,8 @@ _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads, which a fork would not take along
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+# vLLM has its ranking of logprobs compiled: on a CPU that costs the first answer ten seconds and saves none.
+_COMPILE = "TORCH_COMPILE_DISABLE"
 log = logging.getLogger("delta_weight_sync")
 
 
@@ -61,6 +63,8 @@ class EmbeddedVllm(Engine):
         self.context: int | None = None  # tokens that the model reads, once that is known
         self.follower: Follower | None = None  # whose version a stream's headers name
         os.environ.update(_ENVIRONMENT, ENGINE_PYTHON=sys.executable)
+        if not gpu_build.installed():
+            os.environ.setdefault(_COMPILE, "1")
         multiprocessing.set_executable(str(_engine_python(private_folder(settings.folder, "REPLICA_FOLDER"))))
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -1,6 +1,7 @@
 """vLLM is given the settings of its build, and a machine that cannot run it is named in one sentence."""
 
 import logging
+import os
 
 import pytest
 
@@ -23,6 +24,20 @@ def test_a_build_for_gpus_runs_with_cuda_graphs(vllm, tmp_path, monkeypatch, for
     arguments = vllm._arguments(tmp_path)
     assert arguments.enforce_eager is not for_gpus
     assert (arguments.kv_cache_memory_bytes is None) is for_gpus, "on a GPU vLLM measures what is left"
+
+
+@pytest.mark.parametrize(
+    ("for_gpus", "said", "then"), [(False, "", "1"), (False, "0", "0"), (True, "", None)]
+)
+def test_on_a_cpu_no_answer_waits_for_a_compiler_unless_its_owner_wants_that(
+    tmp_path, monkeypatch, for_gpus, said, then
+):
+    monkeypatch.setattr(gpu_build, "installed", lambda: for_gpus)
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", said)
+    if not said:
+        monkeypatch.delenv("TORCH_COMPILE_DISABLE")
+    EmbeddedVllm(Settings(bucket="file:///b", run="r", folder=str(tmp_path)))
+    assert os.environ.get("TORCH_COMPILE_DISABLE") == then
 
 
 def test_a_gpu_that_is_missing_is_named_before_vllm_starts(vllm, tmp_path, monkeypatch):
