@@ -30,6 +30,7 @@ from inference_space.completions import Completions
 from inference_space.connections import Connection
 from inference_space.dashboard_calls import Calls
 from inference_space.embedded_vllm import EmbeddedVllm
+from inference_space.ending import exit_when_asked
 from inference_space.gate import Gate
 from inference_space.places import Lane
 from inference_space.settings import Settings, settings_from
@@ -181,6 +182,7 @@ def _address(environ: Mapping[str, str]) -> tuple[str, int]:
 
 def _serve(app: ASGIApp, host: str, port: int) -> None:
     logging.getLogger("uvicorn.error").addFilter(Sparing())
+    exit_when_asked()
     uvicorn.run(
         app,
         host=host,

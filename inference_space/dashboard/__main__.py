@@ -15,6 +15,7 @@ from delta_weight_sync.refs import ProtocolError
 from delta_weight_sync.store import Bucket, BucketError, open_bucket
 from inference_space.dashboard.export import export
 from inference_space.dashboard.mount import mount
+from inference_space.ending import exit_when_asked
 
 
 def main() -> None:
@@ -28,6 +29,7 @@ def main() -> None:
         print(f"http://{args.host}:{listening.getsockname()[1]}/", flush=True)
         # An open page holds a connection that would never end by itself.
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
+        exit_when_asked()
         uvicorn.Server(config).run(sockets=[listening])
 
 

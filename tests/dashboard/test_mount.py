@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -57,16 +59,21 @@ def test_visitors_can_only_look(gateway: FastAPI) -> None:
 
 
 @pytest.mark.full
-def test_the_command_says_where_it_serves_the_bucket(tmp_path: Path) -> None:
+def test_the_command_says_where_it_serves_the_bucket_and_leaves_nothing(tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     bucket = open_bucket(f"file://{tmp_path}/bucket", create=True)
     command = [sys.executable, "-m", "inference_space.dashboard", "--bucket", bucket.url]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    environ = os.environ | {"TMPDIR": str(temporary)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as server:
         assert server.stdout
         try:
             page = httpx.get(server.stdout.readline().strip(), timeout=PATIENCE_S)
         finally:
             server.terminate()
     assert "Waiting for a trainer to publish the first version" in page.text
+    assert server.returncode == 128 + signal.SIGTERM
+    assert list(temporary.glob("delta-weight-sync*")) == []
 
 
 def test_a_url_that_is_no_bucket_ends_the_command_with_a_sentence(
