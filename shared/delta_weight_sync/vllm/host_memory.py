@@ -27,6 +27,7 @@ from delta_weight_sync.vllm.table import (
     Table,
 )
 
+_NO_BLOCK = np.uint64(1 << 63)
 _NEAR = 4096  # changes that are read back while they are still in the cache
 
 
@@ -151,19 +152,50 @@ def _look(rows: Rows, parts: Rows, element: Elements, ulps: Ulps, new: Ulps, inn
     """Fill in `new`; returns by how much the digest moves."""
     total = np.uint64(0)
     for p in range(parts.shape[0]):
-        row, first, start = rows[parts[p, 0]], parts[p, 1], parts[p, 3]
-        memory, seed, counted = _pointer(row[ADDRESS]), np.uint64(row[SEED]), np.uint64(row[COUNTED])
-        block, factor = np.uint64(1 << 63), np.uint64(0)
-        for j in range(first, first + parts[p, 2]):
-            number = start + j - first if start >= 0 else np.int64(element[j])
-            old = memory[_at(row, TARGET, number)]
-            value = np.uint16(old + np.uint16(ulps[j]))
-            new[j] = np.int16(value)
-            i = np.uint64(row[FIRST] + _at(row, SOURCE, number))
-            if i // np.uint64(BLOCK) != block:  # near positions stay in a block for a while
-                block = i // np.uint64(BLOCK)
-                factor = counted * outer(seed, block)
-            total += factor * np.uint64(inner[i % np.uint64(BLOCK)]) * (np.uint64(value) - np.uint64(old))
+        row, first, last, start = rows[parts[p, 0]], parts[p, 1], parts[p, 1] + parts[p, 2], parts[p, 3]
+        if start < 0 and row[SIZES + DIMS - 2] == 1:
+            moved = _look_along(row, element[first:last], ulps[first:last], new[first:last], inner)
+        else:
+            moved = _look_any(row, first, last, start, element, ulps, new, inner)
+        total += np.uint64(row[COUNTED]) * moved
+    return total
+
+
+@kernel
+def _look_along(row: Rows, element: Elements, ulps: Ulps, new: Ulps, inner: Any) -> np.uint64:
+    """As `_look`, of one part of one dimension, where only the element differs from change to change."""
+    memory, base, seed = _pointer(row[ADDRESS]), np.uint64(row[FIRST]), np.uint64(row[SEED])
+    step, stride = np.uint64(row[SOURCE + DIMS - 1]), row[TARGET + DIMS - 1]
+    total, block, factor = np.uint64(0), _NO_BLOCK, np.uint64(0)
+    for j in range(element.size):
+        old = memory[np.int64(element[j]) * stride]
+        value = np.uint16(old + np.uint16(ulps[j]))
+        new[j] = np.int16(value)
+        i = base + np.uint64(element[j]) * step
+        if i // np.uint64(BLOCK) != block:
+            block = i // np.uint64(BLOCK)
+            factor = outer(seed, block)
+        total += factor * np.uint64(inner[i % np.uint64(BLOCK)]) * (np.uint64(value) - np.uint64(old))
+    return total
+
+
+@kernel
+def _look_any(
+    row: Rows, first: int, last: int, start: int, element: Elements, ulps: Ulps, new: Ulps, inner: Any
+) -> np.uint64:
+    """As `_look`, of one part that may have several dimensions or be of consecutive elements."""
+    memory, seed = _pointer(row[ADDRESS]), np.uint64(row[SEED])
+    total, block, factor = np.uint64(0), _NO_BLOCK, np.uint64(0)
+    for j in range(first, last):
+        number = start + j - first if start >= 0 else np.int64(element[j])
+        old = memory[_at(row, TARGET, number)]
+        value = np.uint16(old + np.uint16(ulps[j]))
+        new[j] = np.int16(value)
+        i = np.uint64(row[FIRST] + _at(row, SOURCE, number))
+        if i // np.uint64(BLOCK) != block:  # near positions stay in a block for a while
+            block = i // np.uint64(BLOCK)
+            factor = outer(seed, block)
+        total += factor * np.uint64(inner[i % np.uint64(BLOCK)]) * (np.uint64(value) - np.uint64(old))
     return total
 
 
