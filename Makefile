@@ -6,6 +6,7 @@
 PYTHON ?= python3
 POLICY ?= wordle-tiny
 PORT   ?= 0
+MINUTES ?= 5
 VENV   := .venv
 BIN    := $(VENV)/bin
 # Twice quiet: pip warns of each folder of a package index that has nothing to offer, hundreds of times.
@@ -24,7 +25,7 @@ endif
 .PHONY: demo check test test-all lint docs-check clean
 
 demo: $(VENV)/.app $(VENV)/.$(POLICY)
-	@$(BIN)/python -m trainer.local --policy $(POLICY) --port $(PORT)
+	@$(BIN)/python -m trainer.local --policy $(POLICY) --port $(PORT) --minutes $(MINUTES)
 
 ifneq ($(GPU),)
 check test test-all lint docs-check:

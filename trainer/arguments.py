@@ -41,6 +41,13 @@ class ScriptArguments:
             " weights, at least; 0 for none. They take 4 bytes of memory per weight on the host."
         },
     )
+    norm_learning_rate: float = field(
+        default=0.0,
+        metadata={"help": "Of the norms' scales and of biases; 0 for --learning_rate, as all weights have."},
+    )
+    minutes: float = field(
+        default=0.0, metadata={"help": "Stop after so many, with everything published; 0 for no such limit."}
+    )
     fresh: bool = field(
         default=False, metadata={"help": "Begin again from --model, not where the run's last trainer ended."}
     )
@@ -53,6 +60,10 @@ class ScriptArguments:
         for option, known in (("encoding", get_args(Encoding)), ("mirror", get_args(Place))):
             if (value := getattr(self, option)) not in known:
                 raise SystemExit(f"--{option} must be one of {', '.join(known)}; it is {value!r}")
+        if self.minutes < 0:
+            raise SystemExit(f"--minutes must be at least 0; it is {self.minutes}")
+        if self.norm_learning_rate < 0:
+            raise SystemExit(f"--norm_learning_rate must be at least 0; it is {self.norm_learning_rate}")
         if self.state_every < 1:
             raise SystemExit(f"--state_every must be at least 1; it is {self.state_every}")
         if self.canary_s < 0:

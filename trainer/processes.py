@@ -36,6 +36,7 @@ class Processes:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._passing: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -45,8 +46,14 @@ class Processes:
     ) -> None:
         self.stop()
 
-    def start(self, name: str, arguments: list[str], environment: Mapping[str, str]) -> None:
-        """Run `python -m <arguments>` with the given variables on top of this process's."""
+    def start(
+        self, name: str, arguments: list[str], environment: Mapping[str, str], *, passing: bool = False
+    ) -> None:
+        """Run `python -m <arguments>` with the given variables on top of this process's.
+
+        `passing`: it has an end of its own; any other child is needed for as long as the block lasts.
+        """
+        self._passing |= {name} if passing else set()
         with self.log(name).open("wb") as log, _later():
             self._children[name] = subprocess.Popen(
                 [sys.executable, "-m", *arguments],
@@ -66,7 +73,7 @@ class Processes:
         """True once that child ended well; raises `ChildError` if it, or any other child, failed."""
         for other, child in self._children.items():
             code = child.poll()
-            if code is not None and (code != 0 or other != name):
+            if code is not None and (code != 0 or other not in self._passing):
                 raise ChildError(
                     f"{other} stopped (exit code {code}); the reason is at the end of {self.log(other)}"
                 )

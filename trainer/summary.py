@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from statistics import median
+from collections.abc import Mapping, Sequence
+from math import sqrt
+from statistics import mean, median, stdev
 from typing import Any
 
 from delta_weight_sync.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent, StepEvent, SyncEvent
 from delta_weight_sync.units import size_text
 
+_SURE = 1.96  # standard errors to each side hold the truth 95 times of 100
 
-def summarize(events: Sequence[Event], model: str) -> dict[str, Any]:
+
+def summarize(
+    events: Sequence[Event], model: str, held_out: Mapping[str, Any], seconds: float
+) -> dict[str, Any]:
     """All figures of a finished run. `verified` is true only when every replica's live digest equals the
-    trainer's at the same version. Rewards are means over the first and the last tenth of the steps.
+    trainer's at the same version. Rewards are means over the first and the last tenth of the steps;
+    `held_out` is what `trainer.held_out` says was gained, `seconds` how long all of it took.
     """
     syncs = {e.version: e for e in events if isinstance(e, SyncEvent)}
     commits = {e.version: e for e in events if isinstance(e, CommitEvent) and not e.joined}
@@ -27,6 +33,9 @@ def summarize(events: Sequence[Event], model: str) -> dict[str, Any]:
         "steps": len(rewards),
         "reward_first": sum(rewards[:tenth]) / tenth if rewards else None,
         "reward_last": sum(rewards[-tenth:]) / tenth if rewards else None,
+        "solved_held_out": held_out,
+        "seconds": seconds,
+        "stopped_by": done.stopped_by if done else None,
         "digest": done.digest if done else None,
         "replicas": [
             {"name": r.replica, "version": r.version, "digest": r.digest} for r in replicas.values()
@@ -53,13 +62,37 @@ def _version(sync: SyncEvent, commit: CommitEvent | None) -> dict[str, Any]:
     }
 
 
-def table(summary: dict[str, Any]) -> str:
-    """The figures of `summarize` as lines for a terminal."""
+def gain(before: Sequence[bool], after: Sequence[bool]) -> dict[str, Any]:
+    """Shares of solved games, and the 95 % interval of their difference; the games are the same ones."""
+    gains = [int(later) - int(earlier) for earlier, later in zip(before, after, strict=True)]
+    middle, reach = mean(gains), _SURE * stdev(gains) / sqrt(len(gains))
+    return {
+        "before": mean(before),
+        "after": mean(after),
+        "games": len(gains),
+        "interval": [middle - reach, middle + reach],
+    }
+
+
+def learned(held_out: Mapping[str, Any], what: str) -> str:
+    """One line: the share of `what` before and after training, and how sure that is."""
+    low, high = (100 * bound for bound in held_out["interval"])
+    return (
+        f"{what}: {100 * held_out['before']:.1f} % -> {100 * held_out['after']:.1f} %"
+        f" of {held_out['games']} ({low:+.1f} to {high:+.1f} points with 95 % confidence)"
+    )
+
+
+def table(summary: dict[str, Any], what: str) -> str:
+    """The figures of `summarize` as lines for a terminal; `what` was counted on held-out tasks."""
     deltas = [v for v in summary["versions"] if v["version"] > 0 and v["changed"]]
+    limit = "its steps" if summary["stopped_by"] == "steps" else "the time"
     rows = [
         ("model", f"{summary['model']}, {size_text(summary['full_bytes'])} in bf16"),
+        ("time", f"{summary['seconds']:.0f} s; {limit} ended it"),
         ("syncs", f"{summary['syncs']} in {summary['steps']} steps"),
         ("reward", f"{summary['reward_first']:.3f} -> {summary['reward_last']:.3f}"),
+        ("learned", learned(summary["solved_held_out"], what)),
     ]
     if deltas:
         payload = _median(deltas, "payload_bytes")

@@ -40,8 +40,10 @@ from trainer import canary, exact, rising, rollouts, shorter, wordle
 from trainer.arguments import ScriptArguments
 from trainer.cold_spaces import ColdSpaces, SpacesUnavailableError
 from trainer.ending import Ending
+from trainer.norm_rate import NormRateTrainer
 from trainer.observer import ReplicaWatch, StepRecorder
 from trainer.pokes import Pokes
+from trainer.time_limit import TimeLimit
 
 
 def main() -> None:
@@ -64,6 +66,7 @@ def train(script: ScriptArguments, args: AsyncGRPOConfig) -> None:
             "--token_budget is needed: the most tokens of a sample, prompt and answers; see configs/"
         )
     trl_patches.install()
+    limit = TimeLimit(script.minutes, alone=args.world_size == 1)
     task, peers = make_task(script, args), Peers()
     spaces = ColdSpaces(script.replicas, script.env_url)
     with peers.together():
@@ -98,6 +101,7 @@ def train(script: ScriptArguments, args: AsyncGRPOConfig) -> None:
         looks = canary.beside(publisher, watch, script.model, task.dataset, script.canary_s)
         looking = stack.enter_context(looks)
         trainer = make_trainer(script, args, task, publisher, worker, hand_over, begun)
+        trainer.add_callback(limit)
         trainer.add_callback(_LastSync(trainer, ending))
         trainer.add_callback(keep := rising.Keep(publisher, trainer, script.state_every))
         trainer.add_callback(ending)
@@ -108,7 +112,14 @@ def train(script: ScriptArguments, args: AsyncGRPOConfig) -> None:
         digest, newest = publisher.digest(trainer.weights()), publisher.flush()
         keep.keep()
         if publisher.log and watch:
-            publisher.log.append(DoneEvent(t=time.time(), version=newest.version, digest=digest))
+            publisher.log.append(
+                DoneEvent(
+                    t=time.time(),
+                    version=newest.version,
+                    digest=digest,
+                    stopped_by="time" if limit.over else "steps",
+                )
+            )
             watch.wait_for(newest.version)
             if looking:
                 looking.look()
@@ -192,7 +203,8 @@ def make_trainer(
     begun: Progress | None,
 ) -> BucketGRPOTrainer:
     """TRL's trainer, which hands the weights over at each sync, and first puts back what `begun` had."""
-    trainer = BucketGRPOTrainer(
+    trainer = NormRateTrainer(
+        norm_rate=script.norm_learning_rate,
         model=script.model,
         args=args,
         processing_class=AutoTokenizer.from_pretrained(script.model),

@@ -38,14 +38,16 @@ class WordleEnv:
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
-        self._seed, self._session, self._turn = 0, "", 0
+        self._opening: dict[str, Any] = {}
+        self._session, self._turn = "", 0
         self._reward: float | None = None
-        self._done = True
+        self.done, self.solved = True, False
 
-    def reset(self, seed: int, **row: Any) -> None:
-        """Start the game of `seed`; the prompt is the dataset's."""
-        self._seed, self._session, self._turn = seed, uuid.uuid4().hex, 0
-        self._reward, self._done = None, False
+    def reset(self, seed: int, split: str = "train", **row: Any) -> None:
+        """Start the game of `seed`, on the words of training or on the `held_out` ones."""
+        self._session, self._turn = uuid.uuid4().hex, 0
+        self._opening = {"seed": seed, "split": split, "id": self._session}
+        self._reward, self.done, self.solved = None, False, False
 
     async def guess(self, word: str) -> str:
         """Guess the secret word.
@@ -56,7 +58,7 @@ class WordleEnv:
         Returns:
             The letters of the guess, each with its position and mark.
         """
-        if self._done:
+        if self.done:
             raise ValueError("the game is over")
         if self._turn == 0:
             await self._open()
@@ -66,23 +68,23 @@ class WordleEnv:
                 "POST", f"/sessions/{self._session}/guess", {"word": word, "turn": self._turn}
             )
         except GameLostError:
-            self._done, self._reward = True, None
+            self.done, self._reward = True, None
             raise
-        self._done, self._reward = answer["done"], answer["reward"]
+        self.done, self.solved, self._reward = answer["done"], answer["solved"], answer["reward"]
         return str(answer["observation"])
 
     async def get_reward(self) -> float | None:
         """The game's reward; None (not scored by TRL) if the game was lost to a fault of the server."""
-        if not self._done:  # the policy stopped calling the tool
+        if not self.done:  # the policy stopped calling the tool
             if self._turn == 0:
                 await self._open()
-            self._reward, self._done = None, True
+            self._reward, self.done = None, True
             with contextlib.suppress(GameLostError):
                 self._reward = (await self._call("DELETE", f"/sessions/{self._session}", None))["reward"]
         return self._reward
 
     async def _open(self) -> None:
-        await self._call("POST", "/sessions", {"seed": self._seed, "id": self._session})
+        await self._call("POST", "/sessions", self._opening)
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         deadline = time.monotonic() + _PATIENCE_S

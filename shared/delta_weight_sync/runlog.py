@@ -131,6 +131,7 @@ class DoneEvent(Record):
     t: Time
     version: Count
     digest: Digest
+    stopped_by: Literal["steps", "time"] = "steps"  # which limit ended it
 
 
 Event = Annotated[

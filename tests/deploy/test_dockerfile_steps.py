@@ -111,8 +111,8 @@ class Space:
         return [process, *process.children(recursive=True)]
 
 
-# What the tiny policy needs instead of what the run file says: its own prompt, three tokens a guess, a CPU.
-TINY = ["--model", str(POLICY), "--prompt", "Play Wordle.", "--max_completion_length", "3"]
+# What the tiny policy needs instead of what the run file says: its own prompt, seven tokens a guess, a CPU.
+TINY = ["--model", str(POLICY), "--prompt", "Play Wordle.", "--max_completion_length", "7"]
 TINY += ["--use_cpu", "true"]
 SHORT = ["--max_steps", str(STEPS), "--per_device_train_batch_size", "16", "--num_generations", "8"]
 
@@ -177,7 +177,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     url = (folder / "bucket").as_uri()
     env_host, replica_host = "127.0.0.2", "127.0.0.3"
     watching = {"WORDLE_REPLICA_URL": f"http://{replica_host}:{PORT}", "WORDLE_REPLICA_KEY": KEY}
-    rules = {"WORDLE_HOST": env_host, "WORDLE_ANSWERS": "128", "WORDLE_KEY": KEY}
+    rules = {"WORDLE_HOST": env_host, "WORDLE_KEY": KEY}
     following = {"REPLICA_BUCKET": "file:///bucket", "REPLICA_RUN": "loop"}
     sizes = {"REPLICA_HOST": replica_host, "REPLICA_MAX_MODEL_LEN": "256", "OMP_NUM_THREADS": "1"}
     sizes |= {"REPLICA_VLLM_ARGS": SMALL_CACHE}
@@ -242,7 +242,7 @@ def test_the_policy_plays_on_the_page(deployed: Deployment, page: "Page") -> Non
     said = page.locator("#watch .says").inner_text()
     turns = page.locator("#watch .board li[data-feedback]").count()
     wrote = page.locator("#watch .log code").all_inner_texts()
-    assert said.rstrip(".").split()[-1].lower() in rules_from(Settings(answers=128)).train
+    assert said.rstrip(".").split()[-1].lower() in rules_from(Settings()).train
     assert len(wrote) == turns > 0
     assert all(text.startswith('<tool_call> {"name": "guess"') for text in wrote)
     assert sessions(deployed.env) == before, "neither game takes a place of the API"

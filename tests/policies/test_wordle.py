@@ -1,20 +1,29 @@
 """The shipped Wordle policy, and the recipe that makes it."""
 
+import itertools
+import random
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+import env_space
+import trainer.policies
 from env_space import wordle as env
-from env_space.app import create_app
+from env_space.hard_mode import ignored_hint
+from env_space.rules import rules_from
 from env_space.settings import Settings
-from tests.policies.serving import serving
-from tests.policies.test_wordle_tokens import SHIPPED
-from trainer.policies import wordle
-from trainer.policies.player import play
+from trainer.policies import player, wordle
+from trainer.policies.player import Game, Reply, play
+from trainer.policies.teachers import Teacher
 from trainer.policies.wordle_tokens import WordleTokens
 
-ANSWERS = env.answers(wordle.WORDS)
+SHIPPED = Path(trainer.policies.__file__).parent / "wordle-tiny"
+WORDS = Path(env_space.__file__).parent / "words" / "answers-5.txt"
+HELD_OUT = rules_from(Settings()).held_out
+GAMES = 60
 
 
 @pytest.fixture(scope="module")
@@ -23,22 +32,47 @@ def tokens():
 
 
 @pytest.fixture(scope="module")
-def games(tokens):
-    model = AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32)
-    return play(model, tokens, tokens.words * 4, torch.Generator().manual_seed(1))
+def model():
+    return AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32)
 
 
-def test_the_shipped_policy_knows_the_answers_of_the_environment(tokens):
-    assert tuple(tokens.words) == ANSWERS
+@pytest.fixture(scope="module")
+def games(model, tokens):
+    """By the environment's rules, on words that are no secrets in training."""
+    dealt = [env.Game(env.secret_for(seed, HELD_OUT), env.guesses()) for seed in range(GAMES)]
+
+    def referee(calls):
+        moves = [dealt[number].guess(word) for number, word in calls]
+        return [Reply(move.observation, move.done, move.solved) for move in moves]
+
+    play(model, tokens, GAMES, referee, torch.Generator().manual_seed(1))
+    return dealt
 
 
-def test_the_shipped_policy_starts_weak_but_not_hopeless(games):
-    assert 0.04 < sum(game.solved for game in games) / len(games) < 0.15
+def test_the_shipped_policy_plays_whole_games_with_words_that_it_spells(games):
+    moves = [move for game in games for move in game.moves]
+    assert sum(game.over for game in games) > 0.95 * GAMES
+    assert sum(move.valid for move in moves) > 0.7 * len(moves)
+    assert len({move.word for move in moves if move.valid}) > 100, "not a few words again and again"
 
 
-def test_the_shipped_policy_calls_the_tool_properly(games):
-    assert sum(game.malformed for game in games) / len(games) < 0.05
-    assert sum(None in game.guesses for game in games) / len(games) < 0.05
+def test_the_shipped_policy_uses_some_of_the_feedback_and_not_all(games):
+    """A letter that is known to be absent comes back less often than in a game where it is not known."""
+    own = sum(absent_again(game.moves, game.moves) for game in games)
+    others = sum(absent_again(a.moves, b.moves) for a, b in itertools.pairwise(games))
+    assert 0.1 * others < own < 0.8 * others
+
+
+def absent_again(told: list[env.Move], later: list[env.Move]) -> int:
+    """How often the guesses after the first have letters that `told` has marked absent in its first."""
+    return sum(letter in absent(told[0]) for move in later[1:] for letter in move.word)
+
+
+def absent(move: env.Move) -> set[str]:
+    marks = list(zip(move.word, move.feedback, strict=False))  # no marks: not a word
+    return {letter for letter, mark in marks if mark == "-"} - {
+        letter for letter, mark in marks if mark != "-"
+    }
 
 
 def test_generation_of_the_shipped_policy_ends_with_the_call(tokens):
@@ -48,25 +82,63 @@ def test_generation_of_the_shipped_policy_ends_with_the_call(tokens):
 def test_the_shipped_weights_are_small_and_bf16():
     weights = load_file(SHIPPED / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
-    assert sum(file.stat().st_size for file in SHIPPED.iterdir()) < 1_000_000
+    assert 0.9e6 < sum(tensor.numel() for tensor in weights.values()) < 1.2e6
+    assert sum(file.stat().st_size for file in SHIPPED.iterdir()) < 3_000_000
+
+
+def test_games_side_by_side_are_read_as_each_alone(model, tokens):
+    """Of different lengths, and after one of them is gone."""
+    texts = [["crane", "slate"], ["ab"], ["speed"]]
+    reader = player._Reader(model, tokens.pad, 3)
+    rows = [Game(number, list(tokens.prompt)) for number in range(3)]
+    reader.read(rows)
+    for row, words in zip(rows, texts, strict=True):
+        row.ids += [token for word in words for token in tokens.call(word)]
+    assert_read_alike(model, reader, rows)
+    reader.keep([0, 2])
+    rows = [rows[0], rows[2]]
+    for row in rows:
+        row.ids += tokens.response("c1-r2?a3+n4-e5-")[row.number :]
+    assert_read_alike(model, reader, rows)
+
+
+def assert_read_alike(model, reader, rows):
+    together = reader.read(rows)
+    for row, logits in zip(rows, together, strict=True):
+        alone = model(input_ids=torch.tensor([row.ids])).logits[0, -1]
+        assert torch.allclose(alone, logits, atol=1e-3)
 
 
 def test_the_recipe_is_reproducible_and_loads(tmp_path, monkeypatch):
-    monkeypatch.setattr(wordle, "LEARN_STEPS", 8)
+    monkeypatch.setattr(wordle, "BATCH", 2)
     for name, seed in [("one", 0), ("two", 0), ("other", 1)]:
-        wordle.build(list(ANSWERS), tmp_path / name, seed)
+        wordle.build(wordle.read_words(WORDS), tmp_path / name, seed, steps=2)
     one, two, other = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two", "other"))
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert not all(torch.equal(one[name], other[name]) for name in one)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "one").dtype == torch.bfloat16
 
 
-def test_words_come_from_a_file_in_any_order(tmp_path):
-    file = tmp_path / "answers.txt"
-    file.write_text("\n".join(sorted(env.answers())), encoding="utf-8")
-    assert tuple(wordle.read_words(str(file))) == ANSWERS
+def test_no_secret_of_the_warm_start_is_one_of_the_held_out_words():
+    words = wordle.read_words(WORDS)
+    assert tuple(words) == env.answers()
+    assert set(wordle.secrets_of(words)) == set(words) - set(HELD_OUT)
 
 
-def test_words_come_from_a_running_environment():
-    with serving(create_app(Settings(answers=200))) as url:
-        assert tuple(wordle.read_words(url)) == ANSWERS
+def test_a_teacher_that_forgets_nothing_guesses_what_fits_all_marks():
+    teacher, rng = Teacher(env.answers(), memory=1.0), random.Random(0)
+    for secret in ("crane", "abide", "pound", "might", "blush"):
+        game = env.Game(secret, frozenset(env.answers()))
+        for guess in teacher.game(secret, rng):
+            clues = [(move.word, move.feedback) for move in game.moves if move.valid]
+            if len(guess.possible):  # else it is a slip
+                assert not ignored_hint(guess.text, clues)
+                assert not any(absent(move) & set(guess.text) for move in game.moves)
+            assert game.guess(guess.text).observation == guess.reply
+
+
+def test_a_teacher_is_mediocre():
+    teacher, rng = Teacher(env.answers(), wordle.MEMORY), random.Random(0)
+    secrets = [rng.choice(env.answers()) for _ in range(200)]
+    solved = [teacher.game(secret, rng)[-1].text == secret for secret in secrets]
+    assert 0.1 < sum(solved) / len(solved) < 0.3

@@ -75,8 +75,10 @@ def sample(number: int) -> RolloutSample:
     )
 
 
-def live(folder: Path, bucket: str, steps: int, die: Callable[[], None]) -> None:
-    """The command of `trainer.train`; `die` is called at each event."""
+def live(
+    folder: Path, bucket: str, steps: int, die: Callable[[], None] = lambda: None, **others: Any
+) -> None:
+    """The command of `trainer.train`; `die` is called at each event. `others`: settings of the script."""
     script = ScriptArguments(
         model=str(folder / "base"),
         bucket=bucket,
@@ -84,6 +86,7 @@ def live(folder: Path, bucket: str, steps: int, die: Callable[[], None]) -> None
         replicas=[],
         task="shorter",
         state_every=STATE_EVERY,
+        **others,
     )
     settings = AsyncGRPOConfig(
         output_dir=str(folder / "trl"),

@@ -9,16 +9,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from delta_weight_sync import gpu_build
 from delta_weight_sync.runlog import CommitEvent, DoneEvent, ReplicaEvent, StepEvent, SyncEvent
-from trainer import local
-from trainer.local import Progress
+from trainer import local, local_settings
 from trainer.processes import ChildError, Processes, free_port, interrupt_once, only_one
-from trainer.summary import summarize, table
+from trainer.progress import Progress
+from trainer.summary import gain, summarize, table
 
 PATIENCE_S = 300.0  # for what takes seconds; only a fault takes so long
 
@@ -198,7 +199,48 @@ def test_a_replica_that_cannot_start_ends_the_demo_with_its_reason():
     reason = "vLLM did not start: no memory; the reason is in the lines above"
     failed = ReplicaEvent(t=0, replica="r", state="starting vLLM", version=None, digest=None, error=reason)
     with pytest.raises(ChildError, match=reason):
-        Progress().show([failed])
+        Progress(5).show([failed])
+
+
+def test_a_child_that_passes_may_end_and_no_other_may(tmp_path):
+    (tmp_path / "brief.py").write_text("")
+    with Processes(tmp_path) as processes:
+        processes.start("passing", ["brief"], {"PYTHONPATH": str(tmp_path)}, passing=True)
+        while not processes.finished("passing"):
+            time.sleep(0.02)
+        processes.start("needed", ["brief"], {"PYTHONPATH": str(tmp_path)})
+        with pytest.raises(ChildError, match=r"needed stopped \(exit code 0\)"):
+            look_for_ever(processes)
+
+
+def look_for_ever(processes: Processes) -> None:
+    while True:
+        processes.finished("passing")
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("minutes", ["0", "-1", "soon"])
+def test_a_demo_without_time_is_refused(minutes):
+    arguments = [sys.executable, "-m", "trainer.local", "--minutes", minutes]
+    refused = subprocess.run(arguments, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines()[-1].endswith(
+        f"--minutes: {minutes!r} is no time; give the minutes that it may take, for example 5"
+    )
+
+
+def test_lines_tell_what_is_left_of_the_time(capsys, monkeypatch):
+    monkeypatch.setattr("trainer.progress.time", SimpleNamespace(monotonic=lambda: now))
+    now = 100.0
+    progress = Progress(5)
+    now = 340.0
+    progress.show([event for event in events() if not isinstance(event, ReplicaEvent)])
+    assert "step   10  reward  1.000  trainer v1, replica vNone  0.0 KB, 4.00 % changed  60 s left" in (
+        capsys.readouterr().out
+    )
+    assert progress.newest == 1
+    now = 500.0
+    assert progress.left_s == 0, "the last step may take longer"
 
 
 def test_free_port_names_the_port_that_is_taken():
@@ -219,37 +261,56 @@ def events(*, replica_digest: str = "b" * 16, replica_version: int = 1) -> list:
         *(StepEvent(t=0, step=i, reward=i / 10, metrics={}) for i in range(20)),
         CommitEvent(version=1, lag_s=0.7, pause_ms=20, **commit),
         ReplicaEvent(t=0, replica="r", state="serving", version=replica_version, digest=replica_digest),
-        DoneEvent(t=0, version=1, digest="b" * 16),
+        DoneEvent(t=0, version=1, digest="b" * 16, stopped_by="time"),
     ]
 
 
+GAINED = {"before": 0.25, "after": 0.5, "games": 400, "interval": [0.2, 0.3]}
+
+
 def test_the_summary_holds_what_the_log_says():
-    summary = summarize(events(), "tiny")
+    summary = summarize(events(), "tiny", GAINED, 250.0)
     assert summary["verified"] is True
     assert (summary["syncs"], summary["full_bytes"], summary["digest"]) == (1, 200, "b" * 16)
     assert (summary["reward_first"], summary["reward_last"]) == (0.05, 1.85)
     version = summary["versions"][1]
     assert (version["payload_bytes"], version["changed"], version["sparsity"]) == (10, 4, 0.96)
     assert (version["pause_ms"], version["lag_s"], version["publish_s"]) == (20, 0.7, 0.5)
-    assert "1/20 of a full sync" in table(summary)
+    assert (summary["solved_held_out"], summary["seconds"], summary["stopped_by"]) == (GAINED, 250, "time")
+    text = table(summary, "solved")
+    assert "1/20 of a full sync" in text
+    assert "250 s; the time ended it" in text
+    assert "solved: 25.0 % -> 50.0 % of 400 (+20.0 to +30.0 points with 95 % confidence)" in text
+
+
+def test_what_was_gained_is_as_sure_as_the_same_games_make_it():
+    """Of 100 games 30 more are solved, none less: the standard error is the root of 0.3 * 0.7 / 99."""
+    before, after = [i < 20 for i in range(100)], [i < 50 for i in range(100)]
+    gained = gain(before, after)
+    assert (gained["before"], gained["after"], gained["games"]) == (0.2, 0.5, 100)
+    low, high = gained["interval"]
+    assert (low + high) / 2 == pytest.approx(0.3)
+    assert (high - low) / 2 == pytest.approx(1.96 * (0.3 * 0.7 / 99) ** 0.5)
+    shuffled = gain(before, after[::-1])["interval"]
+    assert shuffled[1] - shuffled[0] > high - low, "less is known where other games are solved than before"
 
 
 @pytest.mark.parametrize("wrong", [{"replica_digest": "c" * 16}, {"replica_version": 0}])
 def test_one_replica_that_differs_is_not_verified(wrong):
-    assert summarize(events(**wrong), "tiny")["verified"] is False
+    assert summarize(events(**wrong), "tiny", GAINED, 1.0)["verified"] is False
 
 
 def test_a_run_without_a_replica_or_an_end_is_not_verified():
-    assert summarize([], "tiny")["verified"] is False
-    assert summarize(events()[:-1], "tiny")["verified"] is False
+    assert summarize([], "tiny", GAINED, 1.0)["verified"] is False
+    assert summarize(events()[:-1], "tiny", GAINED, 1.0)["verified"] is False
 
 
 @pytest.mark.parametrize("for_gpus", [True, False], ids=["gpu", "cpu"])
 def test_trainer_and_replica_run_where_the_installed_build_does(tmp_path, monkeypatch, for_gpus):
     monkeypatch.setattr(gpu_build, "installed", lambda: for_gpus)
-    policy = local.POLICIES["wordle-tiny"]
-    replica = local._replica_settings(policy, "file:///b", 1, tmp_path)["REPLICA_VLLM_ARGS"]
-    trainer = local._trainer_command(policy, tmp_path, "file:///b", "http://r", "http://e")
+    policy = local_settings.POLICIES["wordle-tiny"]
+    replica = local_settings.replica_settings(policy, "file:///b", 1, tmp_path)["REPLICA_VLLM_ARGS"]
+    trainer = local_settings.trainer_command(policy, tmp_path, "file:///b", "http://r", "http://e")
     assert ("--use_cpu" in trainer) is not for_gpus
     assert ("--gpu-memory-utilization" in replica) is for_gpus
     assert "--enforce-eager" not in replica, "on a GPU with CUDA graphs; on a CPU the replica knows"
@@ -260,5 +321,5 @@ def test_a_build_for_gpus_without_one_ends_the_demo_with_the_fix(tmp_path, monke
     (tmp_path / "kept").touch()
     monkeypatch.setattr(gpu_build, "problem", lambda: "there is no GPU; attach one")
     with pytest.raises(ChildError, match="attach one"):
-        local._demo("wordle-tiny", tmp_path, 0)
+        local._demo("wordle-tiny", tmp_path, 0, 5.0)
     assert (tmp_path / "kept").exists()

@@ -2,86 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
-from trainer.policies.solver import MAX_GUESSES, feedback
 from trainer.policies.wordle_tokens import TURN_TOKENS, WordleTokens
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the game says of a guess."""
+
+    observation: str
+    done: bool
+    solved: bool
 
 
 @dataclass
 class Game:
-    """One conversation; a guess that the game does not know is None."""
+    """One conversation; it is over, too, where the policy wrote something else than a call."""
 
-    secret: str
+    number: int
     ids: list[int]
-    guesses: list[str | None] = field(default_factory=list)
-    malformed: bool = False
+    read: int = 0  # how many of them the policy has read
+    guesses: list[str] = field(default_factory=list)
+    solved: bool = False
+    over: bool = False
 
-    @property
-    def solved(self) -> bool:
-        """Whether the secret was guessed."""
-        return self.secret in self.guesses
 
-    @property
-    def over(self) -> bool:
-        """Whether no further turn is due."""
-        return self.malformed or self.solved or len(self.guesses) == MAX_GUESSES
+# What was guessed in games, by their numbers -> the replies, in the same order.
+Referee = Callable[[Sequence[tuple[int, str]]], Sequence[Reply]]
 
 
 def play(
-    model: PreTrainedModel, tokens: WordleTokens, secrets: Sequence[str], generator: torch.Generator
+    model: PreTrainedModel, tokens: WordleTokens, games: int, referee: Referee, generator: torch.Generator
 ) -> list[Game]:
-    """Play one game per secret, sampling at temperature 1."""
-    games = [Game(secret, list(tokens.prompt)) for secret in secrets]
-    while running := [game for game in games if not game.over]:
-        for game, turn in zip(running, _sample_turns(model, tokens, running, generator), strict=True):
-            _take_turn(game, turn, tokens)
-    return games
+    """Play that many games side by side, sampling at temperature 1."""
+    played = [Game(number, list(tokens.prompt)) for number in range(games)]
+    reader, running = _Reader(model, tokens.pad, games), played
+    while running:
+        begun = [len(game.ids) for game in running]
+        _sample_turns(reader, tokens, running, generator)
+        turns = [game.ids[start:] for game, start in zip(running, begun, strict=True)]
+        _take_turns(running, turns, tokens, referee)
+        on = [i for i, game in enumerate(running) if not game.over]
+        running = [running[i] for i in on]
+        reader.keep(on)
+    return played
 
 
-def _take_turn(game: Game, turn: list[int], tokens: WordleTokens) -> None:
-    """Append the turn and the environment's answer to it."""
-    game.ids += turn
-    if not tokens.is_call(turn):
-        game.malformed = True
-        return
-    word = tokens.called_word(turn)
-    game.guesses.append(word)
-    marks = feedback(word, game.secret) if word else None
-    game.ids += tokens.response(word or "", marks, game.over)
-
-
-@torch.no_grad()
 def _sample_turns(
-    model: PreTrainedModel, tokens: WordleTokens, games: Sequence[Game], generator: torch.Generator
-) -> list[list[int]]:
-    """One turn per game, each up to its first stop token."""
-    turns: list[list[int]] = [[] for _ in games]
+    reader: _Reader, tokens: WordleTokens, games: Sequence[Game], generator: torch.Generator
+) -> None:
+    """Append one turn to each game, up to its first stop token."""
+    live = list(games)
     for _ in range(TURN_TOKENS):
-        live = [i for i, turn in enumerate(turns) if not turn or turn[-1] not in tokens.stops]
+        chances = reader.read(games).softmax(-1)
+        sampled = torch.multinomial(chances, 1, generator=generator)[:, 0].tolist()
+        drawn = {game.number: token for game, token in zip(games, sampled, strict=True)}
+        for game in live:
+            game.ids.append(drawn[game.number])
+        live = [game for game in live if game.ids[-1] not in tokens.stops]
         if not live:
-            break
-        rows = [games[i].ids + turns[i] for i in live]
-        for i, token in zip(live, _sample_next(model, rows, tokens.pad, generator), strict=True):
-            turns[i].append(token)
-    return turns
+            return
 
 
-def _sample_next(
-    model: PreTrainedModel, rows: Sequence[list[int]], pad: int, generator: torch.Generator
-) -> list[int]:
-    """The next token of each row; causal attention makes right padding harmless."""
-    last = torch.tensor([len(row) - 1 for row in rows])
-    hidden = model.model(input_ids=pad_rows(rows, pad)).last_hidden_state[torch.arange(len(rows)), last]
-    chances = model.lm_head(hidden).float().softmax(-1)
-    return torch.multinomial(chances, 1, generator=generator)[:, 0].tolist()
+def _take_turns(
+    games: Sequence[Game], turns: Sequence[list[int]], tokens: WordleTokens, referee: Referee
+) -> None:
+    """Append the referee's replies to the turns."""
+    words = [tokens.called_word(turn) for turn in turns]
+    called = [(game, word) for game, word in zip(games, words, strict=True) if word is not None]
+    for game, word in zip(games, words, strict=True):
+        game.over = word is None
+    replies = referee([(game.number, word) for game, word in called])
+    for (game, word), reply in zip(called, replies, strict=True):
+        game.guesses.append(word)
+        game.ids += tokens.response(reply.observation)
+        game.over, game.solved = reply.done, reply.solved
 
 
-def pad_rows(rows: Sequence[Sequence[int]], fill: int) -> torch.Tensor:
-    """Rows of unequal length as one int64 matrix, filled on the right."""
-    width = max(map(len, rows))
-    return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows])
+class _Reader:
+    """Keys and values of games side by side; their unequal lengths are filled with masked tokens."""
+
+    def __init__(self, model: PreTrainedModel, pad: int, games: int) -> None:
+        self._model, self._pad = model, pad
+        self._cache = DynamicCache(config=model.config)
+        self._mask = torch.zeros(games, 0, dtype=torch.long)
+
+    @torch.no_grad()
+    def read(self, games: Sequence[Game]) -> torch.Tensor:
+        """Read on in each game; returns the float32 logits [games, vocabulary] after the longest piece.
+
+        They mean nothing for a game in which there was less to read: its turn has ended.
+        """
+        rows = [game.ids[game.read :] for game in games]
+        width = max(map(len, rows))
+        ids = torch.tensor([[self._pad] * (width - len(row)) + row for row in rows])
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+        self._mask = torch.cat([self._mask, mask], 1)
+        for game in games:
+            game.read = len(game.ids)
+        output = self._model(
+            input_ids=ids,
+            attention_mask=self._mask,
+            position_ids=(self._mask.cumsum(1)[:, -width:] - 1).clamp(min=0),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1].float()
+
+    def keep(self, games: Sequence[int]) -> None:
+        """Forget all games but these."""
+        chosen = torch.tensor(games, dtype=torch.long)
+        self._mask = self._mask[chosen]
+        self._cache.batch_select_indices(chosen)

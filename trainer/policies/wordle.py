@@ -2,9 +2,9 @@
 
     python -m trainer.policies.wordle --words env_space/words/answers-5.txt --out trainer/policies/wordle-tiny
 
-Two phases of behaviour cloning on synthetic games. First the model learns to play from a solver that only
-guesses consistent words; then games of a mostly random player dilute that skill until the sampled policy
-rarely solves a game. What RL does afterwards is to bring the skill back from rewards alone.
+It imitates mediocre players (`teachers.py`): they spell every answer of the environment, and each time they
+guess they remember only a part of the marks they have seen. No game of theirs has a secret of the held-out
+tenth. What such players agree on is what fits all marks, and that is what RL can find in their imitator.
 """
 
 from __future__ import annotations
@@ -12,145 +12,166 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from string import ascii_lowercase
 
-import httpx
+import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from trainer.policies.player import pad_rows, play
-from trainer.policies.solver import MAX_GUESSES, Solver, feedback
+from trainer.policies.teachers import Guess, Teacher
 from trainer.policies.wordle_tokens import WordleTokens, build_wordle_tokenizer
 
-WORDS = 128
-BATCH = 32
-LEARN_STEPS, LEARN_LR = 1200, 3e-3
-DILUTE_STEPS, DILUTE_LR, DILUTE_SKILL = 200, 5e-4, 0.1
-CHECK_EVERY = 3
-TARGET_SOLVE_RATE = 0.12  # of sampled games, where the dilution stops
-IGNORE = -100  # cross_entropy's label for tokens that are not trained on
+HELD_OUT_SHARE = 10  # one word in so many is never a secret here, as in the environment's training games
+MEMORY = 0.3
+STEPS, BATCH = 6000, 16
+MUON_RATE, ADAMW_RATE = 0.02, 3e-3
 
 
-def read_words(source: str) -> list[str]:
-    """The answer list, from a file of one word a line or from a running environment's URL."""
-    if source.startswith(("http://", "https://")):
-        words = httpx.get(f"{source.rstrip('/')}/words").raise_for_status().json()["answers"]
-    else:
-        words = Path(source).read_text(encoding="utf-8").split()
-    return sorted(words, key=lambda word: sha256(word.encode()).hexdigest())[:WORDS]
+def read_words(file: Path) -> list[str]:
+    """The answers in the environment's order; the last tenth of them is held out."""
+    words = file.read_text(encoding="ascii").split()
+    return sorted(words, key=lambda word: sha256(word.encode()).digest())
 
 
-def build_model(tokenizer: PreTrainedTokenizerBase, stops: list[int], seed: int) -> Qwen3ForCausalLM:
-    """An untrained model in float32."""
+def secrets_of(words: list[str]) -> list[str]:
+    """Those that games of the warm start and of training have."""
+    return words[: len(words) - len(words) // HELD_OUT_SHARE]
+
+
+def build_model(vocabulary: int, tokens: WordleTokens, seed: int) -> Qwen3ForCausalLM:
+    """An untrained model in float32, of about a million parameters."""
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=96,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=1,
+        vocab_size=vocabulary,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
         head_dim=32,
-        max_position_embeddings=512,
+        max_position_embeddings=256,
         rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
-        tie_word_embeddings=True,
-        initializer_range=0.3,  # large weights: fewer bf16 values flip per RL step than at 0.1
+        tie_word_embeddings=False,
+        initializer_range=0.08,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokens.end_of_turn,
+        pad_token_id=tokens.pad,
     )
     model = Qwen3ForCausalLM(config)
+    _compose_marks(model.model.embed_tokens.weight.data, tokens)
     # vLLM and TRL read their stop tokens from here.
     model.generation_config = GenerationConfig(
-        do_sample=True, eos_token_id=stops, pad_token_id=tokenizer.pad_token_id
+        do_sample=True, eos_token_id=tokens.stops, pad_token_id=tokens.pad
     )
     return model
 
 
-class WarmStart:
-    """Behaviour cloning of synthetic games, a batch at a time."""
+def _compose_marks(embeddings: torch.Tensor, tokens: WordleTokens) -> None:
+    """A mark begins as the sum of its letter, its place and its kind: what one teaches holds for others."""
+    letters = embeddings[tokens.letters]
+    places = torch.randn(5, 1, 1, letters.shape[1]) * letters.std()
+    kinds = torch.randn(1, 3, 1, letters.shape[1]) * letters.std()
+    embeddings[tokens.marks] = (letters[None, None] + places + kinds).flatten(0, 2)
 
-    def __init__(self, model: Qwen3ForCausalLM, tokens: WordleTokens, seed: int) -> None:
+
+@dataclass(frozen=True)
+class Row:
+    """One game as the student reads it; `targets` says for some of its tokens what should come next."""
+
+    ids: list[int]
+    targets: dict[int, dict[int, float]]  # place of the token -> chances of the next
+
+
+class WarmStart:
+    """Imitation of a teacher's games: of the chances by which it draws each letter, not of one draw alone."""
+
+    def __init__(self, model: Qwen3ForCausalLM, tokens: WordleTokens, words: list[str], seed: int) -> None:
         """Start with a fresh optimizer."""
         self._model, self._tokens = model, tokens
         self._rng = random.Random(seed)
-        self._seed = seed
-        self._solver = Solver(tokens.words)
-        self._optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
+        self._secrets = secrets_of(words)
+        self._teacher = Teacher(words, MEMORY)
+        self._optimizers = _optimizers(model)
 
-    def learn(self) -> None:
-        """Learn to play from the solver."""
-        for step in range(LEARN_STEPS):
-            loss = self._step(skill=1.0, rate=LEARN_LR * _schedule(step / LEARN_STEPS))
-            if step % 100 == 0:
-                print(f"learn {step:5d}  loss {loss:.3f}", flush=True)
+    def learn(self, steps: int) -> None:
+        """Imitate that many batches of games."""
+        for step in range(steps):
+            loss = self._step(_schedule(step / steps))
+            if step % 50 == 0:
+                print(f"step {step:5d}  loss {loss:.3f}", flush=True)
 
-    def dilute(self) -> None:
-        """Imitate a mostly random player until few sampled games are solved."""
-        for step in range(DILUTE_STEPS):
-            if step % CHECK_EVERY == 0:
-                solved = self.solve_rate()
-                print(f"dilute {step:4d}  sampled solve rate {solved:.3f}", flush=True)
-                if solved < TARGET_SOLVE_RATE:
-                    return
-            self._step(DILUTE_SKILL, DILUTE_LR)
-        raise RuntimeError("dilution did not reach its target; raise DILUTE_STEPS or DILUTE_LR")
-
-    def solve_rate(self) -> float:
-        """Share of solved games, two per word, sampled at temperature 1."""
-        secrets = self._tokens.words * 2
-        games = play(self._model, self._tokens, secrets, torch.Generator().manual_seed(self._seed))
-        return sum(game.solved for game in games) / len(games)
-
-    def _step(self, skill: float, rate: float) -> float:
-        ids, labels = self._batch(skill)
-        hidden = self._model.model(input_ids=ids).last_hidden_state[:, :-1]
-        targets = labels[:, 1:]
-        trained = targets != IGNORE
-        loss = cross_entropy(self._model.lm_head(hidden[trained]), targets[trained])
-        self._optimizer.zero_grad()
+    def _step(self, rate: float) -> float:
+        """`rate`: the share of the full learning rates."""
+        rows = [self._row(self._rng.choice(self._secrets)) for _ in range(BATCH)]
+        loss = self._loss(rows)
+        self._model.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
+        for optimizer, full_rate in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = full_rate * rate
+            optimizer.step()
         return loss.item()
 
-    def _batch(self, skill: float) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = [list(self._synthetic_game(skill)) for _ in range(BATCH)]
-        ids = [[token for token, _ in row] for row in rows]
-        labels = [[token if own else IGNORE for token, own in row] for row in rows]
-        return pad_rows(ids, self._tokens.pad), pad_rows(labels, IGNORE)
+    def _loss(self, rows: list[Row]) -> torch.Tensor:
+        width = max(len(row.ids) for row in rows)
+        ids = torch.tensor([row.ids + [self._tokens.pad] * (width - len(row.ids)) for row in rows])
+        places = [(i, place) for i, row in enumerate(rows) for place in row.targets]
+        chances = np.zeros((len(places), self._model.config.vocab_size), np.float32)
+        for chance, (i, place) in zip(chances, places, strict=True):
+            target = rows[i].targets[place]
+            chance[list(target)] = list(target.values())
+        where, when = torch.tensor(places).T
+        hidden = self._model.model(input_ids=ids).last_hidden_state
+        return cross_entropy(self._model.lm_head(hidden[where, when]), torch.from_numpy(chances))
 
-    def _synthetic_game(self, skill: float) -> Iterator[tuple[int, bool]]:
-        """(token, whether the player wrote it) of one game of the mixed player."""
-        tokens, words = self._tokens, self._tokens.words
-        secret = self._rng.randrange(len(words))
-        yield from ((token, False) for token in tokens.prompt)
-        guesses = self._solver.game(secret, skill, self._rng)
-        for turn, guess in enumerate(guesses, 1):
-            word, over = words[guess], guess == secret or turn == MAX_GUESSES
-            yield from ((token, True) for token in tokens.call(word))
-            response = tokens.response(word, feedback(word, words[secret]), over)
-            yield from ((token, False) for token in response)
-        yield tokens.end_of_turn, True
+    def _row(self, secret: str) -> Row:
+        ids, targets = list(self._tokens.prompt), dict[int, dict[int, float]]()
+        for guess in self._teacher.game(secret, self._rng):
+            turn = self._tokens.call(guess.text)
+            if len(guess.possible):
+                here = range(len(ids) - 1, len(ids) + len(turn) - 1)
+                targets |= zip(here, self._turn_targets(turn, guess), strict=True)
+            ids += turn + self._tokens.response(guess.reply)
+        targets[len(ids) - 1] = {self._tokens.end_of_turn: 1.0}
+        return Row(ids, targets)
+
+    def _turn_targets(self, turn: list[int], guess: Guess) -> Iterator[dict[int, float]]:
+        yield {turn[0]: 1.0}
+        possible, letters = guess.possible, self._teacher.letters
+        for place, letter in enumerate(guess.text):
+            counts = np.bincount(letters[possible, place], minlength=len(ascii_lowercase))
+            drawn = np.flatnonzero(counts)
+            yield {self._tokens.letters[i]: counts[i] / len(possible) for i in drawn}
+            possible = possible[letters[possible, place] == ascii_lowercase.index(letter)]
+        yield {turn[-1]: 1.0}
+
+
+def _optimizers(model: Qwen3ForCausalLM) -> list[tuple[torch.optim.Optimizer, float]]:
+    """Muon for the matrices of the layers, AdamW for the rest; each with its full learning rate."""
+    matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
+    inside = set(map(id, matrices))
+    others = [weight for weight in model.parameters() if id(weight) not in inside]
+    return [
+        (torch.optim.Muon(matrices, weight_decay=0.0), MUON_RATE),
+        (torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0), ADAMW_RATE),
+    ]
 
 
 def _schedule(progress: float) -> float:
-    """Warm-up over the first twentieth, then a linear fall to a tenth from 30 % on."""
-    return min(1.0, progress * 20 + 0.02) * (1 - 0.9 * max(0.0, progress - 0.3) / 0.7)
+    """Warm-up over the first twentieth, then a linear fall to nothing from 30 % on."""
+    return min(1.0, progress * 20 + 0.02) * (1 - max(0.0, progress - 0.3) / 0.7)
 
 
-def build(words: list[str], out: Path, seed: int) -> None:
+def build(words: list[str], out: Path, seed: int, steps: int = STEPS) -> None:
     """Warm-start a policy for `words` and save it as an ordinary bf16 checkpoint folder."""
-    tokenizer = build_wordle_tokenizer(words)
+    tokenizer = build_wordle_tokenizer()
     tokens = WordleTokens(tokenizer)
-    model = build_model(tokenizer, tokens.stops, seed)
-    warm_start = WarmStart(model, tokens, seed)
-    warm_start.learn()
-    warm_start.dilute()
+    model = build_model(len(tokenizer), tokens, seed)
+    WarmStart(model, tokens, words, seed).learn(steps)
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
 
@@ -158,7 +179,7 @@ def build(words: list[str], out: Path, seed: int) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Build and warm-start the small Wordle policy.")
-    parser.add_argument("--words", required=True, help="file of answers, or the URL of a running environment")
+    parser.add_argument("--words", required=True, type=Path, help="file of answers, one a line")
     parser.add_argument("--out", required=True, type=Path, help="folder to write the checkpoint to")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -163,14 +163,30 @@ def _look(rows: Rows, parts: Rows, element: Elements, ulps: Ulps, new: Ulps, inn
 
 @kernel
 def _look_along(row: Rows, element: Elements, ulps: Ulps, new: Ulps, inner: Any) -> np.uint64:
-    """As `_look`, of one part of one dimension, where only the element differs from change to change."""
-    memory, base, seed = _pointer(row[ADDRESS]), np.uint64(row[FIRST]), np.uint64(row[SEED])
-    step, stride = np.uint64(row[SOURCE + DIMS - 1]), row[TARGET + DIMS - 1]
+    """As `_look`, of one part of one dimension, where only the element differs from change to change.
+
+    In two loops, for in one that does nothing else many waits for memory overlap.
+    """
+    _fetch(row, element, new)
+    return _move(row, element, ulps, new, inner)
+
+
+@kernel
+def _fetch(row: Rows, element: Elements, bits: Ulps) -> None:
+    memory, stride = _pointer(row[ADDRESS]), row[TARGET + DIMS - 1]
+    for j in range(element.size):
+        bits[j] = np.int16(memory[np.int64(element[j]) * stride])
+
+
+@kernel
+def _move(row: Rows, element: Elements, ulps: Ulps, bits: Ulps, inner: Any) -> np.uint64:
+    """Add `ulps` to `bits`; returns by how much the digest moves."""
+    base, seed, step = np.uint64(row[FIRST]), np.uint64(row[SEED]), np.uint64(row[SOURCE + DIMS - 1])
     total, block, factor = np.uint64(0), _NO_BLOCK, np.uint64(0)
     for j in range(element.size):
-        old = memory[np.int64(element[j]) * stride]
+        old = np.uint16(bits[j])
         value = np.uint16(old + np.uint16(ulps[j]))
-        new[j] = np.int16(value)
+        bits[j] = np.int16(value)
         i = base + np.uint64(element[j]) * step
         if i // np.uint64(BLOCK) != block:
             block = i // np.uint64(BLOCK)

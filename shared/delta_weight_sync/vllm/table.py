@@ -101,10 +101,19 @@ def find(row: Row, index: Index) -> tuple[Elements, Index | slice]:
     end = row[FIRST] + ((sizes - 1) * strides).sum() + 1
     low, high = np.searchsorted(index, (row[FIRST], end))
     if strides[-1] == 1 and (sizes[:-1] == 1).all():
-        return (index[low:high] - row[FIRST]).astype(np.int32), slice(low, high)
+        return _counted_from(row[FIRST], index[low:high]), slice(low, high)
     element, which = np.empty(high - low, np.int32), np.empty(high - low, np.int64)
     count = _find(row, index[low:high], element, which)
     return element[:count], which[:count] + low
+
+
+@kernel
+def _counted_from(first: int, index: Index) -> Elements:
+    """In one pass: the positions are many, and of twice the size."""
+    element = np.empty(index.size, np.int32)
+    for j in range(index.size):
+        element[j] = index[j] - first
+    return element
 
 
 @kernel
