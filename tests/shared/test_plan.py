@@ -113,7 +113,7 @@ def test_more_cores_encode_and_decode_sooner():
     assert eight.parts.stage < two.parts.stage
     assert eight.parts.commit == two.parts.commit
     assert eight.join.deltas_s < two.join.deltas_s
-    assert "two were measured to be 1.3 to 1.7 times as fast" in text.table(eight)
+    assert "two were measured to be 1.1 to 1.6 times as fast" in text.table(eight)
 
 
 def test_requests_per_version_are_those_that_the_clients_make(hub, hub_env, tmp_path):

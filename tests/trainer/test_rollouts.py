@@ -137,10 +137,10 @@ def spanned(sync: int, spans: str, writer_term: int = TERM) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("guess", "syncs"),
     [
-        (spanned(5, "5:0-2,6:2-3"), [5, 5, 6]),
-        (spanned(5, "5:0-2"), [5, 5, UNKNOWN]),
-        (spanned(3, "3:0-1,4:1-2,9:2-3", TERM - 1), [3, 4, UNKNOWN]),
-        (named(5), [UNKNOWN] * 3),
+        (spanned(5, "5:0-2,6:2-7"), [5] * 2 + [6] * 5),
+        (spanned(5, "5:0-5"), [5] * 5 + [UNKNOWN] * 2),
+        (spanned(3, "3:0-1,4:1-6,9:6-7", TERM - 1), [3] + [4] * 5 + [UNKNOWN]),
+        (named(5), [UNKNOWN] * 7),
     ],
     ids=["a commit within the answer", "a part is unnamed", "an earlier trainer's", "too long for a header"],
 )
@@ -155,10 +155,10 @@ def test_each_token_of_a_sample_has_the_weights_that_made_it(guess, syncs):
 
 
 def test_each_conversation_of_a_group_keeps_its_own():
-    turns = [[spanned(sync, f"{sync}:0-3"), spanned(sync + 1, f"{sync + 1}:0-1")] for sync in (5, 8, 6)]
+    turns = [[spanned(sync, f"{sync}:0-7"), spanned(sync + 1, f"{sync + 1}:0-1")] for sync in (5, 8, 6)]
     samples = samples_of(turns)
     syncs = [sample.token_syncs[sample.completion_mask == 1].tolist() for sample in samples]
-    assert syncs == [[5, 5, 5, 6], [8, 8, 8, 9], [6, 6, 6, 7]]
+    assert syncs == [[5] * 7 + [6], [8] * 7 + [9], [6] * 7 + [7]]
 
 
 def test_prompts_that_were_trained_on_are_not_played_again():

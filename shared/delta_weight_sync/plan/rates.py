@@ -1,6 +1,6 @@
 """What the cost model stands on: measured rates and list prices, each with where it comes from.
 
-Rates are those of `make bench` (one core of an AMD EPYC; `bench/results.json`, 2026-11-21). Tests hold this
+Rates are those of `make bench` (one core of an AMD EPYC; `bench/results.json`, 2026-11-23). Tests hold this
 table against that file: sizes within 1 %, seconds within a factor of two.
 """
 
@@ -54,7 +54,7 @@ SIZES: Final[dict[Trainer, tuple[Size, ...]]] = {
     ),
 }
 # How many times as many weights a jump over so many versions changes as one version; section joining.
-MERGED: Final = {1: 1.0, 8: 4.93, 64: 16.3}
+MERGED: Final = {1: 1.0, 8: 4.93, 64: 16.1}
 TABLE_BYTES: Final = 75.0  # of a delta file's header per tensor that it lists
 WEIGHTS_PER_TENSOR: Final = 1.4e6  # of the set above; larger models have larger tensors
 
@@ -72,19 +72,19 @@ class Cost:
 
 
 # Sections speed (596 M weights, 1 % changed) and growth (16 to 596 M weights, 0.1 to 30 % changed).
-DIFF: Final[dict[Trainer, Cost]] = {"fp32": Cost(0.52), "fp32-start": Cost(0.52), "bf16": Cost(0.40)}
-ENCODE: Final[dict[Encoding, Cost]] = {"fast": Cost(0.0, 14.0), "small": Cost(0.25, 62.0)}
+DIFF: Final[dict[Trainer, Cost]] = {"fp32": Cost(0.67), "fp32-start": Cost(0.67), "bf16": Cost(0.45)}
+ENCODE: Final[dict[Encoding, Cost]] = {"fast": Cost(0.0, 12.0), "small": Cost(0.14, 30.0)}
 DENSE: Final = 1 / 8  # share of changes above which other modes are tried (shared/codec/modes.py) ...
 TRIED: Final = 2.5  # ... and encoding takes so many times as long
-DECODE: Final[dict[Encoding, Cost]] = {"fast": Cost(0.0, 17.0), "small": Cost(0.22, 36.0)}
-DIGEST: Final = Cost(0.082)  # of the live weights, before each delta
+DECODE: Final[dict[Encoding, Cost]] = {"fast": Cost(0.02, 8.5), "small": Cost(0.26, 17.0)}
+DIGEST: Final = Cost(0.11)  # of the live weights, before each delta
 PLACE: Final = Cost(0.0, 11.0)  # find a change's place, read its old bits
-COMMIT: Final = Cost(0.0, 8.0)  # write, read back: what generation waits for (also section live)
-SAVE: Final = Cost(5.7)  # a checkpoint onto a disk ("publish whole")
-LOAD: Final = Cost(0.167)  # a checkpoint out of the disk's cache ("receive whole")
-APPLY: Final = Cost(0.0, 9.0)  # add a decoded delta to weights on the host
+COMMIT: Final = Cost(0.0, 9.4)  # write, read back: what generation waits for (also section live)
+SAVE: Final = Cost(3.1)  # a checkpoint onto a disk ("publish whole")
+LOAD: Final = Cost(0.175)  # a checkpoint out of the disk's cache ("receive whole")
+APPLY: Final = Cost(0.0, 8.6)  # add a decoded delta to weights on the host
 
-TWO_THREADS: Final = (1.34, 1.68)  # times as fast as one, at least and at most; `make bench`, section threads
+TWO_THREADS: Final = (1.12, 1.62)  # times as fast as one, at least and at most; `make bench`, section threads
 
 GPU_BYTES: Final = 80e9  # assumed: one accelerator
 TRAINER_BYTES: Final = 16.0  # assumed, per weight: fp32 weights, gradients, and AdamW's two moments
