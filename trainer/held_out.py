@@ -10,50 +10,27 @@ With `--env_url` it plays Wordle on the environment's held-out words, else it as
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import tempfile
-from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
-import aiohttp
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from delta_weight_sync.history import open_run
-from trainer import shorter, space_access
-from trainer.policies.player import Reply, play
+from trainer import shorter
 from trainer.policies.wordle_tokens import WordleTokens
-from trainer.wordle import WordleEnv
+from trainer.wordle_games import play_at
 
 GAMES = 600
 ANSWERS = 8  # to each question
-_T = TypeVar("_T")
 
 
 def wordle(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, env_url: str) -> list[bool]:
     """Whether each game was solved."""
-    envs = [WordleEnv(env_url) for _ in range(GAMES)]
-    for seed, env in enumerate(envs):
-        env.reset(seed, split="held_out")
-
-    def referee(calls: Sequence[tuple[int, str]]) -> list[Reply]:
-        return asyncio.run(_together(_guess(envs[number], word) for number, word in calls))
-
-    play(model, WordleTokens(tokenizer), GAMES, referee, torch.Generator().manual_seed(0))
-    asyncio.run(_together(env.get_reward() for env in envs))  # closes those that were given up
-    return [env.solved for env in envs]
-
-
-async def _guess(env: WordleEnv, word: str) -> Reply:
-    return Reply(await env.guess(word), env.done, env.solved)
-
-
-async def _together(calls: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
-    async with aiohttp.ClientSession() as session:
-        space_access.share(session)
-        return await asyncio.gather(*calls)
+    generator = torch.Generator().manual_seed(0)
+    played = play_at(env_url, model, WordleTokens(tokenizer), range(GAMES), "held_out", generator)
+    return [game.solved for game, _ in played]
 
 
 def brief(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[bool]:

@@ -26,7 +26,8 @@ class Game:
 
     number: int
     ids: list[int]
-    read: int = 0  # how many of them the policy has read
+    own: list[int] = field(default_factory=list)  # places of those that the policy sampled
+    read: int = 0  # how many the policy has read
     guesses: list[str] = field(default_factory=list)
     solved: bool = False
     over: bool = False
@@ -63,6 +64,7 @@ def _sample_turns(
         sampled = torch.multinomial(chances, 1, generator=generator)[:, 0].tolist()
         drawn = {game.number: token for game, token in zip(games, sampled, strict=True)}
         for game in live:
+            game.own.append(len(game.ids))
             game.ids.append(drawn[game.number])
         live = [game for game in live if game.ids[-1] not in tokens.stops]
         if not live:

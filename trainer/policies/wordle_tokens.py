@@ -37,7 +37,7 @@ class WordleTokens:
         self.pad, self.end_of_turn = ids[PAD], ids[END_OF_TURN]
         self.stops = [self.end_of_turn, ids[END_CALL]]
         self.letters = [ids[letter] for letter in ascii_lowercase]
-        self.marks = [ids[mark] for mark in MARKS]
+        self.marks, self.not_a_word = [ids[mark] for mark in MARKS], ids[NOT_A_WORD]
         self.prompt = self._of(USER + PROMPT + END_OF_TURN + ASSISTANT)
         self._call, self._end_call = ids[CALL], ids[END_CALL]
 

@@ -10,7 +10,6 @@ needs none of them.
 from __future__ import annotations
 
 import functools
-import itertools
 import multiprocessing
 import os
 import signal
@@ -185,19 +184,21 @@ def _one_by_one(
     scale: float | None,
     before: int,
 ) -> torch.Tensor:
-    spans = zip(_spans(starts_q), _spans(starts_k), strict=True)
-    return torch.cat([_attend(q[a:b], k[c:d], v[c:d], scale, before) for (a, b), (c, d) in spans])
+    # Split and not cut out: the gradient of each piece cut out of a tensor is as large as the whole tensor.
+    keys = _lengths(starts_k)
+    parts = zip(q.split(_lengths(starts_q)), k.split(keys), v.split(keys), strict=True)
+    return torch.cat([_attend(*part, scale, before) for part in parts])
 
 
-_SPANS = WeakTensorKeyDictionary()  # of the starts that a forward pass gives to each of its layers
+_LENGTHS = WeakTensorKeyDictionary()  # of the starts that a forward pass gives to each of its layers
 
 
-def _spans(starts: torch.Tensor) -> list[tuple[int, int]]:
-    """Where each sequence begins and ends: read from the device once per pass, not once per layer."""
-    spans: list[tuple[int, int]] | None = _SPANS.get(starts)
-    if spans is None:
-        spans = _SPANS[starts] = list(itertools.pairwise(starts.tolist()))
-    return spans
+def _lengths(starts: torch.Tensor) -> list[int]:
+    """Of each sequence: read from the device once per pass, not once per layer."""
+    lengths: list[int] | None = _LENGTHS.get(starts)
+    if lengths is None:
+        lengths = _LENGTHS[starts] = starts.diff().tolist()
+    return lengths
 
 
 def _attend(

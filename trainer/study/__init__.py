@@ -1,0 +1,1 @@
+"""A paired study: what staleness costs in learning, and that deltas cost nothing."""

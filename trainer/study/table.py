@@ -1,0 +1,103 @@
+"""What the runs of a study came to, side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from delta_weight_sync.units import size_text
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One kind of run: how weights travel, and how many versions old each batch is."""
+
+    name: str
+    carrier: str
+    lag: int
+
+    def file(self, seed: int | str) -> str:
+        """Where a run of it is written."""
+        return f"{self.carrier}-{self.lag}-{seed}.jsonl"
+
+
+# TRL's trainer looks a batch ahead: one version old is as synchronous as it gets.
+ARMS = (
+    Arm("synchronous, whole weights", "whole", 1),
+    Arm("asynchronous, whole weights", "whole", 4),
+    Arm("asynchronous, deltas", "deltas", 4),
+    Arm("slow link, staleness at most 1", "deltas", 1),
+    Arm("slow link, staleness at most 16", "deltas", 16),
+)
+_HEAD = (
+    *("run", "staleness", "solved held-out words", "reward", "invalid guesses"),
+    *("ratio", "kl", "bytes per sync", "digests as"),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's file: its steps, and how many held-out games were solved before and after."""
+
+    steps: Sequence[dict[str, Any]]
+    before: float
+    after: float
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Of every version after the first."""
+        return tuple(step["digest"] for step in self.steps)
+
+    def late(self, key: str) -> float:
+        """Mean of the last quarter of the steps."""
+        return mean(step[key] for step in self.steps[-max(1, len(self.steps) // 4) :])
+
+
+def read(file: Path) -> Run:
+    """One run."""
+    *steps, end = (json.loads(line) for line in file.read_text().splitlines())
+    return Run(steps, end["before"] / end["games"], end["after"] / end["games"])
+
+
+def table(out: Path, seeds: Sequence[int]) -> str:
+    """Markdown: a row for each kind of run, means over the seeds with their standard error."""
+    runs = {arm: [read(out / arm.file(seed)) for seed in seeds] for arm in ARMS}
+    rows = [_HEAD, ("---",) * len(_HEAD), *(_row(arm, runs) for arm in ARMS)]
+    steps = len(runs[ARMS[0]][0].steps)
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([*lines, "", f"{len(seeds)} seeds, {steps} steps each; \u00b1 one standard error.", ""])
+
+
+def _row(arm: Arm, runs: dict[Arm, list[Run]]) -> tuple[str, ...]:
+    own = runs[arm]
+    ratios = [step["ratio"] for run in own for step in run.steps]
+    solved = f"{100 * mean(run.before for run in own):.1f} % -> {_percent([run.after for run in own])}"
+    twins = [
+        other.name
+        for other in ARMS
+        if other != arm and [run.digests for run in runs[other]] == [run.digests for run in own]
+    ]
+    return (
+        arm.name,
+        str(max(step["staleness"] for step in own[0].steps)),
+        solved,
+        f"{mean(run.late('reward') for run in own):.3f}",
+        _percent([run.late("invalid") for run in own]),
+        f"{min(ratios):.4f} to {max(ratios):.4f}",
+        f"{mean(step['kl'] for run in own for step in run.steps):.5f}",
+        size_text(mean(step["size"] for run in own for step in run.steps)),
+        ", ".join(twins),
+    )
+
+
+def _percent(values: Sequence[float]) -> str:
+    """Mean, and its standard error where there are several."""
+    shown = f"{100 * mean(values):.1f}"
+    return (
+        f"{shown} \u00b1 {100 * stdev(values) / sqrt(len(values)):.1f} %" if len(values) > 1 else f"{shown} %"
+    )
