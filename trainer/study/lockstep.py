@@ -8,7 +8,7 @@ are equal, bit for bit, unless something other than time differs between them.
 from __future__ import annotations
 
 import queue
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import mean, pstdev
 from typing import Any
 
@@ -129,10 +129,6 @@ class Lockstep:
             chances = self._model.lm_head(states[places - 1]).log_softmax(-1)
             found.append(chances.gather(1, row[places][:, None])[:, 0].numpy())
         return found
-
-    def report(self) -> list[dict[str, float]]:
-        """Every batch, in order."""
-        return [asdict(batch) for batch in self.batches]
 
 
 def _spread(game: Game, values: Any) -> np.ndarray[Any, np.dtype[np.float32]]:

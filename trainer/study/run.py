@@ -75,8 +75,7 @@ def train(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         sent: list[Sent] = []
 
         def hand_over(weights: Weights, sync: int) -> None:
-            if len(sent) < sync:  # TRL hands its first weights over twice
-                sent.append(carrier.send(weights))
+            sent.append(carrier.send(weights))
 
         trainer = NormRateTrainer(
             norm_rate=script.norm_learning_rate,
@@ -84,7 +83,6 @@ def train(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             args=args,
             processing_class=tokenizer,
             train_dataset=wordle.make_dataset(script.prompt, 1, options.seed),
-            reward_funcs=[_no_reward],
             rollout_worker=worker,
             hand_over=hand_over,
         )
@@ -93,8 +91,8 @@ def train(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             trainer.begin()
             after = held_out.wordle(worker.load(options.steps), tokenizer, options.env_url)
     steps = [log for log in trainer.state.log_history if "ratio" in log]
-    for number, (log, batch, version) in enumerate(zip(steps, worker.report(), sent[1:], strict=False), 1):
-        yield {"step": number, **batch, **{name: log[name] for name in _SAID}, **vars(version)}
+    for number, (log, batch, version) in enumerate(zip(steps, worker.batches, sent[1:], strict=False), 1):
+        yield {"step": number, **vars(batch), **{name: log[name] for name in _SAID}, **vars(version)}
     yield {"before": sum(before), "after": sum(after), "games": len(after), "s": time.monotonic() - started}
 
 
@@ -114,10 +112,6 @@ def _settings(options: argparse.Namespace, folder: str) -> tuple[ScriptArguments
     }
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     return TrlParser((ScriptArguments, AsyncGRPOConfig)).parse_args_and_config(words)  # type: ignore[no-any-return]
-
-
-def _no_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    raise NotImplementedError("the games have rewards of their own")
 
 
 if __name__ == "__main__":
