@@ -3,12 +3,15 @@
     python -m bench.study
 
 For each kind of run the reward of each step: the mean of its seeds over five steps, and from the least to the
-most of them.
+most of them. The means are the dashboard's, too: its `static/study.json`.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterable
 from statistics import mean
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -19,29 +22,52 @@ from trainer.study.table import ARMS, Arm, Run, read
 
 FOLDER = ROOT / "bench" / "data" / "study"
 _COLOURS = ("#8b949e", "#bf8700", "#0969da", "#2da44e", "#cf222e")
+PAGE = ROOT / "inference_space" / "dashboard" / "static" / "study.json"
 _WINDOW = 5  # steps
 
 
 def main() -> None:
     """Command line."""
     runs = {arm: [read(file) for file in sorted(FOLDER.glob(arm.file("*")))] for arm in ARMS}
+    different = {tuple(run.digests for run in found): arm for arm, found in reversed(runs.items())}
+    drawn = {
+        arm: runs[arm] for arm in ARMS if arm in different.values()
+    }  # each of those that are the same once
     with mpl.rc_context(STYLE):
-        save("study", _paint, runs)
+        save("study", _paint, drawn)
+    PAGE.write_text(json.dumps(_figures(drawn)) + "\n")
 
 
 def _paint(axes: Axes, runs: dict[Arm, list[Run]]) -> None:
-    drawn = set[tuple[tuple[str, ...], ...]]()
-    for arm, colour in zip(ARMS, _COLOURS, strict=True):
-        digests = tuple(run.digests for run in runs[arm])
-        if digests in drawn:  # the very same run as one before it
-            continue
-        drawn.add(digests)
-        curves = [_smooth([step["reward"] for step in run.steps]) for run in runs[arm]]
+    for (arm, found), colour in zip(runs.items(), _COLOURS, strict=False):
+        curves = _curves(found)
         steps = range(1, len(curves[0]) + 1)
-        axes.plot(steps, [mean(at) for at in zip(*curves, strict=True)], color=colour, label=_label(arm))
-        lowest, highest = ([f(at) for at in zip(*curves, strict=True)] for f in (min, max))
-        axes.fill_between(steps, lowest, highest, color=colour, alpha=0.15, linewidth=0)
+        axes.plot(steps, _each(mean, curves), color=colour, label=_label(arm))
+        axes.fill_between(
+            steps, _each(min, curves), _each(max, curves), color=colour, alpha=0.15, linewidth=0
+        )
     axes.set(xlabel="step", ylabel="reward")
+
+
+def _figures(runs: dict[Arm, list[Run]]) -> dict[str, Any]:
+    curves = [
+        {
+            "staleness": arm.lag,
+            "solved": round(mean(run.after for run in found), 4),
+            "reward": [round(reward, 4) for reward in _each(mean, _curves(found))],
+        }
+        for arm, found in runs.items()
+    ]
+    seeds = next(iter(runs.values()))
+    return {"seeds": len(seeds), "before": round(seeds[0].before, 4), "curves": curves}
+
+
+def _curves(runs: list[Run]) -> list[list[float]]:
+    return [_smooth([step["reward"] for step in run.steps]) for run in runs]
+
+
+def _each(of: Callable[[Iterable[float]], float], curves: list[list[float]]) -> list[float]:
+    return [of(at) for at in zip(*curves, strict=True)]
 
 
 def _label(arm: Arm) -> str:

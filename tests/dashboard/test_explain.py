@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import httpx
@@ -12,7 +13,8 @@ from playwright.sync_api import Browser, Page, expect
 
 from delta_weight_sync.units import size_text
 from inference_space.dashboard.facts import EXAMPLE, LINK
-from inference_space.dashboard.formatting import duration
+from inference_space.dashboard.formatting import duration, percent, plural
+from inference_space.dashboard.static_files import STATIC
 from tests.browser import PATIENCE_S
 from tests.dashboard.test_formulas import Formulas
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.full
 
+CURVES = json.loads((STATIC / "study.json").read_text())["curves"]
 SCENES = ("ship", "rounding", "landing", "sync")
 
 
@@ -122,3 +125,16 @@ def test_an_animation_runs_while_it_is_in_sight(page: Page, url: str, empty: Non
     page.locator("[data-scene=ship] .play").click()
     page.clock.run_for(500)
     assert head.get_attribute("x1") != stopped
+
+
+def test_what_the_study_found_is_drawn(page: Page, url: str, empty: None) -> None:
+    opened(page, url)
+    card = page.locator(".study")
+    expect(card.locator("path.line")).to_have_count(3)
+    expect(card.locator(".keys b")).to_have_text(
+        [
+            f"{plural(curve['staleness'], 'version')} old: {percent(curve['solved'])} solved after"
+            for curve in CURVES
+        ]
+    )
+    expect(card.locator("path.line.bad")).to_be_visible()
