@@ -166,27 +166,29 @@ class ReplicaRolloutWorker(AsyncRolloutWorker):
         self._model_version_value.inherited = sync
 
     def stop(self) -> None:
-        """As in TRL, but without its two stalls.
+        """As in TRL, but without its stalls.
 
         A child that is blocked on a full queue does not exit, so the queues are drained; one that waits for
-        an answer has nothing that would be missed. Setting an event on which a dead child waited never
-        returns, so that is left to a thread.
+        an answer has nothing that would be missed. What may never return is left to threads: setting an
+        event on which a dead child waited, and reading what a child was killed in the middle of writing.
         """
-        threading.Thread(target=self._stop_event_mp.set, daemon=True).start()
-        deadline = time.monotonic() + 1.0
-        while self._process is not None and self._process.is_alive():
+        process, self._process = self._process, None
+        if process is None or not process.is_alive():
+            return
+        ended = threading.Event()
+        for work in (self._stop_event_mp.set, lambda: self._drain(ended)):
+            threading.Thread(target=work, daemon=True).start()
+        process.join(1.0)
+        process.kill()
+        process.join()
+        ended.set()
+
+    def _drain(self, ended: threading.Event) -> None:
+        while not ended.wait(0.05):
             for pending in (self.rollout_buffer, self.metrics_queue):
-                _drain(pending)
-            self._process.join(0.05)
-            if time.monotonic() > deadline:
-                self._process.kill()
-        self._process = None
-
-
-def _drain(pending: Any) -> None:
-    with contextlib.suppress(queue.Empty, OSError, EOFError):
-        while True:
-            pending.get_nowait()
+                with contextlib.suppress(queue.Empty, OSError, EOFError):
+                    while True:
+                        pending.get_nowait()
 
 
 def _inflight(args: AsyncGRPOConfig) -> int:

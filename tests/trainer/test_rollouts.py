@@ -4,8 +4,13 @@ import asyncio
 import contextlib
 import itertools
 import multiprocessing
+import multiprocessing.synchronize
+import os
 import pickle
 import queue
+import struct
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -17,11 +22,12 @@ import trainer.policies
 from delta_weight_sync.publish.trl_trainer import TrainedGroups
 from trainer.policies.wordle_tokens import WordleTokens
 from trainer.processes import free_port
-from trainer.rollouts import ReplicaRolloutLoop, Syncs
+from trainer.rollouts import ReplicaRolloutLoop, ReplicaRolloutWorker, Syncs
 from trainer.token_syncs import UNKNOWN
 from trainer.wordle import make_dataset
 
 TERM = 2
+PATIENCE_S = 60.0  # for what takes a second; only a fault takes so long
 TOKENIZER = Path(trainer.policies.__file__).parent / "wordle-tiny"
 
 
@@ -181,3 +187,30 @@ def test_a_trainer_goes_on_behind_what_was_trained_on_and_gives_up_what_was_drop
     first, later = groups.position()
     assert (first, later) == (20_000, ()), "5 is not waited for for ever"
     assert len(groups) == 19_999, "TRL counts them"
+
+
+def write_half(
+    samples: "multiprocessing.Queue[object]", written: "multiprocessing.synchronize.Event"
+) -> None:
+    """What the queue's own thread has done when the process is killed within a sample; then nothing more."""
+    os.write(samples._writer.fileno(), struct.pack("!i", 1000) + b"ten bytes.")  # type: ignore[attr-defined]
+    written.set()
+    time.sleep(PATIENCE_S)
+
+
+def test_a_child_that_is_killed_while_it_writes_a_sample_does_not_hold_the_trainer_at_its_end():
+    fork = multiprocessing.get_context("fork")
+    worker, written = object.__new__(ReplicaRolloutWorker), fork.Event()
+    worker.rollout_buffer, worker.metrics_queue, worker._stop_event_mp = (
+        fork.Queue(),
+        fork.Queue(),
+        fork.Event(),
+    )
+    worker._process = child = fork.Process(target=write_half, args=(worker.rollout_buffer, written))
+    child.start()
+    assert written.wait(PATIENCE_S)
+    stopping = threading.Thread(target=worker.stop, daemon=True)
+    stopping.start()
+    stopping.join(PATIENCE_S)
+    assert not stopping.is_alive()
+    assert not child.is_alive()
