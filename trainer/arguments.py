@@ -20,7 +20,7 @@ class ScriptArguments:
     )
     run: str = field(metadata={"help": "Name of the run; its objects are below runs/<run>/ in the bucket."})
     replicas: list[str] = field(metadata={"help": "URLs of the vLLM Spaces."})
-    task: str = field(default="wordle", metadata={"help": "'wordle' or 'shorter'."})
+    task: str = field(default="wordle", metadata={"help": "'wordle', 'reverse_text' or 'shorter'."})
     env_url: str = field(default="", metadata={"help": "URL of the Wordle Space (task 'wordle')."})
     prompt: str = field(default=wordle.PROMPT, metadata={"help": "What the policy is told (task 'wordle')."})
     encoding: str = field(default="fast", metadata={"help": "Of deltas: 'fast', 'small' or 'original'."})

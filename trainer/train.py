@@ -16,17 +16,14 @@ and keep their part of the state.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import TrlParser
 from trl.experimental.async_grpo import AsyncGRPOConfig
@@ -36,13 +33,14 @@ from delta_weight_sync.publish import trl_patches
 from delta_weight_sync.publish.sharded import Peers, Weights
 from delta_weight_sync.publish.trl_trainer import BucketGRPOTrainer, Progress
 from delta_weight_sync.runlog import DoneEvent
-from trainer import canary, exact, rising, rollouts, shorter, wordle
+from trainer import canary, exact, rising, rollouts
 from trainer.arguments import ScriptArguments
 from trainer.cold_spaces import ColdSpaces, SpacesUnavailableError
 from trainer.ending import Ending
 from trainer.norm_rate import NormRateTrainer
 from trainer.observer import ReplicaWatch, StepRecorder
 from trainer.pokes import Pokes
+from trainer.tasks import Task, make_task
 from trainer.time_limit import TimeLimit
 
 
@@ -138,28 +136,6 @@ def leave(publisher: Publisher, keep: rising.Keep, ending: Ending) -> int:
     if publisher.run:
         print(f"trainer: {ending.name}: {news}; the same command goes on from there", flush=True)
     return 128 + ending.signal
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is trained on."""
-
-    dataset: Dataset
-    reward_funcs: list[Callable[..., list[float]]]
-    environment: Callable[[], object] | None
-
-
-def make_task(script: ScriptArguments, args: AsyncGRPOConfig) -> Task:
-    """The task of the settings."""
-    if script.task == "shorter":
-        return Task(shorter.make_dataset(), [shorter.reward_shorter], None)
-    if script.task != "wordle" or not script.env_url:
-        raise SystemExit(
-            "--task must be 'shorter', or 'wordle' together with --env_url <URL of the Wordle Space>"
-        )
-    games = args.max_steps * args.per_device_train_batch_size * args.world_size // args.num_generations
-    dataset = wordle.make_dataset(script.prompt, max(games, 1), args.seed)
-    return Task(dataset, [], functools.partial(wordle.WordleEnv, script.env_url))
 
 
 def open_run(script: ScriptArguments, peers: Peers) -> Publisher:

@@ -1,0 +1,67 @@
+"""Reverse-text: what is asked, what is right, and what a policy earns; the words come from its tokenizer."""
+
+import itertools
+from string import ascii_lowercase
+
+import pytest
+from trl.experimental.async_grpo import AsyncGRPOConfig
+
+from tests.policies import tiny
+from trainer import reverse_text
+from trainer.arguments import ScriptArguments
+from trainer.policies.tokens import build_tokenizer
+from trainer.tasks import make_task
+
+WORDS = ["".join(letters) for letters in itertools.product(ascii_lowercase[:5], repeat=3)]
+TOKENIZER = build_tokenizer([f"Ġ{word}" for word in WORDS])
+
+
+def drawn(seed: int, count: int = 200, *, held_out: bool = False) -> list[str]:
+    return list(itertools.islice(reverse_text.texts(TOKENIZER, seed, held_out=held_out), count))
+
+
+def test_no_held_out_word_is_ever_trained_on():
+    known, held_out = (set(" ".join(drawn(0, held_out=kind)).split()) for kind in (False, True))
+    assert known | held_out <= set(WORDS)
+    assert not known & held_out
+    assert len(held_out) == len(WORDS) // reverse_text.HELD_OUT_SHARE
+
+
+def test_the_texts_of_a_seed_are_always_the_same_and_those_of_another_are_others():
+    assert drawn(3) == drawn(3)
+    assert drawn(3) != drawn(4)
+
+
+def test_words_that_are_not_one_token_are_not_asked():
+    tokenizer = build_tokenizer([*(f"Ġ{word}" for word in WORDS), "abc", "Ġa", "ĠAbc", "Ġab1"])
+    assert reverse_text.words_of(tokenizer) == reverse_text.words_of(TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    ("said", "earned"),
+    [
+        (reverse_text.answer("red fox"), 1.0),
+        ("Sure! <reversed_text> xof der\n</reversed_text> Anything else?", 1.0),
+        ("<reversed_text>xof ded</reversed_text>", 6 / 7),
+        ("xof der", 0.0),
+        ("<reversed_text>xof der", 0.0),
+        ("<reversed_text></reversed_text>", 0.0),
+    ],
+)
+def test_an_answer_earns_its_likeness_in_the_first_tags(said, earned):
+    completions = [[{"role": "assistant", "content": said}]]
+    assert reverse_text.reward_reversed(completions, text=["red fox"]) == [pytest.approx(earned)]
+
+
+def test_a_row_has_the_prompt_and_what_the_reward_needs():
+    [row] = reverse_text.make_dataset(TOKENIZER, 1, seed=0)
+    assert row["prompt"] == reverse_text.chat(row["text"])
+    assert [message["role"] for message in row["prompt"]] == ["system", "user"]
+
+
+def test_a_model_whose_tokenizer_knows_no_words_is_refused_by_name(tmp_path):
+    tiny.build(tmp_path / "base", tie=True, seed=0)
+    places = {"bucket": "file:///b", "run": "first", "replicas": ["http://x"]}
+    script = ScriptArguments(model=str(tmp_path / "base"), task="reverse_text", **places)
+    with pytest.raises(SystemExit, match=r"--task reverse_text: .* knows 0 English words"):
+        make_task(script, AsyncGRPOConfig(str(tmp_path), max_steps=1, use_cpu=True))
