@@ -16,20 +16,12 @@ WORDS = ["".join(letters) for letters in itertools.product(ascii_lowercase[:5], 
 TOKENIZER = build_tokenizer([f"Ġ{word}" for word in WORDS])
 
 
-def drawn(seed: int, count: int = 200, *, held_out: bool = False) -> list[str]:
-    return list(itertools.islice(reverse_text.texts(TOKENIZER, seed, held_out=held_out), count))
-
-
-def test_no_held_out_word_is_ever_trained_on():
-    known, held_out = (set(" ".join(drawn(0, held_out=kind)).split()) for kind in (False, True))
-    assert known | held_out <= set(WORDS)
-    assert not known & held_out
-    assert len(held_out) == len(WORDS) // reverse_text.HELD_OUT_SHARE
-
-
 def test_the_texts_of_a_seed_are_always_the_same_and_those_of_another_are_others():
-    assert drawn(3) == drawn(3)
-    assert drawn(3) != drawn(4)
+    first, again, other = (reverse_text.make_dataset(TOKENIZER, 50, seed)["text"][:] for seed in (3, 3, 4))
+    assert first == again
+    assert first != other
+    assert {len(text.split()) for text in first} == {3}
+    assert set(" ".join(first).split()) <= set(WORDS)
 
 
 def test_words_that_are_not_one_token_are_not_asked():
@@ -40,7 +32,7 @@ def test_words_that_are_not_one_token_are_not_asked():
 @pytest.mark.parametrize(
     ("said", "earned"),
     [
-        (reverse_text.answer("red fox"), 1.0),
+        ("<reversed_text>xof der</reversed_text>", 1.0),
         ("Sure! <reversed_text> xof der\n</reversed_text> Anything else?", 1.0),
         ("<reversed_text>xof ded</reversed_text>", 6 / 7),
         ("xof der", 0.0),
@@ -55,8 +47,9 @@ def test_an_answer_earns_its_likeness_in_the_first_tags(said, earned):
 
 def test_a_row_has_the_prompt_and_what_the_reward_needs():
     [row] = reverse_text.make_dataset(TOKENIZER, 1, seed=0)
-    assert row["prompt"] == reverse_text.chat(row["text"])
-    assert [message["role"] for message in row["prompt"]] == ["system", "user"]
+    system, user = row["prompt"]
+    assert (system["role"], system["content"]) == ("system", reverse_text.PROMPT)
+    assert (user["role"], user["content"]) == ("user", row["text"])
 
 
 def test_a_model_whose_tokenizer_knows_no_words_is_refused_by_name(tmp_path):

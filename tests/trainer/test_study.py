@@ -59,7 +59,7 @@ def test_the_table_names_the_runs_that_are_the_same_at_every_version(tmp_path):
             written(tmp_path, arm, seed, f"{arm.lag}-{seed}", 30 + 10 * seed)
     rows = {line.split(" | ")[0].strip("| "): line for line in table(tmp_path, range(2)).splitlines() if line}
     assert rows["asynchronous, deltas"].endswith("| asynchronous, whole weights |")
-    assert rows["slow link, staleness at most 16"].endswith("|  |")
+    assert rows["very asynchronous, deltas"].endswith("|  |")
     assert "10.0 % -> 35.0 ± 5.0 %" in rows["asynchronous, deltas"]
     written(tmp_path, ARMS[2], 1, "another", 40)
     assert "asynchronous, whole weights |" not in table(tmp_path, range(2)).splitlines()[4], (

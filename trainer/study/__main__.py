@@ -1,6 +1,6 @@
 """Paired runs with equal seeds and games, then a table of what differs between them.
 
-    python -m trainer.study [--out runs/study] [--seeds 3] [--steps 60]
+    python -m trainer.study [--out runs/study] [--seeds 3] [--steps 40]
 
 Each run is a process of its own that needs no GPU; as many go side by side as there are cores. A run that is
 finished is not done again, so the same command goes on after an interruption, or with more seeds.
@@ -29,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m trainer.study", description="What staleness costs.")
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="folder of the runs' files")
     parser.add_argument("--seeds", type=int, default=3, help="how many runs of each kind")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
     interrupt_once()
     try:

@@ -31,8 +31,8 @@ ARMS = (
     Arm("synchronous, whole weights", "whole", 1),
     Arm("asynchronous, whole weights", "whole", 4),
     Arm("asynchronous, deltas", "deltas", 4),
-    Arm("slow link, staleness at most 1", "deltas", 1),
-    Arm("slow link, staleness at most 16", "deltas", 16),
+    Arm("synchronous, deltas", "deltas", 1),
+    Arm("very asynchronous, deltas", "deltas", 16),
 )
 _HEAD = (
     *("run", "staleness", "solved held-out words", "reward", "invalid guesses"),
