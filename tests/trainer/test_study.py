@@ -12,6 +12,7 @@ import pytest
 from env_space.app import create_app
 from env_space.settings import Settings
 from tests.policies.serving import serving
+from trainer.study.schedule import times
 from trainer.study.table import ARMS, read, table
 
 BOTH = """
@@ -28,6 +29,9 @@ for carrier in ("whole", "deltas"):
 """
 
 
+APART = {"size": 0, "play_s": 0, "train_s": 0}
+
+
 @pytest.mark.long
 def test_a_run_whose_weights_travel_as_deltas_is_the_run_whose_weights_travel_whole(tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -41,14 +45,17 @@ def test_a_run_whose_weights_travel_as_deltas_is_the_run_whose_weights_travel_wh
     assert (whole.before, whole.after) == (deltas.before, deltas.after)
     for one, other in zip(whole.steps, deltas.steps, strict=True):
         assert one["size"] > 20 * other["size"]
-        assert {**one, "size": 0} == {**other, "size": 0}, "reward, ratio and all else are equal, too"
+        assert {**one, **APART} == {**other, **APART}, "reward, ratio and all else are equal, too"
     assert [step["staleness"] for step in whole.steps] == [0, 1, 2, 2]
     assert whole.steps[0]["ratio"] == pytest.approx(1, abs=1e-3)
 
 
 def written(out: Path, arm: Any, seed: int, digest: str, after: int) -> None:
-    step = {"step": 1, "staleness": arm.lag, "reward": 0.5, "solved": 0.1, "invalid": 0.01, "ratio": 1.0}
-    steps = [step | {"kl": 0.0, "size": 1000, "digest": f"{digest}-{number}"} for number in range(8)]
+    step = {"step": 1, "reward": 0.5, "solved": 0.1, "invalid": 0.01, "ratio": 1.0}
+    step |= {"kl": 0.0, "size": 1000, "play_s": 1.0, "train_s": 2.0}
+    steps = [
+        step | {"staleness": min(number, arm.lag), "digest": f"{digest}-{number}"} for number in range(8)
+    ]
     lines = [*steps, {"before": 10, "after": after, "games": 100, "s": 1.0}]
     (out / arm.file(seed)).write_text("\n".join(map(json.dumps, lines)))
 
@@ -57,7 +64,8 @@ def test_the_table_names_the_runs_that_are_the_same_at_every_version(tmp_path):
     for arm in ARMS:
         for seed in range(2):
             written(tmp_path, arm, seed, f"{arm.lag}-{seed}", 30 + 10 * seed)
-    rows = {line.split(" | ")[0].strip("| "): line for line in table(tmp_path, range(2)).splitlines() if line}
+    first = table(tmp_path, range(2)).split("\n\n")[0].splitlines()
+    rows = {line.split(" | ")[0].strip("| "): line for line in first}
     assert rows["asynchronous, deltas"].endswith("| asynchronous, whole weights |")
     assert rows["very asynchronous, deltas"].endswith("|  |")
     assert "10.0 % -> 35.0 ± 5.0 %" in rows["asynchronous, deltas"]
@@ -65,3 +73,27 @@ def test_the_table_names_the_runs_that_are_the_same_at_every_version(tmp_path):
     assert "asynchronous, whole weights |" not in table(tmp_path, range(2)).splitlines()[4], (
         "one seed differs"
     )
+
+
+def scene(staleness: int, size: int) -> list[dict[str, float]]:
+    """Ten steps; a batch takes a second to play and two to train on."""
+    return [
+        {"staleness": min(step, staleness), "size": size, "play_s": 1.0, "train_s": 2.0} for step in range(10)
+    ]
+
+
+def test_over_a_fast_link_the_trainer_is_never_kept_waiting_but_for_the_first_batch():
+    assert times(scene(1, 1), 1e9).wall_s == pytest.approx(1 + 10 * 2)
+
+
+def test_over_a_slow_link_each_version_is_waited_for_and_a_tenth_of_the_bytes_is_waited_for_a_tenth_as_long():
+    whole, deltas = (times(scene(1, size), 1e5) for size in (1_000_000, 100_000))
+    # Two batches by the first version; then each step waits for the version before the last: 10 s, or 1 s.
+    assert whole.wall_s == pytest.approx(3 + 8 * 10 + 1 + 2)
+    assert deltas.wall_s < whole.wall_s / 3
+    assert deltas.idle < whole.idle
+    assert whole.idle > 0.8
+
+
+def test_older_batches_hide_a_link():
+    assert times(scene(4, 300_000), 1e5).wall_s < times(scene(1, 300_000), 1e5).wall_s

@@ -8,6 +8,7 @@ are equal, bit for bit, unless something other than time differs between them.
 from __future__ import annotations
 
 import queue
+import time
 from dataclasses import dataclass
 from statistics import mean, pstdev
 from typing import Any
@@ -33,6 +34,7 @@ class Batch:
     solved: float
     invalid: float  # of the guesses
     staleness: int
+    play_s: float  # of one core, whatever else the machine did
 
 
 class Lockstep:
@@ -86,6 +88,7 @@ class Lockstep:
         return self._model
 
     def _play(self) -> None:
+        begun = time.process_time()
         number = len(self.batches)
         version = max(0, number - self._lag)
         first = (self._seed << 32) + number * self._groups
@@ -115,7 +118,9 @@ class Lockstep:
         guesses = sum(len(game.guesses) for game in games)
         invalid = sum(game.ids.count(self._tokens.not_a_word) for game in games)
         solved = mean(game.solved for game in games)
-        self.batches.append(Batch(mean(rewards), solved, invalid / max(1, guesses), number - version))
+        seconds = time.process_time() - begun
+        batch = Batch(mean(rewards), solved, invalid / max(1, guesses), number - version, seconds)
+        self.batches.append(batch)
 
     @torch.no_grad()
     def _logprobs(self, games: list[Game]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:

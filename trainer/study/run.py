@@ -14,6 +14,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +74,11 @@ def train(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             generations=args.num_generations,
         )
         sent: list[Sent] = []
+        trained: list[float] = []  # seconds of one core, without those of the games
 
         def hand_over(weights: Weights, sync: int) -> None:
             sent.append(carrier.send(weights))
+            trained.append(time.process_time() - sum(batch.play_s for batch in worker.batches))
 
         trainer = NormRateTrainer(
             norm_rate=script.norm_learning_rate,
@@ -91,8 +94,11 @@ def train(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             trainer.begin()
             after = held_out.wordle(worker.load(options.steps), tokenizer, options.env_url)
     steps = [log for log in trainer.state.log_history if "ratio" in log]
-    for number, (log, batch, version) in enumerate(zip(steps, worker.batches, sent[1:], strict=False), 1):
-        yield {"step": number, **vars(batch), **{name: log[name] for name in _SAID}, **vars(version)}
+    seconds = [later - earlier for earlier, later in pairwise(trained)]
+    done = zip(steps, worker.batches, sent[1:], seconds, strict=False)
+    for number, (log, batch, version, train_s) in enumerate(done, 1):
+        said = {name: log[name] for name in _SAID}
+        yield {"step": number, **vars(batch), **said, **vars(version), "train_s": train_s}
     yield {"before": sum(before), "after": sum(after), "games": len(after), "s": time.monotonic() - started}
 
 

@@ -11,6 +11,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from delta_weight_sync.units import size_text
+from trainer.study.schedule import times
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,10 @@ ARMS = (
     Arm("asynchronous, deltas", "deltas", 4),
     Arm("synchronous, deltas", "deltas", 1),
     Arm("very asynchronous, deltas", "deltas", 16),
+)
+LINKS = (1e5, 1e6, 1e7)  # bytes per second
+_LINKS_SAID = (
+    "Wall clock over a link of that speed, and the share of the player's time spent waiting for a version."
 )
 _HEAD = (
     *("run", "staleness", "solved held-out words", "reward", "invalid guesses"),
@@ -69,8 +74,24 @@ def table(out: Path, seeds: Sequence[int]) -> str:
     runs = {arm: [read(out / arm.file(seed)) for seed in seeds] for arm in ARMS}
     rows = [_HEAD, ("---",) * len(_HEAD), *(_row(arm, runs) for arm in ARMS)]
     steps = len(runs[ARMS[0]][0].steps)
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([*lines, "", f"{len(seeds)} seeds, {steps} steps each; \u00b1 one standard error.", ""])
+    said = f"{len(seeds)} seeds, {steps} steps each; \u00b1 one standard error."
+    return "\n".join([*_lines(rows), "", said, "", *_lines(_links(runs)), "", _LINKS_SAID, ""])
+
+
+def _lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    return ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def _links(runs: dict[Arm, list[Run]]) -> list[Sequence[str]]:
+    """A row for each kind of run: what it takes over links of several speeds."""
+    head = ("run", *(f"{size_text(speed)}/s" for speed in LINKS))
+    rows = [(arm.name, *(_over(own, speed) for speed in LINKS)) for arm, own in runs.items()]
+    return [head, ("---",) * len(head), *rows]
+
+
+def _over(runs: list[Run], speed: float) -> str:
+    found = [times(run.steps, speed) for run in runs]
+    return f"{mean(one.wall_s for one in found):.0f} s, idle {100 * mean(one.idle for one in found):.0f} %"
 
 
 def _row(arm: Arm, runs: dict[Arm, list[Run]]) -> tuple[str, ...]:
