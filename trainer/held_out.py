@@ -3,8 +3,8 @@
     python -m trainer.held_out --run file:///tmp/bucket#demo --version 0 --env_url http://127.0.0.1:8000 \\
         --out before.json
 
-With `--env_url` it plays Wordle on the environment's held-out words, else it asks the questions of the task
-`shorter` that training leaves out. The same games each time: two versions can be compared game by game.
+With `--env_url` it plays Wordle on the environment's held-out words, else it reverses texts of words that are
+in no text of training. The same tasks each time: two versions can be compared one by one.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from delta_weight_sync.history import open_run
-from trainer import shorter
+from trainer import reverse_text
 from trainer.policies.wordle_tokens import WordleTokens
 from trainer.wordle_games import play_at
 
 GAMES = 600
-ANSWERS = 8  # to each question
+TEXTS = 200
+ANSWER_TOKENS = 48  # a right answer has about 20
 
 
 def wordle(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, env_url: str) -> list[bool]:
@@ -33,26 +34,29 @@ def wordle(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, env_url: 
     return [game.solved for game, _ in played]
 
 
-def brief(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[bool]:
-    """Whether each answer ended by itself within `shorter.BRIEF` tokens."""
+def reversals(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[float]:
+    """How like what is right each answer is, 0 to 1."""
     torch.manual_seed(0)
-    prompts = shorter.make_dataset(shorter.HELD_OUT)["prompt"]
-    chats = [prompt for prompt in prompts for _ in range(ANSWERS)]
+    asked = reverse_text.texts(tokenizer, TEXTS, seed=0, held_out=True)
     tokenizer.padding_side = "left"
-    asked = tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+    chats = tokenizer.apply_chat_template(
+        [reverse_text.chat(text) for text in asked],
+        add_generation_prompt=True,
+        padding=True,
+        return_tensors="pt",
+        return_dict=True,
     )
-    said = model.generate(**asked, max_new_tokens=shorter.BRIEF, do_sample=True, top_k=0, top_p=1.0)
-    ended = said[:, asked["input_ids"].shape[1] :] == tokenizer.eos_token_id
-    return [bool(row.any()) for row in ended]
+    said = model.generate(**chats, max_new_tokens=ANSWER_TOKENS, do_sample=True, top_k=0, top_p=1.0)
+    answers = tokenizer.batch_decode(said[:, chats["input_ids"].shape[1] :], skip_special_tokens=True)
+    return [reverse_text.likeness(answer, text) for answer, text in zip(answers, asked, strict=True)]
 
 
 def main() -> None:
-    """Command line; writes a JSON list with whether each game was solved."""
+    """Command line; writes a JSON list with how well each task was solved, 0 to 1."""
     parser = argparse.ArgumentParser(description="Play a version of a run on what training never showed it.")
     parser.add_argument("--run", required=True, help="<bucket>#<run>")
     parser.add_argument("--version", required=True, type=int)
-    parser.add_argument("--env_url", default="", help="URL of the Wordle Space; without it: brief answers")
+    parser.add_argument("--env_url", default="", help="URL of the Wordle Space; without it: reverse-text")
     parser.add_argument("--out", required=True, type=Path, help="file to write")
     options = parser.parse_args()
     reader = open_run(options.run)
@@ -60,7 +64,7 @@ def main() -> None:
         reader.checkout(reader.at(options.version), Path(folder))
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    solved = wordle(model, tokenizer, options.env_url) if options.env_url else brief(model, tokenizer)
+    solved = wordle(model, tokenizer, options.env_url) if options.env_url else reversals(model, tokenizer)
     options.out.write_text(json.dumps(solved))
 
 

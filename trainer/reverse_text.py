@@ -19,6 +19,7 @@ PROMPT = "Reverse the text character-by-character. Put your answer in <reversed_
 
 _LENGTH = 3  # words of a text
 _KNOWN = 2000  # words: a vocabulary has the frequent ones first
+_HELD_OUT_SHARE = 10  # one word in so many is in no text of training
 _LEAST = 30  # an English one has thousands
 _WORD = re.compile("\u0120([a-z]{3,8})")  # byte-level BPE writes a space so
 _ANSWER = re.compile("<reversed_text>(.*?)</reversed_text>", re.DOTALL)
@@ -44,11 +45,24 @@ def reward_reversed(completions: list[list[dict[str, str]]], text: list[str], **
     return [likeness(said[-1]["content"], asked) for said, asked in zip(completions, text, strict=True)]
 
 
-def make_dataset(tokenizer: PreTrainedTokenizerBase, rows: int, seed: int) -> Dataset:
-    """As many texts, each with its prompt; the same ones for the same seed."""
+def texts(tokenizer: PreTrainedTokenizerBase, rows: int, seed: int, *, held_out: bool = False) -> list[str]:
+    """As many texts, the same ones for the same seed; `held_out` ones share no word with all others."""
     words, rng = words_of(tokenizer), random.Random(seed)
-    texts = [" ".join(rng.choices(words, k=_LENGTH)) for _ in range(rows)]
-    asked = {"role": "system", "content": PROMPT}
-    return Dataset.from_dict(
-        {"prompt": [[asked, {"role": "user", "content": text}] for text in texts], "text": texts}
-    )
+    chosen = [word for i, word in enumerate(words) if (i % _HELD_OUT_SHARE == 0) == held_out]
+    return [" ".join(rng.choices(chosen, k=_LENGTH)) for _ in range(rows)]
+
+
+def chat(text: str) -> list[dict[str, str]]:
+    """What the policy is asked."""
+    return [{"role": "system", "content": PROMPT}, {"role": "user", "content": text}]
+
+
+def answer(text: str) -> str:
+    """What earns all of the reward."""
+    return f"<reversed_text>{text[::-1]}</reversed_text>"
+
+
+def make_dataset(tokenizer: PreTrainedTokenizerBase, rows: int, seed: int) -> Dataset:
+    """As many texts, each with its prompt."""
+    asked = texts(tokenizer, rows, seed)
+    return Dataset.from_dict({"prompt": [chat(text) for text in asked], "text": asked})

@@ -5,17 +5,13 @@ It needs no environment and any chat model can learn it, so it shows that gradie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from datasets import Dataset
 
 SCALE = 64  # tokens at which the reward reaches zero
 
-BRIEF = 16  # tokens, for who counts brief answers
-
-PLACES = ("France", "Japan", "Brazil", "Kenya", "Canada", "India", "Norway", "Chile")
-HELD_OUT = ("Spain", "Egypt", "Peru", "Sweden", "Cuba", "Ghana", "Poland", "Nepal")  # never trained on
+_PLACES = ("France", "Japan", "Brazil", "Kenya", "Canada", "India", "Norway", "Chile")
 
 
 def reward_shorter(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -23,7 +19,7 @@ def reward_shorter(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [max(0.0, 1.0 - (len(ids) - 1) / SCALE) for ids in completion_ids]
 
 
-def make_dataset(places: Sequence[str] = PLACES) -> Dataset:
+def make_dataset() -> Dataset:
     """Questions of one kind, so that the reward of a step does not depend on which it drew."""
-    rows = [f"What is the capital of {place}?" for place in places]
+    rows = [f"What is the capital of {place}?" for place in _PLACES]
     return Dataset.from_dict({"prompt": [[{"role": "user", "content": row}] for row in rows]})

@@ -62,9 +62,9 @@ def _version(sync: SyncEvent, commit: CommitEvent | None) -> dict[str, Any]:
     }
 
 
-def gain(before: Sequence[bool], after: Sequence[bool]) -> dict[str, Any]:
-    """Shares of solved games, and the 95 % interval of their difference; the games are the same ones."""
-    gains = [int(later) - int(earlier) for earlier, later in zip(before, after, strict=True)]
+def gain(before: Sequence[float], after: Sequence[float]) -> dict[str, Any]:
+    """Means of what the same tasks were worth, 0 to 1, and the 95 % interval of their difference."""
+    gains = [later - earlier for earlier, later in zip(before, after, strict=True)]
     middle, reach = mean(gains), _SURE * stdev(gains) / sqrt(len(gains))
     return {
         "before": mean(before),
@@ -75,7 +75,7 @@ def gain(before: Sequence[bool], after: Sequence[bool]) -> dict[str, Any]:
 
 
 def learned(held_out: Mapping[str, Any], what: str) -> str:
-    """One line: the share of `what` before and after training, and how sure that is."""
+    """One line: `what` before and after training, and how sure that is."""
     low, high = (100 * bound for bound in held_out["interval"])
     return (
         f"{what}: {100 * held_out['before']:.1f} % -> {100 * held_out['after']:.1f} %"

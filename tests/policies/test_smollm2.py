@@ -3,6 +3,7 @@
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response
 
@@ -59,6 +60,16 @@ def test_without_tools_the_prompt_is_smollm2s_own(tokenizer):
     assert text == (
         f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+@pytest.mark.parametrize("task", smollm2.ADAPTERS)
+def test_what_it_was_shown_is_a_small_change_of_most_matrices(folder, tmp_path, task):
+    taught = load_file(smollm2.build(tmp_path / "taught", task) / "model.safetensors")
+    base = load_file(folder / "model.safetensors")
+    changed = [name for name, weight in base.items() if not torch.equal(weight, taught[name])]
+    assert changed
+    assert all(name.endswith("proj.weight") for name in changed)
+    assert all((taught[name] - base[name]).norm() < 0.5 * base[name].norm() for name in changed)
 
 
 def test_a_finished_folder_is_reused(folder, monkeypatch):

