@@ -63,7 +63,7 @@ def _figures(runs: dict[Arm, list[Run]]) -> dict[str, Any]:
 
 
 def _curves(runs: list[Run]) -> list[list[float]]:
-    return [_smooth([step["reward"] for step in run.steps]) for run in runs]
+    return [smooth([step["reward"] for step in run.steps], _WINDOW) for run in runs]
 
 
 def _each(of: Callable[[Iterable[float]], float], curves: list[list[float]]) -> list[float]:
@@ -74,8 +74,9 @@ def _label(arm: Arm) -> str:
     return f"batches {arm.lag} version{'s' if arm.lag > 1 else ''} old"
 
 
-def _smooth(values: list[float]) -> list[float]:
-    return [mean(values[max(0, i + 1 - _WINDOW) : i + 1]) for i in range(len(values))]
+def smooth(values: list[float], window: int) -> list[float]:
+    """The mean of each value and those before it, so many in all."""
+    return [mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from delta_weight_sync.units import count_text, size_text
 from inference_space.dashboard.formatting import age, behind, clock, duration, percent, plural
-from inference_space.dashboard.learning import study
+from inference_space.dashboard.learning import charts
 from inference_space.dashboard.panels import colour
 from inference_space.dashboard.rollouts import tiles
 
@@ -36,7 +36,7 @@ _TEMPLATES = Environment(
 )
 _FILTERS = (size_text, count_text, duration, age, percent, clock, plural, behind, colour, tiles)
 _TEMPLATES.filters |= {function.__name__: function for function in _FILTERS}
-_TEMPLATES.globals["study"] = study
+_TEMPLATES.globals["charts"] = charts
 
 
 def render_template(name: str, **values: Any) -> Markup:

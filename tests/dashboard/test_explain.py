@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from statistics import mean
 from typing import TYPE_CHECKING
 
 import httpx
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.full
 
 CURVES = json.loads((STATIC / "study.json").read_text())["curves"]
+ENDS = [
+    (task.replace("_", "-"), mean(rewards[: len(rewards) // 10]), mean(rewards[-(len(rewards) // 10) :]))
+    for task, rewards in json.loads((STATIC / "pretrained.json").read_text()).items()
+]
 SCENES = ("ship", "rounding", "landing", "sync")
 
 
@@ -129,7 +134,7 @@ def test_an_animation_runs_while_it_is_in_sight(page: Page, url: str, empty: Non
 
 def test_what_the_study_found_is_drawn(page: Page, url: str, empty: None) -> None:
     opened(page, url)
-    card = page.locator(".study")
+    card = page.locator(".learned").first
     expect(card.locator("path.line")).to_have_count(3)
     expect(card.locator(".keys b")).to_have_text(
         [
@@ -138,3 +143,12 @@ def test_what_the_study_found_is_drawn(page: Page, url: str, empty: None) -> Non
         ]
     )
     expect(card.locator("path.line.bad")).to_be_visible()
+
+
+def test_what_a_pretrained_model_learned_is_drawn(page: Page, url: str, empty: None) -> None:
+    opened(page, url)
+    card = page.locator(".learned").last
+    expect(card.locator("path.line")).to_have_count(2)
+    expect(card.locator(".keys b")).to_have_text(
+        [f"{task}: {first:.2f} \u2192 {last:.2f}, first and last tenth" for task, first, last in ENDS]
+    )
