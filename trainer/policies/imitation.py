@@ -114,7 +114,7 @@ def teach(base: Path, task: str, out: Path, *, seed: int = 0, steps: int = STEPS
         optimizer.step()
         print(f"step {step:5d}  loss {loss.item():.3f}", flush=True)
     model.peft_config["default"].base_model_name_or_path = MODEL  # not a folder of this machine
-    model.bfloat16().save_pretrained(out)
+    model.bfloat16().save_pretrained(out, save_embedding_layers=False)
     (out / "README.md").unlink()  # a form for a model card, not filled in
 
 
