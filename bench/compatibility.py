@@ -15,7 +15,7 @@ import tempfile
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from bench import markdown
+from bench import tables
 from bench.results import ROOT
 from bench.tiny import ARCHITECTURES
 
@@ -47,7 +47,7 @@ def table(names: list[str]) -> str:
         kind, said = _examine(context, name)
         rows.append([kind, ARCHITECTURES[name].kind, said])
         print(f"{name}: {said}", flush=True)
-    return markdown.table(["architecture", "what is particular", "followed"], rows)
+    return tables.table(["architecture", "what is particular", "followed"], rows)
 
 
 def _examine(context: multiprocessing.context.BaseContext, name: str) -> tuple[str, str]:

@@ -1,7 +1,5 @@
-"""What others send for the same change, written small and with care: the sizes to compare with.
+"""What others send for the same change: the sizes to compare with (`research.original` is another).
 
-original      the first work on delta sync (TRL #5417): int32 positions and bf16 values, uncompressed, found
-              with torch operations on whole tensors
 gap_zstd      distances between changes in 16 bits and the XOR of old and new bits, in planes of bytes through
               zstd (as NeMo-RL and PULSE do, with the better of their choices)
 bitmask_zstd  one bit per weight and the same XOR
@@ -66,28 +64,6 @@ def _planes(values: Bits) -> list[NDArray[np.uint8]]:
 
 def _packed(content: NDArray[np.uint8]) -> int:
     return len(zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(content.tobytes()))
-
-
-@torch.no_grad()
-def publish_original(snapshot: Tensors, live: Iterable[tuple[str, torch.Tensor]]) -> bytes:
-    """The file of what differs from `snapshot` (bf16), which becomes `live` (any float dtype)."""
-    tensors: Tensors = {}
-    for name, parameter in live:
-        new, old = parameter.detach().to(torch.bfloat16).view(-1), snapshot[name].view(-1)
-        index = (new != old).nonzero().squeeze(-1)
-        values = new[index]
-        old.index_copy_(0, index, values)
-        tensors[name + ".indices"], tensors[name + ".values"] = index.to(torch.int32), values
-    return save(tensors)
-
-
-@torch.no_grad()
-def receive_original(path: Path, live: Tensors) -> None:
-    """Load the file and write it into `live` (bf16)."""
-    loaded = load_file(path)
-    for name, parameter in live.items():
-        index = loaded[name + ".indices"].to(torch.int64)
-        parameter.view(-1).index_copy_(0, index, loaded[name + ".values"])
 
 
 def publish_full(live: Iterable[tuple[str, torch.Tensor]], path: Path) -> None:

@@ -20,9 +20,9 @@ from bench.results import SCRATCH, Results
 from delta_weight_sync.runlog import RunLogReader, RunLogWriter, StepEvent
 from delta_weight_sync.store import Bucket, open_bucket
 from inference_space.dashboard.page import body
-from inference_space.dashboard.run_state import RunState
+from inference_space.dashboard.state import RunState
 from tests.browser import chromium, installed
-from tests.dashboard.written_run import WrittenRun, long
+from tests.support.written_run import WrittenRun, long
 
 _VERSIONS, _REPLICAS = 10_000, ("replica-0", "replica-1", "replica-2")
 _REFRESHES, _VISITS = 20, 10

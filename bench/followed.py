@@ -29,8 +29,8 @@ from bench.tiny import ARCHITECTURES, write
 from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import read_bits
 from delta_weight_sync.digest import state_digest, to_hex
-from delta_weight_sync.vllm import cpu_backend, derived, weight_map, worker
-from trainer.processes import free_port
+from delta_weight_sync.vllm import cpu, routes, worker
+from trainer.demo.processes import free_port
 
 _State = dict[str, codec.Bits]
 
@@ -60,8 +60,8 @@ def verdict(name: str, folder: Path) -> tuple[str, str]:
 def install() -> None:
     """What the plugin and vLLM's worker do before a model is loaded."""
     cpu_model_runner._set_torch_accelerator_to_noop()
-    cpu_backend.install()
-    derived.install()
+    cpu.install()
+    routes.install()
     torch.set_num_threads(1)
     _stand_in_for_torchvision()
 
@@ -117,7 +117,7 @@ class Loaded:
     def _call(self, op: str, **arguments: Any) -> dict[str, Any]:
         answer = worker.call(self._worker, op, **arguments)
         if "error" in answer:
-            raise RefusedError(answer["error"].removeprefix("RouteError: "))
+            raise RefusedError(answer["error"])
         return answer
 
     def differs(self, other: Loaded) -> str:
@@ -125,15 +125,15 @@ class Loaded:
 
         What only one of them has is left over from its construction: learning would have refused it.
         """
-        mine, others = (dict(derived.floating(loaded.model)) for loaded in (self, other))
+        mine, others = (dict(routes.floating(loaded.model)) for loaded in (self, other))
         both = [name for name in mine if name in others]
         return next((name for name in both if not _same(mine[name], others[name])), "")
 
     def besides(self, base: _State) -> str:
         """What is to be said of tensors that have no route; names have a star for numbers."""
         shapes = {name: bits.shape for name, bits in base.items()}
-        learned = weight_map.learn(self.model, shapes)
-        _, reasons = weight_map.ownership(shapes, [learned.sources()])
+        learned = routes.learn(self.model, shapes)
+        _, reasons = routes.ownership(shapes, [learned.sources()])
         left_out = {name for name, reason in reasons.items() if reason == "vLLM's loader drops it"}
         slow = sorted({f"`{re.sub(r'[0-9]+', '*', name)}`" for name in reasons.keys() - left_out})
         said = f", slowly: {', '.join(slow)}" if slow else ""

@@ -9,11 +9,11 @@ from typing import Any
 
 from bench import competitors, deltas
 from bench.change import Change
+from bench.research.entropy import limits
 from bench.results import SCRATCH, Results
 from bench.timing import summary, take_turns
 from delta_weight_sync import codec
 from delta_weight_sync.codec import Encoding, Patch
-from delta_weight_sync.corpus.entropy import limits
 
 SHARES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 PARTS = {"16 M": (1, 0), "63 M": (4, 0), "220 M": (14, 0), "596 M": (28, 151936)}  # layers, vocabulary

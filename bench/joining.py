@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 from bench.results import ROOT, SCRATCH, Results
 from delta_weight_sync import Publisher, codec
 from delta_weight_sync.codec import Bits
-from delta_weight_sync.history import RunReader
-from delta_weight_sync.protocol import Manifest
 from delta_weight_sync.publish.shortcuts import Shortcuts
+from delta_weight_sync.reader import RunReader
+from delta_weight_sync.records import Manifest
 
 POLICY = ROOT / "trainer" / "policies" / "wordle-tiny"
 VERSIONS, LEARNING_RATE = 500, 1.5e-5
@@ -37,9 +37,9 @@ def run(results: Results) -> dict[str, Any]:
 
 def _join() -> dict[str, Any]:
     with _published("joining", POLICY, policy(), VERSIONS) as reader:
-        history = {manifest.version: manifest for manifest in reader.history()}
+        history = {manifest.version: manifest for manifest in reader.versions()}
         newest = history[VERSIONS]
-        way, deltas = newest.way(), [history[v].deltas[-1].size for v in range(1, VERSIONS + 1)]
+        way, deltas = newest.recipe(), [history[v].deltas[-1].size for v in range(1, VERSIONS + 1)]
         anchor = sum(file.size for file in way.files) - sum(delta.size for delta in way.deltas)
         names = {"anchor": way.anchor.version if way.anchor else None, "files": len(way.deltas)}
         true = _difference(reader, history, newest.anchor.version, VERSIONS)
@@ -99,8 +99,7 @@ def _published(
             publisher.publish(model.named_parameters())
             publisher.flush()
             publisher._outbox.shortcuts.idle(600)
-        assert publisher.run
-        yield publisher.run.reader
+        yield publisher.reader
     shutil.rmtree(folder)
 
 
@@ -161,5 +160,5 @@ def _spent() -> tuple[float, float]:
     started = time.process_time() - time.thread_time()
     with _published("background", base, (model, step), _LARGE_STEPS) as reader:
         spent = time.process_time() - time.thread_time() - started
-        changed = sum(manifest.changed for manifest in reader.history()) / _LARGE_STEPS
+        changed = sum(manifest.changed for manifest in reader.versions()) / _LARGE_STEPS
     return round(changed / _LARGE, 4), round(spent / _LARGE_STEPS, 4)

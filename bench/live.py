@@ -21,6 +21,7 @@ from typing import Any
 from bench import deltas, updates
 from bench.change import Change
 from bench.live_server import LiveServer, throughput
+from bench.research.original import write as write_original
 from bench.results import SCRATCH, Results
 from delta_weight_sync.checkpoint import WEIGHTS, write_bits
 from delta_weight_sync.digest import state_digest, to_hex
@@ -118,7 +119,7 @@ def write(folder: Path, change: Change, assets: Path) -> list[Target]:
 def _files(folder: Path, name: str, change: Change) -> tuple[Path, Path]:
     ours, original = folder / f"{name}.safetensors", folder / f"{name}-original.safetensors"
     ours.write_bytes(change.encode("fast"))
-    original.write_bytes(change.encode("original"))
+    original.write_bytes(write_original(change.patches, change.old.__getitem__))
     return ours, original
 
 

@@ -22,8 +22,8 @@ import psutil
 from bench.memory import Memory
 from delta_weight_sync import gpu_build
 from delta_weight_sync.vllm import METHOD
-from delta_weight_sync.vllm.lifeline import end_with_parent
-from trainer.processes import free_port
+from delta_weight_sync.vllm.die_with_parent import die_with_parent
+from trainer.demo.processes import free_port
 
 # What `vllm serve` calls. Not `-m`, nor a file: the engine's process would import it again.
 _SERVE = "from vllm.entrypoints.launchers.api_server.entry import main; main()"
@@ -58,14 +58,14 @@ class LiveServer:
         """Serve `checkpoint`; returns when vLLM answers."""
         options = {**_OPTIONS, "model": checkpoint, "port": self._port}
         words = [f"--{name}={value}" for name, value in options.items()]
-        words += [] if gpu_build.installed() else _ON_CPU
+        words += [] if gpu_build.is_installed() else _ON_CPU
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _SERVE, *words],
                 env={**os.environ, **_ENVIRONMENT},
                 stdout=log,
                 stderr=log,
-                preexec_fn=partial(end_with_parent, os.getpid()),
+                preexec_fn=partial(die_with_parent, os.getpid()),
             )
         while not self._answers():
             if self._process.poll() is not None:

@@ -6,24 +6,25 @@ The model goes back and forth between the two states of a change, so that every 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
 
 import torch
 
 from bench import competitors
 from bench.change import Change
 from bench.competitors import Tensors
+from bench.research import original
 from bench.results import SCRATCH
 from delta_weight_sync import codec
 from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.digest import tensor_digest
-from delta_weight_sync.publish.blocks import Block
 from delta_weight_sync.publish.mirror import Mirror
-from delta_weight_sync.publish.sharded import Part
-from delta_weight_sync.vllm import staging
-from delta_weight_sync.vllm.changes import Changes, collect, of_patch
-from delta_weight_sync.vllm.geometry import Geometry
-from delta_weight_sync.vllm.table import Table
-from delta_weight_sync.vllm.weight_map import Piece, Route
+from delta_weight_sync.publish.parts import Block, Part
+from delta_weight_sync.vllm import worker
+from delta_weight_sync.vllm.memory import Changes, Table, collect, of_patch
+from delta_weight_sync.vllm.routes import Geometry, Piece, Route
+
+Format = Encoding | Literal["original"]
 
 
 def bf16_tensors(bits: dict[str, Bits]) -> Tensors:
@@ -73,14 +74,18 @@ class Model:
         self.mirror.keep(found)
         self.found = found.patches
 
-    def encode(self, encoding: Encoding) -> None:
+    def encode(self, encoding: Format) -> None:
         """What the publisher's thread does then."""
         self._pending = {patch.name: patch for patch in self.found}
-        self.files[encoding] = codec.encode(self.found, self._published, base=0, version=1, encoding=encoding)
+        if encoding == "original":
+            self.files[encoding] = original.write(self.found, self._published)
+        else:
+            data = codec.encode(self.found, self._published, base=0, version=1, encoding=encoding)
+            self.files[encoding] = data
 
     def publish_original(self, snapshot: Tensors) -> None:
         """Diff and encode as the original layout's authors do it."""
-        self.files["others"] = competitors.publish_original(snapshot, self.live())
+        self.files["others"] = original.publish(snapshot, self.live())
 
     def write(self) -> None:
         """The round's files onto the disk."""
@@ -109,18 +114,22 @@ class Reader:
         self._shapes = {name: array.shape for name, array in self.live.items()}
         self._patches: list[Patch] = []
         self._table, self._memory = memory_of(self.tensors)
-        self._writes: list[staging.Step] = []
+        self._writes: list[worker.Step] = []
 
     def decode(self, encoding: str) -> None:
         """File to patches."""
-        delta = codec.Delta(SCRATCH / f"{encoding}.safetensors")
-        self._patches = list(delta.patches(self._shapes, self.live.__getitem__))
+        self._patches = list(self._read(encoding))
 
     def receive(self, encoding: str) -> None:
         """File to weights."""
-        delta = codec.Delta(SCRATCH / f"{encoding}.safetensors")
-        for patch in delta.patches(self._shapes, self.live.__getitem__):
+        for patch in self._read(encoding):
             codec.apply(patch, self.live[patch.name])
+
+    def _read(self, encoding: str) -> Iterator[Patch]:
+        path, old = SCRATCH / f"{encoding}.safetensors", self.live.__getitem__
+        if encoding == "original":
+            return original.read(path, self._shapes, old)
+        return codec.Delta(path).patches(self._shapes, old)
 
     def apply(self) -> None:
         """Add the patches."""
@@ -138,7 +147,7 @@ class Reader:
 
     def commit(self) -> None:
         """Write and read back, as the engine does within the pause."""
-        staging.commit(self._writes, lambda failure: None)
+        worker.commit(self._writes, lambda failure: None)
 
     def undo(self) -> None:
         """Put the old bits back."""
@@ -147,7 +156,7 @@ class Reader:
 
     def receive_original(self) -> None:
         """As the original layout's authors do it."""
-        competitors.receive_original(SCRATCH / "others.safetensors", self.tensors)
+        original.receive(SCRATCH / "others.safetensors", self.tensors)
 
     def digest(self) -> int:
         """Of all live weights."""
@@ -162,7 +171,7 @@ class Reader:
         competitors.receive_full(SCRATCH / "full.safetensors", self.tensors)
 
 
-def memory_of(tensors: Tensors) -> tuple[Table, staging.Memory]:
+def memory_of(tensors: Tensors) -> tuple[Table, worker.Memory]:
     """bf16 tensors, all on one device, as a replica that loaded them in that layout sees them."""
     routes = {}
     for name, tensor in tensors.items():
@@ -170,7 +179,7 @@ def memory_of(tensors: Tensors) -> tuple[Table, staging.Memory]:
         whole = Geometry(0, (flat.numel(),), (1,))
         routes[name] = Route(name, tuple(tensor.shape), (Piece(flat, whole, whole, whole=True),))
     table = Table(routes, dict.fromkeys(routes, (0,)))
-    return table, staging.memory_of(table)
+    return table, worker.memory_of(table)
 
 
 def changes(patches: Sequence[Patch], table: Table) -> Changes:

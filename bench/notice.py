@@ -23,11 +23,11 @@ from statistics import median
 
 import httpx
 
-from bench.markdown import table
-from delta_weight_sync.publish.run_writer import RunWriter
+from bench.tables import table
+from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.store import open_bucket
-from tests.hubsim import HubSim
-from trainer.pokes import Pokes
+from tests.support.hubsim import HubSim
+from trainer.observe import Pokes
 
 WAYS = ("events", "pokes", "looking")
 BUCKET, RUN = "team/notice", "notice"

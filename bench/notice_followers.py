@@ -15,9 +15,9 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from delta_weight_sync.errors import DeltaWeightSyncError
-from delta_weight_sync.history import open_run
-from delta_weight_sync.lookout import Lookout
-from delta_weight_sync.protocol import POLL_S, Manifest
+from delta_weight_sync.reader import open_run
+from delta_weight_sync.records import POLL_S, Manifest
+from delta_weight_sync.watch import Watcher
 
 
 class Following(threading.Thread):
@@ -25,15 +25,15 @@ class Following(threading.Thread):
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
-        self.lookout, self.known = Lookout(open_run(url)), dict[int, tuple[float, float]]()
+        self.watcher, self.known = Watcher(open_run(url)), dict[int, tuple[float, float]]()
 
     def run(self) -> None:
         """For ever."""
         while True:
             with contextlib.suppress(DeltaWeightSyncError):
                 began = time.time()
-                self.lookout.take(functools.partial(self._know, began))
-            self.lookout.wait(POLL_S)
+                self.watcher.check(functools.partial(self._know, began))
+            self.watcher.wait(POLL_S)
 
     def _know(self, began: float, manifest: Manifest) -> None:
         self.known.setdefault(manifest.version, (began, time.time()))
@@ -47,7 +47,7 @@ def main(count: int, url: str) -> None:
         protocol_version = "HTTP/1.1"  # whoever pokes keeps its connection
 
         def do_POST(self) -> None:
-            followers[int(self.path.split("/")[1])].lookout.poke()
+            followers[int(self.path.split("/")[1])].watcher.poke()
             self._say(b"")
 
         def do_GET(self) -> None:

@@ -19,16 +19,15 @@ from trl.experimental.async_grpo.packing import TREE_ATTENTION, TreeRow, registe
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path
 
 from bench import machine, timing
-from bench.markdown import table
 from bench.results import SCRATCH
+from bench.tables import table
 from delta_weight_sync.codec import Patch
-from delta_weight_sync.publish import trl_patches
-from delta_weight_sync.publish.past import Past
-from delta_weight_sync.publish.trl_trainer import live_weights
-from trainer.exact import ExactSamples
-from trainer.past_policy import PastPolicy, Query, as_trl_has_it, forward
+from delta_weight_sync.publish.outbox import UndoLog
+from delta_weight_sync.trl import patches as patches_module
+from delta_weight_sync.trl.trainer import live_weights
+from trainer.exact import ExactSamples, PastPolicy, Query, forward
 from trainer.policies import smollm2
-from trainer.token_syncs import UNKNOWN, TracedSample
+from trainer.rollouts import UNKNOWN, TracedSample
 
 _SYNCS, _ROUNDS = 16, 5
 _BATCH, _PROMPT, _TOKENS = 16, 40, 80
@@ -38,7 +37,7 @@ _NUMBERS = np.random.default_rng(0)
 def main() -> None:
     """Print both tables."""
     torch.set_num_threads(1)
-    trl_patches.install()
+    patches_module.install()
     register_tree_attention()
     folder = smollm2.build(SCRATCH / "smollm2-4bit")
     policy = create_model_from_path(
@@ -58,8 +57,8 @@ def _moved(name: str, shape: torch.Size) -> Patch:
     return Patch(name, tuple(shape), index, _NUMBERS.choice([1, 0xFFFF], index.size).astype(np.uint16))
 
 
-def _past(changes: list[list[Patch]]) -> Past:
-    past = Past(0, _SYNCS)
+def _past(changes: list[list[Patch]]) -> UndoLog:
+    past = UndoLog(0, _SYNCS)
     for sync, patches in enumerate(changes, start=1):
         past.add(sync, patches)
     return past
@@ -88,7 +87,7 @@ def _rolls(policy: torch.nn.Module, changes: list[list[Patch]]) -> str:
 
 
 def _steps(policy: torch.nn.Module, changes: list[list[Patch]]) -> str:
-    past = Past(0, _SYNCS)
+    past = UndoLog(0, _SYNCS)
     old = PastPolicy(policy, 0)
     old.begin(policy, past)
     for sync, patches in enumerate(changes, start=1):
@@ -107,7 +106,7 @@ class _Step:
         self._policy, self._optimizer = policy, torch.optim.AdamW(policy.parameters(), lr=1e-9)
         self._row = TreeRow()
         for sample in _samples(1):
-            self._row.add(as_trl_has_it(Query(sample.input_ids, sample.completion_mask == 1)))
+            self._row.add(Query(sample.input_ids, sample.completion_mask == 1).as_trl_sample())
 
     def __call__(self) -> None:
         forward(self._policy, self._row.pack()).mean().backward()

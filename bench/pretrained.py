@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from bench.plots import STYLE, save
 from bench.results import ROOT
 from bench.study import smooth
-from delta_weight_sync.history import open_run
+from delta_weight_sync.reader import open_run
 from delta_weight_sync.runlog import RunLogReader, StepEvent, SyncEvent
 
 FOLDER = ROOT / "bench" / "data" / "pretrained"

@@ -17,15 +17,15 @@ from unittest import mock
 from bench.change import Change
 from bench.results import SCRATCH
 from delta_weight_sync import codec
-from delta_weight_sync.codec import Patch, bands, positions, runs, values
+from delta_weight_sync.codec import Patch, bits, groups, positions
 
 _PARTS: dict[str, tuple[Any, str]] = {
-    "choose bands": (bands, "choose_limits"),
+    "choose bands": (positions, "choose_limits"),
     "walk": (positions, "band_runs"),
     "walk and position bits": (positions, "band_walk"),
-    "position and value bits": (runs, "encode"),
-    "values": (values, "encode"),
-    "value bits": (values.Reader, "read"),
+    "position and value bits": (bits, "encode"),
+    "values": (groups, "encode"),
+    "value bits": (groups.Reader, "read"),
 }
 _REST = "gathering and the rest"
 _REPEATS = 3

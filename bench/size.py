@@ -10,10 +10,12 @@ import torch
 
 from bench import competitors, deltas
 from bench.change import Change
+from bench.research import original
+from bench.research.entropy import limits
 from bench.results import Results
-from delta_weight_sync.corpus.entropy import limits
+from delta_weight_sync.codec import Encoding
 
-_LEVELS = ("fast", "small", "original")
+_LEVELS: tuple[Encoding, ...] = ("fast", "small")
 
 
 def run(results: Results) -> dict[str, Any]:
@@ -26,6 +28,7 @@ def measure(change: Change) -> dict[str, Any]:
     print(f"  {change.model}, {change.trainer}: {change.changed / change.elements:.3%} changed", flush=True)
     sizes = {encoding: len(change.encode(encoding)) for encoding in _LEVELS}
     sizes["gap_zstd"], sizes["bitmask_zstd"] = competitors.gap_zstd(change), competitors.bitmask_zstd(change)
+    sizes["original"] = len(original.write(change.patches, change.old.__getitem__))
     sizes["full"] = change.model_bytes
     per_change = {name: size / change.changed for name, size in sizes.items()}
     bound = limits(change.old, change.patches)

@@ -1,9 +1,9 @@
-"""Draws docs/study.svg from bench/data/study, which `python -m trainer.study --out bench/data/study` makes.
+"""Draws docs/study.svg from the files that `python -m bench.research.study --out bench/data/study` makes.
 
     python -m bench.study
 
-For each kind of run the reward of each step: the mean of its seeds over five steps, and from the least to the
-most of them. The means are the dashboard's, too: its `static/study.json`.
+For each kind of run it shows the reward of each step: the mean of the seeds over five steps, and their range.
+The means also go to the dashboard, as `static/study.json`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 
 from bench.plots import STYLE, save
+from bench.research.study.table import ARMS, Arm, Run, read
 from bench.results import ROOT
-from trainer.study.table import ARMS, Arm, Run, read
 
 FOLDER = ROOT / "bench" / "data" / "study"
 _COLOURS = ("#8b949e", "#bf8700", "#0969da", "#2da44e", "#cf222e")
@@ -27,12 +27,10 @@ _WINDOW = 5  # steps
 
 
 def main() -> None:
-    """Command line."""
+    """Draw the picture and write the figures."""
     runs = {arm: [read(file) for file in sorted(FOLDER.glob(arm.file("*")))] for arm in ARMS}
     different = {tuple(run.digests for run in found): arm for arm, found in reversed(runs.items())}
-    drawn = {
-        arm: runs[arm] for arm in ARMS if arm in different.values()
-    }  # each of those that are the same once
+    drawn = {arm: runs[arm] for arm in ARMS if arm in different.values()}  # identical runs once
     with mpl.rc_context(STYLE):
         save("study", _paint, drawn)
     PAGE.write_text(json.dumps(_figures(drawn)) + "\n")
@@ -75,7 +73,7 @@ def _label(arm: Arm) -> str:
 
 
 def smooth(values: list[float], window: int) -> list[float]:
-    """The mean of each value and those before it, so many in all."""
+    """Moving average over `window` values; shorter at the start."""
     return [mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
 

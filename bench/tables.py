@@ -1,15 +1,21 @@
-"""The Markdown tables of the README, one function per marked place."""
+"""The Markdown tables of the pages, one function per marked place."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from bench import links
-from bench.joining_table import background, joining
-from bench.live_table import live
-from bench.markdown import table
 from bench.results import Results
-from bench.rival_table import rival
+from delta_weight_sync.util import size_text
+
+_RIVALS = {"modelexpress": "ModelExpress", "fast": "fast", "small": "small"}
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table with a row of headings."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def machine(results: Results) -> str:
@@ -171,7 +177,7 @@ def memory(results: Results) -> str:
     """The publisher's peak."""
     measured = {encoding: results["memory"][encoding] for encoding in ("fast", "small")}
     rows = [[f"publisher, {encoding}", f"{row['extra_mib']} MiB"] for encoding, row in measured.items()]
-    return table(["peak beside parameters and mirror", f"of {measured['fast']['model_mib']} MiB"], rows)
+    return table(["peak, parameters and mirror aside", f"of {measured['fast']['model_mib']} MiB"], rows)
 
 
 def threads(results: Results) -> str:
@@ -190,7 +196,7 @@ def dashboard(results: Results) -> str:
     names = {
         "refresh_ms": "a refresh after one more version: read, fold, render",
         "answer_ms": "the server's answer to a visitor",
-        "first_paint_ms": "first paint in a Chromium that knows nothing of the page",
+        "first_paint_ms": "first paint in a Chromium with an empty cache",
     }
     rows = [
         [text, f"{section[key]['median']:.0f} ms", f"{section[key]['worst']:.0f} ms"]
@@ -207,6 +213,90 @@ def targets(results: Results) -> str:
         ["target", "bound", "measured", ""],
         [[t["text"], t["bound"], _figure(t["figure"]), marks[t["met"]]] for t in results["targets"]],
     )
+
+
+def joining(results: Results) -> str:
+    """What a replica that joins at version 500 fetches, by each recipe."""
+    join = results["joining"]["join"]
+    way, least = join["way"], join["least"]
+    rows = [
+        ("anchor and the true difference to it, as one file", least),
+        (f"**the cheapest way**: anchor {way['anchor']}, {way['files']} jumps and deltas", way["bytes"]),
+        ("the newest anchor, were there one in 128 versions, and deltas", join["anchors_and_deltas"]),
+        ("the anchor of version 0 and all deltas", join["naive"]),
+    ]
+    head = [f"joining at version {join['versions']}, {join['changed']:.2%} changed per version", "", "times"]
+    return table(head, [[name, size_text(size), f"{size / least:.2f}"] for name, size in rows])
+
+
+def background(results: Results) -> str:
+    """What the publisher's threads spend, and what the run above stored."""
+    join, measured = results["joining"]["join"], results["joining"]["background"]
+    spent, share = (
+        measured["cpu_s"],
+        f"{measured['weights'] / 1e6:.0f} M weights, {measured['share']:.2%} changed",
+    )
+    rows = [
+        [f"CPU per version, {share}: deltas alone", f"{1e3 * spent['without']:.1f} ms"],
+        ["the same with jumps and anchors", f"{1e3 * spent['with']:.1f} ms"],
+    ]
+    rows += [[f"stored by the run above: {kind}", size_text(size)] for kind, size in join["stored"].items()]
+    return table(["publisher's background", ""], rows)
+
+
+def live(results: Results) -> str:
+    """The replica: commits, pauses, throughput, memory."""
+    section = results["live"]
+    changed = section["changed"] / section["elements"]
+    title = f"vLLM on the CPU, SmolLM2-135M, {changed:.1%} changed, {section['in_flight']} requests in flight"
+    return table(
+        [title, ""], [*_live_commits(section["commits"]), *_live_load(section), *_live_memory(section)]
+    )
+
+
+def _live_commits(commits: dict[str, Any]) -> list[list[str]]:
+    names = {
+        "ours": "our commit",
+        "sparse loader": "vLLM's sparse loader, same delta",
+        "dense": "vLLM's loader, all weights",
+    }
+    return [[name, f"{1e3 * commits[key]['median_s']:.1f} ms"] for key, name in names.items()]
+
+
+def _live_load(section: dict[str, Any]) -> list[list[str]]:
+    rows = []
+    for kind, row in section["syncs"].items():
+        pause = row["pause_ms"]
+        rows += [
+            [f"pause, {row['count']} syncs, {kind}", f"p50 {pause['p50']:.1f} ms, p99 {pause['p99']:.1f} ms"],
+            [f"throughput kept, syncs {kind}", f"{section['throughput_kept'][kind]:.1%}"],
+        ]
+    return rows
+
+
+def _live_memory(section: dict[str, Any]) -> list[list[str]]:
+    memory, weights = section["memory"], section["model_bytes"] >> 20
+    return [
+        ["a sync's extra memory at the replica", f"{memory['extra_mib']} MiB, of weights {weights} MiB"],
+        ["the same, vLLM's sparse loader", f"{memory['sparse_loader_extra_mib']} MiB"],
+    ]
+
+
+def rival(results: Results) -> str:
+    """Bytes and speeds next to those of ModelExpress, on the same deltas."""
+    section = results.get("rival", {"unmeasured": "not yet"})
+    if "unmeasured" in section:
+        return f"Beside ModelExpress: unmeasured ({section['unmeasured']})."
+    head = [f"{name}, {unit}" for name in _RIVALS.values() for unit in ("B", "out", "in")]
+    return table(["delta", "changed", *head], [_rival_row(row) for row in section["sets"]])
+
+
+def _rival_row(row: dict[str, Any]) -> list[str]:
+    cells = [f"{row['model']}, {row['trainer']}", f"{row['share']:.2%}"]
+    for way in _RIVALS:
+        speeds = (f"{row[side][way]['median_gb_s']:.2f}" for side in ("out", "in"))
+        cells += [f"**{row['per_change'][way]:.3f}**", *speeds]
+    return cells
 
 
 def _figure(figure: float | None) -> str:

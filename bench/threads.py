@@ -9,7 +9,7 @@ from typing import Any
 
 from bench import deltas
 from bench.results import SCRATCH, Results
-from delta_weight_sync import codec, parallel
+from delta_weight_sync import codec, util
 from delta_weight_sync.codec import Encoding
 
 _LEVELS: tuple[Encoding, ...] = ("fast", "small")
@@ -38,7 +38,7 @@ def _ratio(work: Callable[[], object]) -> float:
 
 
 def _seconds(work: Callable[[], object], threads: int) -> float:
-    parallel.THREADS = threads
+    util.THREADS = threads
     started = time.perf_counter()
     result = work()
     elapsed = time.perf_counter() - started

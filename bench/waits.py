@@ -16,7 +16,7 @@ from bench import deltas
 from bench.change import Change
 from bench.results import SCRATCH, Results
 from delta_weight_sync import codec
-from delta_weight_sync.publish.pending import PendingUpdate, published_bits
+from delta_weight_sync.publish.outbox import PendingUpdate, published_bits
 from delta_weight_sync.publish.publisher import Publisher
 
 _ROUNDS, _TENSORS = 5, (5_000, 20_000)
@@ -37,12 +37,12 @@ def _hand_overs(change: Change) -> dict[str, Any]:
     publisher = Publisher(folder.as_uri(), folder)
     live = {name: torch.from_numpy(bits).view(torch.bfloat16) for name, bits in change.old.items()}
     publisher.publish(live.items())
-    assert publisher.run
-    writing, put = threading.Event(), publisher.run.put_anchor
-    publisher.run.put_anchor = lambda *arguments: (writing.set(), put(*arguments))[1]  # type: ignore[method-assign]
+    assert publisher._writer
+    writing, put = threading.Event(), publisher._writer.put_anchor
+    publisher._writer.put_anchor = lambda *arguments: (writing.set(), put(*arguments))[1]  # type: ignore[method-assign]
     for number in range(2 * _ROUNDS):
         due = bool(number % 2)
-        publisher.run.anchor_is_due = lambda due=due: due  # type: ignore[method-assign]
+        publisher._writer.anchor_is_due = lambda due=due: due  # type: ignore[method-assign]
         change = change.taken()
         publisher.publish(live.items())  # an anchor of its version is made beside what follows
         if due:
@@ -54,7 +54,7 @@ def _hand_overs(change: Change) -> dict[str, Any]:
         started = time.perf_counter()
         publisher.publish(live.items())
         seconds["beside an anchor" if due else "alone"].append(time.perf_counter() - started)
-        publisher.run.anchor_is_due = lambda: False  # type: ignore[method-assign]
+        publisher._writer.anchor_is_due = lambda: False  # type: ignore[method-assign]
         publisher.flush()
         assert publisher._outbox
         publisher._outbox.shortcuts.idle(600)

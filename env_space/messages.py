@@ -1,24 +1,17 @@
-"""What the service reads and answers, over plain HTTP; `Move` and `RewardParts` are the game's own."""
+"""The bodies of the HTTP API; `Move` and `RewardParts` are the game's own."""
 
 from typing import Annotated, Any
 from uuid import UUID
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
-from env_space.rewards import RewardParts
-from env_space.rules import Split
-from env_space.wordle import Move
+from env_space.game import Move, RewardParts, Split
 
 MOVE = TypeAdapter(Move)
-SEEDS = 2**53  # whole numbers up to here are exact in every language's JSON
+MAX_SEED = 2**53  # integers below are exact in every language's JSON
 
-
-def _whole(value: Any) -> Any:
-    # To JSON, 3.0 is as good an integer as 3.
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-_WHOLE = BeforeValidator(_whole)
+# In JSON, 3.0 and 3 are the same number.
+_INTEGER = BeforeValidator(lambda n: int(n) if isinstance(n, float) and n.is_integer() else n)
 
 
 class Opening(BaseModel):
@@ -26,7 +19,7 @@ class Opening(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    seed: Annotated[int, Field(gt=-SEEDS, lt=SEEDS, description="names the secret"), _WHOLE]
+    seed: Annotated[int, Field(gt=-MAX_SEED, lt=MAX_SEED, description="selects the secret"), _INTEGER]
     split: Annotated[Split, Field(description="train, or the tenth of the words held out of it")] = "train"
     id: Annotated[UUID | None, Field(strict=False, description="of your choice; makes a retry safe")] = None
 
@@ -47,7 +40,7 @@ class Guess(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     word: str
-    turn: Annotated[int, Field(ge=1, lt=2**31, description="1 for the first move"), _WHOLE]
+    turn: Annotated[int, Field(ge=1, lt=2**31, description="1 for the first move"), _INTEGER]
 
 
 class Closed(BaseModel):
@@ -61,7 +54,7 @@ class Closed(BaseModel):
 
 
 class Words(BaseModel):
-    """Every possible secret, those of them that no training game has, and the frame of a game."""
+    """Every possible secret, the ones that no training game has, and the size of a game."""
 
     answers: tuple[str, ...]
     held_out: tuple[str, ...]
@@ -70,7 +63,7 @@ class Words(BaseModel):
 
 
 class Health(BaseModel):
-    """The service answers, and how full it is."""
+    """Whether the service is up, and how full it is."""
 
     status: str
     sessions: int
@@ -78,6 +71,11 @@ class Health(BaseModel):
 
 
 class Problem(BaseModel):
-    """Why the request was refused, and what to do instead."""
+    """Why a request was refused, and how to fix it."""
 
     detail: str
+
+
+def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The statuses with which a route may refuse, for the API's description."""
+    return {status: {"model": Problem} for status in statuses}

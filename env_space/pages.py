@@ -1,57 +1,90 @@
-"""The routes that only read: the page for people, the words, health and metrics."""
+"""The routes that only read: the page for people, the words, health, and metrics for Prometheus."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from fastapi import FastAPI, Response
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 
+from env_space.game import MAX_GUESSES, Rules
 from env_space.messages import Health, Words
-from env_space.metrics import Metrics
-from env_space.rules import Rules
-from env_space.sessions import Sessions
-from env_space.wordle import MAX_GUESSES
+from env_space.sessions import Session, Sessions
 
 PAGE = Path(__file__).with_name("page")
-# Nothing on the page comes from elsewhere, and nothing that a policy writes can run. Where it may be framed
-# stands in the headers that the server sends with every answer.
+# The page loads nothing from other sites, and no text of a policy can run as a script.
 _PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'"}
+_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
 
-class Pages:
-    """What the service tells whoever looks at it."""
+class Metrics:
+    """The counters of one service. Games and guesses are counted when their game ends."""
 
-    def __init__(self, sessions: Sessions, rules: Rules, metrics: Metrics) -> None:
-        self._sessions = sessions
-        self._metrics = metrics
-        self._words = Words(
-            answers=rules.train + rules.held_out,
-            held_out=rules.held_out,
-            length=rules.length,
-            max_guesses=MAX_GUESSES,
-        )
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        labels = ["outcome", "split", "via"]
+        self._games = Counter("wordle_games", "Games that ended", labels, registry=registry)
+        self._guesses = Counter("wordle_guesses", "Guesses played", ["kind"], registry=registry)
+        self._active = Gauge("wordle_active_sessions", "Games in play", registry=registry)
+        self._capacity = Gauge("wordle_max_sessions", "Games that may be in play", registry=registry)
+        about = "From a move's request being read to its answer being written"
+        seconds = Histogram("wordle_move_seconds", about, ["via"], buckets=_BUCKETS_S, registry=registry)
+        self._took = {via: seconds.labels(via).observe for via in ("http", "ws")}
 
-    def route(self, app: FastAPI) -> None:
-        """Offer the routes on `app`."""
-        app.get("/", response_class=FileResponse, include_in_schema=False)(self.home)
-        app.mount("/page", StaticFiles(directory=PAGE))
-        app.get("/words")(self.words)
-        app.get("/health")(self.health)
-        app.get("/metrics", response_class=Response, include_in_schema=False)(self.metrics)
+    def watch_sessions(self, active: Callable[[], int], capacity: int) -> None:
+        """Report the number of games in play at the time of each scrape."""
+        self._active.set_function(active)
+        self._capacity.set(capacity)
 
-    async def home(self) -> FileResponse:
+    def count_game(self, session: Session) -> None:
+        """Count a game that ended."""
+        origin, game = session.origin, session.game
+        self._games.labels(session.outcome, origin.split, origin.via).inc()
+        self._guesses.labels("invalid").inc(game.invalid)
+        self._guesses.labels("repeated").inc(game.repeated)
+        self._guesses.labels("new").inc(game.turns - game.invalid - game.repeated)
+
+    def move_took(self, via: str, seconds: float) -> None:
+        """Record the time of one move."""
+        self._took[via](seconds)
+
+    def render(self) -> bytes:
+        """Everything in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, metrics: Metrics) -> None:
+    """Add the routes to `app`."""
+    every = rules.train + rules.held_out
+    words = Words(answers=every, held_out=rules.held_out, length=rules.length, max_guesses=MAX_GUESSES)
+    app.mount("/page", StaticFiles(directory=PAGE))
+
+    @app.get("/", response_class=FileResponse, include_in_schema=False)
+    async def home() -> FileResponse:
         """The page where a person plays."""
         return FileResponse(PAGE / "index.html", headers=_PAGE_HEADERS)
 
-    async def words(self) -> Words:
+    @app.get("/words")
+    async def list_words() -> Words:
         """Every word that can be the secret, in an order that is the same everywhere."""
-        return self._words
+        return words
 
-    async def health(self) -> Health:
+    @app.get("/health")
+    async def health() -> Health:
         """Whether the service is up, and how many games are in play."""
-        return Health(status="healthy", sessions=len(self._sessions), max_sessions=self._sessions.capacity)
+        return Health(status="healthy", sessions=len(sessions), max_sessions=sessions.capacity)
 
-    async def metrics(self) -> Response:
-        """Games, guesses, places and times in Prometheus' text format."""
-        return Response(self._metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    @app.get("/metrics", response_class=Response, include_in_schema=False)
+    async def render_metrics() -> Response:
+        """Games, guesses, capacity and times in Prometheus' text format."""
+        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)

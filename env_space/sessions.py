@@ -1,40 +1,20 @@
-"""Games in play, and for a while those that ended, so that a retried request gets its answer again."""
+"""The store of games. Games that ended stay for a while, so that a retried request is answered again."""
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import takewhile
+from typing import Any
 from uuid import UUID
 
-from env_space.wordle import Game, Move, kept, quote
+from env_space.game import MAX_STORED, Game, GameError, Move, quote
 
 START_ANOTHER = "POST /sessions starts a new one"
 
 
-class SessionError(Exception):
-    """A request about a session that cannot be served; the message is a sentence for the client."""
-
-
-class UnknownSessionError(SessionError):
-    """No such session, or not any more."""
-
-
-class ConflictError(SessionError):
-    """The request contradicts what was already played."""
-
-
-class FullError(SessionError):
-    """No room for another game."""
-
-
-class ShareError(SessionError):
-    """No room for another game of this client."""
-
-
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a game comes from: what named its secret, and by which way it is played."""
+    """What selected the secret of a game, and the protocol it is played over."""
 
     seed: int
     split: str = "train"
@@ -43,7 +23,7 @@ class Origin:
 
 @dataclass(slots=True)
 class Session:
-    """One game under its id; `used_at` is the clock's reading when it was opened, last played or ended."""
+    """One game under its id; `used_at` is when it was opened, last played or ended."""
 
     id: UUID
     origin: Origin
@@ -53,27 +33,57 @@ class Session:
     used_at: float
     expired: bool = False
 
-    def play(self, turn: int, word: str) -> Move:
-        """Play `word` as move number `turn`, or answer as before if that is what was played there.
+    @property
+    def outcome(self) -> str:
+        """How the game ended: solved, lost, expired, or gave_up if it was closed early."""
+        if self.game.solved:
+            return "solved"
+        if self.expired:
+            return "expired"
+        return "gave_up" if self.game.gave_up else "lost"
 
-        Raises ConflictError for another word in a played turn and for a skipped turn, GameOverError after
-        the end.
+    def play(self, turn: int, word: str) -> Move:
+        """Play `word` as move number `turn`, or repeat the answer if that is what was played there.
+
+        Raises GameError for another word in a played turn, for a skipped turn, and after the end.
         """
         moves = self.game.moves
         if turn <= len(moves):
-            return _replay(moves[turn - 1], word)
+            move = moves[turn - 1]
+            if move.word != word.lower()[:MAX_STORED]:
+                raise GameError(409, f"Turn {turn} was already played with another word, {quote(move.word)}.")
+            return move
         if turn > len(moves) + 1 and not self.game.over:
-            raise ConflictError(f"Turn {turn} cannot be played yet; the next turn is {len(moves) + 1}.")
+            raise GameError(409, f"Turn {turn} cannot be played yet; the next turn is {len(moves) + 1}.")
         return self.game.guess(word)
+
+    def summary(self) -> dict[str, Any]:
+        """The game in one line of the log."""
+        game, parts = self.game, self.game.reward_parts()
+        return {
+            "session": str(self.id),
+            "outcome": self.outcome,
+            **asdict(self.origin),
+            "turns": game.turns,
+            "invalid": game.invalid,
+            "repeated": game.repeated,
+            "reward": round(parts.total, 6),
+            "reward_parts": {name: round(value, 6) for name, value in asdict(parts).items()},
+            "seconds": round(self.used_at - self.opened_at, 3),
+        }
 
 
 class Sessions:
-    """At most `capacity` games in play, and of one client at most `each` (None: as many).
+    """At most `capacity` games in play.
 
-    A game expires `ttl_s` seconds after its last move; asking for it otherwise must not keep a place.
-    Games that ended take no room among those in play. They answer retries for `ttl_s` seconds, or until
-    `capacity` later games have ended. `on_end` is told of every game once, as it ends. Nothing here awaits,
-    so one event loop needs no locks.
+    A game expires `ttl_s` seconds after its last move; other requests do not keep it alive. Games that
+    ended take no room. They answer retries for `ttl_s` seconds, or until `capacity` later games have ended.
+    Nothing here awaits, so one event loop needs no locks.
+
+    Args:
+        on_end: Called once for every game, when it ends.
+        advice: How to get more room, besides waiting.
+        per_client: Games in play of one client, None for no limit.
     """
 
     def __init__(
@@ -82,15 +92,12 @@ class Sessions:
         ttl_s: float,
         on_end: Callable[[Session], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
-        more: str = ", or raise WORDLE_MAX_SESSIONS",
-        each: int | None = None,
+        advice: str = ", or raise WORDLE_MAX_SESSIONS",
+        per_client: int | None = None,
     ) -> None:
-        self.capacity = capacity
-        self._each = each
-        self._more = more  # what helps, besides waiting, when all places are taken
-        self.ttl_s = ttl_s
-        self._on_end = on_end
-        self._clock = clock
+        self.capacity, self.ttl_s = capacity, ttl_s
+        self._on_end, self._clock = on_end, clock
+        self._advice, self._per_client = advice, per_client
         self._playing: dict[UUID, Session] = {}  # least recently played first
         self._ended: dict[UUID, Session] = {}  # first ended first
 
@@ -101,24 +108,32 @@ class Sessions:
     def open(self, id: UUID, origin: Origin, game: Game, client: str = "") -> Session:
         """Put `game` in play under `id`, or find the session that the same request opened before.
 
-        Raises ConflictError if `id` belongs to another seed or to a game that ended, FullError if there is
-        no room, ShareError if there is none for this `client`.
+        Raises GameError: 409 if `id` belongs to another seed or to a game that ended, 503 if there is no
+        room, 429 if there is none for this `client`.
         """
         self.reap()
-        if id in self._playing or id in self._ended:
-            return self._reopen(id, origin)
-        self._check_room(client)
+        if id in self._ended:
+            raise GameError(409, f"Session {id} has ended; choose a new id.")
+        if session := self._playing.get(id):
+            if (then := session.origin) != origin:
+                opened = f"Session {id} was opened with seed {then.seed} of split {then.split}"
+                raise GameError(409, f"{opened}, not {origin.seed} of {origin.split}; choose a new id.")
+            return session
+        if len(self._playing) >= self.capacity:
+            raise GameError(503, f"{self.capacity} games are in play; try again in a moment{self._advice}.")
+        limit = self._per_client
+        if limit and sum(session.client == client for session in self._playing.values()) >= limit:
+            raise GameError(429, f"{limit} games of your address are in play; end one of them, or wait.")
         now = self._clock()
         session = self._playing[id] = Session(id, origin, game, client, now, now)
         return session
 
     def play(self, id: UUID, turn: int, word: str) -> Move:
-        """Play a move as `Session.play` does. Raises UnknownSessionError too, also after expiry."""
+        """Play a move as `Session.play` does. An unknown or expired session is a GameError too."""
         session = self._find(id)
         if session.expired:
-            raise UnknownSessionError(
-                f"Session {id} expired after {self.ttl_s:g} s without a move; {START_ANOTHER}."
-            )
+            expired = f"Session {id} expired after {self.ttl_s:g} s without a move"
+            raise GameError(404, f"{expired}; {START_ANOTHER}.")
         turns = session.game.turns
         move = session.play(turn, word)
         if session.game.over:
@@ -129,18 +144,19 @@ class Sessions:
         return move
 
     def close(self, id: UUID) -> Game:
-        """End the session; a game that was not over is given up. Raises UnknownSessionError."""
+        """End the session; a game that is not over is given up. Raises GameError if it is unknown."""
         session = self._find(id)
         self._end(session)
         return session.game
 
     def leave(self, id: UUID) -> None:
-        """As `close`, where nobody asks how it ended."""
-        with suppress(UnknownSessionError):
-            self.close(id)
+        """End the session if it exists."""
+        self.reap()
+        if session := self._playing.get(id):
+            self._end(session)
 
     def reap(self) -> None:
-        """Expire the games nobody plays, and forget those that ended long enough ago."""
+        """Expire games without moves, and forget those that ended long enough ago."""
         horizon = self._clock() - self.ttl_s
         for session in _unused_since(horizon, self._ended):
             del self._ended[session.id]
@@ -148,29 +164,11 @@ class Sessions:
             session.expired = True
             self._end(session)
 
-    def _reopen(self, id: UUID, origin: Origin) -> Session:
-        session = self._playing.get(id)
-        if session is None:
-            raise ConflictError(f"Session {id} has ended; choose a new id.")
-        if session.origin != origin:
-            then, now = session.origin, origin
-            raise ConflictError(
-                f"Session {id} was opened with seed {then.seed} of split {then.split}, "
-                f"not {now.seed} of {now.split}; choose a new id."
-            )
-        return session
-
-    def _check_room(self, client: str) -> None:
-        if len(self._playing) >= self.capacity:
-            raise FullError(f"All {self.capacity} places are taken; try again in a moment{self._more}.")
-        if self._each and sum(session.client == client for session in self._playing.values()) >= self._each:
-            raise ShareError(f"{self._each} games of your address are in play; end one of them, or wait.")
-
     def _find(self, id: UUID) -> Session:
         self.reap()
         session = self._playing.get(id) or self._ended.get(id)
         if session is None:
-            raise UnknownSessionError(f"Session {id} is unknown, or ended long ago; {START_ANOTHER}.")
+            raise GameError(404, f"Session {id} is unknown, or ended long ago; {START_ANOTHER}.")
         return session
 
     def _end(self, session: Session) -> None:
@@ -181,12 +179,6 @@ class Sessions:
             self._on_end(session)
         if len(self._ended) > self.capacity:
             del self._ended[next(iter(self._ended))]
-
-
-def _replay(move: Move, word: str) -> Move:
-    if move.word != kept(word):
-        raise ConflictError(f"Turn {move.turn} was already played with another word, {quote(move.word)}.")
-    return move
 
 
 def _unused_since(horizon: float, sessions: dict[UUID, Session]) -> list[Session]:

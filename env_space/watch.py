@@ -1,66 +1,163 @@
-"""A game that the policy of a replica plays, streamed to who watches as server-sent events."""
+"""Watching a policy play: a game that a replica's policy plays, streamed as server-sent events."""
 
 import json
+import os
+import re
 import secrets
 from collections.abc import AsyncIterator, Callable
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from ssl import SSLContext
+from typing import Any, NamedTuple
 from uuid import uuid4
 
+import httpx
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from env_space.clients import client_of
-from env_space.games import problems
-from env_space.messages import MOVE
-from env_space.replica import Replica, ReplicaError, connect
-from env_space.rules import Rules
-from env_space.sessions import Origin, Session, SessionError, Sessions
+from env_space.game import MAX_GUESSES, GameError, Rules
+from env_space.messages import MOVE, refusals
+from env_space.sessions import Origin, Session, Sessions
 from env_space.settings import Settings
-from env_space.wordle import MAX_GUESSES
+from space_guard.admission import client_address
+from space_guard.requests import KEY_HEADER
 
-MAX_WATCHED, EACH_WATCHED = 8, 2  # games at once, together and of one address: they take the replica's time
+# Watched games at the same time, in total and per address: they use the replica's time.
+MAX_WATCHED, MAX_WATCHED_EACH = 8, 2
+TIMEOUT_S = 60.0
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+_CALLED_WORD = re.compile(r'"word"\s*:\s*"([^"]*)"')
+_ASLEEP = "If it is a Space that sleeps, open its page to wake it, and try again in a few minutes."
+# The same tool as in training, so that the policy reads the prompt it was trained on.
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "guess",
+        "description": "Guess the secret word.",
+        "parameters": {
+            "type": "object",
+            "properties": {"word": {"type": "string", "description": "A five-letter English word."}},
+            "required": ["word"],
+        },
+    },
+}
 
 
-class NoReplicaError(Exception):
-    """There is no policy to watch; the message is a sentence that says why."""
+class ReplicaError(Exception):
+    """The replica did not answer with a turn; the message is a sentence for the viewer."""
+
+
+class Turn(NamedTuple):
+    """What the policy wrote, the word it called the tool with (None: no call), and the weights' version."""
+
+    text: str
+    word: str | None
+    version: str
+
+
+class Replica:
+    """A conversation with the policy of one replica, over its OpenAI-compatible chat endpoint."""
+
+    def __init__(self, http: httpx.AsyncClient, prompt: str) -> None:
+        self._http = http
+        self._messages: list[dict[str, str]] = [{"role": "user", "content": prompt}]
+        self._model = ""
+
+    async def turn(self) -> Turn:
+        """The policy's next turn. Raises ReplicaError."""
+        try:
+            if not self._model:
+                self._model = (await self._ask("GET", "/v1/models")).json()["data"][0]["id"]
+            answer = await self._ask("POST", "/v1/chat/completions", self.request())
+            text = answer.json()["choices"][0]["message"]["content"] or ""
+        except (ValueError, LookupError, TypeError):
+            raise ReplicaError(f"The replica did not answer as vLLM does. {_ASLEEP}") from None
+        self._messages.append({"role": "assistant", "content": text})
+        called = _CALLED_WORD.findall(text)
+        return Turn(text, called[-1] if called else None, answer.headers.get("x-policy-version", ""))
+
+    def observe(self, observation: str) -> None:
+        """Add the result of a guess to the conversation."""
+        self._messages.append({"role": "tool", "content": observation, "tool_call_id": "guess"})
+
+    def request(self) -> dict[str, Any]:
+        """The body of the next request."""
+        return {
+            "model": self._model,
+            "messages": self._messages,
+            "tools": [_TOOL],
+            "tool_choice": "none",  # the call stays in the text, so vLLM needs no tool parser
+            "temperature": 1.0,
+            "include_stop_str_in_output": True,  # the end of a call may be a stop string
+            "chat_template_kwargs": {"enable_thinking": False},
+        }
+
+    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        try:
+            answer = await self._http.request(method, path, json=body)
+        except httpx.TimeoutException:
+            raise ReplicaError(f"The replica did not answer within {TIMEOUT_S:.0f} s. {_ASLEEP}") from None
+        except httpx.HTTPError:
+            raise ReplicaError(f"The replica cannot be reached. {_ASLEEP}") from None
+        if answer.status_code != httpx.codes.OK:
+            try:
+                reason = str(answer.json()["error"]["message"])[:300]
+            except (ValueError, LookupError, TypeError):
+                reason = f"it answers {answer.status_code}"
+            raise ReplicaError(f"The replica cannot play now: {reason}. {_ASLEEP}")
+        return answer
+
+
+def replica_headers(url: str, key: str) -> dict[str, str]:
+    """The credentials for the replica at `url`: its key, and the Hub token for a Space of the same owner."""
+    owner = os.environ.get("SPACE_ID", "").partition("/")[0].replace("_", "-")  # as in host names
+    space = rf"https://{re.escape(owner)}-[a-z0-9-]+\.hf\.space(:443)?(/.*)?"
+    same_owner = owner and re.fullmatch(space, url, re.IGNORECASE)
+    token = os.environ.get("HF_TOKEN", "") if same_owner else ""
+    headers = {KEY_HEADER: key, "Authorization": token and f"Bearer {token}"}
+    return {name: value for name, value in headers.items() if value}
+
+
+@cache
+def _tls() -> SSLContext:
+    """Cached, because reading the certificates blocks all players for tens of milliseconds."""
+    return httpx.create_ssl_context(trust_env=False)
 
 
 class Watch:
-    """The route `/watch`. Each request is a new game on the same engine as any; `sessions` has no others."""
+    """The route `/watch`: each request is a new game. `sessions` holds only watched games."""
 
     def __init__(self, sessions: Sessions, rules: Rules, settings: Settings) -> None:
-        self._sessions, self._rules = sessions, rules
-        self._url, self._prompt = settings.replica_url, settings.replica_prompt
-        self._key = settings.replica_key
+        self._sessions, self._rules, self._settings = sessions, rules, settings
 
-    def route(self, app: FastAPI) -> None:
-        """Offer the route on `app`."""
-        app.get("/watch", response_class=StreamingResponse, responses=problems(404, 429, 503))(self.watch)
+    def add_route(self, app: FastAPI) -> None:
+        """Add the route to `app`."""
+        app.get("/watch", response_class=StreamingResponse, responses=refusals(404, 429, 503))(self.watch)
 
     async def watch(self, request: Request) -> StreamingResponse:
-        """Events of a game that the policy plays: `opened`, a `turn` a move, then `ended` or `problem`."""
-        if self._url is None:
-            raise NoReplicaError(
-                "No policy is connected; set WORDLE_REPLICA_URL to the address of a replica to watch it play."
-            )
-        seed, client = secrets.randbits(31), client_of(request.scope)
+        """Events of a game that the policy plays: `opened`, a `turn` per move, then `ended` or `problem`."""
+        if self._settings.replica_url is None:
+            fix = "set WORDLE_REPLICA_URL to the address of a replica to watch it play"
+            raise GameError(404, f"No policy is connected; {fix}.")
+        seed, client = secrets.randbits(31), client_address(request.scope)
         session = self._sessions.open(uuid4(), Origin(seed, via="watch"), self._rules.deal(seed), client)
-        return _Stream(self._events(self._url, session), partial(self._sessions.leave, session.id))
+        events = self._events(self._settings.replica_url, session)
+        return _Stream(events, partial(self._sessions.leave, session.id))
 
     async def _events(self, url: str, session: Session) -> AsyncIterator[str]:
         yield _event("opened", seed=session.origin.seed, max_guesses=MAX_GUESSES, length=self._rules.length)
         try:
             async for event in self._play(url, session):
                 yield event
-        except (ReplicaError, SessionError) as error:
+        except (ReplicaError, GameError) as error:
             yield _event("problem", detail=str(error))
 
     async def _play(self, url: str, session: Session) -> AsyncIterator[str]:
-        async with connect(url, self._key) as http:
-            replica = Replica(http, self._prompt)
+        headers = replica_headers(url, self._settings.replica_key)
+        async with httpx.AsyncClient(
+            base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False, verify=_tls()
+        ) as http:
+            replica = Replica(http, self._settings.replica_prompt)
             while not session.game.over:
                 turn = await replica.turn()
                 if turn.word is None:
@@ -68,14 +165,13 @@ class Watch:
                     yield _event("turn", text=turn.text, version=turn.version, move=None)
                     break
                 move = self._sessions.play(session.id, session.game.turns + 1, turn.word)
-                replica.tell(move.observation)
-                shown = MOVE.dump_python(move)
-                yield _event("turn", text=turn.text, version=turn.version, move=shown)
+                replica.observe(move.observation)
+                yield _event("turn", text=turn.text, version=turn.version, move=MOVE.dump_python(move))
         yield _event("ended", solved=session.game.solved, secret=session.game.secret)
 
 
 class _Stream(StreamingResponse):
-    """Events, and what is done when they end; also where nobody stayed for the first of them."""
+    """Calls `end` after the last event, also if the client left before the first."""
 
     def __init__(self, events: AsyncIterator[str], end: Callable[[], object]) -> None:
         super().__init__(events, headers=_HEADERS, media_type="text/event-stream")

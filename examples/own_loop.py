@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/own_loop.py policy file:///tmp/bucket#own
 
 `policy` is the folder of a checkpoint, such as `python examples/tiny_policy.py policy` writes, or a model of
-the Hub. In several processes the parameters are sharded; every rank calls the same, and the first one writes.
-End it at any moment and start it again: it goes on as if nothing had happened.
+the Hub. In several processes the parameters are sharded. Every rank makes the same calls, and the first one
+writes. End it at any moment and start it again: it resumes as if nothing had happened.
 """
 
 import os
@@ -20,7 +20,7 @@ from delta_weight_sync import Publisher
 
 
 def main(policy: str, url: str, steps: int = 5) -> None:
-    """Learn random tokens by heart, up to so many steps."""
+    """Learn random tokens by heart, in up to `steps` steps."""
     if "RANK" in os.environ:  # torchrun started this process
         dist.init_process_group()
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)

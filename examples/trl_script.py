@@ -15,7 +15,7 @@ from datasets import Dataset
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from delta_weight_sync import BucketWeightTransfer
-from delta_weight_sync.publish import trl_patches
+from delta_weight_sync.trl import patches
 
 QUESTIONS = ["What is the sky?", "Why is grass green?", "Who are you?", "How are you?"]
 
@@ -27,7 +27,7 @@ def shorter(completions: list[list[dict[str, str]]], **_: object) -> list[float]
 
 def main(model: str, url: str, vllm: str, steps: int = 20) -> None:
     """Train for a few steps; the weights of each are in the bucket, and soon in vLLM."""
-    trl_patches.install()  # TRL alone needs a GPU, a kernel from the Hub, and vLLM on the trainer's machine
+    patches.install()  # TRL alone needs a GPU, a kernel from the Hub, and vLLM on the trainer's machine
     on_gpu = torch.cuda.is_available()
     args = AsyncGRPOConfig(
         output_dir="trl_script",

@@ -1,16 +1,52 @@
-"""`python -m inference_space.app`: the vLLM Space, with the settings in the environment.
+"""`python -m inference_space.app`: starts the vLLM Space with the settings in the environment, and stops it.
 
-Nothing is imported up here: the process of vLLM's engine imports this module again.
+The process of vLLM's engine imports this module again, so all but the standard library is imported in `main`.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
+import sys
+from typing import NoReturn
+
+log = logging.getLogger("delta_weight_sync")
+
 
 def main() -> None:
-    """Start the Space."""
-    from inference_space.face import serve
+    """Start the Space. If it is not set up, it says so: on the Hub on its page, elsewhere as it exits."""
+    from delta_weight_sync.errors import DeltaWeightSyncError
+    from inference_space.public_port import create_app, listen
+    from inference_space.settings import PREFIX, SETUP, Settings, find_problems, settings_from
+    from space_guard.settings import SettingsError, listen_address
 
-    serve()
+    os.umask(0o077)  # its files, and the sockets of vLLM's engine in /tmp, are for this user alone
+    log.setLevel(logging.INFO)
+    log.addHandler(logging.StreamHandler(sys.stdout))
+    problems = find_problems(os.environ) if "SPACE_ID" in os.environ else {}
+    exit_on_sigterm()
+    if problems:
+        log.error("replica: %s", SETUP.sentence(problems))
+        return listen(SETUP.app(problems), *listen_address(Settings, PREFIX, os.environ))
+    try:
+        settings = settings_from(os.environ)
+        app = create_app(settings)
+    except (DeltaWeightSyncError, SettingsError) as error:
+        sys.exit(f"replica: {error}")
+    return listen(app, settings.host, settings.port, settings.key)
+
+
+def exit_on_sigterm() -> None:
+    """Make SIGTERM an ordinary exit, so that temporary folders are removed.
+
+    Call it before uvicorn's server, which raises SIGTERM again after it has stopped.
+    """
+
+    def leave(number: int, _: object) -> NoReturn:
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 if __name__ == "__main__":

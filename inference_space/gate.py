@@ -1,38 +1,63 @@
-"""The gate of the public port: what is listed here passes, with its key and within its limits; nothing else.
+"""The gate of the public port: only the routes listed here pass, with their key, body and limits.
 
 It stands before every app of the Space, so a route that some library adds is closed until it is listed. A
 path is compared as it was sent, before anything decodes it. Each refusal is a sentence that names the fix, in
-the form in which OpenAI's clients expect errors.
+the form that OpenAI's clients expect.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
-import ipaddress
+import json
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from inference_space.headers import passed_on, with_headers
-from inference_space.places import Client, Lane, Pace, Places
-from inference_space.refused import Refused
-from inference_space.whole import Reader, Whole
+from space_guard.admission import Admission, Client, Lane, RateLimit, client_address
+from space_guard.requests import (
+    CLOSE,
+    FRAMING,
+    SAFE_HEADERS,
+    Refusal,
+    given_key,
+    has_key,
+    openai_error,
+    read_body,
+    replay,
+)
 
-KEY_HEADER = b"x-space-key"
-BODY_S = 60.0  # seconds in which a request's body must have come
-ARRIVING = Lane(64 << 20, BODY_S)  # places are bytes of bodies that have not come whole
-# An address may spend so much a second; the costs of the routes are about their milliseconds.
-PACE = (200.0, 2000.0)
-KEYED = "keyed"  # in a request's state: it came with the key
+BODY_S = 60.0  # seconds within which a request's body must arrive
+ARRIVING = Lane(64 << 20, BODY_S)  # its units are bytes of bodies that are still arriving
+# What one address may spend: per second, and after a pause. A route costs about its milliseconds.
+RATE = (200.0, 2000.0)
+
+
+@dataclass(frozen=True)
+class RequestBody:
+    """A complete body that may be passed on, and how many units of its lane the request takes."""
+
+    content: bytes = b""
+    units: int = 1
+
+
+class BodyReader(Protocol):
+    """Checks the bodies of some routes."""
+
+    @property
+    def limit(self) -> int:
+        """The largest body, in bytes."""
+
+    def read(self, body: bytes) -> RequestBody:
+        """The body to pass on. Raises `ValueError`, with a sentence, for a body that may not pass."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """What may be asked. `path` is a regular expression for the whole path, `body` names who reads it."""
+    """A route that passes. `path` is a regular expression for the whole path, `body` names its reader."""
 
     path: str
     method: str = "GET"
@@ -46,16 +71,16 @@ _FILE = r"(/[\w-][\w.-]*)+"  # no part of it begins with a dot
 ROUTES = (
     Route("/", cost=2.0),
     Route("/", "HEAD", cost=2.0),
-    Route("/(health|ready)", lane=""),  # without limit: the platform and trainers go by them
+    Route("/(health|ready)", lane=""),  # not limited: the platform and trainers depend on them
     Route("/status"),
     Route("/v1/models", lane="reading"),
     Route("/v1/(chat/)?completions", "POST", lane="inference", keyed=True, body="completion", cost=10.0),
-    # It says "look at the bucket now" and nothing else. Too many do no harm, but all replicas of a user share
-    # one quota of requests, and trainers have the key.
+    # It says "look at the bucket now" and nothing else. It needs the key because all replicas of a user share
+    # one quota of requests.
     Route("/delta_weight_sync/poke", "POST", keyed=True),
     Route("/dashboard/(frame|inside|bucket|delta|verify|explain|object)", lane="reading", cost=5.0),
-    # Of Gradio's routes those without which the page does not work. An event carries plain values only; those
-    # of the owner's tab are refused behind it to whoever neither gives the key nor is logged in as the owner.
+    # Only the routes of Gradio that the page needs. An event carries plain values only; the events of the
+    # owner's tab are refused behind the gate without the key or the owner's login.
     Route(f"/(assets|static){_FILE}"),
     Route(r"/(theme\.css|favicon\.ico)"),
     Route(r"/gradio_api/heartbeat/\w{1,40}", lane="open pages"),
@@ -63,10 +88,28 @@ ROUTES = (
     Route("/login/(huggingface|callback)"),
     Route("/logout"),
 )
+_MISSING = "this needs the Space's key: send its REPLICA_KEY in the header X-Space-Key"
+_WRONG = "the key in X-Space-Key is not this Space's: compare it with its REPLICA_KEY"
+
+# The headers that an app behind the gate needs: not the key or a token; not the origin, with which Gradio
+# would let any site read its answers; and not the host, which a client can set to anything.
+_PASSED_ON = frozenset(
+    b"accept accept-encoding accept-language content-type cookie if-none-match user-agent".split()
+)
+_HOST = (b"host", b"replica")
+_SAFE = [(name.lower().encode(), value.encode()) for name, value in SAFE_HEADERS]
+_SAFE.append((b"referrer-policy", b"same-origin"))
+_POLICY = (b"content-security-policy", f"default-src 'none'; {FRAMING}".encode())
 
 
 class Gate:
-    """ASGI middleware. Without a `key` keyed routes are open: for a machine that nobody else reaches."""
+    """ASGI middleware. Without a `key` keyed routes are open, for a machine that is not reachable by others.
+
+    Args:
+        readers: Check the bodies of routes, by `Route.body`.
+        open_inference: Visitors may use keyed routes too, and still cannot take a trainer's capacity.
+        rate: The rate limit of visitors.
+    """
 
     def __init__(
         self,
@@ -74,14 +117,13 @@ class Gate:
         *,
         key: str,
         lanes: Mapping[str, Lane],
-        readers: Mapping[str, Reader],
+        readers: Mapping[str, BodyReader],
         open_inference: bool = False,
-        pace: Pace | None = None,
+        rate: RateLimit | None = None,
     ) -> None:
-        """`open_inference`: visitors may use keyed routes, too, and still cannot take a trainer's place."""
-        self._app, self._key, self._open = app, key.encode(), open_inference
-        self._places = Places({"arriving": ARRIVING, **lanes})
-        self._readers, self._pace = readers, pace or Pace(*PACE)
+        self._app, self._key, self._open = app, key, open_inference
+        self._admission = Admission({"arriving": ARRIVING, **lanes})
+        self._readers, self._rate = readers, rate or RateLimit(*RATE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -89,137 +131,225 @@ class Gate:
             return await self._app(scope, receive, send)
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1008})
-        answer = _Answer(with_headers(send))
+        begun = False
+
+        async def answer(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(_with_headers(message))
+
         try:
             await self._pass(scope, receive, answer)
-        except Refused as refusal:
-            if not answer.begun:
-                await refusal.answer(scope, receive, answer)
+        except Refusal as refusal:
+            if not begun:
+                await openai_error(refusal)(scope, receive, answer)
         return None
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route = find(scope)
-        client = self._who(scope, route)
-        self._pace.spend(client, route.cost)
-        whole = await self._read(scope, receive, route, client)
-        with self._places.taken(route.lane, client, whole.places):
-            async with _deadline(self._places.lane(route.lane)):
-                inside = {**scope, "headers": passed_on(scope["headers"])}
-                await self._app(inside, _again(whole.body, receive), send)
+        route = find_route(scope)
+        client = self._client(scope, route)
+        self._rate.spend(client, route.cost)
+        body = await self._read(scope, receive, route, client)
+        with self._admission.admit(route.lane, client, body.units):
+            async with _deadline(self._admission.seconds(route.lane)):
+                headers = [_HOST, *(pair for pair in scope["headers"] if pair[0] in _PASSED_ON)]
+                await self._app({**scope, "headers": headers}, replay(body.content, receive), send)
 
-    def _who(self, scope: Scope, route: Route) -> Client:
-        """Who asks; raises `Refused` for who would need the key."""
-        given = dict(scope["headers"]).get(KEY_HEADER, b"")
-        if not self._key or (given and hmac.compare_digest(self._key, given)):
-            scope.setdefault("state", {})[KEYED] = True
+    def _client(self, scope: Scope, route: Route) -> Client:
+        """The client. Raises `Refusal` if it needs the key and has not sent it."""
+        if has_key(self._key, scope["headers"]):
             return None
         if route.keyed and not self._open:
-            raise Refused(401, _WRONG if given else _MISSING)
-        return _network(scope)
+            raise Refusal(401, _WRONG if given_key(scope["headers"]) else _MISSING)
+        return client_address(scope)
 
-    async def _read(self, scope: Scope, receive: Receive, route: Route, client: Client) -> Whole:
-        """The whole body, as it may be passed on."""
-        announced = _announced(scope)
+    async def _read(self, scope: Scope, receive: Receive, route: Route, client: Client) -> RequestBody:
+        """The complete body, as it may be passed on."""
+        headers = dict(scope["headers"])
+        announced = None if b"transfer-encoding" in headers else int(headers.get(b"content-length", b"0"))
         if route.body is None:
             if announced != 0:
-                raise Refused(413, "the body is too large: this route takes none", _CLOSE)
-            return Whole()
-        # A page of another site cannot send this type without asking first, and is told no.
-        if not dict(scope["headers"]).get(b"content-type", b"").startswith(b"application/json"):
-            raise Refused(415, "the body must be JSON: send it with Content-Type: application/json", _CLOSE)
+                raise Refusal(413, "the body is too large: this route takes none", CLOSE)
+            return RequestBody()
+        # A browser sends this type to another site only after asking, and the answer is no.
+        if not headers.get(b"content-type", b"").startswith(b"application/json"):
+            raise Refusal(415, "the body must be JSON: send it with Content-Type: application/json", CLOSE)
         reader = self._readers[route.body]
-        with self._places.taken("arriving", client, min(reader.limit, announced or reader.limit)):
-            body = await _arrived(receive, reader.limit)
+        with self._admission.admit("arriving", client, min(reader.limit, announced or reader.limit)):
+            body = await read_body(receive, reader.limit, BODY_S)
         try:
             return reader.read(body)
         except ValueError as error:
-            raise Refused(422, str(error)) from None
+            raise Refusal(422, str(error)) from None
 
 
-_MISSING = "this needs the Space's key: send its REPLICA_KEY in the header X-Space-Key"
-_WRONG = "the key in X-Space-Key is not this Space's: compare it with its REPLICA_KEY"
-_CLOSE = {"Connection": "close"}  # the rest of the body is not waited for
-
-
-def find(scope: Scope) -> Route:
-    """The route that a request asks for; raises `Refused` where it is not listed."""
+def find_route(scope: Scope) -> Route:
+    """The route of a request. Raises `Refusal` if it is not listed."""
     path = scope["raw_path"].decode("latin-1")
     known = {route.method: route for route in ROUTES if re.fullmatch(route.path, path, re.ASCII)}
     if not known:
-        raise Refused(404, "there is no such route on this Space; its README lists those that there are")
+        raise Refusal(404, "there is no such route on this Space; its README lists the routes")
     if scope["method"] not in known:
-        raise Refused(405, f"this route takes {' and '.join(known)} only", {"Allow": ", ".join(known)})
+        raise Refusal(405, f"this route takes {' and '.join(known)} only", {"Allow": ", ".join(known)})
     return known[scope["method"]]
 
 
-def _network(scope: Scope) -> str:
-    """Whose address it is: one of IPv4, or the 2^64 of IPv6 that one connection is given."""
-    host = (scope.get("client") or ("", 0))[0]
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host
-    return host if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))
-
-
-def _announced(scope: Scope) -> int | None:
-    """How many bytes of a body are to come; None if that is not said."""
-    headers = dict(scope["headers"])
-    return None if b"transfer-encoding" in headers else int(headers.get(b"content-length", b"0"))
-
-
-class _Answer:
-    """Passes an answer on, and knows whether it has begun."""
-
-    def __init__(self, send: Send) -> None:
-        self._send, self.begun = send, False
-
-    async def __call__(self, message: Message) -> None:
-        self.begun = True
-        await self._send(message)
+def _with_headers(message: Message) -> Message:
+    """Add the headers that protect browsers. A page brings its own content security policy."""
+    if message["type"] != "http.response.start":
+        return message
+    headers = [*message.get("headers", ()), *_SAFE]
+    own = any(name.lower() == _POLICY[0] for name, _ in headers)
+    return {**message, "headers": headers if own else [*headers, _POLICY]}
 
 
 @asynccontextmanager
-async def _deadline(lane: Lane | None) -> AsyncIterator[None]:
-    """End the block, and what is being waited for in it, when its time is up."""
+async def _deadline(seconds: float | None) -> AsyncIterator[None]:
+    """Cancel the block after `seconds`."""
     try:
-        async with asyncio.timeout(lane.seconds if lane else None) as clock:
+        async with asyncio.timeout(seconds) as clock:
             yield
     except TimeoutError:
         if not clock.expired():
             raise
-        raise Refused(504, "the answer took longer than this Space allows: ask for fewer tokens") from None
+        raise Refusal(504, "the answer took longer than this Space allows: ask for fewer tokens") from None
 
 
-async def _arrived(receive: Receive, most: int) -> bytes:
-    """The whole body; what comes of one that is too large is heard for a while, and not kept."""
-    body, size, more = bytearray(), 0, True
+# vLLM accepts much more from callers that it trusts. A request that costs minutes or gigabytes is not passed
+# on. vLLM itself checks what is cheap to check: types, logprobs, lengths in tokens.
+BYTES_PER_TOKEN = 16  # of a body, per token of the context: a token id takes 8, an escaped sign 6 to 12
+OTHER_BYTES = 64 << 10  # for everything else in a body
+MAX_BODY = 8 << 20  # bytes, while the context is unknown or longer than that
+MAX_STOPS, MAX_STOP_CHARACTERS = 4, 1024  # as many strings as OpenAI takes; characters of all together
+MAX_CHOICES = 128  # that an answer is chosen from
+MAX_GRAMMAR = 16 << 10  # bytes of a grammar, and of the fields that vLLM makes one from
+MAX_ENTRIES = 1024  # of any other list
+# The fields that OpenAI's clients and TRL send, and vLLM's sampling parameters that cost nothing.
+_NAMES = (
+    "model prompt messages stream stream_options user n max_tokens max_completion_tokens min_tokens"
+    " temperature top_p top_k min_p seed stop stop_token_ids logit_bias frequency_penalty presence_penalty"
+    " repetition_penalty ignore_eos include_stop_str_in_output skip_special_tokens"
+    " spaces_between_special_tokens add_special_tokens echo suffix logprobs top_logprobs return_token_ids"
+    " return_tokens_as_token_ids tools tool_choice parallel_tool_calls reasoning_effort chat_template_kwargs"
+    " add_generation_prompt continue_final_message response_format structured_outputs"
+)
+FIELDS = frozenset(_NAMES.split())
+
+
+@dataclass(frozen=True)
+class Completions:
+    """Validates completion requests: known fields, context length, batch size.
+
+    Attributes:
+        context: The tokens that the model reads, None before that is known.
+        batch: Completions that one request may ask for.
+    """
+
+    context: Callable[[], int | None]
+    batch: int
+
+    @property
+    def limit(self) -> int:
+        """The largest body, in bytes."""
+        context = self.context()
+        return MAX_BODY if context is None else min(MAX_BODY, OTHER_BYTES + BYTES_PER_TOKEN * context)
+
+    def read(self, body: bytes) -> RequestBody:
+        """The body unchanged. Raises `ValueError` if vLLM may not have it."""
+        asked = _json_object(body, "the body")
+        for name, value in asked.items():
+            if name not in FIELDS and value is not None:
+                raise ValueError(f"the field {name[:40]!r} is not accepted here: leave it out")
+            _check_size(name, value)
+        stop = asked.get("stop")
+        stops = stop if isinstance(stop, list) else [stop]
+        characters = sum(len(text) for text in stops if isinstance(text, str))
+        if len(stops) > MAX_STOPS or characters > MAX_STOP_CHARACTERS:
+            limit = f"{MAX_STOPS} strings, of {MAX_STOP_CHARACTERS} characters together"
+            raise ValueError(f"stop is too long: at most {limit}")
+        # A template may count up to a number, so it gets none.
+        options = asked.get("chat_template_kwargs")
+        for value in options.values() if isinstance(options, dict) else ():
+            if not (isinstance(value, bool | None) or (isinstance(value, str) and len(value) <= 64)):
+                raise ValueError("chat_template_kwargs may hold true, false and short words only")
+        return RequestBody(body, self._completions(asked))
+
+    def _completions(self, asked: Mapping[str, Any]) -> int:
+        n = 1 if asked.get("n") is None else asked["n"]
+        if type(n) is not int or n < 1:  # vLLM would read "64" as 64
+            raise ValueError("n must be an integer of at least 1")
+        prompt = asked.get("prompt")
+        # A list of integers is the tokens of a single prompt.
+        many = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+        completions = n * (len(prompt) if many and prompt else 1)
+        if completions > self.batch:
+            raise ValueError(f"too many completions: at most {self.batch} in one request, prompts times n")
+        return completions
+
+
+def _check_size(name: str, value: Any) -> None:
+    if name in ("structured_outputs", "response_format", "tools"):
+        if len(json.dumps(value)) > MAX_GRAMMAR:
+            raise ValueError(f"{name} is too large: at most {MAX_GRAMMAR >> 10} KB")
+        choices = value.get("choice") if isinstance(value, dict) else None
+        if isinstance(choices, list) and len(choices) > MAX_CHOICES:
+            raise ValueError(f"too many choices: at most {MAX_CHOICES}")
+    elif name not in ("prompt", "messages") and isinstance(value, list | dict) and len(value) > MAX_ENTRIES:
+        raise ValueError(f"{name} is too long: at most {MAX_ENTRIES} entries")
+
+
+Kind = Literal["text", "number", "kept"]  # "kept": the server has it, whatever is sent
+MAX_TEXT = 1024  # characters
+MAX_NUMBER = 1 << 53
+
+
+@dataclass(frozen=True)
+class DashboardCalls:
+    """Validates calls of the dashboard's events.
+
+    Gradio accepts a file's description in place of any value, and fetches what it names, such as a URL from
+    this machine. It also logs a traceback for a value that does not fit. So only plain values reach Gradio.
+
+    Attributes:
+        events: The kinds of the inputs of each event, by its number.
+    """
+
+    events: Mapping[int, Sequence[Kind]]
+    limit: int = 16 << 10
+
+    def read(self, body: bytes) -> RequestBody:
+        """The same call with only its known parts. Raises `ValueError` for any other call."""
+        call = _json_object(body, "an event of the dashboard")
+        event, data = call.get("fn_index"), call.get("data")
+        if not isinstance(data, list):
+            raise ValueError("an event of the dashboard is a JSON object with a list of data")
+        kinds = self.events.get(event) if type(event) is int else None
+        if kinds is None or len(kinds) != len(data):
+            raise ValueError("an event of the dashboard has its number and its inputs: reload the page")
+        session, trigger = call.get("session_hash"), call.get("trigger_id")
+        if not isinstance(session, str) or not re.fullmatch(r"\w{1,40}", session, re.ASCII):
+            raise ValueError("an event of the dashboard names its session")
+        if trigger is not None and type(trigger) is not int:
+            raise ValueError("an event of the dashboard names its trigger by a number")
+        passed = {"fn_index": event, "data": list(map(_value, kinds, data))}
+        return RequestBody(json.dumps({**passed, "session_hash": session, "trigger_id": trigger}).encode())
+
+
+def _value(kind: Kind, value: Any) -> Any:
+    if kind == "kept" or value is None:
+        return None
+    if kind == "text" and isinstance(value, str) and len(value) <= MAX_TEXT:
+        return value
+    if kind == "number" and type(value) in (int, float) and abs(value) <= MAX_NUMBER:  # NaN fails
+        return value
+    raise ValueError("an event of the dashboard carries numbers and words only, as its page sends them")
+
+
+def _json_object(body: bytes, what: str) -> dict[str, Any]:
     try:
-        async with asyncio.timeout(BODY_S):
-            while more and size <= most + _HEARD:
-                message = await receive()
-                size += len(message.get("body", b""))
-                body += message.get("body", b"") if size <= most else b""
-                more = message.get("more_body", False)
-    except TimeoutError:
-        raise Refused(408, f"the body did not come within {BODY_S:.0f} s; send it again", _CLOSE) from None
-    if size > most:
-        raise Refused(413, f"the body is too large: at most {most} bytes may be sent here", _CLOSE)
-    return bytes(body)
-
-
-_HEARD = 8 << 20  # bytes: who is still sending when the answer comes may not see it
-
-
-def _again(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body once more, then whatever comes after it."""
-    read = False
-
-    async def again() -> Message:
-        nonlocal read
-        if read:
-            return await receive()
-        read = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return again
+        parsed = json.loads(body)
+    except (ValueError, RecursionError):
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{what} must be a JSON object")
+    return parsed

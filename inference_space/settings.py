@@ -1,18 +1,30 @@
-"""Settings of the vLLM Space: one frozen object, read once from the environment (a Space's variables)."""
+"""Settings of the vLLM Space, and what its setup page says about them and about access to the bucket."""
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from huggingface_hub import HfApi, get_token
+from pydantic import BaseModel, ConfigDict, Field
 
-from delta_weight_sync.protocol import POLL_S
-from delta_weight_sync.vllm.settings import SettingsError, sendable
-from delta_weight_sync.vllm.settings import settings_from as _settings_from
+from delta_weight_sync.errors import AccessDeniedError, BucketMissingError, DeltaWeightSyncError
+from delta_weight_sync.records import POLL_S, Keys
+from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, PublicKeys
+from delta_weight_sync.store import open_bucket
+from delta_weight_sync.store.hub import FAILURES
+from delta_weight_sync.vllm.server import NOT_HERE
+from space_guard.settings import HeaderText, Problems, SettingsError, key_problem, read_settings
+from space_guard.setup_page import NEW_KEY, Need, Setup
 
-__all__ = ["PREFIX", "Settings", "SettingsError", "settings_from"]
+__all__ = ["PREFIX", "SETUP", "Settings", "access_problems", "find_problems", "settings_from"]
+
 PREFIX = "REPLICA_"
+TOKENS = "https://huggingface.co/settings/tokens"
+_READING = {"repo.content.read", "repo.write"}
 
 
 class Settings(BaseModel):
@@ -22,26 +34,109 @@ class Settings(BaseModel):
 
     bucket: str  # hf://buckets/<owner>/<name>, s3://<bucket>/<prefix> or file:///<path>
     run: str
-    name: str = Field(default_factory=socket.gethostname)  # how the dashboard calls this replica
+    name: str = Field(default_factory=socket.gethostname)  # this replica's name on the dashboard
     host: str = "0.0.0.0"
     port: int = 7860
-    poll_s: float = POLL_S  # how often HEAD is looked at
+    poll_s: float = POLL_S  # seconds between two polls of HEAD
     max_model_len: int | None = None  # tokens; None: as long as the model allows
     max_num_seqs: int = 64
     vllm_args: str = ""  # further `vllm serve` arguments, as in a shell
-    # Opens inference and the owner's controls; empty: inference is open, and nobody has the controls.
-    key: str = Field("", repr=False)
-    open_inference: bool = False  # whether inference needs no key
-    max_requests: int | None = Field(None, ge=1)  # inference requests at once; None: 4 * max_num_seqs
+    # Opens inference and the owner's controls. If empty, inference is open and the controls do not exist.
+    key: HeaderText = Field("", repr=False)
+    open_inference: bool = False  # inference needs no key
+    max_requests: int | None = Field(None, ge=1)  # concurrent inference requests; None: 4 * max_num_seqs
     request_s: float = Field(900.0, gt=0)  # the longest that one of them may take
-    folder: str = "/tmp/replica"  # scratch space: checkpoints and deltas
+    folder: str = "/tmp/replica"  # scratch space for checkpoints and deltas
 
-    @field_validator("key")
-    @classmethod
-    def _sendable(cls, key: str) -> str:
-        return sendable(key)
+
+SETUP = Setup(
+    space="replica",
+    then="dashboard",
+    needs={
+        "REPLICA_BUCKET": Need(
+            "variable", "The bucket to which the trainer publishes weights.", "hf://buckets/<owner>/<name>"
+        ),
+        "REPLICA_RUN": Need("variable", "The run in that bucket that this replica follows.", "first"),
+        "REPLICA_KEY": Need(
+            "secret",
+            "Opens inference and the owner's controls. Trainers send it from their variable SPACE_KEY. To let"
+            " anyone use this hardware, set the variable REPLICA_OPEN_INFERENCE to true instead.",
+            NEW_KEY,
+        ),
+        PUBLIC_KEY: Need(
+            "variable",
+            "Optional: the public half of the trainer's key. Versions without its signature are refused.",
+            "ed25519_public_<64 hex digits>",
+        ),
+        "HF_TOKEN": Need(
+            "secret",
+            "Reads the bucket if it is private. Read access to this one bucket is enough: the replica never"
+            " writes.",
+            TOKENS,
+        ),
+    },
+    refusal=lambda sentence: {"state": "not set up", "error": sentence},
+)
 
 
 def settings_from(environ: Mapping[str, str]) -> Settings:
-    """Parse the settings; raises `SettingsError`."""
-    return _settings_from(Settings, PREFIX, environ)
+    """The settings in `environ`. Raises `SettingsError`."""
+    return read_settings(Settings, PREFIX, environ)
+
+
+def find_problems(environ: Mapping[str, str]) -> Problems:
+    """What keeps a Space on the Hub with these variables from starting."""
+    found = key_problem(environ, "REPLICA_KEY", "REPLICA_OPEN_INFERENCE")
+    try:
+        settings = settings_from(environ)
+    except SettingsError as error:
+        return found | error.problems
+    for name, check, value in (
+        ("REPLICA_BUCKET", open_bucket, settings.bucket),
+        ("REPLICA_RUN", Keys, settings.run),
+        (PUBLIC_KEY, PublicKeys, environ.get(PUBLIC_KEY, "")),
+    ):
+        try:
+            check(value)
+        except DeltaWeightSyncError as error:
+            found[name] = str(error)
+    if environ.get(SIGNING_KEY):
+        found[SIGNING_KEY] = NOT_HERE
+    return found
+
+
+def access_problems(error: Exception, url: str) -> Problems:
+    """Which variable or secret to fix, if `error` denies access to the bucket at `url`."""
+    if not isinstance(error, AccessDeniedError | BucketMissingError):
+        return {}
+    if not url.startswith("hf://"):
+        return {"REPLICA_BUCKET": f"{error}"}
+    if not (token := get_token()):
+        return {"HF_TOKEN": f"not set, and {url} is private or does not exist; make a token at {TOKENS}"}
+    if getattr(getattr(error.__cause__, "response", None), "status_code", 0) == 401:
+        return {"HF_TOKEN": f"the Hub does not know this token: it is wrong or expired; make one at {TOKENS}"}
+    if isinstance(error, AccessDeniedError) or not _reaches(token, url.removeprefix("hf://buckets/")):
+        return {"HF_TOKEN": f"this token may not read {url}; give it read access to the bucket at {TOKENS}"}
+    return {"REPLICA_BUCKET": f"{url} does not exist; check its name, or start the trainer, which creates it"}
+
+
+def _reaches(token: str, bucket: str) -> bool:
+    """Whether the token would see this bucket if it existed. A bucket that it may not see looks missing."""
+    name = "/".join(bucket.split("/")[:2])
+    owner = name.split("/")[0]
+    try:
+        me = _whoami(token)
+    except FAILURES:
+        return True
+    if owner not in {me["name"], *(org["name"] for org in me.get("orgs", ()))}:
+        return False
+    kind = me.get("auth", {}).get("accessToken", {})
+    if kind.get("role") != "fineGrained":
+        return True
+    scoped = kind.get("fineGrained", {}).get("scoped", ())
+    return any(s["entity"].get("name") in (name, owner) and _READING & {*s["permissions"]} for s in scoped)
+
+
+@lru_cache(maxsize=1)
+def _whoami(token: str) -> dict[str, Any]:
+    return HfApi(endpoint=os.environ.get("HF_ENDPOINT")).whoami(token=token)

@@ -7,7 +7,7 @@ from uuid import uuid4
 import pytest
 
 from delta_weight_sync.store import Bucket, open_bucket
-from tests.hubsim import HubSim
+from tests.support.hubsim import HubSim
 
 # Production waits seconds between attempts. hf_xet reads this once per process.
 XET_PAUSE = {"HF_XET_CLIENT_RETRY_BASE_DELAY": "10ms"}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
-import tests.device.interpreted  # noqa: F401 - before anything imports Triton
+import tests.gpu.interpreted  # noqa: F401 - before anything imports Triton
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for children, too: several threads would spin for a core
 

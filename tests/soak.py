@@ -1,6 +1,6 @@
 """Watches programs for leaks: memory, open files, sockets, threads, processes and files left in TMPDIR.
 
-    python -m tests.soak --minutes 60 -- python -m trainer.local
+    python -m tests.soak --minutes 60 -- python -m trainer.demo
 
 Starts the command, looks at it and all its descendants every ten seconds, ends it by SIGTERM when the time is
 over, and holds the second quarter of the time against the last one; the first is for warming up. A visitor
@@ -81,7 +81,7 @@ def look(program: psutil.Process, temporary: Path, family: set[psutil.Process]) 
         processes = [program, *program.children(recursive=True)]
         family.update(processes)
         for process in processes:
-            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            with suppress(psutil.NoSuchProcess, psutil.AccessDeniedError):
                 seen[_name(process)].update(_held(process))
     seen["TMPDIR"]["files"] = sum(1 for _ in temporary.rglob("*"))
     return seen

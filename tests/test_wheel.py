@@ -41,7 +41,7 @@ def test_it_holds_the_library_only(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     info = f"delta_weight_sync-{delta_weight_sync.__version__}.dist-info"
     assert {name.split("/")[0] for name in names} == {"delta_weight_sync", info}
-    assert {"delta_weight_sync/py.typed", "delta_weight_sync/corpus/card.md"} <= {*names}
+    assert "delta_weight_sync/py.typed" in names
     sources = {
         str(path.relative_to(ROOT / "shared"))
         for path in (ROOT / "shared" / "delta_weight_sync").rglob("*.py")
@@ -53,7 +53,7 @@ def test_its_metadata_says_what_each_use_needs(wheel):
     archive = zipfile.ZipFile(wheel)
     info = f"delta_weight_sync-{delta_weight_sync.__version__}.dist-info"
     metadata = Parser().parsestr(archive.read(f"{info}/METADATA").decode())
-    assert set(metadata.get_all("Provides-Extra", [])) == {"trl", "vllm", "s3", "dashboard"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"torch", "trl", "vllm", "s3", "dashboard"}
     core = [need for need in metadata.get_all("Requires-Dist", []) if "extra ==" not in need]
     assert not [need for need in core if need.startswith(("torch", "trl", "vllm", "transformers"))]
     points = ConfigParser()

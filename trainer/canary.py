@@ -1,13 +1,11 @@
-"""Does a replica compute what was published? Logprobs of fixed prompts, its own beside those computed here.
+"""Compares what replicas compute with what the published weights compute.
 
-A replica's digest says that its weights have the published bits; a canary asks what it makes of them. That
-finds what no digest sees: a label on an engine that computes with something else, an adapter that was never
-loaded, keys and values of old weights. Each replica is asked for the logprobs of a few prompts of the task.
-Its answer names its version; that one is built here from the bucket, and what is logged is how far the
-replica's logprob of any token is from the one in float32.
+A replica's digest says that its weights have the published bits. A canary asks for the logprobs of a few
+fixed prompts, and so finds faults that no digest shows: an engine that computes with other weights than it
+reports, an adapter that was never loaded, keys and values of old weights. The answer names its version. The
+canary builds that version from the bucket and logs the largest difference to its logprobs in float32.
 
-An engine in bf16 is never as exact (see `LIMIT`), so that a canary finds what is grossly wrong; a single
-wrong bit is found by digests.
+An engine in bf16 is less exact (see `LIMIT`), so a canary finds gross errors; digests find single wrong bits.
 """
 
 from __future__ import annotations
@@ -20,31 +18,76 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import httpx
+import torch
 from datasets import Dataset
 from pydantic import BaseModel, Field
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from delta_weight_sync import DeltaWeightSyncError, Publisher
-from delta_weight_sync.history import RunReader
-from delta_weight_sync.kept import kept_checkpoint
+from delta_weight_sync.checkout import CheckpointFolder
+from delta_weight_sync.checkpoint import read_bits
+from delta_weight_sync.errors import CheckpointError
+from delta_weight_sync.reader import RunReader
 from delta_weight_sync.runlog import CanaryEvent, RunLogWriter
-from trainer import space_access
-from trainer.observer import ReplicaWatch
-from trainer.reference import Logprobs, Reference, prompts_of
+from trainer import spaces
+from trainer.observe import ReplicaWatch
 from trainer.rollouts import MODEL_NAME
 
-LIMIT = 1.0  # nats: above it there is an alarm; three times what bf16 made of SmolLM2-135M
-_RESTS = 20  # times as long as a look took: they take a twentieth of the time at most
-_TIMEOUT_S, _LEAVE_S = 30.0, 5.0  # of a request; and how long the end waits for a look
+LIMIT = 1.0  # nats; an alarm above it. Three times the difference that bf16 makes for SmolLM2-135M
+PROMPTS, TOKENS = 4, 48  # number of prompts, and tokens of each
+Logprobs = list[list[float]]  # per prompt, of each token but the first
+_REST = 20  # a comparison is followed by a rest of this many times its duration
+_TIMEOUT_S, _JOIN_S = 30.0, 5.0  # of a request; and how long `close` waits for a comparison
+_TRANSIENT = (DeltaWeightSyncError, OSError, httpx.HTTPError, ValueError, KeyError)
 _log = logging.getLogger("trainer")
-_NOT_NOW = (DeltaWeightSyncError, OSError, httpx.HTTPError, ValueError, KeyError)
+
+
+def prompts_of(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """The first different prompts of a task as token ids, each cut or repeated to `TOKENS` tokens."""
+    found: dict[tuple[int, ...], None] = {}
+    for row in dataset:
+        ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+        found[tuple((ids * TOKENS)[:TOKENS])] = None
+        if len(found) == PROMPTS:
+            break
+    return [list(ids) for ids in found]
+
+
+class Reference:
+    """Builds versions from the bucket, as a replica does, and computes the logprobs in float32."""
+
+    def __init__(
+        self, base: str, reader: RunReader, folder: CheckpointFolder, prompts: list[list[int]]
+    ) -> None:
+        """`base`: a checkpoint of the run's architecture; its weights are replaced."""
+        with torch.random.fork_rng():  # a run with a canary draws the same random numbers as one without
+            self._model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+        self._reader, self._folder, self._prompts = reader, folder, torch.tensor(prompts)
+
+    @torch.inference_mode()
+    def logprobs(self, version: int) -> Logprobs:
+        """Logprobs of a version; raises what reading the bucket raises."""
+        missing = dict(self._model.named_parameters())
+        for name, bits in read_bits(self._folder.update(self._reader.find(version))):
+            if name in missing:  # a tied head may be stored twice
+                missing.pop(name).copy_(torch.from_numpy(bits).view(torch.bfloat16))
+        if missing:
+            raise CheckpointError(f"{min(missing)} is not published: this model is not that of the run")
+        return token_logprobs(self._model, self._prompts)
+
+
+def token_logprobs(model: Any, prompts: torch.Tensor) -> Logprobs:
+    """Logprob of every token but the first, for prompts int64 [n, tokens]."""
+    logits = model(input_ids=prompts).logits[:, :-1].float()
+    found: Logprobs = logits.log_softmax(-1).gather(2, prompts[:, 1:, None])[..., 0].tolist()
+    return found
 
 
 class Answer(NamedTuple):
-    """What a replica computed, and with which version it says so."""
+    """Logprobs that a replica computed, and the version that it reports for them."""
 
     version: int
     url: str
@@ -52,7 +95,7 @@ class Answer(NamedTuple):
 
 
 class Canary:
-    """Looks in the background; training waits for nothing of it."""
+    """Compares replicas in a background thread."""
 
     def __init__(
         self,
@@ -63,75 +106,71 @@ class Canary:
         name_of: Callable[[str], str],
         every_s: float,
     ) -> None:
-        """`expected`: what a version answers; `name_of`: what the replica at a URL calls itself."""
+        """`expected`: the logprobs of a version; `name_of`: the name of the replica at a URL."""
         self._urls, self._prompts, self._expected = urls, prompts, expected
         self._log, self._name_of, self._every_s = log, name_of, every_s
-        self._newest, self._told = -1, ""  # the version that was expected last; the last complaint
+        self._newest, self._warned = -1, ""  # newest version that was compared, and the last warning
         self._http = httpx.Client(timeout=_TIMEOUT_S)
-        self._looking, self._closed = threading.Lock(), threading.Event()
+        self._comparing, self._closed = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._loop, name="canary", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop; a look that takes long is left alone."""
+        """Stop; a comparison that takes long is abandoned."""
         self._closed.set()
-        self._thread.join(_LEAVE_S)
+        self._thread.join(_JOIN_S)
         if not self._thread.is_alive():
             self._http.close()
 
-    def look(self) -> None:
-        """Compare every replica once; what cannot be compared now is left to the next look."""
-        with self._looking:
-            asked = [answer for url in self._urls if (answer := self._answer(url))]
-            for answer in sorted(asked):
-                if answer.version >= self._newest and not self._closed.is_set():  # back costs an anchor
-                    self._compare(answer)
+    def compare(self) -> None:
+        """Compare every replica once; a failed comparison is left to the next call."""
+        with self._comparing:
+            answers: list[Answer] = []
+            for url in self._urls:
+                with contextlib.suppress(*_TRANSIENT):  # `ReplicaWatch` reports replicas that are gone
+                    answers.append(ask(self._http, url, self._prompts))
+            for answer in sorted(answers):
+                if answer.version >= self._newest and not self._closed.is_set():  # going back costs an anchor
+                    self._check(answer)
 
     def _loop(self) -> None:
         wait_s = self._every_s
         while not self._closed.wait(wait_s):
             started = time.monotonic()
-            self.look()
-            wait_s = max(self._every_s, _RESTS * (time.monotonic() - started))
+            self.compare()
+            wait_s = max(self._every_s, _REST * (time.monotonic() - started))
 
-    def _compare(self, answer: Answer) -> None:
+    def _check(self, answer: Answer) -> None:
         try:
-            found = self._difference(answer)
-            if found > LIMIT:  # a commit in the middle of a prompt looks like this, too: once
+            difference = self._difference(answer)
+            if difference > LIMIT:  # once, this may be a commit in the middle of a prompt
                 answer = ask(self._http, answer.url, self._prompts)
-                found = self._difference(answer)
-        except _NOT_NOW as error:
-            self._complain(f"canary: a replica could not be compared: {error}")
+                difference = self._difference(answer)
+        except _TRANSIENT as error:
+            warning = f"canary: a replica could not be compared: {error}"
+            if warning != self._warned:
+                _log.warning(warning)
+            self._warned = warning
             return
-        self._report(answer, found)
-
-    def _complain(self, words: str) -> None:
-        if words != self._told:
-            _log.warning(words)
-        self._told = words
+        name, version = self._name_of(answer.url), answer.version
+        found: dict[str, Any] = {
+            "replica": name,
+            "version": version,
+            "difference": difference,
+            "limit": LIMIT,
+        }
+        self._log.append(CanaryEvent(t=time.time(), **found))
+        if difference > LIMIT:
+            _log.warning(
+                f"canary: {name} says that it serves version {version}, but its logprobs are off by"
+                f" {difference:.2g}: heal or restart it"
+            )
 
     def _difference(self, answer: Answer) -> float:
         expected = self._expected(answer.version)
         self._newest = max(self._newest, answer.version)
         pairs = zip(expected, answer.logprobs, strict=True)
         return max(abs(a - b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True))
-
-    def _report(self, answer: Answer, found: float) -> None:
-        name, version = self._name_of(answer.url), answer.version
-        self._log.append(
-            CanaryEvent(t=time.time(), replica=name, version=version, difference=found, limit=LIMIT)
-        )
-        if found > LIMIT:
-            _log.warning(
-                f"canary: {name} says that it serves version {version}, but its logprobs are off by"
-                f" {found:.2g}: heal it, or start it anew"
-            )
-
-    def _answer(self, url: str) -> Answer | None:
-        """None where it cannot be had now; whether a replica is there at all is what `ReplicaWatch` says."""
-        with contextlib.suppress(*_NOT_NOW):
-            return ask(self._http, url, self._prompts)
-        return None
 
 
 class _Tokens(BaseModel):
@@ -148,16 +187,15 @@ class _Completion(BaseModel):
 
 
 def ask(http: httpx.Client, url: str, prompts: list[list[int]]) -> Answer:
-    """The logprobs of `prompts` at a replica, each of its tokens but the first.
+    """Ask a replica for the logprobs of `prompts`, of each token but the first.
 
-    Raises `httpx.HTTPError` where there is no answer, and `ValueError` or `KeyError` for one without
-    logprobs, of no version, or of several.
+    Raises:
+        httpx.HTTPError: The replica does not answer.
+        ValueError, KeyError: The answer has no logprobs, no version, or several versions.
     """
     body = {"model": MODEL_NAME, "prompt": prompts, "max_tokens": 1, "temperature": 0}
     answer = http.post(
-        f"{url}/v1/completions",
-        json=body | {"echo": True, "logprobs": 0},
-        headers=space_access.headers(url),
+        f"{url}/v1/completions", json=body | {"echo": True, "logprobs": 0}, headers=spaces.headers(url)
     ).raise_for_status()
     (version,) = set(re.findall(r"(\w+):\d+-\d+", answer.headers["x-policy-versions"]))
     choices = sorted(_Completion.model_validate_json(answer.content).choices, key=lambda choice: choice.index)
@@ -167,25 +205,28 @@ def ask(http: httpx.Client, url: str, prompts: list[list[int]]) -> Answer:
 def _of_prompt(choice: _Choice, tokens: int) -> list[float]:
     found = [value for value in choice.logprobs.token_logprobs[1:tokens] if value is not None]
     if len(found) != tokens - 1:
-        raise ValueError(f"{len(found)} logprobs came for a prompt of {tokens} tokens")
+        raise ValueError(f"the replica returned {len(found)} logprobs for a prompt of {tokens} tokens")
     return found
 
 
 @contextlib.contextmanager
-def beside(
-    publisher: Publisher, watch: ReplicaWatch | None, base: str, dataset: Dataset, every_s: float
+def start_canary(
+    publisher: Publisher,
+    watch: ReplicaWatch,
+    urls: Sequence[str],
+    base: str,
+    dataset: Dataset,
+    every_s: float,
 ) -> Iterator[Canary | None]:
-    """A canary for a trainer's replicas while it trains; None where it has none, or `every_s` is 0."""
-    if not (publisher.run and publisher.log and watch and watch.urls and every_s):
+    """Run a canary for the main rank's replicas; None without replicas or if `every_s` is 0."""
+    if not (publisher.log and urls and every_s):
         yield None
         return
-    reader = RunReader(publisher.run.bucket, publisher.run.keys.run)
+    reader = publisher.reader
     prompts = prompts_of(dataset, AutoTokenizer.from_pretrained(base))
-    with (
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-        kept_checkpoint(reader, Path(folder)) as kept,
-    ):
-        reference = Reference(base, reader, kept, prompts)
-        canary = Canary(watch.urls, prompts, reference.logprobs, publisher.log, watch.name_of, every_s)
-        with contextlib.closing(canary):
-            yield canary
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+        checkpoints = stack.enter_context(CheckpointFolder(reader, Path(folder)))
+        expected = Reference(base, reader, checkpoints, prompts).logprobs
+        canary = Canary(urls, prompts, expected, publisher.log, watch.name_of, every_s)
+        yield stack.enter_context(contextlib.closing(canary))

@@ -1,86 +1,180 @@
-"""Exact old policies: each token's old log-probability is that of the very weights which made it.
+"""Exact old policies: each token's old log-probability is computed with the weights that generated it.
 
-An asynchronous trainer takes the engine's word for it, which mixes two things: how far the policy has moved
-since, and how engine and trainer differ in arithmetic at equal weights. Here the trainer computes it again
-with the published bits of the sync that made the token; it has them back by what each hand-over changed. So
-TRL's `ratio` and `kl` say how far the policy has moved from there, and `exact/mismatch_*` is the rest.
+An asynchronous trainer normally uses the engine's log-probabilities, which mix two effects: how far the
+policy has moved since, and how trainer and engine differ in arithmetic at equal weights. Here the trainer
+recomputes them with the published bits of the sync that generated the token, restored from what each sync
+changed. TRL's `ratio` and `kl` then measure how far the policy has moved; `exact/mismatch_*` is the rest.
 
-The keys and values of the tokens before are computed again, too, while in the engine those of a request
-outlive a commit. Tokens that follow a commit within their answer are counted apart, in `exact/mixed_mean`.
+Keys and values of earlier tokens are recomputed too, while in an engine those of a request survive a commit.
+Tokens that follow a commit within their answer are therefore counted apart, in `exact/mixed_mean`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import queue
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from transformers import TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOConfig
+from trl.experimental.async_grpo.packing import TreeRow
 
 from delta_weight_sync import Publisher
-from delta_weight_sync.publish.trl_trainer import BucketGRPOTrainer
-from trainer.past_policy import PastPolicy, Query
-from trainer.token_syncs import TracedSample
+from delta_weight_sync.publish.outbox import UndoLog, bf16_bits
+from delta_weight_sync.trl.trainer import BucketGRPOTrainer, live_weights
+from trainer.rollouts import TracedSample
 
+LogProbs = NDArray[np.float32]
 Mask = NDArray[np.bool_]
 
 
-def use(trainer: BucketGRPOTrainer, publisher: Publisher) -> None:
-    """Give this trainer, which has not begun, exact old policies; of one process."""
-    args = trainer.args
-    if args.world_size > 1:
+class Query(NamedTuple):
+    """Tokens of one sample, int64 [n], and which of them are asked for, bool [n]; never the first one."""
+
+    input_ids: NDArray[np.int64]
+    asked: Mask
+
+    def as_trl_sample(self) -> dict[str, Any]:
+        """A sample of TRL's that is trained on the tokens that are asked for."""
+        return {
+            "input_ids": self.input_ids,
+            "completion_mask": self.asked.astype(np.int64),
+            "old_log_probs": np.zeros(len(self.input_ids)),
+            "advantage": 0.0,
+            "group_id": 0,
+        }
+
+
+class PastPolicy:
+    """A second model with the bf16 bits of an earlier sync, in the trainer's arithmetic and attention.
+
+    It moves from sync to sync by writing what changed in between.
+    """
+
+    def __init__(self, policy: torch.nn.Module, token_budget: int) -> None:
+        """Copy TRL's model. `token_budget`: the most tokens of a forward pass, 0 for no limit.
+
+        Raises `ValueError` for weights of a dtype that does not hold every bf16.
+        """
+        self._model = copy.deepcopy(policy).requires_grad_(False).eval()
+        self._weights = dict(live_weights(self._model))
+        for weights in self._weights.values():
+            bf16_bits(weights)
+        self._token_budget = token_budget
+        self._log: UndoLog | None = None
+        self.sync = -1
+        self.written = 0  # weights, by all calls of `roll`
+
+    def begin(self, policy: torch.nn.Module, log: UndoLog) -> None:
+        """Copy the weights of `policy`, which has just published the only sync in `log`."""
+        for name, weights in live_weights(policy):
+            self._weights[name].copy_(weights.detach().to(torch.bfloat16))
+        self._log, (self.sync,) = log, log.syncs
+
+    def knows(self, sync: int) -> bool:
+        """Whether the weights of this sync can be restored."""
+        return self._log is not None and sync in self._log.syncs
+
+    def keep_up(self) -> None:
+        """After a sync, leave the oldest one: the next sync will drop it."""
+        assert self._log
+        if self._log.syncs[0] == self.sync != self._log.syncs[-1]:
+            self.roll(self._log.syncs[1])
+
+    def roll(self, sync: int) -> None:
+        """Restore the weights of `sync`; raises `UndoLogError`."""
+        assert self._log
+        self.written += self._log.roll(self._weights, self.sync, sync)
+        self.sync = sync
+
+    @torch.no_grad()
+    def log_probs(self, queries: Sequence[Query]) -> LogProbs:
+        """Log-probabilities at the temperature of TRL's model, query by query, float32."""
+        found = [forward(self._model, row.pack()) for row in self._rows(queries)]
+        return torch.cat(found).float().cpu().numpy()
+
+    def _rows(self, queries: Sequence[Query]) -> Iterator[TreeRow]:
+        row = TreeRow()
+        for query in queries:
+            sample = query.as_trl_sample()
+            if row.samples and self._token_budget and not row.fits(sample, self._token_budget):
+                yield row
+                row = TreeRow()
+            row.add(sample)
+        yield row
+
+
+def forward(model: torch.nn.Module, packed: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Log-probabilities of the tokens of one packed row, as in `AsyncGRPOTrainer.compute_loss`."""
+    device = next(model.parameters()).device
+    packed = {key: column.to(device) for key, column in packed.items()}
+    longest_q, longest_k = packed["tree_max_seqlens"].tolist()
+    outputs = model(
+        **{key: packed[key][None] for key in ("input_ids", "position_ids", "shift_labels")},
+        **{key: packed[key] for key in ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")},
+        tree_max_seqlen_q=longest_q,
+        tree_max_seqlen_k=longest_k,
+        fused_lm_head=True,
+    )
+    log_probs: torch.Tensor = outputs.log_probs.flatten()[packed["token_index"]]
+    return log_probs
+
+
+def enable(trainer: BucketGRPOTrainer, publisher: Publisher) -> None:
+    """Give this trainer of one process, before it trains, exact old policies."""
+    config = trainer.args
+    if config.world_size > 1:
         raise SystemExit("--exact_old_policy needs a trainer of one process: start it with `python -m`")
     try:
-        past = PastPolicy(trainer.model, max(args.token_budget, 0))
+        past = PastPolicy(trainer.model, max(config.token_budget, 0))
     except ValueError as error:
         raise SystemExit(f"--exact_old_policy: {error}; set --dtype") from error
-    samples = ExactSamples(trainer.rollout_queue, past, trainer, args.per_device_train_batch_size)
-    trainer.rollout_queue = samples
-    trainer.add_callback(_KeepsUp(trainer, publisher, past))
+    batch = config.per_device_train_batch_size
+    trainer.rollout_queue = ExactSamples(trainer.rollout_queue, past, trainer, batch)
+    trainer.add_callback(_FollowSyncs(trainer, publisher, past))
 
 
-class _KeepsUp(TrainerCallback):
-    """After each of TRL's syncs: the past has one more."""
+class _FollowSyncs(TrainerCallback):
+    """Keeps the past policy up to date with TRL's syncs."""
 
     def __init__(self, trainer: BucketGRPOTrainer, publisher: Publisher, past: PastPolicy) -> None:
         self._trainer, self._publisher, self._past = trainer, publisher, past
 
     def on_train_begin(self, args: AsyncGRPOConfig, state: Any, control: Any, **_: Any) -> None:
-        """As many syncs as a sample may be old, and one that is about to be forgotten."""
-        self._past.begin(self._trainer.model, self._publisher.remember(args.max_staleness + 1))
+        # As many syncs as a sample may be old, and the one that is dropped next.
+        self._past.begin(self._trainer.model, self._publisher.keep_undo_log(args.max_staleness + 1))
 
     def on_step_end(self, args: AsyncGRPOConfig, state: Any, control: Any, **_: Any) -> None:
-        """Nothing, if this step had no sync."""
         self._past.keep_up()
 
 
 class ExactSamples:
-    """TRL's queue of samples, whose old log-probabilities are made exact as they are taken from it.
+    """TRL's queue of samples; it makes their old log-probabilities exact as they are taken.
 
-    Those that wait are computed together, at most `batch` of them. A sample with a token whose weights are
-    not known, or older than what is kept, stays as it was and is counted.
+    Waiting samples are computed together, at most `batch` of them. A sample with a token whose weights are
+    unknown or no longer kept stays as it is, and is counted.
     """
 
     def __init__(self, samples: Any, past: PastPolicy, trainer: BucketGRPOTrainer, batch: int) -> None:
-        self._samples, self._past, self._batch = samples, past, batch
-        self._trainer = trainer
+        self._samples, self._past, self._trainer, self._batch = samples, past, trainer, batch
         self._ready: deque[TracedSample] = deque()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._samples, name)
 
     def qsize(self) -> int:
-        """Samples that wait."""
+        """Number of samples that wait."""
         return len(self._ready) + int(self._samples.qsize())
 
     def get(self, *args: Any, **options: Any) -> TracedSample:
-        """The next sample, as the queue gives it."""
+        """Take the next sample, as the queue does."""
         if not self._ready:
             self._ready.append(self._samples.get(*args, **options))
             with contextlib.suppress(queue.Empty):
@@ -91,77 +185,69 @@ class ExactSamples:
 
     def _make_exact(self, samples: Sequence[TracedSample]) -> None:
         started, written = time.perf_counter(), self._past.written
-        known = [sample for sample in samples if self._known(sample)]
-        engines = [sample.old_log_probs for sample in known]
+        known = [sample for sample in samples if all(map(self._past.knows, syncs_of(sample)))]
+        engine = [sample.old_log_probs for sample in known]
         for sample in known:
             sample.old_log_probs = sample.old_log_probs.copy()
-        for sync in self._order(set().union(*map(syncs_of, known))):
-            self._at(sync, known)
-        self._note("exact/samples_left_total", float(len(samples) - len(known)))
-        self._compare(known, engines)
-        self._note("exact/weights_written_total", float(self._past.written - written))
-        self._note("exact/seconds_total", time.perf_counter() - started)
+        syncs = sorted(set().union(*map(syncs_of, known)))
+        if syncs and abs(self._past.sync - syncs[-1]) < abs(self._past.sync - syncs[0]):
+            syncs.reverse()  # start at the nearer end, so that rolling writes least
+        for sync in syncs:
+            self._compute(sync, known)
+        self._record("exact/samples_left_total", float(len(samples) - len(known)))
+        self._compare(known, engine)
+        self._record("exact/weights_written_total", float(self._past.written - written))
+        self._record("exact/seconds_total", time.perf_counter() - started)
 
-    def _known(self, sample: TracedSample) -> bool:
-        """Whether all of its tokens can be had."""
-        return all(self._past.knows(sync) for sync in syncs_of(sample))
-
-    def _order(self, syncs: set[int]) -> list[int]:
-        """From the end that is nearer, so that rolling writes least."""
-        ordered = sorted(syncs)
-        near = self._past.sync
-        backwards = bool(ordered) and abs(near - ordered[-1]) < abs(near - ordered[0])
-        return ordered[::-1] if backwards else ordered
-
-    def _at(self, sync: int, samples: Sequence[TracedSample]) -> None:
-        """Put the log-probabilities of all tokens of this sync in their place."""
+    def _compute(self, sync: int, samples: Sequence[TracedSample]) -> None:
         self._past.roll(sync)
-        asked = [trained(sample) & (sample.token_syncs == sync) for sample in samples]
-        some = [(sample, tokens) for sample, tokens in zip(samples, asked, strict=True) if tokens.any()]
-        ends = [int(np.flatnonzero(tokens)[-1]) + 1 for _, tokens in some]
+        masks = [trained(sample) & (sample.token_syncs == sync) for sample in samples]
+        asked = [(sample, mask) for sample, mask in zip(samples, masks, strict=True) if mask.any()]
+        ends = [int(np.flatnonzero(mask)[-1]) + 1 for _, mask in asked]
         with self._trainer.accelerator.autocast():
             found = self._past.log_probs(
-                [Query(s.input_ids[:end], tokens[:end]) for (s, tokens), end in zip(some, ends, strict=True)]
+                [Query(s.input_ids[:end], mask[:end]) for (s, mask), end in zip(asked, ends, strict=True)]
             )
-        counts = np.cumsum([int(tokens.sum()) for _, tokens in some])
-        for (sample, tokens), exact in zip(some, np.split(found, counts[:-1]), strict=True):
-            sample.old_log_probs[tokens] = exact
+        counts = np.cumsum([int(mask.sum()) for _, mask in asked])
+        for (sample, mask), exact in zip(asked, np.split(found, counts[:-1]), strict=True):
+            sample.old_log_probs[mask] = exact
 
-    def _compare(self, samples: Sequence[TracedSample], engines: Sequence[NDArray[np.float32]]) -> None:
-        """What the engine says of its tokens, with what the trainer computes with the same weights."""
+    def _compare(self, samples: Sequence[TracedSample], engine: Sequence[LogProbs]) -> None:
+        """Record how the engine's log-probabilities differ from the trainer's at the same weights."""
         if not samples:
             return
-        all_off = [s.old_log_probs - engine for s, engine in zip(samples, engines, strict=True)]
-        pure = [of_one_version(sample) for sample in samples]
-        off = np.concatenate([d[own] for d, own in zip(all_off, pure, strict=True)]).astype(np.float64)
-        mixed = [d[trained(s) & ~own] for d, s, own in zip(all_off, samples, pure, strict=True)]
-        if off.size:
-            self._note("exact/mismatch_mean", (np.abs(off).sum(), off.size))
-            self._note("exact/mismatch_max", float(np.abs(off).max()))
-            self._note("exact/mismatch_ratio", (np.exp(off).sum(), off.size))
-            self._note("exact/mismatch_kl", ((np.exp(off) - 1 - off).sum(), off.size))
+        off = [s.old_log_probs - theirs for s, theirs in zip(samples, engine, strict=True)]
+        masks = [of_one_version(sample) for sample in samples]
+        pure = np.concatenate([d[own] for d, own in zip(off, masks, strict=True)]).astype(np.float64)
+        mixed = [d[trained(s) & ~own] for d, s, own in zip(off, samples, masks, strict=True)]
+        if pure.size:
+            self._record("exact/mismatch_mean", (np.abs(pure).sum(), pure.size))
+            self._record("exact/mismatch_max", float(np.abs(pure).max()))
+            self._record("exact/mismatch_ratio", (np.exp(pure).sum(), pure.size))
+            self._record("exact/mismatch_kl", ((np.exp(pure) - 1 - pure).sum(), pure.size))
         if count := sum(map(len, mixed)):
-            self._note("exact/mixed_mean", (float(np.abs(np.concatenate(mixed)).sum()), count))
+            self._record("exact/mixed_mean", (float(np.abs(np.concatenate(mixed)).sum()), count))
 
-    def _note(self, name: str, value: float | tuple[float, int]) -> None:
-        """As TRL's own: it sums totals, takes the largest of maxima, and divides sums by counts."""
+    def _record(self, name: str, value: float | tuple[float, int]) -> None:
+        """As TRL's metrics: it adds totals, takes the maximum of maxima, and divides sums by counts."""
         self._trainer._metrics["train"][name].append(value)
 
 
 def trained(sample: TracedSample) -> Mask:
-    """Which of its tokens have a loss; the first one is predicted by nothing."""
+    """Tokens that have a loss; nothing predicts the first one."""
     mask: Mask = sample.completion_mask == 1
     return mask & (np.arange(len(mask)) > 0)
 
 
 def syncs_of(sample: TracedSample) -> set[int]:
-    """Whose weights made its trained tokens."""
+    """Syncs whose weights generated the trained tokens."""
     return set(sample.token_syncs[trained(sample)].tolist())
 
 
 def of_one_version(sample: TracedSample) -> Mask:
-    """Trained tokens before which no commit fell into their answer: keys and values are of one version."""
+    """Trained tokens whose answer had no commit before them: their keys and values are of one version."""
     own = trained(sample)
     begins = own & ~np.concatenate([[False], own[:-1]])
     answer = np.maximum.accumulate(np.where(begins, np.arange(len(own)), 0))
-    return own & (sample.token_syncs == sample.token_syncs[answer])
+    pure: Mask = own & (sample.token_syncs == sample.token_syncs[answer])
+    return pure

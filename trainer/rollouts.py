@@ -1,4 +1,8 @@
-"""How TRL's rollout worker reaches the replicas: several, cold ones, and which version made a sample."""
+"""Rollouts from several replicas, and the weights that generated each of their tokens.
+
+This adapts TRL's rollout worker: requests are spread over the replicas, which may be asleep, and each sample
+is labelled with the versions that the replicas report.
+"""
 
 from __future__ import annotations
 
@@ -9,69 +13,106 @@ import ctypes
 import itertools
 import queue
 import random
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import aiohttp
-from datasets import Dataset
+import numpy as np
 from multidict import CIMultiDict, CIMultiDictProxy
-from transformers import PreTrainedTokenizerBase
+from numpy.typing import NDArray
+from transformers import AutoTokenizer
 from transformers.utils import get_json_schema
 from transformers.utils.chat_parsing.response_templates import load_response_template
 from trl.experimental.async_grpo import AsyncGRPOConfig
-from trl.experimental.async_grpo.async_rollout_worker import (
-    AsyncRolloutWorker,
-    RolloutGroup,
-    RolloutSample,
-    _AsyncRolloutLoop,
-)
+from trl.experimental.async_grpo import async_rollout_worker as trl_worker
+from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, RolloutSample, TurnRecord
 
-from delta_weight_sync.publish.trl_trainer import Progress
-from trainer import space_access
-from trainer.cold_spaces import PATIENCE_S, SpacesUnavailableError
-from trainer.token_syncs import Conversation, TokenSyncs, traced
+from delta_weight_sync.trl.trainer import Progress
+from trainer import spaces
+from trainer.settings import Settings
+from trainer.spaces import SpacesUnavailableError
+from trainer.tasks import Task
 
-MODEL_NAME = "policy"  # what every replica calls the model it serves
-NO_HEADERS = CIMultiDictProxy(CIMultiDict[str]())
-_NOT_NOW = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
-# The one that is being generated.
-_conversation: contextvars.ContextVar[Conversation] = contextvars.ContextVar("conversation")
+MODEL_NAME = "policy"  # the name under which every replica serves its model
+UNKNOWN = -1  # sync of a token that the policy did not generate, or whose weights no replica reported
+TokenSyncs = NDArray[np.int64]
+_SPAN = re.compile(r"(\d+):(\d+)-(\d+)", re.ASCII)
+_RETRIED = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
 
 
 class RequestRefusedError(RuntimeError):
-    """A replica will never answer such a request, for example a prompt longer than its context."""
+    """A replica will never answer this request, for example because the prompt exceeds its context."""
 
 
-class ReplicaRolloutLoop(_AsyncRolloutLoop):
-    """TRL's loop in its child process, with requests spread over replicas and samples tagged truthfully.
+@dataclass(slots=True, kw_only=True)
+class TracedSample(RolloutSample):
+    """TRL's sample, and for each of its tokens the sync whose weights generated it: int64 [tokens]."""
 
-    A sample's `model_version` becomes the trainer's sync count of the oldest weights that produced a token of
-    its conversation, as the replicas report it; TRL alone would stamp what was last sent as its group began.
-    Beside it each token has its own.
+    token_syncs: TokenSyncs
+
+
+class Conversation:
+    """The weights that generated the answers of one conversation, as the replicas report them."""
+
+    def __init__(self) -> None:
+        self._oldest: list[int] = []
+        self._spans: list[tuple[int, int, int]] = []
+        self._turns: list[TurnRecord] = []  # with syncs in place of log-probabilities
+
+    def add_headers(self, headers: Mapping[str, str], writer_term: int, inherited: int) -> None:
+        """Record the headers of an answer; `add_turn` follows with its tokens.
+
+        Weights of another trainer than `writer_term` count if this trainer inherited them, that is up to sync
+        `inherited`. It never had any later ones.
+        """
+        oldest = int(headers.get("x-policy-sync", 0))
+        first_choice = headers.get("x-policy-syncs", "").split(";")[0]  # the trainer asks for one
+        spans = [(int(sync), int(start), int(end)) for sync, start, end in _SPAN.findall(first_choice)]
+        if int(headers.get("x-policy-term", -1)) != writer_term:
+            oldest = min(oldest, inherited)
+            spans = [span for span in spans if span[0] <= inherited]
+        self._oldest.append(oldest)
+        self._spans = spans
+
+    def add_turn(self, prompt_ids: list[int], output_ids: list[int]) -> None:
+        """Record the tokens of the answer."""
+        syncs = np.full(len(output_ids), UNKNOWN)
+        for sync, start, end in self._spans:
+            syncs[start:end] = sync
+        self._turns.append(TurnRecord(prompt_ids, output_ids, syncs.tolist()))
+
+    def rows(self, fork_threshold: int) -> list[tuple[int, TokenSyncs]]:
+        """For each sample that TRL makes of it: the conversation's oldest sync, and those of its tokens."""
+        sequences, _ = trl_worker._chain_to_sequences(self._turns, "", fork_threshold)
+        found = [(np.array(s.completion_mask) == 1, np.array(s.old_log_probs)) for s in sequences]
+        return [(min(self._oldest), np.where(own, syncs, UNKNOWN).astype(np.int64)) for own, syncs in found]
+
+
+_conversation: contextvars.ContextVar[Conversation] = contextvars.ContextVar("conversation")
+
+
+class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
+    """TRL's loop in its child process, with requests spread over replicas and samples labelled exactly.
+
+    A sample's `model_version` is the sync of the oldest weights that generated a token of its conversation.
+    TRL by itself would use the trainer's sync at the start of the sample's group.
     """
 
+    _env_tools: dict[str, Any]
+
     def __init__(
-        self,
-        *,
-        replicas: Sequence[str],
-        writer_term: int,
-        prompts: int,
-        later: Sequence[int],
-        **kwargs: Any,
+        self, *, replicas: Sequence[str], writer_term: int, prompts: int, later: Sequence[int], **kwargs: Any
     ) -> None:
-        """`prompts`, `later`: which were trained on, see `Progress`; they are not played again."""
+        """`prompts` and `later` are those of `Progress`: prompts that were trained on are skipped."""
         super().__init__(**kwargs)
-        self._prepare_turns()
         self._replicas, self._writer_term = list(replicas), writer_term
         self._prompts, self._later = prompts, set(later)
         self._rows: dict[str, list[tuple[int, TokenSyncs]]] = {}  # by rollout id, until they are scored
-
-    def _prepare_turns(self) -> None:
-        """Do once what would be done again at each turn of each conversation, and cost more than the request:
-        derive the tools' schemas from their docstrings, and compile the way in which a response is read.
-        """
+        # TRL would derive schemas and compile the template in each turn, which costs more than a request.
         if self.environment_factories is not None:
             schemas = {name: [*map(get_json_schema, tools)] for name, tools in self._env_tools.items()}
             self._env_tools = schemas
@@ -83,7 +124,6 @@ class ReplicaRolloutLoop(_AsyncRolloutLoop):
         return MODEL_NAME
 
     def _repeat_iterator(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """As TRL's, without the prompts that an earlier trainer of the run has trained on."""
         for group_id in itertools.count(self._prompts):
             if group_id not in self._later:
                 row = self.dataset[group_id % len(self.dataset)]
@@ -91,8 +131,8 @@ class ReplicaRolloutLoop(_AsyncRolloutLoop):
 
     async def _generate_one(self, prompt: Any, tool_dict: Any, tools: Any, group_id: int = 0) -> Any:
         conversation = Conversation()
-        _conversation.set(conversation)  # TRL gives each one a task, and so a context, of its own
-        space_access.share(self.session)
+        _conversation.set(conversation)  # TRL gives each conversation a task, and so a context, of its own
+        spaces.share(self.session)
         rollout = await super()._generate_one(prompt, tool_dict, tools, group_id)
         if sequences := rollout[2]:
             self._rows[sequences[0].rollout_id] = conversation.rows(self._fork_threshold_tokens)
@@ -107,17 +147,19 @@ class ReplicaRolloutLoop(_AsyncRolloutLoop):
         samples = await super()._score_group(group)
         ids = [sequences[0].rollout_id for sequences in group.completions_sequences if sequences]
         rows = [row for rollout_id in ids for row in self._rows.pop(rollout_id)]
-        return [traced(sample, *row) for sample, row in zip(samples, rows, strict=True)]
+        return [_traced(sample, *row) for sample, row in zip(samples, rows, strict=True)]
 
-    async def _post(self, path: str, payload: dict, timeout: float, max_retries: int = 3) -> dict:
-        deadline = time.monotonic() + PATIENCE_S
-        first = random.randrange(len(self._replicas))
-        for attempt in range(1 << 30):
-            url = self._replicas[(first + attempt) % len(self._replicas)]
+    async def _post(
+        self, path: str, payload: dict[str, Any], timeout: float, max_retries: int = 3
+    ) -> dict[str, Any]:
+        deadline = time.monotonic() + spaces.WAIT_LIMIT_S
+        for attempt in itertools.count(random.randrange(len(self._replicas))):
+            url = self._replicas[attempt % len(self._replicas)]
             try:
-                return await self._ask(f"{url}{path}", payload, timeout)
-            except _NOT_NOW as error:
-                if _is_final(error):
+                return await self._request(f"{url}{path}", payload, timeout)
+            except _RETRIED as error:
+                status = getattr(error, "status", 0)
+                if 400 <= status < 500 and status != 429:  # others may come from a replica that wakes
                     raise RequestRefusedError(f"{url} refused a rollout's request: {error}") from error
                 if time.monotonic() > deadline:
                     raise SpacesUnavailableError(f"{url} does not answer: {error}") from error
@@ -125,52 +167,53 @@ class ReplicaRolloutLoop(_AsyncRolloutLoop):
                 await asyncio.sleep(1.0)
         raise AssertionError("unreachable")
 
-    async def _ask(self, url: str, payload: dict, timeout: float) -> dict:
+    async def _request(self, url: str, payload: dict[str, Any], timeout: float) -> dict[str, Any]:
+        # A redirect would carry the key to another host.
+        options = {"headers": spaces.headers(url), "allow_redirects": False}
         limit = aiohttp.ClientTimeout(total=timeout)
-        # A redirect would carry the key to wherever it leads.
-        options = {"headers": space_access.headers(url), "allow_redirects": False, "timeout": limit}
-        async with self.session.post(url, json=payload, **options) as response:
+        async with self.session.post(url, json=payload, timeout=limit, **options) as response:
             if response.status >= 300:
                 reason = f"{response.reason}: {(await response.text())[:300]}"
-                asked = response.request_info._replace(headers=NO_HEADERS)  # an error must not tell the key
-                raise aiohttp.ClientResponseError(asked, (), status=response.status, message=reason)
+                no_key = CIMultiDictProxy(CIMultiDict[str]())  # the error must not contain it
+                request = response.request_info._replace(headers=no_key)
+                raise aiohttp.ClientResponseError(request, (), status=response.status, message=reason)
             inherited = self._model_version_value.inherited
-            _conversation.get().hear(response.headers, self._writer_term, inherited)
-            return await response.json()
+            _conversation.get().add_headers(response.headers, self._writer_term, inherited)
+            answer: dict[str, Any] = await response.json()
+            return answer
 
 
-def _is_final(error: BaseException) -> bool:
-    """A 4xx will not get better; everything else may be a replica that wakes, restarts or commits."""
-    return (
-        isinstance(error, aiohttp.ClientResponseError) and 400 <= error.status < 500 and error.status != 429
-    )
+def _traced(sample: RolloutSample, oldest: int, syncs: TokenSyncs) -> TracedSample:
+    known = {field.name: getattr(sample, field.name) for field in fields(RolloutSample)}
+    return TracedSample(**known | {"model_version": oldest}, token_syncs=syncs)
 
 
 class Syncs(ctypes.Structure):
-    """The trainer's sync count, and up to which of them the run's last trainer did the same."""
+    """Shared with the child process: the trainer's sync count, and the last sync that it inherited."""
 
     _fields_ = (("value", ctypes.c_int), ("inherited", ctypes.c_int))
 
 
-class ReplicaRolloutWorker(AsyncRolloutWorker):
+class ReplicaRolloutWorker(trl_worker.AsyncRolloutWorker):
     """TRL's worker, running `ReplicaRolloutLoop`."""
 
     _loop_cls = ReplicaRolloutLoop
+    _process: Any
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._model_version_value = self._mp_ctx.Value(Syncs)
 
     def inherit(self, sync: int) -> None:
-        """Versions of the run's last trainer up to this sync are this trainer's as well."""
+        """Accept versions of the run's earlier trainer up to this sync: this trainer published the same."""
         self._model_version_value.inherited = sync
 
     def stop(self) -> None:
-        """As in TRL, but without its stalls.
+        """End the child process, without TRL's stalls.
 
-        A child that is blocked on a full queue does not exit, so the queues are drained; one that waits for
-        an answer has nothing that would be missed. What may never return is left to threads: setting an
-        event on which a dead child waited, and reading what a child was killed in the middle of writing.
+        A child that is blocked on a full queue does not exit, so the queues are drained. Daemon threads do
+        what may never return: setting an event on which a dead child waited, and reading a message that a
+        killed child has not finished.
         """
         process, self._process = self._process, None
         if process is None or not process.is_alive():
@@ -191,50 +234,32 @@ class ReplicaRolloutWorker(AsyncRolloutWorker):
                         pending.get_nowait()
 
 
-def _inflight(args: AsyncGRPOConfig) -> int:
-    """TRL's own rule for an unset `max_inflight_tasks`: no more than can be trained before it is stale."""
-    if args.max_inflight_tasks >= 0:
-        return args.max_inflight_tasks
-    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    return max(args.max_staleness, 1) * batch
-
-
 def make_worker(
-    args: AsyncGRPOConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    dataset: Dataset,
-    replicas: Sequence[str],
-    writer_term: int,
-    *,
-    begun: Progress | None,
-    reward_funcs: list[Callable[..., list[float]]],
-    environment_factory: Callable[[], object] | None,
+    settings: Settings, config: AsyncGRPOConfig, task: Task, *, writer_term: int, progress: Progress | None
 ) -> ReplicaRolloutWorker:
-    """The worker that TRL would build from `args`, pointed at the replicas and going on from `begun`."""
+    """Build the worker that TRL would build from `config`, for the replicas, resuming from `progress`."""
+    tokenizer = AutoTokenizer.from_pretrained(settings.model)
+    inflight = config.max_inflight_tasks
+    if inflight < 0:  # TRL's own rule: no more than can be trained on before it is too old
+        batch = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
+        inflight = max(config.max_staleness, 1) * batch
+    same = (  # options that TRL's worker calls by the same names
+        "num_generations queue_maxsize temperature top_p top_k min_p repetition_penalty request_timeout"
+        " chat_template_kwargs max_tool_calling_iterations log_completions num_completions_to_print"
+        " fork_threshold_tokens"
+    )
     return ReplicaRolloutWorker(
-        replicas=replicas,
+        replicas=settings.replicas,
         writer_term=writer_term,
-        prompts=begun.prompts if begun else 0,
-        later=begun.later if begun else (),
+        prompts=progress.prompts if progress else 0,
+        later=progress.later if progress else (),
         model_name=MODEL_NAME,
-        dataset=dataset,
-        reward_funcs=reward_funcs,
+        dataset=task.dataset,
+        reward_funcs=task.reward_funcs,
         processing_class=tokenizer,
         eos_token_ids=[tokenizer.eos_token_id],
-        environment_factory=environment_factory,
-        num_generations=args.num_generations,
-        max_inflight_tasks=_inflight(args),
-        queue_maxsize=args.queue_maxsize,
-        max_tokens=args.max_completion_length,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        request_timeout=args.request_timeout,
-        chat_template_kwargs=args.chat_template_kwargs,
-        max_tool_calling_iterations=args.max_tool_calling_iterations,
-        log_completions=args.log_completions,
-        num_completions_to_print=args.num_completions_to_print,
-        fork_threshold_tokens=args.fork_threshold_tokens,
+        environment_factory=task.environment,
+        max_inflight_tasks=inflight,
+        max_tokens=config.max_completion_length,
+        **{name: getattr(config, name) for name in same.split()},
     )

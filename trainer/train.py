@@ -3,14 +3,17 @@
     python -m trainer.train --config trainer/configs/wordle_tiny.yaml --bucket hf://buckets/me/wordle \\
         --run first --replicas https://me-vllm.hf.space --env_url https://me-wordle.hf.space
 
-The story: load the policy, open the run in the bucket, publish the policy as version 0, wait until a replica
-serves it, then let TRL train. Rollouts come from the replicas over HTTPS; after every optimizer step the
-changed weights go to the bucket, and the replicas take them from there in their own time. Now and then the
-rest of the trainer's state goes there too: however it ends, the same command goes on from it.
+Read `train` from top to bottom: open the run in the bucket, load the policy, publish version 0, wait for a
+replica that serves it, train, publish the last version and the state. Rollouts come from the replicas over
+HTTPS. After each optimizer step the changed weights go to the bucket, and the replicas fetch them from there.
+Every few syncs the trainer's state goes there too. However a trainer ends, the same command resumes the run.
 
-For several processes write `accelerate launch --use_fsdp --fsdp_version 2 -m` in place of `python -m`. Then
-only the main process publishes and meets replicas; the others compute, tell it what changed in their shards,
-and keep their part of the state.
+To change the reward or the prompts, write a module in `trainer/tasks`. The sampling is in the configuration
+(`trainer/configs`) and in `rollouts`. `open_run` decides how versions are published.
+
+For several processes write `accelerate launch --use_fsdp --fsdp_version 2 -m` instead of `python -m`. Only
+the main rank then publishes and talks to replicas. The other ranks train, report the changes in their shards,
+and save their part of the state.
 """
 
 from __future__ import annotations
@@ -19,197 +22,206 @@ import contextlib
 import logging
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, cast
 
-from transformers import AutoTokenizer, TrainerCallback
+import torch
+from transformers import AutoTokenizer
 from trl import TrlParser
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from delta_weight_sync import DeltaWeightSyncError, Publisher
-from delta_weight_sync.publish import trl_patches
-from delta_weight_sync.publish.sharded import Peers, Weights
-from delta_weight_sync.publish.trl_trainer import BucketGRPOTrainer, Progress
+from delta_weight_sync.codec import Encoding
+from delta_weight_sync.publish.mirror import Place
+from delta_weight_sync.publish.sharding import Peers, Weights
+from delta_weight_sync.records import Manifest
 from delta_weight_sync.runlog import DoneEvent
-from trainer import canary, exact, rising, rollouts
-from trainer.arguments import ScriptArguments
-from trainer.cold_spaces import ColdSpaces, SpacesUnavailableError
-from trainer.ending import Ending
-from trainer.norm_rate import NormRateTrainer
-from trainer.observer import ReplicaWatch, StepRecorder
-from trainer.pokes import Pokes
+from delta_weight_sync.trl import patches
+from delta_weight_sync.trl.trainer import BucketGRPOTrainer, Progress
+from trainer import canary, exact, resume, rollouts
+from trainer.observe import Pokes, ReplicaWatch, StepRecorder
+from trainer.settings import Settings
+from trainer.spaces import Spaces, SpacesUnavailableError
+from trainer.stop import Stop
 from trainer.tasks import Task, make_task
-from trainer.time_limit import TimeLimit
+
+_FIRST_SYNC = 1  # TRL's number of the sync before the first step
 
 
 def main() -> None:
-    """Parse, train, and leave the run in the bucket complete; a fault of the world is one sentence."""
+    """Parse the command line and train. A fault outside this program ends it with one sentence."""
     logging.basicConfig(format="%(name)s: %(message)s")
-    script, args = TrlParser((ScriptArguments, AsyncGRPOConfig)).parse_args_and_config()
+    settings, config = TrlParser((Settings, AsyncGRPOConfig)).parse_args_and_config()
     try:
-        train(script, args)
+        train(settings, config)
     except (DeltaWeightSyncError, SpacesUnavailableError) as error:
         sys.exit(f"trainer: {error}")
     except KeyboardInterrupt as request:
-        print("trainer: stopped; the same command goes on from what is in the bucket", flush=True)
+        print("trainer: stopped; the same command resumes from what is in the bucket", flush=True)
         sys.exit(128 + (request.args[0] if request.args else signal.SIGINT))
 
 
-def train(script: ScriptArguments, args: AsyncGRPOConfig) -> None:
-    """One run from the base policy to the last version."""
-    if args.token_budget is None:  # TRL would ask a replica, which starts once version 0 is published
-        raise SystemExit(
-            "--token_budget is needed: the most tokens of a sample, prompt and answers; see configs/"
-        )
-    trl_patches.install()
-    limit = TimeLimit(script.minutes, alone=args.world_size == 1)
-    task, peers = make_task(script, args), Peers()
-    spaces = ColdSpaces(script.replicas, script.env_url)
-    with peers.together():
-        if peers.main:
-            spaces.knock()
+def train(settings: Settings, config: AsyncGRPOConfig) -> None:
+    """Train one run, from the base policy or from where it ended, to its last version."""
+    if config.token_budget is None:  # TRL would ask a replica, which cannot serve before version 0 exists
+        raise SystemExit("--token_budget is missing: the most tokens of prompt and answers; see configs/")
+    patches.install()
+    stop = Stop(settings.minutes, alone=config.world_size == 1)
+    task, peers = make_task(settings, config), Peers()
+    replicas = settings.replicas if peers.main else []  # the other ranks contact no Space
+    spaces = Spaces(replicas, settings.env_url if peers.main else "")
+    with peers.fail_together():  # an error of one rank ends all of them
+        spaces.wake()  # waking takes minutes, so do it first; a wrong URL or key ends the run here
 
     with contextlib.ExitStack() as stack:
-        ending = stack.enter_context(Ending(alone=args.world_size == 1))
-        publisher = stack.enter_context(open_run(script, peers))
-        begun = rising.progress(publisher, fresh=script.fresh)
-        if begun and 0 < args.max_steps <= begun.trainer["global_step"]:
-            print(f"trained to step {args.max_steps} already: raise --max_steps, or begin again with --fresh")
+        stack.enter_context(stop)
+        pokes = stack.enter_context(contextlib.closing(Pokes(replicas)))
+        publisher = stack.enter_context(open_run(settings, peers, pokes))
+        progress = resume.find_progress(publisher, fresh=settings.fresh)
+        if progress and 0 < (last := config.max_steps) <= progress.trainer["global_step"]:
+            print(f"already trained to step {last}: raise --max_steps, or start again with --fresh")
             return
-        watch = ReplicaWatch(script.replicas, publisher.log) if publisher.log else None
-        if watch:
-            stack.enter_context(contextlib.closing(watch))
-        if publisher.run:
-            publisher.run.on_version = stack.enter_context(contextlib.closing(Pokes(script.replicas))).send
-        worker = make_worker(script, args, task, publisher, begun)
-        met = threading.Event()
+        lead = Lead(settings, config, task, publisher, progress, stack) if peers.main else None
+        trainer = make_trainer(settings, config, task, publisher, lead, progress)
+        states = resume.SaveState(publisher, trainer, settings.state_every)
+        trainer.add_callback(states)
+        stop.attach(trainer)  # last, because what other callbacks do belongs to the step
 
-        def hand_over(weights: Weights, sync: int) -> None:
-            publisher.publish(weights, sync)
-            if worker:
-                worker.inherit(publisher.agreed)
-            if not met.is_set():  # now there is a version that the replicas can start with
-                met.set()
-                with peers.together():
-                    if peers.main:
-                        spaces.wait()
+        with stop.interruptible():
+            publisher.publish_base(trainer.weights(), _FIRST_SYNC)  # version 0, unless the run has it
+            with peers.fail_together():
+                spaces.wait()  # until a replica serves a version
+            trainer.begin()  # each sync calls `Publisher.publish`
 
-        looks = canary.beside(publisher, watch, script.model, task.dataset, script.canary_s)
-        looking = stack.enter_context(looks)
-        trainer = make_trainer(script, args, task, publisher, worker, hand_over, begun)
-        trainer.add_callback(limit)
-        trainer.add_callback(_LastSync(trainer, ending))
-        trainer.add_callback(keep := rising.Keep(publisher, trainer, script.state_every))
-        trainer.add_callback(ending)
-        with ending.heard():
-            trainer.begin()
-        if ending.signal:
-            sys.exit(leave(publisher, keep, ending))
+        if stop.signal:
+            sys.exit(finish_early(publisher, states, stop))
         digest, newest = publisher.digest(trainer.weights()), publisher.flush()
-        keep.keep()
-        if publisher.log and watch:
-            publisher.log.append(
-                DoneEvent(
-                    t=time.time(),
-                    version=newest.version,
-                    digest=digest,
-                    stopped_by="time" if limit.over else "steps",
-                )
-            )
-            watch.wait_for(newest.version)
-            if looking:
-                looking.look()
-            print(f"published version {newest.version}, digest {digest}", flush=True)
+        states.save()  # leaving the block waits until it is in the bucket
+        if lead:
+            lead.finish(newest, digest, stopped_by="time" if stop.out_of_time else "steps")
 
 
-def leave(publisher: Publisher, keep: rising.Keep, ending: Ending) -> int:
-    """Publish what is pending, and keep the state, in the time that is left; returns the exit code."""
-    try:
-        newest = publisher.flush(ending.left_s)
-        keep.keep()
-        publisher.flush(ending.left_s)
-        news = f"version {newest.version} is published and the state is kept"
-    except (DeltaWeightSyncError, TimeoutError) as error:
-        news = f"not everything is in the bucket ({error})"
-    if publisher.run:
-        print(f"trainer: {ending.name}: {news}; the same command goes on from there", flush=True)
-    return 128 + ending.signal
+class Lead:
+    """The main rank's duties: it collects rollouts, watches the replicas, and writes the run's log."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        config: AsyncGRPOConfig,
+        task: Task,
+        publisher: Publisher,
+        progress: Progress | None,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        """Start watching the replicas; `stack` ends that."""
+        assert publisher.log
+        self.log, urls = publisher.log, settings.replicas
+        self.watch = stack.enter_context(contextlib.closing(ReplicaWatch(urls, self.log)))
+        self.worker = rollouts.make_worker(
+            settings, config, task, writer_term=publisher.writer_term, progress=progress
+        )
+        self.canary = stack.enter_context(
+            canary.start_canary(publisher, self.watch, urls, settings.model, task.dataset, settings.canary_s)
+        )
+
+    def record(self, trainer: BucketGRPOTrainer) -> None:
+        """Copy the trainer's metrics and some of its rollouts into the run's log."""
+        recorder = StepRecorder(self.log)
+        trainer.add_callback(recorder)
+        trainer.rollout_queue = recorder.watch(trainer.rollout_queue)
+
+    def finish(self, newest: Manifest, digest: str, stopped_by: Literal["steps", "time"]) -> None:
+        """Log the end of the run, and wait until the replicas serve its last version."""
+        self.log.append(
+            DoneEvent(t=time.time(), version=newest.version, digest=digest, stopped_by=stopped_by)
+        )
+        self.watch.wait_for(newest.version)
+        if self.canary:
+            self.canary.compare()
+        print(f"published version {newest.version}, digest {digest}", flush=True)
 
 
-def open_run(script: ScriptArguments, peers: Peers) -> Publisher:
-    """Of all processes; only the main one of them is the run's writer."""
-    url = f"{script.bucket}#{script.run}"
+def open_run(settings: Settings, peers: Peers, pokes: Pokes) -> Publisher:
+    """Open the run on all ranks. The main rank becomes its writer and notifies replicas of each version."""
     return Publisher(
-        url,
-        script.model,
-        encoding=script.encoding,
-        mirror=script.mirror,
-        keep=script.keep or None,
+        f"{settings.bucket}#{settings.run}",
+        settings.model,
+        encoding=cast(Encoding, settings.encoding),
+        mirror=cast(Place, settings.mirror),
+        keep=settings.keep or None,
         peers=peers,
-    )
-
-
-def make_worker(
-    script: ScriptArguments, args: AsyncGRPOConfig, task: Task, publisher: Publisher, begun: Progress | None
-) -> rollouts.ReplicaRolloutWorker | None:
-    """What gets samples from the replicas; the main process alone has it."""
-    if publisher.run is None:
-        return None
-    return rollouts.make_worker(
-        args,
-        AutoTokenizer.from_pretrained(script.model),
-        task.dataset,
-        script.replicas,
-        publisher.run.writer_term,
-        begun=begun,
-        reward_funcs=task.reward_funcs,
-        environment_factory=task.environment,
+        on_version=pokes.send,
     )
 
 
 def make_trainer(
-    script: ScriptArguments,
-    args: AsyncGRPOConfig,
+    settings: Settings,
+    config: AsyncGRPOConfig,
     task: Task,
     publisher: Publisher,
-    worker: rollouts.ReplicaRolloutWorker | None,
-    hand_over: Callable[[Weights, int], None],
-    begun: Progress | None,
-) -> BucketGRPOTrainer:
-    """TRL's trainer, which hands the weights over at each sync, and first puts back what `begun` had."""
-    trainer = NormRateTrainer(
-        norm_rate=script.norm_learning_rate,
-        model=script.model,
-        args=args,
-        processing_class=AutoTokenizer.from_pretrained(script.model),
+    lead: Lead | None,
+    progress: Progress | None,
+) -> PolicyTrainer:
+    """Build TRL's trainer. It publishes at each sync, and restores the state of `progress` as it begins."""
+
+    def on_sync(weights: Weights, number: int) -> None:
+        publisher.publish(weights, number)
+        if lead:
+            lead.worker.inherit(publisher.repeated_sync)
+
+    trainer = PolicyTrainer(
+        norm_rate=settings.norm_learning_rate,
+        model=settings.model,
+        args=config,
+        processing_class=AutoTokenizer.from_pretrained(settings.model),
         train_dataset=task.dataset,
         reward_funcs=task.reward_funcs,
         environment_factory=task.environment,
-        rollout_worker=worker,
-        hand_over=hand_over,
-        begun=begun,
-        callbacks=[rising.PutBack(publisher)],
+        rollout_worker=lead.worker if lead else None,
+        on_sync=on_sync,
+        resumed_from=progress,
+        callbacks=[resume.Restore(publisher)],
     )
-    if script.exact_old_policy:
-        exact.use(trainer, publisher)
-    if publisher.log:
-        recorder = StepRecorder(publisher.log)
-        trainer.add_callback(recorder)
-        trainer.rollout_queue = recorder.watch(trainer.rollout_queue)
+    if settings.exact_old_policy:
+        exact.enable(trainer, publisher)
+    if lead:
+        lead.record(trainer)
     return trainer
 
 
-class _LastSync(TrainerCallback):
-    """Publishes the last steps of a run whose length is not a multiple of `weight_sync_steps`."""
+class PolicyTrainer(BucketGRPOTrainer):
+    """Trains norms and biases at `norm_rate`, or if it is 0 at the `learning_rate` of all other weights.
 
-    def __init__(self, trainer: BucketGRPOTrainer, ending: Ending) -> None:
-        self._trainer, self._ending = trainer, ending
+    Norms are a thousandth of the weights and decide how confident a policy is. With a rate of its own for
+    them, a policy can grow more confident, the first thing that RL teaches, while few other weights change.
+    """
 
-    def on_train_end(self, args: AsyncGRPOConfig, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % args.weight_sync_steps and not self._ending.signal:
-            self._trainer._sync_weight()
+    def __init__(self, *, norm_rate: float, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._norm_rate = norm_rate
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        """Build TRL's optimizer, and set the rate of the norms."""
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        for group in optimizer.param_groups:  # TRL has a group of its own for weights without decay
+            if self._norm_rate and all(weight.ndim == 1 for weight in group["params"]):
+                group["lr"] = self._norm_rate
+        return optimizer
+
+
+def finish_early(publisher: Publisher, states: resume.SaveState, stop: Stop) -> int:
+    """After a signal, publish what is pending and save the state in the time left; returns the exit code."""
+    try:
+        newest = publisher.flush(stop.left_s)
+        states.save()
+        publisher.flush(stop.left_s)
+        outcome = f"version {newest.version} is published and the state is saved"
+    except (DeltaWeightSyncError, TimeoutError) as error:
+        outcome = f"not everything is in the bucket ({error})"
+    if publisher.is_main:
+        name = signal.Signals(stop.signal).name
+        print(f"trainer: {name}: {outcome}; the same command resumes the run", flush=True)
+    return 128 + stop.signal
 
 
 if __name__ == "__main__":

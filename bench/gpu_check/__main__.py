@@ -52,10 +52,10 @@ def _lines(kind: str) -> Iterator[str]:
 def _as_on_a_device() -> None:
     """Tensors of the host are compared and written by the kernels, not by what is for the host."""
     from delta_weight_sync.publish import mirror
-    from delta_weight_sync.vllm import device_memory, staging
+    from delta_weight_sync.vllm import gpu, worker
 
     mirror.has_kernels = lambda tensor: True
-    staging.memory_of = device_memory.DeviceMemory
+    worker.memory_of = gpu.DeviceMemory
 
 
 if __name__ == "__main__":

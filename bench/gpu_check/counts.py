@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import torch
 
 from bench.gpu_check.model import Replica
-from delta_weight_sync.device.launches import Counts, counted
-from delta_weight_sync.publish.blocks import Block
+from delta_weight_sync.gpu import Counts, counted
 from delta_weight_sync.publish.mirror import Mirror
-from delta_weight_sync.publish.sharded import Part
+from delta_weight_sync.publish.parts import Block, Part
 
 _ELEMENTS = 1 << 18
 _MOST_LAUNCHES, _MOST_WAITS = 20, 3

@@ -19,7 +19,7 @@ def lines() -> Iterator[str]:
         card = torch.cuda.get_device_properties(0)
         memory = f"{card.total_memory / 2**30:.0f} GiB, {card.multi_processor_count} multiprocessors"
         yield f"      {card.name}, {memory}, driver {_driver()}"
-    for sentence in filter(None, (gpu_build.problem(), *gpu_build.lacks())):
+    for sentence in filter(None, (gpu_build.problem(), *gpu_build.missing())):
         yield f"      {sentence}"
 
 

@@ -10,11 +10,10 @@ import torch
 from bench.gpu_check.model import Replica
 from bench.model import memory_of
 from delta_weight_sync.digest import state_digest
-from delta_weight_sync.publish.blocks import Block
 from delta_weight_sync.publish.mirror import Mirror
-from delta_weight_sync.publish.sharded import Part
-from delta_weight_sync.vllm.changes import collect
-from delta_weight_sync.vllm.staging import commit
+from delta_weight_sync.publish.parts import Block, Part
+from delta_weight_sync.vllm.memory import collect
+from delta_weight_sync.vllm.worker import commit
 
 _EVERY = np.arange(1 << 16, dtype=np.uint16)
 

@@ -10,7 +10,7 @@ import torch
 
 from bench.deltas import qwen_shapes
 from bench.model import memory_of
-from delta_weight_sync.vllm.changes import Changes, Found, collect
+from delta_weight_sync.vllm.memory import Changes, Found, collect
 
 Shapes = Mapping[str, tuple[int, ...]]
 _FIRST, _EVERY = 7, 100

@@ -1,89 +1,123 @@
-"""One reader of the bucket for any number of viewers."""
+"""Reads the bucket once for all viewers: the live page, and what they open on demand.
+
+`RunCache` follows the run in one thread. `Library` answers from caches: fifty viewers of a delta cost one
+download. `RateLimitedBucket` bounds what visitors make the dashboard read, because the owner's quota is for
+replicas and the trainer.
+"""
 
 from __future__ import annotations
 
+import math
+import shutil
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import Generic, TypeVar
 
-from delta_weight_sync.history import RunReader
-from delta_weight_sync.keys import Keys
-from delta_weight_sync.protocol import RunInfo, parse
-from delta_weight_sync.refs import ProtocolError
-from delta_weight_sync.runlog import Event, RunLogReader
-from delta_weight_sync.store import Bucket, BucketError, ObjectInfo, ObjectMissing
-from inference_space.dashboard.run_state import RunState
-from inference_space.dashboard.snapshots import Snapshots
-from inference_space.dashboard.view import Progress
+from delta_weight_sync.errors import (
+    BucketError,
+    CodecError,
+    DeltaWeightSyncError,
+    ObjectMissingError,
+    ProtocolError,
+)
+from delta_weight_sync.reader import RunReader, manifests_of, no_longer_held
+from delta_weight_sync.records import Keys, Manifest, RunInfo, parse
+from delta_weight_sync.runlog import SEGMENT, ReplicaEvent, RunLogReader
+from delta_weight_sync.store import Bucket, Listing, ObjectInfo
+from delta_weight_sync.util import size_text
+from inference_space.dashboard.state import Digests, Progress, RunState
+from inference_space.dashboard.views import OpenedDelta, open_delta
 
-EVERY_S = 1.0
-IDLE_S = 60.0  # between two readings while nobody looks
-FIRST_WAIT_S = 1.0
-DIGESTS_KEPT = 4096
-DIGEST_TRIES = 10
-DIGESTS_BACK = 64  # manifests to walk for the digest of a version that a replica is still on
+EVERY_S = 1.0  # between two readings while there are viewers
+IDLE_S = 60.0  # and while there are none
+LIST_EVERY_S = 5.0
+FAILED_S = 300.0  # until a damaged object, which may be repaired, is read again
+MAX_REBUILD = 1_000_000_000  # bytes of a version's files that a dashboard rebuilds for a proof
+MAX_DOWNLOAD = 256_000_000  # bytes of an object that a visitor downloads through the dashboard
+WINDOW_S = 300.0  # of the rate limit; the Hub counts in the same window
+CALLS = 240  # per window; each is up to three requests: the Hub allows a free user 1,000 to its API
+BYTES = 2_000_000_000  # per window; enough for the largest version that a dashboard rebuilds
+_FIRST_WAIT_S = 1.0
+_DIGESTS = 4096  # kept
+_DIGEST_TRIES = 10
+_DIGESTS_BACK = 64  # manifests to walk for the digest of a version that a replica still serves
+_MANIFESTS, _PROOFS = 256, 4096  # kept
+_TENSORS = 200_000  # listed by all opened deltas that are kept: about 300 bytes each
+_DISK = 1_000_000_000  # bytes of objects kept for further downloads
 
-
-Pause = Callable[[float, threading.Event | None], object]
-
-
-def _pause(seconds: float, until: threading.Event | None) -> None:
-    """Wait that long, or until something happens."""
-    (until or threading.Event()).wait(seconds)
+Pause = Callable[[float, threading.Event | None], object]  # waits that long, or until something happens
+Status = Callable[[], ReplicaEvent]
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, eq=False)
 class RunView:
-    """What every viewer sees until the next refresh; a new `revision` where anything differs."""
+    """What every viewer sees until the next refresh. A view that differs has a new `revision`."""
 
     bucket: str
     run: str | None
     revision: int = 0
-    created_at: float = 0.0  # of the run, unix seconds
     model: str | None = None
     read: bool = False  # the bucket was read at least once
-    parts: int = 0  # of the log that were read so far, while it is read for the first time
+    events_read: int = 0  # of the log so far, during its first reading
     problem: str | None = None  # why the bucket could not be read just now
-    skipped: int = 0  # lines of the log that are no events
+    skipped: int = 0  # lines of the log that are not events
     quiet_min: int = 0  # whole minutes without an event
     progress: Progress | None = None  # None before the first version
 
 
 class RunCache:
-    """Keeps the newest `RunView` of a run, from the moment it is made: about once a second while somebody
-    looks and once a minute while nobody does, so that nobody waits for a long run to be read.
+    """Keeps the newest `RunView` of a run: refreshed every second with viewers, and every minute without.
 
-    Without `run` it follows the run that was created last, and another once that one is gone.
+    `run` is None for the run created last. `own_status` returns the status of the replica that hosts this
+    dashboard, which replaces what the log says about it. `pause` waits between two readings.
     """
 
-    def __init__(self, bucket: Bucket, run: str | None, pause: Pause = _pause) -> None:
-        self._bucket, self._run, self._pause = _Told(bucket, self._progressed), run, pause
+    def __init__(
+        self,
+        bucket: Bucket,
+        run: str | None,
+        *,
+        own_status: Status | None = None,
+        pause: Pause = lambda seconds, until: (until or threading.Event()).wait(seconds),
+    ) -> None:
+        self._bucket, self._run, self._own_status, self._pause = bucket, run, own_status, pause
         self._view = RunView(bucket=bucket.url, run=run)
         self._info: RunInfo | None = None
-        self._seen: ObjectInfo | None = None  # of its description, when it was read
-        self._question: tuple[frozenset[int], int | None] = (frozenset(), None)
-        self._tries = 0
+        self._info_object: ObjectInfo | None = None  # which `_info` was read from
         self._log: RunLogReader | None = None
-        self._state, self.snapshots, self._stale = RunState(), Snapshots(), False
+        self._state = RunState()
+        self._shown: object = None  # what the shown progress was computed from
+        self._digests_asked: tuple[set[int], int | None] = (set(), None)
+        self._digest_tries = 0
         self._asked, self._ready = threading.Event(), threading.Event()
         threading.Thread(target=self._loop, name="dashboard-reader", daemon=True).start()
 
     def now(self) -> RunView:
-        """The newest view there is, without waiting; somebody looks from now on."""
+        """Return the newest view without waiting."""
         self._asked.set()
         return self._view
 
     def view(self) -> RunView:
-        """The newest view, at once; only the first call, and the first after a while without viewers, waits
-        for a fresh one, for at most `FIRST_WAIT_S` seconds.
+        """Return the newest view.
+
+        The first call, and the first after a while without viewers, waits up to a second for a fresh one.
         """
         self._asked.set()
-        if not self._view.parts:
-            self._ready.wait(FIRST_WAIT_S)
+        if not self._view.events_read:
+            self._ready.wait(_FIRST_WAIT_S)
         return self._view
+
+    def at(self, version: int, digests: Digests) -> Progress:
+        """Return the run as it was at an earlier moment; see `RunState.at`."""
+        return self._state.at(version, digests)
 
     def _loop(self) -> None:
         while True:
@@ -96,139 +130,299 @@ class RunCache:
                 self._pause(IDLE_S, self._asked)
 
     def _refresh(self) -> None:
-        problem = None
+        own, problem = None, None
         try:
-            self._follow()
-        except (BucketError, ProtocolError) as error:
+            if self._own_status:
+                own = self._own_status().model_copy(update={"t": 0.0})  # or every second were news
+            self._read(own)
+        except DeltaWeightSyncError as error:
             problem = str(error)
-        except Exception as error:  # noqa: BLE001 - the thread must outlive it, and viewers must read of it
+        except Exception as error:  # noqa: BLE001 - the thread must survive, and viewers must see the reason
             problem = f"The bucket could not be read: {type(error).__name__}: {error}"
-        self._show(problem)
-
-    def _follow(self) -> None:
-        info = self._find()
-        if info != self._info:
-            self._info, self._stale = info, True
-            self._state, self.snapshots = RunState(), Snapshots()
-            self._log = RunLogReader(self._bucket, info.run) if info else None
-        if info and self._log:
-            self._take_in(self._log.poll())
-            self._learn_digests(RunReader(self._bucket, info.run))
-
-    def _take_in(self, events: Iterable[Event]) -> None:
-        """As they come: what was read before the bucket failed is shown."""
-        seen = self._state.events
-        try:
-            self.snapshots.add(self._state, events)
-        finally:
-            self._stale = self._stale or self._state.events != seen
-
-    def _progressed(self, key: str) -> None:
-        """Tell those who wait for the first reading how far it is."""
-        if not self._view.read and "/log/" in key:
-            was, run = self._view, self._info.run if self._info else self._run
-            self._view = replace(was, run=run, parts=was.parts + 1, revision=was.revision + 1)
-
-    def _find(self) -> RunInfo | None:
-        name = self._run or (self._info.run if self._info else None)
-        if name:
-            known = self._known(Keys(name).info)
-            if known or self._run:
-                return known
-        return newest_run(self._bucket)
-
-    def _known(self, key: str) -> RunInfo | None:
-        """The description at `key`, which is read again only where it is another one."""
-        seen = self._bucket.stat(key)
-        if seen and seen == self._seen:
-            return self._info
-        self._seen, info = None, _info(self._bucket, key) if seen else None
-        self._seen = seen
-        return info
-
-    def _learn_digests(self, run: RunReader) -> None:
-        """Fetch the digests that were published for the versions on which the replicas say they are."""
-        digests, served = self._state.digests, self._state.served()
-        if len(digests) > DIGESTS_KEPT:
-            self._state.digests = digests = {version: digests[version] for version in served & digests.keys()}
-        wanted = served - digests.keys()
-        if not self._worth_a_try(wanted):
-            return
-        oldest = 0
-        for manifest in islice(run.history(), DIGESTS_BACK):
-            oldest, digests[manifest.version], self._stale = manifest.version, manifest.digest, True
-            if oldest <= min(wanted):
-                return
-        digests.update((version, None) for version in wanted if version < oldest)  # too far back: give up
-
-    def _worth_a_try(self, wanted: set[int]) -> bool:
-        """Not for ever: a replica may say that it is on a version that never was."""
-        question = (frozenset(wanted), self._state.version)
-        self._tries = self._tries + 1 if question == self._question else 1
-        self._question = question
-        return bool(wanted) and self._tries <= DIGEST_TRIES
-
-    def _show(self, problem: str | None) -> None:
-        was = self._view
-        progress = self._state.progress() if self._stale else was.progress
-        self._stale = False
+        was, info, progress = self._view, self._info, self._view.progress
+        basis = (self._state, self._state.events, dict(self._state.digests), own)
+        if basis != self._shown:
+            self._shown, progress = basis, self._state.progress(own)
+        over = progress is None or progress.done
         now = replace(
             was,
-            run=self._info.run if self._info else self._run,
-            model=self._info.model if self._info else None,
-            created_at=self._info.created_at if self._info else 0.0,
+            run=info.run if info else self._run,
+            model=info.model if info else None,
             read=was.read or problem is None,
-            parts=0,
+            events_read=0,
             skipped=self._log.skipped if self._log else 0,
             problem=problem,
-            quiet_min=_quiet_min(progress),
+            quiet_min=0 if over or progress is None else max(0, int((time.time() - progress.last_t) / 60)),
             progress=progress,
         )
         if vars(now) != vars(was):
             self._view = replace(now, revision=was.revision + 1)
 
+    def _read(self, own: ReplicaEvent | None) -> None:
+        info = self._find()
+        if info != self._info:
+            self._info, self._state = info, RunState()
+            self._log = RunLogReader(self._bucket, info.run) if info else None
+        if info is None or self._log is None:
+            return
+        for event in self._log.poll():  # one by one: events that came before a failure are shown
+            self._state.add([event])
+            if not self._view.read and self._state.events % SEGMENT == 0:
+                view, read = self._view, self._state.events
+                self._view = replace(view, run=info.run, events_read=read, revision=view.revision + 1)
+        self._learn_digests(RunReader(self._bucket, info.run), own)
 
-class _Told:
-    """A bucket that tells which objects were read."""
+    def _find(self) -> RunInfo | None:
+        """Return the description of the run to show; an unchanged one is not read again."""
+        name = self._run or (self._info.run if self._info else None)
+        if name:
+            key = Keys(name).info
+            found = self._bucket.stat(key)
+            if found and found == self._info_object:
+                return self._info
+            self._info_object, known = None, read_info(self._bucket, key) if found else None
+            self._info_object = found
+            if known or self._run:
+                return known
+        return newest_run(self._bucket)
 
-    def __init__(self, bucket: Bucket, tell: Callable[[str], None]) -> None:
-        self._bucket, self._tell = bucket, tell
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._bucket, name)
-
-    def get(self, key: str) -> bytes:
-        data = self._bucket.get(key)
-        self._tell(key)
-        return data
+    def _learn_digests(self, run: RunReader, own: ReplicaEvent | None) -> None:
+        """Look up the published digests of the versions that replicas serve."""
+        digests, served = self._state.digests, self._state.served()
+        if own and own.version is not None:
+            served.add(own.version)
+        if len(digests) > _DIGESTS:
+            self._state.digests = digests = {version: digests[version] for version in served & digests.keys()}
+        wanted = served - digests.keys()
+        asked = (wanted, self._state.version)
+        self._digest_tries = self._digest_tries + 1 if asked == self._digests_asked else 1
+        self._digests_asked = asked
+        if (
+            not wanted or self._digest_tries > _DIGEST_TRIES
+        ):  # a replica may name a version that never existed
+            return
+        oldest = 0
+        for manifest in islice(run.versions(), _DIGESTS_BACK):
+            oldest, digests[manifest.version] = manifest.version, manifest.digest
+            if oldest <= min(wanted):
+                return
+        digests.update((version, None) for version in wanted if version < oldest)  # too far back: give up
 
 
 def newest_run(bucket: Bucket) -> RunInfo | None:
-    """The run that was created last."""
-    keys = [found.key for found in bucket.list("runs/") if found.key.endswith("/run.json")]
-    found = (_sound_info(bucket, key) for key in keys)
-    return max(filter(None, found), key=lambda info: info.created_at, default=None)
+    """Return the description of the run created last; damaged descriptions are passed over."""
+    found: list[RunInfo] = []
+    for key in [info.key for info in bucket.list("runs/") if info.key.endswith("/run.json")]:
+        try:
+            if info := read_info(bucket, key):
+                found.append(info)
+        except ProtocolError:
+            continue
+    return max(found, key=lambda info: info.created_at, default=None)
 
 
-def _info(bucket: Bucket, key: str) -> RunInfo | None:
+def read_info(bucket: Bucket, key: str) -> RunInfo | None:
+    """Read the description of a run, None if it is missing; raises `ProtocolError` if it is damaged."""
     try:
         info = parse(RunInfo, bucket.get(key), key)
-    except ObjectMissing:
+    except ObjectMissingError:
         return None
     if Keys(info.run).info != key:
         raise ProtocolError(f"{key} describes run {info.run!r}: it was not used")
     return info
 
 
-def _sound_info(bucket: Bucket, key: str) -> RunInfo | None:
-    """A damaged description of one run does not keep the others from being found."""
-    try:
-        return _info(bucket, key)
-    except ProtocolError:
-        return None
+Question = TypeVar("Question")
+Answer = TypeVar("Answer")
 
 
-def _quiet_min(progress: Progress | None) -> int:
-    if progress is None or progress.done:
-        return 0
-    return max(0, int((time.time() - progress.last_t) / 60))
+class AnswerCache(Generic[Question, Answer]):
+    """Works out each answer once, one at a time, and keeps the answers used last.
+
+    A `ProtocolError` or a `CodecError` is an answer too: it is raised without work for `FAILED_S` seconds.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[Question], Answer],
+        room: int,
+        weigh: Callable[[Answer], int] = lambda _: 1,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """Keep answers that weigh at most `room` together, and the newest whatever it weighs."""
+        self._work, self._room, self._weigh, self._clock = work, room, weigh, clock
+        # Answer, weight, and until when it holds.
+        self._kept: OrderedDict[Question, tuple[Answer | Exception, float, float]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __call__(self, question: Question) -> Answer:
+        """Return the answer, or raise what working it out raised."""
+        with self._lock:
+            if question not in self._kept or self._kept[question][2] < self._clock():
+                try:
+                    found = self._work(question)
+                    self._kept[question] = found, self._weigh(found), math.inf
+                except (ProtocolError, CodecError) as error:
+                    until = self._clock() + FAILED_S
+                    self._kept[question] = error.with_traceback(None), self._room / 1024, until
+            self._kept.move_to_end(question)
+            answer, *_ = self._kept[question]
+            while len(self._kept) > 1 and sum(weight for _, weight, _ in self._kept.values()) > self._room:
+                self._kept.popitem(last=False)
+            if isinstance(answer, Exception):
+                raise answer.with_traceback(None)
+            return answer
+
+
+class Download:
+    """An object of the bucket on this machine's disk, deleted when the last user lets go of it."""
+
+    def __init__(self, bucket: Bucket, info: ObjectInfo) -> None:
+        folder = tempfile.mkdtemp(prefix="delta-weight-sync-object-")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self.path, self.size = Path(folder, info.key.rsplit("/", 1)[-1]), info.size
+        bucket.fetch(info.key, self.path, info.size)
+
+
+class Library:
+    """Reads parts of one run on demand and caches them."""
+
+    def __init__(self, bucket: Bucket, run: Callable[[], str | None], clock: Clock = time.monotonic) -> None:
+        """`run` returns the name of the run that is shown, None before there is one."""
+        self.bucket, self._run, self._clock = bucket, run, clock
+        self._lock = threading.Lock()
+        self._listed: tuple[float, str, Listing] = (0.0, "", [])
+        self._manifests = AnswerCache[ObjectInfo, Manifest](
+            lambda info: RunReader(self.bucket, self.run).read_listed(info.key), _MANIFESTS
+        )
+        self._deltas = AnswerCache(self._open, _TENSORS, lambda delta: len(delta.tensors))
+        self._proofs = AnswerCache(self._rebuild, _PROOFS)
+        self._downloads = AnswerCache[ObjectInfo, Download](
+            lambda info: Download(self.bucket, info), _DISK, lambda download: download.size
+        )
+
+    @property
+    def run(self) -> str:
+        """The run's name; raises `ProtocolError` before there is one."""
+        if (name := self._run()) is None:
+            raise ProtocolError(f"{self.bucket.url} holds no run yet")
+        return name
+
+    def objects(self) -> Listing:
+        """List the run's objects, at most `LIST_EVERY_S` seconds old, or older once the rate limit is met."""
+        with self._lock:
+            at, run, listing = self._listed
+            if run == self.run and self._clock() - at <= LIST_EVERY_S:
+                return listing
+            try:
+                self._listed = self._clock(), self.run, self.bucket.list(Keys(self.run).folder)
+            except RateLimitError:
+                if run != self.run:
+                    raise
+            return self._listed[2]
+
+    def delta(self, version: int) -> tuple[Manifest, OpenedDelta]:
+        """Return the manifest of a version and its delta, opened."""
+        manifest = self._manifest(version)
+        return manifest, self._deltas(manifest)
+
+    def verify(self, version: int) -> str:
+        """Rebuild a version from the bucket, and say that its digest is the published one.
+
+        Raises `ProtocolError` or `CodecError` if it is not, or if the model is too large to be rebuilt here.
+        """
+        return self._proofs(self._manifest(version))
+
+    def digests(self, versions: set[int]) -> dict[int, str]:
+        """Return the published digests of those versions that the run still has."""
+        there = versions & manifests_of(self.objects()).keys()
+        return {version: self._manifest(version).digest for version in there}
+
+    def download(self, key: str) -> Download:
+        """Download an object of the run; anchors and objects of other runs are refused."""
+        found = next((info for info in self.objects() if info.key == key), None)
+        if found is None or "/anchors/" in key:
+            raise ObjectMissingError(f"{key} is no object of run {self.run!r} that can be downloaded here")
+        if found.size > MAX_DOWNLOAD:
+            raise ProtocolError(f"{key} is too large to be sent from here: fetch it from {self.bucket.url}")
+        return self._downloads(found)
+
+    def _manifest(self, version: int) -> Manifest:
+        manifests = manifests_of(self.objects())
+        info, oldest = manifests.get(version), min(manifests, default=0)
+        if info is None and 0 <= version < oldest:
+            raise no_longer_held(f"run {self.run!r} in {self.bucket.url}", version, oldest)
+        if info is None:
+            raise ProtocolError(f"run {self.run!r} has no version {version} in {self.bucket.url}")
+        return self._manifests(info)
+
+    def _open(self, manifest: Manifest) -> OpenedDelta:
+        if not manifest.deltas:
+            raise ProtocolError(f"v{manifest.version} is an anchor: every weight is new, there is no delta")
+        with tempfile.TemporaryDirectory() as folder:
+            return open_delta(RunReader(self.bucket, self.run).fetch(manifest.deltas[-1], Path(folder)))
+
+    def _rebuild(self, manifest: Manifest) -> str:
+        way = manifest.recipe()
+        if way.size > MAX_REBUILD:  # the sizes of its files; `full_bytes` may be anything
+            raise ProtocolError(
+                f"this model is too large to be rebuilt here: delta-weight-sync verify {self.bucket.url}"
+            )
+        with tempfile.TemporaryDirectory() as folder:
+            RunReader(self.bucket, self.run).checkout(manifest, Path(folder))
+        return (
+            f"v{manifest.version} was rebuilt from anchor v{manifest.anchor.version} and {len(way.deltas)}"
+            f" deltas: all {manifest.total} weights give the published digest {manifest.digest}"
+        )
+
+
+class RateLimitError(BucketError):
+    """Visitors have used up their rate limit; the message says when they can read again."""
+
+
+class RateLimitedBucket:
+    """A bucket as visitors read it, with a limit on calls and one on bytes in `WINDOW_S` seconds.
+
+    What was not used is available in one burst. The bucket cannot be written.
+    """
+
+    def __init__(self, bucket: Bucket, clock: Clock = time.monotonic) -> None:
+        self._bucket, self.url, self._clock = bucket, bucket.url, clock
+        self._limits = {f"{CALLS} requests": CALLS, size_text(BYTES): BYTES}
+        self._left = {limit: float(amount) for limit, amount in self._limits.items()}
+        self._at, self._lock = clock(), threading.Lock()
+
+    def get(self, key: str) -> bytes:
+        """Read a small object."""
+        self._spend(1, 0)
+        return self._bucket.get(key)
+
+    def fetch(self, key: str, dest: Path, limit: int) -> str:
+        """Download an object; `limit` counts as its bytes."""
+        self._spend(1, limit)
+        return self._bucket.fetch(key, dest, limit)
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        """Look an object up."""
+        self._spend(1, 0)
+        return self._bucket.stat(key)
+
+    def list(self, prefix: str) -> Listing:
+        """List the objects of a folder."""
+        self._spend(1, 0)
+        return self._bucket.list(prefix)
+
+    def _spend(self, *amounts: int) -> None:
+        with self._lock:
+            now = self._clock()
+            passed, self._at = (now - self._at) / WINDOW_S, now
+            for words, limit in self._limits.items():
+                self._left[words] = min(self._left[words] + passed * limit, limit)
+            for (words, limit), amount in zip(self._limits.items(), amounts, strict=True):
+                if amount > self._left[words]:
+                    wait_s = max((min(amount, limit) - self._left[words]) / limit * WINDOW_S, 1)
+                    raise RateLimitError(
+                        f"visitors have used the {words} that this dashboard reads in {WINDOW_S / 60:.0f}"
+                        f" minutes: try again in {wait_s:.0f} s, or read the bucket with your own token"
+                    )
+                self._left[words] -= amount

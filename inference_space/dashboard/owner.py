@@ -1,77 +1,117 @@
-"""The owner's tab: pause following, pin a version, heal. Visitors can do nothing with it."""
+"""The owner's tab: pause, pin and heal a replica. Visitors can see it, and do nothing with it."""
 
 from __future__ import annotations
 
+import hmac
+import os
 from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import gradio as gr
+from gradio.utils import get_space
 from markupsafe import Markup
 
-from delta_weight_sync.store import BucketError
-from inference_space.dashboard.controls import Controls, Owner
-from inference_space.dashboard.login import hindrance
-from inference_space.dashboard.templates import render_template
+from delta_weight_sync.errors import BucketError
+from inference_space.dashboard.html import render_template
 
+if TYPE_CHECKING:  # the dashboard also runs without a replica
+    from delta_weight_sync.vllm.follower import Commands as Controls
+
+# Set by the Hub in a Space whose README says `hf_oauth: true`; Gradio reads all four.
+_LOGIN_SETTINGS = ("OAUTH_CLIENT_ID", "OAUTH_CLIENT_SECRET", "OAUTH_SCOPES", "OPENID_PROVIDER_URL")
+_LOGIN_LIBRARIES = ("authlib", "itsdangerous")
 _REFUSED = (
-    "Only the owner may do this: give the replica's key (its setting REPLICA_KEY), or log in as its owner."
+    "Only the owner may do this: enter the replica's key (its setting REPLICA_KEY), or log in as its owner."
 )
-_NO_VERSION = "Give the version to pin: a whole number from 0 on."
 _ACTIONS = {
-    "Pause following": "it keeps the version that it serves, whatever is published.",
-    "Follow the newest": "ends a pause and a pin.",
-    "Heal": "it compares all live weights with the published ones and writes what differs.",
-    "Pin this version": "it goes there and stays, to an older one as well; vLLM goes on answering.",
+    "Pause following": "the replica keeps the version that it serves, even when newer ones are published.",
+    "Follow the newest": "ends a pause or a pin.",
+    "Heal": "the replica compares all live weights with the published ones, and writes those that differ.",
+    "Pin this version": "the replica switches to this version and stays there. vLLM keeps answering.",
 }
 
 
-def build(controls: Controls, owner: Owner) -> None:
+@dataclass(frozen=True)
+class Owner:
+    """May use the controls: anyone with the key, and the Hugging Face account `name`."""
+
+    key: str = ""
+    name: str = ""
+
+    def allows(self, key: str, login: str) -> bool:
+        """Compare in constant time; an empty key or name never matches."""
+        by_key = bool(self.key) and hmac.compare_digest(key.encode(), self.key.encode())
+        by_name = bool(self.name) and hmac.compare_digest(login.encode(), self.name.encode())
+        return by_key or by_name
+
+
+def space_author() -> str:
+    """Return the Space's author if visitors can log in here, else an empty string."""
+    return "" if login_problem() else os.environ.get("SPACE_AUTHOR_NAME", "")
+
+
+def login_problem() -> str:
+    """Say why visitors cannot log in here, and how to fix it; empty if they can.
+
+    Outside of a Space, Gradio would log every visitor in as the account of this machine: login is off there.
+    """
+    if not os.environ.get("SPACE_ID"):
+        return "Login with Hugging Face works only in a Space."
+    if get_space() is None:  # Gradio's own condition
+        return "To log in with Hugging Face, set SYSTEM=spaces in the Space's Dockerfile."
+    if not all(os.environ.get(name) for name in _LOGIN_SETTINGS):
+        return "To log in with Hugging Face, set hf_oauth: true at the top of the Space's README.md."
+    if not all(find_spec(name) for name in _LOGIN_LIBRARIES):
+        return "To log in with Hugging Face, install gradio[oauth] instead of gradio."
+    return ""
+
+
+def owner_tab(controls: Controls, owner: Owner) -> None:
     """Add the tab's components to the Blocks that are being built."""
+
+    def pin(version: int | None) -> None:
+        if version is None or version < 0:
+            raise ValueError("Enter the version to pin: a whole number, 0 or larger.")
+        controls.pin(version)
+
+    pause_name, resume_name, heal_name, pin_name = _ACTIONS
     gr.HTML("<h1>This replica</h1>", apply_default_css=False)
-    said = gr.HTML(lambda: describe(controls), elem_id="dws-owner-said", apply_default_css=False)
+    state = gr.HTML(lambda: describe(controls), elem_id="dws-owner-state", apply_default_css=False)
     if owner.name:
         gr.LoginButton(size="md", icon=None)
     else:
-        gr.HTML(Markup('<p class="mute">{}</p>').format(hindrance()), apply_default_css=False)
+        gr.HTML(Markup('<p class="mute">{}</p>').format(login_problem()), apply_default_css=False)
     key = gr.Textbox(label="Key", type="password", visible=bool(owner.key), elem_id="dws-key")
     with gr.Row():
-        pause, resume, heal = (gr.Button(name) for name in list(_ACTIONS)[:3])
+        buttons = [gr.Button(name) for name in (pause_name, resume_name, heal_name)]
     with gr.Row():
         version = gr.Number(label="Version", precision=0)
-        pin = gr.Button(list(_ACTIONS)[3])
+        buttons.append(gr.Button(pin_name))
     answer = gr.HTML("", elem_id="dws-owner-answer", apply_default_css=False)
     gr.HTML(render_template("actions.html", actions=_ACTIONS), apply_default_css=False)
-    for button, act in (
-        (pause, lambda _: controls.pause()),
-        (resume, lambda _: controls.resume()),
-        (heal, lambda _: controls.heal()),
-        (pin, lambda number: _pin(controls, number)),
-    ):
+    acts = (lambda _: controls.pause(), lambda _: controls.resume(), lambda _: controls.heal(), pin)
+    for button, act in zip(buttons, acts, strict=True):
         run = guarded(controls, owner, act)
-        outputs = [said, answer]
-        button.click(run, [key, version], outputs, show_progress="hidden", api_visibility="private")
+        button.click(run, [key, version], [state, answer], show_progress="hidden", api_visibility="private")
 
 
 def describe(controls: Controls) -> str:
-    """What the replica follows, in words."""
+    """Say which version the replica follows."""
     if controls.pinned:
         return Markup("<p>It stays at <b>v{}</b>.</p>").format(controls.pinned.version)
     if controls.paused:
-        return "<p>It is <b>paused</b>: it stays where it is.</p>"
+        return "<p>It is <b>paused</b>: it stays at the version that it serves.</p>"
     return "<p>It follows the newest version.</p>"
-
-
-def _pin(controls: Controls, version: int | None) -> None:
-    if version is None or version < 0:
-        raise ValueError(_NO_VERSION)
-    controls.pin(version)
 
 
 def guarded(
     controls: Controls, owner: Owner, act: Callable[[int | None], None]
 ) -> Callable[[str | None, int | None, gr.OAuthProfile | None], tuple[str, str]]:
-    """`act` for the owner only; it answers what the replica follows, and why nothing was done."""
+    """Wrap `act` for the owner only; the result says what the replica follows, and why nothing was done."""
 
-    # Gradio fills in the profile, which only its signed session can hold; nobody can send one.
+    # Gradio fills in the profile from its signed session; a visitor cannot send one.
     def run(key: str | None, version: int | None, profile: gr.OAuthProfile | None) -> tuple[str, str]:
         refused = ""
         try:

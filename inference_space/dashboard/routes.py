@@ -1,99 +1,130 @@
-"""The views beside the live page, each a piece of HTML that the page asks for when it is opened."""
+"""The dashboard as part of a FastAPI app: the page, and the routes of its views."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
-from fastapi import APIRouter
+import gradio as gr
+from fastapi import APIRouter, FastAPI
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, Response
 from markupsafe import Markup
 from starlette.background import BackgroundTask
 
-from delta_weight_sync.codec import CodecError
-from delta_weight_sync.refs import ProtocolError
-from delta_weight_sync.store import BucketError
-from inference_space.dashboard import browser
-from inference_space.dashboard.data import RunCache
-from inference_space.dashboard.facts import scene
-from inference_space.dashboard.inside import inside
-from inference_space.dashboard.library import Library
-from inference_space.dashboard.page import body
-from inference_space.dashboard.rations import RationedError
-from inference_space.dashboard.snapshots import FRAMES
-from inference_space.dashboard.view import Progress
+from delta_weight_sync.errors import BucketError, CodecError, ProtocolError
+from delta_weight_sync.store import Bucket
+from inference_space.dashboard import views
+from inference_space.dashboard.data import Library, RateLimitedBucket, RateLimitError, RunCache, Status
+from inference_space.dashboard.owner import Owner, space_author
+from inference_space.dashboard.page import Prerender, body, build, first_paint, insert
+from inference_space.dashboard.state import FRAMES
 
+if TYPE_CHECKING:
+    from delta_weight_sync.vllm.follower import Commands as Controls
+
+_SESSIONS = 512  # whose last revision is remembered; a forgotten one is sent the page once more
 _LAST_PAGE = 1_000_000
-_FAULTS = (BucketError, ProtocolError, CodecError)
+
+
+def mount(
+    app: FastAPI,
+    bucket: Bucket,
+    run: str | None,
+    *,
+    controls: Controls | None = None,
+    key: str = "",
+    own_status: Status | None = None,
+) -> FastAPI:
+    """Serve the dashboard of `run`, or of the run created last, at the root of `app`.
+
+    Mount it after the app's own routes: it answers every path that no earlier route takes. Reading the bucket
+    begins immediately. `app.state.dashboard_events` describes the inputs of the page's events.
+
+    Args:
+        controls: Of the replica that hosts the dashboard; they add a tab for its owner.
+        key: Opens the controls, as does a login as the Space's author.
+        own_status: Returns the present status of the replica that hosts the dashboard.
+
+    Raises:
+        ValueError: This version of Gradio has a different page.
+    """
+    insert((Path(gr.__file__).parent / "templates/frontend/index.html").read_text(), "")
+    cache, owner = RunCache(bucket, run, own_status=own_status), Owner(key, space_author())
+    if not (owner.key or owner.name):
+        controls = None  # without an owner the tab is useless
+    library = Library(cast(Bucket, RateLimitedBucket(bucket)), lambda: cache.view().run)
+    app.include_router(router(cache, library))
+    app.add_middleware(Prerender, cache.now, lambda view: first_paint(view, owner=controls is not None))
+    blocks = build(cache.view, controls, owner)
+    blocks.state_session_capacity = _SESSIONS
+    kinds: dict[type, str] = {gr.Textbox: "text", gr.Number: "number"}
+    app.state.dashboard_events = {
+        number: [kinds.get(type(given), "kept") for given in event.inputs]
+        for number, event in blocks.fns.items()
+        if event.fn is not None
+    }
+    mounted: FastAPI = gr.mount_gradio_app(
+        app,
+        blocks,
+        "/",
+        theme=gr.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
+        footer_links=[],
+        run_history=False,
+        ssr_mode=False,
+        mcp_server=False,
+        max_file_size=1,  # there is nothing to upload
+    )
+    return mounted
 
 
 def router(cache: RunCache, library: Library) -> APIRouter:
-    """`GET dashboard/...`; whatever is wrong with the run is a sentence with status 404, or 429."""
+    """Return the routes `GET /dashboard/...`. A fault of the run is a sentence with status 404, or 429."""
     routes = APIRouter(prefix="/dashboard")
+    past = lru_cache(maxsize=FRAMES)(body)
 
     @routes.get("/frame")
     def frame(version: int) -> Response:
-        """The live page as it was at a moment of the run."""
-        return _page(lambda: _body(cache.snapshots.at(version, library.digests)))
+        return _answer(lambda: HTMLResponse(past(cache.at(version, library.digests))))
 
     @routes.get("/inside")
-    def inside_a_delta(version: int) -> Response:
-        """Where a version's changes are."""
-        return _page(lambda: inside(library.delta(version)[1]))
+    def inside(version: int) -> Response:
+        return _answer(lambda: HTMLResponse(views.inside(library.delta(version)[1])))
 
     @routes.get("/bucket")
     def bucket(page: int = 0) -> Response:
-        """The objects of the run."""
-        shown = min(max(0, page), _LAST_PAGE)
-        return _page(lambda: browser.listing(library.objects(), library.run, shown, served=True))
+        page = min(max(0, page), _LAST_PAGE)
+        return _answer(lambda: HTMLResponse(views.listing(library.objects(), library.run, page, served=True)))
 
     @routes.get("/delta")
     def delta(version: int) -> Response:
-        """A delta, opened in place."""
-        return _page(lambda: browser.opened(*library.delta(version), served=True))
+        return _answer(lambda: HTMLResponse(views.opened(*library.delta(version), served=True)))
 
     @routes.get("/verify")
     def verify(version: int) -> Response:
-        """Whether a version's files give its digest."""
-        return _page(lambda: Markup('<b class="yes">verified</b>: {}').format(library.verify(version)))
+        proof = Markup('<b class="yes">verified</b>: {}')
+        return _answer(lambda: HTMLResponse(proof.format(library.verify(version))))
 
     @routes.get("/explain")
-    def explain() -> JSONResponse:
-        """The numbers of the animations."""
+    def explain() -> Response:
         now = cache.view()
-        return JSONResponse(scene(now.progress, now.model))
+        return JSONResponse(views.scene(now.progress, now.model))
 
-    routes.add_api_route("/object", _download(library), methods=["GET"])
+    @routes.get("/object")
+    def download(key: str) -> Response:
+        def send() -> Response:
+            found = library.download(key)
+            # The task holds the download, and so its file, until it is sent.
+            return FileResponse(found.path, filename=found.path.name, background=BackgroundTask(id, found))
+
+        return _answer(send)
+
     return routes
 
 
-@lru_cache(maxsize=FRAMES)
-def _body(run: Progress) -> str:
-    return body(run)
-
-
-def _download(library: Library) -> Callable[[str], Response]:
-    def download(key: str) -> Response:
-        """One object of the run, as it is."""
-        folder = tempfile.TemporaryDirectory()
-        try:
-            path = library.fetch(key, Path(folder.name))
-        except _FAULTS as error:
-            folder.cleanup()
-            return _fault(error)
-        return FileResponse(path, filename=path.name, background=BackgroundTask(folder.cleanup))
-
-    return download
-
-
-def _page(work: Callable[[], str]) -> Response:
+def _answer(work: Callable[[], Response]) -> Response:
     try:
-        return HTMLResponse(work())
-    except _FAULTS as error:
-        return _fault(error)
-
-
-def _fault(error: Exception) -> Response:
-    return PlainTextResponse(str(error), 429 if isinstance(error, RationedError) else 404)
+        return work()
+    except (BucketError, ProtocolError, CodecError) as error:
+        return PlainTextResponse(str(error), 429 if isinstance(error, RateLimitError) else 404)

@@ -1,43 +1,102 @@
-"""Publish only the weights that changed, through a bucket; vLLM replicas patch them into their live ones."""
+"""Publish only the weights that changed through a bucket, and read them anywhere.
+
+Train with `Publisher` or, in TRL, with `BucketWeightTransfer`. Any engine reads a run with `follow`; vLLM
+servers patch their live weights with the plugin of this package.
+"""
 
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
-from delta_weight_sync.errors import DeltaWeightSyncError
+from delta_weight_sync.errors import (
+    AccessDeniedError,
+    BucketError,
+    BucketMissingError,
+    BucketUnreachableError,
+    CheckpointError,
+    CodecError,
+    ConfigError,
+    DeltaWeightSyncError,
+    FencedError,
+    FolderError,
+    KeyFormatError,
+    MissingExtraError,
+    NoVersionError,
+    ObjectMissingError,
+    PeerError,
+    ProtocolError,
+    SignatureError,
+    StateError,
+)
 
 if TYPE_CHECKING:
-    from delta_weight_sync.history import RunReader, open_run
+    from delta_weight_sync.checkout import FollowedVersion, follow
     from delta_weight_sync.publish.publisher import Publisher
-    from delta_weight_sync.publish.weight_transfer import BucketWeightTransfer
-    from delta_weight_sync.store import open_bucket
+    from delta_weight_sync.reader import RunReader, open_run
+    from delta_weight_sync.records import Manifest
+    from delta_weight_sync.store import Bucket, open_bucket
+    from delta_weight_sync.trl._transfer import BucketWeightTransfer
 
 __version__ = "0.2.0"
 __all__ = [
+    "AccessDeniedError",
+    "Bucket",
+    "BucketError",
+    "BucketMissingError",
+    "BucketUnreachableError",
     "BucketWeightTransfer",
+    "CheckpointError",
+    "CodecError",
+    "ConfigError",
     "DeltaWeightSyncError",
+    "FencedError",
+    "FolderError",
+    "FollowedVersion",
+    "KeyFormatError",
+    "Manifest",
+    "MissingExtraError",
+    "NoVersionError",
+    "ObjectMissingError",
+    "PeerError",
+    "ProtocolError",
     "Publisher",
     "RunReader",
+    "SignatureError",
+    "StateError",
     "__version__",
+    "follow",
     "open_bucket",
     "open_run",
 ]
 
-# Imported at the first use: who only names the package waits for neither torch nor numba.
+# Imported at the first use: naming the package loads neither torch nor numba.
 _HOMES = {
-    "BucketWeightTransfer": "delta_weight_sync.publish.weight_transfer",
+    "Bucket": "delta_weight_sync.store",
+    "BucketWeightTransfer": "delta_weight_sync.trl._transfer",
+    "FollowedVersion": "delta_weight_sync.checkout",
+    "Manifest": "delta_weight_sync.records",
     "Publisher": "delta_weight_sync.publish.publisher",
-    "RunReader": "delta_weight_sync.history",
+    "RunReader": "delta_weight_sync.reader",
+    "follow": "delta_weight_sync.checkout",
     "open_bucket": "delta_weight_sync.store",
-    "open_run": "delta_weight_sync.history",
+    "open_run": "delta_weight_sync.reader",
 }
+_EXTRAS = {"BucketWeightTransfer": "trl", "Publisher": "torch"}
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    try:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        if name in _EXTRAS:
+            raise MissingExtraError(name, _EXTRAS[name], error) from error
+        raise
 
 
 def __dir__() -> list[str]:

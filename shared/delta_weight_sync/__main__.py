@@ -1,4 +1,4 @@
-"""`python -m delta_weight_sync`: the console command where it is not on the path."""
+"""`python -m delta_weight_sync`: the same as the command `delta-weight-sync`."""
 
 from delta_weight_sync.cli import main
 

@@ -1,6 +1,6 @@
 """Model weights as bits: ordinary Hugging Face checkpoints in, `{name: uint16 array}` out, and back.
 
-torch takes seconds to import and need not be installed to read one: only live tensors ask for it.
+Reading one needs no torch, which takes seconds to import: only live tensors do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from delta_weight_sync.errors import DeltaWeightSyncError
+from delta_weight_sync.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
@@ -26,12 +26,8 @@ Bits = NDArray[np.uint16]
 _CHUNK = 1 << 18  # elements cast at a time; the scratch space stays in the cache
 
 
-class CheckpointError(DeltaWeightSyncError, FileNotFoundError):
-    """A checkpoint is not there, or not one that a run can begin with."""
-
-
 def to_bits(tensor: torch.Tensor) -> Bits:
-    """The bf16 cast of `tensor` as uint16, same shape, C-contiguous, on the host; never an alias of it."""
+    """The bf16 cast of `tensor` as uint16: same shape, C-contiguous, on the host, never an alias."""
     import torch
 
     cast = tensor.detach().to(torch.bfloat16, copy=True).cpu().contiguous()
@@ -39,7 +35,7 @@ def to_bits(tensor: torch.Tensor) -> Bits:
 
 
 def read_bits(folder: Path) -> Iterator[tuple[str, Bits]]:
-    """Yield the bf16 cast of every tensor of a checkpoint folder, one at a time. Raises `CheckpointError`."""
+    """Yield (name, bf16 cast) of every tensor of a checkpoint folder. Raises `CheckpointError`."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"{folder.name} holds no .safetensors file; is it a Hugging Face checkpoint?")
@@ -54,9 +50,9 @@ def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_tensors(path: Path, names: Iterable[str]) -> Iterator[tuple[str, Bits]]:
-    """Yield the bf16 cast of tensors of a `.safetensors` file, one at a time, each in its shape.
+    """Yield (name, bf16 cast) of tensors of a `.safetensors` file, each in its shape.
 
-    Raises `CheckpointError` for a type that numpy does not know, of a quantized checkpoint.
+    Raises `CheckpointError` for a type that numpy does not know, as in a quantized checkpoint.
     """
     bf16 = map_bits(path)
     with safe_open(path, framework="numpy") as file:
@@ -68,9 +64,9 @@ def read_tensors(path: Path, names: Iterable[str]) -> Iterator[tuple[str, Bits]]
 
 
 def to_nearest(values: NDArray[Any]) -> Bits:
-    """bf16 bits of numbers, in their shape: by way of float32 to the nearest, ties to even, as torch casts.
+    """bf16 bits (uint16) of numbers, in their shape: rounded from float32 to nearest, ties to even, as torch.
 
-    Every NaN becomes 0x7fc0. (What torch makes of one depends on the machine: 0x7fc0 or 0xffff.)
+    Every NaN becomes 0x7fc0. (torch's result for a NaN depends on the machine: 0x7fc0 or 0xffff.)
     """
     flat = values.reshape(-1)
     bits = np.empty(flat.size, np.uint16)
@@ -84,9 +80,9 @@ def to_nearest(values: NDArray[Any]) -> Bits:
 
 
 def map_bits(path: Path, mode: Literal["r", "r+"] = "r") -> dict[str, Bits]:
-    """The bf16 tensors of a `.safetensors` file, as arrays on the file's own pages; needs no torch.
+    """The bf16 tensors of a `.safetensors` file, as uint16 arrays mapped onto the file.
 
-    What is written to them in mode "r+" is in the file at once. Raises `SafetensorError` for another file.
+    In mode "r+" a write to them changes the file. Raises `SafetensorError` for any other file.
     """
     with safe_open(path, framework="numpy"):  # checks the header: no tensor lies outside of the file
         pages = np.memmap(path, np.uint8, mode).view(np.ndarray)
@@ -104,7 +100,7 @@ def map_bits(path: Path, mode: Literal["r", "r+"] = "r") -> dict[str, Bits]:
 def write_bits(shapes: Mapping[str, tuple[int, ...]], bits: Callable[[str], Bits], path: Path) -> None:
     """Write a bf16 `.safetensors` file that transformers and vLLM load.
 
-    `bits` gives each tensor of `shapes` when its turn comes, so that no more than one of them is held here.
+    `bits` gives each tensor of `shapes` when its turn comes, so that only one is held here.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -7,22 +7,28 @@
 splitmix64 (Steele, Lea & Flood, 2014), `seed(t)` the first eight bytes of sha256(name). The sum does not
 depend on order, so replicas can hash shards in any layout, and a change of one element from `a` to `b` moves
 it by `r * (b - a)`. Within a block of 4096 elements the products stay below 2^64 and a machine adds many of
-them at once. Any single wrong element is seen for sure, several with probability of about 1 - 2^-48; it
-guards against mistakes, the sha256 in the manifest guards against tampering.
+them with vector instructions. It always detects a single wrong element, and several with a probability of
+about 1 - 2^-48. The digest guards against mistakes; the sha256 in the manifest guards against tampering.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from delta_weight_sync.kernel import kernel
+from delta_weight_sync.util import kernel
+
+if TYPE_CHECKING:
+    import torch
 
 BLOCK = 4096
-_NO_BLOCK = np.uint64(1 << 63)  # a number that none has
+_CHUNK = BLOCK << 12  # elements of a tensor per step: bounds the int64 temporaries to half a gigabyte
+_NO_BLOCK = np.uint64(1 << 63)  # not the number of any block
 Bits = NDArray[np.uint16]
 
 
@@ -44,7 +50,7 @@ def _inner_table() -> NDArray[np.uint32]:
 
 @kernel
 def outer(seed: np.uint64, block: np.uint64) -> np.uint64:
-    """The factor of a block."""
+    """The factor of block number `block` of a tensor."""
     return _mix(seed + block) | np.uint64(1)
 
 
@@ -53,7 +59,7 @@ INNER = _inner_table()  # uint32 [4096]: the factor of a position within its blo
 
 @kernel
 def _hash_block(bits: Bits, factors: NDArray[np.uint32]) -> np.uint64:
-    """A loop over two slices from their start: only so does the compiler turn it into vector instructions."""
+    """The compiler vectorises a loop over two slices only if both begin at their start."""
     total = np.uint64(0)
     for j in range(bits.size):
         total += np.uint64(factors[j]) * np.uint64(bits[j])
@@ -81,7 +87,7 @@ def _hash_change(
     total, block, factor = np.uint64(0), _NO_BLOCK, np.uint64(0)
     for j in range(index.size):
         i = np.uint64(index[j])
-        if i // np.uint64(BLOCK) != block:  # increasing positions stay in a block for a while
+        if i // np.uint64(BLOCK) != block:  # increasing positions share a block for a while
             block = i // np.uint64(BLOCK)
             factor = outer(seed, block)
         total += factor * np.uint64(inner[i % np.uint64(BLOCK)]) * (np.uint64(new[j]) - np.uint64(old[j]))
@@ -111,25 +117,69 @@ def seed(name: str) -> np.uint64:
 
 
 def tensor_digest(name: str, bits: Bits, first: int = 0) -> int:
-    """Digest of one tensor's row-major bf16 patterns, uint16, any shape, or of a part from `first` on."""
+    """Digest of a tensor's row-major bf16 patterns (uint16, any shape), or of a part from `first` on."""
     return int(hash_dense(np.ascontiguousarray(bits).reshape(-1), first, INNER, seed(name)))
 
 
 def change_digest(name: str, index: NDArray[np.int64], old: Bits, new: Bits) -> int:
-    """What to add to a digest (mod 2^64) when `old` becomes `new` at the flat positions `index`."""
+    """The change of a digest (mod 2^64) when `old` becomes `new` (uint16 [n]) at flat positions `index`."""
     return int(_hash_change(index, old, new, INNER, seed(name)))
 
 
 def add(name: str, bits: Bits, index: NDArray[np.int64], ulps: Bits) -> int:
-    """Add `ulps` to flat `bits` (uint16) at `index`; what that adds to a digest (mod 2^64)."""
+    """Add `ulps` to flat `bits` (uint16) at `index`; returns the change of the digest (mod 2^64)."""
     return int(_add(bits, index, ulps, INNER, seed(name)))
 
 
 def state_digest(state: Mapping[str, Bits]) -> int:
-    """Digest of a whole model: checkpoint name -> bf16 bits."""
+    """Digest of a whole model, given as checkpoint name -> bf16 bits (uint16)."""
     return sum(tensor_digest(name, bits) for name, bits in state.items()) % (1 << 64)
 
 
 def to_hex(digest: int) -> str:
-    """The form that manifests and status pages carry: 16 hex digits."""
+    """A digest as manifests and status pages show it: 16 hex digits."""
     return f"{digest % (1 << 64):016x}"
+
+
+def live_digest(name: str, bits: torch.Tensor) -> int:
+    """`tensor_digest` of an int16 tensor of bf16 patterns, contiguous, on any device."""
+    if bits.device.type == "cpu":
+        return tensor_digest(name, bits.numpy().view(np.uint16))
+    return device_digest(name, bits)
+
+
+def device_digest(name: str, bits: torch.Tensor) -> int:
+    """`live_digest` with int64 tensor operations, which wrap as uint64 ones do; for every device."""
+    import torch
+
+    flat, total = bits.reshape(-1), torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, flat.numel(), _CHUNK):
+        part = flat[start : start + _CHUNK].to(torch.int64) & 0xFFFF
+        blocks = torch.nn.functional.pad(part, (0, -part.numel() % BLOCK)).view(-1, BLOCK)
+        number = torch.arange(len(blocks), device=bits.device) + start // BLOCK
+        factor = _mix_tensor(number + _signed(int(seed(name)))) | 1
+        total += (factor * (blocks * _inner(bits.device)).sum(1)).sum()
+    return int(total.item()) % (1 << 64)
+
+
+@functools.cache
+def _inner(device: torch.device) -> torch.Tensor:
+    import torch
+
+    return torch.from_numpy(INNER.astype(np.int64)).to(device)
+
+
+def _mix_tensor(i: torch.Tensor) -> torch.Tensor:
+    z = i * _signed(0x9E3779B97F4A7C15)
+    z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shift(z, 31)
+
+
+def _shift(z: torch.Tensor, by: int) -> torch.Tensor:
+    """Logical right shift: torch's is arithmetic, so this masks the copied sign bits."""
+    return (z >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value

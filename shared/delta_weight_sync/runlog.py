@@ -1,11 +1,11 @@
-"""What happened in a run, as events in the bucket: the one source of every curve on the dashboard.
+"""The event log of a run, in its bucket: the only source of the curves on the dashboard.
 
-Buckets cannot append, so the log is a row of segments of at most `SEGMENT` events each. Only the newest
-is rewritten; a reader keeps the full ones. The trainer box is the only writer: replicas hold a read-only
-token, so it asks them for their status and records the answer.
+Buckets cannot append, so the log is a series of segments with at most `SEGMENT` events each. Only the newest
+segment is rewritten; a reader keeps the full ones. Only the trainer writes: replicas have read-only tokens,
+so the trainer asks them for their status and records the answer.
 
-Nothing signs the log, so a reader expects anything: numbers are finite, texts are cut, and a line that is no
-event is skipped and counted.
+The log is not signed, so readers trust nothing in it: numbers are finite, texts are cut, and lines that are
+not events are skipped and counted.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from delta_weight_sync.keys import Keys
-from delta_weight_sync.protocol import FORMAT, Digest
-from delta_weight_sync.refs import Count, Line, Number, ProtocolError, Record, Text, Time, Word
+from delta_weight_sync.errors import ProtocolError
+from delta_weight_sync.records import FORMAT, Count, Digest, Keys, Line, Number, Record, Text, Time, Word
 from delta_weight_sync.store import Bucket
 
 SEGMENT: Final = 512
-SEGMENT_BYTES: Final = 4 << 20  # a segment ends before the event that would make it longer
+SEGMENT_BYTES: Final = 4 << 20  # of a segment
 LINE: Final = 1 << 20  # bytes of an event
 METRICS: Final = 256  # of one step
-_log = logging.getLogger("delta_weight_sync")
+_log = logging.getLogger(__name__)
 
 
 class SyncEvent(Record):
-    """A version was published. Seconds are wall time on the trainer box."""
+    """A version was published. Seconds are wall time on the trainer's machine."""
 
     kind: Literal["sync"] = "sync"
     t: Time
@@ -48,7 +47,7 @@ class SyncEvent(Record):
 
 
 class Rollout(Record):
-    """One conversation of a group: per turn what the policy wrote and what the environment answered."""
+    """One conversation of a group. Each turn is the text of the policy and the environment's answer."""
 
     turns: tuple[tuple[Text, Text], ...]
     reward: Number | None
@@ -56,7 +55,7 @@ class Rollout(Record):
 
 
 class StepEvent(Record):
-    """One optimizer step, with what TRL logged about it, and now and then one group of its rollouts."""
+    """One optimizer step with the metrics that TRL logged and, now and then, one group of its rollouts."""
 
     kind: Literal["step"] = "step"
     t: Time
@@ -68,7 +67,7 @@ class StepEvent(Record):
 
 
 class ReplicaEvent(Record):
-    """What a replica said when it was asked; `version` None while it serves nothing."""
+    """The status of a replica. `version` is None while it serves nothing."""
 
     kind: Literal["replica"] = "replica"
     t: Time
@@ -81,7 +80,7 @@ class ReplicaEvent(Record):
 
 
 class CommitEvent(Record):
-    """A replica took over a version. `lag_s` counts from the trainer's hand-over to the commit."""
+    """A replica committed a version. `lag_s` counts from the trainer's hand-over to the commit."""
 
     kind: Literal["commit"] = "commit"
     t: Time
@@ -91,24 +90,24 @@ class CommitEvent(Record):
     lag_s: Number
     fetch_s: Number
     stage_s: Number
-    pause_ms: Number  # how long generation stood still
+    pause_ms: Number  # how long generation paused
     commit_ms: Number  # the part of it that wrote and checked weights
-    joined: bool = False  # by comparing with a whole checkout, not by deltas
+    joined: bool = False  # from a whole checkpoint, not by deltas
 
 
 class ReplicaReport(Record):
-    """What a replica answers at `/status?after=<version>`: itself, and its commits of newer versions."""
+    """A replica's answer to `/status?after=<version>`: its status, and its commits of newer versions."""
 
     format: Word = FORMAT
     status: ReplicaEvent
     commits: Annotated[tuple[CommitEvent, ...], Field(max_length=1024)]
-    notice: Line = ""  # how it learns of new versions, in words
+    notice: Line = ""  # how it learns of new versions
 
 
 class CanaryEvent(Record):
-    """How far a replica's logprobs of fixed prompts are from those of the version that it says it serves.
+    """Compares a replica's logprobs of fixed prompts with those of the version that it claims to serve.
 
-    `difference`: of any token's logprob, the largest, in nats; above `limit` it is an alarm.
+    `difference` is the largest of any token's logprob, in nats. Above `limit` it is an alarm.
     """
 
     kind: Literal["canary"] = "canary"
@@ -120,12 +119,12 @@ class CanaryEvent(Record):
 
     @property
     def alarm(self) -> bool:
-        """Whether the replica computes with something else."""
+        """Whether the replica seems to compute with other weights."""
         return self.difference > self.limit
 
 
 class DoneEvent(Record):
-    """Training ended; `digest` was computed from the trainer's live parameters, not from bookkeeping."""
+    """Training ended. `digest` is computed from the trainer's live parameters."""
 
     kind: Literal["done"] = "done"
     t: Time
@@ -153,22 +152,22 @@ class RunLogWriter:
         self._thread.start()
 
     def append(self, event: Event) -> None:
-        """Record one event; returns at once. One of more than `LINE` bytes is left out, with a warning."""
+        """Record one event without waiting. An event of more than `LINE` bytes is dropped with a warning."""
         line = event.model_dump_json().encode()
         if len(line) > LINE:
-            _log.warning("run log: an event of %d bytes is left out: shorten its texts", len(line))
+            _log.warning("run log: dropped an event of %d bytes: shorten its texts", len(line))
             return
         with self._lock:
             self._lines.append(line)
 
     def close(self) -> None:
-        """Write what is left; raises `BucketError` if that fails."""
+        """Write the remaining events. Raises `BucketError` if that fails."""
         self._closed.set()
         self._thread.join()
         self.flush()
 
     def flush(self) -> None:
-        """Write the newest segment, and move on to the next where it is full; one thread at a time does."""
+        """Write the newest segment, and start the next if it is full. Thread-safe."""
         with self._writing:
             while full := self._write_segment():
                 with self._lock:
@@ -176,12 +175,12 @@ class RunLogWriter:
                 self._segment, self._written = self._segment + 1, 0
 
     def _first_free(self) -> int:
-        """After a row without a gap: a reader would wait for what is missing."""
+        """The first free number: a reader would wait forever for a missing segment."""
         there = {info.key for info in self._bucket.list(self._keys.log)}
         return next(number for number in itertools.count() if self._keys.segment(number) not in there)
 
     def _write_segment(self) -> int:
-        """Write what is not written of the newest segment; how many events it has if it is full, else 0."""
+        """Write new events of the newest segment. Returns its number of events if it is full, else 0."""
         with self._lock:
             lines, more = self._lines[: (count := _fitting(self._lines))], len(self._lines) > count
         if count > self._written:
@@ -198,17 +197,17 @@ class RunLogWriter:
 
 
 class RunLogReader:
-    """Reads a run's events; call `poll` again to get the newer ones."""
+    """Reads the events of a run. Call `poll` again to get newer ones."""
 
     def __init__(self, bucket: Bucket, run: str) -> None:
         self._bucket, self._keys = bucket, Keys(run)
         self._segment, self._seen, self._etag = 0, 0, ""
-        self.skipped = 0  # lines that were no events, so far; a segment that cannot be read counts as one
+        self.skipped = 0  # lines so far that are not events; an unreadable segment counts as one
 
     def poll(self) -> Iterator[Event]:
-        """The events that were added since the last call, oldest first, a segment in memory at a time.
+        """Yield the events added since the last call, oldest first, with one segment in memory at a time.
 
-        None are lost where that ends early, by an error of the bucket too.
+        If the iteration ends early, also by an error of the bucket, the next call continues there.
         """
         while True:
             complete = self._bucket.stat(self._keys.segment(self._segment + 1)) is not None
@@ -218,7 +217,6 @@ class RunLogReader:
             self._segment, self._seen, self._etag = self._segment + 1, 0, ""
 
     def _read_segment(self) -> Iterator[Event]:
-        """What is new in the current segment."""
         info = self._bucket.stat(self._keys.segment(self._segment))
         if info is None or info.etag == self._etag:
             return
@@ -235,11 +233,11 @@ class RunLogReader:
             data = self._bucket.get(self._keys.segment(self._segment))
         except ProtocolError:  # far too large
             return [b"?"]
-        return data.split(b"\n", SEGMENT)  # the last one holds what is too much
+        return data.split(b"\n", SEGMENT)  # the last one holds the excess
 
 
 def _fitting(lines: list[bytes]) -> int:
-    """How many lines one segment takes."""
+    """How many of the lines fit into one segment."""
     sizes = itertools.accumulate(len(line) + 1 for line in lines[:SEGMENT])
     return sum(size <= SEGMENT_BYTES for size in sizes)
 

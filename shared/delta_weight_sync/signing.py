@@ -1,14 +1,14 @@
-"""Signed versions: who may write to the bucket, and has not the key, makes no reader take anything over.
+"""Signed versions: write access to the bucket is not enough to make a reader accept a version.
 
-The publisher signs the seal of each manifest and HEAD with an Ed25519 key that it alone holds. Readers that
-know the key's public half refuse every record without its signature. A seal covers its record's kind, run and
-all other fields, and among them the sha256 of every file. Keys are one word of text each:
+The publisher signs the seal of each manifest and HEAD with an Ed25519 key that only it holds. Readers with
+the matching public key refuse every record without its signature. A seal covers the kind of the record, the
+run and all other fields, including the sha256 of every file. Keys are one word of text each:
 
-    DELTA_WEIGHT_SYNC_SIGNING_KEY=ed25519_secret_<64 hex digits>     the trainer's alone
-    DELTA_WEIGHT_SYNC_PUBLIC_KEY=ed25519_public_<64 hex digits>      readers'; several are parted by commas
+    DELTA_WEIGHT_SYNC_SIGNING_KEY=ed25519_secret_<64 hex digits>     the trainer's only
+    DELTA_WEIGHT_SYNC_PUBLIC_KEY=ed25519_public_<64 hex digits>      the readers'; separate several by commas
 
-Without the first nothing is signed, without the second no signature is looked at. `cryptography` is imported
-where there is a key.
+Without the first, nothing is signed. Without the second, no signature is checked. `cryptography` is imported
+only when a key is set.
 """
 
 from __future__ import annotations
@@ -19,51 +19,67 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, TypeVar
 
-from delta_weight_sync.protocol import FORMAT, Sealed
-from delta_weight_sync.refs import ProtocolError
+from delta_weight_sync.errors import KeyFormatError, SignatureError
+from delta_weight_sync.records import FORMAT, Sealed
 
 SIGNING_KEY: Final = "DELTA_WEIGHT_SYNC_SIGNING_KEY"
 PUBLIC_KEY: Final = "DELTA_WEIGHT_SYNC_PUBLIC_KEY"
 _SECRET, _PUBLIC = "ed25519_secret_", "ed25519_public_"
-_BYTES = 32  # of either half
-_FINGERPRINT = 16  # hex digits, the first of the public key's
+_BYTES = 32  # of either key
+_FINGERPRINT = 16  # hex digits
 Kind = TypeVar("Kind", bound=Sealed)
 
 
-class SignatureError(ProtocolError):
-    """A record of the bucket is not signed by a key that is believed here; the message names both."""
-
-
-class KeyTextError(ProtocolError):
-    """A key is not one; the message names its variable and holds nothing of a secret."""
-
-
 class SigningKey:
-    """The publisher's half, which signs."""
+    """The publisher's secret key.
+
+    Args:
+        text: `ed25519_secret_` and 64 hex digits.
+
+    Raises:
+        KeyFormatError: `text` is not such a key.
+    """
 
     def __init__(self, text: str) -> None:
-        """`text`: `ed25519_secret_` and 64 hex digits; else `KeyTextError`."""
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
         self._key = Ed25519PrivateKey.from_private_bytes(_parsed(text, _SECRET, SIGNING_KEY))
 
     @property
     def public(self) -> str:
-        """The other half, as readers are given it."""
+        """The public key, for readers."""
         return _PUBLIC + self._key.public_key().public_bytes_raw().hex()
 
     def sign(self, record: Kind) -> Kind:
-        """The same record with its signature, which is the same each time."""
+        """A copy of the record with its signature. Signatures are deterministic."""
         return record.model_copy(update={"signature": self._key.sign(_message(record)).hex()})
 
 
 class PublicKeys:
-    """The keys whose signatures a reader believes. Without any it believes whatever has a fitting seal."""
+    """The keys that a reader trusts. Without any, it accepts every record with a valid seal.
+
+    Args:
+        text: Words of `ed25519_public_` and 64 hex digits, separated by commas.
+
+    Raises:
+        KeyFormatError: A word is not such a key.
+    """
 
     def __init__(self, text: str = "") -> None:
-        """`text`: words of `ed25519_public_` and 64 hex digits, parted by commas; else `KeyTextError`."""
         self._words = tuple(word.strip() for word in text.split(",") if word.strip())
         self._keys = {word: _parsed(word, _PUBLIC, PUBLIC_KEY) for word in self._words}
+
+    @classmethod
+    def load(cls, given: str | Path | None = None) -> PublicKeys:
+        """The keys to trust.
+
+        Args:
+            given: The keys, or a file that `delta-weight-sync keygen` wrote. By default the environment's,
+                which include the public half of a signing key.
+        """
+        if given is None:
+            return keys_in(os.environ)[1]
+        return cls(_word(given, PUBLIC_KEY, _PUBLIC))
 
     def __contains__(self, public: str) -> bool:
         return public in self._words
@@ -75,83 +91,95 @@ class PublicKeys:
         return " or ".join(map(fingerprint, self._words))
 
     def signer(self, record: Sealed, key: str) -> str | None:
-        """The fingerprint of the key that signed `record`, which lies at `key`; None where none is asked for.
+        """The fingerprint of the key that signed `record`, or None if no key is trusted.
 
-        Raises `SignatureError` where no key that is believed did.
+        Raises:
+            SignatureError: No trusted key signed the record at `key`.
         """
         if not self._words:
             return None
         for word, public in self._keys.items():
             if _verifies(public, record):
                 return fingerprint(word)
-        what = f"was not signed by {self}" if record.signature else f"is not signed, by {self} or anybody"
+        what = f"was not signed by {self}" if record.signature else f"has no signature; {self} must sign it"
         raise SignatureError(
-            f"{key} {what}; it was not applied: give its trainer that key in {SIGNING_KEY}, or this reader"
-            f" the trainer's in {PUBLIC_KEY}, or begin another run"
+            f"{key} {what}; it was not applied: set that key as the trainer's {SIGNING_KEY}, or the trainer's"
+            f" public key as this reader's {PUBLIC_KEY}, or start another run"
         )
 
 
-def keys_of(environ: Mapping[str, str]) -> tuple[SigningKey | None, PublicKeys]:
-    """What the environment says: the key to sign with, if any, and those to believe, which include it.
+def keys_in(environ: Mapping[str, str]) -> tuple[SigningKey | None, PublicKeys]:
+    """The key to sign with, if any, and the keys to trust, which include its public half.
 
-    Raises `KeyTextError`.
+    Raises:
+        KeyFormatError: A key is invalid, or the trusted keys would refuse what the signing key signs.
     """
     text = environ.get(SIGNING_KEY, "")
     signing = SigningKey(text) if text else None
-    believed = PublicKeys(environ.get(PUBLIC_KEY, "") or (signing.public if signing else ""))
-    if signing and signing.public not in believed:
-        raise KeyTextError(
-            f"readers that believe {believed} would refuse what {fingerprint(signing.public)} signs: add"
-            f" {signing.public} to {PUBLIC_KEY}, or take the key that belongs to it for {SIGNING_KEY}"
+    trusted = PublicKeys(environ.get(PUBLIC_KEY, "") or (signing.public if signing else ""))
+    if signing and signing.public not in trusted:
+        raise KeyFormatError(
+            f"readers that trust {trusted} would refuse what {fingerprint(signing.public)} signs: add"
+            f" {signing.public} to {PUBLIC_KEY}, or use the matching key as {SIGNING_KEY}"
         )
-    return signing, believed
+    return signing, trusted
 
 
-def believed_here() -> PublicKeys:
-    """The keys that this process's environment names; raises `KeyTextError`."""
-    return keys_of(os.environ)[1]
+def writer_keys(signing_key: str | Path | None = None) -> tuple[SigningKey | None, PublicKeys]:
+    """The key that a publisher signs with, or None, and the keys that it trusts.
 
+    Args:
+        signing_key: The key, or the file that `delta-weight-sync keygen` wrote. By default the environment's.
 
-def signs_here() -> SigningKey | None:
-    """The key that this process's environment has a writer sign with; raises `KeyTextError`."""
-    signing, believed = keys_of(os.environ)
-    if believed and not signing:
-        raise KeyTextError(
-            f"readers that believe {believed} would refuse versions without a signature: set {SIGNING_KEY},"
+    Raises:
+        KeyFormatError: It is not a key, or readers with the environment's public key would refuse its
+            versions.
+    """
+    environ = dict(os.environ)
+    if signing_key is not None:
+        environ[SIGNING_KEY] = _word(signing_key, SIGNING_KEY, _SECRET)
+    signing, trusted = keys_in(environ)
+    if trusted and not signing:
+        raise KeyFormatError(
+            f"readers that trust {trusted} would refuse versions without a signature: set {SIGNING_KEY},"
             f" or unset {PUBLIC_KEY}"
         )
-    return signing
+    return signing, trusted
 
 
 def fingerprint(public: str) -> str:
-    """How a public key is called: its first 16 hex digits."""
+    """The short name of a public key: its first 16 hex digits."""
     return public.removeprefix(_PUBLIC)[:_FINGERPRINT]
 
 
 def make_keys(file: Path) -> str:
-    """Write a new pair to `file` as the two variables, for its owner's eyes only; returns the public half.
+    """Write a new pair of keys to `file` as the two variables; returns the public key.
 
-    Raises `KeyTextError` where there is such a file, and `OSError` of the disk.
+    Raises:
+        KeyFormatError: The file exists.
+        OSError: The disk refused the file.
     """
     pair = new_pair()
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        raise KeyTextError(f"{file} exists, and a lost key cannot be made again: name another file") from None
+        raise KeyFormatError(
+            f"{file} exists, and a lost key cannot be made again: name another file"
+        ) from None
     with os.fdopen(descriptor, "w") as out:
         out.writelines(f"{name}={word}\n" for name, word in pair.items())
     return pair[PUBLIC_KEY]
 
 
 def new_pair() -> dict[str, str]:
-    """A new key as the two variables of the trainer; readers get the second alone."""
+    """A new pair of keys as the trainer's two variables. Readers get only the second."""
     secret = _SECRET + secrets.token_hex(_BYTES)
     return {SIGNING_KEY: secret, PUBLIC_KEY: SigningKey(secret).public}
 
 
 def _message(record: Sealed) -> bytes:
-    """What is signed: the seal, after words that no other use of the key would sign."""
+    """The signed bytes: the seal after a prefix that no other use of the key would sign."""
     return f"{FORMAT} {record.seal}".encode()
 
 
@@ -166,12 +194,26 @@ def _verifies(public: bytes, record: Sealed) -> bool:
     return True
 
 
+def _word(given: str | Path, variable: str, kind: str) -> str:
+    """The text of a key, from itself or from a file of `make_keys`."""
+    if isinstance(given, str) and given.strip().startswith(kind):
+        return given
+    try:
+        lines = Path(given).read_text().splitlines()
+        return next(line.partition("=")[2] for line in lines if line.startswith(f"{variable}="))
+    except (OSError, ValueError, StopIteration):  # the error does not quote it: it may be a secret
+        raise KeyFormatError(
+            f"the given {variable} is neither a key, which begins with {kind}, nor a file that"
+            " `delta-weight-sync keygen FILE` wrote"
+        ) from None
+
+
 def _parsed(text: str, kind: str, variable: str) -> bytes:
-    """The 32 bytes of a key; the text may be a secret, also where a public key belongs."""
+    """The 32 bytes of a key. The error does not quote the text, which may be a secret."""
     digits = text.strip().removeprefix(kind)
     if digits == text.strip() or len(digits) != 2 * _BYTES or not set(digits) <= set("0123456789abcdef"):
-        raise KeyTextError(
-            f"{variable} is no key: it is {kind} and {2 * _BYTES} hex digits, as `delta-weight-sync keygen"
-            " FILE` writes it"
+        raise KeyFormatError(
+            f"{variable} is not a key: a key is {kind} and {2 * _BYTES} hex digits, as"
+            " `delta-weight-sync keygen FILE` writes it"
         )
     return bytes.fromhex(digits)

@@ -1,49 +1,211 @@
-"""Looking out for new versions for ever, at a pace that a failing store can bear."""
+"""Watches a run for newer versions: polls HEAD, wakes up when it is notified, and backs off from failures.
+
+A failure is retried at growing intervals: a store that does not answer, records that cannot be read, a
+version that cannot be used. A new version or the program's owner ends such a pause. A notification does not.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
-from typing import NoReturn
+from time import monotonic
 
-from delta_weight_sync.errors import DeltaWeightSyncError
-from delta_weight_sync.history import RunReader
-from delta_weight_sync.lookout import Lookout
-from delta_weight_sync.protocol import POLL_S, Manifest
+from delta_weight_sync.errors import NoVersionError, ObjectMissingError, ProtocolError
+from delta_weight_sync.reader import Problems, RunReader, went_back
+from delta_weight_sync.records import POLL_S, Head, Manifest, Rank, Writer, head_writer
+
+FIRST_S = 1.0  # from the first failure to the next try; each further failure doubles it
+LONGEST_S = 600.0
+_LIST_EVERY = 30  # polls; in between, only the known HEAD is requested: the Hub allows more of these requests
+_STORE = "the store"
+_log = logging.getLogger(__name__)
 
 
-def watch(
-    reader: RunReader,
-    take: Callable[[Manifest], object],
-    complain: Callable[[Exception], object],
-    seen: Manifest | None = None,
-) -> NoReturn:
-    """Call `take(newest manifest)` at each new version; it ends with what `take` or a signal raises.
+class Backoff:
+    """Counts failures of one thing at a time. Another thing may be tried immediately. Not thread-safe."""
 
-    `take` is called again where it failed, ever more slowly, and may see a version twice, but none that is
-    older than `seen`, or than one that it saw. `complain` hears of each `DeltaWeightSyncError` and `OSError`,
-    and of what was passed over, of a row of equal ones once; all other errors end the watch.
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all failures."""
+        self._what: object = None
+        self._failures, self._failed, self._next = 0, 0.0, 0.0
+
+    def allows(self, what: object) -> bool:
+        """Whether it is time to try `what`."""
+        return what != self._what or monotonic() >= self._next
+
+    def failed(self, what: object) -> None:
+        """Record that `what` failed. Its earlier failures count unless the last one is long ago."""
+        now = monotonic()
+        if what != self._what or now - self._failed > 2 * LONGEST_S:
+            self._failures = 0
+        self._what, self._failed = what, now
+        self._next = now + min(FIRST_S * 2.0 ** min(self._failures, 32), LONGEST_S)
+        self._failures += 1
+
+
+class Watcher:
+    """Finds newer versions of a run. One thread polls; any thread may call `poke`.
+
+    It never goes back: a version older than one seen before is refused. Call `close` at the end.
+
+    Args:
+        reader: The run.
+        poll_s: Usual seconds between two polls if the store sends no events.
+        seen: A version that you already have. Older ones are refused.
     """
-    told = ""
-    error: Exception | None = None
-    with contextlib.closing(Lookout(reader, seen=seen)) as lookout:
-        while True:
-            try:
-                if lookout.take(take):
-                    error = lookout.complaint()
-            except BrokenPipeError:  # nobody reads what `take` prints any more
-                raise
-            except (DeltaWeightSyncError, OSError) as caught:
-                error = caught
-            if error and str(error) != told:
-                complain(error)
-            told = str(error or "")
-            lookout.wait(POLL_S)
+
+    def __init__(self, reader: RunReader, poll_s: float = POLL_S, seen: Manifest | None = None) -> None:
+        self._reader, self._poll_s = reader, poll_s
+        self._notifications = reader.bucket.notifications(reader.keys.heads)
+        self.wait, self.poke, self.close = (
+            self._notifications.wait,
+            self._notifications.poke,
+            self._notifications.close,
+        )
+        self._skipped: Problems = {}  # records that were skipped to find the newest version
+        self._skipped_heads: Problems = {}
+        # Failures to get an answer, to find a version behind the HEADs, and to use a version.
+        self._asking, self._finding, self._using = (Backoff() for _ in range(3))
+        self._answered = False
+        self._head_floor: Rank | None
+        self._floor: Rank | None
+        self.reset()
+        self._head_floor = self._floor = seen.rank if seen else None
+
+    def refresh(self) -> None:
+        """Poll now and treat any version as new, but still refuse versions older than one seen before."""
+        self._notifications.reset()
+        self._finding.reset()
+        self._using.reset()
+        self._key, self._polls, self._empty = "", 0, 0
+        self._found: dict[str, str] = {}  # key -> etag of each HEAD
+        self._used: dict[str, str] | None = None  # `_found` when its version was used
+
+    def reset(self) -> None:
+        """Accept whatever HEAD says now, including an older version."""
+        self.refresh()
+        self._asking.reset()
+        self._head_floor, self._floor = None, None
+
+    def check(self, use: Callable[[Manifest], object]) -> bool:
+        """Poll if it is time to, and call `use` with a new version. Raises as `poll` and `use`.
+
+        Returns:
+            Whether this was a poll, and no version is left to be used.
+        """
+        if not self._due():
+            return False
+        self._answered = False
+        try:
+            if manifest := self.poll():
+                self._use(manifest, use)
+        except NoVersionError:
+            raise
+        except Exception:
+            if self._answered:
+                self._finding.failed(self._found)
+            else:
+                self._asking.failed(_STORE)
+            raise
+        return self._found == self._used
+
+    def _use(self, manifest: Manifest, use: Callable[[Manifest], object]) -> None:
+        """If `use` fails, back off from this version however often HEAD is rewritten."""
+        if not self._using.allows(manifest.seal):
+            self._finding.failed(self._found)
+            return
+        try:
+            use(manifest)
+        except Exception:
+            self._using.failed(manifest.seal)
+            raise
+        self.mark_used()
+
+    def _due(self) -> bool:
+        if not self._asking.allows(_STORE):
+            return False
+        if self._found != (self._used or {}) and self._finding.allows(self._found):
+            self._notifications.distrust()
+        return self._notifications.due(self._poll_s)
+
+    def mark_used(self) -> None:
+        """Do not return the version that was found last again."""
+        self._used = self._found
+
+    def describe(self) -> str:
+        """How it learns of new versions, in words."""
+        return self._notifications.describe(self._poll_s)
+
+    def problem(self) -> ProtocolError | None:
+        """The records that were skipped to find the newest version, one sentence each, or None."""
+        return ProtocolError("; ".join(map(str, self._skipped.values()))) if self._skipped else None
+
+    def poll(self) -> Manifest | None:
+        """The newest version, or None if it was used already or failed a moment ago.
+
+        Damaged records besides a valid version are no error; `problem` names them.
+
+        Raises:
+            NoVersionError: There is no version yet.
+            ProtocolError: Every record is damaged, older than one seen before, or not signed.
+            BucketError: The store failed.
+        """
+        known = self._read_etags()
+        self._answered, self._empty = True, 0 if self._found else self._empty + 1
+        self._asking.reset()
+        if self._found == self._used or not self._finding.allows(self._found):
+            return None
+        head = (self._known_head() if known else None) or self._owner_head()
+        skipped: Problems = {}
+        manifest = self._reader.resolve(head, skipped) if head else None
+        if head is None or manifest is None:
+            raise NoVersionError(
+                f"run {self._reader.keys.run!r} in {self._reader.bucket.url} has published no version yet"
+            )
+        if self._floor and manifest.rank < self._floor:
+            raise went_back(f"run {self._reader.keys.run!r}", manifest.version, self._floor)
+        self._key = self._reader.keys.head(Writer(head.writer_term, head.writer))
+        self._head_floor, self._floor = head.rank, manifest.rank
+        self._skipped = self._skipped_heads | skipped
+        self._notifications.confirm()
+        _log.debug("found version %d of run %s", manifest.version, self._reader.keys.run)
+        return manifest
+
+    def _read_etags(self) -> bool:
+        """Read the etags of the HEADs. True if only the known HEAD was requested."""
+        bucket, self._polls = self._reader.bucket, self._polls + 1
+        known = bucket.stat(self._key) if self._key and self._polls % _LIST_EVERY else None
+        # If news is expected and the known HEAD has none, it may be another writer's.
+        if known and not (self._notifications.expected and known.etag == (self._used or {}).get(self._key)):
+            self._found = self._found | {self._key: known.etag}
+            return True
+        self._found = {info.key: info.etag for info in bucket.list(self._reader.keys.heads)}
+        return False
+
+    def _known_head(self) -> Head | None:
+        """The HEAD that was polled, if it is valid."""
+        with contextlib.suppress(ProtocolError, ObjectMissingError):
+            if writer := head_writer(self._key):
+                head = self._reader.head_of(writer, self._head_floor)
+                self._skipped_heads.pop(self._key, None)
+                return head
+        return None
+
+    def _owner_head(self) -> Head | None:
+        """The owner's HEAD. Without any HEAD, the whole run is listed only now and then."""
+        if self._empty > 1 and self._empty % _LIST_EVERY != 1:
+            return None
+        self._skipped_heads = {}
+        return self._reader.head(floor=self._head_floor, problems=self._skipped_heads)
 
 
 def newest(reader: RunReader, seen: Manifest | None) -> Manifest:
-    """The newest version now; raises as `Lookout.look`, and `ProtocolError` where `seen` is newer."""
-    with contextlib.closing(Lookout(reader, seen=seen)) as lookout:
-        manifest = lookout.look()
-    assert manifest is not None, "nothing was taken before"
+    """The newest version now. Raises as `Watcher.poll`, and `ProtocolError` if `seen` is newer."""
+    with contextlib.closing(Watcher(reader, seen=seen)) as watcher:
+        manifest = watcher.poll()
+    assert manifest is not None, "nothing was used before"
     return manifest

@@ -14,7 +14,7 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from bench.gpu_check import __main__ as command, exact
-from delta_weight_sync.vllm import device_memory
+from delta_weight_sync.vllm import gpu as device_memory
 plain = device_memory.launch
 device_memory.launch = lambda kernel, *rest, **more: kernel.__name__ == "put" or plain(kernel, *rest, **more)
 command._as_on_a_device()
@@ -22,7 +22,7 @@ print(next(exact.lines(torch.device("cpu"))))
 """
 
 
-@pytest.mark.long  # what it checks, tests/device does piece by piece
+@pytest.mark.long  # what it checks, tests/gpu does piece by piece
 def test_without_a_gpu_the_kernels_are_interpreted():
     said = subprocess.run(
         [sys.executable, "-m", "bench.gpu_check", "--interpret"], capture_output=True, text=True

@@ -13,7 +13,6 @@ from tests.chaos.play import play
 
 
 def main() -> None:
-    """Play, and exit with 1 unless everything was survived, nothing wrong, nothing left."""
     parser = argparse.ArgumentParser(prog="tests.chaos", description=__doc__)
     parser.add_argument("--faults", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)

@@ -57,12 +57,10 @@ class Actor:
         return self.answer()
 
     def send(self, method: str, *arguments: Any) -> None:
-        """Ask without waiting."""
         with contextlib.suppress(OSError):  # it is dead: `answer` says so
             self._pipe.send((method, arguments))
 
     def answer(self) -> Any:
-        """The answer to what was sent."""
         try:
             if not self._pipe.poll(PATIENCE_S):
                 raise Died(f"no answer in {PATIENCE_S:.0f} s")
@@ -74,12 +72,10 @@ class Actor:
         return answer
 
     def signal(self, how: signal.Signals) -> None:
-        """Send it a signal, if it is still there."""
         if self.alive and self.process.pid:
             os.kill(self.process.pid, how)
 
     def kill(self) -> None:
-        """End it at once and let go of all that belonged to it."""
         self.process.kill()
         self.process.join(PATIENCE_S)
         self._release()
@@ -118,8 +114,6 @@ def _serve(pipe: Connection, environ: dict[str, str], role: Callable[..., Any], 
 
 
 class Local:
-    """The same for a part in this process."""
-
     alive = True
 
     def __init__(self, part: Any) -> None:

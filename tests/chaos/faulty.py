@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import threading
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from delta_weight_sync.store import BucketError, BucketUnreachable, ObjectMissing
+from delta_weight_sync.errors import BucketError, BucketUnreachableError, ObjectMissingError
 
 STALL_S = 0.3
 READS = ("get", "fetch", "list", "stat")
@@ -30,8 +31,6 @@ class Fault:
 
 @dataclass(frozen=True)
 class Op:
-    """An operation that somebody asked for."""
-
     name: str
     key: str
     real: Callable[[], Any]
@@ -60,8 +59,9 @@ class Faulty:
         found: bytes = self._do(Op("get", key, lambda: self._bucket.get(key)))
         return found
 
-    def fetch(self, key: str, dest: Path, limit: int) -> None:
-        self._do(Op("fetch", key, lambda: self._bucket.fetch(key, dest, limit), dest))
+    def fetch(self, key: str, dest: Path, limit: int) -> str:
+        sha256: str = self._do(Op("fetch", key, lambda: self._bucket.fetch(key, dest, limit), dest))
+        return sha256
 
     def stat(self, key: str) -> Any:
         return self._do(Op("stat", key, lambda: self._bucket.stat(key)))
@@ -102,14 +102,12 @@ class Faulty:
         return answers[0] if answers else op.real()
 
     def tear(self, op: Op) -> Any:
-        """Half of the object arrives."""
         if op.name == "put":
             self._bucket.put(op.key, _bytes(op.data)[: len(_bytes(op.data)) // 2])
             raise BucketError(f"{self.url}/{op.key} has half of its bytes: upload it again")
         return self._changed(op, lambda data: data[: len(data) // 2])
 
     def flip(self, op: Op) -> Any:
-        """One bit of the object is another one, and nobody notices."""
         if op.name == "put":
             return self._bucket.put(op.key, _flipped(_bytes(op.data)))
         return self._changed(op, _flipped)
@@ -117,12 +115,12 @@ class Faulty:
     def _changed(self, op: Op, change: Callable[[bytes], bytes]) -> Any:
         answer = op.real()
         if op.name == "fetch" and isinstance(op.data, Path):
-            op.data.write_bytes(change(op.data.read_bytes()))
+            op.data.write_bytes(data := change(op.data.read_bytes()))
+            return hashlib.sha256(data).hexdigest()
         return change(answer) if op.name == "get" else answer
 
     def refuse(self, op: Op) -> Any:
-        """The store is busy or broken."""
-        raise BucketUnreachable(f"{self.url}/{op.key} answered 503 to {op.name}: try again later")
+        raise BucketUnreachableError(f"{self.url}/{op.key} answered 503 to {op.name}: try again later")
 
     def lose_answer(self, op: Op) -> Any:
         """It is done, and nobody is told."""
@@ -130,20 +128,17 @@ class Faulty:
         return self.refuse(op)
 
     def stall(self, op: Op) -> Any:
-        """It takes long."""
         time.sleep(STALL_S)
         return op.real()
 
     def hide(self, op: Op) -> Any:
-        """What is there is not shown."""
         if op.name in ("get", "fetch"):
-            raise ObjectMissing(f"{self.url}/{op.key} does not exist")
+            raise ObjectMissingError(f"{self.url}/{op.key} does not exist")
         answer = op.real()
         return answer[:-1] if op.name == "list" else answer
 
 
 def die(how: signal.Signals) -> None:
-    """End this process as something outside would."""
     os.kill(os.getpid(), how)
     time.sleep(5)  # a signal to be handled by the main thread needs it to run
 

@@ -11,13 +11,12 @@ from unittest import mock
 
 from safetensors import SafetensorError
 
+from delta_weight_sync.checkout import RECORD, updates
 from delta_weight_sync.checkpoint import WEIGHTS, map_bits
 from delta_weight_sync.cli import main
 from delta_weight_sync.digest import state_digest, to_hex
-from delta_weight_sync.kept import RECORD
-from delta_weight_sync.lookout import Lookout
-from delta_weight_sync.protocol import Manifest, parse
-from delta_weight_sync.refs import ProtocolError
+from delta_weight_sync.errors import ProtocolError
+from delta_weight_sync.records import Manifest, parse
 from tests.chaos.replica import RUN, Claim
 from tests.chaos.trainer import Mortal
 
@@ -30,11 +29,10 @@ class Kept(Mortal):
         null = os.open(os.devnull, os.O_WRONLY)  # a log on the disk that is full would end it
         os.dup2(null, 1)
         os.dup2(null, 2)
-        mock.patch("delta_weight_sync.watch.POLL_S", poll_s).start()
-        quick = functools.partialmethod(Lookout.__init__, poll_s=poll_s)
-        mock.patch.object(Lookout, "__init__", quick).start()
-        mock.patch("delta_weight_sync.patience.LONGEST_S", 4 * poll_s).start()
-        mock.patch("delta_weight_sync.history.open_bucket", self.open_bucket).start()
+        quick = functools.partial(updates, poll_s=poll_s)
+        mock.patch("delta_weight_sync.cli.follow.updates", quick).start()
+        mock.patch("delta_weight_sync.watch.LONGEST_S", 4 * poll_s).start()
+        mock.patch("delta_weight_sync.reader.open_bucket", self.open_bucket).start()
         mock.patch("delta_weight_sync.cli.follow._ended_by_signals", contextlib.nullcontext).start()
         words = ["follow", f"{url}#{RUN}", "--into", str(folder)]
         threading.Thread(target=self._follow, args=[words], daemon=True).start()

@@ -20,7 +20,6 @@ def present() -> dict[str, set[str]]:
 
 
 def left(before: dict[str, set[str]]) -> list[str]:
-    """What is there now and was not then."""
     now = present()
     return sorted(f"{kind}: {name}" for kind in now for name in now[kind] - before[kind])
 

@@ -23,7 +23,6 @@ class Living:
 
     @property
     def alive(self) -> bool:
-        """A Space that ended is started again by its platform; here it never should."""
         return psutil.pid_exists(self._replica.pid)
 
     def call(self, method: str, *arguments: Any) -> Any:

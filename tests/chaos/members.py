@@ -16,7 +16,7 @@ from tests.chaos.actor import Actor, Died, Failed, Local
 from tests.chaos.living import Living
 from tests.chaos.replica import RUN, Claim, Replica
 from tests.chaos.trainer import Published, Trainer
-from tests.hubsim import HubSim
+from tests.support.hubsim import HubSim
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,6 @@ class Place:
 
     @property
     def truth(self) -> Path:
-        """The file that trainers tell."""
         return self.folder / "truth"
 
 
@@ -52,17 +51,14 @@ class Trainers:
         self.confirmed = -1  # the newest version of which it was told that it is published
 
     def open(self) -> None:
-        """Take the run over; raises `Died` and `Failed`."""
         self.call("open")
 
     def step(self, *, large: bool = False, full: bool = False) -> Published:
-        """Publish a version; raises `Died` and `Failed`."""
         published: Published = self.call("step", large, full)[0]
         self.confirmed = published.version
         return published
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Every rank's answer."""
         for rank in self.ranks:
             rank.send(method, *arguments)
         return [rank.answer() for rank in self.ranks]
@@ -125,7 +121,6 @@ class Member:
         return claim
 
     def revive(self) -> bool:
-        """Start it again if it is dead."""
         if self.actor.alive:
             return False
         self.actor.kill()
@@ -133,7 +128,6 @@ class Member:
         return True
 
     def end(self, how: signal.Signals | None = None) -> None:
-        """By a signal, or as it ends itself."""
         if how is None or self.kind == "local":
             self.actor.close()
         else:

@@ -52,7 +52,6 @@ LOST = (NotSurvived, AssertionError, Died, Failed)
 
 
 def settings(faults: int) -> list[Setting]:
-    """So many faults, over scenes."""
     chosen = list(OTHERS) if faults >= MANY else []
     left = faults - sum(setting.faults for setting in chosen)
     return [*chosen, *(Setting(min(FOLDER.faults, left - n)) for n in range(0, left, FOLDER.faults))]
@@ -97,7 +96,7 @@ def _base(folder: Path) -> Path:
     if not base.exists():
         base.mkdir()
         where = f"Path({str(base)!r})"
-        build = f"from pathlib import Path; from tests.policies import tiny; tiny.build({where}, True, 0)"
+        build = f"from pathlib import Path; from tests.support import tiny; tiny.build({where}, True, 0)"
         subprocess.run([sys.executable, "-c", build], check=True, capture_output=True)
     return base
 
@@ -139,7 +138,6 @@ def _strike(setting: Setting, scene: Scene, rng: Random, tally: Tally) -> bool:
 
 
 def _happens(strike: Strike, scene: Scene, rng: Random) -> str:
-    """What it was; "" if nothing could be struck."""
     try:
         return strike(scene, rng)
     except NotStruck:

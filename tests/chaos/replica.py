@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from delta_weight_sync.checkpoint import read_bits
-from delta_weight_sync.codec import CodecError
 from delta_weight_sync.digest import state_digest, to_hex
-from delta_weight_sync.history import apply_delta
-from delta_weight_sync.vllm.engine import EngineError
+from delta_weight_sync.errors import CodecError, EngineError
+from delta_weight_sync.reader import apply_delta
+from delta_weight_sync.vllm.disk import CountingReader
 from delta_weight_sync.vllm.follower import Follower
-from delta_weight_sync.vllm.progress import CountingReader
 from tests.chaos.trainer import Mortal
 from tests.chaos.truth import Truth
 
@@ -67,18 +66,17 @@ class Memory:
         return to_hex(state_digest(self._bits))
 
     def flip(self) -> None:
-        """A bit of memory changes by itself."""
         next(iter(self._bits.values())).reshape(-1)[0] ^= 1
 
     def stage(self, deltas: Sequence[Path]) -> float:
         if self.digest() != self._trusted:
-            raise EngineError("the live weights are not those that were committed", "WeightsChangedError")
+            raise EngineError("the live weights are not those that were committed", "weights-changed")
         self._new = {name: bits.copy() for name, bits in self._bits.items()}
         try:
             for path in deltas:
                 apply_delta(self._new, path)
         except CodecError as error:
-            raise EngineError(f"CodecError: {error}", "CodecError") from None
+            raise EngineError(f"{error}", "codec") from None
         return 0.0
 
     def stage_checkpoint(self, folder: Path) -> float:
@@ -91,7 +89,7 @@ class Memory:
             raise EngineError(f"{kind}: an injected failure, undone", kind)
         found = to_hex(state_digest(self._new))
         if found != digest:
-            raise EngineError(f"CodecError: leads to {found}, published was {digest}", "CodecError")
+            raise EngineError(f"the delta leads to {found}, published was {digest}", "codec")
         self._bits, self._trusted = self._new, digest
         if not self._truth.holds(self.digest()):
             self.wrong.append(f"{label} was committed, and nobody handed over {self.digest()}")
@@ -102,20 +100,17 @@ class Memory:
 
 
 class Replica(Mortal):
-    """A follower in this process, and what can happen to it."""
-
     def __init__(self, url: str, folder: Path, truth: Path, poll_s: float) -> None:
         super().__init__()
         self.folder = folder
         self._truth, self._lock = Truth(truth), threading.Lock()
-        mock.patch("delta_weight_sync.patience.LONGEST_S", 0.05).start()
+        mock.patch("delta_weight_sync.watch.LONGEST_S", 0.05).start()
         self.engine = Memory(self._truth)
         reader = CountingReader(self.open_bucket(url), RUN)
         self._follower = Follower(reader, self.engine, name=folder.name, folder=folder, poll_s=poll_s)
         self._follower.start()
 
     def claim(self) -> Claim:
-        """What it says and what it holds."""
         serving, status = self._follower.serving, self._follower.report(1 << 60).status
         return Claim(
             serving.version if serving else None,
@@ -148,12 +143,11 @@ class Replica(Mortal):
         return False
 
     def lose_folder(self) -> None:
-        """All of its files."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir()
 
     def heal(self) -> None:
-        self._follower.orders.heal()
+        self._follower.commands.heal()
 
     def close(self) -> None:
         self._follower.stop()

@@ -50,7 +50,6 @@ class Scene:
             raise NotSurvived(f"not all begin at version {published.version}: {self._claims()}")
 
     def new_trainer(self) -> Trainers:
-        """A trainer that has not opened the run yet."""
         self._trainers += 1
         return Trainers(self.place, self._trainers, self._ranks)
 
@@ -65,7 +64,6 @@ class Scene:
         raise NotSurvived(f"no trainer can open the run: {self.notes[-1]}")
 
     def replace_trainer(self, *, opened: bool = True) -> None:
-        """The same command once more."""
         self.trainer.kill()
         self.trainer = self.new_trainer()
         if opened:
@@ -133,7 +131,6 @@ class Scene:
             time.sleep(0.005)
 
     def _told(self, member: Member, claim: Claim) -> str | None:
-        """What was handed over as that version; vLLM does not say whose it is."""
         if member.kind == "vllm":
             return claim.digest if self.truth.holds(claim.digest) else None
         return self.truth.digest(claim.writer, claim.sync)
@@ -171,7 +168,6 @@ class Scene:
         self.until_struck(struck, join)
 
     def choose(self, rng: Random, *kinds: str) -> Member:
-        """One of the followers that are of these kinds."""
         return rng.choice([member for member in self.members if not kinds or member.kind in kinds])
 
     def close(self) -> None:

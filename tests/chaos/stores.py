@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.chaos.actor import PATIENCE_S
-from tests.hubsim import HubSim
-from trainer.processes import free_port
+from tests.support.hubsim import HubSim
+from trainer.demo.processes import free_port
 
 _QUICK = {"HF_XET_CLIENT_RETRY_BASE_DELAY": "10ms"}  # production waits for seconds
 
@@ -29,13 +29,11 @@ class Store:
 
 @contextlib.contextmanager
 def folder(place: Path) -> Iterator[Store]:
-    """A bucket that is a folder."""
     yield Store((place / "bucket").as_uri())
 
 
 @contextlib.contextmanager
 def hub(place: Path) -> Iterator[Store]:
-    """A bucket of a simulated Hub of its own."""
     (place / "hub").mkdir()
     with HubSim(place / "hub") as sim:
         yield Store("hf://buckets/team/chaos/runs", sim.env(place / "home") | _QUICK, sim)
@@ -43,7 +41,6 @@ def hub(place: Path) -> Iterator[Store]:
 
 @contextlib.contextmanager
 def s3(place: Path) -> Iterator[Store]:
-    """A bucket of a simulated S3 of its own."""
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     quiet = subprocess.DEVNULL

@@ -20,11 +20,9 @@ class Tally:
         self._starts: list[float] = []
 
     def goes_on(self, goal: int) -> bool:
-        """Whether another fault is to strike."""
         return self.struck < goal and time.monotonic() < self._deadline
 
     def vllm_started(self, seconds: float) -> None:
-        """A replica's vLLM was started, and served, after so long."""
         self._starts.append(seconds)
 
     def fault(self, kind: str, what: str, seconds: float, notes: list[str], *, vllm: bool) -> None:
@@ -37,13 +35,11 @@ class Tally:
         print(f"{self.struck:4d} {kind}: {what}; {seconds:.2f} s {told}".rstrip(), flush=True)
 
     def lost(self, kind: str, error: Exception, notes: list[str]) -> None:
-        """One was not."""
         self.struck += 1
         print(f"{self.struck:4d} {kind}: NOT SURVIVED: {error}\n     {'; '.join(notes)[:2000]}")
         print(f"     again: python -m tests.chaos --seed {self.seed}, fault {self.struck}", flush=True)
 
     def end(self, faults: int) -> bool:
-        """Print the sums; whether all was well."""
         for kind, seconds in sorted(self._seconds.items()):
             print(f"{kind:32s} {len(seconds):4d} times, median {statistics.median(seconds):6.2f} s")
         if self._vllm:

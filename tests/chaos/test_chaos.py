@@ -38,8 +38,6 @@ def test_five_hundred_faults_are_survived(seed: int) -> None:
 
 
 class Liar(Member):
-    """Claims what it is told to."""
-
     claimed: Claim
 
     def claim(self) -> Claim:

@@ -41,8 +41,6 @@ class Published(NamedTuple):
 
 
 class Mortal:
-    """What can happen to any process."""
-
     _hooked = False
 
     def __init__(self) -> None:
@@ -58,7 +56,6 @@ class Mortal:
         return self.bucket
 
     def arm_later(self, fault: Fault) -> None:
-        """Of a bucket that will be opened."""
         self._later = fault
 
     def arm(self, fault: Fault | None) -> None:
@@ -66,11 +63,9 @@ class Mortal:
             self.bucket.arm(fault)
 
     def struck(self) -> int:
-        """How often what was armed last has happened."""
         return self.bucket.struck if self.bucket else 0
 
     def jump(self, seconds: float) -> None:
-        """From now on the clock of this process is wrong by so much."""
         self._offset = seconds
         time.time = lambda: self._real_time() + self._offset
 
@@ -131,9 +126,8 @@ class Trainer(Mortal):
             dist.init_process_group("gloo", store=store, rank=self._rank, world_size=self._size)
 
     def open(self) -> int | None:
-        """Take the run over; returns its newest version."""
         self._publisher = Publisher(self._url, self._base)
-        run = self._publisher.run
+        run = self._publisher._writer
         return run.newest.version if run and run.newest else None
 
     def step(self, large: bool, full: bool = False) -> Published | None:
@@ -167,9 +161,9 @@ class Trainer(Mortal):
 
     def _tell(self) -> None:
         assert self._publisher is not None
-        assert self._publisher.run is not None
+        assert self._publisher._writer is not None
         bits = {name: to_bits(tensor) for name, tensor in self._weights.items()}
-        self._truth.tell(self._publisher.run.writer.id, self._sync, to_hex(state_digest(bits)))
+        self._truth.tell(self._publisher._writer.writer.id, self._sync, to_hex(state_digest(bits)))
 
     def close(self) -> None:
         if self._publisher:

@@ -15,19 +15,16 @@ class Truth:
         path.touch()
 
     def tell(self, writer: str, sync: int, digest: str) -> None:
-        """The weights that `writer` hands over at `sync` have this digest."""
         line = f"{writer} {sync} {digest}\n".encode()
         file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
         os.write(file, line)
         os.close(file)
 
     def digest(self, writer: str, sync: int) -> str | None:
-        """What was handed over; None if nothing was."""
         self._refresh()
         return self._known.get((writer, sync))
 
     def holds(self, digest: str) -> bool:
-        """Whether anybody ever handed over weights with this digest."""
         self._refresh()
         return digest in self._known.values()
 

@@ -7,9 +7,8 @@ import importlib
 from collections.abc import Callable
 from random import Random
 
-from delta_weight_sync.errors import DeltaWeightSyncError
-from delta_weight_sync.history import RunReader
-from delta_weight_sync.refs import ProtocolError
+from delta_weight_sync.errors import DeltaWeightSyncError, ProtocolError
+from delta_weight_sync.reader import RunReader
 from delta_weight_sync.store import open_bucket
 from tests.chaos.replica import RUN
 
@@ -18,15 +17,12 @@ DAMAGES = ("deleted", "torn", "empty", "flipped", "swapped")
 
 
 class Vandal:
-    """Acts on one bucket."""
-
     def __init__(self, url: str) -> None:
         self._bucket = open_bucket(url, create=True)
         self._folder = f"runs/{RUN}/"
         self._heads: list[tuple[str, bytes]] = []
 
     def remember(self) -> None:
-        """Keep a copy of the HEADs, to be put back one day."""
         for info in self._bucket.list(f"{self._folder}heads/"):
             self._heads = [*self._heads[-50:], (info.key, self._bucket.get(info.key))]
 
@@ -75,7 +71,6 @@ class Vandal:
         return sorted(file.key for file in files)
 
     def wipe(self) -> None:
-        """Delete the whole run."""
         self._bucket.delete([info.key for info in self._bucket.list(self._folder)])
 
     def collect(self) -> None:
@@ -83,7 +78,7 @@ class Vandal:
 
         Where an earlier fault damaged a manifest, it names that one and deletes nothing.
         """
-        pruning = importlib.import_module("delta_weight_sync.pruning")
+        pruning = importlib.import_module("delta_weight_sync.prune")
         pruner = pruning.Pruner(RunReader(self._bucket, RUN), pruning.Keep.parse("1KB"), grace_s=1.0)
         with contextlib.suppress(ProtocolError):
             if survey := pruner.survey():

@@ -16,7 +16,7 @@ import tests.chaos.trainer
 import tests.chaos.vandal  # noqa: F401
 from delta_weight_sync import codec
 from delta_weight_sync.digest import state_digest
-from delta_weight_sync.history import apply_delta
+from delta_weight_sync.reader import apply_delta
 
 torch.set_num_threads(1)
 

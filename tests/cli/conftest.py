@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from delta_weight_sync.store.notice import Notice
+from delta_weight_sync.store._notifications import Notifications
 from tests.cli.drifting import Drifting
 
 Turns = Callable[..., list[float]]
@@ -40,15 +40,15 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
     def set_up(*happens: Callable[[], object]) -> list[float]:
         pauses: list[float] = []
 
-        def wait(notice: Notice, seconds: float) -> None:
+        def wait(notice: Notifications, seconds: float) -> None:
             if len(pauses) == len(happens):
                 raise KeyboardInterrupt
             pauses.append(seconds)
             happens[len(pauses) - 1]()
-            notice.again()
+            notice.reset()
 
-        monkeypatch.setattr(Notice, "wait", wait)
-        monkeypatch.setattr("delta_weight_sync.patience.monotonic", lambda: sum(pauses))
+        monkeypatch.setattr(Notifications, "wait", wait)
+        monkeypatch.setattr("delta_weight_sync.watch.monotonic", lambda: sum(pauses))
         return pauses
 
     return set_up

@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 
 from delta_weight_sync.codec import Encoding
-from delta_weight_sync.protocol import Manifest
-from delta_weight_sync.pruning import Keep
+from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish.outbox import Outbox
-from delta_weight_sync.publish.run_writer import RunWriter
+from delta_weight_sync.publish.writer import RunWriter
+from delta_weight_sync.records import Manifest
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.store import open_bucket
 

@@ -9,13 +9,13 @@ from transformers import AutoModelForCausalLM
 
 from delta_weight_sync.checkpoint import read_bits, to_bits
 from delta_weight_sync.cli import COMMANDS
-from delta_weight_sync.cli.terminal import utc
+from delta_weight_sync.cli.commands import utc
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.errors import printable
-from delta_weight_sync.history import RunReader
+from delta_weight_sync.reader import RunReader
 from delta_weight_sync.store import open_bucket
 from tests.cli.command import Result, command
-from tests.shared.written_run import write_run
+from tests.support.published_run import write_run
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_show_describes_a_version(finished):
     url, digests = finished
     output = command("show", url, "--version", "3").output
     facts = json.loads(output[: output.index("\n}") + 2])
-    manifest = RunReader(open_bucket(url), "test").at(3)
+    manifest = RunReader(open_bucket(url), "test").manifest(3)
     assert facts["digest"] == digests[3]
     assert facts["changed"] == manifest.changed > 0
     assert facts["sparsity"] == pytest.approx(manifest.sparsity, abs=1e-6)

@@ -15,16 +15,16 @@ import pytest
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from delta_weight_sync.checkout import RECORD
 from delta_weight_sync.checkpoint import read_bits, to_bits
 from delta_weight_sync.digest import state_digest, to_hex
-from delta_weight_sync.history import RunReader
-from delta_weight_sync.kept import RECORD
-from delta_weight_sync.publish.run_writer import RunWriter
+from delta_weight_sync.publish.writer import RunWriter
+from delta_weight_sync.reader import RunReader
 from delta_weight_sync.store import open_bucket
-from delta_weight_sync.store.files import FileBucket
+from delta_weight_sync.store._files import FileBucket
 from tests.cli.command import Result, command
 from tests.cli.drifting import TENSORS, Drifting
-from tests.shared.written_run import write_run
+from tests.support.published_run import write_run
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_follows_version_by_version_and_tells_the_engine(run, folder, turns, tmp
     result = follow(run, folder, "--on-version", f"echo {{version}} {{digest}} {{path}} >> {told}")
     assert (result.code, result.complaint) == (130, "")
     holds(folder, run)
-    digests = [manifest.digest for manifest in RunReader(open_bucket(run.url), "drifting").history()][::-1]
+    digests = [manifest.digest for manifest in RunReader(open_bucket(run.url), "drifting").versions()][::-1]
     expected = [f"{v} {digest} {folder}/{v:08d}" for v, digest in enumerate(digests)]
     assert told.read_text().splitlines() == expected
     assert versions(folder) == ["00000002", "00000003"], "the one before may still be read"
@@ -93,12 +93,12 @@ def test_what_the_deltas_do_not_reach_is_checked_out(run, folder, turns):
     def anchors() -> None:
         with (
             mock.patch.object(RunWriter, "anchor_is_due", return_value=True),
-            mock.patch("delta_weight_sync.ways.WINDOW", 2),
+            mock.patch("delta_weight_sync.records.WINDOW", 2),
         ):
             for _ in range(4):
                 run.step()
                 run.settle()
-        assert run.newest.way(0).anchor
+        assert run.newest.recipe(0).anchor
 
     turns(anchors)
     assert follow(run, folder).complaint == ""
@@ -347,7 +347,7 @@ def test_a_signal_ends_it_with_a_whole_checkpoint(run, folder, sign, code):
 def test_a_signal_while_a_version_is_built_leaves_nothing_of_it(run, folder, turns):
     turns(run.step)
     ends = mock.Mock(side_effect=lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    with mock.patch("delta_weight_sync.kept.apply_delta", ends):
+    with mock.patch("delta_weight_sync.checkout.apply_delta", ends):
         assert follow(run, folder).code == 0
     assert versions(folder) == ["00000000"]
     assert not (folder / ".building").exists()

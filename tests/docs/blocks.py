@@ -31,7 +31,6 @@ class Block:
 
     @property
     def place(self) -> str:
-        """Where it is."""
         return f"{self.page}:{self.line}"
 
 

@@ -33,21 +33,17 @@ _PATIENCE_S = 30.0
 
 @dataclass
 class Report:
-    """What became of each block."""
-
     passed: list[Block] = field(default_factory=list)
     failed: list[Block] = field(default_factory=list)
     left_out: list[tuple[Block, str]] = field(default_factory=list)
 
     def summary(self) -> str:
-        """The last lines of the output."""
         lines = [f"not run: {block.place}, {reason}" for block, reason in self.left_out]
         counts = f"{len(self.passed)} blocks passed, {len(self.failed)} failed, {len(self.left_out)} not run"
         return "\n".join([*lines, *(f"FAILED: {block.place}" for block in self.failed), counts])
 
 
 def pages() -> list[tuple[Path, str]]:
-    """The README, then the pages of docs/."""
     return [
         (ROOT / "README.md", "README.md"),
         *((p, f"docs/{p.name}") for p in sorted((ROOT / "docs").glob("*.md"))),
@@ -160,7 +156,6 @@ def _stop(shell: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
-    """Command line; exit code 1 if a command of a page does not work."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.docs.run", description="Check the pages' commands."
     )

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from delta_weight_sync import Publisher
-from tests.policies import tiny
+from tests.support import tiny
 
 RUN, VERSIONS = "demo", 9
 

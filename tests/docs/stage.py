@@ -15,8 +15,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.hubsim import HubSim
-from trainer.processes import Processes, free_port
+from tests.support.hubsim import HubSim
+from trainer.demo.processes import Processes, free_port
 
 ROOT = Path(__file__).parents[2]
 OWNER = "me"
@@ -26,8 +26,6 @@ _SECRET_PARTS = ("TOKEN", "SECRET", "HF_", "AWS_")
 
 @dataclass(frozen=True)
 class Stage:
-    """A folder and the variables of the commands that run in it."""
-
     folder: Path
     environment: dict[str, str]
 
@@ -52,7 +50,6 @@ def staged(temporary: Path) -> Iterator[Stage]:
 
 
 def _copy(folder: Path) -> None:
-    """The files that git knows or would take, with the times by which `make` goes; and compiled kernels."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,

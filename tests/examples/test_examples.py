@@ -37,7 +37,7 @@ def run(place: Path, *words: str) -> None:
 
 def rebuilt(reader: RunReader, folder: Path) -> list[tuple[int, int]]:
     """Version and step of all, oldest first; each was proven by its digest."""
-    manifests = sorted(reader.history(), key=lambda manifest: manifest.version)
+    manifests = sorted(reader.versions(), key=lambda manifest: manifest.version)
     for manifest in manifests:
         reader.checkout(manifest, folder / str(manifest.version))
     return [(manifest.version, manifest.sync) for manifest in manifests]
@@ -50,7 +50,7 @@ def test_an_own_loop_publishes_a_version_per_step(place, tmp_path):
     versions = rebuilt(reader, tmp_path)
     assert versions[0] == (0, 0)
     assert versions[-1][1] == 5, "steps may share a version, the last one is published"
-    newest = reader.at()
+    newest = reader.manifest()
     assert 0 < newest.changed < newest.total
     config = json.loads((tmp_path / str(newest.version) / "config.json").read_text())
     assert (config["model_type"], config["dtype"]) == ("qwen3", "bfloat16")
@@ -67,14 +67,14 @@ def test_an_own_loop_that_is_started_again_goes_on(place, tmp_path):
         url = f"{(tmp_path / name).as_uri()}#own"
         for steps in lives:
             main(str(place / "policy"), url, steps)
-        newest[name] = open_run(url).at()
+        newest[name] = open_run(url).manifest()
     assert newest["three"].digest == newest["one"].digest
     assert newest["three"].sync == 5
 
 
 @pytest.mark.full
 def test_the_same_loop_runs_under_torchrun(place, tmp_path):
-    """Each rank with its own shards; that it goes on, too, trainer/test_sharded shows."""
+    """Each rank with its own shards; that it goes on, too, publish/test_sharding shows."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     url = f"{(tmp_path / 'bucket').as_uri()}#run"
     run(place, *torchrun, str(EXAMPLES / "own_loop.py"), "policy", url, "5")
@@ -88,7 +88,7 @@ def test_a_trl_script_and_a_vllm_meet_in_the_bucket_only(place, tmp_path):
     url = f"{(tmp_path / 'bucket').as_uri()}#trl"
     with served(place / "policy", url, tmp_path, **{"max-model-len": 512}) as vllm:
         run(place, sys.executable, str(EXAMPLES / "trl_script.py"), "policy", url, vllm.url, "6")
-        newest = open_run(url).at()
+        newest = open_run(url).manifest()
         assert vllm.wait_for(newest.version)["digest"] == newest.digest
     assert newest.sync == 7, "the base, and a version of each of six steps"
     assert newest.changed > 0

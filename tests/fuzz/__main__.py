@@ -20,7 +20,6 @@ SECONDS_PER_CASE = 20  # more is a hang, on any machine
 
 
 def main() -> None:
-    """Run the cases of the command line; a case that fails stays where it is, and is named."""
     parser = argparse.ArgumentParser(prog="tests.fuzz", description=__doc__)
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)

@@ -22,7 +22,6 @@ MEMORY = 400 << 20  # bytes that all cases may take beyond what a sound run take
 
 
 def main() -> None:
-    """Run the cases of the command line; the case that fails is named, and its bucket stays."""
     parser = argparse.ArgumentParser(prog="tests.fuzz.bucket", description=__doc__)
     parser.add_argument("--cases", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
@@ -76,7 +75,6 @@ def _peak() -> int:
 
 
 def _silence() -> None:
-    """What is logged goes to nobody; that it is one line is checked where it is raised."""
     logging.getLogger("delta_weight_sync").addHandler(logging.NullHandler())
     logging.getLogger("delta_weight_sync").propagate = False
 

@@ -9,11 +9,12 @@ from safetensors import SafetensorError
 from zstandard import ZstdError
 
 from delta_weight_sync import codec
+from delta_weight_sync.errors import CodecError
 from tests.fuzz.seeds import OLD, State
 
 PER_BYTE, PER_ELEMENT = 64, 16  # what `Delta.patches` states
 ALWAYS = 1 << 16  # Python's own objects around an open file and an error
-_CHECKS = (SafetensorError, ZstdError, ValidationError, codec.CodecError)
+_CHECKS = (SafetensorError, ZstdError, ValidationError, CodecError)
 
 
 def check(path: Path, old: State = OLD) -> bool:
@@ -31,7 +32,7 @@ def decoded(path: Path, old: State = OLD) -> bool:
     """`check` without the memory: the first call of a kernel loads code."""
     try:
         patches = list(codec.Delta(path).patches({n: b.shape for n, b in old.items()}, old.__getitem__))
-    except codec.CodecError as error:
+    except CodecError as error:
         _is_plain(error, path)
         return False
     for patch in patches:
@@ -39,7 +40,7 @@ def decoded(path: Path, old: State = OLD) -> bool:
     return True
 
 
-def _is_plain(error: codec.CodecError, path: Path) -> None:
+def _is_plain(error: CodecError, path: Path) -> None:
     """One short line that names the file, caused by a check and not by an accident such as an IndexError."""
     text, cause = str(error), error.__cause__
     assert path.name in text

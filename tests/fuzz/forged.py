@@ -15,8 +15,8 @@ from random import Random
 from typing import Any
 
 from delta_weight_sync.store import open_bucket
-from tests.dashboard.real_run import RealRun, games
 from tests.fuzz.mutate import mutate, mutate_header, mutate_raw, mutate_tree
+from tests.support.real_run import RealRun, games
 
 RUN = "forged"
 Files = dict[str, bytes]
@@ -41,7 +41,6 @@ def sound() -> Files:
 
 
 def written(files: Files, folder: Path) -> str:
-    """Write a run to `folder`, in place of what is there; returns the bucket's URL."""
     shutil.rmtree(folder, ignore_errors=True)
     for key, content in files.items():
         (folder / key).parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +129,6 @@ def _record(content: bytes, rng: Random) -> bytes:
 
 
 def _leaf(tree: Any, rng: Random) -> None:
-    """Put another value of its kind in the place of one, or another name in the place of a field's."""
     while True:
         keys = list(tree) if isinstance(tree, dict) else range(len(tree))
         key = rng.choice(keys)
@@ -144,7 +142,6 @@ def _leaf(tree: Any, rng: Random) -> None:
 
 
 def _named(files: Files, key: str, change: Callable[[bytes], bytes]) -> None:
-    """Change a file, and what the newest manifest says of it."""
     files[key] = change(files[key])
     manifest = _newest(files, "manifests")
     tree = json.loads(files[manifest])
@@ -157,7 +154,6 @@ def _named(files: Files, key: str, change: Callable[[bytes], bytes]) -> None:
 
 
 def _pin(files: Files, manifest: str) -> None:
-    """Have HEAD name the manifest as it is."""
     key = _newest(files, "heads")
     head = json.loads(files[key])
     del head["seal"]

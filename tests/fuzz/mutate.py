@@ -59,7 +59,6 @@ def take_apart(content: bytes) -> Parts:
 
 
 def put_together(parts: Parts) -> bytes:
-    """The file of `parts`, its offsets consistent."""
     metadata = {key: v if isinstance(v, str) else json.dumps(v) for key, v in parts.metadata.items()}
     header: dict[str, Tree] = {"__metadata__": metadata}
     at = 0

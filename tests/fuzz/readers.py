@@ -12,15 +12,14 @@ from random import Random
 
 from delta_weight_sync.cli import main
 from delta_weight_sync.errors import DeltaWeightSyncError
-from delta_weight_sync.history import RunReader
-from delta_weight_sync.lookout import Lookout
-from delta_weight_sync.publish.run_writer import RunWriter
-from delta_weight_sync.publish.states import usable
+from delta_weight_sync.publish.writer import RunWriter
+from delta_weight_sync.reader import RunReader
+from delta_weight_sync.resume._state import usable_states
 from delta_weight_sync.store import open_bucket
-from delta_weight_sync.vllm.layout import Layout
-from delta_weight_sync.vllm.progress import CountingReader
+from delta_weight_sync.vllm.disk import CountingReader, Layout
+from delta_weight_sync.watch import Watcher
+from inference_space.dashboard.data import Library
 from inference_space.dashboard.export import export
-from inference_space.dashboard.library import Library
 from tests.fuzz.forged import RUN
 
 LONGEST = 8000  # characters of a sentence: it may name several objects
@@ -28,7 +27,6 @@ PAGES = 20 << 20  # bytes of an exported run
 
 
 def dashboard(url: str, scratch: Path, rng: Random) -> None:
-    """Every page of the run, and the proof of its newest version."""
     bucket = open_bucket(url)
     export(bucket, rng.choice((None, RUN)), scratch / "site")
     assert sum(path.stat().st_size for path in (scratch / "site").iterdir()) < PAGES
@@ -36,7 +34,6 @@ def dashboard(url: str, scratch: Path, rng: Random) -> None:
 
 
 def command(url: str, scratch: Path, rng: Random) -> None:
-    """One of the commands."""
     out = str(scratch / "out")
     words = rng.choice(
         (
@@ -59,14 +56,14 @@ def command(url: str, scratch: Path, rng: Random) -> None:
 def follower(url: str, scratch: Path, rng: Random) -> None:
     """What a replica does before it stages a version: look, pass over what is damaged, fetch, rebuild."""
     reader = CountingReader(open_bucket(url), RUN)
-    with contextlib.closing(Lookout(reader)) as lookout:
-        manifest = lookout.look()
-        complaint = lookout.complaint()
+    with contextlib.closing(Watcher(reader)) as watcher:
+        manifest = watcher.poll()
+        complaint = watcher.problem()
     reader.expect(manifest, scratch)
     try:
         Layout(reader, scratch).put(manifest)
     except DeltaWeightSyncError:
-        if older := reader.buildable(manifest):
+        if older := reader.readable(manifest):
             Layout(reader, scratch).put(older)
         raise
     if complaint:
@@ -74,10 +71,9 @@ def follower(url: str, scratch: Path, rng: Random) -> None:
 
 
 def publisher(url: str, scratch: Path, rng: Random) -> None:
-    """A trainer takes the run over, and looks for its own states."""
     bucket = open_bucket(url)
     RunWriter(bucket, RUN, model="m", assets=None)
-    list(usable(RunReader(bucket, RUN)))
+    list(usable_states(RunReader(bucket, RUN)))
 
 
 Reader = Callable[[str, Path, Random], None]

@@ -12,7 +12,6 @@ _RNG = np.random.default_rng(0)
 
 
 def _weights(*shape: int) -> np.ndarray:
-    """bf16 bits of numbers of many magnitudes."""
     return (_RNG.normal(0, 0.02, shape).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
@@ -27,7 +26,6 @@ OLD: State = {
 
 
 def _moved(old: np.ndarray, share: float, far: float, moves: tuple[int, ...] = (1, 65535)) -> np.ndarray:
-    """A `share` of the weights moved by one of `moves`, a share `far` of these by anything."""
     steps = _RNG.choice(np.array(moves, np.uint16), old.shape)
     steps = np.where(_RNG.random(old.shape) < far, _RNG.integers(1, 65536, old.shape), steps)
     return old + np.where(_RNG.random(old.shape) < share, steps, 0).astype(np.uint16)
@@ -65,6 +63,5 @@ def seeds() -> dict[str, bytes]:
         "dense": _delta(far, "fast"),
         "raw": _delta(other, "fast"),
         "mixed": _delta(mixed, "small"),
-        "original": _delta(sparse, "original"),
         "nothing": _delta({}, "fast"),
     }

@@ -21,7 +21,6 @@ class Answer:
 
 
 def ask(url: str, prompt: list[int], max_tokens: int) -> Answer:
-    """Greedy tokens, as many as asked for."""
     answer = httpx.post(
         f"{url}/v1/completions", json=body(prompt, max_tokens), headers=HEADERS, timeout=PATIENCE_S
     )

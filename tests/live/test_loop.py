@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from delta_weight_sync.history import RunReader
+from delta_weight_sync.reader import RunReader
 from delta_weight_sync.runlog import DoneEvent, RunLogReader, StepEvent
 from delta_weight_sync.store import open_bucket
 from tests.live.replica import Replica
-from tests.policies import tiny
+from tests.support import tiny
 
 pytestmark = [pytest.mark.live, pytest.mark.long]
 
 CONFIG = """
-task: shorter
+task: brevity
 learning_rate: 3.0e-3
 max_steps: 60
 per_device_train_batch_size: 32
@@ -59,7 +59,7 @@ def wait_for_step(reader: RunLogReader, trainer: subprocess.Popen[bytes], step: 
     raise AssertionError(f"the trainer did not reach step {step} (exit code {trainer.poll()})")
 
 
-def test_shorter_is_learned_through_the_bucket_although_the_replica_dies(tmp_path):
+def test_brevity_is_learned_through_the_bucket_although_the_replica_dies(tmp_path):
     """The immediate-end-of-turn sanity check of the original work, with a -9 in the middle."""
     (tmp_path / "bucket").mkdir()
     url = (tmp_path / "bucket").as_uri()
@@ -71,7 +71,7 @@ def test_shorter_is_learned_through_the_bucket_although_the_replica_dies(tmp_pat
         replica.kill()
         replica.start()
         assert trainer.wait(400) == 0, (tmp_path / "trainer.log").read_text()[-2000:]
-        head = RunReader(open_bucket(url), "loop").at()
+        head = RunReader(open_bucket(url), "loop").manifest()
         status = replica.wait_for(head.version)
     finally:
         trainer.kill()

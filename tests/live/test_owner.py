@@ -9,11 +9,11 @@ import pytest
 pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
 from playwright.sync_api import Page, expect
 
-from tests.dashboard.told import REFUSED
 from tests.live.asking import KEY
 from tests.live.conftest import engine_of
 from tests.live.replica import Replica, soon
 from tests.live.run import Trainer, greedy
+from tests.support.dashboard import REFUSED
 
 pytestmark = pytest.mark.live
 
@@ -29,7 +29,7 @@ def test_an_owner_pauses_pins_and_joins_again(trainer: Trainer, replica: Replica
     assert first is not None
     digests = {first: replica.wait_for(first)["digest"]}
     joined = joins(replica)
-    said, refused = tab.locator("#dws-owner-said"), tab.locator(REFUSED)
+    said, refused = tab.locator("#dws-owner-state"), tab.locator(REFUSED)
     expect(said).to_contain_text("follows the newest version")
 
     tab.get_by_label("Key").fill("somebody-who-guesses-it")
@@ -45,7 +45,11 @@ def test_an_owner_pauses_pins_and_joins_again(trainer: Trainer, replica: Replica
     expect(refused).to_have_count(0)
     for _ in range(3):
         publish(trainer, digests)
-    expect(tab.locator("#dws-live h1")).to_contain_text(f"v{first + 4} published")
+    expect(tab.locator("#dws-live h1")).to_have_text(f"v{first + 4} serving on 0/1 replica")
+    row = tab.locator(
+        "#dws-live .stack tbody tr"
+    )  # by the replica's own word: this run has no trainer's log of it
+    expect(row).to_contain_text("3 versions behind")
     assert replica.status()["status"]["version"] == first + 1, "the dashboard has seen v4, the replica stays"
 
     pin(tab, first + 7)
@@ -55,7 +59,7 @@ def test_an_owner_pauses_pins_and_joins_again(trainer: Trainer, replica: Replica
     expect(said).to_contain_text(f"It stays at v{first + 2}")
     assert replica.wait_for(first + 2)["digest"] == digests[first + 2]
     publish(trainer, digests)
-    expect(tab.locator("#dws-live h1")).to_contain_text(f"v{first + 5} published")
+    expect(tab.locator("#dws-live h1")).to_have_text(f"v{first + 5} serving on 0/1 replica")
     assert replica.status()["status"]["digest"] == digests[first + 2], (
         "exactly what was pinned, whatever comes"
     )

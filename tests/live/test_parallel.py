@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from delta_weight_sync.history import RunReader
+from delta_weight_sync.reader import RunReader
 from tests.live.replica import SMALL_CACHE, Replica
 from tests.live.run import Trainer, greedy, update
-from tests.policies import tiny
+from tests.support import tiny
 
 pytestmark = [pytest.mark.live, pytest.mark.long]  # three processes import vLLM, each time
 
@@ -18,11 +18,7 @@ TWO_ENGINES = f"{SMALL_CACHE} --data-parallel-size 2"
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        pytest.param(TWO_WORKERS, id="workers"),
-        pytest.param(TWO_ENGINES, id="engines"),
-    ],
+    "arguments", [pytest.param(TWO_WORKERS, id="workers"), pytest.param(TWO_ENGINES, id="engines")]
 )
 def test_together_they_hold_each_version(tmp_path: Path, arguments: str):
     """Encoding "small", whose reader needs whole tensors, of which each worker of two has a part.
@@ -40,7 +36,7 @@ def test_together_they_hold_each_version(tmp_path: Path, arguments: str):
         before = greedy(replica.url)
         for _ in range(3):
             update(trainer, replica)
-        assert replica.status()["status"]["digest"] == RunReader(trainer.bucket, "live").at().digest
+        assert replica.status()["status"]["digest"] == RunReader(trainer.bucket, "live").manifest().digest
         assert [commit["joined"] for commit in replica.status()["commits"]] == [True, False, False, False]
         assert greedy(replica.url) != before, "the syncs changed nothing"
     finally:

@@ -8,9 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from delta_weight_sync.history import RunReader
-from delta_weight_sync.keys import Writer
-from delta_weight_sync.protocol import Head, Manifest, reference
+from delta_weight_sync.reader import RunReader
+from delta_weight_sync.records import Head, Manifest, Writer, reference
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, SigningKey, fingerprint, new_pair
 from tests.live.conftest import BLOCK, CONTEXT, PAIR
 from tests.live.replica import Replica, soon
@@ -46,7 +45,7 @@ def test_live_weights_answer_as_freshly_loaded_ones(trainer: Trainer, replica: R
 def _goes_where_it_is_told(vllm: Served, trainer: Trainer, answers: dict[int, Any]) -> None:
     """Back over several versions, healed there, on again, and with the next version: all in one vLLM."""
     first, newest = answers
-    history = {manifest.version: manifest.digest for manifest in RunReader(trainer.bucket, "live").history()}
+    history = {manifest.version: manifest.digest for manifest in RunReader(trainer.bucket, "live").versions()}
     assert vllm.order("pin", version=first).status_code == 200
     assert vllm.wait_for(first)["digest"] == history[first]
     assert greedy(vllm.url) == answers[first], "as the other replica did when that was the newest"

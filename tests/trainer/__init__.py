@@ -1,4 +1,4 @@
-"""Tests of the trainer and of the publishing half."""
+"""Tests of the trainer."""
 
 import os
 

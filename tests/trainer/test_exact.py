@@ -1,4 +1,4 @@
-"""Exact old policies, bit for bit those of the versions that are checked out, for each token its own."""
+"""Exact old policies equal those of checked-out versions, bit for bit, and TRL trains on each token's own."""
 
 import queue
 from collections import defaultdict
@@ -17,21 +17,87 @@ from trl.experimental.async_grpo.async_grpo_trainer import (
     RolloutQueueDataset,
     _reduce_metric,
 )
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+from trl.experimental.async_grpo.packing import TREE_ATTENTION
+from trl.trainer.utils import add_fused_lm_head, create_model_from_path
 
-from delta_weight_sync.publish import trl_patches
-from tests.policies import tiny
-from tests.trainer.exact_scene import Published, Query, from_checkout, queries
-from trainer import exact, past_policy
-from trainer.token_syncs import UNKNOWN, TracedSample
+from delta_weight_sync import Publisher, open_bucket, open_run
+from delta_weight_sync.runlog import RunLogReader, StepEvent
+from delta_weight_sync.trl import patches
+from delta_weight_sync.trl.trainer import BucketGRPOTrainer, live_weights
+from tests.support import tiny
+from tests.support.trainer_lives import cpu_config
+from trainer import exact, rollouts, train
+from trainer.exact import LogProbs, PastPolicy, Query
+from trainer.rollouts import UNKNOWN, TracedSample
+from trainer.settings import Settings
 
 SYNCS, KEEP = 6, 4
+BATCH, STEPS, PROMPT, TOKENS = 4, 4, 4, 12
 ENGINE = -3.0  # what the engine is said to have said of each token
+
+
+def trl_model(folder: Path, dtype: str) -> torch.nn.Module:
+    """What `AsyncGRPOTrainer` trains."""
+    model = create_model_from_path(
+        str(folder), device_map=None, attn_implementation=TREE_ATTENTION, dtype=dtype
+    )
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    return model
+
+
+@torch.no_grad()
+def step(policy: torch.nn.Module, seed: int) -> None:
+    """Moves a tenth of the weights, by a hundredth of their size."""
+    generator = torch.Generator().manual_seed(seed)
+    for weights in policy.parameters():
+        moved = torch.rand(weights.shape, generator=generator) < 0.1
+        change = 0.01 * torch.randn(weights.shape, generator=generator)
+        weights += torch.where(moved, change, torch.zeros(())).to(weights.dtype)
+
+
+def queries() -> list[Query]:
+    """Samples of several lengths, two of which share a prompt."""
+    numbers = np.random.default_rng(0)
+    prompt = numbers.integers(5, 90, 6)
+    found = []
+    for length in (4, 9, 6):
+        tokens = np.concatenate([prompt, numbers.integers(5, 90, length)])
+        asked = np.arange(len(tokens)) >= len(prompt)
+        asked[-2] = False
+        found.append(Query(tokens, asked))
+    return found
+
+
+def from_checkout(url: str, sync: int, folder: Path, dtype: str, asked: list[Query]) -> LogProbs:
+    """What a model says that is loaded from the checkpoint of that sync's version."""
+    reader = open_run(url)
+    manifest = next(manifest for manifest in reader.versions() if manifest.sync == sync)
+    reader.checkout(manifest, folder / f"v{manifest.version}")
+    return PastPolicy(trl_model(folder / f"v{manifest.version}", dtype), 0).log_probs(asked)
+
+
+class Published:
+    """A policy that was published at each of the syncs 1 to `syncs`, and the same in the past."""
+
+    def __init__(self, url: str, base: Path, syncs: int, keep: int, dtype: str, token_budget: int) -> None:
+        policy = trl_model(base, dtype)
+        step(policy, 1)  # so that float32 weights are no bf16, as where a trainer goes on
+        self.past = PastPolicy(policy, token_budget)
+        with Publisher(url, base) as publisher:
+            publisher.publish(live_weights(policy))
+            self.past.begin(policy, publisher.keep_undo_log(keep))
+            for sync in range(2, syncs + 1):
+                step(policy, sync)
+                publisher.publish(live_weights(policy))
+                publisher.flush()
+                self.past.keep_up()
 
 
 @pytest.fixture(autouse=True)
 def _trl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_flash_attn", packing._flash_attn)  # as it was, after this test
-    trl_patches._attention_without_download()
+    patches._attention_without_download()
     packing.register_tree_attention()
 
 
@@ -64,13 +130,13 @@ def test_a_row_of_tokens_is_never_longer_than_the_budget(base, tmp_path, monkeyp
     """And each answer is that of all samples in one row, but for the order of sums."""
     scene, _ = published(base, tmp_path)
     together = scene.past.log_probs(queries())
-    packed, forward = [], past_policy.forward
+    packed, forward = [], exact.forward
 
     def seen(model, row):
         packed.append(row["input_ids"].numel())
         return forward(model, row)
 
-    monkeypatch.setattr(past_policy, "forward", seen)
+    monkeypatch.setattr(exact, "forward", seen)
     scene.past._token_budget = 16
     np.testing.assert_allclose(scene.past.log_probs(queries()), together, atol=1e-5)
     assert len(packed) > 1
@@ -166,9 +232,107 @@ def test_rolling_writes_what_changed_and_no_more(base, tmp_path):
 def test_what_cannot_be_exact_is_refused_with_what_to_change():
     ranks = SimpleNamespace(args=SimpleNamespace(world_size=2))
     with pytest.raises(SystemExit, match=r"--exact_old_policy needs a trainer of one process"):
-        exact.use(ranks, None)
+        exact.enable(ranks, None)
     half = SimpleNamespace(
         args=SimpleNamespace(world_size=1, token_budget=0), model=torch.nn.Linear(2, 2).half()
     )
     with pytest.raises(SystemExit, match=r"float16 do not hold every bf16: .*; set --dtype"):
-        exact.use(half, None)
+        exact.enable(half, None)
+
+
+class Played:
+    """TRL's `RolloutWorkerProtocol`: after each sync a batch whose later tokens are of that sync."""
+
+    def __init__(self) -> None:
+        self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue()
+        self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.samples: list[TracedSample] = []
+
+    def start(self) -> None:
+        self._play(1, 1)
+        self._play(1, UNKNOWN)  # TRL looks a batch ahead
+
+    def update_model_version(self, model_version: int) -> None:
+        if model_version > 1:
+            self._play(model_version - 1, model_version)
+
+    def _play(self, before: int, after: int) -> None:
+        syncs = np.where(np.arange(TOKENS) < 8, before, after)
+        for _ in range(BATCH):
+            number = len(self.samples)
+            tokens = np.random.default_rng(number).integers(5, 90, TOKENS)
+            self.samples.append(sample(Query(tokens, np.arange(TOKENS) >= PROMPT), syncs, number))
+            self.rollout_buffer.put(self.samples[-1])
+
+    def inherit(self, sync: int) -> None: ...
+    def stop(self) -> None: ...
+    def check_health(self, stale_after_s: float) -> None: ...
+
+
+@pytest.fixture
+def trained_on(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
+    """Per batch, the old log-probabilities in TRL's loss; each hand-over becomes a version."""
+    for module, name in (
+        ("async_rollout_worker", "is_vllm_available"),
+        ("async_rollout_worker", "_child_main"),
+        ("packing", "_flash_attn"),
+        ("async_grpo_trainer", "get_peak_flops_per_device"),
+    ):
+        place = getattr(patches, module)
+        monkeypatch.setattr(place, name, getattr(place, name))  # as it was, after this test
+    found: list[np.ndarray] = []
+    loss, publish = BucketGRPOTrainer.compute_loss, Publisher.publish
+
+    def seen(trainer, model, inputs, *rest, **options):
+        found.append(inputs["old_log_probs"].numpy().reshape(BATCH, TOKENS - PROMPT))
+        return loss(trainer, model, inputs, *rest, **options)
+
+    def one_by_one(publisher, *arguments):
+        publish(publisher, *arguments)
+        publisher._outbox.flush()
+
+    monkeypatch.setattr(BucketGRPOTrainer, "compute_loss", seen)
+    monkeypatch.setattr(Publisher, "publish", one_by_one)
+    return found
+
+
+@pytest.mark.live
+def test_each_token_is_trained_on_with_the_log_probability_of_its_own_version(
+    tmp_path, monkeypatch, trained_on
+):
+    played, url = Played(), (tmp_path / "bucket").as_uri()
+    config = cpu_config(
+        tmp_path / "trl",
+        max_steps=STEPS,
+        per_device_train_batch_size=BATCH,
+        learning_rate=1e-2,
+        max_staleness=2,
+    )
+    monkeypatch.setattr(rollouts, "make_worker", lambda *_, **__: played)
+    tiny.build(tmp_path / "base", tie=True, seed=0)
+    places = {"model": str(tmp_path / "base"), "bucket": url, "run": "run", "replicas": []}
+    train.train(Settings(**places, task="brevity", exact_old_policy=True), config)
+
+    assert len(trained_on) == STEPS
+    assert (trained_on[1] == ENGINE).all(), "nobody said whose its later tokens are"
+    for batch in (0, 2, 3):
+        samples = played.samples[batch * BATCH : (batch + 1) * BATCH]
+        queries = [Query(s.input_ids, s.completion_mask == 1) for s in samples]
+        said = {
+            sync: from_checkout(f"{url}#run", sync, tmp_path, "float32", queries).reshape(BATCH, -1)
+            for sync in set(samples[0].token_syncs[PROMPT:].tolist())
+        }
+        made = samples[0].token_syncs[PROMPT:]
+        for sync, expected in said.items():
+            own = made == sync
+            np.testing.assert_allclose(trained_on[batch][:, own], expected[:, own], atol=1e-5)
+            for other in said.keys() - {sync}:
+                assert np.abs(said[other] - expected)[:, own].max() > 1e-3
+
+    log = RunLogReader(open_bucket(url), "run").poll()
+    steps = [event.metrics for event in log if isinstance(event, StepEvent)]
+    assert len(steps) == STEPS
+    assert sum(step.get("exact/samples_left_total", 0) for step in steps) == BATCH
+    assert all(step["exact/mismatch_max"] > 1 for step in steps[-2:]), "the engine is said to have said -3"
+    assert all("exact/mixed_mean" in step for step in steps[-2:])
+    assert steps[0]["ratio"] == pytest.approx(1.0, abs=0.01), "the policy has not moved yet"

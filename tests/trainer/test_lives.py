@@ -13,7 +13,7 @@ import pytest
     [pytest.param(2, 1, marks=pytest.mark.live), pytest.param(20, 2, marks=pytest.mark.long)],
 )
 def test_the_versions_are_those_of_a_trainer_that_was_left_alone(kills, seed, tmp_path):
-    lives = [sys.executable, "-m", "tests.trainer.lives", str(tmp_path), str(kills), str(seed)]
+    lives = [sys.executable, "-m", "tests.support.trainer_lives", str(tmp_path), str(kills), str(seed)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(lives, env=environment, capture_output=True, text=True, timeout=200 + 60 * kills)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -25,4 +25,4 @@ def test_the_versions_are_those_of_a_trainer_that_was_left_alone(kills, seed, tm
         # One that is ended after a while may be done before that, and so are those after it.
         assert code in ((-9, 143)[number % 2], *([0] if kills > 4 else [])), f"{end}\n{log[-3000:]}"
         if code == 143:
-            assert "the same command goes on from" in log
+            assert "the same command resumes the run" in log

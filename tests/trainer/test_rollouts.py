@@ -19,12 +19,11 @@ from aiohttp import web
 from transformers import AutoTokenizer
 
 import trainer.policies
-from delta_weight_sync.publish.trl_trainer import TrainedGroups
-from trainer.policies.wordle_tokens import WordleTokens
-from trainer.processes import free_port
-from trainer.rollouts import ReplicaRolloutLoop, ReplicaRolloutWorker, Syncs
-from trainer.token_syncs import UNKNOWN
-from trainer.wordle import make_dataset
+from delta_weight_sync.trl.trainer import TrainedGroups
+from trainer.demo.processes import free_port
+from trainer.policies.tokens import WordleTokens
+from trainer.rollouts import UNKNOWN, ReplicaRolloutLoop, ReplicaRolloutWorker, Syncs
+from trainer.tasks.wordle import make_dataset
 
 TERM = 2
 PATIENCE_S = 60.0  # for what takes a second; only a fault takes so long

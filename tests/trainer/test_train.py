@@ -1,20 +1,188 @@
-"""The trainer's own settings."""
+"""`python -m trainer.train`: its settings, the end of training, its own learning rate, and its processes."""
 
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import psutil
 import pytest
+from safetensors.torch import load_file
 
-from trainer.arguments import ScriptArguments
+from delta_weight_sync import open_run
+from delta_weight_sync.runlog import DoneEvent, RunLogReader
+from delta_weight_sync.store import open_bucket
+from tests.support import tiny
+from tests.support.hubsim import HubSim
+from trainer.settings import Settings
+from trainer.stop import LIMIT_S
+from trainer.train import main
 
-PLACES = {"model": "m", "bucket": "file:///b", "run": "r", "replicas": ["http://127.0.0.1:1"]}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+TIMEOUT_S = 300.0
+BUCKET = "hf://buckets/team/wordle"
+LIVES = """
+import sys
+from pathlib import Path
+from tests.support.trainer_lives import live
+
+folder, timed, rated = Path(sys.argv[1]), *sys.argv[2:]
+live(folder, timed, 3, minutes=1e-6)
+live(folder, timed, 3)
+live(folder, rated, 1, norm_learning_rate=0.05)
+live(folder, rated, 2, norm_learning_rate=0.05)
+"""
 
 
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
-        ({"encoding": "zip"}, "--encoding must be one of fast, small, original; it is 'zip'"),
+        ({"encoding": "zip"}, "--encoding must be one of fast, small; it is 'zip'"),
         ({"mirror": "disk"}, "--mirror must be one of host, device; it is 'disk'"),
+        ({"minutes": -1.0}, "--minutes must be at least 0; it is -1"),
+        ({"norm_learning_rate": -1.0}, "--norm_learning_rate must be at least 0; it is -1"),
+        ({"state_every": 0}, "--state_every must be at least 1; it is 0"),
     ],
 )
-def test_an_unknown_choice_is_refused_with_those_that_exist(setting, sentence):
-    """Also where it comes from a YAML file, whose values argparse does not check."""
+def test_a_setting_out_of_range_is_refused_with_the_values_allowed(setting, sentence):
+    """Also if it comes from a YAML file, whose values argparse does not check."""
     with pytest.raises(SystemExit, match=sentence):
-        ScriptArguments(**PLACES, **setting)
+        Settings(model="m", bucket="file:///b", run="r", replicas=[], **setting)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("script")
+    tiny.build(folder / "base", tie=True, seed=0)
+    return folder / "base"
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory):
+    with HubSim(tmp_path_factory.mktemp("hub")) as hub, pytest.MonkeyPatch.context() as patch:
+        for name, value in hub.env(hub.root / "client").items():
+            patch.setenv(name, value)
+        open_bucket(BUCKET, create=True)
+        yield hub
+
+
+TOKENS = [("hf_read", 403), ("hf_bucket_read", 403), ("hf_expired", 401), ("hf_typo", 401), ("", 401)]
+
+
+@pytest.mark.parametrize(("token", "status"), TOKENS)
+def test_a_token_that_may_not_write_ends_the_trainer_before_it_changes_anything(
+    hub, base, tmp_path, monkeypatch, token, status
+):
+    monkeypatch.setenv("HF_TOKEN", token)
+    replica, output = ["--replicas", "http://127.0.0.1:9"], ["--output_dir", str(tmp_path)]
+    where = ["--model", str(base), "--bucket", BUCKET, "--run", "first", "--task", "brevity", *replica]
+    options = [*output, "--use_cpu", "true", "--bf16", "false", "--dtype", "float32", "--report_to", "none"]
+    options += ["--token_budget", "512"]
+    monkeypatch.setattr("sys.argv", ["trainer.train", *where, *options])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    message = str(ended.value)
+    assert message.startswith(f"trainer: the Hub refused write access to {BUCKET}")
+    assert f" ({status}, " in message
+    assert message.endswith("set HF_TOKEN to a token with write access to team/wordle")
+    assert not token or token not in message
+    monkeypatch.setenv("HF_TOKEN", hub.env(hub.root / "client")["HF_TOKEN"])
+    assert open_bucket(BUCKET).list("") == [], "nothing was written"
+
+
+@pytest.fixture(scope="module")
+def buckets(base: Path) -> tuple[str, str]:
+    """A run whose time was over and that was resumed, and one with a rate for the norms, resumed as well."""
+    for name in ("timed", "rated"):
+        (base.parent / name).mkdir()
+    timed, rated = ((base.parent / name).as_uri() for name in ("timed", "rated"))
+    command = [sys.executable, "-c", LIVES, str(base.parent), timed, rated]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return timed, rated
+
+
+def ends(url: str) -> list[DoneEvent]:
+    events = RunLogReader(open_bucket(url), "lives").poll()
+    return [event for event in events if isinstance(event, DoneEvent)]
+
+
+@pytest.mark.live
+def test_training_ends_with_its_time_and_resumes_without_that_limit(buckets):
+    """The time is over before the first step, which is made all the same; everything is published."""
+    early, late = ends(buckets[0])
+    assert (early.version, early.stopped_by) == (1, "time")
+    assert (late.version, late.stopped_by) == (3, "steps")
+    run = open_run(buckets[0])
+    assert [run.manifest(done.version).digest for done in (early, late)] == [early.digest, late.digest]
+
+
+@pytest.mark.live
+def test_the_norms_may_learn_faster_than_the_matrices(buckets, tmp_path):
+    """AdamW's first step moves every weight that has a gradient by about its learning rate."""
+    run = open_run(buckets[1])
+    for version in (0, 1):
+        run.checkout(run.manifest(version), tmp_path / str(version))
+    before, after = (load_file(tmp_path / str(version) / "model.safetensors") for version in (0, 1))
+    moved = {name: (after[name].float() - before[name].float()).abs().max().item() for name in before}
+    assert all(by > 0.04 for name, by in moved.items() if before[name].ndim == 1)
+    assert all(by < 0.01 for name, by in moved.items() if before[name].ndim == 2)
+    assert [done.version for done in ends(buckets[1])] == [1, 2], "also after it was resumed"
+
+
+@contextmanager
+def waiting_trainers(folder: Path, lives: int) -> Iterator[IO[str]]:
+    """Trainers that wait for samples, one after the other; yields their output and that of their parent."""
+    command = [sys.executable, "-m", "tests.support.waiting_trainer", str(folder), str(lives)]
+    with (folder / "errors").open("w") as errors:
+        parent = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=errors, text=True)
+    assert parent.stdout is not None
+    try:
+        yield parent.stdout
+    finally:
+        for process in (*psutil.Process(parent.pid).children(recursive=True), parent):
+            process.kill()
+        parent.communicate(timeout=TIMEOUT_S)
+
+
+def until(start: str, output: IO[str], errors: Path) -> list[str]:
+    """The lines up to one that starts like this."""
+    lines = []
+    for line in output:
+        lines.append(line)
+        if line.startswith(start):
+            return lines
+    raise AssertionError(errors.read_text()[-3000:])
+
+
+def next_trainer(output: IO[str], errors: Path) -> tuple[psutil.Process, list[psutil.Process]]:
+    """The next trainer, which waits, and all processes that it has started."""
+    number = until("trainer ", output, errors)[-1].split()[1]
+    until("waiting", output, errors)
+    trainer = psutil.Process(int(number))
+    children = trainer.children(recursive=True)
+    assert any("spawn_main" in " ".join(child.cmdline()) for child in children)
+    return trainer, children
+
+
+@pytest.mark.live
+def test_a_signal_and_a_sudden_death_end_the_process_that_plays(tmp_path):
+    errors = tmp_path / "errors"
+    with waiting_trainers(tmp_path, 2) as output:
+        trainer, children = next_trainer(output, errors)
+        trainer.send_signal(signal.SIGTERM)
+        assert psutil.wait_procs([trainer], timeout=2 * LIMIT_S)[1] == []
+        end = "version 0 is published and the state is saved; the same command resumes the run"
+        last = [f"trainer: SIGTERM: {end}\n", f"ended {128 + signal.SIGTERM}\n"]
+        assert until("ended ", output, errors)[-2:] == last, errors.read_text()[-3000:]
+        assert psutil.wait_procs(children, timeout=10)[1] == []
+        trainer, children = next_trainer(output, errors)
+        trainer.kill()
+        assert psutil.wait_procs(children, timeout=10)[1] == []
+    assert open_run((tmp_path / "bucket").as_uri()).manifest().version == 0, (
+        "version 0 is not published twice"
+    )

@@ -1,9 +1,13 @@
-"""From zero to Spaces: one command makes the bucket, the environment's Space and the replicas' Spaces.
+"""Deploys a bucket, the environment's Space and the replicas' Spaces to the Hub with one command.
 
     python -m trainer.deploy up --owner me
     python -m trainer.deploy status | logs SPACE | pause | resume | down --owner me
     python -m trainer.deploy doctor
 
-A pure plan says what there should be (`plan.py`); `apply.py` compares it with what there is and changes only
-what differs. Everything goes through huggingface_hub's own functions.
+`plan` says what a deployment consists of, and contacts nothing. `hub` compares the plan with the state of the
+Hub and changes only what differs.
 """
+
+
+class DeployError(RuntimeError):
+    """The command cannot go on; the message is one sentence that names the fix and holds no secret."""

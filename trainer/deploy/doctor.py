@@ -1,58 +1,332 @@
-"""Checks of everything that a deployment and a trainer need; each problem comes with its fix.
+"""Checks everything that a deployment and a trainer need, and names the fix for each problem.
 
-It needs no deployment: what does not exist yet is not a fault.
+No deployment has to exist: the checks accept what `up` has yet to make.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import shutil
+import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path
+from uuid import uuid4
 
-from delta_weight_sync.store import BucketError
-from trainer.deploy import checks_box, checks_hub
-from trainer.deploy.checks_scene import Check, Problem, Scene
-from trainer.deploy.errors import DeployError, masked
+import httpx
+from huggingface_hub import HfApi, get_session
+from huggingface_hub.constants import HF_HOME
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from huggingface_hub.hf_api import ModelInfo
+from packaging.requirements import Requirement
 
-CHECKS: dict[str, Check] = {
-    "token": checks_hub.token,
-    "Space's token": checks_hub.space_token,
-    "plan": checks_hub.plan,
-    "model licence": checks_hub.licence,
-    "clock": checks_hub.clock,
-    "Spaces awake": checks_hub.awake,
-    "protocol": checks_hub.protocol,
-    "signatures": checks_hub.signatures,
-    "versions": checks_box.versions,
-    "disk": checks_box.disk,
-    "GPU of the replicas": checks_box.replica_gpu,
-    "GPU of the trainer": checks_box.trainer_gpu,
-    "software for GPUs": checks_box.gpu_software,
-    "bucket": checks_hub.bucket,  # last: opening a bucket gives the Hub's client other time limits
-}
+from delta_weight_sync import gpu_build, signing
+from delta_weight_sync.cost import HARDWARE
+from delta_weight_sync.errors import BucketError, KeyFormatError
+from delta_weight_sync.records import FORMAT
+from delta_weight_sync.store import open_bucket
+from trainer import spaces
+from trainer.deploy import DeployError, hub, keys
+from trainer.deploy.hub import explained
+from trainer.deploy.plan import CHECKOUT
+
+_GB = 10**9
+_CLOCK_LIMIT_S = 30.0  # every lag in the run's log compares two machines' clocks
+_DISK_BYTES = 4.4  # per weight: two copies in bf16, the download, an anchor before its upload, and a margin
+_TRAINER_BYTES = 16  # per weight, in fp32: itself, its gradient and AdamW's two moments
+_TRAINER_MARGIN = 5 * _GB  # activations at the token budget of the configs: computed, not measured
+_REPLICA_MARGIN = 4 * _GB  # CUDA graphs and a cache for 20 000 tokens of Qwen3-1.7B
+_VLLM_SHARE = 0.9  # of a GPU's memory, vLLM's default
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What one check found out; of a problem the text names the fix. No text: it has no object here."""
+class Setup:
+    """What the checks look at. Each fact is looked up once, because the Hub limits the rate of requests."""
 
+    api: HfApi
+    given_owner: str  # empty: the account of the token
     name: str
-    ok: bool
-    text: str
+    model: str  # a Hub id or the folder of a checkpoint
+    hardware: str  # of each replica
+    space_token: str  # SPACE_HF_TOKEN; may be empty
+
+    @cached_property
+    def account(self) -> hub.Account:
+        """The account of HF_TOKEN."""
+        return hub.Account(self.api)
+
+    @property
+    def owner(self) -> str:
+        """The owner of bucket and Spaces."""
+        return self.given_owner or self.account.name
+
+    @cached_property
+    def spaces(self) -> list[hub.Space]:
+        """The Spaces of the deployment; empty before the first `up`."""
+        return hub.spaces_of(self.api, self.owner, self.name)
+
+    @property
+    def replicas(self) -> list[hub.Space]:
+        """The Spaces of its replicas."""
+        return [space for space in self.spaces if "-replica-" in space.repo_id]
+
+    @cached_property
+    def model_info(self) -> ModelInfo | None:
+        """The Hub's description of the model; None for a local folder."""
+        if Path(self.model).is_dir():
+            return None
+        with explained(f"looking for the model {self.model}"):
+            try:
+                return self.api.model_info(self.model)
+            except RepositoryNotFoundError:
+                hidden = "or this token may not see it"
+                raise DeployError(f"there is no model {self.model}, {hidden}; check --model") from None
+
+    @cached_property
+    def weights(self) -> int:
+        """The number of the model's weights."""
+        if info := self.model_info:
+            if info.safetensors is None:
+                raise DeployError(f"{self.model} has no safetensors files; use a model that has them")
+            return info.safetensors.total
+        if not (files := [*Path(self.model).glob("*.safetensors")]):
+            raise DeployError(f"{self.model} has no safetensors files; name a checkpoint with --model")
+        total = 0
+        for file in files:
+            with file.open("rb") as opened:
+                table = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+            total += sum(math.prod(table[name]["shape"]) for name in table.keys() - {"__metadata__"})
+        return total
 
 
-def examine(scene: Scene, say: Callable[[str], None] = print) -> bool:
-    """Run all checks and say what each found; True if there is no problem."""
-    findings = [_finding(name, check, scene, say) for name, check in CHECKS.items()]
-    problems = sum(not finding.ok for finding in findings)
-    say(f"{problems} of {len(findings)} checks found a problem" if problems else "no problem found")
+def examine(setup: Setup, say: Callable[[str], None] = print) -> bool:
+    """Run all checks and report the result of each; True if there is no problem."""
+    problems = 0
+    for name, check in CHECKS.items():
+        try:
+            label, text = "ok     ", check(setup)
+        except (DeployError, BucketError) as error:
+            label, text, problems = "PROBLEM", hub.masked(str(error), (setup.space_token,)), problems + 1
+        if text:
+            say(f"{label}  {name}: {text}")
+    say(f"{problems} of {len(CHECKS)} checks found a problem" if problems else "no problem found")
     return not problems
 
 
-def _finding(name: str, check: Check, scene: Scene, say: Callable[[str], None]) -> Finding:
+def _token(setup: Setup) -> str:
+    setup.account.require_write(setup.owner)
+    return f"{setup.account.name}, {setup.account.role}, may write for {setup.owner}"
+
+
+def _space_token(setup: Setup) -> str:
+    if not setup.space_token and setup.spaces and not any(space.private for space in setup.spaces):
+        return "not set here: the Spaces have theirs, and public Spaces need none"
+    hub.require_read_only(setup.api, setup.space_token)
+    return "SPACE_HF_TOKEN is read-only"
+
+
+def _plan(setup: Setup) -> str:
+    if not setup.account.has_plan(setup.owner):
+        raise DeployError(
+            f"{setup.owner} has no paid plan, and a Docker Space on free hardware needs PRO, Team or"
+            " Enterprise; subscribe at https://huggingface.co/pricing"
+        )
+    if setup.account.can_pay(setup.owner) is False:
+        raise DeployError(
+            f"{setup.owner} cannot pay for a GPU; add a payment method and credits at"
+            " https://huggingface.co/settings/billing"
+        )
+    return f"{setup.owner} may run Docker Spaces"
+
+
+def _licence(setup: Setup) -> str:
+    info, model = setup.model_info, setup.model
+    if info is None or not info.gated:
+        return f"{model} is not gated"
+    with explained(f"asking for access to {model}"):
+        try:
+            setup.api.auth_check(model)
+        except GatedRepoError:
+            page = f"{setup.api.endpoint}/{model} as {setup.account.name}"
+            raise DeployError(f"{model} is gated; accept its licence at {page}") from None
+    return f"the licence of {model} was accepted"
+
+
+def _clock(setup: Setup) -> str:
+    with explained("asking the Hub for the time"):
+        date = get_session().head(setup.api.endpoint).headers["date"]
+    skew = time.time() - parsedate_to_datetime(date).timestamp()
+    if abs(skew) > _CLOCK_LIMIT_S:
+        raise DeployError(
+            f"this machine's clock is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the Hub's, so"
+            " signed links and every lag in the run's log are wrong; set it, for example with"
+            " `timedatectl set-ntp true`"
+        )
+    return f"within {_CLOCK_LIMIT_S:.0f} s of the Hub's"
+
+
+def _awake(setup: Setup) -> str:
+    idle = [space for space in setup.spaces if space.runtime.stage != "RUNNING"]
+    if not idle:
+        return f"{len(setup.spaces)} run" if setup.spaces else "there are none yet; `up` makes them"
+    states = ", ".join(f"{space.repo_id} is {space.runtime.stage}" for space in idle)
+    asleep = all(space.runtime.stage in hub.ASLEEP for space in idle)
+    fix = "`resume` them (a trainer also wakes sleeping ones)" if asleep else "see `logs`, then run `up`"
+    raise DeployError(f"{states}; {fix}")
+
+
+def _protocol(setup: Setup) -> str:
+    running = [space for space in setup.replicas if space.runtime.stage == "RUNNING"]
+    formats = {space.repo_id: _format(space) for space in running}
+    if other := [f"{repo_id} speaks {spoken}" for repo_id, spoken in formats.items() if spoken != FORMAT]:
+        raise DeployError(f"{', '.join(other)}, this trainer {FORMAT}; run `up` to bring both to one version")
+    return f"{len(running)} replicas speak {FORMAT}" if running else "no replica runs"
+
+
+def _format(space: hub.Space) -> str:
     try:
-        finding = Finding(name, True, check(scene))
-    except (Problem, DeployError, BucketError) as error:
-        finding = Finding(name, False, masked(str(error), scene.secrets))
-    if finding.text:
-        say(f"{'ok     ' if finding.ok else 'PROBLEM'}  {name}: {finding.text}")
-    return finding
+        return str(spaces.request(space.url, "GET", "/status").raise_for_status().json()["format"])
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        return f"nothing ({type(error).__name__})"
+    except spaces.SpacesUnavailableError as error:
+        raise DeployError(str(error)) from error
+
+
+def _signatures(setup: Setup) -> str:
+    """Every replica trusts the key that a trainer on this machine signs with."""
+    file = keys.signing_file(setup.owner, setup.name)
+    try:
+        in_environment, _ = signing.keys_in(os.environ)
+    except KeyFormatError as error:
+        raise DeployError(str(error)) from None
+    in_file = keys.read_signing_keys(setup.owner, setup.name)
+    signs = in_environment.public if in_environment else in_file.signs if in_file else None
+    trusted = {space.repo_id: space.variables.get(signing.PUBLIC_KEY) for space in setup.replicas}
+    if not trusted:
+        return "`up` makes keys"
+    if all(public is None for public in trusted.values()):
+        return "replicas check none; `up` without --unsigned changes that"
+    if not signs:
+        raise DeployError(f"the signing key is not here: copy {file} from the machine where `up` made it")
+    for repo_id, public in trusted.items():
+        if signs not in (public or "").split(","):
+            raise DeployError(
+                f"{repo_id} trusts {public or 'every version in the bucket'}, and a trainer on this machine"
+                f" signs with {signs}; run `up`, and start the trainer with {file}"
+            )
+    return f"replicas trust {signing.fingerprint(signs)}, which signs on this machine"
+
+
+def _versions(setup: Setup) -> str:
+    """The installed packages are those of requirements.txt."""
+    lines = [line.split("#")[0].strip() for line in (CHECKOUT / "requirements.txt").read_text().splitlines()]
+    named = [line for line in lines if line and not line.startswith("-")]  # the other lines name the library
+    wanted = [Requirement(line) for line in (*named, *(metadata.requires("delta-weight-sync") or ()))]
+    wrong = []
+    for need in wanted:
+        if need.marker and not need.marker.evaluate():
+            continue
+        try:
+            if not need.specifier.contains(found := metadata.version(need.name), prereleases=True):
+                wrong.append(f"{need.name} is {found}, not {need.specifier}")
+        except metadata.PackageNotFoundError:
+            wrong.append(f"{need.name} is not installed")
+    if wrong:
+        raise DeployError(f"{'; '.join(wrong)}; run `pip install -r requirements.txt`")
+    return f"{len(wanted)} packages as in requirements.txt"
+
+
+def _disk(setup: Setup) -> str:
+    """There is room for the model's download, and for an anchor before its upload."""
+    need = f"{setup.model} needs {_DISK_BYTES * setup.weights / _GB:.1f} GB"
+    for folder, variable in ((Path(HF_HOME), "HF_HOME"), (Path(tempfile.gettempdir()), "TMPDIR")):
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        free = shutil.disk_usage(existing).free
+        if free < _DISK_BYTES * setup.weights:
+            fix = f"delete something, or set {variable} to a larger disk"
+            raise DeployError(f"{existing} has {free / _GB:.1f} GB free and {need}; {fix}")
+    return f"{need}, and there is room"
+
+
+def _replica_gpu(setup: Setup) -> str:
+    """The weights and a cache fit into the replicas' GPUs."""
+    room = {name: _VLLM_SHARE * spec.gpus * spec.gpu_gb * _GB for name, spec in HARDWARE.items()}
+    need, here = 2 * setup.weights + _REPLICA_MARGIN, room[setup.hardware]
+    if need > here:
+        fitting = [name for name in room if room[name] >= need]
+        cheapest = min(fitting, key=lambda name: HARDWARE[name].usd_per_hour, default="")
+        raise DeployError(
+            f"{setup.model} needs {need / _GB:.0f} GB and vLLM takes {here / _GB:.0f} GB of {setup.hardware};"
+            f" use {f'--hardware {cheapest}' if cheapest else 'a smaller model'}"
+        )
+    return f"{setup.model} needs {need / _GB:.1f} of {here / _GB:.0f} GB on {setup.hardware}"
+
+
+def _trainer_gpu(setup: Setup) -> str:
+    """The trainer's state fits into this machine's GPUs, if it has any."""
+    need, room = _TRAINER_BYTES * setup.weights + _TRAINER_MARGIN, _gpu_bytes()
+    if not room:
+        return f"there is none here: train on a machine with {need / _GB:.0f} GB of GPU memory"
+    if need > room:
+        raise DeployError(
+            f"training {setup.model} takes {need / _GB:.0f} GB and the GPUs here have {room / _GB:.0f} GB;"
+            " use a smaller --model, a larger GPU, or more of them with `accelerate launch --use_fsdp`"
+        )
+    return f"{setup.model} needs {need / _GB:.0f} of {room / _GB:.0f} GB"
+
+
+def _gpu_bytes() -> int:
+    """The memory of all GPUs of this machine that its driver can use."""
+    import torch  # slow, and no other check needs it
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return sum(torch.cuda.get_device_properties(index).total_memory for index in range(count))
+
+
+def _gpu_software(setup: Setup) -> str:
+    if not gpu_build.gpu_count():
+        return ""
+    if found := [sentence for sentence in (gpu_build.problem(), *gpu_build.missing()) if sentence]:
+        raise DeployError("; ".join(found))
+    return "the driver, a C compiler, Python's headers and shared memory are there"
+
+
+def _bucket(setup: Setup) -> str:
+    """The bucket takes an object, returns it and deletes it."""
+    name = f"{setup.owner}/{setup.name}"
+    if (private := hub.bucket_is_private(setup.api, name)) is None:
+        return f"{name} does not exist yet; `up` makes it"
+    bucket, key, content = open_bucket(f"hf://buckets/{name}"), f"doctor/{uuid4().hex}", uuid4().bytes
+    bucket.put(key, content)
+    try:
+        if bucket.get(key) != content:
+            raise DeployError(f"{name} returned other bytes than were written; try again, then report it")
+    finally:
+        bucket.delete([key])
+    return f"{name} can be written and read{'' if private else '; it is public, and so are the weights'}"
+
+
+# A check returns a text that says what is fine, or raises `DeployError` with the fix. An empty
+# text means that it does not apply here.
+CHECKS: dict[str, Callable[[Setup], str]] = {
+    "token": _token,
+    "Space's token": _space_token,
+    "plan": _plan,
+    "model licence": _licence,
+    "clock": _clock,
+    "Spaces awake": _awake,
+    "protocol": _protocol,
+    "signatures": _signatures,
+    "versions": _versions,
+    "disk": _disk,
+    "GPU of the replicas": _replica_gpu,
+    "GPU of the trainer": _trainer_gpu,
+    "software for GPUs": _gpu_software,
+    "bucket": _bucket,  # last: opening a bucket gives the Hub's client other time limits
+}

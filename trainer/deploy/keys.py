@@ -1,9 +1,9 @@
-"""The secrets of a deployment: where they come from, and how to tell that a Space has them.
+"""The secrets of a deployment: the files that hold them here, and the marks that show which a Space has.
 
-The Hub never shows a secret's value again, so each is stored with a fingerprint as its description: an HMAC
-of the value under the SPACE_KEY. The description is replaced together with the value, is shown only to those
-who may change the Space, restarts nothing, and means nothing without the key. A local note would still say
-"set" of a Space that was deleted and made again, or that was changed from another machine.
+The Hub never shows the value of a secret again, so each is stored with a fingerprint as its description: an
+HMAC of the value under the SPACE_KEY. The Hub replaces the description together with the value, shows it only
+to accounts that may change the Space, and restarts nothing for it. A local note would be wrong once a Space
+was deleted and made again, or changed from another machine.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from delta_weight_sync import signing
-from trainer.deploy.errors import DeployError
+from delta_weight_sync.errors import KeyFormatError
+from trainer.deploy import DeployError
 
-NOTES = Path(".deploy")  # in the folder where the command runs
+FOLDER = Path(".deploy")  # in the folder where the command runs
 
 
 @dataclass(frozen=True, repr=False)
 class Secrets:
-    """Values that are sent to the Hub and shown to nobody."""
+    """The values that the Spaces of a deployment receive."""
 
     space_key: str
     space_token: str  # read-only
@@ -34,23 +35,19 @@ class Secrets:
         return self.space_token if name == "HF_TOKEN" else self.space_key
 
     def fingerprint(self, name: str) -> str:
-        """What stands beside the secret on the Hub."""
+        """The secret's description on the Hub."""
         message = f"{name}={self.value(name)}".encode()
         return "fingerprint " + hmac.new(self.space_key.encode(), message, hashlib.sha256).hexdigest()[:32]
 
-    def all(self) -> tuple[str, str]:
-        """What must not be seen anywhere."""
-        return self.space_key, self.space_token
+
+def space_key_file(owner: str) -> Path:
+    """The shell file with the SPACE_KEY of all Spaces of this owner."""
+    return FOLDER / owner / "env"
 
 
-def key_file(owner: str) -> Path:
-    """Where the SPACE_KEY of this owner's Spaces is kept, for trainers to read as shell."""
-    return NOTES / owner / "env"
-
-
-def read_key(owner: str) -> str | None:
+def read_space_key(owner: str) -> str | None:
     """The owner's SPACE_KEY, or None if there is none here."""
-    file = key_file(owner)
+    file = space_key_file(owner)
     if not file.exists():
         return None
     file.chmod(0o600)
@@ -61,33 +58,32 @@ def read_key(owner: str) -> str | None:
     return key
 
 
-def make_key(owner: str) -> str:
-    """A new SPACE_KEY, written where only this user can read it."""
-    file, key = key_file(owner), secrets.token_urlsafe(32)
+def make_space_key(owner: str) -> str:
+    """Make a new SPACE_KEY and write it to a file that only this user can read."""
+    file, key = space_key_file(owner), secrets.token_urlsafe(32)
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as out:
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
         out.write(f"SPACE_KEY={key}\n")
     return key
 
 
 def signing_file(owner: str, name: str) -> Path:
-    """Where the keys that sign this deployment's versions are kept, for its trainer to read as shell.
+    """The shell file with the signing keys of this deployment.
 
-    Each deployment has its own, or runs of one bucket could be served in place of another's.
+    Deployments share no keys, or a run of one bucket could be served in place of another bucket's.
     """
-    return NOTES / owner / f"{name}.env"
+    return FOLDER / owner / f"{name}.env"
 
 
 class SigningKeys(NamedTuple):
-    """The public halves of a deployment's keys."""
+    """The public halves of a deployment's signing keys."""
 
-    signs: str  # of the one that its trainer signs with
-    believed: str  # by its replicas: that one, and others while the owner changes keys; parted by commas
+    signs: str  # the one that its trainer signs with
+    trusted: str  # those that its replicas trust, separated by commas; several while the owner changes keys
 
 
-def signing_keys(owner: str, name: str) -> SigningKeys | None:
-    """What this deployment's file says, or None if there is none here."""
+def read_signing_keys(owner: str, name: str) -> SigningKeys | None:
+    """The public keys in this deployment's file, or None if there is no file here."""
     file = signing_file(owner, name)
     if not file.exists():
         return None
@@ -95,11 +91,10 @@ def signing_keys(owner: str, name: str) -> SigningKeys | None:
     pairs = [line.strip().partition("=") for line in file.read_text().splitlines()]
     lines = {variable: value for variable, _, value in pairs}
     try:
-        signs, _ = signing.keys_of(lines)
-    except signing.KeyTextError as error:
+        signs, _ = signing.keys_in(lines)
+    except KeyFormatError as error:
         raise DeployError(f"{file}: {error}") from None
-    if signs is None or not lines.get(signing.PUBLIC_KEY):
-        raise DeployError(
-            f"{file} lacks {signing.SIGNING_KEY} or {signing.PUBLIC_KEY}; delete it to get new keys"
-        )
-    return SigningKeys(signs.public, lines[signing.PUBLIC_KEY])
+    if signs is None or not (trusted := lines.get(signing.PUBLIC_KEY)):
+        lacking = f"{signing.SIGNING_KEY} or {signing.PUBLIC_KEY}"
+        raise DeployError(f"{file} lacks {lacking}; delete it to get new keys")
+    return SigningKeys(signs.public, trusted)

@@ -1,48 +1,70 @@
-"""What a deployment consists of, as a pure function of the command line: nothing is contacted here."""
+"""The plan of a deployment, a pure function of command line and checkout: a bucket, Spaces and their files.
+
+A Space's repository has the files that its Dockerfile needs, and no others: of each package the modules and
+the data files that are listed here, if git tracks them. Caches, tests, other apps and untracked files of a
+checkout are never uploaded.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Literal
 
-from delta_weight_sync.keys import Keys
-from delta_weight_sync.plan.prices import GPUS, HARDWARE
-from delta_weight_sync.refs import ProtocolError
+from delta_weight_sync.cost import GPUS, HARDWARE
+from delta_weight_sync.errors import ProtocolError
+from delta_weight_sync.records import Keys
 from delta_weight_sync.signing import PUBLIC_KEY
-from trainer.deploy.errors import DeployError
-from trainer.deploy.stage import APPS, App, stage
+from trainer.deploy import DeployError
 
-MARK = {"DEPLOYED_BY": "delta-weight-sync"}  # a variable: what does not carry it is never changed or deleted
-SWITCHED = (PUBLIC_KEY,)  # variables that are taken away from a Space whose plan has them no more
-NO_KEY_YET = "made by the first `up`"  # what a dry run has in the place of a key
-SLEEP_S = 1800  # a replica that nobody asked anything for so long costs nothing from then on
+MARK = {"DEPLOYED_BY": "delta-weight-sync"}  # a Space without this variable is never changed or deleted
+REMOVABLE = (PUBLIC_KEY,)  # variables that `up` removes from a Space if the plan no longer has them
+NO_KEY_YET = "made by the first `up`"  # stands for the key in a dry run
+SLEEP_S = 1800  # a replica falls asleep after this time without a request
+App = Literal["env", "replica"]
+APPS: tuple[App, ...] = ("env", "replica")
+
+CHECKOUT = Path(__file__).parents[2]
+_PACKAGES: dict[App, tuple[str, ...]] = {
+    "env": ("env_space", "shared/space_guard"),
+    "replica": ("inference_space", "shared/space_guard", "shared/delta_weight_sync"),
+}
+_DATA = {
+    "env_space": ("words/*", "page/*"),
+    "inference_space": ("engine_python.sh", "dashboard/static/*", "dashboard/templates/*"),
+    "shared/delta_weight_sync": ("py.typed",),
+    "shared/space_guard": (),
+}
+_ROOT_FILES: dict[App, tuple[str, ...]] = {"env": ("LICENSE",), "replica": ("LICENSE", "pyproject.toml")}
+_SPACE_FILES: dict[App, tuple[str, ...]] = {  # at the root of the Space
+    "env": ("README.md", "Dockerfile", "requirements.lock", "openenv.yaml", "openenv_probe.json"),
+    "replica": ("README.md", "Dockerfile", "requirements.lock"),
+}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
 @dataclass(frozen=True)
 class SpacePlan:
-    """One Space as it should be. Of secrets only the names are here."""
+    """One Space as it should be, with the names of its secrets and without their values."""
 
     repo_id: str
-    folder: App  # what is uploaded: see `stage`
+    folder: App  # see `stage`
     variables: Mapping[str, str]
     secrets: tuple[str, ...]
     hardware: str
-    sleep_s: int | None  # None: the Hub decides (after 48 hours on cpu-basic, where nothing else is possible)
+    sleep_s: int | None  # None on cpu-basic: the Hub allows no other value than its own, 48 hours
     private: bool
-
-    @property
-    def usd_per_hour(self) -> float:
-        """While it runs."""
-        return HARDWARE[self.hardware].usd_per_hour
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """A bucket, the environment's Space and the replicas' Spaces; the bucket is always private."""
+    """A private bucket, the environment's Space and the replicas' Spaces."""
 
     owner: str
     name: str
@@ -57,62 +79,102 @@ class Deployment:
         return (self.env, *self.replicas)
 
     @property
+    def trusted_keys(self) -> str:
+        """The public keys that the replicas trust, separated by commas; empty if they check no signatures."""
+        return self.replicas[0].variables.get(PUBLIC_KEY, "")
+
+    @property
     def bucket_url(self) -> str:
-        """The bucket as trainer and replicas know it."""
+        """The bucket as trainer and replicas name it."""
         return f"hf://buckets/{self.bucket}"
+
+    def trusting(self, public_keys: str) -> Deployment:
+        """The same deployment, with replicas that trust these keys only."""
+        added = {PUBLIC_KEY: public_keys}
+        plans = (replace(plan, variables={**plan.variables, **added}) for plan in self.replicas)
+        return replace(self, replicas=tuple(plans))
+
+    def write(self, folder: Path) -> None:
+        """Write the folders that `up` would upload, and plan.json, to a new or empty folder."""
+        if folder.exists() and any(folder.iterdir()):
+            raise DeployError(f"--dry-run {folder} is not empty: name a new folder")
+        for app in APPS:
+            stage(app, folder / app)
+        (folder / "plan.json").write_text(json.dumps(asdict(self), indent=2) + "\n")
 
 
 def make_plan(owner: str, name: str, *, run: str, hardware: str, replicas: int, public: bool) -> Deployment:
-    """The deployment that the command line describes. Raises `DeployError` for what cannot be."""
-    _check(owner, name, run, hardware, replicas)
-    bucket = f"{owner}/{name}"
-    env = SpacePlan(f"{bucket}-env", "env", MARK, ("WORDLE_KEY",), "cpu-basic", None, not public)
-    numbers = range(1, replicas + 1)
-    spaces = tuple(_replica(bucket, run, hardware, number, public) for number in numbers)
-    return Deployment(owner, name, run, bucket, env, spaces)
-
-
-def signed_by(deployment: Deployment, public_keys: str) -> Deployment:
-    """The same deployment, with replicas that believe these keys and nothing else."""
-    replicas = tuple(
-        replace(plan, variables={**plan.variables, PUBLIC_KEY: public_keys}) for plan in deployment.replicas
-    )
-    return replace(deployment, replicas=replicas)
-
-
-def _replica(bucket: str, run: str, hardware: str, number: int, public: bool) -> SpacePlan:
-    variables = MARK | {
-        "REPLICA_BUCKET": f"hf://buckets/{bucket}",
-        "REPLICA_RUN": run,
-        "REPLICA_NAME": f"replica-{number}",
-        "REPLICA_VLLM_ARGS": f"--tensor-parallel-size {HARDWARE[hardware].gpus}",
-    }
-    secrets = ("HF_TOKEN", "REPLICA_KEY")
-    return SpacePlan(
-        f"{bucket}-replica-{number}", "replica", variables, secrets, hardware, SLEEP_S, not public
-    )
-
-
-def _check(owner: str, name: str, run: str, hardware: str, replicas: int) -> None:
+    """The deployment that the command line describes; raises `DeployError` for an impossible one."""
     for option, value in (("--owner", owner), ("--name", name)):
         if not _NAME.fullmatch(value):
             raise DeployError(f"{option} {value!r} may hold letters, digits, '-' and '_' only")
     if hardware not in GPUS:
-        raise DeployError(
-            f"--hardware {hardware!r} cannot serve: a replica needs a GPU with bf16, one of {', '.join(GPUS)}"
-        )
+        raise DeployError(f"--hardware {hardware!r} has no GPU with bf16; choose one of {', '.join(GPUS)}")
     if replicas < 1:
-        raise DeployError(f"--replicas {replicas}: at least one replica has to serve")
+        raise DeployError(f"--replicas {replicas}: a deployment needs at least one replica")
     try:
         Keys(run)
     except ProtocolError as error:
         raise DeployError(f"--run: {error}") from None
+    bucket = f"{owner}/{name}"
+    env = SpacePlan(f"{bucket}-env", "env", MARK, ("WORDLE_KEY",), "cpu-basic", None, not public)
+    spaces = []
+    for number in range(1, replicas + 1):
+        variables = {
+            **MARK,
+            "REPLICA_BUCKET": f"hf://buckets/{bucket}",
+            "REPLICA_RUN": run,
+            "REPLICA_NAME": f"replica-{number}",
+            "REPLICA_VLLM_ARGS": f"--tensor-parallel-size {HARDWARE[hardware].gpus}",
+        }
+        secrets, repo_id = ("HF_TOKEN", "REPLICA_KEY"), f"{bucket}-replica-{number}"
+        spaces.append(SpacePlan(repo_id, "replica", variables, secrets, hardware, SLEEP_S, not public))
+    return Deployment(owner, name, run, bucket, env, tuple(spaces))
 
 
-def write_plan(deployment: Deployment, folder: Path) -> None:
-    """Write the folders that `up` would upload, and plan.json, into `folder`, which must be new or empty."""
-    if folder.exists() and any(folder.iterdir()):
-        raise DeployError(f"--dry-run {folder} is not empty: name a new folder")
-    for app in APPS:
-        stage(app, folder / app)
-    (folder / "plan.json").write_text(json.dumps(asdict(deployment), indent=2) + "\n")
+def stage(app: App, out: Path) -> None:
+    """Write the repository of this Space to `out`; a pure function of the checkout."""
+    for name, source in files(app).items():
+        target = out / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+
+
+def files(app: App) -> dict[str, Path]:
+    """Map each path in the Space's repository to a file of the checkout, sorted.
+
+    Raises `DeployError` for a link, and for a file of the packages that git does not track.
+    """
+    tracked = _git("--cached")
+    names = {name: name for name in (*_ROOT_FILES[app], *_of_packages(app, tracked))}
+    names |= {name: f"{_PACKAGES[app][0]}/{name}" for name in _SPACE_FILES[app]}
+    untracked = {*names.values()}.difference(tracked).union(_of_packages(app, _git("--others")))
+    if untracked:
+        raise DeployError(f"git does not track {', '.join(sorted(untracked))}: `git add` or remove it")
+    return {name: _plain_file(CHECKOUT / path) for name, path in sorted(names.items())}
+
+
+def _of_packages(app: App, names: list[str]) -> list[str]:
+    patterns = [f"{package}/{pattern}" for package in _PACKAGES[app] for pattern in ("*.py", *_DATA[package])]
+    return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
+
+
+def _git(which: str) -> list[str]:
+    """The files of the checkout that git tracks (`--cached`), or does not track (`--others`)."""
+    command = ["git", "-C", str(CHECKOUT), "ls-files", "-z", "--exclude-standard", which]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise DeployError("deploy uploads the files that git tracks: install git") from None
+    if listed.returncode:
+        reason = " ".join(listed.stderr.split())
+        raise DeployError(f"deploy uploads what git tracks: run it from a clone of the repository ({reason})")
+    return listed.stdout.split("\0")[:-1]
+
+
+def _plain_file(path: Path) -> Path:
+    if path.resolve() != CHECKOUT.resolve() / path.relative_to(CHECKOUT):
+        raise DeployError(f"{path} is a link, or lies behind one: replace it with the file itself")
+    if not path.is_file():
+        raise DeployError(f"{path} is missing: `git restore` it, or `git rm` it")
+    return path

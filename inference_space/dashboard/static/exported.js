@@ -1,4 +1,4 @@
-// Where an exported folder takes its views from: data.js, beside it.
+// The source of the views in an exported folder: its data.js.
 window.dws = window.dws || {};
 (() => {
   const data = window.DWS;

@@ -1,5 +1,5 @@
-// What the explaining animations compute: the one place of these formulas. Bytes and bytes per second, seconds,
-// and bf16 weights as ordinary numbers.
+// The formulas of the Explain animations. Sizes are bytes, links bytes per second, times seconds; bf16 weights are
+// ordinary numbers.
 window.dws = window.dws || {};
 (() => {
   const MANTISSA = 7, SMALLEST = -126;
@@ -15,7 +15,7 @@ window.dws = window.dws || {};
     return 2 ** (Math.max(weight ? exponentOf(weight) : SMALLEST, SMALLEST) - MANTISSA);
   }
 
-  // The nearest bf16 number; halfway between two, the one whose last bit is 0.
+  // The nearest bf16 number; ties go to the one whose last bit is 0.
   function bf16(value) {
     const tick = ulp(value), at = value / tick, down = Math.floor(at), rest = at - down;
     const up = rest > 0.5 || (rest === 0.5 && down % 2 !== 0);
@@ -29,7 +29,7 @@ window.dws = window.dws || {};
     return (weight < 0 ? 32768 : 0) + (exponent + 127) * (1 << MANTISSA) + mantissa;
   }
 
-  // How likely an update moves the cast of a weight to another number, its fp32 value being anywhere.
+  // The probability that an update changes the bf16 cast of a weight whose fp32 value may be anywhere in its cell.
   const flip_chance = (weight, update) => Math.min(1, Math.abs(update) / ulp(weight));
 
   // The expected share of `weights` that flip when each moves by `rate` times its update.
@@ -48,8 +48,8 @@ window.dws = window.dws || {};
     return Math.sqrt(low * high);
   }
 
-  // Full weights after every step: trainer and replicas wait for the transfer.
-  // A span is lane, what happens, first and last second.
+  // All weights after every step: trainer and replicas wait for the transfer.
+  // A span is: lane, activity, first second, last second.
   function broadcast_spans(facts, link, window) {
     const spans = [], wait = transfer_s(facts.full_bytes, link);
     for (let t = 0; t < window;) {
@@ -73,7 +73,7 @@ window.dws = window.dws || {};
     let start = cycle, generating = 0;
     while (start < window) {
       const uploaded = start + facts.encode_s + transfer_s(facts.delta_bytes, link);
-      const seen = uploaded + facts.poll_s / 2; // on average, HEAD moved half a poll ago
+      const seen = uploaded + facts.poll_s / 2; // on average, half a poll interval later
       const staged = seen + transfer_s(facts.delta_bytes, link) + facts.stage_s;
       spans.push(["wire", "up", start, uploaded], ["wire", "down", seen, staged]);
       spans.push(["replica", "generate", generating, staged]);
@@ -96,7 +96,7 @@ window.dws = window.dws || {};
     return spans.filter(([lane, what, , b]) => lane === "trainer" && what === "train" && b <= window).length;
   }
 
-  // One sync through the bucket, stage by stage, for every replica at once: each has a link of its own.
+  // One sync through the bucket, stage by stage. All replicas fetch in parallel: each has its own link.
   function bucket_sync(facts, link) {
     const wire = transfer_s(facts.delta_bytes, link);
     return [
@@ -105,10 +105,10 @@ window.dws = window.dws || {};
     ];
   }
 
-  // One broadcast of all weights, passed on from replica to replica while it arrives (as NCCL does).
+  // One broadcast of all weights; replicas forward them while they arrive, as NCCL does.
   const broadcast_sync = (facts, link) => [["broadcast", transfer_s(facts.full_bytes, link)]];
 
-  // Machine-seconds in which nobody works, per sync: through the bucket, and by broadcast.
+  // Machine-seconds of waiting per sync: through the bucket, and by broadcast.
   function stopped_s(facts, link, replicas) {
     const whole = transfer_s(facts.full_bytes, link);
     return [facts.diff_s + replicas * facts.pause_s, (1 + replicas) * whole];
@@ -117,15 +117,15 @@ window.dws = window.dws || {};
   // Bytes over all links per sync: one upload and a download each, and a broadcast to each.
   const moved_bytes = (facts, replicas) => [(1 + replicas) * facts.delta_bytes, replicas * facts.full_bytes];
 
-  // From this link speed on a broadcast serves the new weights sooner than the bucket does.
+  // The link speed from which a broadcast serves new weights sooner than the bucket does.
   function break_even_link(facts) {
     const fixed = facts.diff_s + facts.encode_s + facts.poll_s / 2 + facts.stage_s + facts.pause_s;
     return (facts.full_bytes - 2 * facts.delta_bytes) / fixed;
   }
 
-  // What happens in the bucket and at two replicas, in order: what, version, which replica ("" for the
-  // bucket), bytes. Replica A follows from the start; B joins once `joins_at` is published: newest anchor,
-  // then the deltas.
+  // The events in the bucket and at two replicas, in order: event, version, replica ("" for the bucket), bytes.
+  // Replica A follows from the start. B joins when `joins_at` is published: it fetches the newest anchor, then
+  // the deltas after it.
   function landings(facts, versions, anchor_every, joins_at) {
     const { full_bytes, delta_bytes } = facts;
     const story = [["anchor", 0, "", full_bytes], ["take-anchor", 0, "A", full_bytes]];
@@ -142,7 +142,7 @@ window.dws = window.dws || {};
     return story;
   }
 
-  // What a replica fetches to join at `version`.
+  // The bytes that a replica fetches to join at `version`.
   const bytes_to_join = (facts, anchor_every, version) =>
     facts.full_bytes + (version % anchor_every) * facts.delta_bytes;
 

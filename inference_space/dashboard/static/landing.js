@@ -1,4 +1,4 @@
-// How anchors and deltas land in the bucket, and how a replica that comes late catches up.
+// How anchors and deltas land in the bucket, and how a replica that joins late catches up.
 (() => {
   const { formulas: f, stage } = window.dws;
   const { svg, html, words } = stage;
@@ -46,7 +46,7 @@
       };
     }
 
-    /** Everything up to `story[index]`, of which `share` has happened. */
+    /** Shows all events up to `story[index]`, which is done to `share`. */
     show(story, index, share) {
       const past = story.slice(0, index), [what, version, name] = story[index];
       const done = share >= 0.85 ? [...past, story[index]] : past;
@@ -97,15 +97,15 @@
   function caption([what, version, name, size], facts, joins, every) {
     const bytes = words.size(size);
     if (what === "anchor") {
-      return version ? `v${version} is also stored whole, ${bytes}: whoever joins from now on needs no longer chain.`
-        : `The run begins: v0 lands whole, an anchor of ${bytes}. HEAD names it.`;
+      return version ? `v${version} is also stored whole, ${bytes}: replicas that join later need no older deltas.`
+        : `The run begins with v0, an anchor of ${bytes}. HEAD names it.`;
     }
-    if (what === "delta") return `One step later: v${version} holds only what changed, ${bytes}.`;
-    if (what === "join") return `Replica B joins, or wakes up, at v${version}. It only needs to read the bucket.`;
+    if (what === "delta") return `One step later: v${version} holds only the weights that changed, ${bytes}.`;
+    if (what === "join") return `Replica B starts, or wakes up, at v${version}. It only needs to read the bucket.`;
     if (what === "take-anchor") return `${name} fetches the newest anchor, v${version}: ${bytes}.`;
     const last = version === joins && name === "B";
     if (!last) return `${name} fetches the delta of v${version}, checks its hash and patches its live weights.`;
-    return `B is current at v${version} after ${words.size(f.bytes_to_join(facts, every, joins))}. From here on it takes what A takes.`;
+    return `B is current at v${version} after ${words.size(f.bytes_to_join(facts, every, joins))}. From now on it fetches the same deltas as A.`;
   }
 
   stage.figures.landing = (figure, facts) => {
@@ -116,15 +116,15 @@
       show(at) {
         const index = Math.min(story.length - 1, Math.floor(at / BEAT + 1e-9));
         picture.show(story, index, player.wanted ? Math.min(1, at / BEAT - index) : 1);
-        if (figure.told !== index) figure.say(caption(story[index], facts, joins, every));
-        figure.told = index;
+        if (figure.captioned !== index) figure.say(caption(story[index], facts, joins, every));
+        figure.captioned = index;
       },
     });
 
-    function tell(keep) {
+    function retell(keep) {
       story = f.landings(facts, VERSIONS, every, joins);
       player.length = story.length * BEAT;
-      figure.told = -1;
+      figure.captioned = -1;
       if (picture.x) keep ? player.seek(Math.min(player.at, player.length)) : player.restart();
     }
 
@@ -139,16 +139,16 @@
     const slide = (label, min, value, then) => stage.slider({
       label, min, max: VERSIONS, value, words: (v) => (label.startsWith("Anchor") ? `${v} versions` : `v${v}`), then(fresh) {
         then(fresh);
-        tell(false);
+        retell(false);
       },
     }).element;
     figure.controls.append(player.button, back, next, slide("B joins at", 1, joins, (v) => (joins = v)),
       slide("Anchor every", 2, every, (v) => (every = v)));
     figure.stage.append(picture.host);
-    tell(true);
+    retell(true);
     stage.fit(picture.host, (width) => {
       picture.build(width);
-      tell(true);
+      retell(true);
       if (!player.wanted) player.seek(player.at || player.length);
     });
   };

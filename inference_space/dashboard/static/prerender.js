@@ -1,10 +1,10 @@
-// Colours the first paint like the page after it, and takes it away once that page is there.
+// Gives the first paint the theme of the page, and removes it when Gradio shows the page.
 (() => {
   const first = document.querySelector("#dws.first");
   const dark = matchMedia("(prefers-color-scheme: dark)").matches;
   const theme = new URLSearchParams(location.search).get("__theme");
   document.body.classList.toggle("dark", theme ? theme === "dark" : dark);
-  if (!["", "#run"].includes(location.hash)) first.remove(); // it shows the run, another view is asked for
+  if (!["", "#run"].includes(location.hash)) first.remove(); // it shows the run, but the visitor opened another view
   const watch = new MutationObserver(() => {
     if (!document.querySelector("#dws-live .page")) return;
     watch.disconnect();

@@ -47,7 +47,7 @@
     }
   }
 
-  /** Many weights at once; a cell lights up where the cast moved. */
+  /** A grid of weights; a cell lights up when its cast changes. */
   class Grid {
     constructor(grid, columns, pick) {
       this.grid = grid;
@@ -97,7 +97,7 @@
       one = { centre: start, master: start - 0.1 * f.ulp(start), before: start, shown: null, trail: [], flipped: false, step: 0 };
       size.set(weight);
       draw();
-      tell();
+      caption();
     }
 
     function draw() {
@@ -115,7 +115,7 @@
       const flips = grid.step(rate);
       one.shown = player.wanted ? one.from : one.master;
       draw();
-      tell(flips);
+      caption(flips);
     }
 
     function glide(share) {
@@ -123,16 +123,16 @@
       draw();
     }
 
-    function tell(flips) {
+    function caption(flips) {
       const every = (weight) => words.number(Math.max(1, f.ulp(weight) / (MEAN * rate)));
       const moved = `one update moves it by ${words.digits((100 * MEAN * rate) / f.ulp(one.centre))} % of the way to the next number`;
       figure.say(!one.step ? `A weight near ${short(one.centre)}: ${moved}.` : one.flipped
-        ? `Step ${one.step}: past the midpoint, so the cast is another number. This is what a delta holds.`
-        : `Step ${one.step}: the cast snaps back to the same number, nothing to send. A weight of this size flips about once in ${every(one.centre)} steps, one of 0.02 once in ${every(0.02)}.`);
+        ? `Step ${one.step}: past the midpoint, so the cast changes. This is what a delta holds.`
+        : `Step ${one.step}: the cast snaps back to the same number: nothing to send. A weight of this size flips about once in ${every(one.centre)} steps, one of 0.02 once in ${every(0.02)}.`);
       const expected = f.flip_share(weights, updates, rate), seen = grid.steps ? grid.flips / grid.steps / weights.length : 0;
       tally.replaceChildren(
         html("strong", {}, flips === undefined ? "–" : `${flips} of ${weights.length}`), " flip in this step. Expected ",
-        html("strong", {}, words.percent(expected)), `, seen so far ${grid.steps ? words.percent(seen) : "–"}; `,
+        html("strong", {}, words.percent(expected)), `, observed so far ${grid.steps ? words.percent(seen) : "–"}; `,
         `${facts.label} changed `, html("strong", {}, words.percent(facts.changed)), " per sync.");
     }
 
@@ -159,7 +159,7 @@
     });
     figure.controls.append(player.button, next, speed.element, size.element);
     figure.stage.append(line.host, line.bits, grid.element, tally);
-    choose(Math.min(0.2, 6 * MEAN * rate * 1.4 * 2 ** 7)); // one that flips every few steps
+    choose(Math.min(0.2, 6 * MEAN * rate * 1.4 * 2 ** 7)); // it flips every few steps
     stage.fit(line.host, (fresh) => {
       width = fresh;
       draw();

@@ -1,4 +1,4 @@
-// The tabs, the scrubber, and what fills a view when it is opened. `dws.source` says where from.
+// The tabs, the sliders, and the content of each view, which comes from `dws.source`.
 (() => {
   const { dws } = window;
   const { html } = dws.stage;
@@ -8,7 +8,7 @@
     if (!answer.ok) throw new Error(text);
     return text;
   };
-  /** The views of a server; an exported folder brings its own source. */
+  /** Views from a server; an exported folder has its own source. */
   const server = {
     moments: () => JSON.parse(document.querySelector("#dws-live [data-moments]")?.dataset.moments || "[]"),
     versions: () => [...Array(Number(document.querySelector("#dws-live [data-version]")?.dataset.version || 0)).keys()].map((v) => v + 1),
@@ -20,7 +20,7 @@
     explain: async () => JSON.parse(await get("explain")),
   };
 
-  /** Puts what `asked` resolves to into `host`; what comes too late, after another question, is dropped. */
+  /** Puts the result of `asked` into `host`; drops it if something else was asked for in the meantime. */
   async function fill(host, asked) {
     const mine = (host.asked = asked);
     host.setAttribute("aria-busy", "true");
@@ -61,7 +61,7 @@
       if (name in this && this.shownRun !== undefined) this[name]();
     }
 
-    /** The first run that is known, one that began and another one fill the open view anew. */
+    /** Refills the open view when the run is first known, has its first measurements, or is another run. */
     follow() {
       const run = this.root.querySelector("#dws-live [data-run]")?.dataset.run;
       if (run === undefined || run === this.shownRun) return;
@@ -84,7 +84,7 @@
 
     async explain() {
       const run = this.shownRun;
-      if (this.explained === run) return; // keeps what the visitor has set
+      if (this.explained === run) return; // keep what the visitor has set
       this.explained = run;
       const scene = await this.source.explain();
       if (this.explained !== run) return;
@@ -116,7 +116,7 @@
     }
   }
 
-  /** Gradio builds its page after the scripts have run: wait for the last part of it. */
+  /** Waits for an element: Gradio builds its page after the scripts have run. */
   function whenThere(selector, then) {
     const found = document.querySelector(selector);
     if (found) return then(found);

@@ -1,4 +1,4 @@
-// Two ways to ship the same weights: a broadcast of all of them, and deltas through a bucket.
+// Two ways to ship the same weights: a broadcast of all weights, and deltas through a bucket.
 (() => {
   const { formulas: f, stage } = window.dws;
   const { svg, html, words } = stage;
@@ -91,13 +91,13 @@
       const whole = words.duration(f.transfer_s(facts.full_bytes, link));
       const small = words.duration(f.transfer_s(facts.delta_bytes, link));
       figure.say(`At ${words.size(link)}/s all ${words.size(facts.full_bytes)} take ${whole} per step, and both ends `
-        + `wait. The ${words.size(facts.delta_bytes)} that changed take ${small} up and ${small} down beside the work: `
+        + `wait. The ${words.size(facts.delta_bytes)} that changed take ${small} up and ${small} down, in the background: `
         + `the trainer waits ${words.duration(facts.diff_s)} for the diff, a replica ${words.duration(facts.pause_s)} `
         + `for the commit.${stage.smallLink(facts, link)}`);
       player.seek(player.wanted ? player.at : PLAY_S);
     }
     const keys = html("div", { class: "keys" }, ...[["train", "trains"], ["generate", "generates"],
-      ["moves", "bytes under way"], ["wait", "nobody works"]].map(([css, word]) => html("b", { class: css }, word)));
+      ["moves", "transfer"], ["wait", "waits"]].map(([css, word]) => html("b", { class: css }, word)));
     figure.stage.append(HATCH(), full.element, delta.element, keys);
     figure.controls.append(player.button, stage.slider({
       label: "Link", min: 1e3, max: 1e10, value: link, log: true, words: (v) => `${words.size(v)}/s`,

@@ -1,4 +1,4 @@
-// What the four animations share: numbers in words, SVG and HTML elements, sliders and a player.
+// Shared by the four animations: formatted numbers, SVG and HTML elements, sliders and a player.
 window.dws = window.dws || {};
 (() => {
   const still = matchMedia("(prefers-reduced-motion: reduce)");
@@ -39,7 +39,7 @@ window.dws = window.dws || {};
   const svg = (name, attributes, ...children) => make("http://www.w3.org/2000/svg", name, attributes, children);
   const html = (name, attributes, ...children) => make("http://www.w3.org/1999/xhtml", name, attributes, children);
 
-  /** A labelled slider; `log` spaces it by factors. `words` names a value, `then` hears of a new one. */
+  /** A labelled slider; `log` makes its scale logarithmic. `words` formats a value, `then` receives a new one. */
   function slider({ label, min, max, value, step, log, words: say, then }) {
     const inner = log ? Math.log10 : (x) => x, outer = log ? (x) => 10 ** x : (x) => x;
     const output = html("output");
@@ -63,7 +63,7 @@ window.dws = window.dws || {};
     return { element, set };
   }
 
-  /** Plays from 0 to `length` seconds and over again, while its figure is in sight. */
+  /** Plays from 0 to `length` seconds in a loop while its figure is visible. */
   class Player {
     constructor(figure, { length, rest = 1.5, show }) {
       Object.assign(this, { figure, length, rest, show, at: 0, wanted: !still.matches });
@@ -88,7 +88,7 @@ window.dws = window.dws || {};
     name() {
       this.button.textContent = this.wanted ? "Pause" : "Play";
       this.button.dataset.state = this.wanted ? "playing" : "paused";
-      const said = this.figure.querySelector(".said"); // only read out what the visitor asked for
+      const said = this.figure.querySelector(".said"); // screen readers read only captions that the visitor asked for
       if (said) said.setAttribute("aria-live", this.wanted ? "off" : "polite");
     }
 
@@ -97,7 +97,7 @@ window.dws = window.dws || {};
       this.show(Math.min(at, this.length));
     }
 
-    /** After a control was moved: start over, or show the end where nothing moves. */
+    /** After a control was moved: start over, or show the end if the player is paused. */
     restart() {
       this.seek(this.wanted ? 0 : this.length);
     }
@@ -127,18 +127,18 @@ window.dws = window.dws || {};
     }).observe(host);
   }
 
-  /** 0 to 1, slow at both ends. */
+  /** Eases a share from 0 to 1: slow at both ends. */
   function ease(share) {
     const x = Math.min(1, Math.max(0, share));
     return x * x * (3 - 2 * x);
   }
 
-  /** Says that the link was chosen as small as the model, as long as it is that one. */
+  /** Explains the small link that a small model starts with, until the visitor chooses another. */
   function smallLink(facts, link) {
     if (link !== facts.link || link >= 100e6) return "";
-    return ` This small model starts on a small link: ${words.size(link)}/s is to it what 100 MB/s is to a model of 1.19 GB.`;
+    return ` This small model starts on a small link: ${words.size(link)}/s, in proportion to 100 MB/s for a model of 1.19 GB.`;
   }
 
-  const figures = {}; // name -> build(figure, facts, scene), by the four scripts
+  const figures = {}; // name -> build(figure, facts, scene), filled in by the four scripts
   window.dws.stage = { words, svg, html, slider, Player, fit, figures, ease, smallLink };
 })();

@@ -1,11 +1,11 @@
-// One sync end to end: through a bucket, and as a broadcast among machines that must all reach each other.
+// One sync end to end: through a bucket, and as a broadcast among machines that can all reach each other.
 (() => {
   const { formulas: f, stage } = window.dws;
   const { svg, html, words } = stage;
   const PLAY_S = 8, TALL = 176, BAR = 18;
   const sum = (stages) => stages.reduce((all, [, seconds]) => all + seconds, 0);
 
-  /** The stage under way at `t`, and how far it is. */
+  /** The stage at time `t`, and its share that is done. */
   function under(stages, t) {
     let from = 0;
     for (const [name, seconds] of stages) {
@@ -103,10 +103,10 @@
     const rows = [
       ["New weights serve after", duration(sum(through)), duration(sum(whole))],
       ["The trainer waits", duration(facts.diff_s), duration(sum(whole))],
-      ["Each replica stands still", duration(facts.pause_s), duration(sum(whole))],
-      ["Machine time lost, all together", duration(lostBucket), duration(lostAll)],
+      ["Each replica pauses", duration(facts.pause_s), duration(sum(whole))],
+      ["Machine time lost, in total", duration(lostBucket), duration(lostAll)],
       ["Bytes over all links", size(few), size(many)],
-      ["Who must reach whom", "each the bucket, HTTPS", "all each other, at once"],
+      ["Connections", "each machine to the bucket, HTTPS", "all machines to each other"],
     ];
     return html("table", {},
       html("thead", {}, html("tr", {}, html("th", { scope: "col" }, "per sync"), html("th", { scope: "col" }, "bucket"), html("th", { scope: "col" }, "broadcast"))),
@@ -115,8 +115,8 @@
 
   stage.figures.sync = (figure, facts) => {
     let link = facts.link, replicas = 3, axis = 1, width = 0;
-    const bucket = new Side("Delta through a bucket", "Replicas generate while it travels.", "bucket");
-    const whole = new Side("NCCL broadcast of all weights", "Everyone stops until everyone has them.", "ring");
+    const bucket = new Side("Delta through a bucket", "Replicas generate during the transfer.", "bucket");
+    const whole = new Side("NCCL broadcast of all weights", "All machines stop until all have them.", "ring");
     const numbers = html("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "One sync in numbers" });
     const player = new stage.Player(figure.element, {
       length: PLAY_S, show: (at) => [bucket, whole].forEach((side) => side.show((at / PLAY_S) * axis)),
@@ -130,8 +130,8 @@
       numbers.replaceChildren(table(facts, link, replicas, stages));
       const even = f.break_even_link(facts);
       figure.say(link >= even
-        ? `On links this fast the broadcast serves sooner: from ${words.size(even)}/s between all machines on, a cluster does not need a bucket for speed.`
-        : `Below ${words.size(even)}/s the bucket serves the new weights sooner, and at any speed it stops a replica for ${words.duration(facts.pause_s)} only.${stage.smallLink(facts, link)}`);
+        ? `On links this fast the broadcast serves sooner: with ${words.size(even)}/s or more between all machines, a cluster does not need a bucket for speed.`
+        : `Below ${words.size(even)}/s the bucket serves the new weights sooner, and at any speed it pauses a replica for only ${words.duration(facts.pause_s)}.${stage.smallLink(facts, link)}`);
       player.seek(player.wanted ? Math.min(player.at, PLAY_S) : PLAY_S);
     }
     figure.controls.append(player.button,

@@ -1,72 +1,178 @@
-"""`delta-weight-sync plan --params 1T --changed 1% --replicas 32 --link 1GB/s`: what a run will cost."""
+"""The command plan: predicts the cost of a run before it starts."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+import math
+import re
+from dataclasses import asdict, fields
 from typing import get_args
 
-from delta_weight_sync.cli import quantities
-from delta_weight_sync.plan import text
-from delta_weight_sync.plan.model import Plan, Question, predict
-from delta_weight_sync.plan.rates import Encoding, Trainer
+from delta_weight_sync import cost
+from delta_weight_sync.cost import Plan, Question
+from delta_weight_sync.records import POLL_S
+from delta_weight_sync.util import count_text, size_text, time_text
+
+_SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The words of the command."""
-    _required(parser)
-    parser.add_argument(
-        "--encoding", choices=get_args(Encoding), default="fast", help="of the codec (default: fast)"
-    )
-    parser.add_argument(
-        "--trainer",
-        choices=get_args(Trainer),
-        default="fp32",
-        help="fp32: with fp32 master weights (default); fp32-start: its first steps; bf16: without a master",
-    )
-    for name, default, said in (
-        ("--cores", 2, "for rank 0 and for each worker (default: 2)"),
-        ("--anchor-every", None, "versions (default: as the publisher does)"),
-        ("--steps-per-hour", None, "of the trainer (default: what the system carries)"),
-    ):
-        parser.add_argument(name, type=quantities.positive, default=default, metavar="N", help=said)
-    parser.add_argument(
-        "--price-egress", type=quantities.dollars, default=0.0, metavar="USD", help="per GB (default: 0)"
-    )
-    parser.add_argument("--json", action="store_true", help="all figures as JSON")
-
-
-def _required(parser: argparse.ArgumentParser) -> None:
-    for name, kind, said in (
-        ("--params", quantities.weights, "weights: 1T, 0.6B, 135M"),
-        ("--changed", quantities.share, "share that a sync changes: 1%%"),
-        ("--replicas", quantities.positive, "how many vLLM replicas"),
-        ("--link", quantities.speed, "of each machine: 100MB/s, 10Gb/s"),
-    ):
-        parser.add_argument(name, type=kind, required=True, help=said)
+    """The arguments of `plan`; each stores a field of `Question`."""
+    add = parser.add_argument
+    add("--params", type=weights, required=True, help="weights of the model: 1T, 0.6B, 135M")
+    add("--changed", dest="share", type=share, required=True, help="share that a sync changes: 1%%")
+    add("--replicas", type=positive, required=True, help="number of vLLM replicas")
+    add("--link", type=speed, required=True, help="of each machine: 100MB/s, 10Gb/s")
+    add("--encoding", choices=(*cost.ENCODE,), default="fast", help="of deltas (default: fast)")
+    kinds = "fp32: fp32 master weights (default); fp32-start: its first steps; bf16: no master weights"
+    add("--trainer", choices=get_args(cost.Trainer), default="fp32", help=kinds)
+    add("--cores", type=positive, default=2, help="of rank 0 and of each worker (default: 2)")
+    add("--anchor-every", type=positive, help="versions (default: the publisher's own rule)")
+    add("--steps-per-hour", type=positive, help="of the trainer (default: as many as the system carries)")
+    add("--price-egress", dest="egress_usd_gb", type=dollars, default=0.0, help="USD per GB (default: 0)")
+    add("--json", action="store_true", help="print all figures as JSON")
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the table, or JSON."""
-    plan = predict(
-        Question(
-            params=arguments.params,
-            share=arguments.changed,
-            replicas=arguments.replicas,
-            link=arguments.link,
-            encoding=arguments.encoding,
-            trainer=arguments.trainer,
-            anchor_every=arguments.anchor_every,
-            steps_per_hour=arguments.steps_per_hour,
-            egress_usd_gb=arguments.price_egress,
-            cores=arguments.cores,
+    plan = Plan(Question(**{field.name: getattr(arguments, field.name) for field in fields(Question)}))
+    figures = vars(plan) | {"question": asdict(plan.question), "assumptions": _assumptions(plan)}
+    print(json.dumps(figures, indent=2) if arguments.json else _table(plan))
+
+
+def weights(text: str) -> int:
+    """Parse a number of weights: `1T`, `0.6B`, `135M`, `240K`, `1000000`."""
+    return round(_number(text, "([KMBT]?)", 1, math.inf, "a number of weights: write 1T, 0.6B, 135M or 240K"))
+
+
+def share(text: str) -> float:
+    """Parse a percentage into a share from 0 to 1."""
+    wanted = "a share that this model covers: write a percentage from 0.01% to 30%, such as 1%"
+    return _number(text, "()%", 0.01, 30, wanted) / 100
+
+
+def speed(text: str) -> float:
+    """Parse a link speed into bytes per second; a lower-case b means bits."""
+    wanted = "a link speed: write bytes as 100MB/s or 1GB/s, bits as 10Gb/s"
+    return _number(text, "([KMGT]?)[Bb]/s", 1, math.inf, wanted) / (8 if text.endswith("b/s") else 1)
+
+
+def positive(text: str) -> int:
+    """Parse a whole number from 1 on."""
+    if not re.fullmatch(r"[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number: write digits only")
+    return int(text)
+
+
+def dollars(text: str) -> float:
+    """Parse a price in dollars per gigabyte."""
+    return _number(text, "()", 0, math.inf, "a price: write dollars per gigabyte, such as 0.09")
+
+
+def _number(text: str, unit: str, least: float, most: float, wanted: str) -> float:
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?){unit}", text)
+    if not match or not least <= (found := float(match[1]) * _SCALES[match[2]]) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+    return found
+
+
+def _assumptions(plan: Plan) -> list[str]:
+    """What the prediction rests on, as sentences."""
+    asked, shares, threads = plan.question, cost.SIZES[plan.question.trainer].shares, cost.TWO_THREADS
+    made, taken = cost.PUBLISHING, cost.TAKING
+    text = f"""\
+seconds are those of an AMD EPYC's core per thread (`make bench`); no GPU was measured
+the trainer has a rank per {cost.GPU_BYTES / 1e9:.0f} GB at {cost.TRAINER_BYTES:.0f} bytes per weight
+a replica has a worker per {cost.GPU_BYTES / 1e9:.0f} GB at {cost.REPLICA_BYTES:.1f} bytes per weight
+each machine has a link of {size_text(asked.link)}/s, and the store serves all of them simultaneously
+requests take no time; the publisher makes {made["all"]} per version, each replica {taken["all"]}
+the Hub's events notify replicas; one that polls requests {cost.WINDOW_S / POLL_S:.0f} files in 5 minutes
+changes are spread like those of the measured models; clustered changes make smaller files
+prices as of {cost.PRICES_READ_ON}: huggingface.co/pricing, /storage and /docs/hub/spaces-gpus
+private storage is ${cost.PRIVATE_USD_TB_MONTH:.0f} per TB and month beyond {cost.INCLUDED_TB:.0f} TB"""
+    if plan.trainer_ranks > 1:
+        text += f"\nranks send rank 0 {size_text(10 * plan.changes)} of changes per sync in no time"
+    if plan.threads > 1:
+        text += (
+            f"\nthreads share the work evenly; two were {threads[0]:.1f} to {threads[1]:.1f} times as fast"
         )
-    )
-    print(json.dumps(as_json(plan), indent=2) if arguments.json else text.table(plan))
+    if not shares[0] / 1.34 <= asked.share <= shares[-1] * 1.34:
+        text += f"\nsizes at {100 * asked.share:.3g} % were not measured for trainer {asked.trainer}"
+    if asked.anchor_every:
+        text += "\n--anchor-every is a what-if: the publisher writes an anchor after half a model of deltas"
+    return text.split("\n")
 
 
-def as_json(plan: Plan) -> dict[str, object]:
-    """All figures, in bytes, seconds and dollars, and the assumptions."""
-    derived = {"per_change": plan.per_change, "hand_over_to_serving_s": plan.parts.total}
-    return asdict(plan) | derived | {"assumptions": text.assumptions(plan)}
+def _table(plan: Plan) -> str:
+    """The prediction as text, with its assumptions."""
+    asked, size, time, smaller = plan.question, size_text, time_text, f"{plan.full / plan.delta:.0f}"
+    threads = _count(plan.threads, "thread")
+    slow = "the replicas set" if plan.replica_versions_hour < plan.publisher_versions_hour else "rank 0 sets"
+    pace = "every step" if asked.steps_per_hour else f"{slow} the pace"
+    if plan.steps_per_version > 1.005:
+        pace = f"each merges {plan.steps_per_version:.3g} steps, whose size is not predicted"
+    elif plan.published_hour > 1.005 * plan.replica_versions_hour:
+        pace = "each replica falls behind and takes several deltas together"
+    ratio = plan.egress_hour / plan.stored_hour
+    no_price = ", and has no price for more" if ratio > cost.EGRESS_RATIO else ""
+    included = f"the Hub includes {cost.EGRESS_RATIO:.0f}{no_price}"
+    spaces = f"none|no Space has {size(cost.REPLICA_BYTES * asked.params)} of GPU memory"
+    if plan.replicas_usd_hour is not None:
+        spaces = f"${plan.replicas_usd_hour:,.2f}/h|{asked.replicas} x {plan.space}"
+    own_price = f"\negress at your price|${plan.egress_usd_hour:,.2f}/h" if asked.egress_usd_gb else ""
+    how = f"encoding {asked.encoding}, trainer {asked.trainer}"
+    rows = f"""\
+one sync of {count_text(asked.params)} weights, {100 * asked.share:.3g} % changed, {how}
+delta file|{size(plan.delta)}|{plan.per_change:.3f} B per change, 1/{smaller} of the model
+diff|{time(plan.diff_s)}|the trainer waits; {_count(plan.trainer_ranks, "rank")}, each its shard
+encode|{time(plan.encode_s)}|in the background, {threads} of rank 0
+upload|{time(plan.upload_s)}|in the background
+notification|{time(plan.notification_s)}|half of a poll interval; less with events or pokes
+fetch|{time(plan.fetch_s)}|generation goes on
+decode and stage|{time(plan.stage_s)}|meanwhile; {_count(plan.replica_workers, "worker")}, {threads} each
+commit|{time(plan.commit_s)}|generation waits
+hand-over to serving|{time(plan.hand_over_to_serving_s)}
+
+versions per hour
+the trainer's link alone|{_figure(plan.link_versions_hour)}|jumps and anchors included
+the publisher|{_figure(plan.publisher_versions_hour)}
+each replica|{_figure(plan.replica_versions_hour)}
+published|{_figure(plan.published_hour)}|{pace}
+
+a replica that joins late (an anchor every {plan.anchor_every} versions)
+anchor|{time(plan.join_anchor_s)}|{size(plan.full)}
+jumps and deltas|{time(plan.join_deltas_s)}|halfway to the next anchor; fetch, decode, apply
+rebuild the checkpoint|{time(plan.join_rebuild_s)}|read, prove by digest, write
+before vLLM starts|{time(plan.join_s)}|at worst {time(plan.join_worst_s)}
+
+storage and money
+bucket grows by|{size(plan.stored_hour)}/h|nothing is deleted unless you ask for it
+egress|{size(plan.egress_hour)}/h|{ratio:.1f} times what is stored; {included}
+requests for files|{_figure(plan.file_requests)}|in 5 minutes; the Hub allows {cost.FILES_ALLOWED}
+requests to the Hub's API|{_figure(plan.api_requests)}|in 5 minutes; the Hub allows {cost.API_ALLOWED}
+host memory of rank 0|{size(plan.mirror)}|the mirror, 2 bytes per weight
+a day's bucket, kept for a month|${plan.storage_usd_month:,.2f}|private, on the Hub
+replicas as Spaces|{spaces}{own_price}
+
+the same with full checkpoints
+a sync|{size(plan.full)}|{smaller} times as much
+hand-over to loaded|{time(plan.full_s)}|loading stops generation
+versions per hour|{_figure(plan.full_versions_hour)}
+
+assumptions"""
+    lines = [_row(*row.split("|")) for row in rows.split("\n")]
+    return "\n".join([*lines, *(f"  - {line}" for line in _assumptions(plan))])
+
+
+def _row(name: str, value: str = "", note: str = "") -> str:
+    return f"  {name:34} {value:>12}  {note}".rstrip() if value else name
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("s" if count != 1 else "")
+
+
+def _figure(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

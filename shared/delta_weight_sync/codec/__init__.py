@@ -1,18 +1,27 @@
-"""Old bits + new bits -> delta file -> patches; exact for every bf16 bit pattern.
+"""The delta codec: old bits + new bits -> delta file -> patches; exact for every bf16 bit pattern.
 
-Most changes of an RL step move a weight by one unit in the last place (ULP), and the smaller a weight is, the
-likelier it moves. Encoding `fast` codes the distances between changes (1.25 bytes each where 1 % changed);
-`small` codes them given the magnitude of the old weight, which the receiver knows (0.88 bytes); `original`
-writes them uncompressed (6 bytes). One reader reads all three.
+Most changes of an RL step move a weight by one unit in the last place (ULP), and the smaller a weight is,
+the likelier it moves. Encoding `fast` codes the distances between changes (1.25 bytes each if 1 % changed);
+`small` codes them given the magnitude of the old weight, which the receiver knows (0.88 bytes). One reader
+reads both.
 """
 
-from delta_weight_sync.codec.file import DELTA_FORMAT, MAX_HEADER, Delta, Encoding, chain, encode, header_size
-from delta_weight_sync.codec.patch import (
+from delta_weight_sync.codec._file import (
+    DELTA_FORMAT,
+    MAX_HEADER,
+    Delta,
+    Encoding,
+    chain,
+    encode,
+    header_size,
+)
+from delta_weight_sync.codec._patch import (
+    ULP_CLASSES,
     Bits,
-    CodecError,
     Index,
     Patch,
     apply,
+    count_ulps,
     diff,
     diff_flat,
     inverse,
@@ -23,14 +32,15 @@ from delta_weight_sync.codec.patch import (
 __all__ = [
     "DELTA_FORMAT",
     "MAX_HEADER",
+    "ULP_CLASSES",
     "Bits",
-    "CodecError",
     "Delta",
     "Encoding",
     "Index",
     "Patch",
     "apply",
     "chain",
+    "count_ulps",
     "diff",
     "diff_flat",
     "encode",

@@ -1,61 +1,407 @@
-"""Which tensors are coded together, and in which mode: what takes the fewest bytes."""
+"""Groups of tensors: which tensors are coded together, and in which mode, so that the file is smallest.
+
+    gaps    distances between changes, one band                           needs nothing
+    bands   distances within eight bands of like magnitude                needs the old weights
+    mask    a bitmask of the changes through zstd: for clustered changes  needs nothing
+    dense   the difference of every element through zstd                  needs nothing
+    raw     the new bits of every element through zstd                    needs the old weights (for the ULPs)
+
+A tensor without changes is not listed. The first three modes say by how much the changes move in streams of
+their own: a sign bit each, which changes are large (more than one ULP), and how large. A new mode is an
+entry of `Mode`, `LAYOUTS` and `_WORDS`, and a branch each of `encode_group`, `decode_group` and
+`_other_modes`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from delta_weight_sync.codec import positions, rice
-from delta_weight_sync.codec.modes import LAYOUTS, Group, Listed, Mode, Old, encode_group, flat_runs
-from delta_weight_sync.codec.patch import Patch
-from delta_weight_sync.codec.values import Streams
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, FailFast
+
+from delta_weight_sync.codec._lanes import BANDS
+from delta_weight_sync.codec._patch import Bits, Index, Patch, join
+from delta_weight_sync.codec.bits import (
+    MAX_GOLOMB,
+    State,
+    Words,
+    encode_runs,
+    finished,
+    flat_walk,
+    golomb_k,
+    open_runs,
+    put_golomb,
+    rice_k,
+    take_golomb,
+    to_bytes,
+    to_words,
+)
+from delta_weight_sync.codec.positions import (
+    Band,
+    Cut,
+    band_runs,
+    band_walk,
+    by_band,
+    choose_limits,
+    cut,
+    flat_runs,
+    neighbours,
+)
+from delta_weight_sync.errors import CodecError
+from delta_weight_sync.util import kernel
+
+Mode = Literal["gaps", "bands", "mask", "dense", "raw"]
+Old = Callable[[str], Bits]
+Bytes = NDArray[np.uint8]
+Streams = dict[str, Bytes]
+Item = TypeVar("Item")
+Many = Annotated[tuple[Item, ...], FailFast()]  # a hostile list of a million errors is one error
 
 GROUP_ELEMENTS = 1 << 25  # a group ends with the tensor that reaches this many elements
 _CLUSTERED = 4.0  # times as many neighbours as independent changes would have: worth a bitmask
+_UP, _DOWN = np.uint16(1), np.uint16(0xFFFF)
+_BY_BAND = cut(range(1, BANDS))  # of weights whose exponents are bands
+_ZSTD_LEVEL = 1
 
 
-def _grouped(
-    patches: Iterable[Patch], old: Old, sparse: Sequence[Mode]
-) -> Iterator[tuple[Mode, list[Patch]]]:
-    """Runs of tensors whose cheapest mode is the same; "gaps" stands for all modes in `sparse`."""
-    members: list[Patch] = []
-    current: Mode = "gaps"
-    elements = 0
+class Layout(NamedTuple):
+    """What a group of a mode has: lengths of its limits, gaps, large and sizes; and what it reads."""
+
+    rows: tuple[int, int, int, int]
+    streams: tuple[str, ...]
+    reads_old: bool = False
+
+
+_VALUES = ("signs", "large", "sizes")
+LAYOUTS: dict[Mode, Layout] = {
+    "gaps": Layout((0, 1, 1, 1), ("gaps", *_VALUES)),
+    "bands": Layout((BANDS - 1, BANDS, BANDS, BANDS), ("gaps", *_VALUES), reads_old=True),
+    "mask": Layout((0, 0, 1, 1), ("mask", *_VALUES)),
+    "dense": Layout((0, 0, 0, 0), ("low", "high")),
+    "raw": Layout((0, 0, 0, 0), ("low", "high"), reads_old=True),
+}
+_WORDS: dict[Mode, str] = {
+    "gaps": "distances between changes",
+    "bands": "distances within eight bands of magnitude, cut at exponents {}",
+    "mask": "one bit per element, compressed",
+    "dense": "the difference of every element, compressed",
+    "raw": "the new bits of every element, compressed",
+}
+
+
+class Group(BaseModel):
+    """How the tensors of one group are coded: what a reader needs besides the streams.
+
+    `gaps` and `large` are rows of `bits.Section`, `sizes` rows (Exp-Golomb parameter, bits), each by band.
+    They are plain tuples, because each surplus item of a named tuple would be an error of its own.
+    """
+
+    model_config = ConfigDict(frozen=True)
+    mode: Mode
+    limits: Many[int] = ()
+    gaps: Many[tuple[int, int, bool, int]] = ()
+    large: Many[tuple[int, int, bool, int]] = ()
+    sizes: Many[tuple[int, int]] = ()
+
+    def explain(self) -> str:
+        """What the mode means, in words."""
+        return f"{self.mode}: {_WORDS[self.mode].format(list(self.limits))}"
+
+
+class TensorRow(NamedTuple):
+    """One tensor of a group, as the file's table lists it."""
+
+    name: str
+    shape: tuple[int, ...]
+    changes: int
+    group: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+    def require(self, changes: int) -> None:
+        """Raise `CodecError` unless the streams hold as many changes as the table lists."""
+        if changes != self.changes:
+            raise CodecError(f"{self.name}: its changes are not the {self.changes} that the table lists")
+
+
+def encode_group(mode: Mode, patches: Sequence[Patch], old: Old) -> tuple[Group, Streams]:
+    """Code a group of tensors in `mode`; `old` gives the bits of a tensor's base."""
+    if mode == "dense":
+        parts = [np.zeros(p.numel, np.uint16) for p in patches]
+        return Group(mode=mode), _pack_values(_zigzag(_added(parts, patches)))
+    if mode == "raw":
+        parts = [old(p.name).reshape(-1).copy() for p in patches]
+        return Group(mode=mode), _pack_values(_added(parts, patches))
+    ulps = join([p.ulps for p in patches], np.uint16)
+    indices, sizes = [p.index for p in patches], [p.numel for p in patches]
+    bands, band_of = 1, np.zeros(ulps.size, np.uint8)
+    rows: dict[str, Any] = {"mode": mode}
+    if mode == "mask":
+        streams = {"mask": _pack_mask(indices, sizes)}
+    elif mode == "gaps":
+        rows["gaps"], gaps = encode_runs([_flat_runs(patches)], [sum(sizes)])
+        streams = {"gaps": gaps}
+    else:
+        olds = [old(p.name).reshape(-1) for p in patches]
+        bands, rows["limits"] = BANDS, choose_limits(olds, patches)
+        runs, elements, band_of = band_runs(olds, indices, cut(rows["limits"]))
+        rows["gaps"], gaps = encode_runs(runs, elements)
+        streams = {"gaps": gaps}
+    values, value_streams = _encode_values(ulps, band_of, bands)
+    return Group.model_validate(rows | values), streams | value_streams
+
+
+def decode_group(group: Group, rows: Sequence[TensorRow], streams: Streams, old: Old) -> Iterator[Patch]:
+    """The patches of a group, one tensor at a time."""
+    lengths = tuple(len(each) for each in (group.limits, group.gaps, group.large, group.sizes))
+    if lengths != LAYOUTS[group.mode].rows:  # the kernels rely on it
+        raise CodecError(f"a group of mode {group.mode} has {lengths} bands, not {LAYOUTS[group.mode].rows}")
+    if group.mode in ("dense", "raw"):
+        yield from _decode_all(group.mode, rows, streams, old)
+        return
+    values = _ValueReader(group, streams, sum(row.changes for row in rows))
+    for row, (index, band_of) in zip(rows, _positions(group, rows, streams, old), strict=True):
+        yield Patch(row.name, row.shape, index, values.read(band_of))
+    if not values.finished():
+        raise CodecError("the values do not end with the last change")
+
+
+def _decode_all(mode: Mode, rows: Sequence[TensorRow], streams: Streams, old: Old) -> Iterator[Patch]:
+    """Decode the modes that hold every element."""
+    count = sum(row.numel for row in rows)
+    low, high = (_unpack(streams[key], count).astype(np.uint16) for key in ("low", "high"))
+    content = (low | (high << 8)).astype(np.uint16)
+    content = _unzigzag(content) if mode == "dense" else content
+    first = 0
+    for row in rows:
+        part = content[first : first + row.numel]
+        ulps = part if mode == "dense" else part - old(row.name).reshape(-1)
+        index = np.flatnonzero(ulps)
+        row.require(index.size)
+        yield Patch(row.name, row.shape, index, ulps[index])
+        first += row.numel
+
+
+def _positions(
+    group: Group, rows: Sequence[TensorRow], streams: Streams, old: Old
+) -> Iterator[tuple[Index, Band]]:
+    """(index, band of each change) of one tensor after the other."""
+    if group.mode == "mask":
+        masks = _unpack_mask(streams["mask"], [row.numel for row in rows])
+        for row, index in zip(rows, masks, strict=True):
+            row.require(index.size)
+            yield index, np.zeros(index.size, np.uint8)
+        return
+    if any(not 0 <= limit <= 255 for limit in group.limits) or list(group.limits) != sorted(group.limits):
+        raise CodecError(f"limits {list(group.limits)} are not ascending exponents")
+    walk = _Walk(group.gaps, streams["gaps"], cut(group.limits), "positions")
+    for row in rows:
+        index, band_of = np.empty(row.changes, np.int64), np.zeros(row.changes, np.uint8)
+        bits = old(row.name).reshape(-1) if group.mode == "bands" else None
+        row.require(walk.next(row.numel, bits, index, band_of))
+        yield index, band_of
+    if not finished(walk.state):
+        raise CodecError("there are more changes than the table lists")
+
+
+class _Walk:
+    """Reads a stream of runs from event to event, for one tensor after the other."""
+
+    def __init__(
+        self, sections: Sequence[tuple[int, int, bool, int]], stream: Bytes, by: Cut, what: str
+    ) -> None:
+        self.words, self.state = open_runs(sections, stream, what)
+        self._cut = by
+
+    def next(self, numel: int, weights: Bits | None, index: Index, band_of: Band) -> int:
+        """Events among the next `numel` items into `index`, their bands into `band_of`; -1 if damaged."""
+        if weights is None:
+            return flat_walk(self.words, self.state, numel, index)
+        return band_walk(self.words, self.state, weights, *self._cut, index, band_of)
+
+
+def _encode_values(ulps: Bits, band_of: Band, bands: int) -> tuple[dict[str, Any], Streams]:
+    """Code `ulps` [n], whose bands are `band_of` [n]: fields of `Group`, and the streams."""
+    at = np.flatnonzero((ulps != _UP) & (ulps != _DOWN))
+    if bands > 1:
+        runs, changes, _ = band_runs([_as_weights(band_of)], [at], _BY_BAND)
+    else:
+        runs, changes = [np.empty(at.size, np.int64)], [band_of.size]
+        flat_runs(at, band_of.size, 0, runs[0])
+    large, where = encode_runs(runs, changes)
+    amounts = np.minimum(ulps[at], 0 - ulps[at]).astype(np.int64) - 2
+    parts = by_band(amounts, band_of[at], bands)
+    sizes = [golomb_k(part) for part in parts]
+    words, bit = np.zeros(sum(bits for _, bits in sizes) // 64 + 2, np.uint64), 0
+    for part, (k, _) in zip(parts, sizes, strict=True):
+        bit = put_golomb(part, k, words, bit)
+    signs = np.packbits(ulps >= 0x8000, bitorder="little")
+    return {"large": large, "sizes": sizes}, {"signs": signs, "large": where, "sizes": to_bytes(words, bit)}
+
+
+class _ValueReader:
+    """Reads by how much the changes of a group move, tensor after tensor."""
+
+    def __init__(self, group: Group, streams: Streams, changes: int) -> None:
+        if streams["signs"].size != (changes + 7) // 8:
+            raise CodecError(f"{streams['signs'].size} bytes of signs for {changes} changes")
+        self._signs, self._read = streams["signs"], 0
+        self._sizes = np.zeros((3, len(group.sizes)), np.int64)  # next bit, end, parameter
+        at = 0
+        for band, (k, bits) in enumerate(group.sizes):
+            if not (0 <= k <= MAX_GOLOMB and 0 <= bits <= 8 * streams["sizes"].size - at):
+                raise CodecError(f"a section of {bits} bits does not fit its stream")
+            self._sizes[:, band] = (at, at + bits, k)
+            at += bits
+        self._size_words = to_words(streams["sizes"])
+        self._large = _Walk(group.large, streams["large"], _BY_BAND, "large changes")
+        self._banded = len(group.large) > 1
+
+    def read(self, band_of: Band) -> Bits:
+        """The ULPs of the next `band_of.size` changes."""
+        ulps = np.empty(band_of.size, np.uint16)
+        _restore_signs(self._signs, self._read, ulps)
+        large = np.empty(min(ulps.size, int((self._sizes[1] - self._sizes[0]).sum())), np.int64)
+        bands = np.zeros(large.size, np.uint8)
+        found = self._large.next(band_of.size, _as_weights(band_of) if self._banded else None, large, bands)
+        if found < 0 or not _enlarge(self._size_words, self._sizes, large[:found], bands, ulps):
+            raise CodecError("the sizes of the large changes are damaged")
+        self._read += ulps.size
+        return ulps
+
+    def finished(self) -> bool:
+        return finished(self._large.state) and bool((self._sizes[0] == self._sizes[1]).all())
+
+
+def _as_weights(band_of: Band) -> Bits:
+    """bf16 bits whose exponents are the bands."""
+    return np.left_shift(band_of, 7, dtype=np.uint16)
+
+
+@kernel
+def _restore_signs(signs: Band, first: int, ulps: Bits) -> None:
+    """Every change as if it were by one ULP."""
+    for j in range(ulps.size):
+        at = np.uint64(first + j)
+        negative = (signs[at >> np.uint64(3)] >> np.uint8(at & np.uint64(7))) & np.uint8(1)
+        ulps[j] = np.uint16(1) - np.uint16(2) * np.uint16(negative)
+
+
+@kernel
+def _enlarge(words: Words, sizes: State, large: Index, bands: Band, ulps: Bits) -> bool:
+    """Read the sizes of the `large` changes and multiply `ulps`, which have their signs already."""
+    good = True
+    for i in range(large.size):
+        band = bands[i]
+        extra, sizes[0, band] = take_golomb(words, sizes[0, band], sizes[1, band], sizes[2, band])
+        ulps[large[i]] *= np.uint16(extra + 2)  # times one or minus one, which is 2^16 - 1 here
+        good &= 0 <= extra <= 32766
+    return good
+
+
+def _flat_runs(patches: Sequence[Patch]) -> Index:
+    """int64 [n]: the unchanged elements before each change of a group."""
+    out = np.empty(sum(p.index.size for p in patches), np.int64)
+    carried, first = 0, 0
     for patch in patches:
-        others = _candidates(patch)
-        mode = _cheapest([*sparse, *others], [patch], old)[0].mode if others else "gaps"
-        mode = "gaps" if mode in sparse else mode
-        if members and (mode != current or elements >= GROUP_ELEMENTS):
-            yield current, members
-            members, elements = [], 0
-        current = mode
-        members.append(patch)
-        elements += patch.numel
-    if members:
-        yield current, members
+        carried = flat_runs(patch.index, patch.numel, carried, out[first:])
+        first += patch.index.size
+    return out
 
 
-class Uncoded(NamedTuple):
-    """All that the coding of one group needs."""
+def _added(parts: list[Bits], patches: Sequence[Patch]) -> Bits:
+    """The flat parts in one array, each with its patch added."""
+    for part, patch in zip(parts, patches, strict=True):
+        part[patch.index] += patch.ulps
+    return np.concatenate(parts)
+
+
+def _zigzag(ulps: Bits) -> Bits:
+    """0, -1, +1, -2, ... -> 0, 1, 2, 3, ...: small moves of either sign have a zero high byte."""
+    return ((ulps << 1) ^ (0 - (ulps >> 15)).astype(np.uint16)).astype(np.uint16)
+
+
+def _unzigzag(values: Bits) -> Bits:
+    return ((values >> 1) ^ (0 - (values & 1)).astype(np.uint16)).astype(np.uint16)
+
+
+def _pack_values(values: Bits) -> Streams:
+    """uint16 values as two planes of bytes."""
+    return {"low": _pack(values.astype(np.uint8)), "high": _pack((values >> 8).astype(np.uint8))}
+
+
+def _pack_mask(indices: Sequence[Index], sizes: Sequence[int]) -> Bytes:
+    """One bit per element, tensor after tensor, row-major, lowest bit first."""
+    mask, first = np.zeros(sum(sizes), np.bool_), 0
+    for index, size in zip(indices, sizes, strict=True):
+        mask[first + index] = True
+        first += size
+    return _pack(np.packbits(mask, bitorder="little"))
+
+
+def _unpack_mask(frame: Bytes, sizes: Sequence[int]) -> list[Index]:
+    packed = _unpack(frame, (sum(sizes) + 7) // 8)
+    mask = np.unpackbits(packed, count=sum(sizes), bitorder="little")
+    return [np.flatnonzero(mask[a:b]) for a, b in itertools.pairwise(np.cumsum([0, *sizes]))]
+
+
+def _pack(content: Bytes) -> Bytes:
+    return np.frombuffer(zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(content.tobytes()), np.uint8)
+
+
+def _unpack(frame: Bytes, size: int) -> Bytes:
+    """The content of a zstd frame; the length it claims is checked before anything is unpacked."""
+    if zstandard.frame_content_size(frame.tobytes()) != size:
+        raise CodecError(f"a frame whose content is not {size} bytes")
+    return np.frombuffer(zstandard.ZstdDecompressor().decompress(frame.tobytes()), np.uint8)
+
+
+class EncodeJob(NamedTuple):
+    """All that a thread needs to code one group."""
 
     modes: Sequence[Mode]
     members: list[Patch]
     old: Old
 
 
-def uncoded(patches: Iterable[Patch], old: Old, sparse: Sequence[Mode]) -> Iterator[Uncoded]:
-    """The groups of changed tensors; where changes are few, the modes in `sparse` compete."""
-    for mode, members in _grouped(patches, old, sparse):
-        modes = sparse if mode == "gaps" else [mode]
-        yield Uncoded(modes, members, held(modes, members, old))
+def encode_jobs(patches: Iterable[Patch], old: Old, sparse: Sequence[Mode]) -> Iterator[EncodeJob]:
+    """Runs of tensors whose smallest mode is the same; if changes are few, the `sparse` modes compete."""
+
+    def job() -> EncodeJob:
+        modes = sparse if current == "gaps" else [current]
+        return EncodeJob(modes, members, read_old(modes, members, old))
+
+    members: list[Patch] = []
+    current: Mode = "gaps"  # stands for all modes in `sparse`
+    elements = 0
+    for patch in patches:
+        others = _other_modes(patch)
+        mode = _smallest([*sparse, *others], [patch], old)[0].mode if others else "gaps"
+        mode = "gaps" if mode in sparse else mode
+        if members and (mode != current or elements >= GROUP_ELEMENTS):
+            yield job()
+            members, elements = [], 0
+        current = mode
+        members.append(patch)
+        elements += patch.numel
+    if members:
+        yield job()
 
 
-def encoded(uncoded: Uncoded) -> tuple[list[Patch], Group, Streams]:
+def run_encode_job(job: EncodeJob) -> tuple[list[Patch], Group, Streams]:
     """The members of a group, how they are coded, and the streams."""
-    return uncoded.members, *_cheapest(*uncoded)
+    return job.members, *_smallest(*job)
 
 
-def _cheapest(modes: Sequence[Mode], patches: Sequence[Patch], old: Old) -> tuple[Group, Streams]:
+def _smallest(modes: Sequence[Mode], patches: Sequence[Patch], old: Old) -> tuple[Group, Streams]:
     """A group in the mode that takes the fewest bytes; of equals the last one."""
     best = encode_group(modes[0], patches, old)
     for mode in modes[1:]:
@@ -69,29 +415,26 @@ def _bytes(coded: tuple[Group, Streams]) -> int:
 
 
 def _least_bytes(mode: Mode, patches: Sequence[Patch]) -> int:
-    """What a group takes in `mode` at least, where that is quickly told; else 0."""
+    """A lower bound of a group's bytes in `mode`, if one is cheap to compute; else 0."""
     changes, elements = sum(p.index.size for p in patches), sum(p.numel for p in patches)
     if mode != "gaps" or 2 * changes > elements:
         return 0
-    _, bits = rice.rice_k(flat_runs(patches))
+    _, bits = rice_k(_flat_runs(patches))
     return bits // 8 + changes // 8
 
 
-def _candidates(patch: Patch) -> list[Mode]:
-    """The modes beside the sparse ones that can be the cheapest for a tensor."""
-    density = patch.index.size / patch.numel
-    neighbours = positions.neighbours(patch.index) / patch.index.size
-    modes: list[Mode] = []
-    if density > 1 / 8 or neighbours > _CLUSTERED * density + 0.05:
-        modes.append("mask")
-    if density > 1 / 4:
-        modes.append("dense")
-    if density > 1 / 2:
-        modes.append("raw")
-    return modes
+def _other_modes(patch: Patch) -> list[Mode]:
+    """The modes besides the sparse ones that can be the smallest for a tensor."""
+    density, share = patch.index.size / patch.numel, neighbours(patch.index) / patch.index.size
+    worth: dict[Mode, bool] = {
+        "mask": density > 1 / 8 or share > _CLUSTERED * density + 0.05,
+        "dense": density > 1 / 4,
+        "raw": density > 1 / 2,
+    }
+    return [mode for mode in worth if worth[mode]]
 
 
-def held(modes: Sequence[Mode], tensors: Iterable[Listed | Patch], old: Old) -> Old:
-    """`old` for another thread: asked in this one, for it may take a lock, or ask other workers in turn."""
+def read_old(modes: Sequence[Mode], tensors: Iterable[TensorRow | Patch], old: Old) -> Old:
+    """`old` for another thread, read in this one: `old` may take a lock, or ask other ranks in turn."""
     needed = any(LAYOUTS[mode].reads_old for mode in modes)
     return {tensor.name: old(tensor.name) for tensor in tensors if needed}.__getitem__

@@ -1,26 +1,30 @@
-"""Where the changes are: distances through the model, in one band or in a band per magnitude.
+"""Where the changes are: the distances between them, in one band or in a band per magnitude.
 
 One band: the distance from each change to the next, which needs nothing but the stream. Eight bands: the
-distance to the next change of a weight of like magnitude, which needs the old weights (`bands`).
+distance to the next change of a weight of like exponent, which needs the old weights. The smaller a weight
+is, the likelier it changes (its ULP is smaller), and the receiver knows how large it was; so the weights of
+a band form a sequence with its own rate of changes and of large ones.
 
-A chunk of weights is sorted into bands before anything is known of its changes; then each change is looked up
-by where it is (writing), or by which one of its band it is (reading).
+A chunk of weights is sorted into bands first; then each change is looked up by its position (writing) or by
+its rank within its band (reading).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from delta_weight_sync.codec.bands import Band, Cut, exponent
-from delta_weight_sync.codec.lanes import BANDS, LANES, at_most, lowest, ones, select, split
-from delta_weight_sync.codec.patch import Bits, Index
-from delta_weight_sync.codec.rice import Words
-from delta_weight_sync.codec.runs import FLIPPED, State, walk
-from delta_weight_sync.kernel import kernel
+from delta_weight_sync.codec._lanes import BANDS, LANES, at_most, lowest, ones, select, split
+from delta_weight_sync.codec._patch import Bits, Index, Patch
+from delta_weight_sync.codec.bits import FLIPPED, MAX_K, State, Words, walk
+from delta_weight_sync.util import kernel
 
+Band = NDArray[np.uint8]
+_WEIGHTS, _CHANGES = 1 << 16, 1 << 15  # of a group, about, from which the rates are estimated
+_NEIGHBOURS = 64  # weights sampled at a time: memory comes in lines anyway
 _BLOCKS = 64  # of a chunk: as many as `at_most` compares
 _CHUNK = _BLOCKS * LANES
 _ALL = np.uint64((1 << 64) - 1)
@@ -28,9 +32,98 @@ _AHEAD = 2  # positions written for a block that may have fewer
 _NEVER = np.int16(0x7FFF)  # more than a chunk has weights
 
 
+class Cut(NamedTuple):
+    """`limits`: int8 [7], minus 128, as `lanes.split` takes them. `table`: uint8 [256], exponent -> band."""
+
+    limits: NDArray[np.int8]
+    table: Band
+
+
+def cut(limits: Sequence[int]) -> Cut:
+    """The bands between seven ascending exponents."""
+    table = np.searchsorted(np.asarray(limits), np.arange(256), side="right")
+    return Cut((np.asarray(limits) - 128).astype(np.int8), table.astype(np.uint8))
+
+
+def choose_limits(olds: Sequence[Bits], patches: Sequence[Patch]) -> list[int]:
+    """Seven exponents between eight bands of unlike rates, some 0 if fewer do. `olds`: flat old bits."""
+    weight_step = max(sum(old.size for old in olds) // _WEIGHTS, 1)
+    change_step = max(sum(patch.index.size for patch in patches) // _CHANGES, 1)
+    counts = np.zeros((3, 256), np.int64)
+    for old, patch in zip(olds, patches, strict=True):
+        _sample(old, patch.index, patch.ulps, weight_step, change_step, counts)
+    counts[0] = np.maximum(counts[0], counts[1])
+    present = np.flatnonzero(counts[0])
+    limits: list[int] = present[_firsts(counts[:, present])[1:]].tolist()
+    return [0] * (BANDS - 1 - len(limits)) + limits
+
+
+@kernel
+def _exponent(bits: np.uint16) -> np.uint16:
+    """The biased exponent of one weight."""
+    return (bits >> np.uint16(7)) & np.uint16(0xFF)
+
+
+@kernel
+def _sample(
+    old: Bits, index: Index, ulps: Bits, weight_step: int, change_step: int, counts: NDArray[np.int64]
+) -> None:
+    """Estimate the weights, changes and large changes of each exponent: `counts` [3, 256]."""
+    for first in range(0, old.size, weight_step * _NEIGHBOURS):
+        for at in range(first, min(first + _NEIGHBOURS, old.size)):
+            counts[0, _exponent(old[at])] += weight_step
+    for j in range(0, index.size, change_step):
+        found = _exponent(old[index[j]])
+        counts[1, found] += change_step
+        counts[2, found] += change_step * (np.uint16(ulps[j] + 1) > 2)
+
+
+@kernel
+def _firsts(counts: NDArray[np.int64]) -> Index:
+    """Begins of at most eight bands that need the fewest bits; `counts` [3, n] of ascending exponents.
+
+    Dynamic programming: the best `used` bands up to an exponent are a last band and the best bands before it.
+    """
+    size = counts.shape[1]
+    bits, begin = np.full((BANDS + 1, size + 1), np.inf), np.zeros((BANDS + 1, size + 1), np.int64)
+    bits[0, 0] = 0
+    for end in range(1, size + 1):
+        weights, changes, large = 0, 0, 0
+        for first in range(end - 1, -1, -1):
+            weights += counts[0, first]
+            changes += counts[1, first]
+            large += counts[2, first]
+            cost = _section(weights, changes) + _section(changes, large)
+            for used in range(BANDS):
+                if bits[used, first] + cost < bits[used + 1, end]:
+                    bits[used + 1, end], begin[used + 1, end] = bits[used, first] + cost, first
+    used = int(np.argmin(bits[:, size]))
+    firsts = np.zeros(used, np.int64)
+    end = size
+    for band in range(used, 0, -1):
+        end = int(begin[band, end])
+        firsts[band - 1] = end
+    return firsts
+
+
+@kernel
+def _section(items: int, events: int) -> float:
+    """Bits of a Rice section if each item is an event with the same probability."""
+    rare = min(events, items - events)
+    if rare == 0:
+        return 0.0
+    best, longer = np.inf, 1.0 - rare / items  # the probability of a run of 2^k items
+    for k in range(MAX_K):
+        bits = rare * (k + 1 + longer / (1.0 - longer))
+        if bits >= best:
+            break
+        best, longer = bits, longer * longer
+    return best
+
+
 @kernel
 def flat_runs(index: Index, numel: int, carried: int, out: Index) -> int:
-    """Runs of one tensor into `out` [n], the first after `carried` elements; returns what it leaves."""
+    """Runs of one tensor into `out` [n], the first after `carried` elements; returns the elements left."""
     before = np.int64(-1) - carried
     for j in range(index.size):
         out[j] = index[j] - before - 1
@@ -40,7 +133,7 @@ def flat_runs(index: Index, numel: int, carried: int, out: Index) -> int:
 
 @kernel
 def neighbours(index: Index) -> int:
-    """How many changes follow another one at once."""
+    """Changes right after another one."""
     count = 0
     for j in range(1, index.size):
         count += index[j] == index[j - 1] + 1
@@ -52,7 +145,7 @@ def band_runs(
 ) -> tuple[list[Index], list[int], Band]:
     """Runs of each of eight bands, elements of each, and uint8 [n], the band of every change.
 
-    `olds` and `indices`: old bits and positions of the changes by tensor, flat.
+    `olds`, `indices`: flat old bits and positions of the changes, by tensor.
     """
     changes = sum(index.size for index in indices)
     runs, band_of = np.empty(changes, np.int64), np.empty(changes, np.uint8)
@@ -80,7 +173,7 @@ def band_walk(
     index: Index,
     band_of: Band,
 ) -> int:
-    """As `runs.walk` for eight bands of `old` [numel]; `band_of` [n] gets the band of each change."""
+    """As `bits.walk` for eight bands of `old` [numel]; `band_of` [n] gets the band of each change."""
     masks, before = np.empty((_BLOCKS, BANDS), np.uint64), np.empty((BANDS, _BLOCKS), np.int16)
     totals, ranks = np.empty(BANDS, np.int64), np.empty(_CHUNK, np.int64)
     marked = np.empty(_BLOCKS, np.uint64)
@@ -91,7 +184,7 @@ def band_walk(
             return -1
         listed, found = found, _list(marked, start, index, found)
         for j in range(listed, found):
-            band_of[j] = table[exponent(old[index[j]])]
+            band_of[j] = table[_exponent(old[index[j]])]
         if found < 0:
             return -1
     return found
@@ -101,10 +194,8 @@ def band_walk(
 def _sort(
     old: Bits, limits: NDArray[np.int8], masks: Words, before: NDArray[np.int16], totals: Index
 ) -> None:
-    """Which weights of a chunk are in each band.
-
-    `masks` [64, 8]: of each block of 64 weights; `before` [8, 64]: how many precede the block; `totals` [8].
-    """
+    """The bands of a chunk: `masks` [64, 8] of each block of 64 weights, `before` [8, 64] weights of the band
+    before the block, and `totals` [8]."""
     totals[:] = 0
     whole = old.size // LANES
     for block in range(whole):
@@ -137,10 +228,7 @@ def _band_runs(
     runs: Index,
     band_of: Band,
 ) -> None:
-    """Runs and bands of one tensor's changes.
-
-    Carried on by band [8]: `carried`, elements since the last change, and `elements`, all so far.
-    """
+    """Runs and bands of one tensor's changes; by band: `carried` since a change, `elements` in all."""
     masks, before = np.empty((_BLOCKS, BANDS), np.uint64), np.empty((BANDS, _BLOCKS), np.int16)
     totals = np.empty(BANDS, np.int64)
     at = 0
@@ -148,7 +236,7 @@ def _band_runs(
         _sort(old[start : start + _CHUNK], limits, masks, before, totals)
         while at < index.size and index[at] < start + _CHUNK:
             place = index[at] - start
-            band, block = table[exponent(old[index[at]])], place // LANES
+            band, block = table[_exponent(old[index[at]])], place // LANES
             lower = (np.uint64(1) << np.uint64(place % LANES)) - np.uint64(1)
             rank = before[band, block] + ones(masks[block, band] & lower)
             runs[at], band_of[at] = carried[band] + rank, band
@@ -161,7 +249,7 @@ def _band_runs(
 
 @kernel
 def _place(numbers: Index, band_of: Band, ends: Index, out: Index) -> None:
-    """Numbers of a band side by side in `out`; `ends` [bands], zeros before, gets where each band ends."""
+    """Numbers by band into `out`; `ends` [bands], zeros before, gets the end of each band."""
     for band in band_of:
         ends[band] += 1
     total = 0
@@ -199,13 +287,15 @@ def _mark(
 
 @kernel
 def _list(marked: Words, first: int, index: Index, found: int) -> int:
-    """Append the positions of the `marked` weights of a chunk; returns how many there are, -1 if too many."""
+    """Append the positions of a chunk's `marked` weights; returns how many there are, -1 if too many."""
     for block in range(_BLOCKS):
         word, end = marked[block], found + ones(marked[block])
         if end > index.size:
             return -1
         start = first + block * LANES
-        if found + _AHEAD <= index.size:  # no branch on how few there are: it would often be guessed wrong
+        if (
+            found + _AHEAD <= index.size
+        ):  # without a branch on their number, which would often be mispredicted
             for j in range(_AHEAD):
                 index[found + j] = start + lowest(word)
                 word &= word - np.uint64(1)

@@ -1,9 +1,9 @@
 """The trainer's one bf16 copy of the model, and the diff of live parameters against it.
 
-A hand-over has two halves: `find` tells what differs and only reads, so that others may read the mirror
-meanwhile, and `keep` writes it into the mirror. The mirror of a GPU's parameters is on the GPU ("device":
-fastest) or in pinned host memory ("host": no GPU memory, read over the bus as it is compared); either way
-only the changed elements leave the GPU. Parameters on the host are cast and compared a chunk at a time.
+A sync has two halves: `find` only reads, so other threads may read the mirror meanwhile; `keep` writes what
+was found into the mirror. The mirror of a GPU's parameters is on the GPU ("device", the fastest) or in pinned
+host memory ("host", which takes no GPU memory and is read over the bus). Either way only the changed elements
+leave the GPU. Parameters on the host are cast and compared a chunk at a time.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ import torch
 
 from delta_weight_sync import codec, digest
 from delta_weight_sync.codec import Bits, Patch
-from delta_weight_sync.device.pinned import pin
-from delta_weight_sync.publish.sharded import Part
+from delta_weight_sync.errors import CodecError
+from delta_weight_sync.publish.parts import Part
 
-if TYPE_CHECKING:  # needs Triton, which only a GPU's torch brings along
-    from delta_weight_sync.publish.on_device import Changes, DeviceDiff
+if TYPE_CHECKING:  # needs Triton, which only a GPU build of torch installs
+    from delta_weight_sync.publish._gpu import Changes, DeviceDiff
 
 Place = Literal["host", "device"]
 _CHUNK = 1 << 18  # elements; the cast chunk stays in the cache
-_HELD = 1 << 30  # bytes of gathered or merged tensors that wait to be compared at once
+_HELD = 1 << 30  # bytes of gathered or merged tensors that may wait for one comparison
 
 
 @dataclass(frozen=True)
 class Found:
-    """What differs from the mirror, by where it was compared."""
+    """The differences from the mirror: compared on the host, and on devices."""
 
-    here: list[Patch]
-    there: list[Changes]
+    host: list[Patch]
+    devices: list[Changes]
 
     @property
     def patches(self) -> list[Patch]:
-        """One for each part that was compared, empty if it has not changed."""
-        return self.here + [patch for changes in self.there for patch in changes.patches]
+        """One for each part that was compared, empty if nothing changed."""
+        return self.host + [patch for changes in self.devices for patch in changes.patches]
 
 
 class Mirror:
-    """The newest bits that were handed over, by parameter name."""
+    """The newest synced bits, by parameter name."""
 
     def __init__(self, place: Place = "host") -> None:
         self._place = place
@@ -74,102 +74,98 @@ class Mirror:
         self.digest += digest.tensor_digest(name, self._bits[name].cpu().numpy().view(np.uint16))
 
     def bits(self, name: str) -> Bits:
-        """The bits of one parameter on the host; a view where they are there already."""
+        """The bits of one parameter on the host; a view if the mirror is there."""
         bits = self._bits[name]
         if bits.is_cuda:
-            bits = self._on(bits.device).aside.read(bits)
+            bits = self._on(bits.device).side_stream.read(bits)
         return bits.numpy().view(np.uint16)
 
     def digest_without(self, names: set[str]) -> int:
-        """Digest of the parameters that are not among `names`."""
+        """Digest of the parameters that are not in `names`."""
         return sum(digest.tensor_digest(name, self.bits(name)) for name in self._shapes.keys() - names)
 
     def find(self, parts: Iterable[Part]) -> Found:
-        """What changed in the parts since the last time, of any float dtype; nothing is written.
+        """Find what changed in the parts, of any float dtype, since the last sync; writes nothing.
 
-        Parts on the host are compared one by one as they come, those on a device all at once, or whenever
-        those that were made for the hand-over take a gigabyte. Raises `CodecError` if a shape changed.
+        Parts on the host are compared one at a time. Parts on a device are compared together, or earlier if
+        the copies that were made for this sync take a gigabyte. Raises `CodecError` if a shape changed.
         """
         found, waiting, held = Found([], []), list[Part](), 0
         for part in parts:
             self._check(part)
             if not has_kernels(part.tensor):
-                found.here.append(self._compare(part))
+                old = self._bits[part.name][part.block.at].reshape(-1)  # a copy if the box is not one stretch
+                index, ulps = diff_flat(old, part.tensor.detach().reshape(-1))
+                found.host.append(Patch(part.name, part.block.shape, part.block.positions(index), ulps))
                 continue
             waiting.append(part)
             held += 0 if part.lasting else part.tensor.nbytes
             if held > _HELD:
-                found.there.extend(self._find_there(waiting))
+                found.devices.extend(self._find_on_devices(waiting))
                 waiting, held = [], 0
-        found.there.extend(self._find_there(waiting))
+        found.devices.extend(self._find_on_devices(waiting))
         return found
 
     def keep(self, found: Found) -> None:
-        """Take over what was found, after which the mirror equals the parameters."""
-        self.take(found.here)
-        for changes in found.there:
+        """Write what was found; the mirror then equals the parameters."""
+        self.take(found.host)
+        for changes in found.devices:
             self.digest += changes.moved
             if self._place == "device":
                 self._on(changes.tiles.device).keep(changes)
-            else:
-                for patch in changes.patches:
-                    if patch.index.size:
-                        codec.apply(patch, self.bits(patch.name))
+                continue
+            for patch in changes.patches:
+                if patch.index.size:
+                    codec.apply(patch, self.bits(patch.name))
 
     def take(self, patches: Iterable[Patch]) -> None:
-        """Apply patches that were found elsewhere."""
-        there: dict[torch.device, list[Patch]] = {}
+        """Apply patches that other ranks found."""
+        on_device: dict[torch.device, list[Patch]] = {}
         for patch in patches:
             bits = self._bits[patch.name]
             if bits.is_cuda:
-                there.setdefault(bits.device, []).append(patch)
+                on_device.setdefault(bits.device, []).append(patch)
             else:
                 flat = bits.view(-1).numpy().view(np.uint16)
                 self.digest += digest.add(patch.name, flat, patch.index, patch.ulps)
-        for device, some in there.items():
+        for device, some in on_device.items():
             self.digest += self._on(device).take(some, self._bits)
 
     def _check(self, part: Part) -> None:
-        was, block = self._shapes[part.name], part.block
-        if block.shape != was or block.extent != part.tensor.shape:
-            raise codec.CodecError(f"{part.name}: shape changed from {was} to {block.shape} within a run")
+        shape, block = self._shapes[part.name], part.block
+        if block.shape != shape or block.extent != part.tensor.shape:
+            raise CodecError(f"{part.name}: shape changed from {shape} to {block.shape} within a run")
 
-    def _compare(self, part: Part) -> Patch:
-        """On the host, where the parameter is."""
-        old = self._bits[part.name][part.block.at].reshape(-1)  # a copy where the box is no stretch of memory
-        index, ulps = diff_flat(old, part.tensor.detach().reshape(-1))
-        return Patch(part.name, part.block.shape, part.block.positions(index), ulps)
-
-    def _find_there(self, parts: list[Part]) -> list[Changes]:
+    def _find_on_devices(self, parts: list[Part]) -> list[Changes]:
         by_device: dict[torch.device, list[Part]] = {}
         for part in parts:
             by_device.setdefault(part.tensor.device, []).append(part)
-        return [self._find_on(device, some) for device, some in by_device.items()]
+        for device, some in by_device.items():
+            if far := [part.name for part in some if part.name not in self._reachable]:
+                self._make_reachable(far, device)
+        return [self._on(device).find(some, self._bits) for device, some in by_device.items()]
 
-    def _find_on(self, device: torch.device, parts: list[Part]) -> Changes:
-        if far := [part.name for part in parts if part.name not in self._reachable]:
-            self._bring(far, device)
-            self._reachable.update(far)
-        return self._on(device).find(parts, self._bits)
-
-    def _bring(self, names: list[str], device: torch.device) -> None:
-        """To where the device's kernels can read: what was added, or resumed, lies in the host's memory."""
+    def _make_reachable(self, names: list[str], device: torch.device) -> None:
+        """Tensors that were added or resumed are in plain host memory, which kernels cannot read."""
         if self._place == "host":
+            from delta_weight_sync.gpu import pin
+
             pin(self, self._bits, names, device)
-            return
-        for name in names:
-            self._bits[name] = self._bits[name].to(device)
+        else:
+            for name in names:
+                self._bits[name] = self._bits[name].to(device)
+        self._reachable.update(names)
 
     def _on(self, device: torch.device) -> DeviceDiff:
         if device not in self._devices:
-            from delta_weight_sync.publish.on_device import DeviceDiff
+            from delta_weight_sync.publish._gpu import DeviceDiff
 
             self._devices[device] = DeviceDiff(device)
         return self._devices[device]
 
 
 def has_kernels(tensor: torch.Tensor) -> bool:
-    """Whether kernels compare it; else it is compared on the host."""
+    """Whether a kernel compares this tensor; otherwise the host does."""
     return tensor.is_cuda
 
 

@@ -1,13 +1,13 @@
-"""What was handed over and is not in the bucket yet: published in the background, while training goes on.
+"""Syncs on their way to the bucket: diffed in the trainer's thread, published in the background.
 
-The trainer's thread only diffs: against `mirror`, the newest bits that were handed over. A background
-thread encodes and uploads. While it is busy, further hand-overs are merged into one waiting patch set, so a
-slow link skips versions instead of queueing them; a failed upload is merged into the next one. At all times
+The trainer waits for the diff only, which compares its weights with `mirror`, the newest synced bits. A
+background thread encodes and uploads. While it is busy, later syncs are merged into one pending update, so a
+slow link skips versions instead of queueing them. A failed upload is merged into the next one. At all times
 
-    published bits  +  the patches in flight  +  the waiting patches  =  mirror
+    published bits  +  the update in flight  +  the pending updates  =  mirror
 
-which is why nothing is lost however many syncs or uploads fail, and how the published bits, which the encoder
-may need, are had without a second copy of the model.
+So no change is lost, however many uploads fail, and the encoder gets the published bits without a second copy
+of the model.
 """
 
 from __future__ import annotations
@@ -17,34 +17,234 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import write_bits
 from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.digest import to_hex
-from delta_weight_sync.protocol import Manifest
-from delta_weight_sync.pruning import Keep
-from delta_weight_sync.publish.base import published_weights
-from delta_weight_sync.publish.comparing import Comparison, Rest, nothing
-from delta_weight_sync.publish.mirror import Mirror, Place
-from delta_weight_sync.publish.pending import PendingUpdate, Waiting, published_bits
-from delta_weight_sync.publish.run_writer import RunWriter
-from delta_weight_sync.publish.sharded import Weights
+from delta_weight_sync.errors import (
+    AccessDeniedError,
+    BucketError,
+    BucketMissingError,
+    CodecError,
+    ObjectMissingError,
+    ProtocolError,
+    UndoLogError,
+)
+from delta_weight_sync.prune import Keep
+from delta_weight_sync.publish.mirror import Found, Mirror, Place
+from delta_weight_sync.publish.sharding import Weights, own_parts, union
 from delta_weight_sync.publish.shortcuts import Shortcuts
-from delta_weight_sync.refs import AnchorRef, DeltaRef
-from delta_weight_sync.runlog import RunLogWriter
-from delta_weight_sync.store import AccessDenied, BucketError, BucketMissing
+from delta_weight_sync.publish.writer import RunWriter
+from delta_weight_sync.records import AnchorRef, DeltaRef, Manifest
+from delta_weight_sync.runlog import RunLogWriter, SyncEvent
 
+Untrained = Callable[[Mapping[str, tuple[int, ...]]], Iterable[tuple[str, Bits]]]
 _RETRY_S = 2.0
+_STRIDES = {torch.float32: 2, torch.bfloat16: 1}  # in 16-bit units, between the bf16 halves of weights
 _log = logging.getLogger("delta_weight_sync")
 
 
+class RepeatedSyncs:
+    """The syncs that a resumed trainer repeats: the bucket has them, so they are not published again.
+
+    Args:
+        published: Digest by sync, of the versions that the trainer reaches again if it does the same.
+    """
+
+    def __init__(self, published: Mapping[int, str]) -> None:
+        self._published = published
+        self.newest = min(published, default=0)  # the newest sync that both trainers did alike
+
+    def holds_back(self, sync: int, digest: str) -> bool:
+        """Whether this sync is in the bucket, or may lead to one that is. False for ever once one differs."""
+        if sync > max(self._published, default=-1) or self._published.get(sync, digest) != digest:
+            self._published = {}
+            return False
+        if sync in self._published:
+            self.newest = sync
+        return True
+
+
+class _Change(NamedTuple):
+    name: str
+    positions: torch.Tensor  # int32, or int64 for a tensor that needs it
+    ulps: torch.Tensor  # int16
+
+
+class UndoLog:
+    """What the newest syncs changed, to restore the weights of any of them in another copy of the model.
+
+    A change is exact in both directions, so moving a copy from one sync to another writes only what differs,
+    about one weight in a hundred per sync. For one thread, the trainer's.
+
+    Args:
+        sync: The sync that the log begins with.
+        keep: Number of syncs after it that can be undone.
+
+    Attributes:
+        syncs: The syncs whose weights can be restored, oldest first.
+    """
+
+    def __init__(self, sync: int, keep: int) -> None:
+        self.syncs = [sync]
+        self._steps: list[list[_Change]] = []  # from each of them to the next
+        self._keep = keep
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the log, in bytes."""
+        return sum(change.positions.nbytes + change.ulps.nbytes for step in self._steps for change in step)
+
+    def add(self, sync: int, patches: Iterable[Patch]) -> None:
+        """Append the next sync and what it changed."""
+        self._steps.append([_change(patch) for patch in patches])
+        self.syncs.append(sync)
+        if len(self._steps) > self._keep:
+            del self._steps[0], self.syncs[0]
+
+    def roll(self, weights: Mapping[str, torch.Tensor], start: int, end: int) -> int:
+        """Move weights from sync `start` to sync `end`, in place.
+
+        Args:
+            weights: Contiguous tensors by published name, on any device; bf16, or float32 with bf16 values.
+            start: The sync that the weights are at.
+            end: The sync to restore.
+
+        Returns:
+            The number of elements written.
+
+        Raises:
+            UndoLogError: The log does not reach to `start` or `end`. Nothing is written.
+        """
+        for sync in (start, end):
+            if sync not in self.syncs:
+                raise UndoLogError(
+                    f"the undo log holds syncs {self.syncs[0]} to {self.syncs[-1]}, not {sync};"
+                    " keep more of them"
+                )
+        first, last = self.syncs.index(start), self.syncs.index(end)
+        steps = self._steps[first:last] if first <= last else self._steps[last:first][::-1]
+        changes = [change for step in steps for change in step]
+        for change in changes:
+            bits = bf16_bits(weights[change.name])
+            index, ulps = change.positions.to(bits.device), change.ulps.to(bits.device)
+            bits.index_add_(0, index, ulps, alpha=-1 if first > last else 1)
+        return sum(len(change.positions) for change in changes)
+
+
+def bf16_bits(weights: torch.Tensor) -> torch.Tensor:
+    """The bf16 bits of weights that `UndoLog.roll` takes: an int16 [n] view into their memory.
+
+    Raises `ValueError` for a dtype that cannot hold every published weight.
+    """
+    if weights.dtype not in _STRIDES:
+        raise ValueError(f"weights in {weights.dtype} do not hold every bf16: use float32 or bfloat16")
+    stride = _STRIDES[weights.dtype]
+    return weights.detach().view(-1).view(torch.int16)[stride - 1 :: stride]
+
+
+def _change(patch: Patch) -> _Change:
+    small = patch.numel <= np.iinfo(np.int32).max
+    index = torch.from_numpy(patch.index.astype(np.int32 if small else np.int64))
+    return _Change(patch.name, index, torch.from_numpy(patch.ulps.view(np.int16).copy()))
+
+
+@dataclass(frozen=True)
+class PendingUpdate:
+    """What one version will hold: the patches since the last published one, and the digest they lead to."""
+
+    patches: list[Patch]
+    digest: int
+    sync: int
+    created_at: float  # unix seconds
+    diff_s: float
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, Patch]:
+        """The patch of each changed tensor; a tensor has at most one."""
+        return {patch.name: patch for patch in self.patches}
+
+    def then(self, later: PendingUpdate) -> PendingUpdate:
+        """Both updates as one."""
+        patches, diff_s = codec.merge(self.patches, later.patches), self.diff_s + later.diff_s
+        return PendingUpdate(patches, later.digest, later.sync, later.created_at, diff_s)
+
+
+class PendingUpdates:
+    """The syncs that wait to be published, merged to one update, except that a pinned one stays by itself.
+
+    While a resumed trainer repeats what is in the bucket, they are held back.
+    """
+
+    def __init__(self) -> None:
+        self.repeated = RepeatedSyncs({})
+        self.undo_log: UndoLog | None = None
+        self.held = False
+        self._updates: list[PendingUpdate] = []  # oldest first
+        self._pinned: int | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._updates) and not self.held
+
+    def newest_first(self) -> Iterator[PendingUpdate]:
+        """All updates, including those that are held back."""
+        return reversed(self._updates)
+
+    def add(self, new: PendingUpdate) -> None:
+        """Add the newest sync."""
+        if self.undo_log:
+            self.undo_log.add(new.sync, new.patches)
+        if self._updates and self._updates[-1].digest != self._pinned:
+            new = self._updates.pop().then(new)
+        self._updates.append(new)
+        self.held = self.repeated.holds_back(new.sync, to_hex(new.digest))
+        if self.held and not any(patch.index.size for patch in new.patches):
+            self._updates.clear()  # these are the newest published bits
+
+    def pin(self, digest: int) -> None:
+        """Let the update with this digest become a version, whatever follows it."""
+        self._pinned = digest
+
+    def pop(self) -> PendingUpdate:
+        """Take the oldest."""
+        return self._updates.pop(0)
+
+    def put_back(self, job: PendingUpdate) -> None:
+        """Return an update that could not be published."""
+        if self._updates and job.digest != self._pinned:
+            job = job.then(self._updates.pop(0))
+        self._updates.insert(0, job)
+
+
+def published_bits(bits: Bits, name: str, pending: Iterable[PendingUpdate | None]) -> Bits:
+    """A copy of a tensor's newest bits as they were before the `pending` updates, which come newest first."""
+    bits = bits.copy()
+    for update in filter(None, pending):
+        if patch := update.by_name.get(name):
+            codec.apply(codec.inverse(patch), bits)
+    return bits
+
+
 class Outbox:
-    """The one process that publishes has it. `publish` is called by one thread, the trainer's."""
+    """The publishing half of the main rank. One thread, the trainer's, calls `publish`.
+
+    Args:
+        writer: The run's writer.
+        log: The run's log.
+        encoding: Encoding of deltas, see `delta_weight_sync.codec`.
+        mirror: Memory of the published bits.
+        untrained: Gives the model's other tensors, from the shapes of those in the first sync.
+        keep: How much of the run stays in the bucket; None for all of it.
+    """
 
     def __init__(
         self,
@@ -53,25 +253,21 @@ class Outbox:
         *,
         encoding: Encoding = "fast",
         mirror: Place = "host",
-        rest: Rest = nothing,
+        untrained: Untrained | None = None,
         keep: Keep | None = None,
     ) -> None:
-        """`encoding`: of deltas, see `delta_weight_sync.codec`; `mirror`: where published bits are kept.
-
-        `rest`: of the shapes that version 0 was handed, the tensors that belong to it besides. `keep`: how
-        much of the run stays in the bucket, None for all of it.
-        """
-        self._writer, self._log, self._encoding = writer, log, encoding
-        self.mirror = Mirror(mirror)  # while nothing is handed over, the newest version
-        self._comparison = Comparison(self.mirror, rest)
+        self._writer, self._log, self._encoding, self._untrained = writer, log, encoding, untrained
+        self.mirror = Mirror(mirror)  # with nothing pending, the newest version
+        self._names: set[str] = set()  # tensors of every sync
         self.shortcuts = Shortcuts(writer, encoding, keep)
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.shortcuts.close)
+        try:
             self._resume()
-            stack.pop_all()
-        self._anchor = writer.newest.anchor.version if writer.newest else -1  # the newest that is named
+        except BaseException:
+            self.shortcuts.close()
+            raise
+        self._anchor = writer.newest.anchor.version if writer.newest else -1  # the newest that was logged
         self._encoded = b""  # the delta file of the version that is being published
-        self.waiting = Waiting()
+        self.pending = PendingUpdates()
         self._pinned: tuple[str, Manifest | None] = "", None  # digest, and its version once it is published
         self._busy, self._closed = False, False
         self._failure: BaseException | None = None
@@ -85,11 +281,17 @@ class Outbox:
         return self._writer.newest.version if self._writer.newest else None
 
     def publish(self, weights: Weights, sync: int, remote_patches: Callable[[], list[Patch]] = list) -> None:
-        """Hand over the weights: checkpoint name and tensor, any float dtype, cast to bf16 here.
+        """Publish weights of any float dtype, cast to bf16 here; returns after the diff.
 
-        Of a sharded tensor only the part on this rank is compared; `remote_patches` gives what others found.
-        Returns after the diff; the very first version of a run is uploaded before it returns. Raises what
-        stopped the publisher, if something did: `FencedError`, `AccessDenied`, `CodecError`.
+        The first version of a run is in the bucket before this returns.
+
+        Args:
+            weights: Checkpoint names and tensors. Only this rank's part of a sharded tensor is compared.
+            sync: The trainer's number of this sync.
+            remote_patches: Gives the patches that other ranks found.
+
+        Raises:
+            FencedError, AccessDeniedError, CodecError: What stopped the background thread, or this call.
         """
         self._raise_failure()
         try:
@@ -98,14 +300,14 @@ class Outbox:
             else:
                 self._publish_base(weights, sync)
         except BaseException as error:
-            self._failure = error  # the mirror may hold what nobody will publish: nothing may follow
+            self._failure = error  # the mirror may hold changes that are lost: no version may follow
             raise
 
     def flush(self, timeout_s: float = 600.0) -> Manifest:
-        """Wait until everything that was handed over is published; returns the newest manifest."""
+        """Wait until every sync is published; returns the newest manifest. Raises as `publish`."""
         with self._changed:
             idle = self._changed.wait_for(
-                lambda: self._failure or not (self._busy or self.waiting), timeout_s
+                lambda: self._failure or not (self._busy or self.pending), timeout_s
             )
         self._raise_failure()
         if not idle or self._writer.newest is None:
@@ -122,9 +324,30 @@ class Outbox:
         self._thread.join()
         self.shortcuts.close()
 
+    def pin(self) -> bool:
+        """Make the last sync a version of its own; False if it is held back, as the bucket has it already."""
+        with self._changed:
+            digest, newest = self.mirror.digest, self._writer.newest
+            there = newest and newest.digest == to_hex(digest) and not (self._busy or self.pending)
+            if self.pending.held and not there:
+                return False
+            self.pending.pin(digest)
+            self._pinned = to_hex(digest), newest if there else None
+            return True
+
+    def pinned(self) -> Manifest | None:
+        """Wait for the version of the last `pin`; None if there will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._failure or self._pinned[1])
+            return self._pinned[1]
+
     def _resume(self) -> None:
-        """Go on from the run's newest version, if it has one."""
-        published = published_weights(self._writer, self.shortcuts.folder)
+        """Start from the newest version. If it is damaged, the next sync publishes the whole model."""
+        try:
+            published = self._writer.resume(self.shortcuts.folder) or {}
+        except (ProtocolError, CodecError, ObjectMissingError, SafetensorError) as error:
+            _log.warning("the newest version cannot be rebuilt, the next one will be an anchor: %s", error)
+            return
         for name, bits in published.items():
             self.mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16))
         if published and self.version is not None:
@@ -132,36 +355,36 @@ class Outbox:
 
     def _add(self, weights: Weights, sync: int, remote_patches: Callable[[], list[Patch]]) -> None:
         started, created_at = time.perf_counter(), time.time()
-        # Without the lock, for it waits until the steps that are queued on a GPU are done.
-        found, theirs, patches = self._comparison.find(weights, remote_patches)
+        # Without the lock, because the diff waits until the steps that are queued on a GPU are done.
+        found, remote, patches = self._diff(weights, remote_patches)
         with self._changed:
             self.mirror.keep(found)
-            self.mirror.take(theirs)
+            self.mirror.take(remote)
             diff_s = time.perf_counter() - started
-            new = PendingUpdate(patches, self.mirror.digest, sync, created_at, diff_s)
-            self.waiting.add(new)
+            self.pending.add(PendingUpdate(patches, self.mirror.digest, sync, created_at, diff_s))
             self._changed.notify_all()
 
-    def pin(self) -> bool:
-        """What was handed over last is or becomes a version of its own; False if it was held back."""
-        with self._changed:
-            digest, newest = self.mirror.digest, self._writer.newest
-            there = newest and newest.digest == to_hex(digest) and not (self._busy or self.waiting)
-            if self.waiting.held and not there:
-                return False
-            self.waiting.pin(digest)
-            self._pinned = to_hex(digest), newest if there else None
-            return True
-
-    def pinned(self) -> Manifest | None:
-        """Waits for the version of what was pinned last; None if there will be none."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._failure or self._pinned[1])
-            return self._pinned[1]
+    def _diff(
+        self, weights: Weights, remote_patches: Callable[[], list[Patch]]
+    ) -> tuple[Found, list[Patch], list[Patch]]:
+        """What this rank found, what the others found, and both by tensor; only reads the mirror."""
+        by_name: dict[str, list[Patch]] = {}
+        found = self.mirror.find(own_parts(weights, self.mirror.shapes, by_name))
+        self._names = self._names or set(by_name)
+        if missing := self._names - by_name.keys():
+            raise CodecError(f"parameter {min(missing)} was not published; a version holds every parameter")
+        remote = remote_patches()
+        for patch in (*found.patches, *remote):
+            by_name[patch.name].append(patch)
+        return found, remote, [patch for parts in by_name.values() for patch in union(parts)]
 
     def _publish_base(self, weights: Weights, sync: int) -> None:
         started, created_at = time.perf_counter(), time.time()
-        self._comparison.begin(weights)
+        for name, tensor in weights:
+            self.mirror.add(name, tensor)
+        self._names = set(self.mirror.shapes)
+        for name, bits in self._untrained(self.mirror.shapes) if self._untrained else ():
+            self.mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16))
         base = PendingUpdate([], self.mirror.digest, sync, created_at, time.perf_counter() - started)
         version = 0 if self.version is None else self.version + 1
         self._write(self.shortcuts.path)
@@ -169,7 +392,7 @@ class Outbox:
         self.shortcuts.restart(version)
 
     def _run(self) -> None:
-        while (job := self._next()) is not None:
+        while job := self._next():
             try:
                 self._attempt(job)
             except Exception as error:  # noqa: BLE001 - raised again in the trainer's thread
@@ -181,45 +404,41 @@ class Outbox:
     def _attempt(self, job: PendingUpdate) -> None:
         try:
             self._publish(job)
-        except (AccessDenied, BucketMissing):
-            raise  # trying again does not help
+        except (AccessDeniedError, BucketMissingError):
+            raise  # a retry does not help
         except BucketError as error:
             _log.warning("not published yet: %s; trying again", error)
             self._settle(job)
 
     def _next(self) -> PendingUpdate | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or (self.waiting and not self._failure))
+            self._changed.wait_for(lambda: self._closed or (self.pending and not self._failure))
             if self._closed:
                 return None
             self._busy = True
-            return self.waiting.pop()
+            return self.pending.pop()
 
     def _publish(self, job: PendingUpdate) -> None:
-        version = (self.version or 0) + 1
-        started = time.perf_counter()
-        self._encoded = self._encode(job, version)
+        version, started = (self.version or 0) + 1, time.perf_counter()
+        old = functools.partial(self._before, job)
+        self._encoded = codec.encode(
+            job.patches, old, base=version - 1, version=version, encoding=self._encoding
+        )
         encode_s = time.perf_counter() - started
         delta = self._writer.put_delta(version, self._encoded, sum(p.index.size for p in job.patches))
         self._commit(job, delta, None, encode_s)
 
-    def _encode(self, job: PendingUpdate, version: int) -> bytes:
-        published = functools.partial(self._before, job)
-        return codec.encode(
-            job.patches, published, base=version - 1, version=version, encoding=self._encoding
-        )
-
     def _write(self, path: Path) -> None:
-        """What is published, as a file. The trainer may hand over meanwhile: it waits for a tensor's copy."""
+        """Write the published weights as a file. A sync at the same time waits for the copy of one tensor."""
         write_bits(self.mirror.shapes, functools.partial(self._before, None), path)
 
     def _before(self, job: PendingUpdate | None, name: str) -> Bits:
-        """A tensor's bits without what waits, and without `job` if it is given."""
+        """A tensor's bits without the pending updates, and without `job`."""
         with self._changed:
-            return published_bits(self.mirror.bits(name), name, [*self.waiting.newest_first(), job])
+            return published_bits(self.mirror.bits(name), name, [*self.pending.newest_first(), job])
 
     def _settle(self, job: PendingUpdate) -> None:
-        """After a failure: finish the version if it was decided; else what it holds is sent with the next."""
+        """After a failure, finish the version if it was decided; otherwise send its changes with the next."""
         while not self._closed:
             time.sleep(_RETRY_S)
             with contextlib.suppress(BucketError):
@@ -227,28 +446,39 @@ class Outbox:
                     self._report(manifest, job, 0.0)
                     return
                 with self._changed:
-                    self.waiting.put_back(job)
+                    self.pending.put_back(job)
                 return
 
     def _commit(
         self, job: PendingUpdate, delta: DeltaRef | None, anchor: AnchorRef | None, encode_s: float
     ) -> None:
+        digest, total = to_hex(job.digest), self.mirror.total
         manifest = self._writer.commit(
-            delta,
-            anchor,
-            digest=to_hex(job.digest),
-            sync=job.sync,
-            total=self.mirror.total,
-            created_at=job.created_at,
+            delta, anchor, digest=digest, sync=job.sync, total=total, created_at=job.created_at
         )
         self._report(manifest, job, encode_s)
 
     def _report(self, manifest: Manifest, job: PendingUpdate, encode_s: float) -> None:
-        new = manifest.anchor.version != self._anchor
-        self._log.append(job.event(manifest, manifest.anchor.files[0].size if new else 0, encode_s))
+        """Log a version that is real, and let shortcuts follow it."""
+        anchor_bytes = manifest.anchor.files[0].size if manifest.anchor.version != self._anchor else 0
         self._anchor = manifest.anchor.version
+        self._log.append(
+            SyncEvent(
+                t=time.time(),
+                version=manifest.version,
+                sync=manifest.sync,
+                payload_bytes=manifest.deltas[-1].size if manifest.deltas else anchor_bytes,
+                anchor_bytes=anchor_bytes,
+                full_bytes=manifest.full_bytes,
+                changed=manifest.changed,
+                total=manifest.total,
+                diff_s=job.diff_s,
+                encode_s=encode_s,
+                publish_s=time.time() - job.created_at,
+            )
+        )
         if manifest.deltas:
-            self.shortcuts.add(manifest, self._encoded, self._write)
+            self.shortcuts.add(manifest, job.patches, self._encoded, self._write)
         with self._changed:
             if manifest.digest == self._pinned[0]:
                 self._pinned = manifest.digest, self._pinned[1] or manifest

@@ -1,10 +1,13 @@
-"""Shortcuts to the newest version, made beside the publisher: jumps over several versions, and anchors.
+"""Shortcuts to the newest version, made in the background: jumps over several versions, and anchors.
 
-A thread follows what was published on copies of the checkpoint on this machine's disk: one at the newest
-version, and one for each stride, at the version where its next jump begins. A jump is the difference of two
-copies, tensor by tensor on the files' own pages; an anchor is the first copy as it is. So neither the trainer
-nor the next version waits for one, and no second model is held in memory. A later manifest names what is in
-the bucket by then; after a crash nothing names it, and `pruning` finds it.
+A thread applies each published patch to a copy of the checkpoint on this machine's disk. An anchor is that
+copy. The jump over few versions is an exact merge of their patches, which stay in memory within a budget.
+Beyond it, and for the jump over many versions, a second copy of the checkpoint stays at the version where the
+jump begins, and the jump is the difference of the two files. So neither the trainer nor the next version
+waits for a shortcut, and memory never holds a second model.
+
+A later manifest names the shortcuts that are in the bucket by then. After a crash no manifest names them, and
+`prune` finds them.
 """
 
 from __future__ import annotations
@@ -14,108 +17,141 @@ import shutil
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import WEIGHTS, map_bits
 from delta_weight_sync.codec import Bits, Encoding, Patch
-from delta_weight_sync.history import apply_delta, require_digest
-from delta_weight_sync.protocol import Manifest
-from delta_weight_sync.pruning import Keep, Pruner, prune
-from delta_weight_sync.publish.run_writer import RunWriter
-from delta_weight_sync.refs import ProtocolError
-from delta_weight_sync.store import BucketError
-from delta_weight_sync.ways import STRIDES
+from delta_weight_sync.errors import BucketError, ProtocolError
+from delta_weight_sync.prune import Keep, Pruner, prune
+from delta_weight_sync.publish.writer import RunWriter
+from delta_weight_sync.reader import apply_delta, require_digest
+from delta_weight_sync.records import STRIDES, Manifest
 
-_BEHIND: Final = 16  # published versions that wait here before jumps are left out
-_ANEW_EVERY: Final = 64  # versions, after the disk was full
+_BEHIND: Final = 16  # versions that may wait here before jumps are skipped
+_RESTART_EVERY: Final = 64  # versions, after the disk was full
 _CLOSING_S: Final = 5.0
+_SMALLEST: Final = 1 << 24  # bytes of patches that always stay in memory
+_SHARE: Final = 3  # beyond that, they take at most a third of the bf16 model
 _log = logging.getLogger("delta_weight_sync")
 
 
-class Copy:
-    """A checkpoint file that is at some version."""
+class _Start:
+    """The version where the next jump of a stride begins: as the patches since then, or as a file."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.version = path, -1
+    def __init__(self, stride: int, path: Path) -> None:
+        self.stride, self.version = stride, -1
+        self._path, self._in_memory = path, stride == min(STRIDES)
+        self._patches: list[Patch] | None = None
 
-    def bits(self) -> dict[str, Bits]:
-        """Its tensors, on the file's pages."""
-        return map_bits(self.path, "r+")
+    def begin(self, version: int, newest: Path) -> None:
+        """Begin at `version`, whose weights are in the file `newest`."""
+        self.version, self._patches = version, [] if self._in_memory else None
+        if not self._in_memory:
+            _copy(newest, self._path)
 
-    def take(self, other: Copy) -> None:
-        """Become what `other` is."""
-        coming = self.path.with_suffix(".coming")
-        shutil.copyfile(other.path, coming)
-        coming.replace(self.path)
-        self.version = other.version
+    def add(self, patches: Sequence[Patch] | None, newest: Path, budget: int) -> None:
+        """Add a version's patches before they are applied to `newest`; None if they are not in memory."""
+        earlier = self._patches
+        if earlier is None:
+            return
+        if patches is not None:
+            self._patches = codec.merge(earlier, patches)
+            if nbytes(self._patches) <= budget:
+                return
+        _copy(newest, self._path)
+        bits, self._patches = map_bits(self._path, "r+"), None
+        for patch in earlier:
+            codec.apply(codec.inverse(patch), bits[patch.name])
+
+    def jump(self, newest: dict[str, Bits]) -> tuple[Iterator[Patch], Callable[[str], Bits]]:
+        """The patches from here to `newest` in its order of tensors, and the bits of a tensor here."""
+        if self._patches is None:
+            old = map_bits(self._path)
+            return (codec.diff(name, old[name], new) for name, new in newest.items()), old.__getitem__
+        patches = {patch.name: patch for patch in self._patches}
+
+        def before(name: str) -> Bits:
+            bits = newest[name].copy()
+            if name in patches:
+                codec.apply(codec.inverse(patches[name]), bits)
+            return bits
+
+        return (patches[name] for name in newest if name in patches), before
 
 
 class Shortcuts:
-    """`restart` and `add` are called by the thread that publishes, in the order of versions."""
+    """One thread, the one that publishes, calls `restart` and `add` in the order of versions."""
 
     def __init__(self, writer: RunWriter, encoding: Encoding, keep: Keep | None) -> None:
-        """`keep`: what of the run is to stay in the bucket, None for all of it."""
+        """`keep`: how much of the run stays in the bucket; None for all of it."""
         self._writer, self._encoding = writer, encoding
         self._pruner = Pruner(writer.reader, keep) if keep else None
         self._scratch = tempfile.TemporaryDirectory(prefix="delta-weight-sync-")
         self.folder = Path(self._scratch.name)
-        self._newest = Copy(self.folder / WEIGHTS)
-        self._starts = {stride: Copy(self.folder / f"from-{stride}") for stride in STRIDES}
-        self._published: deque[tuple[Manifest, Path]] = deque()
+        self.path = self.folder / WEIGHTS  # weights of the newest version; write them before `restart`
+        self._version = -1
+        self._starts = [_Start(stride, self.folder / f"from-{stride}") for stride in STRIDES]
+        self._published: deque[tuple[Manifest, Sequence[Patch] | Path]] = deque()
+        self._waiting = 0  # bytes of patches in `_published`
         self._changed = threading.Condition()
         self._busy, self._closed, self._said = False, False, ""
-        self._stayed = self._came = 0  # bytes: after it was pruned, and since then
-        self.lost = True  # the copies are at no version: `restart` makes them good
+        self._stayed = self._came = 0  # bytes: left by the last pruning, and added since
+        self.lost = True  # the files are at no version, until `restart`
         self._thread = threading.Thread(target=self._run, name="shortcuts", daemon=True)
         self._thread.start()
 
-    @property
-    def path(self) -> Path:
-        """Where the weights of the newest version belong before `restart`."""
-        return self._newest.path
-
     def restart(self, version: int, write: Callable[[Path], object] | None = None) -> None:
-        """Begin at the newest version, whose weights are at `path`, or are written there now."""
+        """Begin at the newest version, whose weights are at `path` or are written there by `write`."""
         try:
             if write:
                 write(self.path)
         except OSError as error:
             self._complain(error)
             return
-        self._newest.version = version
-        for start in self._starts.values():
+        self._version = version
+        for start in self._starts:
             start.version = -1
         self.lost = False
 
-    def add(self, manifest: Manifest, delta: bytes, write: Callable[[Path], object]) -> None:
-        """A version was published, whose delta file holds these bytes; `write` writes its weights."""
-        if self.lost and manifest.version % _ANEW_EVERY == 0 and self.idle(0):
+    def add(
+        self,
+        manifest: Manifest,
+        patches: Sequence[Patch],
+        delta: bytes,
+        write: Callable[[Path], object],
+    ) -> None:
+        """A version was published: its patches, the same as a delta file, and what writes its weights."""
+        if self.lost and manifest.version % _RESTART_EVERY == 0 and self.idle(0):
             self.restart(manifest.version, write)
             return
-        path = self.folder / f"{manifest.version:08d}.delta"
         with self._changed:
             if self.lost or self._closed:
                 return
-            try:
-                path.write_bytes(delta)
-            except OSError as error:
-                self._lose(error)
+            change: Sequence[Patch] | Path = patches
+            if self._waiting + nbytes(patches) > _budget(manifest):
+                change = self.folder / f"{manifest.version:08d}.delta"
+                try:
+                    change.write_bytes(delta)
+                except OSError as error:
+                    self._lose(error)
+                    return
             else:
-                self._published.append((manifest, path))
-                self._changed.notify_all()
+                self._waiting += nbytes(patches)
+            self._published.append((manifest, change))
+            self._changed.notify_all()
 
     def idle(self, timeout_s: float) -> bool:
-        """Wait until all that was added is worked up; False if that takes longer."""
+        """Wait until everything that was added is done; False if that takes longer."""
         with self._changed:
             return self._changed.wait_for(lambda: not (self._busy or self._published), timeout_s)
 
     def close(self) -> None:
-        """Stop; what is being made is left, since no manifest of this writer would name it.
+        """Stop. Unfinished shortcuts are dropped, since no manifest of this writer would name them.
 
-        An upload that goes on is not waited for either: it ends with this process.
+        An upload in progress is not waited for either; it ends with this process.
         """
         with self._changed:
             self._closed = True
@@ -124,30 +160,33 @@ class Shortcuts:
         self._scratch.cleanup()
 
     def _run(self) -> None:
-        while (published := self._next()) is not None:
+        while published := self._next():
             try:
                 self._follow(*published)
             except _ClosedError:
                 return
             except BucketError as error:  # tried again with the next version
                 self._complain(error)
-            except Exception as error:  # noqa: BLE001 - the run goes on without shortcuts
+            except Exception as error:  # noqa: BLE001 - the run continues without shortcuts
                 with self._changed:
                     self._lose(error)
+            del published  # its patches
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
 
-    def _next(self) -> tuple[Manifest, Path] | None:
+    def _next(self) -> tuple[Manifest, Sequence[Patch] | Path] | None:
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._published)
             if self._closed:
                 return None
             self._busy = True
-            return self._published.popleft()
+            manifest, change = self._published.popleft()
+            self._waiting -= 0 if isinstance(change, Path) else nbytes(change)
+            return manifest, change
 
     def _lose(self, error: Exception) -> None:
-        self.lost = True
+        self.lost, self._waiting = True, 0
         self._published.clear()
         self._complain(error)
 
@@ -156,58 +195,57 @@ class Shortcuts:
             _log.warning("no jumps and anchors for now: %s", error)
         self._said = str(error)
 
-    def _follow(self, manifest: Manifest, delta: Path) -> None:
-        for start in self._starts.values():
+    def _follow(self, manifest: Manifest, change: Sequence[Patch] | Path) -> None:
+        patches = None if isinstance(change, Path) else change
+        for start in self._starts:
             if start.version < 0:
-                start.take(self._newest)
-        apply_delta(self._newest.bits(), delta)
-        delta.unlink()
-        self._newest.version = manifest.version
+                start.begin(self._version, self.path)
+            start.add(patches, self.path, _budget(manifest))
+        bits = map_bits(self.path, "r+")
+        if isinstance(change, Path):
+            apply_delta(bits, change)
+            change.unlink()
+        else:
+            for patch in change:
+                codec.apply(patch, bits[patch.name])
+        self._version = manifest.version
         if len(self._published) > _BEHIND:
             return
-        due = [start for stride, start in self._starts.items() if manifest.version - start.version >= stride]
+        due = [start for start in self._starts if self._version - start.version >= start.stride]
         anchor = self._writer.anchor_is_due()
         if due or anchor:
-            require_digest(self._newest.bits(), manifest)
-            self._make(due, anchor)
+            require_digest(bits, manifest)
+            for start in due:
+                self._jump(start, bits)
+            if anchor:
+                self._writer.add_anchor(self._version, self.path)
             self._prune(manifest)
 
-    def _make(self, due: list[Copy], anchor: bool) -> None:
-        for start in due:
-            self._jump(start)
-        if anchor:
-            self._writer.offer_anchor(self._newest.version, self._newest.path)
+    def _jump(self, start: _Start, newest: dict[str, Bits]) -> None:
+        patches, old = start.jump(newest)
+        changed = 0
 
-    def _jump(self, start: Copy) -> None:
-        changes = [0]
-        old = start.bits()
-        data = codec.encode(
-            self._differences(old, changes),
-            old.__getitem__,
-            base=start.version,
-            version=self._newest.version,
-            encoding=self._encoding,
-        )
-        self._writer.offer_jump(start.version, self._newest.version, data, changes[0])
-        start.take(self._newest)
+        def counted() -> Iterator[Patch]:
+            nonlocal changed
+            for patch in patches:
+                if self._closed:
+                    raise _ClosedError
+                changed += patch.index.size
+                yield patch
 
-    def _differences(self, old: dict[str, Bits], changes: list[int]) -> Iterator[Patch]:
-        """Of the newest version to `old`, tensor by tensor; counts them in `changes`."""
-        for name, new in self._newest.bits().items():
-            if self._closed:
-                raise _ClosedError
-            patch = codec.diff(name, old[name], new)
-            changes[0] += patch.index.size
-            yield patch
+        span = {"base": start.version, "version": self._version}
+        data = codec.encode(counted(), old, encoding=self._encoding, **span)
+        self._writer.add_jump(start.version, self._version, data, changed)
+        start.begin(self._version, self.path)
 
     def _prune(self, newest: Manifest) -> None:
-        """Leave room until the next time: for an anchor, and twice for what came since the last time."""
+        """Make room until the next pruning: for an anchor and twice what the last interval added."""
         if self._pruner is None:
             return
         room = newest.full_bytes + 2 * self._came
         try:
-            survey = self._pruner.survey(self._writer.offered(), room)
-        except ProtocolError as error:  # what a damaged manifest needs cannot be told
+            survey = self._pruner.survey(self._writer.pending_keys(), room)
+        except ProtocolError as error:  # a damaged manifest does not say what it needs
             _log.warning("nothing of the run is deleted: %s", error)
             return
         if survey:
@@ -218,3 +256,19 @@ class Shortcuts:
 
 class _ClosedError(Exception):
     """The publisher ends."""
+
+
+def nbytes(patches: Iterable[Patch]) -> int:
+    """Memory of patches."""
+    return sum(patch.index.nbytes + patch.ulps.nbytes for patch in patches)
+
+
+def _budget(manifest: Manifest) -> int:
+    return max(_SMALLEST, manifest.full_bytes // _SHARE)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file so that `target` is never half of it."""
+    coming = target.with_suffix(".coming")
+    shutil.copyfile(source, coming)
+    coming.replace(target)

@@ -1,48 +1,43 @@
-"""The stores: a Hugging Face bucket, S3, or a folder, behind one small interface."""
+"""The stores: a Hugging Face bucket, S3, or a folder, behind one small interface.
+
+`open_bucket` opens one by its URL:
+
+    bucket = open_bucket("hf://buckets/team/policies/wordle")
+    bucket.put("runs/demo/run.json", b"...")
+"""
 
 from __future__ import annotations
 
-from delta_weight_sync.store.base import (
-    AccessDenied,
-    Bucket,
-    BucketError,
-    BucketMissing,
-    BucketUnreachable,
-    Listing,
-    ObjectInfo,
-    ObjectMissing,
-)
+from delta_weight_sync.errors import BucketError, MissingExtraError
+from delta_weight_sync.store._base import Bucket, Listing, ObjectInfo
 
-__all__ = [
-    "AccessDenied",
-    "Bucket",
-    "BucketError",
-    "BucketMissing",
-    "BucketUnreachable",
-    "Listing",
-    "ObjectInfo",
-    "ObjectMissing",
-    "open_bucket",
-]
+__all__ = ["Bucket", "Listing", "ObjectInfo", "open_bucket"]
 
 
 def open_bucket(url: str, *, create: bool = False) -> Bucket:
-    """The bucket at `url`: hf://buckets/<owner>/<name>[/<prefix>], s3://<name>[/<prefix>] or file:///<path>.
+    """Open the bucket at `url`.
 
-    Without `create` nothing is contacted, and a missing bucket shows at the first use. `create` makes the
-    bucket where it does not exist yet (on the Hub a private one).
+    Args:
+        url: `hf://buckets/<owner>/<name>[/<prefix>]`, `s3://<name>[/<prefix>]` or `file:///<path>`.
+        create: Create a missing bucket (on the Hub a private one). Without it nothing is contacted, and a
+            missing bucket shows at the first use.
+
+    Raises:
+        BucketError: The URL is not one of these forms, or the bucket cannot be created.
     """
-    # A machine needs the libraries of its own backend only.
+    # A machine needs the libraries of its own store only.
     if url.startswith("hf://"):
         from delta_weight_sync.store.hub import HubBucket
 
         return HubBucket(url, create=create)
     if url.startswith("s3://"):
-        from delta_weight_sync.store.s3 import S3Bucket
-
+        try:
+            from delta_weight_sync.store._s3 import S3Bucket
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("an s3:// URL", "s3", error) from error
         return S3Bucket(url, create=create)
     if url.startswith("file:///"):
-        from delta_weight_sync.store.files import FileBucket
+        from delta_weight_sync.store._files import FileBucket
 
         return FileBucket(url, create=create)
     raise BucketError(

@@ -1,8 +1,9 @@
 """A bucket on the Hugging Face Hub, through huggingface_hub's own bucket functions.
 
-The token comes from HF_TOKEN or the hub's login, the endpoint from HF_ENDPOINT. A failing request is
-tried for about half a minute before it becomes a `BucketUnreachable`; a server that takes requests and
-never answers holds a call for a minute and a half, storage that stalls within a transfer for up to twelve.
+The token comes from HF_TOKEN or the Hub's login, the endpoint from HF_ENDPOINT. huggingface_hub's HTTP client
+is bounded in time here, and what its answers say of the quota is noted. A failing request is retried for
+about half a minute before it becomes a `BucketUnreachableError`; a server that accepts requests and never
+answers holds a call for a minute and a half, storage that stalls within a transfer for up to twelve minutes.
 """
 
 from __future__ import annotations
@@ -11,56 +12,104 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, get_token
+from huggingface_hub import HfApi, get_token, set_client_factory
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
     BucketBatchError,
     EntryNotFoundError,
     HfHubHTTPError,
     HTTPError,  # of httpx or httpx2, whichever this version uses
 )
+from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]
+from huggingface_hub.utils._http import default_client_factory
+from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from delta_weight_sync.store.base import (
-    SMALL,
-    AccessDenied,
-    BucketError,
-    BucketMissing,
-    BucketUnreachable,
-    Listing,
-    ObjectInfo,
-    ObjectMissing,
-    check_key,
-    check_limit,
-    check_prefix,
-    check_size,
-    is_key,
-    replacing,
-    size_of,
-)
-from delta_weight_sync.store.hub_client import QUOTAS, configure_clients
-from delta_weight_sync.store.hub_events import HubNotice
-from delta_weight_sync.store.notice import Notice
+from delta_weight_sync import errors
+from delta_weight_sync.store import _base
+from delta_weight_sync.store._events import HubNotifications, retry_after_s
+from delta_weight_sync.store._notifications import Notifications, Quota
 
-SETTLE_PAUSES = (0.0, 0.5, 1.0, 2.0, 4.0)  # seconds; the Hub does not promise to show a write at once
-
+REQUEST_TIMEOUT = 10.0  # seconds; by default the client waits without end
+LONGEST_PAUSE = 10  # seconds that a server may ask the client to wait; by default the client waits for hours
+SETTLE_PAUSES = (0.0, 0.5, 1.0, 2.0, 4.0)  # seconds; the Hub may show a write a little later
 FAILURES = (OSError, RuntimeError, ValueError, HTTPError, EntryNotFoundError)  # what the libraries raise
 
+# hf_xet has no other parameters. At its defaults it retries for up to five minutes. Its read timeout must
+# stay at two minutes per attempt: it also runs while a block of 64 MB is being sent.
+XET_SETTINGS = {"HF_XET_CLIENT_RETRY_BASE_DELAY": "2s", "HF_XET_CLIENT_RETRY_MAX_DURATION": "16s"}
 
-class HubBucket:
+_BUCKET = re.compile(r"/buckets/([^/]+/[^/]+)(?:/|$)(?!events$)")
+_quotas: defaultdict[str, Quota] = defaultdict(Quota)  # by bucket: what its answers say of the token's quota
+
+
+@cache
+def _configure_clients() -> None:
+    """Once per process: huggingface_hub and hf_xet have no settings for a single bucket."""
+    for name, value in XET_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    disable_progress_bars()  # a bar for every sync would flood the log
+    set_client_factory(_client)
+
+
+def _client() -> Any:
+    client = default_client_factory()
+    hooks = client.event_hooks
+    client.event_hooks = {
+        "request": [*hooks["request"], _limit_time],
+        "response": [*hooks["response"], _note_quota, _limit_pause],
+    }
+    return client
+
+
+def _bucket_of(request: Any) -> str:
+    """The bucket that a request is for; "" for other requests, and for a bucket's feed, which has no end."""
+    place = _BUCKET.search(request.url.path)
+    return place[1] if place else ""
+
+
+def _limit_time(request: Any) -> None:
+    """Bound each request for a bucket; other users of this client keep their own limits."""
+    if _bucket_of(request):
+        request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), REQUEST_TIMEOUT)
+
+
+def _note_quota(response: Any) -> None:
+    if bucket := _bucket_of(response.request):
+        quota, said = _quotas[bucket], parse_ratelimit_headers(response.headers)
+        if response.status_code == 429:
+            quota.refused(retry_after_s(response.headers))
+        elif said and said.resource_type == "resolvers":
+            quota.left(said.remaining, said.reset_in_seconds)
+
+
+def _limit_pause(response: Any) -> None:
+    """Shorten the pause that a busy server asks for: the client would sleep all of it."""
+    asked = response.headers.get("retry-after", "")
+    if _bucket_of(response.request) and response.status_code in (429, 503):
+        response.headers.pop("ratelimit", None)  # the same wish in other words
+        response.headers["retry-after"] = str(min(int(asked), LONGEST_PAUSE)) if asked.isdigit() else ""
+
+
+class HubBucket(_base.Store):
     """See `delta_weight_sync.store.Bucket`. An etag is the Xet hash of the content."""
+
+    _failures = FAILURES
 
     def __init__(self, url: str, *, create: bool = False) -> None:
         match = re.fullmatch(r"hf://buckets/([\w.-]+/[\w.-]+)(?:/(.*?))?/?", url)
         if not match:
-            raise BucketError(f"{url!r} is not a Hub bucket: write hf://buckets/<owner>/<name>[/<prefix>]")
-        configure_clients()
+            raise errors.BucketError(
+                f"{url!r} is not a Hub bucket: write hf://buckets/<owner>/<name>[/<prefix>]"
+            )
+        _configure_clients()
         self.url = url.rstrip("/")
         self._id = match[1]
-        self._folder = f"{check_key(match[2])}/" if match[2] else ""
+        self._folder = f"{_base.check_key(match[2])}/" if match[2] else ""
         self._api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
         if create:
             with self._explained("", write=True):
@@ -68,7 +117,7 @@ class HubBucket:
 
     def put(self, key: str, data: bytes | Path) -> None:
         """Store an object."""
-        path, size = self._path(key), size_of(data)
+        path, size = self._path(key), _base.size_of(data)
         with self._explained(key, write=True):
             self._api.batch_bucket_files(self._id, add=[(data, path)])
         for pause in SETTLE_PAUSES:
@@ -76,45 +125,49 @@ class HubBucket:
             info = self.stat(key)
             if info and info.size == size:
                 return
-        check_size(info, f"{self.url}/{key}", size)
+        _base.check_size(info, f"{self.url}/{key}", size)
 
     def get(self, key: str) -> bytes:
         """Read a small object."""
-        with tempfile.TemporaryDirectory() as folder:
-            self.fetch(key, Path(folder, "object"), SMALL)
-            return Path(folder, "object").read_bytes()
+        found = self._find(key, _base.SMALL)
+        with self._explained(key), tempfile.TemporaryDirectory() as folder:
+            self._api.download_bucket_files(self._id, [(found, path := Path(folder, "object"))])
+            return path.read_bytes()
 
-    def fetch(self, key: str, dest: Path, limit: int) -> None:
-        """Download to `dest`; the client itself would empty the file before it fails."""
-        path = self._path(key)
-        with self._explained(key):
-            found = next(iter(self._api.get_bucket_paths_info(self._id, [path])), None)
-            if found is None:
-                raise EntryNotFoundError(path)
-        check_limit(found.size, f"{self.url}/{key}", limit)
-        with self._explained(key), replacing(dest) as temporary:
+    def fetch(self, key: str, dest: Path, limit: int) -> str:
+        """Download to `dest`; returns the sha256.
+
+        huggingface_hub writes the file itself and offers no hook to hash the bytes on their way, so the file
+        is hashed right after, from the page cache.
+        """
+        found = self._find(key, limit)
+        with (
+            self._explained(key),
+            _base.replacing(dest) as temporary,
+        ):  # the client empties a file before it fails
             self._api.download_bucket_files(self._id, [(found, temporary)])
+            return _base.file_sha256(temporary)
 
-    def stat(self, key: str) -> ObjectInfo | None:
+    def stat(self, key: str) -> _base.ObjectInfo | None:
         """Look an object up: one HEAD request."""
         path = self._path(key)
         try:
             with self._explained(key):
                 found = self._api.get_bucket_file_metadata(self._id, path)
-        except ObjectMissing:
+        except errors.ObjectMissingError:
             return None
-        return ObjectInfo(key, found.size, found.xet_file_data.file_hash)
+        return _base.ObjectInfo(key, found.size, found.xet_file_data.file_hash)
 
-    def list(self, prefix: str) -> Listing:
-        """List a folder; the Hub matches a prefix letter by letter, so this filters again."""
-        folder = self._folder + check_prefix(prefix)
+    def list(self, prefix: str) -> _base.Listing:
+        """List a folder; the Hub matches prefixes letter by letter, so this filters again."""
+        folder = self._folder + _base.check_prefix(prefix)
         try:
             with self._explained(prefix):
                 entries = list(self._api.list_bucket_tree(self._id, folder.rstrip("/"), recursive=True))
-        except ObjectMissing:
+        except errors.ObjectMissingError:
             return []
         files = [entry for entry in entries if entry.type == "file" and entry.path.startswith(folder)]
-        infos = (info for info in map(self._info, files) if is_key(info.key))
+        infos = (info for info in map(self._info, files) if _base.is_key(info.key))
         return sorted(infos, key=lambda info: info.key)
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -123,39 +176,41 @@ class HubBucket:
         with self._explained(keys[0] if keys else "", write=True):
             self._api.batch_bucket_files(self._id, delete=paths)
 
+    def notifications(self, prefix: str) -> Notifications:
+        """From the Hub's feed."""
+        folder = self._folder + _base.check_prefix(prefix)
+        return HubNotifications(self._api.endpoint, self._id, folder, _quotas[self._id])
+
+    def _find(self, key: str, limit: int) -> Any:
+        """What the Hub knows of an object of at most `limit` bytes, as its download wants it."""
+        path = self._path(key)
+        with self._explained(key):
+            found = next(iter(self._api.get_bucket_paths_info(self._id, [path])), None)
+            if found is None:
+                raise EntryNotFoundError(path)
+        _base.check_limit(found.size, f"{self.url}/{key}", limit)
+        return found
+
     def _path(self, key: str) -> str:
-        return self._folder + check_key(key)
+        return self._folder + _base.check_key(key)
 
-    def _info(self, file: Any) -> ObjectInfo:
+    def _info(self, file: Any) -> _base.ObjectInfo:
         written = file.uploaded_at and file.uploaded_at.timestamp()
-        return ObjectInfo(file.path.removeprefix(self._folder), file.size, file.xet_hash, written)
+        return _base.ObjectInfo(file.path.removeprefix(self._folder), file.size, file.xet_hash, written)
 
-    def notice(self, prefix: str) -> Notice:
-        """Of the Hub's events."""
-        folder = self._folder + check_prefix(prefix)
-        return HubNotice(self._api.endpoint, self._id, folder, QUOTAS[self._id])
-
-    @contextmanager
-    def _explained(self, key: str, *, write: bool = False) -> Iterator[None]:
-        """Turn whatever the libraries raise into a `BucketError`."""
-        try:
-            yield
-        except FAILURES as error:
-            raise self._explain(error, f"{self.url}/{key}".rstrip("/"), write) from error
-
-    def _explain(self, error: Exception, place: str, write: bool) -> BucketError:
+    def _explain(self, error: Exception, place: str, write: bool) -> errors.BucketError:
         if isinstance(error, EntryNotFoundError):
-            return ObjectMissing(f"{place} does not exist")
-        # Xet fails with builtin errors that do not tell a refusal from an outage; the Hub itself does.
+            return errors.ObjectMissingError(f"{place} does not exist")
+        # Xet's builtin errors do not distinguish a refusal from an outage; the Hub's own answer does.
         cause = error if isinstance(error, HTTPError) else self._probe(write)
         if isinstance(cause, HfHubHTTPError):
             return self._refusal(cause, place, write)
         if cause:
-            return BucketUnreachable(
+            return errors.BucketUnreachableError(
                 f"{self._api.endpoint} gave no answer for {place} ({type(cause).__name__}): check the network"
                 " and HF_ENDPOINT, and try again later"
             )
-        return BucketUnreachable(
+        return errors.BucketUnreachableError(
             f"{place} could not be transferred although the Hub answers ({_reason(error)}): check this"
             " machine's free disk space and its way to the Hub's storage, and try again later"
         )
@@ -170,25 +225,25 @@ class HubBucket:
             return None if isinstance(error, BucketBatchError) else error
         return None
 
-    def _refusal(self, error: HfHubHTTPError, place: str, write: bool) -> BucketError:
+    def _refusal(self, error: HfHubHTTPError, place: str, write: bool) -> errors.BucketError:
         status, right = error.response.status_code, "write" if write else "read"
         if status in (401, 403):
             why = "this token may not" if status == 403 else "the token is wrong or expired"
             why = why if get_token() else "HF_TOKEN is not set"
-            return AccessDenied(
+            return errors.AccessDeniedError(
                 f"the Hub refused {right} access to {place} ({status}, {why}): set HF_TOKEN to a token with"
                 f" {right} access to {self._id}"
             )
         if status == 404:
-            return BucketMissing(
+            return errors.BucketMissingError(
                 f"{self.url} does not exist or is hidden from this token: create it with `hf buckets create"
                 f" {self._id}`, or set HF_TOKEN to a token that may see it"
             )
         if status in (408, 429) or status >= 500:
-            return BucketUnreachable(
+            return errors.BucketUnreachableError(
                 f"the Hub answered {status} for {place}, also after several tries: try again later"
             )
-        return BucketError(f"the Hub refused {place} ({_reason(error)}): correct the request")
+        return errors.BucketError(f"the Hub refused {place} ({_reason(error)}): correct the request")
 
 
 def _reason(error: Exception) -> str:

@@ -1,38 +1,56 @@
-"""The engine of a running vLLM as its follower sees it: calls to all its workers, by `collective_rpc`.
+"""A running vLLM as its follower sees it: calls to all workers of all its engines.
 
 A data-parallel vLLM has several engines. Each stages and commits by itself, and they follow as one: a version
-is served when all have it, and where one failed, all join it.
+is served when all have it, and if one fails, all join it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import math
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from delta_weight_sync.errors import DeltaWeightSyncError
+from delta_weight_sync.errors import EngineError
+from delta_weight_sync.records import Manifest
 from delta_weight_sync.vllm import METHOD
-from delta_weight_sync.vllm.layout import Shapes
+from delta_weight_sync.vllm.disk import Shapes
 
-_POLL_S = 0.002, 0.05  # at first, at most
-_PATIENCE_S = 600.0  # for one answer; a large model is hashed in seconds
+_POLL_S = 0.002, 0.05  # of a stage: first pause, longest pause
+_TIMEOUT_S = 600.0  # for one answer; a large model is hashed in seconds
+_CHECK_S = 1.0  # how often a call checks that vLLM still lives
 
 
-class EngineError(DeltaWeightSyncError, RuntimeError):
-    """vLLM refused or lost a call; `kind` is the class of the error in its worker."""
+class TokenVersion(NamedTuple):
+    """The label of a token: version, writer's term and trainer's sync; printed as "version.term.sync"."""
 
-    def __init__(self, message: str, kind: str = "") -> None:
-        super().__init__(message)
-        self.kind = kind
+    version: int
+    term: int
+    sync: int
+
+    def __str__(self) -> str:
+        return ".".join(map(str, self))
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> TokenVersion:
+        """Of a published version."""
+        return cls(manifest.version, manifest.writer_term, manifest.sync)
+
+    @classmethod
+    def parse(cls, text: str) -> TokenVersion | None:
+        """The inverse of `str`; None for vLLM's own labels, such as "default"."""
+        known = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)", text, re.ASCII)
+        return cls(*map(int, known.groups())) if known else None
 
 
 class Engine:
     """A running vLLM that takes commits. Each call blocks, and raises `EngineError`.
 
-    Whoever started it starts it again; a Space's own overrides `alive`, `serves`, `start` and `stop`.
+    It cannot start vLLM; a Space's engine overrides `alive`, `serves`, `start` and `stop`.
     """
 
     def __init__(self, client: Any, loop: asyncio.AbstractEventLoop) -> None:
@@ -44,76 +62,79 @@ class Engine:
         return not self._client.errored
 
     def serves(self, checkpoint: Path) -> bool:
-        """Whether it can hold this checkpoint as it runs; `learn` refuses tensors that do not fit."""
+        """Whether it can hold this checkpoint without a restart; `learn` refuses tensors that do not fit."""
         return True
 
     def start(self, checkpoint: Path) -> None:
-        """Start it, or start it anew, with this checkpoint."""
+        """Start or restart it with this checkpoint."""
         raise EngineError("this vLLM cannot be started from here; start it again as you did the first time")
 
     def stop(self) -> None:
-        """End what `start` started, also while it does."""
+        """Stop what `start` started, even while it starts."""
 
     def learn(self, shapes: Shapes) -> str:
-        """Let it find the tensors of a run (checkpoint name -> shape) in its parameters.
-
-        Returns the digest of what is there.
-        """
+        """Find a run's tensors in vLLM's parameters; returns the digest of the live weights."""
         return str(self._ask("learn", shapes=shapes)[0]["digest"])
 
     def stage(self, deltas: Sequence[Path]) -> float:
-        """Prepare what delta files do, in order, while it generates; returns the seconds it took."""
+        """Prepare delta files, in order, while vLLM generates; returns the seconds it took."""
         return self._stage(deltas=[str(path.absolute()) for path in deltas])
 
     def stage_checkpoint(self, folder: Path) -> float:
-        """Prepare to write what differs from a checkpoint, whatever is live; returns the seconds it took."""
+        """Prepare to write what differs from a checkpoint; returns the seconds it took."""
         return self._stage(checkpoint=str(folder.absolute()))
 
     def commit(self, digest: str, label: str) -> tuple[float, float]:
-        """Write what is staged between two steps; returns seconds: of the pause, and of the writing in it.
+        """Write what is staged between two steps, or change nothing and raise.
 
-        Requests in flight go on with the new weights, no new one is given a prefix of older weights, and
-        `label` is on each token from the next on. If it fails, none of this has happened.
+        Running requests continue with the new weights, no new request gets a prefix of older weights, and
+        every later token carries `label`.
+
+        Returns:
+            Seconds of the pause, and seconds of the writing in it.
         """
         answers = self._ask("commit", digest=digest, label=label)
         return max(float(answer.get("pause_s", 0.0)) for answer in answers), _longest("commit_s", answers)
 
     def relabel(self, label: str) -> None:
-        """Put `label` on the tokens of weights that did not have to change."""
+        """Put `label` on later tokens, for a version that changes no weights."""
         self._wait(self._client.update_weight_version(label))
 
     def _stage(self, **what: Any) -> float:
+        """With one worker per engine, "staged" answers when staging is done (see `step_commit`).
+
+        Other workers are processes that answer one call at a time, so a call that waited would stop them.
+        """
         self._ask("stage", **what)
         pause, longest = _POLL_S
-        answers = self._ask("staged")
+        answers = self._ask("staged", timeout_s=math.inf)
         while not all(answer["done"] for answer in answers):
             time.sleep(pause)
             pause = min(1.5 * pause, longest)
-            answers = self._ask("staged")
+            answers = self._ask("staged", timeout_s=math.inf)
         return _longest("stage_s", answers)
 
-    def _ask(self, op: str, **arguments: Any) -> list[dict[str, Any]]:
-        """The answers of all workers of all engines; raises `EngineError` with the first refusal of any.
-
-        `EngineClient.collective_rpc` would do, if it gave the answers of all engines and not of the first.
-        """
+    def _ask(self, op: str, *, timeout_s: float = _TIMEOUT_S, **arguments: Any) -> list[dict[str, Any]]:
+        """The answers of all workers of all engines; `EngineClient.collective_rpc` has only one engine's."""
         core, kwargs = self._client.engine_core, {"op": op, **arguments}
-        engines = self._wait(core.call_utility_all_async("collective_rpc", METHOD, None, (), kwargs))
-        answers = [answer for workers in engines for answer in workers]
+        call = core.call_utility_all_async("collective_rpc", METHOD, None, (), kwargs)
+        answers = [answer for workers in self._wait(call, timeout_s) for answer in workers]
         for answer in answers:
             if "error" in answer:
                 raise EngineError(answer["error"], answer["kind"])
         return answers
 
-    def _wait(self, call: Any) -> Any:
+    def _wait(self, call: Any, timeout_s: float = _TIMEOUT_S) -> Any:
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        deadline = time.monotonic() + timeout_s
+        while not concurrent.futures.wait([future], _CHECK_S).done:
+            if time.monotonic() > deadline or not self.alive():
+                future.cancel()
+                raise EngineError(f"vLLM died, or did not answer within {_TIMEOUT_S:.0f} s; see its log")
         try:
-            return future.result(_PATIENCE_S)
+            return future.result()
         except EngineError:
             raise
-        except concurrent.futures.TimeoutError:
-            future.cancel()
-            raise EngineError(f"vLLM did not answer within {_PATIENCE_S:.0f} s") from None
         except Exception as error:
             raise EngineError(f"vLLM does not answer: {type(error).__name__}: {error}") from error
 

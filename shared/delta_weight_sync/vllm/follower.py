@@ -1,68 +1,229 @@
-"""Keeps one vLLM at the run's newest version, or at the one that its owner wants; heals it."""
+"""Keeps one vLLM at the newest version of a run, or at the version that its owner wants.
+
+A follower is one thread: watch the bucket, fetch a version, stage it, commit it, report it. The usual way to
+a version is by its deltas. A join works from any live weights: build the version as a checkpoint on disk
+(newest anchor, then deltas), find what differs from it in the live parameters, and commit that like a delta.
+The first version, healing and going back are joins. vLLM generates meanwhile, and the digest of its live
+parameters proves the result.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
+from collections import deque
 from pathlib import Path
 
-from delta_weight_sync.heads import NoVersionError
-from delta_weight_sync.lookout import Lookout
-from delta_weight_sync.patience import FIRST_S, Patience
-from delta_weight_sync.protocol import Manifest
-from delta_weight_sync.runlog import ReplicaReport
-from delta_weight_sync.vllm.engine import Engine, EngineError
-from delta_weight_sync.vllm.journal import Journal
-from delta_weight_sync.vllm.live_version import LiveVersion
-from delta_weight_sync.vllm.orders import Orders
-from delta_weight_sync.vllm.progress import CountingReader
-from delta_weight_sync.vllm.refusals import RefusedError
+from delta_weight_sync.errors import (
+    CodecError,
+    CommitError,
+    EngineError,
+    NoVersionError,
+    ObjectMissingError,
+    ProtocolError,
+    RefusedError,
+    RouteError,
+    TooSoonError,
+    WeightsChangedError,
+    printable,
+)
+from delta_weight_sync.reader import RunReader
+from delta_weight_sync.records import AnchorRef, DeltaRef, Manifest
+from delta_weight_sync.runlog import CommitEvent, ReplicaEvent, ReplicaReport
+from delta_weight_sync.vllm.disk import CountingReader, Layout, Shapes
+from delta_weight_sync.vllm.engine import Engine, TokenVersion
+from delta_weight_sync.watch import FIRST_S, Backoff, Watcher
+
+_KEPT_COMMITS = 256
+_FINAL = {RouteError.kind, CommitError.kind}  # this vLLM fails in the same way again
+_FINAL_IF_REPEATED = {CodecError.kind}  # the first time, the local copy may be damaged
+_VLLM = "vLLM"
+_log = logging.getLogger("delta_weight_sync")
+
+Wanted = tuple[Manifest | None, AnchorRef, str]
+"""What to serve: the version that the owner holds the replica at (None: the newest), the anchor that leads
+there, and the digest if a version is served already: the model then takes deltas, this version does not."""
+
+
+class RefusedVersions:
+    """Joins that vLLM refused for good: a join fetches a checkpoint, so the same join is not tried again."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Allow every join: vLLM was restarted, or the owner asked for another try."""
+        self._wanted: Wanted | None = None
+        self._suspect: Wanted | None = None
+        self._refused: tuple[Wanted, RefusedError] | None = None
+
+    def check(self, manifest: Manifest, held: Manifest | None, serving: Manifest | None) -> None:
+        """Raise `RefusedError` if vLLM refused this before; otherwise remember what is tried now."""
+        self._wanted = held, manifest.anchor, manifest.digest if serving else ""
+        if self._refused and self._refused[0] == self._wanted:
+            raise self._refused[1]
+
+    def judge(self, error: EngineError) -> None:
+        """Decide whether the join that was checked last, and failed with `error`, is refused from now on."""
+        suspected, self._suspect = self._suspect, self._wanted if error.kind in _FINAL_IF_REPEATED else None
+        repeated = self._suspect is not None and suspected == self._suspect
+        if self._wanted is not None and (repeated or error.kind in _FINAL):
+            other = "version" if self._wanted[2] else "anchor"
+            until = f"not tried again until the run has another {other}, or the owner heals this replica"
+            self._refused = self._wanted, RefusedError(f"{error}; {until}", error.kind)
+
+
+class StatusLog:
+    """What a replica reports: its state, what is wrong, and its last commits.
+
+    The follower's thread writes it, any thread reads it.
+    """
+
+    def __init__(self, replica: str) -> None:
+        self._replica, self._state, self._logged = replica, "starting", ""
+        self.error: str | None = None
+        self.signed_by: str | None = None  # the key that signed the served version
+        self._commits: deque[CommitEvent] = deque(maxlen=_KEPT_COMMITS)
+
+    def note(self, state: str | None = None, error: str | None = None) -> None:
+        """Set the error, and the state unless it is None."""
+        self._state, self.error = state or self._state, error
+
+    def complain(self, reason: str, state: str | None = None) -> None:
+        """Set the error, and log it unless it was the last one logged."""
+        reason = printable(reason)
+        self.note(state, reason)
+        if reason != self._logged:
+            _log.warning("replica %s: %s", self._replica, reason)
+            self._logged = reason
+
+    def commit(self, manifest: Manifest, *seconds: float, joined: bool) -> None:
+        """Add a commit; `seconds`: to fetch, to stage, of the pause, and of the writing in it."""
+        fetch_s, stage_s, pause_s, commit_s = seconds or (0.0, 0.0, 0.0, 0.0)
+        now = time.time()
+        event = CommitEvent(
+            t=now,
+            replica=self._replica,
+            version=manifest.version,
+            digest=manifest.digest,
+            lag_s=now - manifest.created_at,
+            fetch_s=fetch_s,
+            stage_s=stage_s,
+            pause_ms=1e3 * pause_s,
+            commit_ms=1e3 * commit_s,
+            joined=joined,
+        )
+        self._commits.append(event)
+        self.note("serving")
+
+    def report(self, serving: Manifest | None, progress: str, notice: str, after: int) -> ReplicaReport:
+        """The status, and the commits of versions newer than `after`.
+
+        `progress` of a download, or ""; `notice`: how the replica learns of new versions.
+        """
+        status = ReplicaEvent(
+            t=time.time(),
+            replica=self._replica,
+            state=f"{self._state}: {progress}" if progress else self._state,
+            version=serving.version if serving else None,
+            digest=serving.digest if serving else None,
+            error=self.error,
+            signed_by=self.signed_by if serving else None,
+        )
+        commits = tuple(commit for commit in list(self._commits) if commit.version > after)
+        return ReplicaReport(status=status, commits=commits, notice=notice)
+
+
+class Commands:
+    """What the owner wants. Any thread gives commands; the follower obeys at its next turn."""
+
+    def __init__(self, reader: RunReader) -> None:
+        self._reader = reader
+        self.paused = False
+        self.pinned: Manifest | None = None
+        self.healing = threading.Event()
+
+    def pause(self) -> None:
+        """Stay at the version that is served."""
+        self.paused, self.pinned = True, None
+
+    def resume(self) -> None:
+        """Follow the newest version again."""
+        self.paused, self.pinned = False, None
+
+    def pin(self, version: int) -> None:
+        """Go to `version` and stay there; raises `ProtocolError` if the run has no such version."""
+        self.paused, self.pinned = False, self._reader.find(version)
+
+    def heal(self) -> None:
+        """Compare all live weights with the published ones, and write what differs."""
+        self.healing.set()
 
 
 class Follower:
-    """Runs in a thread of the API server; `serving` and `report` may be read by any thread."""
+    """Keeps `engine` at the version that the run and the owner want.
+
+    Attributes:
+        serving: The version whose bits are live, proven by digest, or None. Any thread may read it.
+        commands: The owner's commands.
+    """
 
     def __init__(
         self, reader: CountingReader, engine: Engine, *, name: str, folder: Path, poll_s: float
     ) -> None:
-        """`name` is how the dashboard calls this replica, `folder` is scratch space."""
-        self._reader, self._engine, self._poll_s = reader, engine, poll_s
-        self._journal = Journal(name)
-        self._live = LiveVersion(reader, engine, self._journal, folder)
-        self.orders = Orders(reader)
-        self._lookout, self._obeying = Lookout(reader, poll_s), Patience()
+        """Prepare to follow; `start` begins.
+
+        Args:
+            reader: Reads the run.
+            engine: The vLLM to keep at its newest version.
+            name: The replica's name on the dashboard.
+            folder: Scratch space for one or two checkpoints.
+            poll_s: Seconds between two polls of HEAD.
+        """
+        self.serving: Manifest | None = None
+        self.commands = Commands(reader)
+        self._reader, self._engine, self._folder, self._poll_s = reader, engine, folder, poll_s
+        self._status, self._layout, self._watcher = (
+            StatusLog(name),
+            Layout(reader, folder),
+            Watcher(reader, poll_s),
+        )
+        self._refused = RefusedVersions()
+        self._holding, self._starting = Backoff(), Backoff()
+        self._served_last: Manifest | None = None
+        self._learned: Shapes = {}  # shapes of the tensors whose places vLLM knows
+        self._fetching = self._healing = False
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
-        self._heals = False
-
-    @property
-    def serving(self) -> Manifest | None:
-        """The version whose bits are live, proven by digest."""
-        return self._live.serving
 
     def start(self) -> None:
         """Begin to follow."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop following, and end the vLLM that it started, also one that is just being started."""
+        """Stop following, and stop the vLLM that it started, even while it starts."""
         self._stopped.set()
-        self._lookout.close()
+        self._watcher.close()
         while self._thread.is_alive():
             self._engine.stop()
             self._thread.join(0.5)
         self._engine.stop()
 
     def poke(self) -> None:
-        """Somebody says that there is a new version."""
-        self._lookout.poke()
+        """Look for a new version now."""
+        self._watcher.poke()
 
     def report(self, after: int) -> ReplicaReport:
         """What the replica is doing, and its remembered commits of versions newer than `after`."""
-        return self._journal.report(self.serving, self._live.progress(), self._lookout.how(), after)
+        progress = self._reader.progress() if self._fetching else ""
+        return self._status.report(self.serving, progress, self._watcher.describe(), after)
 
     def explain(self, error: Exception | None) -> str:
-        """What to say about an error; called with None when all is well again."""
+        """The text to report for an error; called with None when all is well again. A Space overrides it."""
         return f"{error}"
+
+    # Watch: decide which version to serve.
 
     def _run(self) -> None:
         while not self._stopped.is_set():
@@ -71,66 +232,183 @@ class Follower:
                 if self._turn():
                     self.explain(None)
             except Exception as error:  # noqa: BLE001 - whatever it was: report it, keep serving, try again
-                self._complain(error)
+                refused = isinstance(error, RefusedError) and self.serving is None
+                self._status.complain(self.explain(error), "refused" if refused else None)
                 wait_s = min(wait_s, FIRST_S)
-            self._lookout.wait(wait_s)
-
-    def _complain(self, error: Exception) -> None:
-        """Report what went wrong, and log it once."""
-        reason = self.explain(error)
-        refused = isinstance(error, RefusedError) and self.serving is None
-        self._journal.complain(reason, "refused" if refused else None)
+            self._watcher.wait(wait_s)
 
     def _turn(self) -> bool:
-        """Do what is to be done; False if that was nothing, so that what went wrong before still holds."""
+        """One turn of the loop; False if there was nothing to do, so that an earlier error still holds."""
         self._require_alive()
-        held = self.orders.held(self._live.served_last)
-        if self.orders.healing.is_set():
-            self.orders.healing.clear()
-            self._live.try_all_again()
-            self._lookout.forget()
-            self._obeying.forget()
-            self._heals = True
-        return self._look() if held is None else self._hold(held)
+        if self.commands.healing.is_set():
+            self.commands.healing.clear()
+            self._refused.forget()
+            self._starting.reset()
+            self._holding.reset()
+            self._watcher.reset()
+            self._healing = True
+        held = self._served_last if self.commands.paused else self.commands.pinned
+        return self._hold(held) if held else self._follow_newest()
 
     def _require_alive(self) -> None:
-        try:
-            self._live.require_alive()
-        except EngineError:
-            self._lookout.again()
-            self._obeying.forget()
-            raise
+        """Raise `EngineError` once after vLLM died."""
+        if self.serving is not None and not self._engine.alive():
+            self.serving = None
+            self._refused.forget()
+            self._holding.reset()
+            self._watcher.refresh()
+            raise EngineError("vLLM died; the lines above say why")
 
     def _hold(self, manifest: Manifest) -> bool:
-        """Serve `manifest`'s version and no other; what fails is tried again ever more slowly."""
-        self._lookout.again()
-        if manifest == self.serving and not (self._journal.error or self._heals):
+        """Serve this version and no other."""
+        self._watcher.refresh()
+        if manifest == self.serving and not (self._status.error or self._healing):
             return True
-        if not self._obeying.allows(manifest.seal):
+        if not self._holding.allows(manifest.seal):
             return False
         try:
-            self._become(manifest, manifest)
+            self._reach(manifest, manifest)
         except Exception:
-            self._obeying.failed(manifest.seal)
+            self._holding.failed(manifest.seal)
             raise
         return True
 
-    def _look(self) -> bool:
-        """Serve the newest version; False where it is not time to look for one, or to try it again."""
+    def _follow_newest(self) -> bool:
+        """Serve the newest version; False if it is too early to look for one or to try it again."""
         try:
-            taken = self._lookout.take(lambda newest: self._become(newest, None))
+            taken = self._watcher.check(lambda newest: self._reach(newest, None))
         except NoVersionError:
-            self._journal.note("waiting for the run's first version")
+            self._status.note("waiting for the run's first version")
             return True
-        if taken:
-            self._journal.passed_over(self._lookout.complaint())
+        if taken and (problem := self._watcher.problem()):
+            self._status.complain(f"{problem}", "serving")
+        elif taken and self._status.error:
+            self._status.note("serving")
         return taken
 
-    def _become(self, manifest: Manifest, held: Manifest | None) -> None:
-        """Serve a version; one that was asked to heal compares all weights, until that is done or refused."""
+    def _reach(self, manifest: Manifest, held: Manifest | None) -> None:
+        """Serve a version; `held` is the same one if the owner wants no other.
+
+        Raises `EngineError`, `ProtocolError` or `BucketError` if it cannot. The old version is then still
+        served, or none is.
+        """
         try:
-            self._live.become(manifest, held, afresh=self._heals)
+            self._refused.check(manifest, held, self.serving)
+            if self.serving is None and not held:
+                self._join_first(manifest)
+            elif self.serving is None or self._healing:
+                self._join(manifest)
+            elif manifest != self.serving:
+                self._advance(manifest, self.serving)
+            else:
+                self._status.note("serving")
         except RefusedError:
-            self._heals = False
+            self._healing = False
             raise
-        self._heals = False
+        self._healing = False
+
+    # By deltas: fetch, stage, commit.
+
+    def _advance(self, manifest: Manifest, serving: Manifest) -> None:
+        anchor, deltas = self._reader.recipe(manifest, serving.version)
+        unchanged = not any(delta.changed for delta in deltas)
+        if anchor or not deltas or (unchanged and manifest.digest != serving.digest):
+            self._join(manifest)  # too far behind, or not the history of the version that is served
+            return
+        if unchanged:
+            self._engine.relabel(str(TokenVersion.of(manifest)))
+            self._serve(manifest)
+            return
+        try:
+            self._apply(manifest, deltas)
+        except EngineError as error:  # the old weights are back, but they may not be what we believed
+            if error.kind == WeightsChangedError.kind:
+                self.serving = None
+            self._status.note(error=f"version {manifest.version} was undone, healing: {error}")
+            self._join(manifest)
+
+    def _apply(self, manifest: Manifest, deltas: tuple[DeltaRef, ...]) -> None:
+        started, paths = time.perf_counter(), list[Path]()
+        try:
+            for delta in deltas:
+                paths.append(self._reader.fetch(delta, self._folder))
+            fetch_s = time.perf_counter() - started
+            stage_s = self._engine.stage(paths)
+            seconds = self._engine.commit(manifest.digest, str(TokenVersion.of(manifest)))
+        finally:
+            for path in paths:
+                path.unlink(missing_ok=True)
+        self._serve(manifest, fetch_s, stage_s, *seconds)
+
+    # By a join: fetch a checkpoint, stage what differs, commit.
+
+    def _join_first(self, manifest: Manifest) -> None:
+        """Join; if a file of the version is damaged, join the newest older version that is whole."""
+        try:
+            self._join(manifest)
+        except (ProtocolError, ObjectMissingError):
+            older = self._reader.readable(manifest)
+            if older is None or older == manifest:
+                raise
+            self._join(older)
+            raise
+
+    def _join(self, manifest: Manifest) -> None:
+        started = time.perf_counter()
+        folder, shapes = self._fetch_checkpoint(manifest)
+        fetch_s = time.perf_counter() - started
+        try:
+            self._prepare_engine(manifest, folder, shapes)
+            stage_s = self._engine.stage_checkpoint(folder)
+            seconds = self._engine.commit(manifest.digest, str(TokenVersion.of(manifest)))
+        except TooSoonError:
+            raise
+        except EngineError as error:
+            self._refused.judge(error)
+            raise
+        self._refused.forget()
+        self._layout.done()
+        self._serve(manifest, fetch_s, stage_s, *seconds, joined=True)
+
+    def _fetch_checkpoint(self, manifest: Manifest) -> tuple[Path, Shapes]:
+        if self.serving is None:
+            self._status.note(f"fetching version {manifest.version}")
+        self._reader.expect(manifest, self._folder)
+        self._fetching = self.serving is None
+        try:
+            return self._layout.put(manifest)
+        finally:
+            self._fetching = False
+
+    def _prepare_engine(self, manifest: Manifest, folder: Path, shapes: Shapes) -> None:
+        """Have a vLLM that knows where the run's tensors are."""
+        if started := not self._engine.serves(folder):
+            self._start_engine(manifest, folder)
+        if shapes != self._learned:
+            found = self._engine.learn(shapes)
+            if started and found != manifest.digest:
+                self._engine.stop()  # otherwise what it reads wrongly would pass for an older version
+                raise EngineError(
+                    f"vLLM has just loaded {manifest.digest}, and {found} is where deltas would go; "
+                    "serve another model",
+                    CodecError.kind,
+                )
+            self._learned = shapes
+
+    def _start_engine(self, manifest: Manifest, folder: Path) -> None:
+        """Start or restart vLLM; restarts in a row are delayed longer and longer, whatever their reason."""
+        if not self._starting.allows(_VLLM):
+            raise TooSoonError(
+                f"version {manifest.version} needs a restart of vLLM, too soon after the last; it waits"
+            )
+        self._starting.failed(_VLLM)  # a start counts as failed unless vLLM then lasts
+        self.serving, self._learned = None, {}
+        self._status.note(f"starting vLLM with version {manifest.version}")
+        self._engine.start(folder)
+
+    # Report.
+
+    def _serve(self, manifest: Manifest, *seconds: float, joined: bool = False) -> None:
+        self._status.signed_by = self._reader.signer(manifest)
+        self.serving = self._served_last = manifest
+        self._status.commit(manifest, *seconds, joined=joined)

@@ -1,49 +1,45 @@
 """The `vllm.general_plugins` entry point: makes stock vLLM able to take commits of a run.
 
-vLLM loads every plugin that is installed, unless VLLM_PLUGINS names those to load. Ours patches vLLM, so it
-does nothing for a vLLM that does not name it.
+vLLM loads every installed plugin unless VLLM_PLUGINS names those to load. This one patches vLLM, so it does
+nothing unless VLLM_PLUGINS names it.
 """
 
 import multiprocessing
 import os
 
 NAME = "delta_weight_sync"
-TESTED = ("0.32",)
 
 
 def register() -> None:
     """Called by vLLM in each of its processes, possibly more than once.
 
-    Raises `RuntimeError` if it was asked for in a vLLM that it was not tested with.
+    Raises `CompatibilityError` if VLLM_PLUGINS names this plugin and vLLM is not a tested release.
     """
     if NAME not in os.environ.get("VLLM_PLUGINS", "").split(","):
         return
-    import vllm
+    from delta_weight_sync import compat
 
-    if not vllm.__version__.startswith(TESTED):
-        raise RuntimeError(
-            f"delta weight sync was tested with vLLM {', '.join(TESTED)}, found {vllm.__version__}; "
-            "install a tested version"
-        )
+    compat.require_tested("vllm")
     from vllm.platforms import current_platform
     from vllm.v1.worker.worker_base import WorkerBase
 
-    from delta_weight_sync.vllm import METHOD, derived, lifeline, step_commit
+    from delta_weight_sync.vllm import METHOD, _step_commit, routes
+    from delta_weight_sync.vllm.die_with_parent import die_with_parent
 
     parent = multiprocessing.parent_process()
-    if parent and parent.pid:  # of vLLM's engine and workers; who starts vLLM decides for the server
-        lifeline.end_with_parent(parent.pid)
+    if parent and parent.pid:  # vLLM's engine and workers; the server belongs to whatever started vLLM
+        die_with_parent(parent.pid)
     setattr(WorkerBase, METHOD, _call)
-    step_commit.install()
-    derived.install()
+    _step_commit.install()
+    routes.install()
     if current_platform.is_cpu():
-        from delta_weight_sync.vllm import cpu_backend
+        from delta_weight_sync.vllm import cpu
 
-        cpu_backend.install()
+        cpu.install()
 
 
 def _call(worker: object, **call: object) -> object:
-    # Not before the worker runs: at its start vLLM replaces kernels in all modules, and stumbles over numba.
+    # Imported late: while vLLM starts, it replaces kernels in all loaded modules, and fails on numba's.
     from delta_weight_sync.vllm.worker import call as answer
 
     return answer(worker, **call)  # type: ignore[arg-type]

@@ -1,49 +1,352 @@
 """A worker's half of a sync: stage a version while vLLM generates, commit it between two of its steps.
 
-The plugin gives every worker of vLLM one method, which the follower calls by `collective_rpc` on all of them:
+The plugin gives every vLLM worker one method, which the follower calls on all of them by `collective_rpc`:
 
-    delta_weight_sync(op="learn", shapes={...})                -> {"digest"}  of the weights that are live
+    delta_weight_sync(op="learn", shapes={...})                -> {"digest"}  of the live weights
     delta_weight_sync(op="stage", deltas=[...])                -> {}          begins, in a thread
-    delta_weight_sync(op="stage", checkpoint="folder")         -> {}          the same, from whatever is live
+    delta_weight_sync(op="stage", checkpoint="folder")         -> {}          the same, from any live weights
     delta_weight_sync(op="staged")                             -> {"done", "stage_s"}
     delta_weight_sync(op="commit", digest=..., label=...)      -> {"commit_s", "waited_s", "pause_s"}
 
-An answer is plain data, as vLLM's messages are; {"error", "kind"} is one that failed. A commit whose digest
-would be wrong writes nothing; one that fails on any worker is put back bit for bit on all of them. For
-`waited_s` the writing stood behind the step that was under way when the commit came: that is no pause.
+Answers are plain data, because vLLM's messages are; {"error", "kind"} reports a failure. Staging hashes the
+live parameters, which proves that nothing has touched them since the last commit, and computes the digest
+that the changes lead to. A commit whose digest would be wrong writes nothing; one that fails on any worker is
+undone bit for bit on all of them. For `waited_s` a commit stood behind the step that was under way: that is
+not a pause.
+
+Tensors without a route: a few loaders compute with a tensor (cast it to float32, concatenate, reorder)
+instead of copying it. The model then does not hold the checkpoint's bits, so they can be neither patched in
+place nor proven by a digest. The host keeps their bits, and every commit loads all of them again, whole, by
+vLLM's own loader: slow, but exactly what a fresh start would leave.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from huggingface_hub import snapshot_download
 
 from delta_weight_sync import checkpoint, codec
-from delta_weight_sync.digest import to_hex
-from delta_weight_sync.vllm import cpu_backend, staging, weight_map
-from delta_weight_sync.vllm.loader_trace import RouteError
-from delta_weight_sync.vllm.ranks import Ranks
-from delta_weight_sync.vllm.reloaded import Fallback
-from delta_weight_sync.vllm.staging import LiveWeights, Staged
+from delta_weight_sync.codec import Bits, Index, Patch
+from delta_weight_sync.digest import change_digest, live_digest, state_digest, to_hex
+from delta_weight_sync.errors import (
+    CodecError,
+    DeltaWeightSyncError,
+    RouteError,
+    WeightsChangedError,
+    WorkerError,
+    kind_of,
+)
+from delta_weight_sync.vllm import cpu, routes
+from delta_weight_sync.vllm.memory import Changes, Found, HostMemory, Rows, Table, collect, of_patch, part_of
+from delta_weight_sync.vllm.routes import Route
+
+_TIMEOUT = timedelta(seconds=120)
+_BATCH = 1 << 26  # elements compared with a checkpoint at a time
+_log = logging.getLogger("delta_weight_sync")
 
 Answer = dict[str, Any]
-Shapes = dict[str, list[int]]
-log = logging.getLogger("delta_weight_sync")
+Elements = dict[str, tuple[Index, Bits]]
+"""Checkpoint name -> flat positions int64 [n] and bf16 patterns uint16 [n]."""
+
+
+class Ranks:
+    """The workers of a replica, seen from one of them.
+
+    Staging runs in a thread next to vLLM's own collectives, so it has its own process group, on the host. A
+    single worker exchanges nothing.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        """All workers must call it together."""
+        self.size = world_size
+        self.rank = dist.get_rank() if world_size > 1 else 0
+        self._group: Any = dist.new_group(backend="gloo", timeout=_TIMEOUT) if world_size > 1 else None
+
+    def gather(self, mine: Any) -> list[Any]:
+        """What each worker has, by rank; plain data."""
+        everyone = [mine] * self.size
+        if self._group is not None:
+            dist.all_gather_object(everyone, mine, group=self._group)
+        return everyone
+
+    def whole(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of all workers' parts, int16 on the host; each element is zero on all workers but one."""
+        if self._group is None:
+            return part.cpu()
+        together = part.cpu().clone()
+        dist.all_reduce(together.view(torch.uint8), group=self._group)
+        return together
+
+    def agree(self, error: BaseException | None) -> None:
+        """Raise `WorkerError` on every worker without an `error` if any worker has one."""
+        reasons = self.gather(_sentence(error) if error else None)
+        if error is None and any(reasons):
+            raise WorkerError(next(f"rank {i}: {reason}" for i, reason in enumerate(reasons) if reason))
+
+
+class Step(Protocol):
+    """One part of a commit; `undo` must work however far `do` came."""
+
+    waited_s: float  # of the last `do`: how long it stood behind earlier work of the device
+
+    def do(self) -> int:
+        """Write the new bits; returns how many of them are not there when they are read back."""
+
+    def undo(self) -> None:
+        """Put the old bits back."""
+
+
+class Fallback:
+    """The host's copy of all tensors without a route; the same on every rank."""
+
+    def __init__(self, model: torch.nn.Module, bits: Mapping[str, Bits]) -> None:
+        """Load the tensors once more to prove that this works.
+
+        Args:
+            model: vLLM's.
+            bits: Checkpoint name -> what vLLM loaded, in the tensor's shape; may be empty.
+
+        Raises:
+            RouteError: It fails or changes anything. The model is then damaged and must not be served.
+        """
+        self._model = model
+        self._bits = {name: tensor.copy() for name, tensor in bits.items()}
+        if not bits:
+            return
+        before, names = self._fingerprints(), ", ".join(bits)
+        try:
+            self._load()
+        except Exception as error:
+            raise RouteError(f"vLLM cannot load {names} into the running model ({error!r})") from error
+        if changed := [name for name, number in self._fingerprints().items() if number != before[name]]:
+            raise RouteError(f"vLLM changed {changed[0]} after loading {names}; deltas cannot do that")
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor without a route."""
+        return {name: bits.shape for name, bits in self._bits.items()}
+
+    def bits(self, name: str) -> Bits:
+        """A tensor as it is now; do not change it."""
+        return self._bits[name]
+
+    def digest(self) -> int:
+        """These tensors' share of the state digest; only one rank may count it."""
+        return state_digest(self._bits)
+
+    def stage(self, patches: Sequence[Patch]) -> Reload:
+        """Prepare patches, all of tensors without a route."""
+        old = {p.name: (p.index, self._bits[p.name].reshape(-1)[p.index]) for p in patches}
+        new = {p.name: (p.index, old[p.name][1] + p.ulps) for p in patches}
+        return Reload(self, old, new)
+
+    def write(self, elements: Elements) -> None:
+        """Set bits in the copy; then load the model from it, if there were any."""
+        for name, (index, bits) in elements.items():
+            self._bits[name].reshape(-1)[index] = bits
+        if elements:
+            self._load()
+
+    def _load(self) -> None:
+        """All in one call, as a loader may wait until it has several; copies, as it may work in place."""
+        from vllm.model_executor.model_loader import checkpoint_weight_patch as native
+
+        copies = {name: torch.from_numpy(bits.copy()) for name, bits in self._bits.items()}
+        values = {name: bits.view(torch.bfloat16) for name, bits in copies.items()}
+        patches = [
+            native.CheckpointWeightPatch(name, tuple(tensor.shape), tensor.dtype, tensor.reshape(-1))
+            for name, tensor in values.items()
+        ]
+        size = sum(tensor.nbytes for tensor in values.values())
+        native.load_checkpoint_weight_patches(self._model, patches, max_chunk_bytes=size)
+
+    def _fingerprints(self) -> dict[str, int]:
+        """A hash of each floating-point tensor of the model."""
+        tensors = (*self._model.named_parameters(), *self._model.named_buffers())
+        wide = [(name, t.detach()) for name, t in tensors if t.is_floating_point() and t.element_size() > 1]
+        return {name: live_digest("", t.reshape(-1).view(torch.int16)) for name, t in wide}
+
+
+@dataclass
+class Reload:
+    """The `Step` of the tensors without a route: their changed elements, before and after."""
+
+    fallback: Fallback
+    old: Elements
+    new: Elements
+    waited_s: float = 0.0
+
+    def do(self) -> int:
+        """Load the tensors with the new bits; the model holds none that could be read back."""
+        self.fallback.write(self.new)
+        return 0
+
+    def undo(self) -> None:
+        """Load them with the old bits."""
+        self.fallback.write(self.old)
+
+    def moved(self) -> int:
+        """By how much this moves the state digest (mod 2^64); only one rank may count it."""
+        return sum(change_digest(name, *self.old[name], self.new[name][1]) for name in self.new)
+
+
+class Memory(Protocol):
+    """The parameters of a table, on the host or on a device."""
+
+    def digest(self) -> int:
+        """This worker's share of the live parameters' digest, read from memory."""
+
+    def read(self, parts: Rows) -> Bits:
+        """Live bits of parts, int64 [p, 3]: row of the table, first element, number of elements."""
+
+    def prepare(self, changes: Changes) -> tuple[Step, int]:
+        """The step that writes the changes, and by how much it moves this worker's share of the digest."""
+
+
+@dataclass
+class Staged:
+    """A commit that is ready; `digest` of the parameters after all of it is written."""
+
+    digest: int = 0
+    steps: list[Step] = field(default_factory=list)
+
+
+class LiveWeights:
+    """The checkpoint's tensors as they are in this worker's memory."""
+
+    def __init__(
+        self, routes: dict[str, Route], owned: dict[str, tuple[int, ...]], fallback: Fallback, ranks: Ranks
+    ) -> None:
+        """`owned`: per tensor, the numbers of the pieces that this worker counts in the digest."""
+        self._routes, self._owned, self._fallback, self._ranks = routes, owned, fallback, ranks
+        self.shapes = {name: routes[name].shape for name in owned} | fallback.shapes
+        self._table = Table(routes, owned)
+        self._memory = memory_of(self._table)
+
+    def digest(self) -> int:
+        """Digest of the live parameters of all workers, read from memory."""
+        return int(sum(self._ranks.gather(self._memory.digest()), self._fallback.digest())) % (1 << 64)
+
+    def bits(self, name: str) -> Bits:
+        """One whole checkpoint tensor, on the host; every worker must ask for it."""
+        if name in self._fallback.shapes:
+            return self._fallback.bits(name)
+        part = self._routes[name].read(self._owned[name])
+        return self._ranks.whole(part).numpy().view(np.uint16).reshape(self.shapes[name])
+
+    def stage(self, paths: Sequence[Path], known: int) -> Staged:
+        """Prepare delta files, in order, for weights whose digest must still be `known`.
+
+        Raises `CodecError` if the files are no deltas of these weights, and `WeightsChangedError`.
+        """
+        if (live := self.digest()) != known:
+            raise WeightsChangedError(
+                f"something else changed the live weights: digest {live:016x}, not {known:016x}"
+            )
+        reloaded: list[Patch] = []
+        patches = codec.chain([codec.Delta(path) for path in paths], self.shapes, self.bits)
+        return self._staged(self._found(patches, reloaded), reloaded, live)
+
+    def stage_checkpoint(self, folder: Path) -> Staged:
+        """Prepare to write whatever differs from the checkpoint in `folder`."""
+        # The file is not written; but numba would compile its kernels again for arrays that forbid writing.
+        wanted = checkpoint.map_bits(folder / checkpoint.WEIGHTS, "r+")
+        pairs = ((name, self._fallback.bits(name), wanted[name]) for name in self._fallback.shapes)
+        reloaded = [patch for pair in pairs if (patch := codec.diff(*pair)).index.size]
+        return self._staged(self._differences(wanted), reloaded, self.digest())
+
+    def _found(self, patches: Iterable[Patch], reloaded: list[Patch]) -> Iterator[Found]:
+        """Changes in this worker's rows; patches of tensors without a route go to `reloaded`."""
+        for patch in patches:
+            if patch.name in self._fallback.shapes:
+                reloaded.append(patch)
+            else:
+                yield from of_patch(patch, self._table)
+
+    def _differences(self, wanted: dict[str, Bits]) -> Iterator[Found]:
+        """Differences between this worker's rows and a checkpoint, a batch of rows at a time."""
+        names = [name for name, rows in self._table.of.items() for _ in rows]
+        for batch in _batches(self._table.elements):
+            live = self._memory.read(batch)
+            ends = np.cumsum(batch[:, 2])
+            for (row, first, count), ours in zip(batch, np.split(live, ends[:-1]), strict=True):
+                theirs = part_of(self._table.rows[row], wanted[names[row]])[first : first + count]
+                index, ulps = codec.diff_flat(ours, theirs, int(first))
+                yield int(row), index.astype(np.int32), ulps.view(np.int16)
+
+    def _staged(self, found: Iterable[Found], reloaded: list[Patch], live: int) -> Staged:
+        write, moved = self._memory.prepare(collect(found, self._table))
+        reload = self._fallback.stage(reloaded)
+        digest = sum(self._ranks.gather(moved), live + reload.moved()) % (1 << 64)
+        return Staged(digest, [reload, write])
+
+
+def memory_of(table: Table) -> Memory:
+    """Reads and writes the parameters of a table."""
+    if table.device.type == "cpu":
+        return HostMemory(table)
+    from delta_weight_sync.vllm.gpu import DeviceMemory  # needs Triton, which only GPU builds have
+
+    return DeviceMemory(table)
+
+
+def _batches(elements: Index) -> Iterator[Rows]:
+    """All elements of all rows, as parts for `Memory.read` of at most `_BATCH` elements together."""
+    batch: list[tuple[int, int, int]] = []
+    room = _BATCH
+    for row, size in enumerate(elements.tolist()):
+        for first in range(0, size, _BATCH):
+            count = min(_BATCH, size - first)
+            if count > room:
+                yield np.array(batch, np.int64)
+                batch, room = [], _BATCH
+            batch.append((row, first, count))
+            room -= count
+    if batch:
+        yield np.array(batch, np.int64)
+
+
+def commit(steps: Sequence[Step], agree: Callable[[BaseException | None], None]) -> None:
+    """Write and check; if anything fails here or on another worker, undo everything and raise."""
+    done: list[Step] = []
+    failure: BaseException | None = None
+    try:
+        try:
+            wrong = 0
+            for step in steps:
+                done.append(step)  # before it is written: half a write is undone as well
+                wrong += step.do()
+            if wrong:
+                raise CodecError(f"{wrong} elements are not what was written")
+        except BaseException as error:  # noqa: BLE001 - raised below, after every worker knows
+            failure = error
+        agree(failure)
+        if failure:
+            raise failure
+    except BaseException:
+        for step in reversed(done):
+            step.undo()
+        raise
 
 
 class DeltaWorker:
-    """What one worker of vLLM keeps between two calls."""
+    """What one vLLM worker keeps between two calls."""
 
     def __init__(self, worker: Any) -> None:
-        """`worker`: vLLM's, with a loaded model. To be made by all workers at once."""
+        """`worker`: vLLM's, with a loaded model. All workers must call it together."""
         parallel = worker.vllm_config.parallel_config
         if parallel.data_parallel_size != 1:
             raise RouteError(
@@ -54,18 +357,17 @@ class DeltaWorker:
             raise RouteError("--enable-eplb moves experts away from where deltas go; start vLLM without it")
         self._model, self._checkpoint = worker.get_model(), worker.vllm_config.model_config.model
         if next(self._model.parameters()).device.type == "cpu":
-            cpu_backend.self_test(self._model)
+            cpu.self_test(self._model)
         self._ranks = Ranks(parallel.world_size)
         self._staged, self._digest = Staged(), 0
-        self._staging: threading.Thread | None = None
-        self._answer: Answer = {}
+        self.staging: Future[Answer] = Future()  # the answer to "staged"
 
-    def learn(self, shapes: Shapes) -> Answer:
+    def learn(self, shapes: dict[str, list[int]]) -> Answer:
         """Learn where the tensors of a run (checkpoint name -> shape) are in the model's parameters."""
-        learned = weight_map.learn(self._model, shapes)
-        owned, unroutable = weight_map.ownership(shapes, self._ranks.gather(learned.sources()))
+        learned = routes.learn(self._model, shapes)
+        owned, unroutable = routes.ownership(shapes, self._ranks.gather(learned.sources()))
         for name, reason in unroutable.items():
-            log.warning("%s is loaded anew by each commit, which is slow: %s", name, reason)
+            _log.warning("every commit loads %s again, which is slow: %s", name, reason)
         loaded = checkpoint.read_bits(_folder(self._checkpoint)) if unroutable else ()
         fallback = Fallback(self._model, {name: bits for name, bits in loaded if name in unroutable})
         self._weights = LiveWeights(learned.routes, owned[self._ranks.rank], fallback, self._ranks)
@@ -74,28 +376,25 @@ class DeltaWorker:
 
     def stage(self, deltas: Sequence[str] = (), checkpoint: str = "") -> Answer:
         """Begin to prepare a commit: of delta files in order, or of what differs from a checkpoint."""
-        self._staged = Staged()
-        paths = [Path(path) for path in deltas]
-        work = partial(self._weights.stage, paths, self._digest)
+        self._staged, self.staging = Staged(), Future()
+        work = partial(self._weights.stage, [Path(path) for path in deltas], self._digest)
         if checkpoint:
             work = partial(self._weights.stage_checkpoint, Path(checkpoint))
-        self._staging = threading.Thread(target=self._stage, args=(work,), name="stage", daemon=True)
-        self._staging.start()
+        Thread(target=self._stage, args=(work, self.staging), name="stage", daemon=True).start()
         return {}
 
-    def _stage(self, work: Callable[[], Staged]) -> None:
+    def _stage(self, work: Callable[[], Staged], staging: Future[Answer]) -> None:
         started = time.perf_counter()
         try:
             self._staged = work()
-            self._answer = {"done": True, "stage_s": time.perf_counter() - started}
+            answer: Answer = {"done": True, "stage_s": time.perf_counter() - started}
         except Exception as error:  # noqa: BLE001 - it is the answer
-            self._answer = failed(error)
+            answer = _failed(error)
+        staging.set_result(answer)
 
     def staged(self) -> Answer:
         """Whether staging has ended, and how long it took."""
-        if self._staging is None or self._staging.is_alive():
-            return {"done": False}
-        return self._answer
+        return self.staging.result() if self.staging.done() else {"done": False}
 
     @torch.no_grad()
     def commit(self, digest: str, label: str) -> Answer:
@@ -103,10 +402,8 @@ class DeltaWorker:
         started = time.perf_counter()
         staged, self._staged = self._staged, Staged()
         if to_hex(staged.digest) != digest:
-            raise codec.CodecError(
-                f"the delta leads to digest {to_hex(staged.digest)}, published was {digest}"
-            )
-        staging.commit(staged.steps, self._ranks.agree)
+            raise CodecError(f"the delta leads to digest {to_hex(staged.digest)}, published was {digest}")
+        commit(staged.steps, self._ranks.agree)
         self._digest = staged.digest
         waited_s = sum(step.waited_s for step in staged.steps)
         return {"commit_s": time.perf_counter() - started - waited_s, "waited_s": waited_s}
@@ -119,17 +416,20 @@ def call(worker: Any, op: str, **arguments: Any) -> Answer:
             worker._delta_worker = DeltaWorker(worker)
         answer: Answer = getattr(worker._delta_worker, op)(**arguments)
     except Exception as error:  # noqa: BLE001 - it is the answer
-        return failed(error)
+        return _failed(error)
     return answer
 
 
 def _folder(checkpoint: str) -> Path:
     """What vLLM loaded: a folder, or a model of the Hub, which is in the local cache."""
-    return Path(
-        checkpoint if Path(checkpoint).is_dir() else snapshot_download(checkpoint, local_files_only=True)
-    )
+    is_folder = Path(checkpoint).is_dir()
+    return Path(checkpoint if is_folder else snapshot_download(checkpoint, local_files_only=True))
 
 
-def failed(error: Exception) -> Answer:
-    """The answer of a call that raised."""
-    return {"error": f"{type(error).__name__}: {error}", "kind": type(error).__name__}
+def _failed(error: Exception) -> Answer:
+    return {"error": _sentence(error), "kind": kind_of(error)}
+
+
+def _sentence(error: BaseException) -> str:
+    """The message; of an error that is not the library's own, with its type."""
+    return f"{error}" if isinstance(error, DeltaWeightSyncError) else f"{type(error).__name__}: {error}"

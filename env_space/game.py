@@ -1,0 +1,276 @@
+"""Wordle in plain Python: the words, the feedback, the rules, one game and its reward."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from env_space.settings import Settings
+
+LENGTH = 5
+MAX_GUESSES = 6
+MAX_STORED = 32  # characters stored of a guess: a policy may write a novel, and 1,000 games store six each
+HELD_OUT = 10  # one answer in ten is held out
+
+SOLVED, EARLY = 1.0, 0.05  # the reward for solving, and for each guess left over
+LETTERS = 0.2  # for all letters of the closest guess; a yellow counts half a green
+GAVE_UP = 0.2
+
+GREEN, YELLOW, GREY = "+", "?", "-"
+OPENING = "Play Wordle."
+NOT_A_WORD = "not a word"
+GAME_OVER = " game over"
+
+Split = Literal["train", "held_out"]
+
+
+class GameError(Exception):
+    """A request cannot be served; the message is a sentence for the client, `status` the HTTP status."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
+class Costs(NamedTuple):
+    """What one wasted guess takes off the reward."""
+
+    invalid: float = 0.05
+    repeated: float = 0.05
+
+
+DEFAULT_COSTS = Costs()
+
+
+@dataclass(frozen=True, slots=True)
+class RewardParts:
+    """What a game has earned so far, part by part; a trainer can use the sum or combine the parts itself."""
+
+    solved: float
+    greens: float
+    yellows: float
+    repetition: float
+    invalid: float
+    gave_up: float
+
+    @property
+    def total(self) -> float:
+        """The reward: the sum of the parts."""
+        return self.solved + self.greens + self.yellows + self.repetition + self.invalid + self.gave_up
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One played turn.
+
+    Attributes:
+        word: The guess in lower case, cut to `MAX_STORED` characters.
+        observation: The compact text for the policy.
+        feedback: One mark per letter, empty for an invalid word.
+        message: A sentence if the word was invalid or repeated, else empty.
+        reward: What the game has earned so far, the sum of `reward_parts`.
+        secret: Empty until the game is over.
+    """
+
+    turn: int
+    word: str
+    observation: str
+    feedback: str
+    message: str
+    valid: bool
+    done: bool
+    solved: bool
+    reward: float
+    reward_parts: RewardParts
+    secret: str
+
+
+def feedback(guess: str, secret: str) -> str:
+    """Mark each letter of `guess`: '+' in place, '?' elsewhere, '-' absent.
+
+    A letter earns as many marks as the secret has of it: greens first, then yellows from the left.
+    """
+    unmatched = Counter(s for g, s in zip(guess, secret, strict=True) if g != s)
+    marks = []
+    for g, s in zip(guess, secret, strict=True):
+        if g == s:
+            marks.append(GREEN)
+        elif unmatched[g]:
+            unmatched[g] -= 1
+            marks.append(YELLOW)
+        else:
+            marks.append(GREY)
+    return "".join(marks)
+
+
+def render(guess: str, marks: str) -> str:
+    """Letter, position and mark in turn: ('crane', '-?+--') gives 'c1-r2?a3+n4-e5-'."""
+    return "".join(f"{letter}{i}{mark}" for i, (letter, mark) in enumerate(zip(guess, marks, strict=True), 1))
+
+
+@cache
+def guesses(length: int = LENGTH) -> frozenset[str]:
+    """Every word of `length` letters that may be guessed, answers included."""
+    return frozenset(_read(f"guesses-{length}.txt"))
+
+
+def answers(n: int | None = None, length: int = LENGTH) -> tuple[str, ...]:
+    """The first `n` answers (None: all) of `length` letters, ordered by the sha256 of the word.
+
+    The order looks random and is the same in every language and process. Raises ValueError if there are
+    fewer than `n` answers or `n` is below 1.
+    """
+    words = sorted(_read(f"answers-{length}.txt"), key=lambda word: sha256(word.encode()).digest())
+    if n is not None and not 1 <= n <= len(words):
+        raise ValueError(f"There are {len(words)} answers; ask for 1 to {len(words)} of them, not {n}.")
+    return tuple(words[:n])
+
+
+def secret_for(seed: int, words: Sequence[str]) -> str:
+    """The secret that `seed` selects from `words`, the same in every process."""
+    return words[int(sha256(str(seed).encode()).hexdigest(), 16) % len(words)]
+
+
+def ignored_hint(word: str, clues: Iterable[tuple[str, str]]) -> str:
+    """A sentence that names a hint which `word` ignores, empty if it uses all (hard mode).
+
+    `clues` are the valid guesses so far with their marks. Greens must stay in place, and each letter must
+    occur as often as a guess has shown it to be in the secret.
+    """
+    for guess, marks in clues:
+        for place, (letter, mark) in enumerate(zip(guess, marks, strict=True)):
+            if mark == GREEN and word[place] != letter:
+                return f"Hard mode: letter {place + 1} of a guess must be '{letter}', as '{guess}' showed."
+        found = Counter(letter for letter, mark in zip(guess, marks, strict=True) if mark != GREY)
+        for letter, times in found.items():
+            if word.count(letter) < times:
+                often = f" {times} times" if times > 1 else ""
+                return f"Hard mode: a guess must contain '{letter}'{often}, as '{guess}' showed."
+    return ""
+
+
+def quote(word: str) -> str:
+    """`word` in quotes for a sentence, cut to 20 characters."""
+    return repr(word if len(word) <= 20 else word[:20] + "...")
+
+
+class Game:
+    """Six guesses at one secret. Every guess costs a turn; only valid ones earn letters."""
+
+    def __init__(
+        self, secret: str, valid: Collection[str], costs: Costs = DEFAULT_COSTS, hard_mode: bool = False
+    ) -> None:
+        self.secret = secret
+        self.moves: list[Move] = []
+        self.solved = self.gave_up = False
+        self.invalid = self.repeated = 0  # wasted guesses
+        self._closest = (0, 0)  # greens and yellows of the best guess, so a wasted guess adds no letters
+        self._valid, self._costs, self._hard_mode = valid, costs, hard_mode
+
+    @property
+    def turns(self) -> int:
+        """How many guesses were played."""
+        return len(self.moves)
+
+    @property
+    def over(self) -> bool:
+        """Whether the game is solved, out of turns or given up."""
+        return self.solved or self.gave_up or self.turns == MAX_GUESSES
+
+    def guess(self, word: str) -> Move:
+        """Play one turn; upper case is read as lower case. Raises GameError after the end."""
+        if self.over:
+            raise GameError(409, f"The game ended after turn {self.turns}; start a new one to guess again.")
+        word = word.lower()
+        invalid = self._invalid_reason(word)
+        marks = "" if invalid else feedback(word, self.secret)
+        first = None if invalid else next((move.turn for move in self.moves if move.word == word), None)
+        repetition = f"'{word}' was already guessed in turn {first}." if first else ""
+        self.solved = marks == GREEN * len(self.secret)
+        self.invalid += bool(invalid)
+        self.repeated += bool(repetition)
+        letters = marks.count(GREEN), marks.count(YELLOW)
+        self._closest = max(self._closest, letters, key=lambda found: (2 * found[0] + found[1], found[0]))
+        word, turn = word[:MAX_STORED], self.turns + 1
+        over = self.solved or turn == MAX_GUESSES
+        parts = self._parts(turn)
+        move = Move(
+            turn=turn,
+            word=word,
+            observation=(render(word, marks) if marks else NOT_A_WORD) + (GAME_OVER if over else ""),
+            feedback=marks,
+            message=invalid or repetition,
+            valid=bool(marks),
+            done=over,
+            solved=self.solved,
+            reward=parts.total,
+            reward_parts=parts,
+            secret=self.secret if over else "",
+        )
+        self.moves.append(move)
+        return move
+
+    def give_up(self) -> None:
+        """End the game where it stands; a game that is over does not change."""
+        self.gave_up = self.gave_up or not self.over
+
+    def reward_parts(self) -> RewardParts:
+        """What the game has earned so far."""
+        return self._parts(self.turns)
+
+    def _parts(self, turns: int) -> RewardParts:
+        greens, yellows = self._closest
+        # "0.0 -" instead of a sign, so that no cost is 0.0 and not -0.0.
+        return RewardParts(
+            solved=SOLVED + EARLY * (MAX_GUESSES - turns) if self.solved else 0.0,
+            greens=LETTERS * greens / len(self.secret),
+            yellows=LETTERS * yellows / 2 / len(self.secret),
+            repetition=0.0 - self._costs.repeated * self.repeated,
+            invalid=0.0 - self._costs.invalid * self.invalid,
+            gave_up=-GAVE_UP if self.gave_up else 0.0,
+        )
+
+    def _invalid_reason(self, word: str) -> str:
+        """A sentence that says why `word` cannot be guessed, empty if it can."""
+        if word in self._valid:
+            clues = ((move.word, move.feedback) for move in self.moves if move.valid)
+            return ignored_hint(word, clues) if self._hard_mode else ""
+        if not (word.isascii() and word.isalpha()):
+            return f"{quote(word)} is not made of the letters a to z."
+        if len(word) != len(self.secret):
+            return f"{quote(word)} has {len(word)} letters; a guess has {len(self.secret)}."
+        return f"{quote(word)} is not in the word list."
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The words, the costs and the mode of every game. No training game has a secret in `held_out`."""
+
+    train: tuple[str, ...]
+    held_out: tuple[str, ...]
+    length: int
+    costs: Costs
+    hard_mode: bool
+
+    def deal(self, seed: int, split: Split = "train") -> Game:
+        """The game whose secret `seed` selects. Raises GameError if `split` has no words."""
+        words = self.train if split == "train" else self.held_out
+        if not words:
+            without = f"No answer is held out of {len(self.train)}"
+            raise GameError(422, f"{without}; WORDLE_ANSWERS={HELD_OUT} holds out one.")
+        return Game(secret_for(seed, words), guesses(self.length), self.costs, self.hard_mode)
+
+
+def rules_from(settings: Settings) -> Rules:
+    """The rules that `settings` describe. Raises ValueError if there are fewer answers."""
+    words = answers(settings.answers, settings.length)
+    trained = len(words) - len(words) // HELD_OUT
+    costs = Costs(settings.invalid_cost, settings.repeated_cost)
+    return Rules(words[:trained], words[trained:], settings.length, costs, settings.hard_mode)
+
+
+def _read(name: str) -> list[str]:
+    return (Path(__file__).parent / "words" / name).read_text("ascii").split()

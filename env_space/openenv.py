@@ -1,0 +1,286 @@
+"""OpenEnv's protocol: one game per WebSocket at `/ws`, and the routes by which its tools know an environment.
+
+It is implemented here because the `openenv` package installs a hundred others. The tests run its real client
+and its validation command against this module. The texts are those of the public OpenEnv Wordle environment,
+so that its clients understand them: the guess stands in square brackets, and the marks are the letters G, Y
+and X on a line below "Feedback:". "You attempted an invalid move" means that a guess earned nothing.
+"""
+
+import asyncio
+import json
+import re
+import secrets
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+from uuid import UUID, uuid4
+
+from fastapi import FastAPI, Request, WebSocket
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.websockets import WebSocketDisconnect
+
+from env_space.game import MAX_GUESSES, GameError, Move, Rules, Split
+from env_space.messages import MAX_SEED, MOVE
+from env_space.sessions import Origin, Sessions
+
+Answer = dict[str, Any]
+Timer = Callable[[str, float], None]  # gets the protocol and the seconds of a move
+IDLE = "Closed after {:g} s without a message; connect again and reset."
+RESET_FIRST = "No game is in play on this connection; send a reset first."
+_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+_EXAMPLES = {4: "lane", 5: "crane", 6: "planet", 7: "strange"}
+_LETTERS = str.maketrans("+?-", "GYX")
+
+
+class Reset(BaseModel):
+    """The data of a `reset` message; without a seed the server draws one."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    seed: int | None = Field(None, gt=-MAX_SEED, lt=MAX_SEED)
+    episode_id: str | None = Field(None, max_length=255)
+    split: Split = "train"
+
+
+class Action(BaseModel):
+    """The data of a `step` message: a guess between square brackets, or only the word."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    message: str
+    metadata: dict[str, Any] = {}
+
+
+class Message(BaseModel):
+    """Text for the player."""
+
+    sender_id: int
+    content: str
+    category: str
+
+
+class Observation(BaseModel):
+    """What a player sees after a reset or a step.
+
+    `messages` holds one message, the text of the game so far; `info` is the last move with its reward part
+    by part. `reward` is that of the game so far, and exists from the first step on.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt: str
+    messages: list[Message]
+    current_player_id: int = 0
+    legal_players: list[int] = [0]
+    info: dict[str, Any]
+    metadata: dict[str, Any] = {}
+    reward: float | None
+    done: bool
+
+
+class State(BaseModel):
+    """Where the game of a connection stands, without the secret."""
+
+    episode_id: str | None
+    step_count: int
+    env_id: str = "Wordle-v0"
+    num_players: int = 1
+    max_turns: int = MAX_GUESSES
+    turn: int
+    last_reward: float
+    last_info: dict[str, Any]
+    raw_state: dict[str, Any] = {}
+
+
+class ProtocolError(Exception):
+    """A message cannot be served; `answer` has one of OpenEnv's error codes."""
+
+    def __init__(self, code: str, message: str, **more: Any) -> None:
+        super().__init__(message)
+        self.answer: Answer = {"type": "error", "data": {"message": message, "code": code, **more}}
+
+
+class Table:
+    """One connection and the game that is played on it."""
+
+    def __init__(self, sessions: Sessions, rules: Rules) -> None:
+        self._sessions, self._rules = sessions, rules
+        self._prompt = _rules_text(rules.length, rules.hard_mode)
+        self._session: UUID | None = None
+        self._episode: str | None = None
+        self._text, self._moves = "", 0
+        self._last: Move | None = None
+
+    def answer(self, raw: str) -> Answer | None:
+        """The answer to one message, None to one that ends the connection."""
+        try:
+            return self._dispatch(_parse(raw))
+        except ProtocolError as error:
+            return error.answer
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or "data"
+            sentence = f"The message's '{place}' cannot be used: {first['msg']}"
+            return ProtocolError("VALIDATION_ERROR", f"{sentence}; GET /schema shows what to send.").answer
+        except GameError as error:
+            if error.status != HTTPStatus.SERVICE_UNAVAILABLE:
+                return ProtocolError("EXECUTION_ERROR", str(error)).answer
+            counts = {"active_sessions": len(self._sessions), "max_sessions": self._sessions.capacity}
+            return ProtocolError("CAPACITY_REACHED", str(error), **counts).answer
+
+    def leave(self) -> None:
+        """End the game; it is given up if it is not over."""
+        if self._session is not None:
+            self._sessions.leave(self._session)
+            self._session = None
+
+    def _dispatch(self, message: Answer) -> Answer | None:
+        kind, data = message.get("type"), message.get("data", {})
+        if kind == "reset":
+            return self._reset(Reset.model_validate(data))
+        if kind == "step":
+            return self._step(Action.model_validate(data))
+        if kind == "state":
+            return {"type": "state", "data": self._state()}
+        if kind == "close":
+            return None
+        raise ProtocolError("UNKNOWN_TYPE", "The type of a message is one of reset, step, state, close.")
+
+    def _reset(self, reset: Reset) -> Answer:
+        seed = secrets.randbelow(MAX_SEED) if reset.seed is None else reset.seed
+        game = self._rules.deal(seed, reset.split)
+        self.leave()
+        session = self._sessions.open(uuid4(), Origin(seed, reset.split, "ws"), game)
+        self._session = session.id
+        self._episode = reset.episode_id or str(session.id)
+        self._text, self._moves, self._last = f"[GAME] {self._prompt}", 0, None
+        return self._observation()
+
+    def _step(self, action: Action) -> Answer:
+        if self._session is None:
+            raise ProtocolError("EXECUTION_ERROR", RESET_FIRST)
+        found = _BRACKETS.findall(action.message)
+        word = str(found[-1] if found else action.message).strip()
+        move = self._sessions.play(self._session, self._moves + 1, word)
+        self._last, self._moves = move, self._moves + 1
+        self._text += _story(action.message, move)
+        return self._observation()
+
+    def _observation(self) -> Answer:
+        reward, done = (self._last.reward, self._last.done) if self._last else (None, False)
+        message = Message(sender_id=-1, content=self._text, category="MESSAGE")
+        seen = Observation(
+            prompt=self._prompt, messages=[message], info=self._info(), reward=reward, done=done
+        ).model_dump(exclude={"reward", "done"})
+        return {"type": "observation", "data": {"observation": seen, "reward": reward, "done": done}}
+
+    def _info(self) -> Answer:
+        return MOVE.dump_python(self._last) if self._last else {}
+
+    def _state(self) -> Answer:
+        return State(
+            episode_id=self._episode,
+            step_count=self._moves,
+            turn=self._moves,
+            last_reward=self._last.reward if self._last else 0.0,
+            last_info=self._info(),
+        ).model_dump()
+
+
+def _parse(raw: str) -> Answer:
+    try:
+        message = json.loads(raw)
+    except (ValueError, RecursionError):
+        message = None
+    if not isinstance(message, dict):
+        raise ProtocolError("INVALID_JSON", 'A message is a JSON object like {"type": "reset", "data": {}}.')
+    return message
+
+
+def _rules_text(length: int, hard_mode: bool) -> str:
+    """The first text that a policy reads."""
+    hints = "A guess must use every hint that you were given.\n" if hard_mode else ""
+    return (
+        f"You are playing Wordle. The secret is an English word of {length} letters; "
+        f"you have {MAX_GUESSES} guesses.\n"
+        f"Write each guess between square brackets, like [{_EXAMPLES[length]}].\n"
+        "Every letter is then marked: G if it is in the right place, Y if it is in the word but elsewhere, "
+        "X if it is not in the word.\n"
+        f"{hints}A guess that is not a word costs a turn."
+    )
+
+
+def _story(message: str, move: Move) -> str:
+    """What one move adds to the text of the game."""
+    text = f"\n[Player 0] {message[:200]}\n[GAME] "
+    if move.valid:
+        text += f"Feedback:\n{' '.join(move.word.upper())}\n{' '.join(move.feedback.translate(_LETTERS))}\n"
+    else:
+        text += "You attempted an invalid move. "
+    if move.message:
+        text += f"{move.message} "
+    if move.solved:
+        return f"{text}You found the word."
+    if move.done:
+        return f"{text}The game is over; the word was {move.secret}."
+    left = MAX_GUESSES - move.turn
+    return f"{text}You have {left} {'guess' if left == 1 else 'guesses'} left."
+
+
+def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, timer: Timer) -> None:
+    """Add OpenEnv's routes to `app`."""
+
+    @app.websocket("/ws")
+    async def play(socket: WebSocket) -> None:
+        await socket.accept()
+        table = Table(sessions, rules)
+        try:
+            await _converse(socket, table, sessions.ttl_s, timer)
+        except WebSocketDisconnect:
+            pass
+        except TimeoutError:
+            await socket.close(1001, IDLE.format(sessions.ttl_s))
+        finally:
+            table.leave()
+
+    @app.get("/schema")
+    async def schema() -> Answer:
+        """The JSON schemas of the messages on `/ws`."""
+        kinds: dict[str, type[BaseModel]] = {"action": Action, "observation": Observation, "state": State}
+        return {name: kind.model_json_schema() for name, kind in kinds.items()}
+
+    @app.get("/metadata")
+    async def metadata() -> dict[str, str]:
+        """What this environment is."""
+        about = "Seeded games of Wordle over HTTP and OpenEnv's WebSocket, with exact feedback."
+        return {"name": "wordle", "description": about, "version": "0.1.0", "documentation_url": "/docs"}
+
+    @app.post("/mcp", include_in_schema=False)
+    async def mcp(request: Request) -> Answer:
+        """JSON-RPC, which OpenEnv requires of every environment; a game offers no MCP tools."""
+        try:
+            call = json.loads(await request.body())
+        except (ValueError, RecursionError):
+            call = None
+        call = call if isinstance(call, dict) else {}
+        answer: Answer = {"jsonrpc": "2.0", "id": call.get("id")}
+        if call.get("method") == "tools/list":
+            return answer | {"result": {"tools": []}}
+        error = {"code": -32601, "message": "This game has no MCP tools; play it over /ws."}
+        return answer | {"error": error}
+
+
+async def _converse(socket: WebSocket, table: Table, idle_s: float, timer: Timer) -> None:
+    while True:
+        async with asyncio.timeout(idle_s):
+            message = await socket.receive()
+        if message["type"] == "websocket.disconnect":
+            raise WebSocketDisconnect(message.get("code") or 1000)
+        raw = message.get("text") or (message.get("bytes") or b"").decode("utf-8", "replace")
+        started = time.perf_counter()
+        answer = table.answer(raw)
+        if answer is None:
+            return await socket.close()
+        await socket.send_text(json.dumps(answer))
+        timer("ws", time.perf_counter() - started)

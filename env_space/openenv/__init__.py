@@ -1,1 +1,0 @@
-"""OpenEnv's protocol, so that its stock clients can play."""

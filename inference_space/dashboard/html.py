@@ -1,0 +1,112 @@
+"""Values as people read them, the templates that hold them, and the page's scripts and style sheets.
+
+Templates escape automatically: a value in one can never become a tag. Only `Markup`, which is what a template
+renders to, is inserted as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2.ext import Extension
+from markupsafe import Markup
+
+from delta_weight_sync.util import count_text, size_text
+
+STATIC = Path(__file__).parent / "static"
+_STYLES = ("style.css", "explain.css", "shell.css")
+# Each script needs those before it.
+_SCRIPTS = "formulas stage ship rounding landing sync explain controls shell".split()  # noqa: SIM905
+_COLOURS = 6  # of replicas, before they repeat
+_GUESS = re.compile(r"(?:([a-z])\d([+?-]))+")
+_LETTER = re.compile(r"([a-z])\d([+?-])")
+_MARK = {"+": ("hit", "in place"), "?": ("near", "elsewhere"), "-": ("miss", "not in the word")}
+
+
+def duration(seconds: float) -> str:
+    """Format a time span: `18 ms`, `2.1 s`, `3.4 min`."""
+    if 0 < seconds < 1:
+        return f"{seconds * 1000:.0f} ms" if seconds >= 0.00995 else f"{seconds * 1000:.1f} ms"
+    if seconds < 120:
+        return f"{_digits(seconds)} s"
+    return f"{_digits(seconds / 60)} min" if seconds < 7200 else f"{_digits(seconds / 3600)} h"
+
+
+def age(minutes: int) -> str:
+    """Format a rough time span: `3 min`, `5 h`, `12 days`."""
+    hours = minutes // 60
+    return f"{minutes} min" if hours < 2 else f"{hours} h" if hours < 48 else f"{hours // 24} days"
+
+
+def percent(share: float) -> str:
+    """Format a share of 1: `0.83 %`."""
+    return f"{_digits(100 * share)} %"
+
+
+def clock(t: float) -> str:
+    """Format unix seconds as a time of day in UTC."""
+    return f"{datetime.fromtimestamp(t, UTC):%H:%M:%S} UTC"
+
+
+def plural(count: int, noun: str) -> str:
+    """Count a noun: `1 replica`, `2 replicas`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def behind(versions: int) -> str:
+    """Say how far a replica is from the newest version: `current`, `2 versions behind`."""
+    return "current" if versions <= 0 else f"{plural(versions, 'version')} behind"
+
+
+def colour(index: int) -> str:
+    """Name the CSS class that colours the replica at `index`."""
+    return f"r{index % _COLOURS}"
+
+
+def tiles(answer: str) -> list[tuple[str, str, str]]:
+    """Split a Wordle answer to a guess into tiles: letter, CSS class and place. Empty for any other text."""
+    guess = _GUESS.match(answer)
+    return [(letter, *_MARK[mark]) for letter, mark in _LETTER.findall(guess[0])] if guess else []
+
+
+def _digits(value: float) -> str:
+    if abs(value) < 0.0995:
+        return f"{value:.2g}"
+    return f"{value:.0f}" if abs(value) >= 99.5 else f"{value:.1f}" if abs(value) >= 9.95 else f"{value:.2f}"
+
+
+class _OneLine(Extension):
+    """Drops line breaks and indentation, which would show as gaps between inline elements."""
+
+    def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
+        return re.sub(r"\s*\n\s*", "", source)
+
+
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent / "templates"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    auto_reload=False,  # templates are part of the program
+    extensions=[_OneLine],
+)
+_FILTERS = (size_text, count_text, duration, age, percent, clock, plural, behind, colour, tiles)
+_TEMPLATES.filters |= {function.__name__: function for function in _FILTERS}
+
+
+def render_template(name: str, **values: Any) -> Markup:
+    """Render the template `name` with `values`, which are escaped."""
+    return Markup(_TEMPLATES.get_template(name).render(values))
+
+
+def scripts() -> str:
+    """Return all scripts of the page, joined."""
+    return "\n".join((STATIC / f"{name}.js").read_text() for name in _SCRIPTS)
+
+
+def styles() -> str:
+    """Return all style sheets of the page, joined."""
+    return "\n".join((STATIC / name).read_text() for name in _STYLES)

@@ -1,0 +1,385 @@
+"""The state of a run, updated event by event; an event costs the same in a short run and in a long one.
+
+A page shows one `Progress`: the figures and curves of a run at one moment. It does not grow with the run.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import fmean, median
+
+from delta_weight_sync.errors import ProtocolError
+from delta_weight_sync.runlog import (
+    CanaryEvent,
+    CommitEvent,
+    DoneEvent,
+    Event,
+    ReplicaEvent,
+    StepEvent,
+    SyncEvent,
+)
+
+POINTS = 300  # of a curve: more than a screen shows
+FRAMES = 60  # moments of a run that can be looked back at
+LATELY = 20  # optimizer steps in a recent mean
+UNSETTLED = 64  # newest versions, which replicas may still be taking over
+_ROWS = 12  # of the table of syncs
+_WINDOW = 24  # versions in the staircase
+_STEPS = 256  # of a replica's staircase
+_REPLICAS = 128  # shown; the one silent for longest makes room
+_MEDIANS = 1 << 16  # values up to which a median is exact
+# The curves of a run. Their points are (version, value), from "reward" on (step, value).
+_CURVES = (
+    "deltas",  # bytes
+    "anchors",  # bytes
+    "changed",  # share of the elements
+    "pauses",  # milliseconds of the slowest replica
+    "saved",  # bytes saved so far compared to whole checkpoints
+    "reward",
+    "solved",  # share of the games
+    "invalid",  # share of the guesses
+    "staleness",  # syncs between a sample's weights and the trainer's
+)
+_PEAKS = {"anchors", "pauses", "staleness"}  # keep the maximum of joined points, the others their mean
+_METRICS = {
+    "games/solve_rate": "solved",
+    "games/invalid_rate": "invalid",
+    "sample/staleness_mean": "staleness",
+}
+
+Point = tuple[float, float]
+Series = tuple[Point, ...]
+Digests = Callable[[set[int]], dict[int, str]]  # looks up the published digests of versions
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One replica. Its name, state and error come from outside: never trust them."""
+
+    name: str
+    state: str
+    version: int | None
+    behind: int | None  # versions
+    lag_s: float | None  # from hand-over to commit, of its last commit
+    digest: str | None
+    digest_ok: bool | None  # None: the published digest is not known yet
+    error: str | None
+    signed_by: str | None  # fingerprint of the key whose signature the replica checked
+    versions: Series  # (unix seconds, version), within the window of the staircase
+    lags: Series  # (version, seconds)
+
+
+@dataclass(frozen=True)
+class SlowestCommit:
+    """The cost of a version at the replicas: the maximum of each part."""
+
+    fetch_s: float
+    stage_s: float
+    commit_ms: float
+    pause_ms: float
+    last: CommitEvent  # the one with the largest lag
+
+
+@dataclass(frozen=True, eq=False)
+class Progress:
+    """Everything a page shows of a run with at least one version."""
+
+    version: int
+    last_t: float  # unix seconds of the last event
+    done: DoneEvent | None
+    done_ok: bool | None
+    full_bytes: int
+    payload_bytes: float | None  # median delta
+    sent_bytes: int  # deltas and anchors after version 0
+    sent_full_bytes: int  # the same syncs as whole checkpoints
+    anchor_every: float | None  # versions, median of the last anchors; None before the second
+    pause_ms: float | None  # median
+    worst_pause_ms: float | None
+    lag_s: float | None  # median
+    step_s: float | None  # median time between two versions
+    replicas: tuple[Replica, ...]
+    syncs: tuple[tuple[SyncEvent, SlowestCommit | None], ...]  # newest first
+    trainer: Series  # (unix seconds, version), the window of the staircase
+    curves: dict[str, Series]  # by the names in `_CURVES`
+    canaries: tuple[CanaryEvent, ...]  # the newest of each replica, the worst first
+    group: StepEvent | None  # the newest step whose rollouts were recorded
+    reward_first: float | None  # mean of the first `LATELY` steps
+    reward_lately: float | None  # mean of the last `LATELY` steps
+
+
+class Curve:
+    """A curve of at most `POINTS` points, however many are added.
+
+    A full curve joins its points in pairs; from then on each of them stands for twice as many. It is their
+    mean; with `peaks` its height is their maximum, so that spikes survive. The curve ends with the newest
+    point.
+    """
+
+    def __init__(self, *, peaks: bool = False) -> None:
+        self._peaks, self._join = peaks, max if peaks else operator.add
+        self._each = 1  # points that a group stands for
+        self._groups: list[tuple[int, float, float]] = []  # number of points, sum of x, sum or maximum of y
+        self._newest: Point = (0.0, 0.0)
+
+    def add(self, x: float, y: float) -> None:
+        """Add a point to the right of all others."""
+        self._newest = x, y
+        if self._groups and self._groups[-1][0] < self._each:
+            count, xs, ys = self._groups[-1]
+            self._groups[-1] = count + 1, xs + x, self._join(ys, y)
+            return
+        if len(self._groups) == POINTS:
+            pairs = zip(self._groups[::2], self._groups[1::2], strict=True)
+            self._groups = [(a[0] + b[0], a[1] + b[1], self._join(a[2], b[2])) for a, b in pairs]
+            self._each *= 2
+        self._groups.append((1, x, y))
+
+    def points(self) -> Series:
+        """Return the points to draw."""
+        curve = tuple((x / count, y if self._peaks else y / count) for count, x, y in self._groups)
+        return (*curve, self._newest) if curve and curve[-1][0] != self._newest[0] else curve
+
+
+@dataclass
+class _Track:
+    """What the events say about one replica."""
+
+    state: str = "serving"
+    version: int | None = None
+    digest: str | None = None
+    error: str | None = None
+    signed_by: str | None = None
+    lag_s: float | None = None
+    versions: deque[Point] = field(default_factory=lambda: deque(maxlen=_STEPS))
+    lags: Curve = field(default_factory=lambda: Curve(peaks=True))
+
+    def switch(self, t: float, version: int | None, digest: str | None) -> None:
+        if not self.versions or version != self.version:
+            self.versions.append((t, math.nan if version is None else version))
+        self.version, self.digest = version, digest
+
+    def report(self, t: float, event: ReplicaEvent) -> None:
+        self.switch(t, event.version, event.digest)
+        self.state, self.error, self.signed_by = event.state, event.error, event.signed_by
+
+
+class RunState:
+    """A run so far, and how it stood at earlier versions."""
+
+    def __init__(self) -> None:
+        self.digests: dict[int, str | None] = {}  # published digests; the reader of the bucket fills them in
+        self.version: int | None = None
+        self.events = 0  # taken in so far
+        self._last_t = 0.0
+        self._done: DoneEvent | None = None
+        self._recent: deque[SyncEvent] = deque(maxlen=_ROWS)
+        self._sent = self._sent_full = 0
+        self._trainer: deque[Point] = deque(maxlen=_WINDOW)
+        self._anchored: deque[int] = deque(maxlen=_ROWS)
+        self._curves = {name: Curve(peaks=name in _PEAKS) for name in _CURVES}
+        self._first: list[float] = []
+        self._lately: deque[float] = deque(maxlen=LATELY)
+        self._group: StepEvent | None = None
+        self._slowest: dict[int, SlowestCommit] = {}  # of the newest versions, by their first commit
+        self._canaries: dict[str, CanaryEvent] = {}  # the newest of each replica
+        self._tracks: dict[str, _Track] = {}
+        self._sizes, self._all_pauses, self._all_lags = (list[float]() for _ in range(3))  # sorted
+        self._frames: dict[int, Progress] = {}
+
+    def add(self, events: Iterable[Event]) -> None:
+        """Take in events, oldest first."""
+        for event in events:
+            if isinstance(event, SyncEvent) and self.version is not None:
+                self._keep_frame(self.version, event.version)
+            self.events += 1
+            self._last_t = max(self._last_t, event.t)
+            match event:
+                case SyncEvent():
+                    self._sync(event)
+                case StepEvent():
+                    self._step(event)
+                case ReplicaEvent():
+                    self._track(event.replica).report(event.t, event)
+                case CommitEvent():
+                    self._commit(event)
+                case CanaryEvent():
+                    self._canaries[event.replica] = event
+                case DoneEvent():
+                    self._done = event
+
+    def served(self) -> set[int]:
+        """Return the versions whose published digests are needed."""
+        served = {track.version for track in self._tracks.values() if track.version is not None}
+        return served | ({self._done.version} if self._done else set())
+
+    def progress(self, own: ReplicaEvent | None = None) -> Progress | None:
+        """Return the figures and curves of the page; None before the first version.
+
+        `own` is the status of the replica that hosts the page, in place of what the log says of it.
+        """
+        if self.version is None:
+            return None
+        tracks = self._tracks
+        if own:
+            track = tracks.get(own.replica) or _Track()
+            track = replace(track, versions=track.versions.copy())
+            track.report(self._last_t, own)
+            tracks = {**tracks, own.replica: track}
+        curves = {name: curve.points() for name, curve in self._curves.items()}
+        curves["pauses"] += tuple((version, slow.pause_ms) for version, slow in self._slowest.items())
+        return Progress(
+            version=self.version,
+            last_t=self._last_t,
+            done=self._done,
+            done_ok=self._matches(self._done.version, self._done.digest) if self._done else None,
+            full_bytes=self._recent[-1].full_bytes,
+            payload_bytes=_median(self._sizes),
+            sent_bytes=self._sent,
+            sent_full_bytes=self._sent_full,
+            anchor_every=_median([b - a for a, b in pairwise(self._anchored)]),
+            pause_ms=_median(self._all_pauses),
+            worst_pause_ms=self._all_pauses[-1] if self._all_pauses else None,
+            lag_s=_median(self._all_lags),
+            step_s=_median([b - a for (a, _), (b, _) in pairwise(self._trainer)]),
+            replicas=tuple(self._replica(name, tracks[name]) for name in sorted(tracks)),
+            syncs=tuple((sync, self._slowest.get(sync.version)) for sync in reversed(self._recent)),
+            trainer=tuple(self._trainer),
+            curves=curves,
+            canaries=tuple(sorted(self._canaries.values(), key=lambda canary: -canary.difference)),
+            group=self._group,
+            reward_first=fmean(self._first) if self._first else None,
+            reward_lately=fmean(self._lately) if self._lately else None,
+        )
+
+    def at(self, version: int, digests: Digests) -> Progress:
+        """Return the run at one of its `moments` before the newest; raises `ProtocolError` for others."""
+        frame = self._frames.get(version)
+        if frame is None:
+            raise ProtocolError(f"version {version} is not one of the moments at which this run can be shown")
+        unknown = {r.version for r in frame.replicas if r.digest_ok is None and r.version is not None}
+        if unknown:
+            known = digests(unknown)
+
+            def checked(r: Replica) -> Replica:
+                there = r.digest is not None and r.version in known
+                return replace(r, digest_ok=r.digest == known[r.version or 0]) if there else r
+
+            frame = replace(frame, replicas=tuple(map(checked, frame.replicas)))
+            self._frames[version] = frame
+        return frame
+
+    def _keep_frame(self, version: int, newest: int) -> None:
+        """Keep the present progress for the moments from `version` to before `newest`."""
+        step = _stride(newest)
+        if moments := range(-(-version // step) * step, newest, step):
+            progress = self.progress()
+            assert progress is not None
+            self._frames |= dict.fromkeys(moments, progress)
+        if len(self._frames) > FRAMES:
+            self._frames = {at: frame for at, frame in self._frames.items() if at % step == 0}
+
+    def _sync(self, event: SyncEvent) -> None:
+        self.version, self._done = event.version, None
+        self._recent.append(event)
+        self._trainer.append((event.t, event.version))
+        for track in self._tracks.values():
+            while len(track.versions) > 1 and track.versions[1][0] <= self._trainer[0][0]:
+                track.versions.popleft()
+        if event.version == 0 or event.anchor_bytes:
+            self._anchored.append(event.version)
+            self._curves["anchors"].add(event.version, event.anchor_bytes or event.payload_bytes)
+        if event.version:
+            self._sent += event.payload_bytes + event.anchor_bytes
+            self._sent_full += event.full_bytes
+            self._curves["saved"].add(event.version, self._sent_full - self._sent)
+            self._curves["deltas"].add(event.version, event.payload_bytes)
+            self._curves["changed"].add(event.version, event.changed / max(1, event.total))
+            _insert(self._sizes, event.payload_bytes)
+
+    def _step(self, event: StepEvent) -> None:
+        if event.reward is not None and math.isfinite(event.reward):
+            self._curves["reward"].add(event.step, event.reward)
+            self._lately.append(event.reward)
+            if len(self._first) < LATELY:
+                self._first.append(event.reward)
+        for metric in _METRICS.keys() & event.metrics.keys():
+            self._curves[_METRICS[metric]].add(event.step, event.metrics[metric])
+        if event.rollouts:
+            self._group = event
+
+    def _track(self, replica: str) -> _Track:
+        self._tracks[replica] = track = self._tracks.pop(replica, None) or _Track()
+        if len(self._tracks) > _REPLICAS:
+            del self._tracks[next(iter(self._tracks))]
+        return track
+
+    def _commit(self, event: CommitEvent) -> None:
+        track = self._track(event.replica)
+        track.switch(event.t, event.version, event.digest)
+        if event.joined:  # includes the start of vLLM, which says nothing about a sync
+            return
+        track.lag_s = event.lag_s
+        track.lags.add(event.version, event.lag_s)
+        _insert(self._all_pauses, event.pause_ms)
+        _insert(self._all_lags, event.lag_s)
+        was = self._slowest.get(event.version, SlowestCommit(0, 0, 0, 0, event))
+        self._slowest[event.version] = SlowestCommit(
+            max(was.fetch_s, event.fetch_s),
+            max(was.stage_s, event.stage_s),
+            max(was.commit_ms, event.commit_ms),
+            max(was.pause_ms, event.pause_ms),
+            max(was.last, event, key=lambda commit: commit.lag_s),
+        )
+        if len(self._slowest) > UNSETTLED:
+            oldest = next(iter(self._slowest))
+            self._curves["pauses"].add(oldest, self._slowest.pop(oldest).pause_ms)
+
+    def _replica(self, name: str, track: _Track) -> Replica:
+        start = self._trainer[0][0]
+        return Replica(
+            name=name,
+            state=track.state,
+            version=track.version,
+            behind=None if track.version is None else (self.version or 0) - track.version,
+            lag_s=track.lag_s,
+            digest=track.digest,
+            digest_ok=self._matches(track.version, track.digest),
+            error=track.error,
+            signed_by=track.signed_by,
+            versions=tuple((max(start, t), version) for t, version in track.versions),
+            lags=track.lags.points(),
+        )
+
+    def _matches(self, version: int | None, digest: str | None) -> bool | None:
+        published = self.digests.get(-1 if version is None else version)
+        return None if published is None or digest is None else published == digest
+
+
+def moments(newest: int) -> list[int]:
+    """Return the versions at which a run can be shown: evenly spaced, and the newest."""
+    return sorted({*range(0, newest + 1, _stride(newest)), newest})
+
+
+def _stride(newest: int) -> int:
+    """Versions from one moment to the next; it doubles, so that moments stay moments as a run goes on."""
+    step = 1
+    while newest / step > FRAMES - 1:
+        step *= 2
+    return step
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return median(values) if values else None
+
+
+def _insert(ordered: list[float], value: float) -> None:
+    """Insert `value` in order; when there are too many values, drop every second but the largest."""
+    insort(ordered, value)
+    if len(ordered) > _MEDIANS:
+        del ordered[-2::-2]

@@ -1,0 +1,308 @@
+"""The views next to the run: Inside a delta, Bucket and Explain."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+import numpy as np
+from markupsafe import Markup
+
+from delta_weight_sync.codec import Bits, Delta, header_size
+from delta_weight_sync.errors import CodecError
+from delta_weight_sync.records import POLL_S, Manifest
+from delta_weight_sync.store import Listing, ObjectInfo
+from delta_weight_sync.util import size_text
+from inference_space.dashboard.charts import Mark, Panel, linear, smooth
+from inference_space.dashboard.html import STATIC, percent, plural, render_template
+from inference_space.dashboard.state import Progress
+
+FAR = 5  # ULPs; larger moves are counted together with this one
+# A delta may come from anyone, and no model here says how large it can be.
+MAX_TABLE = 4 << 20  # bytes of a header that is read: some 50,000 tensors
+MAX_DECODE = 64 << 20  # bytes of a delta that is decoded for a picture
+MAX_NUMBERS = 1 << 23  # numbers that it may unpack to, at 14 bytes each
+PAGE = 25  # objects of a kind on a page of the bucket
+_STAND_ALONE = {"gaps", "mask", "dense"}  # modes that decode without the old weights
+_MAX_CELLS, _MAX_REST = 20_000, 200  # of the heat map, and tensors outside of it, that a browser is sent
+MAX_TENSORS = 2000  # of an opened delta that are listed
+_MAX_KINDS = 16  # folders of a run that are listed one by one
+_LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d{1,6})\.(.+)")
+_DISTANCES = [(-FAR, f"≤ −{FAR}"), *((at, f"−{-at}") for at in range(1 - FAR, 0))]
+_DISTANCES += [*((at, f"+{at}") for at in range(1, FAR)), (FAR, f"≥ {FAR}")]
+_KINDS = {
+    "": "The run",
+    "anchors": "Anchors",
+    "deltas": "Deltas",
+    "jumps": "Deltas over several versions",
+    "manifests": "Manifests",
+    "log": "Log",
+}
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """One tensor in the table of a delta."""
+
+    name: str
+    shape: tuple[int, ...]
+    changes: int
+    elements: int
+    mode: str
+
+
+@dataclass(frozen=True)
+class OpenedDelta:
+    """The contents of one delta."""
+
+    base: int
+    version: int
+    encoding: str
+    tensors: tuple[TensorRow, ...]
+    ulps: dict[int, int] | None  # signed distance, clipped to ±`FAR` -> elements; None: see `why`
+    why: str  # the distances are not known
+
+    @property
+    def changes(self) -> int:
+        """The number of changed elements."""
+        return sum(tensor.changes for tensor in self.tensors)
+
+
+def open_delta(path: Path) -> OpenedDelta:
+    """Read a delta file. Distances are decoded if it is small and its modes need no old weights.
+
+    Raises:
+        CodecError: the file is not a delta, or lists too many tensors.
+    """
+    if header_size(path) > MAX_TABLE:
+        raise CodecError(f"{path.name} lists tensors in more than {size_text(MAX_TABLE)}: not opened here")
+    delta = Delta(path)
+    modes = [delta.groups[tensor.group].mode for tensor in delta.tensors]
+    tensors = tuple(
+        TensorRow(tensor.name, tuple(tensor.shape), tensor.changes, tensor.numel, mode)
+        for tensor, mode in zip(delta.tensors, modes, strict=True)
+    )
+    # Decoding holds the changes in memory, in other modes than `gaps` all elements.
+    numbers = sum(tensor.changes if tensor.mode == "gaps" else tensor.elements for tensor in tensors)
+    ulps, why = None, ""
+    if path.stat().st_size > MAX_DECODE or numbers > MAX_NUMBERS:
+        why = "This delta is too large to be decoded for a picture."
+    elif needing := sorted(set(modes) - _STAND_ALONE):
+        why = f"The distances are encoded against the old weights (mode {' and '.join(needing)})"
+        why += ", which only replicas have."
+    else:
+        ulps = _count_ulps(delta)
+    return OpenedDelta(delta.base, delta.version, "small" if "bands" in modes else "fast", tensors, ulps, why)
+
+
+def _count_ulps(delta: Delta) -> dict[int, int]:
+    def no_weights(name: str) -> Bits:
+        raise AssertionError(f"{name}: modes that stand alone need no weights")
+
+    counts = Counter[int]()
+    for patch in delta.patches({tensor.name: tensor.shape for tensor in delta.tensors}, no_weights):
+        moved = np.unique(np.clip(patch.ulps.view(np.int16), -FAR, FAR), return_counts=True)
+        counts.update(dict(zip(*(part.tolist() for part in moved), strict=True)))
+    return dict(counts)
+
+
+class Cell(NamedTuple):
+    """The changed tensors of one kind in one layer."""
+
+    changes: int
+    elements: int
+
+    @property
+    def share(self) -> float:
+        """The share of their elements that changed."""
+        return self.changes / self.elements
+
+
+def tensor_map(tensors: tuple[TensorRow, ...]) -> dict[tuple[str, int | None], Cell]:
+    """Add up changes by kind of tensor and layer; the layer is None outside of layers."""
+    cells: dict[tuple[str, int | None], Cell] = {}
+    for tensor in tensors:
+        name = tensor.name.removesuffix(".weight")
+        match = _LAYER.fullmatch(name)
+        kind = re.sub(r"\.\d+\.", ".*.", match[2]) if match else name.removeprefix("model.")
+        place = kind, int(match[1]) if match else None
+        changes, elements = cells.get(place, (0, 0))
+        cells[place] = Cell(changes + tensor.changes, elements + tensor.elements)
+    return cells
+
+
+def inside(delta: OpenedDelta) -> Markup:
+    """Render one delta: a heat map of layers by kinds of tensor, on a logarithmic scale, and a histogram."""
+    cells = tensor_map(delta.tensors)
+    layers = sorted({layer for _, layer in cells if layer is not None})
+    kinds = list(dict.fromkeys(kind for kind, layer in cells if layer is not None))
+    heat = None
+    if 0 < len(kinds) * len(layers) <= _MAX_CELLS:
+        shares = [cell.share for (_, layer), cell in cells.items() if layer is not None]
+        low, high = min(shares), max(shares)
+
+        def place(share: float) -> float:
+            return math.log(share / low) / math.log(high / low) if high > low else 1.0
+
+        heat = {"layers": layers, "kinds": kinds, "low": low, "high": high, "place": place}
+    rest = [(kind, cell) for (kind, layer), cell in cells.items() if layer is None][:_MAX_REST]
+    return render_template(
+        "inside.html", delta=delta, cells=cells, heat=heat, rest=rest, distances=_DISTANCES
+    )
+
+
+def opened(manifest: Manifest, delta: OpenedDelta, *, served: bool) -> Markup:
+    """Render a delta opened in the listing: its figures, its tensors, and a button to verify it."""
+    return render_template("delta.html", manifest=manifest, delta=delta, served=served, most=MAX_TENSORS)
+
+
+def listing(
+    objects: Listing, run: str, page: int, *, served: bool, openable: Collection[int] | None = None
+) -> Markup:
+    """Render page `page`, counted from 0, of all objects of the run by kind, newest first.
+
+    `served`: there is a server to download from. `openable`: the versions whose deltas can be opened, or all.
+    """
+    folder = f"runs/{run}/"
+    kinds: dict[str, list[ObjectInfo]] = {kind: [] for kind in _KINDS}
+    for info in objects:
+        kind = info.key.removeprefix(folder).rpartition("/")[0].partition("/")[0]
+        kinds.setdefault(kind if kind in kinds or len(kinds) < _MAX_KINDS else "Others", []).append(info)
+
+    def row(info: ObjectInfo) -> dict[str, object]:
+        name = info.key.removeprefix(folder)
+        delta = re.match(r"deltas/(\d{8})", name)
+        can_open = delta and (openable is None or int(delta[1]) in openable)
+        return {
+            "key": info.key,
+            "size": info.size,
+            "parts": re.findall(r".*?(?:/|\.t\d+)|.+", name),  # the name may be broken between them
+            "delta": int(delta[1]) if delta and can_open else None,
+            "download": served and not name.startswith("anchors/"),
+        }
+
+    groups = []
+    for kind, found in kinds.items():
+        newest = sorted(found, key=lambda info: info.key, reverse=True)[page * PAGE : (page + 1) * PAGE]
+        if found:
+            groups.append({"title": _KINDS.get(kind, kind), "objects": found, "rows": [*map(row, newest)]})
+    pages = -(-max(map(len, kinds.values())) // PAGE)
+    return render_template("bucket.html", objects=objects, run=run, page=page, pages=pages, groups=groups)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Measurements of a run, or of an example; `static/formulas.js` computes everything else from them."""
+
+    label: str
+    full_bytes: float
+    delta_bytes: float  # median
+    changed: float  # share of the weights that a sync changes, 0 to 1
+    weights: int
+    step_s: float  # between two hand-overs
+    diff_s: float  # the trainer waits for this
+    encode_s: float
+    stage_s: float
+    pause_s: float  # generation waits for this
+    poll_s: float
+    anchor_every: int  # versions
+
+
+# Qwen3-0.6B with 1.01 % of its weights changed per sync; the encoding `fast` takes 1.21 bytes per change.
+EXAMPLE = Facts("Qwen3-0.6B", 1.192e9, 7.29e6, 0.0101, 596_049_920, 8.0, 0.25, 0.3, 0.2, 0.02, POLL_S, 50)
+LINK = 100e6  # bytes per second, for a model like the example
+_COLOURS = ("good", "delta", "bad")
+_GRID = 24, 14  # columns and rows of weights
+
+
+def facts_of(run: Progress | None, model: str | None) -> Facts | None:
+    """Return what `run` measured; None before it has a delta and a commit."""
+    if run is None or not run.payload_bytes or run.pause_ms is None or run.step_s is None:
+        return None
+    syncs = [(sync, slow) for sync, slow in run.syncs if sync.version]
+    return replace(
+        EXAMPLE,
+        label=model or "this run",
+        full_bytes=run.full_bytes,
+        delta_bytes=run.payload_bytes,
+        changed=run.curves["changed"][-1][1],
+        weights=run.syncs[0][0].total,
+        step_s=run.step_s,
+        diff_s=median([sync.diff_s for sync, _ in syncs] or [0.0]),
+        encode_s=median([sync.encode_s for sync, _ in syncs] or [0.0]),
+        stage_s=median([slow.stage_s for _, slow in syncs if slow] or [0.0]),
+        pause_s=run.pause_ms / 1000,
+        anchor_every=max(2, round(run.anchor_every or EXAMPLE.anchor_every)),
+    )
+
+
+def scene(run: Progress | None, model: str | None) -> dict[str, Any]:
+    """Return the numbers of the animations as JSON values."""
+    measured = facts_of(run, model)
+    facts = [asdict(found) for found in (measured, EXAMPLE) if found]
+    for found in facts:  # a small model gets a small link
+        found["link"] = min(LINK, LINK * found["full_bytes"] / EXAMPLE.full_bytes)
+    chance, cells = random.Random(7), range(_GRID[0] * _GRID[1])
+    grid = {
+        "weights": [chance.gauss(0, 0.02) for _ in cells],
+        # The place in the cell, in units of the last place.
+        "masters": [chance.uniform(-0.5, 0.5) for _ in cells],
+        "updates": [chance.choice((-1, 1)) * chance.uniform(0.3, 1.0) for _ in cells],
+    }
+    return {"facts": facts, "measured": bool(measured), "columns": _GRID[0], "grid": grid}
+
+
+def learned() -> list[Panel]:
+    """Draw the results of training with this project, from files that `bench` writes."""
+    study: dict[str, Any] = json.loads((STATIC / "study.json").read_text())
+    tasks: dict[str, list[float]] = json.loads((STATIC / "pretrained.json").read_text())
+
+    def panel(
+        title: str, about: str, unit: str, rewards: Iterable[list[float]], keys: list[str], trend: bool
+    ) -> Panel:
+        lines = [(css, list(enumerate(line, 1))) for css, line in zip(_COLOURS, rewards, strict=False)]
+        xs, ys = zip(*(point for _, line in lines for point in line), strict=True)
+        x = linear(xs, lambda at: f"{unit} {at:.0f}", whole=True)
+        marks = [Mark("dots", css, line) for css, line in lines if trend]
+        marks += [Mark("line", css, smooth(line) if trend else line) for css, line in lines]
+        y = linear(ys, lambda reward: f"{reward:.2g}")
+        return Panel(title, about, "", x, y, marks, list(zip(_COLOURS, keys, strict=False)))
+
+    def ends(task: str) -> str:
+        rewards, tenth = tasks[task], max(1, len(tasks[task]) // 10)
+        change = f"{fmean(rewards[:tenth]):.2f} \u2192 {fmean(rewards[-tenth:]):.2f}"
+        return f"{task.replace('_', '-')}: {change}, first and last tenth"
+
+    return [
+        panel(
+            "What staleness costs",
+            f"Reward of the demo's policy at each step, the mean of {study['seeds']} seeds, by the age of its"
+            f" training batches in versions. Before training it solves {percent(study['before'])} of held-out"
+            " words. With whole weights instead of deltas the run is the same at every version, bit for bit.",
+            "step",
+            (curve["reward"] for curve in study["curves"]),
+            [
+                f"{plural(curve['staleness'], 'version')} old: {percent(curve['solved'])} solved after"
+                for curve in study["curves"]
+            ],
+            trend=False,
+        ),
+        panel(
+            "A pretrained model",
+            "Reward of SmolLM2-135M at each sync, and its trend, on two tasks: to write a text backwards, and"
+            " Wordle. It had practised both for a few minutes. Trainer and replica shared two CPU cores;"
+            " at the end the replica's live weights were the trainer's, bit for bit.",
+            "sync",
+            tasks.values(),
+            list(map(ends, tasks)),
+            trend=True,
+        ),
+    ]

@@ -1,0 +1,176 @@
+"""The only public port of a vLLM Space: inference, status and the dashboard, and nothing else.
+
+vLLM's app runs in the same process, behind the gate. What it offers beyond the three inference routes cannot
+be reached from outside (see `gate.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import MappingProxyType
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from delta_weight_sync.runlog import ReplicaReport
+from delta_weight_sync.store import open_bucket
+from delta_weight_sync.vllm.disk import CountingReader
+from delta_weight_sync.vllm.follower import Follower
+from inference_space import dashboard
+from inference_space.gate import Completions, DashboardCalls, Gate
+from inference_space.settings import SETUP, Settings, access_problems
+from inference_space.vllm_server import VllmServer
+from space_guard.admission import PROXIES, Lane
+from space_guard.connections import Limits, limited_http
+from space_guard.logs import LogLimit
+from space_guard.requests import Refusal, openai_error
+from space_guard.settings import Problems
+from space_guard.setup_page import SetupPage
+
+INFERENCE = {"/v1/models": "GET", "/v1/completions": "POST", "/v1/chat/completions": "POST"}
+LIMITS = Limits(
+    request_s=15.0, covers_body=False, unread_s=60.0, head_bytes=64 << 10, pipelined=0, keep_active=True
+)
+MAX_VISITORS = 256  # connections of visitors that wait for their next request
+KEEP_ALIVE_S = 120  # a policy plays its environment for seconds between two requests on one connection
+LOG_LINES = 20  # of uvicorn per minute: each may be a traceback of kilobytes
+LANES = {
+    "page": Lane(64, seconds=60.0),
+    "open pages": Lane(128, seconds=None),  # one connection each, for as long as the page is open
+    # A view of the dashboard may rebuild a model; more of them would only wait for each other.
+    "reading": Lane(16, seconds=600.0),
+}
+
+
+class SpaceFollower(Follower):
+    """A follower that also knows which variable the owner must fix before the bucket can be read."""
+
+    problems: Problems = MappingProxyType({})
+
+    def explain(self, error: Exception | None) -> str:
+        """The error, or the variables and secrets to fix."""
+        self.problems = access_problems(error, self._reader.bucket.url) if error else {}
+        return "; ".join(f"{name}: {problem}" for name, problem in self.problems.items()) or f"{error}"
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """The complete Space as one ASGI app; the follower and vLLM live as long as it does."""
+    bucket, vllm, folder = open_bucket(settings.bucket), VllmServer(settings), Path(settings.folder)
+    reader = CountingReader(bucket, settings.run)
+    follower = SpaceFollower(reader, vllm, name=settings.name, folder=folder, poll_s=settings.poll_s)
+    vllm.follower = follower
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        vllm.attach(asyncio.get_running_loop())
+        follower.start()
+        yield
+        await asyncio.to_thread(follower.stop)
+
+    app = FastAPI(title="Delta Weight Sync replica", lifespan=lifespan, openapi_url=None)
+    _add_status(app, follower)
+    dashboard.mount(
+        app,
+        bucket,
+        settings.run,
+        controls=follower.commands,
+        key=settings.key,
+        own_status=lambda: follower.report(0).status,
+    )
+    app.add_middleware(Inference, vllm=vllm, follower=follower)
+    if "SPACE_ID" in os.environ:
+        app.add_middleware(SetupPage, setup=SETUP, problems=lambda: follower.problems)
+    capacity = settings.max_requests or 4 * settings.max_num_seqs
+    app.add_middleware(
+        Gate,
+        key=settings.key,
+        open_inference=settings.open_inference,
+        lanes={**LANES, "inference": Lane(capacity, settings.request_s)},
+        readers={
+            "completion": Completions(lambda: vllm.context, min(capacity, settings.max_num_seqs)),
+            "event": DashboardCalls(app.state.dashboard_events),
+        },
+    )
+    return app
+
+
+def _add_status(app: FastAPI, follower: Follower) -> None:
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """Live: the Space answers."""
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        """Ready: a version is served."""
+        status = follower.report(0).status
+        return JSONResponse(status.model_dump(), 200 if follower.serving else 503)
+
+    @app.get("/status")
+    async def status(after: int = -1) -> ReplicaReport:
+        """Version, digest and state, and the commits of versions newer than `after`."""
+        return follower.report(after)
+
+    @app.post("/delta_weight_sync/poke")
+    async def poke() -> None:
+        """Look at the bucket now."""
+        follower.poke()
+
+
+class Inference:
+    """ASGI middleware: passes the inference routes to vLLM, before FastAPI's layers, which cost as much."""
+
+    def __init__(self, app: ASGIApp, *, vllm: VllmServer, follower: Follower) -> None:
+        self._app, self._vllm, self._follower = app, vllm, follower
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http" or INFERENCE.get(scope["path"]) != scope["method"]:
+            await self._app(scope, receive, send)
+        elif self._follower.serving is None or self._vllm.app is None:
+            reason = f"no version is served yet: {self._follower.report(0).status.state}"
+            await _unavailable(reason)(scope, receive, send)
+        else:
+            await self._ask(self._vllm.app, scope, receive, send)
+
+    async def _ask(self, vllm: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let vLLM answer. If its engine dies over the request, answer 503: it is worth another try."""
+        died = False
+
+        async def unless_dead(message: Message) -> None:
+            nonlocal died
+            died = died or (message.get("status") == 500 and not self._vllm.alive())
+            if not died:
+                await send(message)
+
+        await vllm(scope, receive, unless_dead)
+        if died:
+            await _unavailable("vLLM is being restarted")(scope, receive, send)
+
+
+def _unavailable(reason: str) -> JSONResponse:
+    refusal = Refusal(503, f"{reason}; try again in a moment", {"retry-after": "1"})
+    return openai_error(refusal, "unavailable")
+
+
+def listen(app: ASGIApp, host: str, port: int, key: str = "") -> None:
+    """Serve `app` until SIGTERM. Connections that show `key` are not evicted."""
+    logging.getLogger("uvicorn.error").addFilter(LogLimit(LOG_LINES))
+    uvicorn.run(
+        app,
+        host=host,
+        port=port,
+        access_log=False,
+        log_level="error",  # uvicorn warns about each request that is not HTTP
+        http=limited_http(LIMITS, MAX_VISITORS, key),
+        forwarded_allow_ips=PROXIES if "SPACE_ID" in os.environ else None,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=5,
+    )

@@ -1,0 +1,168 @@
+"""vLLM inside the Space's own process: its API server's app in our event loop, its engine as a child process.
+
+A request makes no hop between the public port and vLLM, and vLLM restarts without being imported again. See
+docs/decisions/0002-one-process-per-replica.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import multiprocessing
+import os
+import shlex
+import shutil
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from delta_weight_sync import gpu_build
+from delta_weight_sync.errors import EngineError
+from delta_weight_sync.signing import PUBLIC_KEY
+from delta_weight_sync.vllm.disk import private_folder
+from delta_weight_sync.vllm.engine import Engine
+from delta_weight_sync.vllm.follower import Follower
+from inference_space.settings import Settings
+
+MODEL_NAME = "policy"
+# On a CPU the worker runs inside the engine's process; two processes would busy-wait on the same cores. It is
+# named by class because vLLM overrules the short name.
+_IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+_ON_CPU = ["--enforce-eager", "--distributed-executor-backend", _IN_PROCESS]
+_ON_CPU += ["--kv-cache-memory-bytes", str(1 << 30)]  # with a size given, vLLM need not measure and warm up
+# The kernels that vLLM prefers on some GPUs reorder the experts of a mixture, and no delta would fit them.
+_ON_GPU = ["--moe-backend", "triton"]
+# A chat template is a program, and anyone with write access to an unsigned bucket could make it loop forever.
+# The two messages that pass are vLLM's own, which it renders at its start.
+_UNSIGNED_TEMPLATE = """{% if messages[0].content in ['warmup', 'x'] %}{{ messages[0].content }}{% else %}
+{{ raise_exception('this replica checks no signatures, so it does not run the chat template that the ' +
+'bucket holds: set DELTA_WEIGHT_SYNC_PUBLIC_KEY, or set your own template with --chat-template in ' +
+'REPLICA_VLLM_ARGS') }}{% endif %}"""
+_ENVIRONMENT = {
+    "VLLM_PLUGINS": "delta_weight_sync",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads, which a fork would lose
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+# vLLM compiles its ranking of logprobs: on a CPU that delays the first answer by ten seconds and saves none.
+_COMPILE = "TORCH_COMPILE_DISABLE"
+log = logging.getLogger("delta_weight_sync")
+
+
+class VllmServer(Engine):
+    """An `Engine` that this process starts. `app` answers its requests and is None while it does not run."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings, self._client = settings, None
+        self._assets: dict[str, str] = {}
+        self.app: ASGIApp | None = None
+        self.context: int | None = None  # tokens that the model reads, None before its start
+        self.follower: Follower | None = None  # its version is named in a stream's headers
+        os.environ.update(_ENVIRONMENT, ENGINE_PYTHON=sys.executable)
+        if not gpu_build.is_installed():
+            os.environ.setdefault(_COMPILE, "1")
+        multiprocessing.set_executable(str(_engine_python(private_folder(settings.folder, "REPLICA_FOLDER"))))
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Answer requests in `loop`."""
+        self._loop = loop
+
+    def alive(self) -> bool:
+        """Whether the engine runs."""
+        return self._client is not None and super().alive()
+
+    def serves(self, checkpoint: Path) -> bool:
+        """Whether the engine was started with the configuration, tokenizer and template of `checkpoint`."""
+        return self.alive() and _assets(checkpoint) == self._assets
+
+    def start(self, checkpoint: Path) -> None:
+        """Start vLLM. The kernel ends the engine when the calling thread ends. Raises `EngineError`."""
+        self.stop()
+        _check_machine()
+        self._assets = _assets(checkpoint)
+        try:
+            arguments = self._arguments(checkpoint)
+            self._client = _client(arguments)
+            self.context = self._client.model_config.max_model_len
+        except (Exception, SystemExit) as error:  # SystemExit: `--help` among the arguments
+            raise EngineError(f"vLLM did not start: {error}; see the log above for the reason") from error
+        self.app = self._wait(_app(self._client, arguments, self.follower))
+
+    def stop(self) -> None:
+        """Stop vLLM, even while it starts."""
+        client, self._client, self.app = self._client, None, None
+        if client is not None:
+            client.shutdown()
+        for child in multiprocessing.active_children():
+            child.kill()
+
+    def _arguments(self, checkpoint: Path) -> Namespace:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        settings = self._settings
+        words = ["--model", str(checkpoint), "--served-model-name", MODEL_NAME, "--dtype", "bfloat16"]
+        words += ["--max-num-seqs", str(settings.max_num_seqs), "--disable-log-stats"]
+        words += [] if os.environ.get(PUBLIC_KEY) else ["--chat-template", _UNSIGNED_TEMPLATE]
+        words += _ON_GPU if gpu_build.is_installed() else _ON_CPU
+        if settings.max_model_len is not None:
+            words += ["--max-model-len", str(settings.max_model_len)]
+        parser = make_arg_parser(FlexibleArgumentParser())
+        parser.error = _reject_arguments
+        arguments: Namespace = parser.parse_args([*words, *shlex.split(settings.vllm_args)])
+        validate_parsed_serve_args(arguments)
+        return arguments
+
+
+def _check_machine() -> None:
+    """Say in one sentence what vLLM would say in a hundred lines. Raises `EngineError` if it cannot start."""
+    if problem := gpu_build.problem():
+        raise EngineError(f"vLLM cannot start: {problem}")
+    for sentence in gpu_build.missing():
+        log.warning("%s", sentence)
+
+
+def _engine_python(folder: Path) -> Path:
+    """The script that runs the engine without the Space's secrets; a copy, as uploads lose file modes."""
+    copy = Path(shutil.copy(Path(__file__).with_name("engine_python.sh"), folder))
+    copy.chmod(0o700)
+    return copy
+
+
+def _reject_arguments(message: str) -> NoReturn:
+    raise ValueError(f"REPLICA_VLLM_ARGS: {message}")
+
+
+def _client(arguments: Namespace) -> Any:
+    """A started engine. It may block, because no event loop runs in this thread."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+
+
+async def _app(client: Any, arguments: Namespace, follower: Follower | None) -> ASGIApp:
+    """The app that `vllm serve` would serve."""
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+
+    tasks = await client.get_supported_tasks()
+    app: FastAPI = build_app(arguments, tasks, client.model_config)
+    app.state.follower = follower
+    app.state.server = SimpleNamespace(should_exit=False)  # vLLM sets it when its engine has died
+    await init_app_state(client, app.state, arguments, tasks)
+    return app
+
+
+def _assets(checkpoint: Path) -> dict[str, str]:
+    """The files of a checkpoint that vLLM reads at its start, except weights: file name -> sha256."""
+    files = (path for path in checkpoint.iterdir() if path.is_file() and path.suffix != ".safetensors")
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

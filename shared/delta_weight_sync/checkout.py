@@ -1,0 +1,370 @@
+"""Keeps a folder at a run's newest version, as an ordinary checkpoint for any engine.
+
+    DIR/current -> 00000041      replaced in one step, after the version behind it is complete and verified
+    DIR/00000041/                config.json, the tokenizer, model.safetensors, and the version's manifest
+    DIR/00000040/                the version before, for readers that still use it; removed by the next update
+    DIR/.building/               the version that is being built
+
+A reader never sees a torn version. Each version is a copy of the one before with the changes written into
+it: it costs its deltas to fetch and one copy on the disk. Changing the old file in place would save little:
+if one weight in a hundred changes, almost every page of the file changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import itertools
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple, Self
+
+from safetensors import SafetensorError
+
+from delta_weight_sync.checkpoint import WEIGHTS, map_bits
+from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.errors import (
+    CodecError,
+    ConfigError,
+    DeltaWeightSyncError,
+    FolderError,
+    ObjectMissingError,
+    ProtocolError,
+)
+from delta_weight_sync.reader import RunReader, apply_delta, open_run, remove_other_files, require_digest
+from delta_weight_sync.records import POLL_S, FileRef, Manifest, parse
+from delta_weight_sync.watch import Watcher, newest
+
+RECORD: Final = "delta_weight_sync.json"  # the manifest, next to the weights: which version a folder holds
+_WAIT_S: Final = 1.0  # at most between two checks whether to stop
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FollowedVersion:
+    """A version that `follow` wrote.
+
+    Attributes:
+        version: Its number.
+        path: Its own folder, an ordinary Hugging Face checkpoint. It stays until the version after the next.
+        manifest: Its manifest.
+    """
+
+    version: int
+    path: Path
+    manifest: Manifest
+
+    @property
+    def digest(self) -> str:
+        """The digest of all weight bits, 16 hex digits."""
+        return self.manifest.digest
+
+
+class FollowedVersions:
+    """Iterates over the versions of a run, with `for` or with `async for`; see `follow`."""
+
+    def __init__(self, versions: Generator[FollowedVersion, None, None], stopped: threading.Event) -> None:
+        self._versions, self._stopped = versions, stopped
+        self._next_lock = threading.Lock()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> FollowedVersion:
+        with self._next_lock:
+            return next(self._versions)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> FollowedVersion:
+        try:
+            version = await asyncio.to_thread(next, self, None)
+        except asyncio.CancelledError:
+            self._stopped.set()  # the thread ends its wait, and releases the folder
+            raise
+        if version is None:
+            raise StopAsyncIteration
+        return version
+
+    def close(self) -> None:
+        """Stop and release the folder. Any thread may call this; it waits for a download in progress."""
+        self._stopped.set()
+        with self._next_lock:
+            self._versions.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def follow(
+    run: str | RunReader,
+    into: str | Path,
+    *,
+    poll_s: float = POLL_S,
+    public_key: str | Path | None = None,
+    version: int | None = None,
+    once: bool = False,
+) -> FollowedVersions:
+    """Keep `into/current` at the newest version of a run, and yield each version after it is there.
+
+        for version in follow("hf://buckets/me/wordle#first", into="policy"):
+            engine.reload(version.path)
+
+    `into/current` is a link to an ordinary checkpoint. It is replaced in one step, after the digest of the
+    new version was verified. After a kill at any moment, the next call continues with what is there.
+    `async for` works too. While you use a version, newer ones are not fetched; the next iteration yields the
+    newest.
+
+    Errors of the bucket and of damaged versions are logged and retried. The folder is locked until the
+    iteration ends: leave the loop, or call `close` if you hold the iterator in a variable.
+
+    Args:
+        run: URL of the run, as for `open_run`, or an open run.
+        into: The folder. It is created if it does not exist.
+        poll_s: Usual seconds between two polls if the store sends no events.
+        public_key: As for `open_run`.
+        version: Yield this version only, then end.
+        once: Yield the newest version only, then end.
+
+    Returns:
+        An iterator of `FollowedVersion`, for `for` and for `async for`. It is a context manager too.
+
+    Raises:
+        FolderError: Another process follows into this folder, or it holds something else. Like all errors,
+            it is raised by the first iteration.
+        DeltaWeightSyncError: The run cannot be opened. With `version` or `once`, any other error too.
+    """
+    if isinstance(run, RunReader) and public_key is not None:
+        raise ConfigError(
+            "public_key belongs to the URL of a run: open the run with this key, or give its URL"
+        )
+    stopped = threading.Event()
+    return FollowedVersions(_follow(run, Path(into), poll_s, public_key, version, once, stopped), stopped)
+
+
+def _follow(
+    run: str | RunReader,
+    into: Path,
+    poll_s: float,
+    public_key: str | Path | None,
+    version: int | None,
+    once: bool,
+    stopped: threading.Event,
+) -> Generator[FollowedVersion, None, None]:
+    reader = run if isinstance(run, RunReader) else open_run(run, public_key=public_key)
+    with CheckpointFolder(reader, into) as folder:
+        if version is None and not once:
+            yield from updates(reader, folder, lambda error: _log.warning("%s", error), poll_s, stopped)
+        else:
+            manifest = newest(reader, folder.held) if version is None else reader.manifest(version)
+            yield FollowedVersion(manifest.version, folder.update(manifest), manifest)
+
+
+def updates(
+    reader: RunReader,
+    folder: CheckpointFolder,
+    complain: Callable[[Exception], object],
+    poll_s: float = POLL_S,
+    stopped: threading.Event | None = None,
+) -> Iterator[FollowedVersion]:
+    """Yield each newer version after the folder holds it, until `stopped` is set.
+
+    A version that cannot be built is retried at growing intervals. If the folder holds nothing yet, an older
+    version is built meanwhile. A version may be yielded twice, but none older than one that the folder held.
+
+    Args:
+        reader: The run.
+        folder: Where to write versions.
+        complain: Called with each `DeltaWeightSyncError` and `OSError`, and with records that were skipped;
+            once for a series of equal errors.
+        poll_s: Usual seconds between two polls.
+        stopped: Ends the iteration.
+    """
+    stopped, last_complaint = stopped or threading.Event(), ""
+    error: Exception | None = None
+    built: list[FollowedVersion] = []
+
+    def build_or_fall_back(manifest: Manifest) -> None:
+        try:
+            built.append(FollowedVersion(manifest.version, folder.update(manifest), manifest))
+        except (ProtocolError, ObjectMissingError):
+            if folder.held is None and (older := reader.readable(manifest)) and older != manifest:
+                build_or_fall_back(older)
+            raise
+
+    with closing(Watcher(reader, poll_s, folder.held)) as watcher:
+        while not stopped.is_set():
+            try:
+                if watcher.check(build_or_fall_back):
+                    error = watcher.problem()
+            except (DeltaWeightSyncError, OSError) as caught:
+                error = caught
+            yield from built
+            built.clear()
+            if error and str(error) != last_complaint:
+                complain(error)
+            last_complaint = str(error or "")
+            if not stopped.is_set():
+                watcher.wait(min(poll_s, _WAIT_S))
+
+
+class Built(NamedTuple):
+    """A verified version, and the folder that holds it."""
+
+    manifest: Manifest
+    folder: Path
+
+
+def build(reader: RunReader, manifest: Manifest, into: Path, held: Built | None) -> None:
+    """Write a version to `into` and verify its digest. Complete files of a failed try are used again.
+
+    If that takes fewer bytes than an anchor, the version is a copy of the held one with the changes written
+    into it. `held` may be any version. Raises as `CheckpointFolder.update`.
+    """
+    if held is None or not _patched(reader, manifest, into, held):
+        remove_other_files(into, manifest.anchor)
+        reader.checkout(manifest, into)
+        require_digest(map_bits(into / WEIGHTS), manifest)
+
+
+def _patched(reader: RunReader, manifest: Manifest, into: Path, held: Built) -> bool:
+    """Build from the held version. False if that does not lead there, or an anchor is cheaper.
+
+    That happens if the run was restarted, or if another program wrote into the held version.
+    """
+    recipe = reader.recipe(manifest, held.manifest.version)
+    if recipe.anchor or not recipe.deltas or _contents(held.manifest) != _contents(manifest):
+        return False
+    shutil.rmtree(into, ignore_errors=True)
+    paths = [reader.fetch(delta, into) for delta in recipe.deltas]
+    shutil.copytree(held.folder, into, dirs_exist_ok=True)
+    state = map_bits(into / WEIGHTS, "r+")
+    try:
+        for path in paths:
+            apply_delta(state, path)
+            path.unlink()
+    except CodecError:
+        return False
+    return to_hex(state_digest(state)) == manifest.digest
+
+
+class CheckpointFolder:
+    """A folder at one version of a run. While it is open, no other process can open it. Use it in `with`.
+
+    Args:
+        reader: The run.
+        folder: The folder. It is created if it does not exist; its content is verified.
+
+    Attributes:
+        folder: Its absolute path.
+        held: The verified version behind `current`, or None.
+
+    Raises:
+        FolderError: Another process has the folder open, or it holds something else.
+        OSError: The disk failed.
+    """
+
+    def __init__(self, reader: RunReader, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self._reader = folder.absolute(), reader
+        self._current, self._building = self.folder / "current", self.folder / ".building"
+        with ExitStack() as stack:
+            lock = stack.enter_context(
+                (folder / ".lock").open("w")
+            )  # ends with this process, however it ends
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise FolderError(f"another process keeps {folder}: end it, or name another folder") from None
+            if self._current.is_dir() and not self._current.is_symlink():
+                raise FolderError(f"{self._current} is a folder, not a link of ours: name another folder")
+            self._clear()
+            self.held = self._verified()
+            stack.callback(self._clear)
+            self._open = stack.pop_all()
+
+    def close(self) -> None:
+        """Remove an unfinished version and let other processes open the folder."""
+        self._open.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def update(self, manifest: Manifest) -> Path:
+        """Put a version behind `current`.
+
+        After any error, and after `kill -9`, `current` is unchanged.
+
+        Returns:
+            The folder of the version.
+
+        Raises:
+            DeltaWeightSyncError: The version cannot be fetched or built.
+            OSError: The disk failed.
+        """
+        held = self.held
+        if held is None or (held.version, held.digest) != (manifest.version, manifest.digest):
+            self._remove_older()
+            build(self._reader, manifest, self._building, Built(held, self._current) if held else None)
+            self._show(manifest)
+        return self._current.resolve()
+
+    def _verified(self) -> Manifest | None:
+        """The version behind `current`, or None if that is not exactly what was published."""
+        try:
+            manifest = parse(Manifest, (self._current / RECORD).read_bytes(), RECORD)
+            for ref in _assets(manifest):
+                ref.check((self._current / ref.name).read_bytes())
+            require_digest(map_bits(self._current / WEIGHTS), manifest)
+        except (OSError, ProtocolError, SafetensorError):
+            return None
+        return manifest
+
+    def _clear(self) -> None:
+        """Remove an unfinished version, also of a process that was killed."""
+        shutil.rmtree(self._building, ignore_errors=True)
+
+    def _remove_older(self) -> None:
+        """Remove all versions except the current one."""
+        current = self._current.resolve()
+        for folder in self.folder.iterdir():
+            ours = (folder / RECORD).is_file() and not folder.is_symlink()
+            if ours and folder.resolve() != current and folder != self._building:
+                shutil.rmtree(folder)
+
+    def _show(self, manifest: Manifest) -> None:
+        """Move the finished version to a free name and point `current` at it.
+
+        A restarted run has the same version numbers again, while `current` is still the old run's.
+        """
+        (self._building / RECORD).write_bytes(manifest.to_bytes())
+        name = f"{manifest.version:08d}"
+        names = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(1)))
+        folder = next(path for path in map(self.folder.joinpath, names) if not path.exists())
+        self._building.rename(folder)
+        link = self.folder / ".current"
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder.name)
+        link.replace(self._current)
+        self.held = manifest
+
+
+def _assets(manifest: Manifest) -> list[FileRef]:
+    """The files of a checkpoint except its weights."""
+    return [ref for ref in manifest.anchor.files if ref.name != WEIGHTS]
+
+
+def _contents(manifest: Manifest) -> set[tuple[str, str]]:
+    return {(ref.name, ref.sha256) for ref in _assets(manifest)}

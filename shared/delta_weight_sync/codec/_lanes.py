@@ -1,0 +1,135 @@
+"""Vector operations on 64 weights: compare a block of bf16 patterns and get one bit per weight.
+
+LLVM vector operations through numba, so each machine runs its own widest instructions (AVX2, AVX-512, NEON)
+and nothing has to be compiled when the package is installed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from delta_weight_sync.util import kernel
+
+LANES = 64
+BANDS = 8
+_WORD = ir.IntType(64)
+_INDEX = ir.IntType(32)
+_BLOCK = ir.VectorType(ir.IntType(16), LANES)
+_EXPONENTS = ir.VectorType(ir.IntType(8), LANES)
+
+
+@intrinsic
+def differs(typing: Any, left: Any, right: Any, start: Any) -> Any:
+    """uint64: bit j is set where `left[start + j] != right[start + j]`; both uint16, contiguous."""
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        blocks = [_load(context, builder, signature.args[i], values[i], values[2]) for i in (0, 1)]
+        return builder.bitcast(builder.icmp_unsigned("!=", *blocks), _WORD)
+
+    return types.uint64(left, right, types.int64), emit
+
+
+@intrinsic
+def split(typing: Any, bits: Any, start: Any, valid: Any, limits: Any, masks: Any) -> Any:
+    """Write one mask per band to `masks` (uint64 [8]): which weights from `start` are in it.
+
+    `bits`: uint16; `limits` (int8 [7], ascending): the lowest exponent of each band but the first, minus 128,
+    because narrow machines compare signed bytes only. Of the last band only the `valid` lanes count.
+    """
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        block = _load(context, builder, signature.args[0], values[0], values[1])
+        exponents = _exponents(builder, block)
+        first_limit, first_mask = (_data(context, builder, signature.args[i], values[i]) for i in (3, 4))
+        lower = ir.Constant(_WORD, 0)
+        for band in range(BANDS - 1):
+            limit = builder.load(builder.gep(first_limit, [ir.Constant(_WORD, band)]))
+            flags = builder.icmp_signed("<", exponents, _broadcast(builder, limit))
+            upto = builder.bitcast(flags, _WORD)
+            mask = builder.and_(upto, builder.not_(lower))
+            builder.store(mask, builder.gep(first_mask, [ir.Constant(_WORD, band)]))
+            lower = upto
+        rest = builder.and_(builder.not_(lower), values[2])
+        builder.store(rest, builder.gep(first_mask, [ir.Constant(_WORD, BANDS - 1)]))
+        return context.get_dummy_value()
+
+    return types.void(bits, types.int64, types.uint64, limits, masks), emit
+
+
+@intrinsic
+def at_most(typing: Any, numbers: Any, limit: Any) -> Any:
+    """uint64: bit j is set where `numbers[j]` (int16 [64]) is not above `limit` (int64, below 2^15)."""
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        block = _load(context, builder, signature.args[0], values[0], ir.Constant(_WORD, 0))
+        limit = builder.trunc(values[1], _BLOCK.element)
+        return builder.bitcast(builder.icmp_signed("<=", block, _broadcast(builder, limit)), _WORD)
+
+    return types.uint64(numbers, types.int64), emit
+
+
+@intrinsic
+def ones(typing: Any, word: Any) -> Any:
+    """How many bits of a uint64 are set."""
+    return types.int64(types.uint64), lambda context, builder, signature, values: builder.ctpop(values[0])
+
+
+@intrinsic
+def lowest(typing: Any, word: Any) -> Any:
+    """Position of the lowest set bit of a uint64; 64 for zero."""
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.cttz(values[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.int64(types.uint64), emit
+
+
+@intrinsic
+def length(typing: Any, word: Any) -> Any:
+    """Bits up to and including the highest set one of a uint64; 0 for zero."""
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        zeros = builder.ctlz(values[0], ir.Constant(ir.IntType(1), 0))
+        return builder.sub(ir.Constant(_WORD, LANES), zeros)
+
+    return types.int64(types.uint64), emit
+
+
+@kernel
+def select(word: np.uint64, rank: int) -> int:
+    """Position of the set bit of `word` that has `rank` set bits below it."""
+    position = np.uint64(0)
+    for width in (32, 16, 8, 4, 2, 1):
+        below = ones((word >> position) & np.uint64((1 << width) - 1))
+        above = np.int64(rank >= below)  # arithmetic: a branch would be mispredicted half of the time
+        rank -= below * above
+        position += np.uint64(width * above)
+    return int(position)
+
+
+def _data(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
+    return context.make_array(array_type)(context, builder, array).data
+
+
+def _load(context: Any, builder: Any, array_type: Any, array: Any, start: Any) -> Any:
+    first = builder.gep(_data(context, builder, array_type, array), [start])
+    return builder.load(builder.bitcast(first, _BLOCK.as_pointer()), align=2)
+
+
+def _exponents(builder: Any, block: Any) -> Any:
+    """The exponent of each weight of a block, minus 128."""
+    unsigned = builder.shl(block, ir.Constant(_BLOCK, [1] * LANES))
+    high = builder.lshr(unsigned, ir.Constant(_BLOCK, [8] * LANES))
+    return builder.xor(builder.trunc(high, _EXPONENTS), ir.Constant(_EXPONENTS, [-128] * LANES))
+
+
+def _broadcast(builder: Any, value: Any) -> Any:
+    undefined = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
+    first = builder.insert_element(undefined, value, ir.Constant(_INDEX, 0))
+    everywhere = ir.Constant(ir.VectorType(_INDEX, LANES), [0] * LANES)
+    return builder.shuffle_vector(first, undefined, everywhere)

@@ -1,0 +1,174 @@
+"""The changed elements of one tensor, and the exact arithmetic on them."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from delta_weight_sync.codec._lanes import LANES, differs, lowest
+from delta_weight_sync.errors import CodecError
+from delta_weight_sync.util import kernel
+
+Bits = NDArray[np.uint16]
+Index = NDArray[np.int64]
+Number = TypeVar("Number", bound=np.generic)
+_CHUNK = 1 << 18  # elements compared at a time: bounds the scratch space and keeps it in the cache
+
+
+@dataclass(frozen=True)
+class Patch:
+    """The changed elements of one tensor.
+
+    Attributes:
+        name: The tensor's name in the checkpoint.
+        shape: The tensor's shape.
+        index: int64 [n], strictly increasing row-major positions.
+        ulps: uint16 [n], `(new - old) mod 2^16` of the bf16 patterns, never zero. Read as signed, +1 is the
+            next larger magnitude.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    index: Index
+    ulps: Bits
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+
+ULP_CLASSES = ("1", "2", "3-4", "5-16", "17-256", "257+")  # distances in units of the last place, up or down
+_CLASS_STARTS = np.array([2, 3, 5, 17, 257])  # of all classes but the first
+
+
+def count_ulps(patch: Patch) -> NDArray[np.int64]:
+    """Changes of a patch in each of `ULP_CLASSES`; a change of sign counts in the last one."""
+    distance = np.abs(patch.ulps.view(np.int16).astype(np.int32))
+    return np.bincount(np.searchsorted(_CLASS_STARTS, distance, side="right"), minlength=len(ULP_CLASSES))
+
+
+def diff(name: str, old: Bits, new: Bits) -> Patch:
+    """Exact difference of two versions of a tensor; -0.0 and every NaN pattern count as themselves.
+
+    Args:
+        name: The tensor's name in the checkpoint.
+        old: uint16, any shape: the bf16 patterns before.
+        new: uint16, the same shape: the patterns after.
+
+    Raises:
+        CodecError: The shapes differ.
+    """
+    if old.shape != new.shape:
+        raise CodecError(f"{name}: shape changed from {old.shape} to {new.shape} within a run")
+    index, ulps = diff_flat(np.ascontiguousarray(old).reshape(-1), np.ascontiguousarray(new).reshape(-1))
+    return Patch(name, new.shape, index, ulps)
+
+
+def diff_flat(old: Bits, new: Bits, first: int = 0) -> tuple[Index, Bits]:
+    """(index, ulps) of two flat uint16 arrays whose first element has position `first`."""
+    found: list[tuple[Index, Bits]] = []
+    index, ulps = _scratch.arrays
+    for start in range(0, old.size, _CHUNK):
+        parts = old[start : start + _CHUNK], new[start : start + _CHUNK]
+        count = _scan(*parts, first + start, index, ulps)
+        found.append((index[:count].copy(), ulps[:count].copy()))
+    return join([index for index, _ in found], np.int64), join([ulps for _, ulps in found], np.uint16)
+
+
+class _Scratch(threading.local):
+    """Room for the changes of a chunk, by thread: fresh pages cost more than the comparison."""
+
+    def __init__(self) -> None:
+        self.arrays = np.empty(_CHUNK, np.int64), np.empty(_CHUNK, np.uint16)
+
+
+_scratch = _Scratch()
+
+
+def join(parts: Sequence[NDArray[Number]], dtype: type[Number]) -> NDArray[Number]:
+    """The parts in one array; empty for none."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, dtype)])
+
+
+def apply(patch: Patch, bits: Bits) -> None:
+    """Add the patch to `bits` (uint16, C-contiguous) in place; raises `CodecError` if it does not fit."""
+    if bits.shape != patch.shape:
+        raise CodecError(f"{patch.name}: the delta is for shape {patch.shape}, the model has {bits.shape}")
+    if patch.index.size and not 0 <= patch.index[0] <= patch.index[-1] < bits.size:
+        raise CodecError(f"{patch.name}: position {patch.index[-1]} lies outside shape {patch.shape}")
+    _add(bits.reshape(-1), patch.index, patch.ulps)
+
+
+def inverse(patch: Patch) -> Patch:
+    """The patch that undoes `patch`."""
+    return Patch(patch.name, patch.shape, patch.index, (0 - patch.ulps).astype(np.uint16))
+
+
+def merge(first: Sequence[Patch], second: Sequence[Patch]) -> list[Patch]:
+    """One patch per tensor with the effect of `first`, then `second`; changes that cancel are dropped."""
+    merged = {p.name: p for p in first}
+    for patch in second:
+        merged[patch.name] = _merge_one(merged[patch.name], patch) if patch.name in merged else patch
+    return [p for p in merged.values() if p.index.size]
+
+
+def _merge_one(first: Patch, second: Patch) -> Patch:
+    if first.shape != second.shape:
+        raise CodecError(f"{first.name}: shape changed from {first.shape} to {second.shape} within a run")
+    index = np.empty(first.index.size + second.index.size, np.int64)
+    ulps = np.empty(index.size, np.uint16)
+    count = _merge(first.index, first.ulps, second.index, second.ulps, index, ulps)
+    return Patch(first.name, first.shape, index[:count].copy(), ulps[:count].copy())
+
+
+@kernel
+def _scan(old: Bits, new: Bits, first: int, index: Index, ulps: Bits) -> int:
+    count = 0
+    whole = old.size // LANES * LANES
+    for start in range(0, old.size, LANES):
+        if start < whole:
+            word = differs(old, new, start)
+        else:
+            word = np.uint64(0)
+            for lane in range(old.size - whole):
+                word |= np.uint64(old[whole + lane] != new[whole + lane]) << np.uint64(lane)
+        while word:
+            at = start + lowest(word)
+            word &= word - np.uint64(1)
+            index[count] = first + at
+            ulps[count] = new[at] - old[at]
+            count += 1
+    return count
+
+
+@kernel
+def _add(bits: Bits, index: Index, ulps: Bits) -> None:
+    for j in range(index.size):
+        bits[index[j]] += ulps[j]
+
+
+@kernel
+def _merge(a: Index, a_ulps: Bits, b: Index, b_ulps: Bits, index: Index, ulps: Bits) -> int:
+    i, j, count = 0, 0, 0
+    while i < a.size or j < b.size:
+        from_a = i < a.size and (j == b.size or a[i] <= b[j])
+        from_b = j < b.size and (i == a.size or b[j] <= a[i])
+        change = np.uint16(0)
+        if from_a:
+            index[count] = a[i]
+            change = a_ulps[i]
+            i += 1
+        if from_b:
+            index[count] = b[j]
+            change = np.uint16(change + b_ulps[j])
+            j += 1
+        ulps[count] = change
+        count += change != 0
+    return count

@@ -1,0 +1,318 @@
+"""Bit streams of the codec: Rice codes for distances, Exp-Golomb codes for magnitudes.
+
+A stream is little-endian 64-bit words, filled from the lowest bit. A Rice section with parameter k holds all
+remainders (k bits each), then all quotients in unary (q zeros and a one): Rice & Plaunt (1971). Distances
+between independent events are geometric; for them it is within 3 % of the entropy. The Exp-Golomb code with
+parameter k of v is, with w = v + 2^k of n bits: n - k - 1 zeros, a one, the low n - 1 bits of w.
+
+A sequence ("band") of items, some of which are events, is coded as its runs: the items between two events.
+Up to eight bands are read side by side. If more than half of a band's items are events, the other items are
+coded instead (`flipped`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from delta_weight_sync.codec._lanes import length, lowest
+from delta_weight_sync.codec._patch import Index
+from delta_weight_sync.errors import CodecError
+from delta_weight_sync.util import kernel
+
+MAX_K = 40
+MAX_GOLOMB = 14
+FAR = 1 << 62  # a run that no sequence reaches the end of
+REMAINDER, QUOTIENT, END, K, LEFT, RUN, FLIPPED = range(7)  # rows of a reader's state
+Words = NDArray[np.uint64]
+Numbers = NDArray[np.int64]
+State = NDArray[np.int64]
+
+
+@kernel
+def rice_k(numbers: Numbers) -> tuple[int, int]:
+    """(k, bits): the parameter with the shortest Rice section for `numbers`, and that length."""
+    total = np.int64(0)
+    for number in numbers:
+        total += number
+    guess = 0
+    while guess < MAX_K and (numbers.size << (guess + 1)) < total:
+        guess += 1
+    first, last = max(guess - 1, 0), min(guess + 1, MAX_K)
+    quotients = _quotients(numbers, first)
+    best_k, best_bits = 0, np.int64(-1)
+    for k in range(first, last + 1):
+        bits = np.int64(numbers.size) * (k + 1) + quotients[k - first]
+        if best_bits < 0 or bits < best_bits:
+            best_k, best_bits = k, bits
+    return best_k, int(best_bits)
+
+
+@kernel
+def _quotients(numbers: Numbers, k: int) -> tuple[int, int, int]:
+    """Sums of the quotients with parameters k, k + 1 and k + 2."""
+    one, two, three = np.uint64(0), np.uint64(0), np.uint64(0)
+    for number in numbers:
+        quotient = np.uint64(number) >> np.uint64(k)
+        one += quotient
+        two += quotient >> np.uint64(1)
+        three += quotient >> np.uint64(2)
+    return int(one), int(two), int(three)
+
+
+@kernel
+def put_rice(numbers: Numbers, k: int, words: Words, at: int) -> int:
+    """Write a Rice section at bit `at` of zeroed `words`; returns the bit after it."""
+    _put_remainders(numbers, k, words, at)
+    at += k * numbers.size
+    place, word = at >> 6, words[at >> 6]
+    for number in numbers:
+        at += number >> k
+        if at >> 6 != place:
+            words[place] = word
+            place, word = at >> 6, np.uint64(0)
+        word |= np.uint64(1) << np.uint64(at & 63)
+        at += 1
+    words[place] = word
+    return at
+
+
+@kernel
+def _put_remainders(numbers: Numbers, k: int, words: Words, at: int) -> None:
+    place, filled, word = at >> 6, at & 63, words[at >> 6]
+    for number in numbers:
+        remainder = np.uint64(number & ((1 << k) - 1))
+        word |= remainder << np.uint64(filled)
+        filled += k
+        if filled >= 64:
+            words[place] = word
+            place, filled = place + 1, filled - 64
+            word = remainder >> np.uint64(k - filled)
+    words[place] = word
+
+
+@kernel
+def _peek(words: Words, at: int) -> np.uint64:
+    """64 bits from bit `at`; the word after that of `at` must be readable."""
+    number, shift = np.uint64(at) >> np.uint64(6), np.uint64(at) & np.uint64(63)
+    after = words[number + np.uint64(1)] << np.uint64(1)
+    return words[number] >> shift | after << (np.uint64(63) - shift)
+
+
+@kernel
+def take(words: Words, at: int, bits: int) -> int:
+    """`bits` bits (0 to 63) at bit `at`; readable as for `_peek`."""
+    return int(_peek(words, at) & ((np.uint64(1) << np.uint64(bits)) - np.uint64(1)))
+
+
+@kernel
+def next_one(words: Words, at: int, end: int) -> int:
+    """Position of the first set bit from `at` on; `end` if none comes before it."""
+    word = _peek(words, at)
+    while word == 0 and at < end:
+        at += 64
+        word = _peek(words, at)
+    return min(at + lowest(word), end)
+
+
+@kernel
+def golomb_k(numbers: Numbers) -> tuple[int, int]:
+    """(k, bits): the parameter with the shortest Exp-Golomb section for `numbers`, and that length."""
+    best_k, best_bits = 0, np.int64(-1)
+    for k in range(MAX_GOLOMB + 1):
+        bits = np.int64(0)
+        for number in numbers:
+            bits += 2 * length(np.uint64(number) + (np.uint64(1) << np.uint64(k)))
+        bits -= np.int64(numbers.size) * (k + 1)
+        if best_bits >= 0 and bits > best_bits:
+            break  # the length has one minimum
+        best_k, best_bits = k, bits
+    return best_k, int(best_bits)
+
+
+@kernel
+def put_golomb(numbers: Numbers, k: int, words: Words, at: int) -> int:
+    """Write an Exp-Golomb section at bit `at` of zeroed `words`; returns the bit after it."""
+    for number in numbers:
+        shifted = np.uint64(number) + (np.uint64(1) << np.uint64(k))
+        rest = length(shifted) - 1
+        at += rest - k
+        words[at >> 6] |= np.uint64(1) << np.uint64(at & 63)
+        at = _put(shifted ^ (np.uint64(1) << np.uint64(rest)), rest, words, at + 1)
+    return at
+
+
+@kernel
+def take_golomb(words: Words, at: int, end: int, k: int) -> tuple[int, int]:
+    """(number, bit after it) of the Exp-Golomb code at bit `at`; (-1, at) if it does not end before `end`."""
+    one = next_one(words, at, end)
+    bits = one - at + k
+    if one == end or bits > MAX_K or one + 1 + bits > end:
+        return -1, at
+    rest = take(words, one + 1, bits)
+    return int(rest + (np.int64(1) << bits) - (np.int64(1) << k)), one + 1 + bits
+
+
+@kernel
+def _put(value: np.uint64, bits: int, words: Words, at: int) -> int:
+    if bits == 0:
+        return at
+    shift = np.uint64(at & 63)
+    words[at >> 6] |= value << shift
+    if shift + np.uint64(bits) > np.uint64(64):
+        words[(at >> 6) + 1] |= value >> (np.uint64(64) - shift)
+    return at + bits
+
+
+def to_words(stream: NDArray[np.uint8]) -> Words:
+    """The stream's bytes as words, with two words of zeros after them."""
+    words = np.zeros(stream.size // 8 + 3, np.uint64)
+    words.view(np.uint8)[: stream.size] = stream
+    return words
+
+
+def to_bytes(words: Words, bits: int) -> NDArray[np.uint8]:
+    """The first `bits` bits of `words`, as whole bytes."""
+    return words.view(np.uint8)[: (bits + 7) // 8]
+
+
+class Section(NamedTuple):
+    """One band of a stream: `events` Rice codes with parameter `k` in `bits` bits."""
+
+    events: int
+    k: int
+    flipped: bool
+    bits: int
+
+
+def encode_runs(bands: Sequence[Numbers], totals: Sequence[int]) -> tuple[list[Section], NDArray[np.uint8]]:
+    """Code the run before each event, `bands[b]`, of the `totals[b]` items of each band."""
+    flips = [2 * runs.size > total for runs, total in zip(bands, totals, strict=True)]
+    flipped = zip(bands, totals, flips, strict=True)
+    coded = [_others(runs, total) if flip else runs for runs, total, flip in flipped]
+    choices = [rice_k(runs) for runs in coded]
+    words = np.zeros(sum(bits for _, bits in choices) // 64 + 2, np.uint64)
+    at, sections = 0, []
+    for runs, flip, (k, bits) in zip(coded, flips, choices, strict=True):
+        at = put_rice(runs, k, words, at)
+        sections.append(Section(runs.size, k, flip, bits))
+    return sections, to_bytes(words, at)
+
+
+def open_runs(
+    sections: Sequence[tuple[int, int, bool, int]], stream: NDArray[np.uint8], what: str
+) -> tuple[Words, State]:
+    """The words of a stream and a reader's state before its first item, int64 [7, bands].
+
+    Raises `CodecError` if the sections do not fit the stream or a first run is damaged; `what` names the
+    stream.
+    """
+    words, state = to_words(stream), np.zeros((7, len(sections)), np.int64)
+    at = 0
+    for band, (events, k, flipped, bits) in enumerate(sections):
+        if not (0 <= k <= MAX_K and 0 <= events * (k + 1) <= bits <= 8 * stream.size - at):
+            raise CodecError(f"a section of {events} events in {bits} bits does not fit its stream")
+        state[:, band] = (at, at + events * k, at + bits, k, events, 0, flipped)
+        at += bits
+    for band in range(len(sections)):
+        state[RUN, band] = _next_run(words, state, band)
+    if (state[RUN] < 0).any():
+        raise CodecError(f"the section of {what} is damaged")
+    return words, state
+
+
+@kernel
+def _next_run(words: Words, state: State, band: int) -> int:
+    """Items before the band's next event: `FAR` without one, -1 if the section is damaged."""
+    if state[LEFT, band] == 0:
+        return FAR
+    state[LEFT, band] -= 1
+    k = state[K, band]
+    one = next_one(words, state[QUOTIENT, band], state[END, band])
+    quotient = one - state[QUOTIENT, band]
+    if one == state[END, band] or quotient >> (60 - k) != 0:
+        return -1
+    run = (quotient << k) + take(words, state[REMAINDER, band], k)
+    state[QUOTIENT, band] = one + 1
+    state[REMAINDER, band] += k
+    return run
+
+
+@kernel
+def walk(words: Words, state: State, band: int, numel: int, index: Index) -> int:
+    """Put the events among the band's next `numel` items into `index`; returns how many, -1 if damaged."""
+    count, at, k = 0, state[RUN, band], state[K, band]  # as `_next_run`, with the state in registers
+    left, remainder = state[LEFT, band], state[REMAINDER, band]
+    quotient, end = state[QUOTIENT, band], state[END, band]
+    number = quotient >> 6
+    word = words[number] >> np.uint64(quotient & 63) << np.uint64(quotient & 63)
+    while at < numel:
+        if count == index.size:
+            return -1
+        index[count] = at
+        count += 1
+        if left == 0:
+            at += 1 + FAR
+            break
+        left -= 1
+        while word == 0 and (number + 1) << 6 < end:
+            number += 1
+            word = words[number]
+        one = (number << 6) + lowest(word)
+        zeros = one - quotient
+        if word == 0 or one >= end or zeros >> (60 - k) != 0:
+            return -1
+        word &= word - np.uint64(1)
+        at += 1 + (zeros << k) + take(words, remainder, k)
+        remainder += k
+        quotient = one + 1
+    state[RUN, band], state[LEFT, band] = at - numel, left
+    state[REMAINDER, band], state[QUOTIENT, band] = remainder, quotient
+    return count
+
+
+@kernel
+def flat_walk(words: Words, state: State, numel: int, index: Index) -> int:
+    """As `walk`, for a single band that may be flipped."""
+    if not state[FLIPPED, 0]:
+        return walk(words, state, 0, numel, index)
+    count = 0
+    for at in range(numel):
+        if state[RUN, 0] == 0:
+            state[RUN, 0] = _next_run(words, state, 0)
+            if state[RUN, 0] < 0:
+                return -1
+        else:
+            state[RUN, 0] -= 1
+            if count == index.size:
+                return -1
+            index[count] = at
+            count += 1
+    return count
+
+
+def finished(state: State) -> bool:
+    """Whether every event was read and reached."""
+    return bool((state[LEFT] == 0).all() and (state[RUN] > FAR >> 1).all())
+
+
+@kernel
+def _others(runs: Numbers, total: int) -> Numbers:
+    """The runs before each item that is not an event."""
+    out = np.empty(total - runs.size, np.int64)
+    count, events, passed = 0, 0, 0
+    for run in runs:
+        for _ in range(run):
+            out[count] = events
+            count += 1
+            events = 0
+        events += 1
+        passed += run + 1
+    for _ in range(total - passed):
+        out[count] = events
+        count += 1
+        events = 0
+    return out

@@ -1,0 +1,304 @@
+"""Predicts what a run costs: bytes, seconds and money per sync, from measured rates and list prices.
+
+Sizes. If a share p of the weights changed, a `fast` delta takes `distance(p) + 1 (sign) + value(p)` bits per
+change. The distance is that of a Rice code with the best parameter; `value` is what measured files need on
+top. A `small` delta is a measured fraction of a `fast` one. Both are interpolated in log(p).
+
+Seconds. The trainer waits for the diff only, and each rank diffs its own shard. Rank 0 encodes and uploads in
+the background, one version at a time; jumps and anchors only share its link. A replica takes one version
+after another: fetch, decode (each worker decodes all of it), digest and placing (each worker its part),
+commit. The slower side sets the pace, and a slow publisher merges steps. Encoding and decoding use up to
+half of the cores.
+
+Rates come from `make bench` (one core of an AMD EPYC; `bench/results.json`, 2026-11-23). Tests compare them
+with that file: sizes within 1 %, seconds within a factor of two.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+import numpy as np
+
+from delta_weight_sync import util
+from delta_weight_sync.records import ANCHOR_PAYS, MAX_FILES, POLL_S, STRIDES
+from delta_weight_sync.store._notifications import SAFETY_S
+
+if TYPE_CHECKING:  # the codec loads numba, which takes seconds
+    from delta_weight_sync.codec import Encoding
+
+__all__ = ["GPUS", "HARDWARE", "PRICES_READ_ON", "PRICES_SOURCE", "Hardware", "Plan", "Question", "price"]
+
+Trainer = Literal["fp32", "fp32-start", "bf16"]
+
+PRICES_READ_ON: Final = "2026-11-21"
+PRICES_SOURCE: Final = "https://huggingface.co/docs/hub/spaces-gpus"
+
+
+class Hardware(NamedTuple):
+    """One hardware flavour of Spaces: US dollars per hour, and its GPUs with their memory in 10^9 bytes."""
+
+    usd_per_hour: float
+    gpus: int = 0
+    gpu_gb: int = 0
+
+
+# From the Hub's documentation (spaces-gpus, jobs-pricing). Spaces are billed by the minute while they run,
+# not while they build, sleep or are paused. T4 is left out: it has no bf16, and the weights are bf16.
+HARDWARE: Final = {
+    "cpu-basic": Hardware(0.0),
+    "cpu-upgrade": Hardware(0.03),
+    "l4x1": Hardware(0.80, 1, 24),
+    "l4x4": Hardware(3.80, 4, 24),
+    "a10g-small": Hardware(1.00, 1, 24),
+    "a10g-large": Hardware(1.50, 1, 24),
+    "a10g-largex2": Hardware(3.00, 2, 24),
+    "a10g-largex4": Hardware(5.00, 4, 24),
+    "l40sx1": Hardware(1.80, 1, 48),
+    "l40sx4": Hardware(8.30, 4, 48),
+    "l40sx8": Hardware(23.50, 8, 48),
+    "a100-large": Hardware(2.50, 1, 80),
+    "a100x4": Hardware(10.00, 4, 80),
+    "a100x8": Hardware(20.00, 8, 80),
+    "rtx-pro-6000": Hardware(2.75, 1, 96),
+    "rtx-pro-6000x2": Hardware(5.50, 2, 96),
+    "rtx-pro-6000x4": Hardware(11.00, 4, 96),
+    "rtx-pro-6000x8": Hardware(22.00, 8, 96),
+}
+GPUS: Final = tuple(name for name, hardware in HARDWARE.items() if hardware.gpus)
+PRIVATE_USD_TB_MONTH: Final = 18.0  # private storage beyond the included amount; less from 50 TB on
+INCLUDED_TB: Final = 1.0  # with PRO, or per seat of an organization
+EGRESS_RATIO: Final = 8.0  # egress and CDN are included up to this multiple of what is stored
+
+
+def price(name: str | None) -> float | None:
+    """US dollars per hour of a hardware flavour; None if it is not in the table."""
+    return HARDWARE[name].usd_per_hour if name in HARDWARE else None
+
+
+class Sizes(NamedTuple):
+    """Bytes per change of delta files in which `shares` of the weights changed."""
+
+    shares: tuple[float, ...]
+    fast: tuple[float, ...]
+    small: tuple[float, ...]
+
+
+# "fp32": section growth, 63 M weights in the shapes of Qwen3-0.6B, fp32 master weights, late in a run. The
+# others: at 1 % section size (SmolLM2-135M; Qwen3-0.6B-shaped); their other columns were measured once, on
+# 2026-11-21, from `bench.deltas.smollm2(GRID, share)` and `bench.deltas.qwen(BF16, share, 63 M weights)`.
+SIZES: Final[dict[Trainer, Sizes]] = {
+    "fp32": Sizes(
+        shares=(0.000992, 0.002969, 0.009905, 0.029759, 0.100022, 0.300014),
+        fast=(1.6886, 1.4649, 1.2470, 1.0726, 0.8705, 0.7064),
+        small=(1.1785, 1.0259, 0.8888, 0.7759, 0.6535, 0.5506),
+    ),
+    "fp32-start": Sizes(
+        shares=(0.001006, 0.003000, 0.009865, 0.029895, 0.099790, 0.300080),
+        fast=(1.8212, 1.5451, 1.3033, 1.0977, 0.8773, 0.7095),
+        small=(0.7929, 0.7201, 0.6643, 0.6677, 0.6398, 0.5514),
+    ),
+    "bf16": Sizes(
+        shares=(0.000993, 0.002932, 0.009883, 0.029891, 0.100058, 0.300022),
+        fast=(1.8810, 1.6476, 1.4140, 1.2183, 0.9894, 0.7780),
+        small=(0.6033, 0.5717, 0.5454, 0.5452, 0.5473, 0.5364),
+    ),
+}
+MERGED: Final = {
+    1: 1.0,
+    8: 4.93,
+    64: 16.1,
+}  # versions in a jump -> changes relative to one version; section joining
+_TABLE_BYTES: Final = 75.0  # of a delta file's header per tensor that it lists
+_WEIGHTS_PER_TENSOR: Final = 1.4e6  # of the measured models; larger models have larger tensors
+
+
+class Rate(NamedTuple):
+    """Nanoseconds of one core per weight of the model and per changed weight."""
+
+    per_weight: float
+    per_change: float = 0.0
+
+    def seconds(self, weights: float, changes: float = 0.0) -> float:
+        """Seconds for a model of this size."""
+        return 1e-9 * (self.per_weight * weights + self.per_change * changes)
+
+
+# Sections speed (596 M weights, 1 % changed) and growth (16 to 596 M weights, 0.1 to 30 % changed).
+DIFF: Final[dict[Trainer, Rate]] = {"fp32": Rate(0.67), "fp32-start": Rate(0.67), "bf16": Rate(0.45)}
+ENCODE: Final[dict[Encoding, Rate]] = {"fast": Rate(0.0, 12.0), "small": Rate(0.14, 30.0)}
+_DENSE, _TRIED = 1 / 8, 2.5  # from this share on the codec tries more modes (codec/groups.py), at this factor
+DECODE: Final[dict[Encoding, Rate]] = {"fast": Rate(0.02, 8.5), "small": Rate(0.26, 17.0)}
+DIGEST: Final = Rate(0.11)  # of the live weights, before each delta
+PLACE: Final = Rate(0.0, 11.0)  # find the place of a change and read its old bits
+COMMIT: Final = Rate(0.0, 9.4)  # write and read back, while generation waits (also section live)
+SAVE: Final = Rate(3.1)  # write a checkpoint to disk ("publish whole")
+LOAD: Final = Rate(0.175)  # read a checkpoint from the page cache ("receive whole")
+APPLY: Final = Rate(0.0, 8.6)  # add a decoded delta to weights in host memory
+TWO_THREADS: Final = (1.12, 1.62)  # least and greatest speed of two threads relative to one; section threads
+
+GPU_BYTES: Final = 80e9  # assumed: one accelerator
+TRAINER_BYTES: Final = 16.0  # assumed per weight: fp32 weights, gradients and AdamW's two moments
+REPLICA_BYTES: Final = 2.4  # assumed per weight: bf16, and a fifth for keys and values
+
+# Requests to the Hub per version, counted with the real clients at the simulated Hub: all, those to its API,
+# and those for files ("/resolve/"). A poll of HEAD is one request for a file; a safety poll, made although
+# the Hub sends events, also lists all writers' HEADs.
+PUBLISHING: Final = {"all": 28, "api": 7, "files": 3}
+TAKING: Final = {"all": 18, "api": 6, "files": 3}
+_POLLS: Final = 2  # of HEAD per version that the Hub announces: immediately, and an interval later
+WINDOW_S: Final = 300.0  # the Hub counts requests per user in windows of five minutes (docs/hub/rate-limits)
+FILES_ALLOWED: Final = "free 5,000, PRO 12,000, Team 20,000"
+API_ALLOWED: Final = "free 1,000, PRO 2,500, Team 3,000"
+_HOUR_S: Final = 3600.0
+
+
+def distance_bits(share: float) -> float:
+    """Bits of the distance from one change to the next if this share (below 1/2) of the elements changed."""
+    return min(k + 1 / (1 - (1 - share) ** (1 << k)) for k in range(41))
+
+
+def delta_bytes(params: float, share: float, encoding: Encoding, trainer: Trainer) -> float:
+    """Size of the delta file of a model with `params` weights, a share of which changed."""
+    shares, fast, small = SIZES[trainer]
+
+    def fixed_bits(p: float) -> float:  # distance, sign, and the file's table, which omits unchanged tensors
+        return distance_bits(p) + 1 + 8 * _TABLE_BYTES / max(_WEIGHTS_PER_TENSOR * p, 1.0)
+
+    def interpolated(values: list[float]) -> float:
+        return float(np.interp(math.log(share), np.log(shares), values))
+
+    values = [8 * size - fixed_bits(p) for p, size in zip(shares, fast, strict=True)]
+    ratios = [b / a if encoding == "small" else 1.0 for a, b in zip(fast, small, strict=True)]
+    return params * share * (fixed_bits(share) + interpolated(values)) / 8 * interpolated(ratios)
+
+
+class Recipe:
+    """Deltas, jumps and anchors of a run in which each version changes `share` of the weights."""
+
+    def __init__(self, params: int, share: float, encoding: Encoding, trainer: Trainer) -> None:
+        self._full, densest = 2.0 * params, 0.3  # beyond that share a change costs as much as there
+        shares = {span: min(share * MERGED[span], 1.0) for span in (*reversed(STRIDES), 1)}
+        self._changes = {span: params * merged for span, merged in shares.items()}
+        self._sizes = {}
+        for span, merged in shares.items():
+            size = delta_bytes(params, min(merged, densest), encoding, trainer) * max(merged / densest, 1.0)
+            self._sizes[span] = min(size, self._full)
+        self.delta = self._sizes[1]  # bytes of a delta over one version
+        self.jumps = sum(self._sizes[stride] / stride for stride in STRIDES)  # bytes of jumps per version
+
+    def after_anchor(self, versions: float) -> tuple[float, float, int]:
+        """Bytes, changes and files to fetch after an anchor this many versions old, longest jumps first."""
+        size, changes, files, left = 0.0, 0.0, 0, int(versions)
+        for span in self._sizes:
+            count, left = divmod(left, span)
+            size, changes = size + count * self._sizes[span], changes + count * self._changes[span]
+            files += count
+        return size, changes, files
+
+    def anchor_every(self) -> int:
+        """Versions from one anchor to the next, by the publisher's rule."""
+        versions = 1
+        while True:
+            size, _, files = self.after_anchor(versions)
+            if size > ANCHOR_PAYS * self._full or files >= MAX_FILES:
+                return versions
+            versions += 1
+
+
+@dataclass(frozen=True)
+class Question:
+    """What to predict: `share` from 0 to 1, `link` in bytes per second of each machine."""
+
+    params: int
+    share: float
+    replicas: int
+    link: float
+    encoding: Encoding = "fast"
+    trainer: Trainer = "fp32"
+    anchor_every: int | None = None  # versions; None: the publisher's own rule
+    steps_per_hour: float | None = None  # None: as many as the system carries
+    egress_usd_gb: float = 0.0
+    cores: int = 2  # for rank 0, and for each worker of a replica
+
+
+class Plan:
+    """The prediction: sizes in bytes, `*_s` in seconds, money in US dollars. `vars(plan)` has all figures."""
+
+    def __init__(self, asked: Question) -> None:
+        """Predict."""
+        self.question, params, link = asked, asked.params, asked.link
+        recipe = Recipe(params, asked.share, asked.encoding, asked.trainer)
+        self.changes, self.full, self.delta = params * asked.share, 2.0 * params, recipe.delta
+        self.per_change = self.delta / self.changes
+        self.anchor_every = asked.anchor_every or recipe.anchor_every()
+        self.trainer_ranks = math.ceil(TRAINER_BYTES * params / GPU_BYTES)
+        self.replica_workers = math.ceil(REPLICA_BYTES * params / GPU_BYTES)
+        self.threads = util.threads(asked.cores)  # that encode or decode
+        self.mirror = self.full  # host memory of rank 0
+
+        # One sync.
+        changes, decode = self.changes, DECODE[asked.encoding]
+        self.diff_s = DIFF[asked.trainer].seconds(params) / self.trainer_ranks
+        self.encode_s = encode_s(params, changes, asked.encoding) / self.threads
+        self.upload_s = self.fetch_s = self.delta / link
+        self.notification_s = POLL_S / 2
+        place_s = DIGEST.seconds(params) + PLACE.seconds(params, changes)
+        self.stage_s = decode.seconds(params, changes) / self.threads + place_s / self.replica_workers
+        self.commit_s = COMMIT.seconds(params, changes) / self.replica_workers
+        taken_s = self.fetch_s + self.stage_s + self.commit_s
+        published_s = self.diff_s + self.encode_s + self.upload_s
+        self.hand_over_to_serving_s = published_s + self.notification_s + taken_s
+
+        # Versions per hour.
+        stored = self.delta + recipe.jumps + self.full / self.anchor_every
+        self.link_versions_hour = _HOUR_S * link / stored
+        self.publisher_versions_hour = min(_HOUR_S / (self.encode_s + self.upload_s), self.link_versions_hour)
+        self.replica_versions_hour = _HOUR_S / (POLL_S + taken_s)
+        wanted = asked.steps_per_hour or min(self.publisher_versions_hour, self.replica_versions_hour)
+        self.published_hour = min(wanted, self.publisher_versions_hour)
+        self.steps_per_version = wanted / self.published_hour
+
+        # A replica that joins late, up to the start of vLLM.
+        def deltas_s(versions: float) -> float:
+            size, changed, _ = recipe.after_anchor(versions)
+            decode_s = decode.seconds(params, changed) / self.threads
+            return size / link + decode_s + APPLY.seconds(params, changed)
+
+        self.join_anchor_s, self.join_deltas_s = self.full / link, deltas_s(self.anchor_every / 2)
+        self.join_rebuild_s = LOAD.seconds(params) + DIGEST.seconds(params) + SAVE.seconds(params)
+        self.join_s = self.join_anchor_s + self.join_deltas_s + self.join_rebuild_s
+        self.join_worst_s = self.join_s - self.join_deltas_s + deltas_s(self.anchor_every - 1)
+
+        # Storage, requests to the Hub in five minutes, money.
+        taken = min(self.published_hour, self.replica_versions_hour) * asked.replicas
+        self.stored_hour, self.egress_hour = self.published_hour * stored, taken * self.delta
+
+        def requests(kind: str, polls: int) -> float:
+            per_hour = self.published_hour * PUBLISHING[kind] + taken * (TAKING[kind] + polls)
+            return WINDOW_S * (per_hour / _HOUR_S + asked.replicas / SAFETY_S)
+
+        self.file_requests, self.api_requests = requests("files", _POLLS), requests("api", 0)
+        self.space = smallest_space(REPLICA_BYTES * params)
+        self.replicas_usd_hour = HARDWARE[self.space].usd_per_hour * asked.replicas if self.space else None
+        day_tb = 24 * self.stored_hour / 1e12
+        self.storage_usd_month = PRIVATE_USD_TB_MONTH * max(day_tb - INCLUDED_TB, 0.0)  # a day's bucket
+        self.egress_usd_hour = asked.egress_usd_gb * self.egress_hour / 1e9
+
+        # The same with full checkpoints.
+        publish_s, load_s = SAVE.seconds(params) + self.full / link, self.full / link + LOAD.seconds(params)
+        self.full_s = publish_s + self.notification_s + load_s
+        self.full_versions_hour = _HOUR_S / max(publish_s, POLL_S + load_s)
+
+
+def encode_s(params: float, changes: float, encoding: Encoding) -> float:
+    """Seconds of one core to encode a delta."""
+    return (_TRIED if changes > _DENSE * params else 1.0) * ENCODE[encoding].seconds(params, changes)
+
+
+def smallest_space(memory: float) -> str | None:
+    """The cheapest flavour with this much GPU memory (bytes); None if no Space has it."""
+    fitting = [name for name in GPUS if 1e9 * HARDWARE[name].gpus * HARDWARE[name].gpu_gb >= memory]
+    return min(fitting, key=lambda name: HARDWARE[name].usd_per_hour, default=None)

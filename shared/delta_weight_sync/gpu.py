@@ -1,0 +1,170 @@
+"""Shared GPU code of the publisher and of vLLM: launches, reads, pinned memory, and the digest's factors.
+
+Every kernel launch and every wait for the device goes through `launch` and `read`, which count them: a
+number that grows with the number of tensors makes a sync slow. The kernels also run on host tensors, in
+Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from delta_weight_sync.digest import INNER
+
+_PORTABLE = 1  # pinned memory for every GPU of this process
+_STEP = 8  # elements between the beginnings of two tensors: 16 bytes, which a thread reads at a time
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a GPU; without limit on the host."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else sys.maxsize
+
+
+class Clock:
+    """How long the device works, from the construction on its current stream to `stop`."""
+
+    def __init__(self, device: torch.device) -> None:
+        timed = device.type == "cuda"
+        self._events = [torch.Event(device, enable_timing=True) for _ in range(2)] if timed else []
+        for event in self._events[:1]:
+            event.record()
+
+    def stop(self) -> None:
+        """Mark the end of the work."""
+        for event in self._events[1:]:
+            event.record()
+
+    def seconds(self) -> float:
+        """The measured time; valid once the work has ended."""
+        return self._events[0].elapsed_time(self._events[1]) / 1e3 if self._events else 0.0
+
+
+@dataclass
+class Counts:
+    """What a block of code asked of the device."""
+
+    launches: int = 0
+    waits: int = 0
+
+
+_counting: list[Counts] = []
+
+
+@contextmanager
+def counted() -> Iterator[Counts]:
+    """Count the launches and waits within, in any thread."""
+    counts = Counts()
+    _counting.append(counts)
+    try:
+        yield counts
+    finally:
+        _counting.remove(counts)
+
+
+def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+    """Run a Triton kernel with `programs` programs; 0 launches nothing."""
+    if programs:
+        for counts in _counting:
+            counts.launches += 1
+        kernel[(programs,)](*arguments, **constants)
+
+
+def read(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to the host, after all work that it waits for: the only call that blocks.
+
+    A GPU's memory goes through pinned memory, which torch keeps for the next read.
+    """
+    for counts in _counting:
+        counts.waits += 1
+    if not tensor.is_cuda:
+        return tensor.cpu()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return host
+
+
+class SideStream:
+    """Reads on a stream of its own: after the last write, not after what training has queued since."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Without a GPU there is no stream, and nothing to wait for."""
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._written: torch.cuda.Event | None = None
+
+    def mark_written(self) -> None:
+        """Later reads wait for the work launched so far on the caller's stream."""
+        if self._stream:
+            self._written = torch.cuda.current_stream(self._stream.device).record_event()
+
+    def read(self, memory: torch.Tensor) -> torch.Tensor:
+        """A copy on the host."""
+        with torch.cuda.stream(self._stream):
+            if self._stream and self._written:
+                self._stream.wait_event(self._written)
+            return read(memory)
+
+
+def pin(owner: object, bits: dict[str, torch.Tensor], names: Sequence[str], device: torch.device) -> None:
+    """Move the int16 tensors `names` into one block of host memory, pinned until `owner` is gone.
+
+    A GPU's kernels read it at its own address. Without a GPU it is ordinary memory. Raises `MemoryError` if
+    the system cannot pin as much.
+    """
+    ends = list(itertools.accumulate(-(-bits[name].numel() // _STEP) * _STEP for name in names))
+    memory = torch.empty(ends[-1], dtype=torch.int16)
+    if device.type == "cuda" and memory.numel():
+        _register(memory)
+        weakref.finalize(owner, _unregister, memory).atexit = False  # the end of the process frees it anyway
+    starts = [0, *ends[:-1]]
+    for name, start in reversed(
+        list(zip(names, starts, strict=True))
+    ):  # newest first, so that the heap shrinks
+        old = bits[name]
+        bits[name] = memory[start : start + old.numel()].view(old.shape).copy_(old)
+
+
+def _register(memory: torch.Tensor) -> None:
+    """Pin memory in place: torch rounds its own up to a power of two, at worst twice the model."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    answer = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)
+    try:
+        torch.cuda.check_error(answer)
+    except torch.cuda.CudaError as error:
+        raise MemoryError(
+            f"{memory.nbytes / 1e9:.1f} GB of host memory for the mirror cannot be pinned ({error}); give the"
+            ' trainer more memory, or keep the mirror on the GPU with mirror="device"'
+        ) from error
+
+
+def _unregister(memory: torch.Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
+
+
+@triton.jit
+def outer(seed: tl.tensor, block: tl.tensor) -> tl.tensor:
+    """Digest factor of a block of 4096 elements: uint64 of any shape from uint64 `seed`, integer `block`."""
+    z = (seed + block.to(tl.uint64)) * 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return (z ^ (z >> 31)) | 1
+
+
+@functools.cache
+def inner(device: torch.device) -> torch.Tensor:
+    """Digest factors of positions within a block, on a device: int32 [4096], to be read as uint32."""
+    return torch.from_numpy(INNER.view(np.int32).copy()).to(device)

@@ -1,0 +1,202 @@
+"""Deletes the oldest versions of a run, within a budget of bytes or age.
+
+This is safe while a writer and readers use the run. These always stay:
+
+- all files that the newest manifest names, and the files of versions published within `GRACE_S` before it, so
+  their readers find them;
+- the versions of saved trainer states, and all later ones;
+- every object younger than `GRACE_S`: a version that is being published is not named yet;
+- HEADs, the run's description and its log.
+
+Ages are relative to the newest object of the run, by the store's clock. So a finished run does not age away,
+and no other clock matters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Self
+
+from delta_weight_sync.errors import ConfigError, ObjectMissingError
+from delta_weight_sync.reader import RunReader
+from delta_weight_sync.records import FileRef, Manifest, Writer, state_version, version_key
+from delta_weight_sync.store import Bucket, ObjectInfo
+from delta_weight_sync.util import size_text, time_text
+
+GRACE_S: Final = 3600.0
+_AT_ONCE: Final = 500  # objects per request, where the store takes several
+_UNITS: Final = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "h": 3600.0, "d": 86400.0}
+
+
+@dataclass(frozen=True)
+class Keep:
+    """A budget: the newest versions that fit into `size` bytes, or those of the last `age_s` seconds."""
+
+    size: float = float("inf")
+    age_s: float = float("inf")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse `20GB`, `500MB`, `7d` or `12h`. Raises `ConfigError`."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]B|[hd])", text)
+        if not match or not (amount := float(match[1]) * _UNITS[match[2]]):
+            raise ConfigError(f"{text!r} is neither a size nor an age: write it as 20GB, 7d or 12h")
+        return cls(size=amount) if match[2].endswith("B") else cls(age_s=amount)
+
+    def __str__(self) -> str:
+        return f"the last {time_text(self.age_s)}" if self.size == float("inf") else size_text(self.size)
+
+
+class Doomed(NamedTuple):
+    """An object that may be deleted, and why."""
+
+    info: ObjectInfo
+    why: str
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The plan of `prune`."""
+
+    delete: tuple[Doomed, ...]  # in this order
+    kept: int  # bytes of the run that stay
+    oldest: int  # the oldest version that can still be built afterwards, as can all newer ones
+    newest: int
+
+    @property
+    def freed(self) -> int:
+        """Bytes to delete."""
+        return sum(doomed.info.size for doomed in self.delete)
+
+
+class _Version(NamedTuple):
+    """The needed parts of a manifest, which itself takes a hundred times the memory."""
+
+    number: int
+    created_at: float
+    key: str
+    parent: FileRef | None
+    needs: tuple[str, ...]  # keys of the files that build it
+    names: tuple[str, ...]  # keys of all files that it names
+
+
+class Pruner:
+    """Surveys a run, repeatedly if you like; reads each manifest once.
+
+    Args:
+        reader: The run.
+        keep: The budget.
+        grace_s: How long an object that no manifest names may still be in use, in seconds.
+    """
+
+    def __init__(self, reader: RunReader, keep: Keep, grace_s: float = GRACE_S) -> None:
+        self._reader, self._keep, self._grace_s = reader, keep, grace_s
+        self._read: dict[str, _Version] = {}  # by the manifest's key
+        self._keys: dict[str, str] = {}  # each once: many versions name the same files
+
+    def survey(self, spare: Collection[str] = (), reserve: int = 0) -> Survey | None:
+        """Find the objects that may be deleted now. None for a run without versions.
+
+        Args:
+            spare: Keys that a manifest is about to name.
+            reserve: Bytes of the budget to leave free.
+
+        Raises:
+            BucketError, ProtocolError: The run cannot be read.
+        """
+        newest = self._reader.newest()  # before the listing: objects that a writer adds meanwhile are newer
+        if newest is None:
+            return None
+        objects = _Objects(self._reader, newest, self._grace_s)
+        kept = objects.permanent(spare)
+        size, oldest = objects.size(kept), newest.version
+        limit, since = self._keep.size - reserve, newest.created_at - self._keep.age_s
+        for version in self._versions(newest):
+            whole = version.number == newest.version or objects.is_young(version.key)
+            must = whole or version.number >= objects.oldest_state
+            more = {version.key, *(version.names if whole else version.needs)} - kept
+            if not must and (size + objects.size(more) > limit or version.created_at < since):
+                break
+            kept |= more
+            size, oldest = size + objects.size(more), version.number
+        self._forget(oldest)
+        return Survey(tuple(objects.doomed(kept, oldest)), size, oldest, newest.version)
+
+    def _versions(self, newest: Manifest) -> Iterator[_Version]:
+        """As `RunReader.versions`, but reads each manifest once."""
+        version: _Version | None = self._remember(newest)
+        while version:
+            yield version
+            version = self._before(version.parent)
+
+    def _before(self, parent: FileRef | None) -> _Version | None:
+        if parent is None:
+            return None
+        if known := self._read.get(parent.key):
+            return known
+        try:
+            return self._remember(self._reader.read_manifest(parent))
+        except ObjectMissingError:
+            return None
+
+    def _remember(self, manifest: Manifest) -> _Version:
+        writer = Writer(manifest.writer_term, manifest.writer)
+        key = self._reader.keys.manifest(manifest.version, writer)
+        needs, names = (self._once(files) for files in (manifest.recipe().files, manifest.files))
+        version = _Version(manifest.version, manifest.created_at, key, manifest.parent, needs, names)
+        self._read[key] = version
+        return version
+
+    def _once(self, files: Iterable[FileRef]) -> tuple[str, ...]:
+        return tuple(self._keys.setdefault(file.key, file.key) for file in files)
+
+    def _forget(self, oldest: int) -> None:
+        self._read = {key: version for key, version in self._read.items() if version.number >= oldest}
+        self._keys = {key: key for version in self._read.values() for key in version.names}
+
+
+def prune(bucket: Bucket, survey: Survey) -> None:
+    """Delete the objects of a survey. After an interruption, the next survey finds the rest."""
+    keys = [doomed.info.key for doomed in survey.delete]
+    for start in range(0, len(keys), _AT_ONCE):
+        bucket.delete(keys[start : start + _AT_ONCE])
+
+
+class _Objects:
+    """The objects of a run."""
+
+    def __init__(self, reader: RunReader, newest: Manifest, grace_s: float) -> None:
+        self._newest = newest
+        self._infos = {info.key: info for info in reader.bucket.list(reader.keys.folder)}
+        states = [version for key in self._infos if (version := state_version(key)) is not None]
+        self.oldest_state = min([*states, newest.version])  # a trainer may resume from this version
+        self._young = max((info.written or 0.0 for info in self._infos.values()), default=0.0) - grace_s
+
+    def is_young(self, key: str) -> bool:
+        """Whether it was written within the grace period, or the store does not say or list it yet."""
+        info = self._infos.get(key)
+        return info is None or info.written is None or info.written > self._young
+
+    def permanent(self, spare: Collection[str]) -> set[str]:
+        """The keys that stay in any case: no part of a version, or perhaps being published."""
+        return set(spare) | {key for key in self._infos if self._lasts(key)}
+
+    def _lasts(self, key: str) -> bool:
+        part, newest = version_key(key), self._newest
+        if part is None or self.is_young(key):
+            return True
+        return part.writer == str(Writer(newest.writer_term, newest.writer)) and part.version > newest.version
+
+    def size(self, keys: Collection[str]) -> int:
+        """Bytes of the existing objects among `keys`."""
+        return sum(self._infos[key].size for key in keys if key in self._infos)
+
+    def doomed(self, kept: Collection[str], oldest: int) -> Iterator[Doomed]:
+        """The other objects, oldest first. Manifests come first: without its manifest a version is gone."""
+        rest = [(part, key) for key in self._infos.keys() - kept if (part := version_key(key))]
+        for part, key in sorted(rest, key=lambda one: (one[0].kind != "manifests", *one)):
+            old = part.version < oldest
+            why = f"older than version {oldest}" if old else "no version that stays needs it"
+            yield Doomed(self._infos[key], why)

@@ -1,0 +1,315 @@
+"""The diff of all parameters on one GPU: a few launches and at most three waits for any number of tensors.
+
+A kernel program compares one tile: the 4096 elements of a digest block of one tensor, or the part of it that
+this rank holds. One launch takes the tiles of all tensors. Kernels read absolute addresses, so a mirror in
+pinned host memory is read over the bus while it is compared. The host reads back two tables:
+
+    book    int64 [2 + tiles]: number of changes, change of the digest, and per tile `place * 8192 + count`
+    found   int32 [capacity]: `position within the tile << 16 | ulps`, a tile's changes in order
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+
+from delta_weight_sync.codec import Bits, Index, Patch
+from delta_weight_sync.digest import BLOCK, change_digest, seed
+from delta_weight_sync.gpu import SideStream, inner, launch, outer, read
+from delta_weight_sync.publish.parts import Part
+from delta_weight_sync.util import kernel
+
+COUNTS = 8192  # more than the changes of a tile
+TILE = tl.constexpr(BLOCK)
+COLUMNS = tl.constexpr(6)  # of an entry: parameter, mirror, start, stop, seed, first tile
+TOTALS = tl.constexpr(2)  # at the start of `book`
+_COUNTS = tl.constexpr(COUNTS)
+KINDS = {torch.bfloat16: tl.int16, torch.float32: tl.float32, torch.float16: tl.float16}
+_ALIGNED = 16  # bytes that a thread reads in one load
+_ROOM = 64  # changes per tile that always fit: 1.6 %
+Mirrors = Mapping[str, torch.Tensor]  # int16, in memory that the device can read
+
+
+@triton.jit
+def _bf16(values: tl.tensor, nan: tl.tensor) -> tl.tensor:
+    """Bits of float32 `values`, rounded to nearest even as torch does; every NaN becomes `nan`."""
+    bits = values.to(tl.int32, bitcast=True)
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, nan, rounded)
+
+
+@triton.jit
+def _read(
+    base: tl.tensor, first: tl.tensor, inside: tl.tensor, kind: tl.constexpr, whole: tl.constexpr
+) -> tl.tensor:
+    """A tile from absolute address `base` of element 0; zeros outside. `whole`: it is full and aligned."""
+    memory = base.to(tl.pointer_type(kind)) + first
+    if whole:
+        values = tl.load(tl.multiple_of(memory, 16) + tl.arange(0, TILE))
+    else:
+        values = tl.load(memory + tl.arange(0, TILE), mask=inside, other=0)
+    return values
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def find(
+    entries: tl.tensor,
+    owners: tl.tensor,
+    which: tl.tensor,
+    factors: tl.tensor,
+    nans: tl.tensor,
+    book: tl.tensor,
+    found: tl.tensor,
+    capacity: tl.tensor,
+    kind: tl.constexpr,
+    whole: tl.constexpr,
+) -> None:
+    """Find what differs from the mirror in the tiles `which`; count changes beyond `capacity` only.
+
+    `kind`: the parameters' type, int16 for bf16. `nans`: int16 [1], what torch makes of a NaN of that type.
+    """
+    tile = tl.load(which + tl.program_id(0))
+    entry = entries + tl.load(owners + tile).to(tl.int64) * COLUMNS
+    start, stop = tl.load(entry + 2), tl.load(entry + 3)
+    block = start // TILE + (tile - tl.load(entry + 5))
+    first, lane = block * TILE, tl.arange(0, TILE)
+    inside = (lane >= start - first) & (lane < stop - first)
+    new = _read(tl.load(entry), first, inside, kind, whole)
+    if kind != tl.int16:
+        new = _bf16(new.to(tl.float32), tl.load(nans).to(tl.int32))
+    new = new.to(tl.int32) & 0xFFFF
+    old = _read(tl.load(entry + 1), first, inside, tl.int16, whole).to(tl.int32) & 0xFFFF
+    changed = new != old
+    count = tl.sum(changed.to(tl.int32), 0)
+    if count > 0:
+        place = tl.atomic_add(book, count.to(tl.int64), sem="relaxed")
+        tl.store(book + TOTALS + tile, place * _COUNTS + count)
+        at = place + tl.cumsum(changed.to(tl.int32), 0) - 1
+        tl.store(found + at, (lane << 16) | ((new - old) & 0xFFFF), mask=changed & (at < capacity))
+        factor = tl.load(factors + lane).to(tl.uint32, bitcast=True).to(tl.uint64)
+        moved = tl.sum(factor * (new.to(tl.uint64) - old.to(tl.uint64)), 0)
+        moved *= outer(tl.load(entry + 4).to(tl.uint64), block)
+        tl.atomic_add(book + 1, moved.to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def keep(entries: tl.tensor, owners: tl.tensor, book: tl.tensor, found: tl.tensor) -> None:
+    """Write what was found into the mirror; each tile belongs to one program."""
+    tile = tl.program_id(0)
+    note = tl.load(book + TOTALS + tile)
+    lane = tl.arange(0, TILE)
+    there = lane < note % _COUNTS
+    change = tl.load(found + note // _COUNTS + lane, mask=there, other=0)
+    entry = entries + tl.load(owners + tile).to(tl.int64) * COLUMNS
+    block = tl.load(entry + 2) // TILE + (tile - tl.load(entry + 5))
+    memory = tl.load(entry + 1).to(tl.pointer_type(tl.int16)) + block * TILE + (change >> 16)
+    old = tl.load(memory, mask=there, other=0)
+    tl.store(memory, (old.to(tl.int32) + change).to(tl.int16), mask=there)
+
+
+@triton.jit(do_not_specialize=["count"])
+def add(addresses: tl.tensor, ulps: tl.tensor, old: tl.tensor, count: tl.tensor) -> None:
+    """Add `ulps` to the bits at absolute addresses, all different; `old` gets the bits before."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = at < count
+    memory = tl.load(addresses + at, mask=inside, other=0).to(tl.pointer_type(tl.int16))
+    was = tl.load(memory, mask=inside, other=0)
+    change = tl.load(ulps + at, mask=inside, other=0)
+    tl.store(old + at, was, mask=inside)
+    tl.store(memory, (was.to(tl.int32) + change).to(tl.int16), mask=inside)
+
+
+@kernel
+def unpack(notes: Index, found: NDArray[np.int32], blocks: Index, index: Index, ulps: Bits) -> None:
+    """Fill `index` and `ulps` with the changes of all tiles in order.
+
+    `notes`: int64 [tiles], `place * 8192 + count`. `blocks`: int64 [tiles], the tile's block in its tensor.
+    """
+    at = 0
+    for tile in range(notes.size):
+        place, count = notes[tile] // COUNTS, notes[tile] % COUNTS
+        part = found[place : place + count]
+        _unpack_tile(part, blocks[tile] * BLOCK, index[at : at + count], ulps[at : at + count])
+        at += count
+
+
+@kernel
+def _unpack_tile(found: NDArray[np.int32], first: int, index: Index, ulps: Bits) -> None:
+    # Loops over slices from their start, which the compiler turns into vector instructions.
+    for j in range(found.size):
+        index[j] = first + (found[j] >> 16)
+        ulps[j] = found[j] & 0xFFFF
+
+
+class _Tiles:
+    """The table of all tensors on one device, and what the host needs to read the kernels' answer.
+
+    `count`: tiles. `blocks`: int64 [count], the tile's block in its tensor. `ends`: int64 [tensors], tiles of
+    a tensor and all before it.
+    """
+
+    def __init__(self, parts: Sequence[Part], mirrors: Mirrors, device: torch.device) -> None:
+        rows = [_entries(part, mirrors[part.name]) for part in parts]
+        table = np.concatenate(rows)
+        start, stop = table[:, 2], table[:, 3]
+        tiles = np.where(stop > start, -(-stop // BLOCK) - start // BLOCK, 0)
+        first = np.cumsum(tiles) - tiles
+        owner = np.repeat(np.arange(len(table), dtype=np.int32), tiles)
+        self.device, self.count = device, owner.size
+        self.blocks: Index = (start // BLOCK - first)[owner] + np.arange(self.count)
+        of_tensor = np.repeat(np.arange(len(parts)), [len(part) for part in rows])
+        self.ends: Index = np.cumsum(np.bincount(of_tensor, tiles, len(parts)).astype(np.int64))
+        self.entries = torch.from_numpy(np.column_stack([table, first])).to(device)
+        self.owners = torch.from_numpy(owner).to(device)
+        dtypes = np.array([list(KINDS).index(part.tensor.dtype) for part in parts], np.int64)
+        self.launches = self._launches(table, owner, dtypes[of_tensor])
+
+    def _launches(
+        self, table: Index, owner: NDArray[np.int32], dtypes: Index
+    ) -> list[tuple[torch.dtype, bool, torch.Tensor]]:
+        """The tiles that each launch compares: dtype, whether all are full and aligned, int32 numbers."""
+        first = self.blocks * BLOCK
+        aligned = (table[:, :2] % _ALIGNED == 0).all(1)[owner]
+        whole = aligned & (first >= table[owner, 2]) & (first + BLOCK <= table[owner, 3])
+        classes = dtypes[owner] * 2 + whole
+        which = {n: np.flatnonzero(classes == n).astype(np.int32) for n in np.unique(classes).tolist()}
+        return [
+            (list(KINDS)[number // 2], number % 2 == 1, torch.from_numpy(tiles).to(self.device))
+            for number, tiles in which.items()
+        ]
+
+
+def _entries(part: Part, mirror: torch.Tensor) -> Index:
+    """Rows of the table, int64 [n, 5]: addresses of element 0 in both memories, start, stop, seed.
+
+    There is a row for each stretch of memory. Stretches follow each other in the rank's own tensor; the
+    mirror holds the whole parameter.
+    """
+    starts, length = part.block.stretches()
+    before = length * np.arange(len(starts)) - starts  # where element 0 would be
+    rows = np.empty((len(starts), 5), np.int64)
+    rows[:, 0] = part.tensor.data_ptr() + before * part.tensor.element_size()
+    rows[:, 1] = mirror.data_ptr()
+    rows[:, 2], rows[:, 3] = starts, starts + length
+    rows[:, 4] = seed(part.name).astype(np.int64)
+    return rows
+
+
+class _Table:
+    """The tiles of some parts, for as long as `key` stays the same; `room`: how many changes fit."""
+
+    def __init__(self, key: Sequence[tuple[object, ...]], tiles: _Tiles) -> None:
+        self.key, self.tiles = key, tiles
+        self.make_room(0)
+
+    def make_room(self, changes: int) -> None:
+        """Expect about as many changes as the last comparison found."""
+        self.room = max(self.tiles.count * _ROOM, int(changes) * 5 // 4)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """The differences from the mirrors, one patch per part, and the change of the digest.
+
+    `book` and `found` stay on the device until `DeviceDiff.keep` has written them into the mirrors.
+    """
+
+    patches: list[Patch]
+    moved: int
+    tiles: _Tiles
+    book: torch.Tensor
+    found: torch.Tensor
+
+
+class DeviceDiff:
+    """Compares parameters on one device with their mirrors and updates these, on the trainer's stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.side_stream = SideStream(device)
+        self._device = device
+        self._tables: dict[str, _Table] = {}  # by the name of the first part
+
+    def find(self, parts: Sequence[Part], mirrors: Mirrors) -> Changes:
+        """Find what changed in the parts, of any float dtype and layout; writes nothing."""
+        readable = [_readable(part) for part in parts]  # copies stay in memory until they are compared
+        with torch.accelerator.device_index(self._device.index):
+            table = self._table(readable, mirrors)
+            tiles = table.tiles
+            book, found, notes = self._compare(table)
+            if notes[0] > found.numel():
+                table.make_room(notes[0])
+                book, found, notes = self._compare(table)
+            table.make_room(notes[0])
+            packed = read(found[: notes[0]]).numpy()
+        index, ulps = np.empty(notes[0], np.int64), np.empty(notes[0], np.uint16)
+        unpack(notes[TOTALS.value :], packed, tiles.blocks, index, ulps)
+        upto = np.concatenate([[0], np.cumsum(notes[TOTALS.value :] % COUNTS)])
+        ends = upto[np.concatenate([[0], tiles.ends])].tolist()
+        patches = [
+            Patch(part.name, part.block.shape, index[a:b], ulps[a:b])
+            for part, (a, b) in zip(parts, itertools.pairwise(ends), strict=True)
+        ]
+        return Changes(patches, int(notes[1]), tiles, book, found)
+
+    def keep(self, changes: Changes) -> None:
+        """Write the changes into the mirrors, which are on the device; does not wait."""
+        tiles = changes.tiles
+        with torch.accelerator.device_index(self._device.index):
+            launch(keep, tiles.count, tiles.entries, tiles.owners, changes.book, changes.found)
+        self.side_stream.mark_written()
+
+    def take(self, patches: Sequence[Patch], mirrors: Mirrors) -> int:
+        """Apply patches of other ranks to mirrors on the device; returns the change of the digest."""
+        index = np.concatenate([mirrors[p.name].data_ptr() + 2 * p.index for p in patches])
+        ulps = np.concatenate([p.ulps for p in patches])
+        with torch.accelerator.device_index(self._device.index):
+            there = torch.from_numpy(ulps.view(np.int16)).to(self._device)
+            old = torch.empty_like(there)
+            addresses = torch.from_numpy(index).to(self._device)
+            launch(add, -(-index.size // BLOCK), addresses, there, old, index.size)
+            was = read(old).numpy().view(np.uint16)
+        parts = np.split(was, np.cumsum([p.index.size for p in patches])[:-1])
+        return sum(
+            change_digest(p.name, p.index, bits, bits + p.ulps)
+            for p, bits in zip(patches, parts, strict=True)
+        )
+
+    def _table(self, parts: Sequence[Part], mirrors: Mirrors) -> _Table:
+        """The last table, if no tensor has moved since."""
+        key = [
+            (p.name, p.block, p.tensor.dtype, p.tensor.data_ptr(), mirrors[p.name].data_ptr()) for p in parts
+        ]
+        table = self._tables.get(parts[0].name)
+        if table is None or table.key != key:
+            table = self._tables[parts[0].name] = _Table(key, _Tiles(parts, mirrors, self._device))
+        return table
+
+    def _compare(self, table: _Table) -> tuple[torch.Tensor, torch.Tensor, Index]:
+        tiles, room = table.tiles, table.room
+        book = torch.zeros(TOTALS.value + tiles.count, dtype=torch.int64, device=self._device)
+        found = torch.empty(room, dtype=torch.int32, device=self._device)
+        for dtype, whole, which in tiles.launches:
+            given = tiles.entries, tiles.owners, which, inner(self._device), _nan(dtype, self._device)
+            launch(find, which.numel(), *given, book, found, room, kind=KINDS[dtype], whole=whole)
+        return book, found, read(book).numpy()
+
+
+def _readable(part: Part) -> Part:
+    """The part itself, or a contiguous bf16 copy that lives until it is compared."""
+    if part.tensor.dtype in KINDS and part.tensor.is_contiguous():
+        return part
+    return part._replace(tensor=part.tensor.to(torch.bfloat16).contiguous())
+
+
+@functools.cache
+def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """int16 [1]: the bits that torch's cast makes of a NaN, which differ by device and dtype."""
+    return torch.full((1,), torch.nan, dtype=dtype, device=device).to(torch.bfloat16).view(torch.int16)

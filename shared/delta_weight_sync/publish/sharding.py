@@ -1,0 +1,211 @@
+"""Several trainer processes and one publisher: who diffs which elements, and how changes reach rank 0.
+
+Under FSDP2 each rank holds a block of each parameter (a `DTensor`) and finds the changes of its own blocks.
+Once per sync the changes travel to rank 0, which alone holds the whole mirror and writes to the bucket. The
+model itself travels in two cases only, one tensor at a time: at the first sync, and for placements that are
+not a plain block. Ranks go through a sync in step. If one fails, all of them stop with its message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from delta_weight_sync.checkpoint import to_bits
+from delta_weight_sync.codec import Bits, Index, Patch
+from delta_weight_sync.digest import change_digest
+from delta_weight_sync.errors import CodecError, PeerError
+from delta_weight_sync.publish.mirror import Mirror, Place
+from delta_weight_sync.publish.parts import Block, Part, is_block, local, own_block
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+_TIMEOUT = datetime.timedelta(hours=2)  # rank 0 uploads the base and waits for a replica in the meantime
+_CHUNK = 1 << 20  # elements that are hashed at a time
+
+
+class Shards:
+    """On a rank that does not publish: its own blocks, as they were at the last sync."""
+
+    def __init__(self, place: Place) -> None:
+        self._mirror = Mirror(place)
+        self._blocks: dict[str, Block | None] = {}
+
+    def begin(self, weights: Weights) -> None:
+        """Mirror this rank's blocks of the parameters."""
+        for name, tensor in weights:
+            self._blocks[name] = own_block(tensor, main=False)
+            if self._blocks[name]:
+                self._mirror.add(name, local(tensor))
+
+    def changes(self, weights: Weights) -> list[Patch]:
+        """What changed since the last sync; raises `CodecError` if a tensor is sharded differently."""
+        found = self._mirror.find(self._parts(weights))
+        self._mirror.keep(found)
+        return [
+            Patch(patch.name, block.shape, block.positions(patch.index), patch.ulps)
+            for patch in found.patches
+            if (block := self._blocks[patch.name])
+        ]
+
+    def _parts(self, weights: Weights) -> Iterator[Part]:
+        for name, tensor in weights:
+            block = own_block(tensor, main=False)
+            if name not in self._blocks or self._blocks[name] != block:
+                raise CodecError(
+                    f"{name} is not sharded as it was at the first sync; restart the trainer to continue"
+                )
+            if block:  # the mirror holds this block only, so that it is a whole parameter there
+                whole = Block.whole(local(tensor).shape)
+                yield Part(name, local(tensor), whole, isinstance(tensor, torch.nn.Parameter))
+
+
+def own_parts(weights: Weights, known: Container[str], names: dict[str, list[Patch]]) -> Iterator[Part]:
+    """What the main rank compares of the weights; `names` gets all of their names in order.
+
+    Raises `CodecError` for a name that is not `known` or comes twice.
+    """
+    for name, tensor in weights:
+        if name not in known:
+            raise CodecError(f"parameter {name} is not part of the run; start a new run for a new model")
+        if name in names:
+            raise CodecError(f"parameter {name} was published twice in one sync; give each name once")
+        names[name] = []
+        if block := own_block(tensor, main=True):
+            yield Part(name, local(tensor), block, isinstance(tensor, torch.nn.Parameter))
+
+
+def gathered(weights: Weights, *, first: bool, main: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights, in full on the main rank: all at the `first` sync, later those that are not a block.
+
+    A collective, so every rank must take it to its end. The other ranks get their own part of each tensor.
+    """
+    for name, tensor in weights:
+        if not isinstance(tensor, DTensor) or (is_block(tensor) and not first):
+            yield name, tensor
+        else:
+            full = cast(DTensor, tensor.detach().to(torch.bfloat16)).full_tensor()
+            yield name, full if main else tensor
+
+
+def union(parts: Iterable[Patch]) -> list[Patch]:
+    """Join what several ranks found in one tensor, without overlap, to one patch; none if nothing changed."""
+    found = sorted((p for p in parts if p.index.size), key=lambda p: int(p.index[0]))
+    if len(found) < 2:
+        return found
+    index, ulps = (
+        np.concatenate(columns) for columns in zip(*((p.index, p.ulps) for p in found), strict=True)
+    )
+    if not (index[1:] > index[:-1]).all():
+        order = np.argsort(index)
+        index, ulps = index[order], ulps[order]
+    return [Patch(found[0].name, found[0].shape, index, ulps)]
+
+
+class Peers:
+    """The processes of this trainer; a single process waits for none.
+
+    All processes must create it and then call its methods in the same order, unless `alone` is set: then this
+    process acts for itself.
+    """
+
+    def __init__(self, *, alone: bool = False) -> None:
+        several = not alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+        self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if several else None
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the process that publishes."""
+        return self.rank == 0
+
+    def exchange(self, message: Any, failure: str = "") -> list[Any]:
+        """Return every rank's message, in rank order. Raises `PeerError` on all ranks if one failed."""
+        if self._group is None:
+            return [message]
+        answers: list[Any] = [None] * self.size
+        with _lost_contact():
+            dist.all_gather_object(answers, (message, failure), group=self._group)
+        for rank, (_, sentence) in enumerate(answers):
+            if sentence:
+                raise PeerError(f"rank {rank} of the trainer stopped the run: {sentence}")
+        return [answer for answer, _ in answers]
+
+    @contextlib.contextmanager
+    def fail_together(self, weights: Iterable[object] = ()) -> Iterator[None]:
+        """Run a block that fails on all ranks if it fails on one; `weights` is then taken to its end."""
+        try:
+            yield
+        except PeerError:
+            raise  # every rank knows
+        except Exception as error:
+            for _ in weights:  # the others wait for this rank in its collectives
+                pass
+            with contextlib.suppress(PeerError):
+                self.exchange(None, f"{type(error).__name__}: {error}")
+            raise
+        self.exchange(None)
+
+    def send(self, patches: Sequence[Patch]) -> None:
+        """Send what this rank found to rank 0, which is in `receive`."""
+        self.exchange([(p.name, p.shape, p.index.size) for p in patches])
+        with _lost_contact():
+            if any(p.index.size for p in patches):
+                dist.send(_wire(np.concatenate([p.index for p in patches])), 0, group=self._group)
+                dist.send(_wire(np.concatenate([p.ulps for p in patches])), 0, group=self._group)
+
+    def receive(self) -> list[Patch]:
+        """On rank 0: what the other ranks found."""
+        tables = self.exchange([])
+        return [patch for rank, table in enumerate(tables) if table for patch in self._from(rank, table)]
+
+    def share(self, bits: Bits | None, shape: Sequence[int]) -> Bits:
+        """Rank 0's `bits`, uint16 of `shape`, on every rank."""
+        if self._group is None:
+            assert bits is not None
+            return bits
+        column = np.empty(tuple(shape), np.uint16) if bits is None else np.ascontiguousarray(bits)
+        with _lost_contact():
+            dist.broadcast(_wire(column.reshape(-1)), 0, group=self._group)
+        return column
+
+    def _from(self, rank: int, table: list[tuple[str, tuple[int, ...], int]]) -> list[Patch]:
+        ends = np.cumsum([count for _, _, count in table])
+        index, ulps = np.empty(ends[-1], np.int64), np.empty(ends[-1], np.uint16)
+        with _lost_contact():
+            for column in (index, ulps) if index.size else ():
+                dist.recv(_wire(column), rank, group=self._group)
+        columns = zip(table, np.split(index, ends[:-1]), np.split(ulps, ends[:-1]), strict=True)
+        return [Patch(name, shape, at, change) for (name, shape, _), at, change in columns]
+
+
+def _wire(column: Index | Bits) -> torch.Tensor:
+    return torch.from_numpy(column.view(np.uint8))
+
+
+@contextlib.contextmanager
+def _lost_contact() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(f"another process of the trainer is gone; its own log says why ({error})") from error
+
+
+def own_digest(weights: Weights, *, main: bool) -> tuple[int, set[str]]:
+    """Digest of this rank's blocks of the live parameters, cast to bf16, and all parameters' names."""
+    total, names = 0, set()
+    for name, tensor in gathered(weights, first=False, main=main):
+        names.add(name)
+        if block := own_block(tensor, main=main):
+            bits = to_bits(local(tensor)).reshape(-1)
+            for start in range(0, bits.size, _CHUNK):
+                part = bits[start : start + _CHUNK]
+                index = block.positions(np.arange(start, start + part.size))
+                total += change_digest(name, index, np.zeros_like(part), part)
+    return total, names

@@ -1,0 +1,315 @@
+"""Writing a run: objects first, then the manifest, then HEAD, under names that no other writer uses."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from delta_weight_sync.checkpoint import WEIGHTS, Bits
+from delta_weight_sync.errors import BucketError, FencedError, ObjectMissingError, ProtocolError
+from delta_weight_sync.reader import Kind, Problems, RunReader
+from delta_weight_sync.records import (
+    ANCHOR_PAYS,
+    MAX_FILES,
+    AnchorRef,
+    DeltaRef,
+    FileRef,
+    Head,
+    Manifest,
+    RunInfo,
+    Writer,
+    cheapest_recipe,
+    links_for,
+    reference,
+)
+from delta_weight_sync.signing import writer_keys
+from delta_weight_sync.store import Bucket, ObjectInfo
+
+_EVERY = 16  # versions between two listings of the run
+_log = logging.getLogger("delta_weight_sync")
+
+
+class _Pending(NamedTuple):
+    """Jumps and an anchor that are in the bucket, but that no manifest names yet."""
+
+    jumps: tuple[DeltaRef, ...] = ()
+    anchor: AnchorRef | None = None
+
+
+class _DamageCheck:
+    """Whether the files of the newest version are still in the bucket as they were published.
+
+    One listing now and then. Only the files besides the weights are read, once; the writer has written or
+    read the others itself.
+    """
+
+    def __init__(self, reader: RunReader) -> None:
+        self._reader = reader
+        self._seen: dict[str, ObjectInfo | None] = {}  # files of the newest version, as they were listed
+        self._at = 0  # the last version without damage
+
+    def finds_damage(self, newest: Manifest) -> bool:
+        """Whether a file of the newest version is gone or has changed; asked again until none is."""
+        if newest.version < self._at + _EVERY:
+            return False
+        there = {info.key: info for info in self._reader.bucket.list(self._reader.keys.folder)}
+        files = newest.recipe().files
+        seen = {file.key: there.get(file.key) for file in files}
+        damaged = any(self._is_damaged(file, seen[file.key]) for file in files)
+        if not damaged:
+            self._seen, self._at = seen, newest.version
+        return damaged
+
+    def _is_damaged(self, file: FileRef, now: ObjectInfo | None) -> bool:
+        if now is None or now.size != file.size:
+            return True
+        if before := self._seen.get(file.key):
+            return now.etag != before.etag
+        if isinstance(file, DeltaRef) or file.name == WEIGHTS:
+            return False
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                self._reader.fetch(file, Path(folder))
+        except (ProtocolError, ObjectMissingError):
+            return True
+        return False
+
+
+class RunWriter:
+    """The one writer of a run. A crash between any two writes leaves the previous HEAD valid.
+
+    Opening it fences off any other writer.
+
+    Args:
+        bucket: The bucket of the run.
+        run: The run's name.
+        model: The name of the base model, for a new run.
+        assets: Folder with the small files of a checkpoint: config, tokenizer, chat template. None if the run
+            exists, since it has them already.
+        signing_key: A key or the file of one; the environment's by default.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        run: str,
+        *,
+        model: str,
+        assets: Path | None,
+        signing_key: str | Path | None = None,
+    ) -> None:
+        self._signing_key, trusted = writer_keys(signing_key)
+        self.reader = RunReader(bucket, run, trusted)
+        self.bucket, self.keys, self.model, self.assets = bucket, self.reader.keys, model, assets
+        self._asset_refs: list[FileRef] = []
+        self._decided: Manifest | None = None  # the next version, until the store has taken it
+        self._lock = threading.Lock()
+        self._pending = self._considered = _Pending()  # what was pending when that version was decided
+        self._damage = _DamageCheck(self.reader)
+        self._started = time.time()
+        self.on_version: Callable[[Manifest], object] = lambda _: (
+            None
+        )  # called with each version once it is real
+        self.newest: Manifest | None = None
+        others = self.reader.writers()
+        self.writer = Writer.after(others)
+        self.newest = self._claim(others)
+
+    def _claim(self, others: list[Writer]) -> Manifest | None:
+        """Take the run over; returns its newest version.
+
+        This writer claims the run before it looks at what others published; a publisher looks for claims
+        after it has published. So either this writer continues from their version, or they learn that it does
+        not count. After Lamport's bakery algorithm (Communications of the ACM 17, 1974).
+        """
+        newest = self._last_of_others()
+        self._put_head(newest)
+        try:
+            self._require_ownership()
+        except FencedError:
+            self.bucket.delete([self.keys.head(self.writer)])
+            raise
+        if (latest := self._last_of_others()) != newest:
+            self._put_head(latest)
+        # Replicas poll the HEAD that they know: its absence tells them of this writer.
+        self.bucket.delete([self.keys.head(other) for other in others])
+        return latest
+
+    def _last_of_others(self) -> Manifest | None:
+        """The newest version of an earlier writer, even if that writer did not live to point HEAD to it."""
+        head = self.reader.head(below=self.writer)
+        if head is None:
+            return None
+        last = self.reader.rebuild_head(Writer(head.writer_term, head.writer))
+        return self.reader.resolve(last if last and last.rank > head.rank else head)
+
+    def resume(self, folder: Path) -> dict[str, Bits] | None:
+        """The weights of the newest version, also written to `folder`; None if the run has no version yet."""
+        return self.reader.checkout(self.newest, folder) if self.newest else None
+
+    def anchor_is_due(self) -> bool:
+        """Whether a new anchor pays, because a new replica would fetch too much after the newest one."""
+        newest, (jumps, anchor) = self.newest, self._pending
+        if newest is None or anchor:
+            return False
+        if self._damage.finds_damage(newest):
+            self._asset_refs = []  # the next anchor stores these files again
+            return True
+        recipe = cheapest_recipe(newest.anchor, (*newest.deltas, *newest.jumps, *jumps), newest.version, None)
+        behind = recipe.deltas if recipe else ()
+        return sum(d.size for d in behind) > ANCHOR_PAYS * newest.full_bytes or len(behind) >= MAX_FILES
+
+    def put_anchor(self, version: int, weights_file: Path) -> AnchorRef:
+        """Store every tensor of `version` in full, with the files that make it a checkpoint."""
+        weights = self._put_file(weights_file, self.keys.anchor(version, self.writer, weights_file.name))
+        self._asset_refs = self._asset_refs or self._put_assets(version)
+        return AnchorRef(version=version, files=(weights, *self._asset_refs))
+
+    def _put_assets(self, version: int) -> list[FileRef]:
+        if self.assets is None:
+            known = self.newest.anchor.files if self.newest else ()
+            return [file for file in known if not file.name.endswith(".safetensors")]
+        return [
+            self._put_file(path, self.keys.anchor(version, self.writer, path.name))
+            for path in sorted(self.assets.iterdir())
+            if path.is_file() and path.suffix != ".safetensors"
+        ]
+
+    def put_delta(self, version: int, data: bytes, changed: int) -> DeltaRef:
+        """Store the delta that leads to `version`."""
+        return self._put_delta(self.keys.delta(version, self.writer), data, version - 1, version, changed)
+
+    def _put_delta(self, key: str, data: bytes, base: int, version: int, changed: int) -> DeltaRef:
+        self.bucket.put(key, data)
+        sha256 = hashlib.sha256(data).hexdigest()
+        return DeltaRef(key=key, size=len(data), sha256=sha256, base=base, version=version, changed=changed)
+
+    def add_jump(self, base: int, version: int, data: bytes, changed: int) -> None:
+        """Store a delta over several published versions, which the next manifest names. Thread-safe."""
+        jump = self._put_delta(self.keys.jump(base, version, self.writer), data, base, version, changed)
+        with self._lock:
+            self._pending = self._pending._replace(jumps=(*self._pending.jumps, jump))
+
+    def add_anchor(self, version: int, weights_file: Path) -> None:
+        """Store an anchor of a published version, which the next manifest names. Thread-safe."""
+        anchor = self.put_anchor(version, weights_file)
+        with self._lock:
+            self._pending = self._pending._replace(anchor=anchor)
+
+    def pending_keys(self) -> set[str]:
+        """Keys of the objects that are in the bucket, but that no version names yet."""
+        jumps, anchor = self._pending
+        return {ref.key for ref in (*jumps, *(anchor.files if anchor else ()))}
+
+    def commit(
+        self,
+        delta: DeltaRef | None,
+        anchor: AnchorRef | None,
+        *,
+        digest: str,
+        sync: int,
+        total: int,
+        created_at: float,
+    ) -> Manifest:
+        """Decide what the next version is, and make it real; raises as `confirm`."""
+        previous, version = self.newest, self.newest.version + 1 if self.newest else 0
+        self._considered = jumps, pending_anchor = self._pending
+        newest_anchor = anchor or pending_anchor or (previous.anchor if previous else None)
+        assert newest_anchor is not None, "version 0 needs an anchor"
+        if previous and delta:
+            names = links_for(newest_anchor, (*previous.deltas, delta), (*previous.jumps, *jumps), version)
+        else:
+            names = links_for(newest_anchor, (), (), version)
+        manifest = Manifest(
+            run=self.keys.run,
+            born=previous.born if previous else self._started,
+            version=version,
+            writer_term=self.writer.term,
+            writer=self.writer.id,
+            sync=sync,
+            created_at=created_at,
+            digest=digest,
+            anchor=newest_anchor,
+            deltas=names.deltas,
+            jumps=names.jumps,
+            parent=self._reference(previous) if previous else None,
+            changed=delta.changed if delta else 0,
+            total=total,
+            full_bytes=2 * total,
+        )
+        self._decided = self.signed(manifest)
+        confirmed = self.confirm()
+        assert confirmed is not None, "it has just been decided"
+        return confirmed
+
+    def signed(self, record: Kind) -> Kind:
+        """The record with a signature, if this trainer has a key."""
+        return self._signing_key.sign(record) if self._signing_key else record
+
+    def confirm(self) -> Manifest | None:
+        """Make the decided version real; None if no version is decided.
+
+        Call it again after each `BucketError`: the manifest may be in the bucket already, so the version must
+        stay the same. Raises `FencedError` if another trainer took the run over; then the version does not
+        count.
+        """
+        manifest = self._decided
+        if manifest is None:
+            return None
+        if manifest.version == 0:
+            info = RunInfo(
+                run=self.keys.run, model=self.model, created_at=time.time(), full_bytes=manifest.full_bytes
+            )
+            self.bucket.put(self.keys.info, info.to_bytes())
+        self.bucket.put(self._reference(manifest).key, manifest.to_bytes())
+        self._put_head(manifest)
+        self._require_ownership()
+        self.newest, self._decided = manifest, None
+        with self._lock:  # drop what the version named, or had no use for
+            jumps = tuple(jump for jump in self._pending.jumps if jump not in self._considered.jumps)
+            anchor = self._pending.anchor
+            self._pending = _Pending(jumps, None if anchor == self._considered.anchor else anchor)
+        self.on_version(manifest)
+        return manifest
+
+    def _require_ownership(self) -> None:
+        refused: Problems = {}
+        owner = self.reader.successor(self.writer, self.newest.born if self.newest else None, refused)
+        for error in refused.values():
+            _log.warning("%s; this trainer continues", error)
+        if owner:
+            raise FencedError(
+                f"run {self.keys.run!r} in {self.bucket.url} was taken over by another trainer (term "
+                f"{owner.term}); stop one of the two, or give this one another run name"
+            )
+
+    def _put_head(self, newest: Manifest | None) -> None:
+        head = Head(
+            run=self.keys.run,
+            born=newest.born if newest else self._started,
+            version=newest.version if newest else None,
+            manifest=self._reference(newest) if newest else None,
+            writer_term=self.writer.term,
+            writer=self.writer.id,
+        )
+        try:
+            self.bucket.put(self.keys.head(self.writer), self.signed(head).to_bytes())
+        except BucketError:
+            self._require_ownership()  # a successor may have removed it before the store showed it
+            raise
+
+    def _put_file(self, path: Path, key: str) -> FileRef:
+        with path.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        self.bucket.put(key, path)
+        return FileRef(key=key, size=path.stat().st_size, sha256=sha256)
+
+    def _reference(self, manifest: Manifest) -> FileRef:
+        writer = Writer(manifest.writer_term, manifest.writer)
+        return reference(self.keys.manifest(manifest.version, writer), manifest)

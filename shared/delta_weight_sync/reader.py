@@ -1,0 +1,477 @@
+"""Reads a run: HEAD, manifests, verified files, and any version as an ordinary checkpoint.
+
+It finds the newest version even if a HEAD is truncated, missing, stale or from another writer. The codec and
+the digest are imported only where weights are handled: listing versions does not need numba.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from safetensors import SafetensorError
+
+from delta_weight_sync import checkpoint
+from delta_weight_sync.checkpoint import Bits
+from delta_weight_sync.errors import (
+    BucketUnreachableError,
+    NoVersionError,
+    ObjectMissingError,
+    ProtocolError,
+    SignatureError,
+)
+from delta_weight_sync.records import (
+    AnchorRef,
+    FileRef,
+    Head,
+    Keys,
+    Manifest,
+    ManifestKey,
+    Rank,
+    Recipe,
+    Sealed,
+    Writer,
+    head_writer,
+    manifest_key,
+    parse,
+    reference,
+)
+from delta_weight_sync.signing import PublicKeys
+from delta_weight_sync.store import Bucket, Listing, ObjectInfo, open_bucket
+
+_TRIES = 5  # to read a HEAD that a new writer removes meanwhile
+_MAX_UNSIGNED = 16  # manifests to skip: with the wrong key all of them are refused
+_MAX_DAMAGED = 64  # manifests to skip: a forged key can name any version
+Kind = TypeVar("Kind", bound=Sealed)
+Problems = dict[str, Exception]
+"""The records that were skipped on the way to a valid one: key -> error."""
+
+
+def split_run(url: str) -> tuple[str, str]:
+    """Split `hf://buckets/me/wordle#first` into the bucket's URL and the run's name, "" if there is none."""
+    bucket, _, run = url.partition("#")
+    return bucket, run
+
+
+def open_run(url: str, run: str | None = None, *, public_key: str | Path | None = None) -> RunReader:
+    """Open a run for reading.
+
+    Args:
+        url: URL of the bucket, with `#<run>` if the bucket holds several runs.
+        run: Name of the run, instead of the one in the URL.
+        public_key: Refuse versions that this key did not sign: `ed25519_public_` and 64 hex digits, several
+            separated by commas, or a file that `delta-weight-sync keygen` wrote. By default
+            DELTA_WEIGHT_SYNC_PUBLIC_KEY; without any key, signatures are not checked.
+
+    Raises:
+        ProtocolError: No run is named and the bucket does not hold exactly one.
+        BucketError: The bucket cannot be read.
+        KeyFormatError: `public_key` is not a key.
+    """
+    place, named = split_run(url)
+    bucket = open_bucket(place)
+    return RunReader(bucket, run or named or _only_run(bucket), PublicKeys.load(public_key))
+
+
+def _only_run(bucket: Bucket) -> str:
+    runs = sorted({info.key.split("/")[1] for info in bucket.list("runs/")})
+    if len(runs) != 1:
+        known = (
+            f"it holds {', '.join(runs)}; name one: {bucket.url}#{runs[0]}" if runs else "it holds none yet"
+        )
+        raise ProtocolError(f"{bucket.url} does not hold exactly one run: {known}")
+    return runs[0]
+
+
+class RunReader:
+    """The reading half of the protocol.
+
+    Every record is checked: complete, of this run, pinned by the record that names it, and signed if there
+    are trusted keys.
+
+    Args:
+        bucket: The bucket that holds the run.
+        run: Name of the run.
+        public_keys: Trusted keys, one of which must have signed every record. By default the environment's.
+    """
+
+    def __init__(self, bucket: Bucket, run: str, public_keys: PublicKeys | None = None) -> None:
+        self.bucket = bucket
+        self.keys = Keys(run)
+        self.public_keys = PublicKeys.load() if public_keys is None else public_keys
+        self._unreadable: set[str] = (
+            set()
+        )  # keys of files that were missing or damaged when they were fetched
+
+    def newest(self) -> Manifest | None:
+        """The newest version's manifest, or None before the first version."""
+        head = self.head()
+        return self.resolve(head) if head else None
+
+    def manifest(self, version: int | None = None) -> Manifest:
+        """The manifest of `version`, by default the newest, found along HEAD's chain of hashes.
+
+        Raises:
+            NoVersionError: The run has not published this version.
+            ProtocolError: The version was deleted, or a record is damaged or not signed by a trusted key.
+        """
+        manifest = None
+        for manifest in self.versions():
+            if version in (None, manifest.version):
+                return manifest
+        place = f"run {self.keys.run!r} in {self.bucket.url}"
+        if manifest and version is not None and 0 <= version < manifest.version:
+            raise no_longer_held(place, version, manifest.version)
+        wanted = "a first version" if version is None else f"version {version}"
+        raise NoVersionError(f"{place} has not published {wanted}")
+
+    def find(self, version: int) -> Manifest:
+        """The manifest of `version`, found by one listing however long the run is.
+
+        HEAD's hashes do not cover the result: the digest of the weights must prove it.
+
+        Raises:
+            ProtocolError: The run has no such version, or no trusted key signed it.
+        """
+        newest = self.newest()
+        if newest and version <= newest.version:
+            if found := self._listed(version, newest.born):
+                return found
+            if 0 <= version < newest.version:
+                oldest = min(manifests_of(self.bucket.list(self.keys.manifests)), default=newest.version)
+                raise no_longer_held(f"run {self.keys.run!r}", version, oldest)
+        known = f"its newest is version {newest.version}" if newest else "it has none yet"
+        raise ProtocolError(f"run {self.keys.run!r} has no version {version}, {known}")
+
+    def _listed(self, version: int, born: float) -> Manifest | None:
+        """The last writer's manifest of a version that is signed and belongs to the run created at `born`."""
+        unsigned: SignatureError | None = None
+        listed = (info.key for info in self.bucket.list(self.keys.manifests))
+        for found, key in sorted(_manifests(listed), reverse=True):
+            if found.version == version:
+                try:
+                    manifest = self.read_listed(key)
+                except SignatureError as error:
+                    unsigned = unsigned or error
+                    continue
+                if manifest.born == born:
+                    return manifest
+        if unsigned:
+            raise unsigned
+        return None
+
+    def versions(self) -> Iterator[Manifest]:
+        """Every manifest from the newest back to version 0, or to the oldest that was not deleted."""
+        manifest = self.newest()
+        while manifest is not None:
+            yield manifest
+            manifest = self.parent(manifest)
+
+    def parent(self, manifest: Manifest) -> Manifest | None:
+        """The manifest of the version before. None for version 0, or if that manifest was deleted."""
+        try:
+            return self.read_manifest(manifest.parent) if manifest.parent else None
+        except ObjectMissingError:
+            return None
+
+    def read_manifest(self, ref: FileRef) -> Manifest:
+        """The manifest that `ref` pins."""
+        return self.read(Manifest, ref.key, ref)
+
+    def recipe(self, manifest: Manifest, held: int | None = None) -> Recipe:
+        """As `Manifest.recipe`, but around files that could not be read, if possible."""
+        return manifest.recipe_without(self._unreadable, held) or manifest.recipe(held)
+
+    def readable(self, manifest: Manifest) -> Manifest | None:
+        """`manifest`, or the newest version before it that can be built from readable files, if any."""
+        found: Manifest | None = manifest
+        while found and not found.recipe_without(self._unreadable):
+            found = self.parent(found)
+        return found
+
+    def fetch(self, ref: FileRef, folder: Path) -> Path:
+        """Download a file and check its size and sha256. A complete local copy is not fetched again.
+
+        Xet downloads do not check the content themselves.
+
+        Raises:
+            ProtocolError: The object is damaged.
+            ObjectMissingError: The object does not exist.
+        """
+        path = folder / ref.name
+        if path.is_file() and ref.is_in(path):
+            return path
+        try:
+            if self.bucket.fetch(ref.key, path, ref.size) != ref.sha256:
+                path.unlink()
+                raise ref.damaged()
+        except (ObjectMissingError, ProtocolError):
+            self._unreadable.add(ref.key)
+            raise
+        self._unreadable.discard(ref.key)
+        return path
+
+    def checkout(self, manifest: Manifest, folder: Path) -> dict[str, Bits]:
+        """Write a version to `folder` as a Hugging Face checkpoint.
+
+        The digest is checked before the weights are written.
+
+        Returns:
+            The weights: tensor name -> bf16 bits as uint16, in the tensor's shape.
+
+        Raises:
+            ProtocolError: A file is damaged, or the digest is not the published one.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        for ref in manifest.anchor.small_first():
+            self.fetch(ref, folder)
+        with checkpoint_errors(manifest.anchor):
+            state = dict(checkpoint.read_bits(folder))
+        for delta in self.recipe(manifest).deltas:
+            self.apply(state, delta, folder)
+        require_digest(state, manifest)
+        shapes = {name: bits.shape for name, bits in state.items()}
+        checkpoint.write_bits(shapes, state.__getitem__, folder / checkpoint.WEIGHTS)
+        return state
+
+    def apply(self, state: dict[str, Bits], ref: FileRef, folder: Path) -> None:
+        """Fetch a delta file to the scratch folder and apply it to `state` in place."""
+        path = self.fetch(ref, folder)
+        apply_delta(state, path)
+        path.unlink()
+
+    def signer(self, manifest: Manifest) -> str | None:
+        """The fingerprint of the key that signed the version, or None if signatures are not checked."""
+        return self.public_keys.signer(manifest, f"the manifest of version {manifest.version}")
+
+    def require_intact(self) -> None:
+        """Raise `ProtocolError` or `ObjectMissingError` if the owner's HEAD or its manifest is damaged."""
+        if writers := self.writers():
+            head = self.head_of(writers[-1])
+            if head.manifest:
+                self.read_manifest(head.manifest)
+
+    def writers(self) -> list[Writer]:
+        """All writers that have a HEAD. The last one owns the run."""
+        found = (head_writer(info.key) for info in self.bucket.list(self.keys.heads))
+        return sorted(writer for writer in found if writer)
+
+    def successor(self, of: Writer, born: float | None, problems: Problems) -> Writer | None:
+        """The last writer after `of`, which took over the run, or None.
+
+        With trusted keys, a HEAD counts only if it is signed and not of an older run: write access to the
+        bucket is not enough to stop a trainer.
+
+        Args:
+            of: The current writer.
+            born: Creation time of the run to which `of` writes.
+            problems: Receives the HEADs that do not count.
+        """
+        for writer in reversed(self.writers()):
+            if writer <= of:
+                return None
+            if not self.public_keys or self._claims(writer, born, problems):
+                return writer
+        return None
+
+    def _claims(self, writer: Writer, born: float | None, problems: Problems) -> bool:
+        try:
+            head = self.head_of(writer)
+        except ObjectMissingError:  # an even later writer removed it
+            return True
+        except ProtocolError as error:
+            problems[self.keys.head(writer)] = error
+            return False
+        return head.version is None or born is None or head.born >= born
+
+    def head(
+        self, below: Writer | None = None, floor: Rank | None = None, problems: Problems | None = None
+    ) -> Head | None:
+        """The owner's HEAD, or None for a run without one.
+
+        A HEAD that is damaged, missing, not signed or below `floor` is rebuilt from the manifests.
+
+        Args:
+            below: Only consider writers before this one.
+            floor: The lowest acceptable rank.
+            problems: Receives the HEADs that were skipped.
+
+        Raises:
+            ProtocolError: Every HEAD is unsigned or below `floor`.
+        """
+        for _ in range(_TRIES):
+            writers = [writer for writer in self.writers() if below is None or writer < below]
+            skipped: Problems = {}
+            with contextlib.suppress(ObjectMissingError):
+                head = self._last_valid(writers, floor, skipped)
+                why = [error for error in skipped.values() if floor or isinstance(error, SignatureError)]
+                if head is None and why:
+                    raise type(why[0])("; ".join(map(str, why)))
+                if problems is not None:
+                    problems.update(skipped)
+                return head
+        raise BucketUnreachableError(f"{self.bucket.url}/{self.keys.heads} lists missing objects: try again")
+
+    def _last_valid(self, writers: list[Writer], floor: Rank | None, skipped: Problems) -> Head | None:
+        for writer in reversed(writers):
+            try:
+                return self.head_of(writer, floor)
+            except ProtocolError as error:
+                skipped[self.keys.head(writer)] = error
+                rebuilt = self.rebuild_head(writer)
+                if rebuilt and (floor is None or rebuilt.rank >= floor):
+                    return rebuilt
+        rebuilt = self.rebuild_head()
+        if rebuilt and floor and rebuilt.rank < floor:
+            skipped[self.keys.heads] = went_back(f"HEAD of run {self.keys.run!r}", rebuilt.version, floor)
+            return None
+        return rebuilt
+
+    def head_of(self, writer: Writer, floor: Rank | None = None) -> Head:
+        """HEAD of a writer. Raises `ProtocolError` (damaged, below `floor`) or `ObjectMissingError`."""
+        key = self.keys.head(writer)
+        head = self.read(Head, key)
+        if (head.writer_term, head.writer) != writer:
+            raise ProtocolError(f"{key} is the HEAD of another writer: it was not followed")
+        if floor and head.rank < floor:
+            raise went_back(key, head.version, floor)
+        return head
+
+    def rebuild_head(self, writer: Writer | None = None) -> Head | None:
+        """The HEAD that names the newest complete version, of one writer or of any. None if there is none."""
+        there = {info.key: info.size for info in self.bucket.list(self.keys.folder)}
+        unsigned = 0
+        found = (
+            (parts, key) for parts, key in _manifests(there) if writer is None or parts.written_by(writer)
+        )
+        for _, key in sorted(found, reverse=True)[:_MAX_DAMAGED]:
+            try:
+                manifest = self.read_listed(key)
+                if all(there.get(file.key) == file.size for file in manifest.recipe().files):
+                    return Head(
+                        run=manifest.run,
+                        born=manifest.born,
+                        version=manifest.version,
+                        manifest=reference(key, manifest),
+                        writer_term=manifest.writer_term,
+                        writer=manifest.writer,
+                    )
+            except SignatureError:
+                unsigned += 1
+                if unsigned == _MAX_UNSIGNED:
+                    break
+            except (ProtocolError, ObjectMissingError):
+                pass
+        return None
+
+    def resolve(self, head: Head, problems: Problems | None = None) -> Manifest | None:
+        """The manifest that `head` names, or the newest complete version's if that one is damaged or missing.
+
+        `problems` receives the manifest that was skipped.
+        """
+        if head.manifest is None:
+            return None
+        try:
+            return self.read_manifest(head.manifest)
+        except (ProtocolError, ObjectMissingError) as error:
+            if problems is not None:
+                problems[head.manifest.key] = error
+            rebuilt = self.rebuild_head()
+            if rebuilt is None or rebuilt.manifest is None:
+                raise
+            return self.read_manifest(rebuilt.manifest)
+
+    def read_listed(self, key: str) -> Manifest:
+        """The manifest at a listed key, which no record pins. Its content must match the key."""
+        manifest = self.read(Manifest, key)
+        if key != self.keys.manifest(manifest.version, Writer(manifest.writer_term, manifest.writer)):
+            raise ProtocolError(f"{key} holds the manifest of another version: it was not used")
+        return manifest
+
+    def read(self, kind: type[Kind], key: str, ref: FileRef | None = None) -> Kind:
+        """Read a record of this run, pinned by `ref` if given. Every record that is acted on is read here.
+
+        Raises:
+            SignatureError: No trusted key signed it.
+            ProtocolError: It is damaged, or belongs to another run.
+        """
+        data = self.bucket.get(key)
+        if ref:
+            ref.check(data)
+        record = parse(kind, data, key)
+        if record.run != self.keys.run:
+            raise ProtocolError(f"{key} belongs to run {record.run!r}: it was not used")
+        self.public_keys.signer(record, key)
+        return record
+
+
+def went_back(what: str, version: int | None, floor: Rank) -> ProtocolError:
+    """The error for a record that is older than a version seen before."""
+    return ProtocolError(
+        f"{what} went back from version {floor[-1]} to {version}: it was not followed; if the run was started"
+        " over, heal this replica, or follow into an empty folder"
+    )
+
+
+def no_longer_held(place: str, version: int, oldest: int) -> ProtocolError:
+    """The error for a version that was deleted."""
+    return ProtocolError(f"{place} no longer has version {version}; the oldest available is {oldest}")
+
+
+def manifests_of(objects: Listing) -> dict[int, ObjectInfo]:
+    """The manifest of each version. If several writers published a version, the last writer's counts."""
+    known = {info.key: info for info in objects}
+    return {parts.version: known[key] for parts, key in sorted(_manifests(known))}
+
+
+def _manifests(keys: Iterable[str]) -> Iterator[tuple[ManifestKey, str]]:
+    return ((parts, key) for key in keys if (parts := manifest_key(key)))
+
+
+def remove_other_files(folder: Path, anchor: AnchorRef) -> None:
+    """Create `folder` if needed, and remove everything that has no name of a file of `anchor`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {ref.name for ref in anchor.files}
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name not in names:
+            path.unlink()
+
+
+@contextmanager
+def checkpoint_errors(anchor: AnchorRef) -> Iterator[None]:
+    """Turn errors of files that are not a checkpoint into a `ProtocolError` that names the anchor."""
+    try:
+        yield
+    except (SafetensorError, ValueError, LookupError) as error:
+        raise ProtocolError(f"the anchor of version {anchor.version} is not a checkpoint: {error}") from error
+
+
+def apply_delta(state: dict[str, Bits], path: Path) -> None:
+    """Apply a delta file to `state` in place.
+
+    Raises:
+        CodecError: The file is damaged. `state` may then hold a part of the changes: discard it.
+    """
+    from delta_weight_sync import codec
+
+    shapes = {name: bits.shape for name, bits in state.items()}
+    for patch in codec.Delta(path).patches(shapes, state.__getitem__):
+        codec.apply(patch, state[patch.name])
+
+
+def require_digest(state: dict[str, Bits], manifest: Manifest) -> None:
+    """Raise `ProtocolError` unless `state` holds exactly the published bits of the version."""
+    from delta_weight_sync.digest import state_digest, to_hex
+
+    digest = to_hex(state_digest(state))
+    if digest != manifest.digest:
+        raise ProtocolError(
+            f"version {manifest.version} has digest {manifest.digest}, its files give {digest}; "
+            "the run is damaged, resume from an earlier version"
+        )

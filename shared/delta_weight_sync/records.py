@@ -1,0 +1,487 @@
+"""Versions, manifests, HEAD and their keys: the records of a run in its bucket.
+
+A run is a folder of the bucket. Every object is written once, except HEADs and the newest log segment:
+
+    runs/<run>/run.json                               the run, for people and dashboards
+    runs/<run>/anchors/00000000.t1-5ad0b5d1/<file>    a whole Hugging Face checkpoint
+    runs/<run>/deltas/00000001.t1-5ad0b5d1.safetensors   the changes from version 0 to version 1
+    runs/<run>/jumps/00000000-00000008.t1-5ad0b5d1.safetensors   the same over several versions
+    runs/<run>/manifests/00000001.t1-5ad0b5d1.json    how to build version 1, and the digest that proves it
+    runs/<run>/log/00000000.jsonl                     events (see `runlog`)
+    runs/<run>/heads/00000001.<writer>.json           HEAD of one writer: its newest version
+
+Trust flows one way: HEAD names the manifest by sha256, and the manifest names every file by sha256. Each
+writer has its own HEAD and its own keys, so a trainer that was replaced cannot overwrite its successor. The
+HEAD of the writer with the highest term counts.
+
+The manifest is the authority on its version. HEAD only says which manifest is the newest. If HEAD is
+truncated, missing, stale or from another writer, readers find the newest version from the manifests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Container, Iterable
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeVar
+from uuid import uuid4
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+
+from delta_weight_sync.errors import ProtocolError
+
+FORMAT: Final = "delta-weight-sync/2"
+POLL_S: Final = 1.0  # usual seconds between two requests for HEAD
+MAX_JSON_BYTES = 8 << 20  # of one record
+MAX_ASSETS: Final = 256  # files of one anchor
+LARGEST: Final = 1e15  # largest measured number, in any unit
+STRIDES: Final = (8, 64)  # versions that a jump spans
+ANCHOR_PAYS: Final = (
+    0.5  # model sizes of deltas after an anchor: a join costs at most 1.5 times the newest anchor
+)
+MAX_FILES: Final = 128  # deltas after an anchor, however small they are
+WINDOW: Final = 64  # newest versions whose deltas a manifest always names
+RUN_NAME: Final = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+
+_NUMBER = r"\d{8,18}"  # a version or a term; a longer number fits into no record
+_LAST_TERM = 10**18 - 1
+_HEAD = re.compile(rf".*/heads/({_NUMBER})\.([0-9a-f]{{32}})\.json")
+_STATE = re.compile(rf".*/state/({_NUMBER})\.{_NUMBER}\.t[^/]*\.json")
+_PART = re.compile(
+    rf".*/(anchors|deltas|jumps|manifests)/(?:{_NUMBER}-)?({_NUMBER})\.(t\d{{1,18}}-[0-9a-f]{{8}})[./].*"
+)
+_MANIFEST = re.compile(rf".*/manifests/({_NUMBER})\.t(\d{{1,18}})-([0-9a-f]{{8}})\.json")
+
+
+class Writer(NamedTuple):
+    """A trainer that took over the run. The greatest writer owns the run.
+
+    `term` grows by one with each writer. `id` is 32 random hex digits: two trainers that start at the same
+    moment may get the same term, but never the same keys.
+    """
+
+    term: int
+    id: str
+
+    @classmethod
+    def after(cls, others: list[Writer]) -> Self:
+        """A new writer with a higher term than all `others`. Raises `ProtocolError` if no term is left."""
+        last = max(others, default=None)
+        if last and last.term >= _LAST_TERM:
+            raise ProtocolError(
+                f"a HEAD claims this run with the largest possible term, {last.term}: delete"
+                f" heads/{last.term:08d}.{last.id}.json of the run, or start another run"
+            )
+        return cls(1 + (last.term if last else 0), uuid4().hex)
+
+    def __str__(self) -> str:
+        return f"t{self.term}-{self.id[:8]}"
+
+
+class Keys:
+    """The keys of one run's objects."""
+
+    def __init__(self, run: str) -> None:
+        if not re.fullmatch(RUN_NAME, run):
+            raise ProtocolError(f"run name {run!r} may hold letters, digits, '.', '_' and '-' only")
+        self.run = run
+        self.folder = f"runs/{run}/"
+        self.heads = f"{self.folder}heads/"
+        self.manifests = f"{self.folder}manifests/"
+        self.states = f"{self.folder}state/"
+        self.info = f"{self.folder}run.json"
+        self.log = f"{self.folder}log/"
+
+    def head(self, writer: Writer) -> str:
+        """HEAD of a writer. No other writer overwrites it."""
+        return f"{self.heads}{writer.term:08d}.{writer.id}.json"
+
+    def anchor(self, version: int, writer: Writer, name: str) -> str:
+        """One file of an anchor."""
+        return f"{self.folder}anchors/{version:08d}.{writer}/{name}"
+
+    def delta(self, version: int, writer: Writer) -> str:
+        """The delta from `version - 1` to `version`."""
+        return f"{self.folder}deltas/{version:08d}.{writer}.safetensors"
+
+    def jump(self, base: int, version: int, writer: Writer) -> str:
+        """The delta from `base` to `version`, over several versions."""
+        return f"{self.folder}jumps/{base:08d}-{version:08d}.{writer}.safetensors"
+
+    def manifest(self, version: int, writer: Writer) -> str:
+        """The manifest of a version."""
+        return f"{self.manifests}{version:08d}.{writer}.json"
+
+    def state(self, version: int, sync: int, writer: Writer) -> str:
+        """Folder of the trainer state at `version` and `sync`. Its record has the same name and `.json`."""
+        return f"{self.states}{version:08d}.{sync:08d}.{writer}"
+
+    def segment(self, number: int) -> str:
+        """One segment of the run's log."""
+        return f"{self.log}{number:08d}.jsonl"
+
+
+class ManifestKey(NamedTuple):
+    """The parts of a manifest's key. They sort by writer, then by version."""
+
+    term: int
+    id: str  # the first 8 digits of the writer's id
+    version: int
+
+    def written_by(self, writer: Writer) -> bool:
+        """Whether `writer` wrote the manifest."""
+        return (self.term, self.id) == (writer.term, writer.id[:8])
+
+
+class VersionKey(NamedTuple):
+    """The parts of the key of any file of a version. They sort by version."""
+
+    version: int
+    writer: str  # as in the key: t1-5ad0b5d1
+    kind: str  # anchors, deltas, jumps or manifests
+
+
+def version_key(key: str) -> VersionKey | None:
+    """Parse the key of a file of a version. None for any other key."""
+    match = _PART.fullmatch(key)
+    return VersionKey(int(match[2]), match[3], match[1]) if match else None
+
+
+def state_version(key: str) -> int | None:
+    """The version of a trainer state, from the key of its record. None for any other key."""
+    match = _STATE.fullmatch(key)
+    return int(match[1]) if match else None
+
+
+def head_writer(key: str) -> Writer | None:
+    """The writer whose HEAD has this key. None for any other key."""
+    match = _HEAD.fullmatch(key)
+    return Writer(int(match[1]), match[2]) if match else None
+
+
+def manifest_key(key: str) -> ManifestKey | None:
+    """Parse the key of a manifest. None for any other key."""
+    match = _MANIFEST.fullmatch(key)
+    return ManifestKey(int(match[2]), match[3], int(match[1])) if match else None
+
+
+def _cut(characters: int) -> BeforeValidator:
+    """Shorten free text instead of refusing it. Half a UTF-16 character becomes "?"."""
+
+    def cut(text: Any) -> Any:
+        return text[:characters].encode(errors="replace").decode() if isinstance(text, str) else text
+
+    return BeforeValidator(cut)
+
+
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
+Key = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,500}$")]
+RunName = Annotated[str, StringConstraints(pattern=f"^{RUN_NAME}$")]
+WriterId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+Count = Annotated[int, Field(ge=0, le=1 << 62)]
+Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
+Time = Annotated[float, Field(ge=0, lt=253_402_300_800)]  # unix seconds, up to the year 9999
+Word = Annotated[str, _cut(200)]  # a name
+Line = Annotated[str, _cut(4000)]  # a few sentences
+Text = Annotated[str, _cut(20_000)]  # a prompt
+Model = TypeVar("Model", bound="Record")
+Rank = tuple[float, int, str, int]
+"""Orders versions from old to new: creation time of the run, term and id of the writer, version."""
+
+
+class Record(BaseModel):
+    """Base of every stored record: immutable, with finite numbers and without unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def to_bytes(self) -> bytes:
+        """JSON, UTF-8, one line."""
+        return self.model_dump_json().encode()
+
+
+class FileRef(Record):
+    """One object of the bucket, pinned by its content."""
+
+    key: Key
+    size: Count
+    sha256: Sha256
+
+    @model_validator(mode="after")
+    def _no_parent_folder(self) -> Self:
+        if ".." in self.key.split("/") or "//" in self.key:
+            raise ValueError(f"key {self.key!r} leaves its folder")
+        return self
+
+    @property
+    def name(self) -> str:
+        """The last part of the key."""
+        return self.key.rsplit("/", 1)[-1]
+
+    def check(self, data: bytes) -> None:
+        """Raise `ProtocolError` unless `data` is the pinned object."""
+        if len(data) != self.size or hashlib.sha256(data).hexdigest() != self.sha256:
+            raise self.damaged()
+
+    def is_in(self, path: Path) -> bool:
+        """Whether a local file is the pinned object."""
+        if path.stat().st_size != self.size:
+            return False
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == self.sha256
+
+    def damaged(self) -> ProtocolError:
+        """The error for an object whose bytes are not the published ones."""
+        return ProtocolError(
+            f"{self.key} is not the published object (sha256 or size differs); it was not applied"
+        )
+
+
+class DeltaRef(FileRef):
+    """A delta file, which turns version `base` into `version`. A jump spans several versions."""
+
+    base: Count
+    version: Count
+    changed: Count  # elements that differ
+
+    @model_validator(mode="after")
+    def _leads_forward(self) -> Self:
+        if self.base >= self.version:
+            raise ValueError(f"{self.key} leads from version {self.base} back to {self.version}")
+        return self
+
+
+class AnchorRef(Record):
+    """A whole checkpoint: `config.json`, the tokenizer's files and `model.safetensors`."""
+
+    version: Count
+    files: Annotated[tuple[FileRef, ...], Field(min_length=1, max_length=MAX_ASSETS)]
+
+    def small_first(self) -> list[FileRef]:
+        """The files in the order to fetch them: a damaged small file is found before the weights arrive."""
+        return sorted(self.files, key=lambda file: file.size)
+
+    @model_validator(mode="after")
+    def _one_of_each_name(self) -> Self:
+        if len({file.name for file in self.files}) < len(self.files):
+            raise ValueError("two files of the anchor have one name")
+        return self
+
+
+Deltas = Annotated[tuple[DeltaRef, ...], Field(max_length=1024), FailFast()]  # `links_for` names far fewer
+
+
+class Sealed(Record):
+    """A record with a hash of itself, which shows damage even if nothing names the record by hash.
+
+    `seal` is the sha256 of the record's kind, a line feed, and its JSON without `seal` and `signature`.
+    """
+
+    format: Literal["delta-weight-sync/2"] = FORMAT
+    run: RunName
+    seal: Sha256 | Literal[""] = ""  # computed if empty
+    signature: Annotated[str, StringConstraints(max_length=1024)] = ""
+
+    @model_validator(mode="after")
+    def _seal(self) -> Self:
+        content = f"{type(self).__name__}\n{self.model_dump_json(exclude={'seal', 'signature'})}"
+        seal = hashlib.sha256(content.encode()).hexdigest()
+        if self.seal not in ("", seal):
+            raise ValueError("seal does not fit the other fields: the object is damaged")
+        object.__setattr__(self, "seal", seal)
+        return self
+
+
+class Manifest(Sealed):
+    """How to build one version, and the digest that proves it.
+
+    `deltas` holds one delta per version without a gap up to `version`: the newest ones, for replicas that
+    are a little behind, and all that the recipe from the anchor needs. `jumps` shorten that recipe.
+    """
+
+    born: Time  # unix seconds when the run was created: a restarted run is another run
+    version: Count
+    writer_term: Count
+    writer: WriterId
+    sync: Count  # the trainer's count of weight syncs whose weights this version holds
+    created_at: Time  # unix seconds when the trainer handed over the weights
+    digest: Digest
+    anchor: AnchorRef
+    deltas: Deltas
+    jumps: Deltas
+    parent: FileRef | None  # the manifest of version - 1
+    changed: Count  # elements that differ from version - 1
+    total: Count  # elements of the model
+    full_bytes: Count  # bytes of all weights in bf16
+
+    @model_validator(mode="after")
+    def _chain_is_whole(self) -> Self:
+        first = self.version - len(self.deltas)
+        if [(d.base, d.version) for d in self.deltas] != [(v, v + 1) for v in range(first, self.version)]:
+            raise ValueError(f"deltas do not lead to version {self.version} one by one, without a gap")
+        if self.recipe_without(()) is None:
+            raise ValueError(f"nothing leads from anchor {self.anchor.version} to version {self.version}")
+        if (self.parent is None) != (self.version == 0):
+            raise ValueError("exactly version 0 has no parent")
+        return self
+
+    def recipe(self, held: int | None = None) -> Recipe:
+        """The files to fetch for this version with the fewest bytes.
+
+        Args:
+            held: A version that you already have. It must belong to the same history; the digest proves that.
+        """
+        recipe = self.recipe_without((), held)
+        assert recipe is not None, "the anchor leads here"
+        return recipe
+
+    def recipe_without(self, unreadable: Container[str], held: int | None = None) -> Recipe | None:
+        """As `recipe`, but without the files with these keys. None if no other recipe exists."""
+        deltas = [delta for delta in (*self.deltas, *self.jumps) if delta.key not in unreadable]
+        whole = not any(file.key in unreadable for file in self.anchor.files)
+        return cheapest_recipe(self.anchor if whole else None, deltas, self.version, held)
+
+    @property
+    def files(self) -> tuple[FileRef, ...]:
+        """All files that the manifest names, except its parent."""
+        return (*self.anchor.files, *self.deltas, *self.jumps)
+
+    @property
+    def rank(self) -> Rank:
+        """See `Rank`."""
+        return self.born, self.writer_term, self.writer, self.version
+
+    @property
+    def sparsity(self) -> float:
+        """Share of elements that kept their bits, 0 to 1."""
+        return 1.0 - self.changed / self.total if self.total else 1.0
+
+
+class Head(Sealed):
+    """A writer's newest version. Before its first version, the version from which it continues."""
+
+    born: Time  # as in the manifest
+    version: Count | None  # None before the run's first version
+    manifest: FileRef | None
+    writer_term: Count
+    writer: WriterId
+
+    @model_validator(mode="after")
+    def _both_or_neither(self) -> Self:
+        if (self.version is None) != (self.manifest is None):
+            raise ValueError("a version has a manifest")
+        return self
+
+    @property
+    def rank(self) -> Rank:
+        """See `Rank`. Before the first version it is the rank of version -1."""
+        return self.born, self.writer_term, self.writer, -1 if self.version is None else self.version
+
+
+class RunInfo(Record):
+    """Describes a run; written once, when the run is created."""
+
+    format: Literal["delta-weight-sync/2"] = FORMAT
+    run: RunName
+    model: Word
+    created_at: Time
+    full_bytes: Count
+
+
+def reference(key: str, record: Record) -> FileRef:
+    """Pin a stored record by its content."""
+    data = record.to_bytes()
+    return FileRef(key=key, size=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def parse(kind: type[Model], data: bytes, key: str) -> Model:
+    """Parse a record. Raises `ProtocolError` with `key` and the first problem."""
+    if len(data) > MAX_JSON_BYTES:
+        raise ProtocolError(f"{key} is {len(data)} bytes; a {kind.__name__} has at most {MAX_JSON_BYTES}")
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ProtocolError(f"{key} is not a valid {kind.__name__}: {where} {first['msg']}") from None
+
+
+class Recipe(NamedTuple):
+    """The files that build a version, in order: an anchor, unless a version is held, then deltas."""
+
+    anchor: AnchorRef | None
+    deltas: tuple[DeltaRef, ...]
+
+    @property
+    def files(self) -> tuple[FileRef, ...]:
+        """All files of the recipe."""
+        return (*(self.anchor.files if self.anchor else ()), *self.deltas)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+
+def cheapest_recipe(
+    anchor: AnchorRef | None, deltas: Iterable[DeltaRef], version: int, held: int | None
+) -> Recipe | None:
+    """The recipe with the fewest bytes, then the fewest files. None if nothing leads to `version`.
+
+    All deltas lead forward, so one pass over them in the order of their bases finds it.
+
+    Args:
+        anchor: An anchor to start from, if any.
+        deltas: Deltas and jumps that may be used.
+        version: The version to build.
+        held: A version that you already have, if any.
+    """
+    reached: dict[int, tuple[int, int, Recipe]] = {}  # version -> bytes, files and recipe
+    if anchor:
+        reached[anchor.version] = sum(file.size for file in anchor.files), 1, Recipe(anchor, ())
+    if held is not None and held <= version:
+        reached[held] = 0, 0, Recipe(None, ())
+    for delta in sorted(deltas, key=lambda delta: delta.base):
+        if delta.base in reached:
+            size, files, recipe = reached[delta.base]
+            cost, there = (size + delta.size, files + 1), reached.get(delta.version)
+            if there is None or cost < there[:2]:
+                reached[delta.version] = *cost, Recipe(recipe.anchor, (*recipe.deltas, delta))
+    return reached[version][2] if version in reached else None
+
+
+class Links(NamedTuple):
+    """The deltas and jumps that a manifest names."""
+
+    deltas: tuple[DeltaRef, ...]  # one per version, contiguous
+    jumps: tuple[DeltaRef, ...]
+
+
+def links_for(
+    anchor: AnchorRef, deltas: Iterable[DeltaRef], jumps: Iterable[DeltaRef], version: int
+) -> Links:
+    """Choose the deltas and jumps that the manifest of `version` names.
+
+    These are the cheapest recipe from the anchor, the deltas of the last `WINDOW` versions for replicas that
+    are a little behind, and the jumps that such replicas can use. If jumps exist, the manifest grows by only
+    one jump in 64 versions after an anchor.
+    """
+    deltas, jumps = tuple(deltas), tuple(jumps)
+    recipe = cheapest_recipe(anchor, (*deltas, *jumps), version, None)
+    needed = {delta.key for delta in recipe.deltas} if recipe else set()
+    first = min((d.version for d in deltas if d.key in needed), default=version)
+    first = max(0, min(first, version - WINDOW + 1))
+    return Links(
+        tuple(d for d in deltas if d.version >= first),
+        tuple(j for j in jumps if j.base >= first - 1 or j.key in needed),
+    )

@@ -1,0 +1,417 @@
+"""Trainer states in the bucket: saved after a version, found again, and restored bit for bit.
+
+A state is one object per rank and a small record, which is written last, after its version:
+
+    runs/<run>/state/00000040.00000041.t1-3fa9c2d1.json                 of version 40, after sync 41
+    runs/<run>/state/00000040.00000041.t1-3fa9c2d1/rank-0.safetensors   what rank 0 adds to that version
+
+Two states stay in the bucket: the newest, and the previous one in case an object of the newest is damaged.
+
+Of a published float32 parameter only the low 16 bits are saved, of a bfloat16 one nothing: the rest is in the
+version of that moment. Everything else is saved in full. The trainer's thread copies a state to the host, a
+background thread writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch.distributed.tensor import DTensor
+
+from delta_weight_sync.codec import Bits
+from delta_weight_sync.errors import CodecError, ObjectMissingError, ProtocolError, StateError
+from delta_weight_sync.publish.outbox import Outbox, RepeatedSyncs
+from delta_weight_sync.publish.parts import held_block, is_block, local
+from delta_weight_sync.publish.sharding import Peers, Weights
+from delta_weight_sync.publish.writer import RunWriter
+from delta_weight_sync.reader import RunReader
+from delta_weight_sync.records import Count, Digest, FileRef, Manifest, Sealed, Time, Writer
+from delta_weight_sync.resume import optimizer as parts
+from delta_weight_sync.resume._files import write_tensors
+from delta_weight_sync.resume.optimizer import Tensors, as_json, to_host
+
+PublishedBits = Callable[[str, torch.Size], Bits]
+_NOTE = {"weights", "optimizer", "random", "others"}
+_LOW, _PUBLISHED, _WHOLE = "low", "published", "whole"  # how a weight is saved
+_DTYPES = {_LOW: torch.float32, _PUBLISHED: torch.bfloat16}
+_DAMAGED = (ProtocolError, CodecError, ObjectMissingError, SafetensorError)
+_log = logging.getLogger("delta_weight_sync")
+
+
+class StateRecord(Sealed):
+    """One state: the version it belongs to, its objects, and the trainer's own `extra`."""
+
+    born: Time  # of the run, as in its manifests
+    version: Count
+    digest: Digest  # of that version
+    sync: Count  # the trainer's own count of weight syncs
+    created_at: Time  # unix seconds
+    ranks: tuple[FileRef, ...]
+    extra: dict[str, Any]
+
+
+class Stateful(Protocol):
+    """A learning rate schedule or a gradient scaler, whose state is JSON."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Restore a state."""
+
+
+class StateSaver:
+    """Puts one snapshot at a time into the bucket, in the background. Every rank has one; all go in step."""
+
+    def __init__(
+        self, reader: RunReader, peers: Peers, outbox: Outbox | None, writer: RunWriter | None
+    ) -> None:
+        """The main rank gives `outbox` and `writer`."""
+        self._reader, self._peers, self._outbox, self._writer = reader, peers, outbox, writer
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    @property
+    def used(self) -> bool:
+        """Whether there was a snapshot."""
+        return self._thread is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a snapshot is on its way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def save(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
+        """Put the snapshot into the bucket once its version is there."""
+        self._failure, arguments = None, (snapshot, sync, extra)
+        self._thread = threading.Thread(target=self._run, args=arguments, name="state", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until no snapshot is on its way; raises `TimeoutError`."""
+        if self._thread:
+            self._thread.join(timeout_s)
+        if self.busy:
+            raise TimeoutError(f"the state is not in the bucket after {timeout_s:.0f} s; is the link up?")
+
+    def require(self, timeout_s: float) -> None:
+        """Wait until the last snapshot is in the bucket; raises `TimeoutError`, or why it is not there."""
+        self.wait(timeout_s)
+        if self._failure:
+            raise self._failure
+
+    def _run(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
+        try:
+            with self._peers.fail_together():
+                self._save(snapshot, sync, extra)
+        except Exception as error:  # noqa: BLE001 - training continues; `require` raises it
+            self._failure = error
+            _log.warning("the trainer's state was not saved: %s; the previous one stays", error)
+
+    def _save(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
+        # The main rank's count of syncs names the state, because TRL counts on that rank only.
+        own = (self._outbox.pinned(), sync) if self._outbox else None
+        manifest, sync = self._peers.exchange(own)[0]
+        if manifest is None:
+            return
+        name = self._reader.keys.state(manifest.version, sync, Writer(manifest.writer_term, manifest.writer))
+        refs = self._peers.exchange(self._put(snapshot, f"{name}/rank-{self._peers.rank}.safetensors"))
+        if self._writer:
+            record = StateRecord(
+                run=manifest.run,
+                born=manifest.born,
+                version=manifest.version,
+                digest=manifest.digest,
+                sync=sync,
+                created_at=time.time(),
+                ranks=tuple(refs),
+                extra=extra,
+            )
+            self._reader.bucket.put(f"{name}.json", self._writer.signed(record).to_bytes())
+            _prune(self._reader, name)
+
+    def _put(self, snapshot: Snapshot, key: str) -> FileRef:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "state"
+            sha256 = snapshot.write(path)
+            self._reader.bucket.put(key, path)
+            return FileRef(key=key, size=path.stat().st_size, sha256=sha256)
+
+
+def _prune(reader: RunReader, newest: str) -> None:
+    """Delete all states before the one that precedes `newest`, the name of a whole state; records first."""
+    listing = [info.key for info in reader.bucket.list(reader.keys.states)]
+    older = [key.removesuffix(".json") for key in listing if key.endswith(".json") and key < f"{newest}.json"]
+    if older:
+        gone = [key for key in listing if key < max(older)]
+        reader.bucket.delete([key for key in gone if key.endswith(".json")])
+        reader.bucket.delete([key for key in gone if not key.endswith(".json")])
+
+
+@dataclass
+class Snapshot:
+    """One rank's copies, on the host: float32 `masters` by name, other tensors, and a `note` of JSON."""
+
+    masters: Tensors
+    tensors: Tensors
+    note: dict[str, Any]
+
+    def write(self, path: Path) -> str:
+        """Write a `.safetensors` file and free the masters on the way; returns the sha256."""
+        for name in list(self.masters):
+            rest = parts.split(self.masters.pop(name).reshape(-1).numpy())
+            self.tensors[f"low/{name}"] = torch.from_numpy(rest.low.view(np.int16))
+            if rest.odd.size:
+                self.tensors[f"index/{name}"] = torch.from_numpy(rest.odd)
+                self.tensors[f"words/{name}"] = torch.from_numpy(rest.words.view(np.int32))
+        return write_tensors(self.tensors, json.dumps(self.note), path)
+
+
+def take_snapshot(
+    weights: Weights,
+    published: Container[str],
+    optimizer: torch.optim.Optimizer,
+    others: dict[str, Stateful],
+    *,
+    main: bool,
+) -> Snapshot:
+    """Copy this rank's part of the state; `published`: names in versions. Raises `StateError`."""
+    kinds: dict[str, tuple[str, list[int]]] = {}
+    copies: dict[str, Tensors] = {_LOW: {}, _WHOLE: {}}
+    for name, tensor in weights:
+        kind = _kind(name, tensor, published)
+        kinds[name] = kind, list(tensor.shape)
+        if kind in copies and (main or isinstance(tensor, DTensor)):
+            copies[kind][name] = to_host(tensor, name)
+    moments, optimizer_note = parts.take_optimizer(optimizer, main=main)
+    random, random_note = parts.take_random_state()
+    whole = {f"whole/{name}": tensor for name, tensor in copies[_WHOLE].items()}
+    states = {name: as_json(other.state_dict(), f"the {name}") for name, other in others.items()}
+    note = {"weights": kinds, "optimizer": optimizer_note, "random": random_note, "others": states}
+    return Snapshot(copies[_LOW], whole | moments | random, note)
+
+
+def _kind(name: str, tensor: torch.Tensor, published: Container[str]) -> str:
+    """How to save a weight; all ranks decide alike."""
+    plain = not isinstance(tensor, DTensor) or is_block(tensor)
+    if name in published and plain:
+        return {torch.float32: _LOW, torch.bfloat16: _PUBLISHED}.get(tensor.dtype, _WHOLE)
+    return _WHOLE
+
+
+class StateFiles:
+    """The state files of this rank and of the main rank, which holds what all ranks share."""
+
+    def __init__(self, path: Path, main: Path) -> None:
+        """Raises `ProtocolError` for a file that is not a state."""
+        self.note = _note(path)
+        self._main = _note(main)
+        self._files = list(dict.fromkeys((main, path)))
+
+    @property
+    def published_whole(self) -> bool:
+        """Whether the version holds every weight of the state."""
+        return all(kind != _WHOLE for kind, _ in self.note["weights"].values())
+
+    def restore(
+        self,
+        weights: Weights,
+        published: PublishedBits,
+        optimizer: torch.optim.Optimizer,
+        others: dict[str, Stateful],
+    ) -> None:
+        """Restore the state; every rank calls `published` for the full bits of each weight.
+
+        Raises `StateError` if the model, the optimizer or the others are not those that were saved.
+        """
+        live = dict(weights)
+        self._require_same(live, others)
+        tensors: Tensors = {}  # this rank's replace the main rank's
+        for path in self._files:
+            with safe_open(path, framework="pt") as file:
+                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        with torch.no_grad():
+            for name, tensor in live.items():
+                self._restore_weight(name, tensor, tensors, published)
+        own, main = self.note["optimizer"], self._main["optimizer"]
+        merged = {"values": main["values"] | own["values"], "on_host": {*main["on_host"], *own["on_host"]}}
+        parts.put_optimizer(optimizer, tensors, own | merged)
+        for name, other in others.items():
+            other.load_state_dict(self.note["others"][name])
+        parts.put_random_state(tensors, self.note["random"])
+
+    def _require_same(self, live: dict[str, torch.Tensor], others: dict[str, Stateful]) -> None:
+        kinds = self.note["weights"]
+        if strange := live.keys() ^ kinds.keys():
+            where = "only in the model" if min(strange) in live else "only in the state"
+            raise StateError(f"{min(strange)} is {where}: train the model that was saved, or start again")
+        for name, tensor in live.items():
+            kind, shape = kinds[name]
+            if list(tensor.shape) != shape:
+                raise StateError(
+                    f"{name} had shape {shape} when it was saved: train that model, or start again"
+                )
+            if kind in _DTYPES and tensor.dtype != _DTYPES[kind]:
+                now, then = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, _DTYPES[kind]))
+                raise StateError(
+                    f"{name} was {then} when the state was saved and is {now}: use --dtype {then}"
+                )
+        if strange := others.keys() ^ self.note["others"].keys():
+            raise StateError(
+                f"the state was saved with another {min(strange)}: use the old one, or start again"
+            )
+
+    def _restore_weight(
+        self, name: str, tensor: torch.Tensor, tensors: Tensors, published: PublishedBits
+    ) -> None:
+        own, kind = local(tensor), self.note["weights"][name][0]
+        if kind == _WHOLE:
+            new = tensors[f"whole/{name}"]
+        else:
+            bits = np.array(published(name, tensor.shape)[held_block(tensor).at], order="C")
+            new = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+            if kind == _LOW:
+                new = _master(name, bits, tensors)
+        if new.dtype != own.dtype or new.numel() != own.numel():
+            raise _other_layout(name)
+        own.copy_(new.reshape(own.shape))
+
+
+def _note(path: Path) -> dict[str, Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            note: dict[str, Any] = json.loads((file.metadata() or {})["note"])
+    except (SafetensorError, LookupError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"{path.name} is not a trainer's state: {error}") from error
+    if not isinstance(note, dict) or note.keys() != _NOTE:
+        raise ProtocolError(f"{path.name} is not a trainer's state: it lacks {', '.join(sorted(_NOTE))}")
+    return note
+
+
+def _master(name: str, bits: Bits, tensors: Tensors) -> torch.Tensor:
+    low = tensors[f"low/{name}"].numpy().view(np.uint16)
+    if low.size != bits.size:
+        raise _other_layout(name)
+    index = tensors.get(f"index/{name}", torch.empty(0, dtype=torch.int64))
+    words = tensors.get(f"words/{name}", torch.empty(0, dtype=torch.int32))
+    rest = parts.Rest(low, index.numpy(), words.numpy().view(np.uint32))
+    return torch.from_numpy(parts.masters(bits.reshape(-1), rest)).reshape(bits.shape)
+
+
+def _other_layout(name: str) -> StateError:
+    return StateError(f"{name} is not sharded as it was when it was saved: start as many processes")
+
+
+@dataclass(frozen=True)
+class FoundState:
+    """A whole state in local files; `bits` gives the weights of its version, on the main rank."""
+
+    record: StateRecord
+    peers: Peers
+    files: StateFiles
+    bits: Callable[[str], Bits] | None
+
+    def restore(
+        self, weights: Weights, optimizer: torch.optim.Optimizer, others: dict[str, Stateful]
+    ) -> None:
+        """Restore the state on all ranks alike; raises `StateError` if it does not fit this trainer."""
+
+        def published(name: str, shape: torch.Size) -> Bits:
+            return self.peers.share(self.bits(name) if self.bits else None, shape)
+
+        with self.peers.fail_together():
+            self.files.restore(weights, published, optimizer, others)
+
+
+def find_state(reader: RunReader, outbox: Outbox | None, peers: Peers, folder: Path) -> FoundState | None:
+    """Find the newest state that a run can resume from, with its objects in `folder`; None for a new run.
+
+    Versions that the earlier trainer published after it are then not published again. Raises `StateError` if
+    the run has versions but no state, or a state of another number of processes.
+    """
+    with peers.fail_together():
+        listed = list(usable_states(reader)) if outbox else []
+    for record, later in peers.exchange(listed)[0]:
+        if len(record.ranks) != peers.size:
+            raise StateError(
+                f"the state was saved by {len(record.ranks)} processes, not {peers.size}: start as many again"
+            )
+        with peers.fail_together():
+            found = _fetched(reader, outbox, record, peers, folder)
+        if all(peers.exchange(found is not None)):
+            if outbox:
+                outbox.pending.repeated = RepeatedSyncs(_repeated(record, later))
+            return found
+    with peers.fail_together():
+        newest = reader.newest() if outbox else None
+        if newest and newest.version > 0:
+            raise StateError(
+                f"run {reader.keys.run!r} has versions up to {newest.version}, but no state to resume from:"
+                " start again from the base (`--fresh`), or from a checkout of the newest version"
+            )
+        if newest and outbox:
+            outbox.pending.repeated = RepeatedSyncs({newest.sync: newest.digest})
+    return None
+
+
+def usable_states(reader: RunReader) -> Iterator[tuple[StateRecord, list[Manifest]]]:
+    """The states of versions in HEAD's chain, newest first, each with the versions after it."""
+    listing = {info.key: info.size for info in reader.bucket.list(reader.keys.states)}
+    records: list[StateRecord] = []
+    for key in sorted((key for key in listing if key.endswith(".json")), reverse=True):
+        try:
+            records.append(reader.read(StateRecord, key))
+        except (ProtocolError, ObjectMissingError) as error:
+            _log.warning("a trainer's state is skipped: %s", error)
+    oldest = min((record.version for record in records), default=None)
+    later: list[Manifest] = []
+    for manifest in reader.versions():
+        if oldest is None or manifest.version < oldest:
+            return
+        for record in records:
+            whole = all(listing.get(ref.key) == ref.size for ref in record.ranks)
+            same = (record.born, record.version, record.digest)
+            if whole and same == (manifest.born, manifest.version, manifest.digest):
+                yield record, later.copy()
+        later.append(manifest)
+
+
+def _repeated(record: StateRecord, later: list[Manifest]) -> dict[int, str]:
+    """Digest by sync of what a trainer publishes if it resumes from `record` and does the same again.
+
+    `later` is newest first. It may hold versions that a resumed trainer left behind by doing something else.
+    """
+    line: list[Manifest] = []
+    for manifest in later:
+        if not line or manifest.sync < line[-1].sync:
+            line.append(manifest)
+    return {record.sync: record.digest} | {m.sync: m.digest for m in line if m.sync > record.sync}
+
+
+def _fetched(
+    reader: RunReader, outbox: Outbox | None, record: StateRecord, peers: Peers, folder: Path
+) -> FoundState | None:
+    try:
+        own = reader.fetch(record.ranks[peers.rank], folder)
+        files = StateFiles(own, own if peers.main else reader.fetch(record.ranks[0], folder))
+        bits: Callable[[str], Bits] | None = None
+        if outbox and outbox.mirror and record.version == outbox.version:
+            bits = outbox.mirror.bits
+        elif outbox:
+            manifest = next(manifest for manifest in reader.versions() if manifest.version == record.version)
+            bits = reader.checkout(manifest, folder / "version").__getitem__
+    except _DAMAGED as error:
+        _log.warning("the state of version %d is skipped: %s", record.version, error)
+        return None
+    return FoundState(record, peers, files, bits)

@@ -1,0 +1,157 @@
+"""The interface of a store, and what its implementations share.
+
+A key is relative to the bucket's URL, parts joined by "/". Every method raises a `BucketError` whose message
+is one sentence with the fix, and nothing else, except `OSError` if a local file to upload cannot be read and
+`ProtocolError` for an object that is larger than its reader allows, which is not read. No method judges
+content: readers compare the sha256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Final, Protocol
+from uuid import uuid4
+
+from delta_weight_sync.errors import BucketError, ProtocolError
+from delta_weight_sync.store._notifications import Notifications
+
+SMALL: Final = 8 << 20  # bytes that `get` reads at most; every record of a run is smaller
+_PART = r"(?!\.)[!-.0-\[\]-~]+"  # printable ASCII but "/" and the backslash; no dot in front
+_KEY = re.compile(f"{_PART}(/{_PART})*")
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """What a bucket knows about one object without reading it."""
+
+    key: str
+    size: int  # bytes
+    etag: str  # changes whenever the content changes; opaque
+    written: float | None = field(default=None, compare=False)  # unix seconds of the store; None if unknown
+
+
+Listing = list[ObjectInfo]
+
+
+class Bucket(Protocol):
+    """Objects under one URL. Safe to use from several threads and processes."""
+
+    url: str
+
+    def put(self, key: str, data: bytes | Path) -> None:
+        """Store an object, whole or not at all; replaces an older one and checks the stored size."""
+
+    def get(self, key: str) -> bytes:
+        """Read an object of at most `SMALL` bytes into memory."""
+
+    def fetch(self, key: str, dest: Path, limit: int) -> str:
+        """Download an object of at most `limit` bytes to `dest`, creating its folder.
+
+        A file that is there already survives any failure.
+
+        Returns:
+            The sha256 of the bytes that were written, as 64 hex digits.
+        """
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        """Look an object up, None if absent; cheap enough to poll."""
+
+    def list(self, prefix: str) -> Listing:
+        """All objects below the folder `prefix` ("runs/demo/", or "" for everything), sorted by key.
+
+        Each says when it was written. Objects whose name is not a key are left out.
+        """
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects; missing ones are fine."""
+
+    def notifications(self, prefix: str) -> Notifications:
+        """Notifications of changes below the folder `prefix`. Close them after use."""
+
+
+class Store(ABC):
+    """What the stores share: the clock as the source of notifications, and errors that name the fix."""
+
+    url: str
+    _failures: ClassVar[tuple[type[Exception], ...]]  # what the store's libraries raise
+
+    def notifications(self, prefix: str) -> Notifications:
+        """By the clock."""
+        check_prefix(prefix)
+        return Notifications()
+
+    @contextmanager
+    def _explained(self, key: str, *, write: bool = False) -> Iterator[None]:
+        """Turn the libraries' exceptions into a `BucketError`."""
+        try:
+            yield
+        except self._failures as error:
+            raise self._explain(error, f"{self.url}/{key}".rstrip("/"), write) from error
+
+    @abstractmethod
+    def _explain(self, error: Exception, place: str, write: bool) -> BucketError:
+        """The `BucketError` for what a library raised at `place`; its message names the fix."""
+
+
+def is_key(key: str) -> bool:
+    """Whether every store can hold an object with this key."""
+    return len(key) <= 512 and _KEY.fullmatch(key) is not None
+
+
+def check_key(key: str) -> str:
+    """Return `key` if every store can hold it; otherwise raise `BucketError`."""
+    if not is_key(key):
+        raise BucketError(
+            f"{key[:600]!r} cannot be a key: use at most 512 printable ASCII characters without spaces or"
+            " backslashes, no '/' at either end, and no part that is empty or starts with a dot"
+        )
+    return key
+
+
+def check_prefix(prefix: str) -> str:
+    """Return `prefix` if it names a folder; otherwise raise `BucketError`."""
+    if prefix and not (prefix.endswith("/") and check_key(prefix[:-1])):
+        raise BucketError(f"the prefix {prefix!r} must be empty or end with '/'")
+    return prefix
+
+
+def check_limit(size: int, place: str, limit: int) -> None:
+    """Before a download: raise `ProtocolError` if the object's `size` is above `limit` bytes."""
+    if size > limit:
+        raise ProtocolError(f"{place} has {size} bytes, but at most {limit} are allowed: it was not read")
+
+
+def check_size(info: ObjectInfo | None, place: str, size: int) -> None:
+    """After an upload: raise `BucketError` unless the object is there with `size` bytes."""
+    if info is None or info.size != size:
+        found = "is not there" if info is None else f"has {info.size} bytes"
+        raise BucketError(f"{place} {found} after an upload of {size} bytes: upload it again")
+
+
+def size_of(data: bytes | Path) -> int:
+    """Bytes to upload."""
+    return len(data) if isinstance(data, bytes) else data.stat().st_size
+
+
+def file_sha256(path: Path) -> str:
+    """The sha256 of a file, as 64 hex digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def replacing(dest: Path) -> Iterator[Path]:
+    """A temporary path next to `dest`; it replaces `dest` in one step if the block succeeds."""
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    temporary = dest.with_name(f".{uuid4().hex}.part")
+    try:
+        yield temporary
+        temporary.replace(dest)
+    finally:
+        temporary.unlink(missing_ok=True)

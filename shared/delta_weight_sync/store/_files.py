@@ -1,0 +1,207 @@
+"""A bucket that is a folder of this machine, perhaps one that several machines mount.
+
+No link below the folder is ever followed: each part of a path is opened by itself. Another user who may write
+to the folder could otherwise plant a link to any file of this program's user, such as `/proc/self/environ`,
+or a pipe that blocks its reader. fsspec is not used: its listing leaves out a whole folder if one file of it
+disappears meanwhile.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from stat import S_ISREG
+from typing import BinaryIO, Final
+from urllib.parse import unquote
+from uuid import uuid4
+
+from delta_weight_sync import errors
+from delta_weight_sync.store import _base
+
+_ROOT = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FOLDER = _ROOT | os.O_NOFOLLOW
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # otherwise a pipe would wait for a writer
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_BLOCK: Final = 1 << 20  # bytes copied at a time
+_NO_FILE: Final = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}
+_ABSENT = (FileNotFoundError, NotADirectoryError)
+
+
+class FileBucket(_base.Store):
+    """See `delta_weight_sync.store.Bucket`. Other programs' files in the folder are listed like objects."""
+
+    _failures = (OSError,)
+
+    def __init__(self, url: str, *, create: bool = False) -> None:
+        self.url = url.rstrip("/")
+        self._root = Path(unquote(url.removeprefix("file://")))
+        if create:
+            with self._explained(""):
+                self._root.mkdir(parents=True, exist_ok=True)
+
+    def put(self, key: str, data: bytes | Path) -> None:
+        """Write a temporary file, then rename it. The bucket's own folder must exist: it may be a mount."""
+        *folders, name = _base.check_key(key).split("/")
+        size, temporary = _base.size_of(data), f".{uuid4().hex}.part"
+        with self._explained(key), self._opened_folder(folders, create=True) as folder:
+            try:
+                with os.fdopen(os.open(temporary, _NEW, 0o666, dir_fd=folder), "wb") as file:
+                    _write(file, data)
+                os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+            except BaseException:
+                with suppress(FileNotFoundError):
+                    os.unlink(temporary, dir_fd=folder)
+                raise
+        _base.check_size(self.stat(key), f"{self.url}/{key}", size)
+
+    def get(self, key: str) -> bytes:
+        """Read an object."""
+        with self._opened(key, _base.SMALL) as (file, size), self._explained(key):
+            return file.read(size)
+
+    def fetch(self, key: str, dest: Path, limit: int) -> str:
+        """Copy an object to `dest`; returns the sha256 of the copied bytes."""
+        sha256 = hashlib.sha256()
+        with (
+            self._opened(key, limit) as (file, size),
+            self._explained(key),
+            _base.replacing(dest) as part,
+            part.open("wb") as copy,
+        ):
+            for block in _blocks(file, size):
+                sha256.update(block)
+                copy.write(block)
+        return sha256.hexdigest()
+
+    def stat(self, key: str) -> _base.ObjectInfo | None:
+        """Look an object up."""
+        *folders, name = _base.check_key(key).split("/")
+        with self._explained(key):
+            try:
+                with self._opened_folder(folders) as folder:
+                    found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            except _ABSENT:
+                self._root.stat()
+                return None
+        return _info(key, found) if S_ISREG(found.st_mode) else None
+
+    def list(self, prefix: str) -> _base.Listing:
+        """List a folder."""
+        folders = _base.check_prefix(prefix).split("/")[:-1]
+        with self._explained(prefix):
+            try:
+                with self._opened_folder(folders) as folder:
+                    return sorted(_below(folder, prefix), key=lambda info: info.key)
+            except _ABSENT:
+                self._root.stat()
+                return []
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects, and links that are in the place of one; folders stay."""
+        for key in keys:
+            *folders, name = _base.check_key(key).split("/")
+            with self._explained(key):
+                self._root.stat()
+                with suppress(*_ABSENT), self._opened_folder(folders) as folder:
+                    os.unlink(name, dir_fd=folder)
+
+    @contextmanager
+    def _opened_folder(self, parts: Sequence[str], *, create: bool = False) -> Iterator[int]:
+        """Descriptor of a folder below the bucket's own, which itself may be a link; `create` missing parts.
+
+        Raises `NotADirectoryError` if a part is a link or a file, and `FileNotFoundError`.
+        """
+        folder = os.open(self._root, _ROOT)
+        try:
+            for part in parts:
+                if create:
+                    with suppress(FileExistsError):
+                        os.mkdir(part, dir_fd=folder)
+                inner = os.open(part, _FOLDER, dir_fd=folder)
+                os.close(folder)
+                folder = inner
+            yield folder
+        finally:
+            os.close(folder)
+
+    @contextmanager
+    def _opened(self, key: str, limit: int) -> Iterator[tuple[BinaryIO, int]]:
+        """An object's file and its size, at most `limit` bytes; errors of the block are not explained."""
+        *folders, name = _base.check_key(key).split("/")
+        with self._explained(key):
+            with self._opened_folder(folders) as folder:
+                descriptor = os.open(name, _FILE, dir_fd=folder)
+            found = os.fstat(descriptor)
+            if not S_ISREG(found.st_mode):
+                os.close(descriptor)
+                raise OSError(errno.EISDIR, f"{name} is not a file")
+        with os.fdopen(descriptor, "rb") as file:
+            _base.check_limit(found.st_size, f"{self.url}/{key}", limit)
+            yield file, found.st_size
+
+    def _explain(self, error: Exception, place: str, write: bool) -> errors.BucketError:
+        if isinstance(error, FileNotFoundError) and not self._root.is_dir():
+            return errors.BucketMissingError(f"{self.url} does not exist: create the folder, or mount it")
+        if isinstance(error, FileNotFoundError):
+            return errors.ObjectMissingError(f"{place} does not exist")
+        if isinstance(error, OSError) and error.errno in _NO_FILE:
+            return errors.ObjectMissingError(
+                f"{place} is not a file, or behind a link: links are not followed, put the file itself there"
+            )
+        if isinstance(error, PermissionError):
+            return errors.AccessDeniedError(
+                f"{place} is closed to this user ({error}): change the permissions"
+            )
+        return errors.BucketUnreachableError(
+            f"{place} cannot be reached ({error}): check the disk and try again"
+        )
+
+
+def _below(folder: int, prefix: str) -> Iterator[_base.ObjectInfo]:
+    """Each ordinary file below an open folder whose path is a key, unless it disappears meanwhile.
+
+    The length of a key is limited, and with it the depth of the recursion.
+    """
+    with os.scandir(folder) as entries:
+        found = list(entries)
+    for entry in found:
+        key = prefix + entry.name
+        if not _base.is_key(key):
+            continue
+        with suppress(*_ABSENT):
+            if entry.is_dir(follow_symlinks=False):
+                inner = os.open(entry.name, _FOLDER, dir_fd=folder)
+                try:
+                    yield from _below(inner, f"{key}/")
+                finally:
+                    os.close(inner)
+            elif entry.is_file(follow_symlinks=False):
+                yield _info(key, entry.stat(follow_symlinks=False))
+
+
+def _info(key: str, found: os.stat_result) -> _base.ObjectInfo:
+    etag = f"{found.st_mtime_ns:x}-{found.st_ino:x}-{found.st_size:x}"
+    return _base.ObjectInfo(key, found.st_size, etag, found.st_mtime)
+
+
+def _blocks(source: BinaryIO, size: int) -> Iterator[bytes]:
+    """At most `size` bytes, even if the file grows meanwhile."""
+    while block := source.read(min(size, _BLOCK)):
+        yield block
+        size -= len(block)
+
+
+def _write(file: BinaryIO, data: bytes | Path) -> None:
+    if isinstance(data, bytes):
+        file.write(data)
+    else:
+        with data.open("rb") as source:
+            file.writelines(_blocks(source, data.stat().st_size))
+    file.flush()
+    # The kernel's own times are milliseconds apart: too coarse for an etag, because inodes are reused.
+    os.utime(file.fileno(), ns=(now := time.time_ns(), now))

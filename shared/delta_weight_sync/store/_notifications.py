@@ -1,0 +1,162 @@
+"""When to look at a bucket again: after an interval, or as soon as a notification arrives.
+
+A store that reports its changes (the Hub) has a subclass of `Notifications`; the others go by the clock. A
+poke from outside means "look now" and carries nothing else.
+
+All replicas of a user share one quota of requests and do not know of each other. The Hub counts requests in
+windows of five minutes and says in each answer how many are left for how long. The requests of the others
+show in that number too, so every replica slows down by the same factor until the rest of the window is enough
+for all.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+MEASURED_S: Final = 5.0  # between two numbers that are compared, at least: a version is a burst of requests
+USED: Final = 0.8  # share of what is left that polling may use; the rest is for the versions themselves
+SLOWEST: Final = 60.0  # times the usual interval
+LONGEST_BLOCK_S: Final = 60.0  # a refusal counts for this long at most; some name hours
+_FIRST_BLOCK_S: Final = 2.0  # after a refusal that names no time; doubles with each further one
+SAFETY_S = 60.0  # between two looks at a store that reports its changes: a notification may get lost
+_EARLY = 0.1  # of an interval: a turn that comes this much too early still counts
+
+
+class Quota:
+    """The requests that one token has left. One thread reports every answer; any thread may ask."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._slower = 1.0  # times the usual interval
+        self._last: tuple[float, int] | None = None  # when, and how many requests were left
+        self._refusals, self._open_at = 0, clock()
+
+    def left(self, requests: int, seconds: float) -> None:
+        """An answer said that `requests` are left for the next `seconds`."""
+        with self._lock:
+            now, last = self._clock(), self._last
+            self._refusals = 0
+            same_window = last is not None and requests <= last[1]
+            if last and same_window and now - last[0] < MEASURED_S:
+                return
+            self._last = now, requests
+            if last and same_window:
+                used = (last[1] - requests) / (now - last[0])
+                allowed = USED * requests / max(seconds, 1.0)
+                change = used / allowed if allowed else SLOWEST
+                self._slower = min(max(self._slower * min(max(change, 0.5), 4.0), 1.0), SLOWEST)
+
+    def refused(self, seconds: float | None) -> None:
+        """The quota is used up for `seconds`; None if the answer named no time."""
+        with self._lock:
+            self._refusals += 1
+            wait = _FIRST_BLOCK_S * 2 ** min(self._refusals - 1, 5) if seconds is None else seconds
+            self._open_at = self._clock() + min(wait, LONGEST_BLOCK_S)
+
+    def blocked_s(self) -> float:
+        """Seconds until a request makes sense again; 0 if it does now."""
+        with self._lock:
+            return max(self._open_at - self._clock(), 0.0)
+
+    def interval(self, poll_s: float) -> float:
+        """Seconds between two looks if `poll_s` is usual."""
+        with self._lock:
+            return poll_s * self._slower
+
+
+class Notifications:
+    """Notifications of changes below one folder. One thread waits and looks; any may call the rest."""
+
+    def __init__(self, quota: Quota | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._quota, self._clock = quota or Quota(), clock
+        self._changed = threading.Condition()
+        self._awake = self._closed = False
+        self._notified, self._poked, self._live = True, False, False
+        self._settled = False  # whether a look has shown what the last notification was about
+        self.expected = False  # whether the last look that was due should find something, or be thorough
+        self._unprompted = False  # whether that look was for safety only
+        self._looked = self._poke_answered = -math.inf
+        self._interval = 0.0  # between two looks, as of the last call of `due`
+
+    def due(self, poll_s: float) -> bool:
+        """Whether to look now; True counts as a look. `poll_s`: usual seconds between two looks."""
+        with self._changed:
+            now, interval = self._clock(), self._quota.interval(poll_s)
+            self._interval = interval
+            if self._quota.blocked_s():
+                return False
+            early = now + _EARLY * interval
+            poked = self._poked and early - self._poke_answered >= interval
+            longest = max(SAFETY_S, interval) if self._live and self._settled else interval
+            prompted = self._notified or poked
+            if not prompted and early - self._looked < longest:
+                return False
+            self._poke_answered = now if poked else self._poke_answered
+            self._unprompted = self._live and self._settled and not prompted
+            self.expected = prompted or self._unprompted
+            # A store may show a write a moment after it reported it: one more look will come soon.
+            self._settled = not prompted
+            self._notified, self._poked, self._looked = False, False, now
+            return True
+
+    def wait(self, seconds: float) -> None:
+        """Wait for `seconds`, or until a notification, a poke or `close`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._awake or self._closed, seconds)
+            self._awake = False
+
+    def poke(self) -> None:
+        """Ask for a look from outside; however many pokes come, they cause one look per interval at most."""
+        with self._changed:
+            self._poked = True
+            if (
+                self._clock() - self._poke_answered >= self._interval
+            ):  # otherwise the next turn is soon enough
+                self._awake = True
+                self._changed.notify_all()
+
+    def wake(self) -> None:
+        """The store has reported a change."""
+        with self._changed:
+            self._notified = self._awake = True
+            self._changed.notify_all()
+
+    def confirm(self) -> None:
+        """The last look found something new; without a notification before it, poll again for a while."""
+        if self._unprompted:
+            self._set_live(False)
+
+    def distrust(self) -> None:
+        """The last look failed or must be repeated: the next one comes after one interval, not later."""
+        with self._changed:
+            self._settled = False
+
+    def reset(self) -> None:
+        """Make the next look due without waking anyone."""
+        with self._changed:
+            self._notified = True
+
+    def close(self) -> None:
+        """End all waiting for good."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def describe(self, poll_s: float) -> str:
+        """In words, how changes are noticed now."""
+        if blocked_s := self._quota.blocked_s():
+            return f"paused for {blocked_s:.0f} s: the store refused further requests with this token"
+        if self._live:
+            return "notified by the store"
+        interval = self._quota.interval(poll_s)
+        shared = f", because the token's quota of requests is shared; usual is {poll_s:g} s"
+        return f"polls every {interval:.4g} s" + (shared if interval > poll_s else "")
+
+    def _set_live(self, live: bool) -> None:
+        """Whether the store reports each change from now on."""
+        with self._changed:
+            self._live = live

@@ -1,0 +1,62 @@
+"""TRL's `WeightTransferProtocol` through a bucket: trainer and replicas share nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Unpack
+
+import torch
+
+from delta_weight_sync.publish.publisher import Publisher, PublisherOptions
+from delta_weight_sync.publish.sharding import Peers
+
+
+class BucketWeightTransfer:
+    """Publishes each of TRL's weight syncs as a version of a run.
+
+        transfer = BucketWeightTransfer("hf://buckets/me/wordle#first", base="Qwen/Qwen3-0.6B")
+        AsyncGRPOTrainer("Qwen/Qwen3-0.6B", ..., weight_transfer=transfer).train()
+
+    TRL pauses generation before a sync and resumes it after the upload. Here both do nothing: each replica
+    pauses itself for its own commit, once it has the delta.
+
+    Args:
+        url: As for `Publisher`.
+        base: As for `Publisher`.
+        **options: The optional arguments of `Publisher`. The run opens when training begins, on TRL's
+            main process only.
+    """
+
+    def __init__(self, url: str, base: str | Path | None = None, **options: Unpack[PublisherOptions]) -> None:
+        self._url, self._base, self._options = url, base, options
+        self._publisher: Publisher | None = None
+        self._syncs = 0
+
+    def init_weight_transfer(self) -> None:
+        """Open the run; raises as `Publisher` does."""
+        # TRL gathers sharded parameters itself, and calls this on its main process only.
+        self._publisher = Publisher(self._url, self._base, peers=Peers(alone=True), **self._options)
+
+    def pause(self) -> None:
+        """Do nothing (see above)."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Publish TRL's parameters, whole tensors under checkpoint names; returns after the diff."""
+        if (
+            self._publisher is None
+        ):  # another `train()` of the same trainer, in which TRL does not open it again
+            self.init_weight_transfer()
+        assert self._publisher is not None
+        self._syncs += 1
+        self._publisher.publish(iterator, self._syncs)
+
+    def resume(self) -> None:
+        """Do nothing (see above)."""
+
+    def destroy(self) -> None:
+        """Publish what is pending, and close the run."""
+        publisher, self._publisher = self._publisher, None
+        if publisher:
+            with publisher:
+                pass  # leaving it does both

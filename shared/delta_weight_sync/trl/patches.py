@@ -1,0 +1,213 @@
+"""Patches that let TRL 1.16's async GRPO run on a CPU, in float32, without vLLM or a kernel from the Hub.
+
+They also end the rollout process with the trainer. `install` applies them to internals of the tested release,
+and refuses another one. Each patch checks first that its target still exists. TRL needs none of them in one
+process with a GPU that FlashAttention 3 supports, the package `kernels`, the Hub, 16-bit weights and vLLM.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import signal
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.weak import WeakTensorKeyDictionary
+from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker, packing
+from trl.trainer.utils import get_peak_flops_per_device
+
+from delta_weight_sync import compat
+
+_CHILD_MAIN: Any = getattr(async_rollout_worker, "_child_main", None)
+_ROUNDING = 0.1  # 16 bits change averages of a few normal numbers by 0.01, another mask changes them by one
+
+
+def install() -> None:
+    """Patch TRL in this process; raises `CompatibilityError` if this release is not the tested one."""
+    compat.require_tested("trl")
+    if "_streaming_iter" not in async_grpo_trainer.AsyncGRPOTrainer._sync_weight_merged.__code__.co_names:
+        raise compat.changed("trl", "AsyncGRPOTrainer._sync_weight_merged")
+    _rollouts_without_vllm()
+    _rollouts_end_with_trainer()
+    _attention_without_download()
+    _throughput_without_gpu()
+
+
+def _rollouts_without_vllm() -> None:
+    """The rollout worker needs HTTP only, but refuses to start unless vLLM is installed.
+
+    Remove this once TRL requires vLLM in `WeightTransferClient` only, the one place that imports it.
+    """
+    _replace(async_rollout_worker, "is_vllm_available", lambda *args, **kwargs: True)
+
+
+def _rollouts_end_with_trainer() -> None:
+    """The rollout process runs for ever if the trainer is killed (kill -9).
+
+    Remove this once TRL's child process watches its parent.
+    """
+    _replace(async_rollout_worker, "_child_main", play_rollouts)
+
+
+def play_rollouts(*arguments: Any) -> None:
+    """TRL's child process, except that it ends with its parent and ignores Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    _CHILD_MAIN(*arguments)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _attention_without_download() -> None:
+    """Tree packing downloads FlashAttention 3 from the Hub, which works on some GPUs and in 16 bits only.
+
+    Remove this once TRL uses PyTorch's own attention if the package `kernels` is not installed.
+    """
+    _replace(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=_varlen_attention))
+
+
+def _throughput_without_gpu() -> None:
+    """TRL looks up the peak throughput by the name of the GPU, which a CPU does not have.
+
+    Remove this once `get_peak_flops_per_device` returns None on a CPU, as it does for an unknown GPU.
+    """
+
+    def known(accelerator: Any, dtype: str) -> float | None:
+        return get_peak_flops_per_device(accelerator, dtype) if accelerator.device.type == "cuda" else None
+
+    _replace(async_grpo_trainer, "get_peak_flops_per_device", known)
+
+
+def _replace(module: Any, name: str, value: Any) -> None:
+    if not hasattr(module, name):
+        raise compat.changed("trl", f"{module.__name__}.{name}")
+    setattr(module, name, value)
+
+
+def _varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts_q: torch.Tensor,
+    starts_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """FlashAttention's varlen function through PyTorch: its kernel in 16 bits on a GPU, otherwise its SDPA.
+
+    `q` is [queries, heads, head_dim], `k` and `v` are [keys, heads or fewer, head_dim]. `starts_*`, int32
+    [sequences + 1], are the cumulative lengths of the packed sequences; `max_*` are the longest lengths. The
+    last query of a sequence sees its last key. Each query sees `window_size[0]` keys before its own, or all
+    (-1).
+    """
+    if softcap or not causal:
+        raise ValueError(
+            "PyTorch has no kernel for attention with a soft cap, or not causal; train another model"
+        )
+    if _kernel_takes(q):
+        _require_same_mask(q.device)
+        return _kernel(q, k, v, starts_q, starts_k, max_q, max_k, softmax_scale, window_size[0])
+    return _one_by_one(q, k, v, starts_q, starts_k, softmax_scale, window_size[0])
+
+
+def _kernel_takes(q: torch.Tensor) -> bool:
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+
+
+@functools.cache
+def _require_same_mask(device: torch.device) -> None:
+    """Once per process, raise `RuntimeError` unless the kernel lets queries see the keys described above."""
+    random = torch.Generator().manual_seed(0)
+    q, k = (
+        torch.randn(n, heads, 16, generator=random).to(device).bfloat16() for n, heads in ((3, 4), (7, 2))
+    )
+    starts_q, starts_k = (
+        torch.tensor(starts, dtype=torch.int32).to(device) for starts in ([0, 1, 3], [0, 3, 7])
+    )
+    for before in (-1, 1):
+        theirs = _kernel(q, k, k, starts_q, starts_k, 2, 4, None, before)
+        ours = _one_by_one(q, k, k, starts_q, starts_k, None, before)
+        if not torch.allclose(theirs, ours, rtol=0.0, atol=_ROUNDING):
+            raise RuntimeError(
+                f"torch {torch.__version__} masks packed attention differently; pip install torch==2.13.0"
+            )
+
+
+def _kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts_q: torch.Tensor,
+    starts_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float | None,
+    before: int,
+) -> torch.Tensor:
+    """All sequences in one call; the device reads their starts."""
+    window = (before, 0)
+    out = varlen_attn(
+        q, k, v, starts_q, starts_k, max_q, max_k, scale=scale, window_size=window, enable_gqa=True
+    )
+    assert isinstance(out, torch.Tensor)  # a pair only with `return_aux`
+    return out
+
+
+def _one_by_one(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts_q: torch.Tensor,
+    starts_k: torch.Tensor,
+    scale: float | None,
+    before: int,
+) -> torch.Tensor:
+    # Split instead of slices: the gradient of each slice would be as large as the whole tensor.
+    keys = _lengths(starts_k)
+    parts = zip(q.split(_lengths(starts_q)), k.split(keys), v.split(keys), strict=True)
+    return torch.cat([_attend(*part, scale, before) for part in parts])
+
+
+_LENGTHS = WeakTensorKeyDictionary()  # by the starts, which all layers of a forward pass share
+
+
+def _lengths(starts: torch.Tensor) -> list[int]:
+    """The length of each sequence, read from the device once per pass instead of once per layer."""
+    lengths: list[int] | None = _LENGTHS.get(starts)
+    if lengths is None:
+        lengths = _LENGTHS[starts] = starts.diff().tolist()
+    return lengths
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, before: int
+) -> torch.Tensor:
+    mask = None if len(q) == len(k) and before < 0 else _seen(len(q), len(k), before, q.device)
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))  # heads first
+    gqa = q.shape[1] != k.shape[1]
+    out = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
+    )
+    return out[0].transpose(0, 1)
+
+
+def _seen(queries: int, keys: int, before: int, device: torch.device) -> torch.Tensor:
+    """Which keys each query of one sequence sees: bool [queries, keys]."""
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return mask if before < 0 else mask.triu(keys - queries - before)

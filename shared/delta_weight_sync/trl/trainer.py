@@ -1,0 +1,152 @@
+"""TRL's `AsyncGRPOTrainer` that publishes its weights and resumes from a saved state.
+
+It uses internals of the TRL release that `patches.install` requires.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer
+
+Named = Iterator[tuple[str, torch.Tensor]]
+# Fields of transformers' TrainerState: those that continue, and those that it compares with the settings.
+_KEPT = ("global_step", "epoch", "total_flos", "num_input_tokens_seen")
+_IN_PLAY = 4096  # prompts; more than TRL has in play
+_COMPARED = ("train_batch_size", "logging_steps", "eval_steps", "save_steps")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a trainer is: its weight syncs, its steps, and the prompts that it has trained on.
+
+    These are the first `prompts` of the repeated data set and some `later` ones. A few of the first may have
+    been dropped instead, because their samples were too old.
+    """
+
+    syncs: int
+    trainer: dict[str, Any]
+    prompts: int
+    later: tuple[int, ...]
+
+
+class TrainedGroups(set[int]):
+    """The numbers of the prompts that were trained on. TRL counts a batch when it packs it, one ahead."""
+
+    def __init__(self, groups: Iterable[int]) -> None:
+        super().__init__(groups)
+        self._ahead: deque[set[int]] = deque()
+        self._first, self._newest = 0, max(self, default=-1)
+
+    def update(self, *batches: Iterable[int]) -> None:
+        """TRL calls this for each batch that it packs."""
+        self._ahead.extend(set(batch) for batch in batches)
+
+    def position(self) -> tuple[int, tuple[int, ...]]:
+        """The first prompt that was not trained on yet, and the later ones that were.
+
+        A prompt that is `_IN_PLAY` behind the newest was dropped, because its samples were too old.
+        """
+        self._first = max(self._first, self._newest - _IN_PLAY)
+        self._first = next(number for number in itertools.count(self._first) if number not in self)
+        return self._first, tuple(n for n in range(self._first, self._newest + 1) if n in self)
+
+    def trained(self, batches: int) -> None:
+        """Count the prompts of the next batches as trained."""
+        for _ in range(min(batches, len(self._ahead))):
+            super().update(batch := self._ahead.popleft())
+            self._newest = max(batch | {self._newest})
+
+
+class BucketGRPOTrainer(AsyncGRPOTrainer):
+    """Calls `on_sync` on every rank at each weight sync, with all parameters as they are on that rank.
+
+    TRL skips frozen parameters, gathers each sharded one in full, and calls `weight_transfer` on the main
+    rank only. Remove this once TRL gives a `WeightTransferProtocol` the parameters as they are, on all ranks.
+
+    Args:
+        on_sync: Called with named parameters and the number of the sync.
+        resumed_from: How far an earlier trainer came; its weights are restored when training begins.
+        **kwargs: Arguments of TRL's trainer.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_sync: Callable[[Named, int], None],
+        resumed_from: Progress | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(weight_transfer=_NoTransfer(), **kwargs)
+        self._on_sync, self._resumed_from = on_sync, resumed_from
+        groups = (*range(resumed_from.prompts), *resumed_from.later) if resumed_from else ()
+        self._trained_groups = self.groups = TrainedGroups(groups)
+        self._last_groups_trained = len(self.groups)
+        if resumed_from:
+            self.model_version = resumed_from.syncs - 1  # TRL's first sync publishes the same weights again
+
+    def begin(self) -> None:
+        """Train, or resume as from a checkpoint of TRL's that holds everything but the weights."""
+        if self._resumed_from is None:
+            self.train()
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            TrainerState(**self._resumed_from.trainer).save_to_json(f"{folder}/{TRAINER_STATE_NAME}")
+            rollouts = {"prompt_index": 0, "model_version": self.model_version}
+            Path(folder, "rollout_state.json").write_text(json.dumps(rollouts))
+            self.train(resume_from_checkpoint=folder)
+
+    def progress(self) -> Progress:
+        """How far this trainer is."""
+        kept = {name: getattr(self.state, name) for name in (*_KEPT, *_COMPARED)}
+        return Progress(self.model_version, kept, *self.groups.position())
+
+    def _load_from_checkpoint(self, *_: Any) -> None:
+        """The weights come from the bucket."""
+
+    def weights(self) -> Named:
+        """Every parameter of the policy."""
+        return named_weights(self.accelerator.unwrap_model(self.model))
+
+    def _streaming_iter(self) -> Named:
+        # At each sync, TRL takes this to its end on every rank, through `_NoTransfer` on the main one.
+        self._on_sync(self.weights(), self.model_version + 1)
+        yield from ()
+
+
+class _NoTransfer:
+    """TRL's `WeightTransferProtocol` for a trainer that publishes its weights by itself."""
+
+    def init_weight_transfer(self) -> None: ...
+    def pause(self) -> None: ...
+    def send_weights(self, iterator: Named) -> None:
+        for _ in iterator:
+            pass
+
+    def resume(self) -> None: ...
+    def destroy(self) -> None: ...
+
+
+def named_weights(model: torch.nn.Module) -> Named:
+    """Every parameter under its checkpoint name, frozen ones too; LoRA adapters are merged."""
+    if async_grpo_trainer.is_peft_model(model):
+        yield from async_grpo_trainer._iter_vllm_named_params(model)
+    else:
+        yield from live_weights(model)
+
+
+def live_weights(model: torch.nn.Module) -> Named:
+    """Every parameter as it is, under its checkpoint name if it has one."""
+    for name, parameter in model.named_parameters():
+        # DDP and gradient checkpointing wrap modules; their prefixes are not part of a checkpoint.
+        yield name.removeprefix("module.").replace("_checkpoint_wrapped_module.", ""), parameter

@@ -1,0 +1,74 @@
+"""Compiled functions, work on several cores, and quantities as people read them."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar, cast
+
+from numba import njit
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+def kernel(function: Function) -> Function:
+    """Compile `function` with numba at its first call; it is cached on disk and runs without the GIL."""
+    return cast(Function, njit(cache=True, nogil=True)(function))
+
+
+def threads(cores: int) -> int:
+    """Threads for a machine with `cores` cores: the trainer or vLLM needs the others."""
+    return min(16, max(1, cores // 2))
+
+
+THREADS = threads(len(os.sched_getaffinity(0)))
+
+
+def in_order(work: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:
+    """Yield `work(job)` of each job in order, on `THREADS` threads.
+
+    Jobs are made in the caller's thread, one at a time and at most `THREADS` ahead of what was taken.
+    Exceptions of `work` and of the making of jobs pass through; jobs that have not begun are then dropped.
+    """
+    if THREADS == 1:
+        yield from map(work, jobs)
+        return
+    pool, running = ThreadPoolExecutor(THREADS), deque[Future[Result]]()
+    try:
+        for job in jobs:
+            running.append(pool.submit(work, job))
+            if len(running) > THREADS:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def size_text(size: float) -> str:
+    """Bytes, in powers of 1000: `8.9 GB`."""
+    return _scaled(size, ("B", "KB", "MB", "GB", "TB", "PB"))
+
+
+def count_text(count: float) -> str:
+    """A number of weights: `596 M`, `1 T`."""
+    return _scaled(count, ("", "K", "M", "B", "T"))
+
+
+def time_text(seconds: float) -> str:
+    """A span of time: `12 ms`, `3.4 s`, `5.6 min`, `2.1 h`."""
+    for limit, unit, name in ((1.0, 1e-3, "ms"), (120.0, 1.0, "s"), (7200.0, 60.0, "min")):
+        if seconds < limit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds / 3600:.3g} h"
+
+
+def _scaled(number: float, names: tuple[str, ...]) -> str:
+    step = 0
+    while number >= 999.5 and step < len(names) - 1:
+        number, step = number / 1000, step + 1
+    return f"{number:.3g} {names[step]}".rstrip()

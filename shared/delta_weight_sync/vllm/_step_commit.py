@@ -1,0 +1,210 @@
+"""Makes a commit one thing that happens between two engine steps: no pause, no preemption, exact labels.
+
+vLLM handles `collective_rpc` between two steps, so a call with op "commit" needs no pause around it. If it
+succeeded on all workers, two things that vLLM leaves to a pause are done in the same slot:
+
+- Cached prefixes are forgotten. Running requests keep their keys and values (as in PipelineRL), but their
+blocks
+  are hashed with a secret salt of their own from then on: a new request never finds keys and values of older
+  weights, neither cached ones nor those that such a request fills later.
+- The label of new tokens changes. With async scheduling a step may be under way on the device; its results
+  were computed with the old weights and keep the old label.
+
+A call with op "staged" to a worker in this process answers when staging is done: vLLM waits for a `Future`
+without blocking its steps.
+
+Patches `EngineCore` of vLLM 0.32 (`v1/engine/core.py`, `v1/core/block_pool.py`, `v1/request.py`). `install`
+checks that it is the known class. Before the first commit, `hindrance` tries the forgetting on the engine's
+own cache, and refuses engines that keep old results elsewhere. A commit between steps in vLLM itself would
+replace this module: upstream/vllm/0001 and 0002.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+from vllm.distributed.kv_events import AllBlocksCleared
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.request import Request
+
+from delta_weight_sync import compat
+from delta_weight_sync.errors import CommitError
+from delta_weight_sync.vllm import METHOD
+
+_RPC = ["self", "method", "timeout", "args", "kwargs"]
+_STALE = "_versions_of_running_steps"  # our attribute of the engine core, see `_label_outputs`
+
+Answers = list[dict[str, Any]]
+"""One per worker."""
+
+
+def install() -> None:
+    """Patch this process's `EngineCore`, once. Raises `CompatibilityError` if it is not the tested one."""
+    if EngineCore._attach_weight_version is _label_outputs:
+        return
+    labels = ["self", "outputs"]
+    for function, known in ((EngineCore.collective_rpc, _RPC), (EngineCore._attach_weight_version, labels)):
+        if list(inspect.signature(function).parameters) != known:
+            raise compat.changed("vllm", function.__qualname__)
+    EngineCore.collective_rpc = _with_commits(EngineCore.collective_rpc)
+    EngineCore._attach_weight_version = _label_outputs
+
+
+def _with_commits(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def collective_rpc(
+        core: EngineCore,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        call = functools.partial(plain, core, method, timeout, args, kwargs)
+        op = kwargs.get("op") if kwargs and method == METHOD else None
+        if op == "learn" and (refused := hindrance(core)):
+            return [{"error": refused, "kind": CommitError.kind}]
+        if op == "staged" and isinstance(core.model_executor, UniProcExecutor):
+            return _when_staged(core.model_executor.driver_worker.worker, call)
+        return commit(core, call, kwargs["label"]) if kwargs and op == "commit" else call()
+
+    return collective_rpc
+
+
+def _when_staged(worker: Any, call: Callable[[], Answers]) -> Answers | Future[Answers]:
+    """The worker's answer, in the future while it stages."""
+    answers = call()
+    if answers[0].get("done", True):
+        return answers
+    later = Future[Answers]()
+    worker._delta_worker.staging.add_done_callback(lambda staging: later.set_result([staging.result()]))
+    return later
+
+
+def commit(core: EngineCore, write: Callable[[], Answers], label: str) -> Answers:
+    """Run `write` on all workers; if none failed, forget and relabel. The first answer gets "pause_s"."""
+    started = time.perf_counter()
+    answers = write()
+    if any("error" in answer for answer in answers):
+        return answers
+    forget_prefixes(core.scheduler.kv_cache_manager, core.scheduler.requests.values())
+    stale = _stale(core)
+    stale.extend([core._weight_version] * (len(core.batch_queue or ()) - len(stale)))
+    core._weight_version = label
+    answers[0]["pause_s"] = time.perf_counter() - started - min(answer["waited_s"] for answer in answers)
+    return answers
+
+
+def _label_outputs(core: EngineCore, outputs: dict[int, Any]) -> None:
+    """Replaces `_attach_weight_version`, which vLLM calls once per finished step, in their order."""
+    stale = _stale(core)
+    version = stale.popleft() if stale else core._weight_version
+    for output in outputs.values():
+        output.weight_version = version
+
+
+def _stale(core: EngineCore) -> deque[str]:
+    """The versions of the steps that were under way at the last commit, oldest first."""
+    steps: deque[str] = core.__dict__.setdefault(_STALE, deque())
+    return steps
+
+
+def forget_prefixes(manager: KVCacheManager, requests: Iterable[Request]) -> None:
+    """Let no block that is cached now, or filled later by a begun one of `requests`, serve as a prefix."""
+    for pool in {id(pool): pool for pool in _pools(manager)}.values():
+        # The blocks are not touched: each drops its own note of its hash when the pool hands it out again.
+        pool.cached_block_hash_to_block = BlockHashToBlockMap()
+        pool.cached_block_hashes_by_block.clear()
+        if pool.enable_kv_cache_events:
+            pool.kv_event_queue.append(AllBlocksCleared())
+    for request in requests:
+        if request.num_computed_tokens:
+            _salt(request)
+
+
+def _pools(manager: KVCacheManager) -> list[BlockPool]:
+    return [group.block_pool for group in manager.coordinator.single_type_managers]
+
+
+def _salt(request: Request) -> None:
+    """Give the request secret block hashes, past and future.
+
+    A hash covers the tokens of all blocks before it but not the weights: with plain hashes, any new request
+    that begins with the same tokens would find this request's blocks.
+    """
+    salt = os.urandom(16)
+    request.cache_salt = salt.hex()  # for a first block that is not full yet
+    request.block_hashes[:] = [salt + known[-16:] for known in request.block_hashes]
+
+
+def hindrance(core: EngineCore) -> str:
+    """Why this engine would serve results of old weights, or ""."""
+    try:
+        _refuse_other_caches(core)
+        if core.request_block_hasher is not None:
+            _try_to_forget(core)
+    except Exception as error:  # noqa: BLE001 - whatever it is, no commit may be made
+        return f"{error}"
+    return ""
+
+
+def _refuse_other_caches(core: EngineCore) -> None:
+    scheduler = core.scheduler
+    problems = {
+        "prefixes outside of vLLM; drop --kv-transfer-config": scheduler.connector,
+        "encoder results outside of vLLM; drop --ec-transfer-config": scheduler.ec_connector,
+        "encoded images; add --language-model-only": core.vllm_config.model_config.supports_multimodal_inputs,
+        "prefixes in an unknown way; serve another model": any(
+            type(pool) is not BlockPool for pool in _pools(scheduler.kv_cache_manager)
+        ),
+    }
+    for what, present in problems.items():
+        if present:
+            raise CommitError(f"this vLLM would reuse results of old weights: it keeps {what}")
+
+
+def _try_to_forget(core: EngineCore) -> None:
+    """A small test of everything above, on the engine's own cache, while nothing runs."""
+    manager, size = core.scheduler.kv_cache_manager, core.scheduler.block_size
+    old, new = _probe(core, "old", 2 * size), _probe(core, "new", 2 * size)
+    _compute(manager, old, 2 * size)
+    cached = _cached(core, 3 * size)
+    forget_prefixes(manager, [old])
+    forgotten = _cached(core, 3 * size)
+    _compute(manager, new, 2 * size)
+    old.append_output_token_ids([0] * size)
+    _compute(manager, old, size)
+    reached = _cached(core, 3 * size + 1)
+    for request in (old, new):
+        manager.free(request)
+    forget_prefixes(manager, [])
+    if not (0 < cached <= 2 * size and forgotten == 0 and 0 < reached <= 2 * size):
+        raise CommitError(
+            f"vLLM's prefix cache does not forget as in 0.32 (reused {cached}, {forgotten}, {reached} tokens)"
+        )
+
+
+def _probe(core: EngineCore, name: str, length: int) -> Request:
+    hasher = core.request_block_hasher
+    return Request(f"step-commit-{name}", [0] * length, SamplingParams(), None, block_hasher=hasher)
+
+
+def _compute(manager: KVCacheManager, request: Request, tokens: int) -> None:
+    """What the scheduler does for a step of `tokens` tokens."""
+    manager.allocate_slots(request, tokens)
+    request.num_computed_tokens += tokens
+
+
+def _cached(core: EngineCore, length: int) -> int:
+    """How many tokens a new request of `length` tokens would find."""
+    return int(core.scheduler.kv_cache_manager.get_computed_blocks(_probe(core, "seeker", length))[1])

@@ -1,0 +1,121 @@
+"""Response headers of vLLM's API server that name the versions behind an answer's tokens.
+
+    x-policy-versions: 41:0-31,42:31-64
+    x-policy-syncs: 40:0-31,42:31-64
+    x-policy-version: 41
+    x-policy-term: 1
+    x-policy-sync: 40
+
+Version 41 made tokens 0 to 30 of the completion, version 42 those from 31 to 63; ";" separates several
+choices, in order. The syncs, the trainer's own count, are of the same tokens; unpublished weights have none.
+The other three describe the oldest version of all tokens. vLLM knows these spans
+(`CompletionOutput.weight_versions`) but its OpenAI routes do not print them. If they did
+(upstream/vllm/0005), the patch here could go: it notes the spans that `AsyncLLM.generate` of vLLM 0.32
+returns.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from contextvars import ContextVar
+from typing import Any
+
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from delta_weight_sync import compat
+from delta_weight_sync.records import Manifest
+from delta_weight_sync.vllm.engine import TokenVersion
+
+Choices = list[CompletionOutput]
+_PATHS = ("/v1/", "/inference/")
+_LONGEST = 1 << 12  # bytes, of hundreds of commits; common clients refuse headers of more than 8190
+_prompts: ContextVar[list[Choices]] = ContextVar(
+    "prompts"
+)  # finished choices per prompt of this HTTP request
+
+
+class VersionHeaders:
+    """ASGI middleware: adds the headers when a response begins: after generation, unless it is a stream.
+
+    A stream begins before its versions are known, so its headers name the version that is served then: the
+    oldest that can produce one of its tokens.
+    """
+
+    def __init__(self, app: Any, serving: Callable[[], Manifest | None]) -> None:
+        """`serving`: the version whose weights are live, None before the first."""
+        install()
+        self._app, self._serving = app, serving
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer one request."""
+        if scope["type"] != "http" or not scope["path"].startswith(_PATHS):
+            await self._app(scope, receive, send)
+            return
+        serving, prompts = self._serving(), list[Choices]()
+        _prompts.set(prompts)
+
+        async def send_with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *_headers(prompts, serving)]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
+
+
+def _headers(prompts: list[Choices], serving: Manifest | None) -> list[tuple[bytes, bytes]]:
+    choices = [choice.weight_versions or () for prompt in prompts for choice in prompt]
+    known = [label for spans in choices for span in spans if (label := TokenVersion.parse(span.version))]
+    oldest = min(known) if known else TokenVersion.of(serving) if serving else None
+    found = {f"x-policy-{name}": str(value) for name, value in (oldest._asdict() if oldest else {}).items()}
+    for name, text_of in (("versions", _version), ("syncs", _sync)):
+        text = ";".join(",".join(filter(None, map(text_of, spans))) for spans in choices)
+        if 0 < len(text) < _LONGEST:
+            found[f"x-policy-{name}"] = text
+    return [(name.encode(), value.encode()) for name, value in found.items()]
+
+
+def _version(span: Any) -> str:
+    label = TokenVersion.parse(span.version)
+    return f"{label.version if label else span.version}:{span.start}-{span.end}"
+
+
+def _sync(span: Any) -> str:
+    label = TokenVersion.parse(span.version)
+    return f"{label.sync}:{span.start}-{span.end}" if label else ""
+
+
+def install() -> None:
+    """Patch `AsyncLLM`, once. Raises `CompatibilityError` if it is not the tested one."""
+    if AsyncLLM.generate is _generate:
+        return
+    known = "weight_versions" in inspect.signature(CompletionOutput).parameters
+    if not known or not inspect.isasyncgenfunction(_plain):
+        raise compat.changed("vllm", "AsyncLLM.generate")
+    AsyncLLM.generate = _generate
+
+
+_plain = AsyncLLM.generate
+
+
+@functools.wraps(_plain)
+def _generate(*args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+    outputs: AsyncGenerator[RequestOutput, None] = _plain(*args, **kwargs)
+    prompts = _prompts.get(None)
+    if prompts is None:
+        return outputs
+    prompts.append([])
+    return _noted(outputs, prompts[-1])
+
+
+async def _noted(
+    outputs: AsyncGenerator[RequestOutput, None], choices: Choices
+) -> AsyncGenerator[RequestOutput, None]:
+    async with aclosing(outputs):
+        async for output in outputs:
+            if output.finished:
+                choices.extend(output.outputs)
+            yield output

@@ -1,0 +1,171 @@
+"""Patches of vLLM 0.32's CPU backend that keep weights live.
+
+1. After loading, the backend packs every Linear into an opaque oneDNN handle and drops the weight (embeddings
+   compute from a packed copy), so that later writes to the weight change nothing. `install` makes it compute
+   from the live weight.
+2. It packs the experts of a mixture of experts (MoE), too. `install` leaves them as loaded and computes the
+   chosen experts one after the other: exact and plain, slower than vLLM's packed kernel.
+3. It packs the weights of short convolutions (of gated delta nets, for example) in place. `install` leaves
+them
+   as loaded, and tells the kernels that use them.
+4. A seeded request with a split prefill rewinds its random generator by an offset that CPU generators do not
+   have, which kills the engine. TRL seeds every request. `install` hides those generators in that step.
+5. vLLM inspects a model's class in another process, to avoid initializing CUDA here: ten seconds of importing
+   vLLM again at each start with an empty cache. `install` inspects it here.
+
+`self_test` raises if the first two no longer hold; if the third does not, `routes` sees what is packed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+
+def install() -> None:
+    """Patch vLLM in this process, before it loads a model. Idempotent."""
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+    from vllm.model_executor.models import registry
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    if utils.dispatch_cpu_unquantized_gemm is _keep_weight_live:
+        return
+    global _stock_dispatch
+    _stock_dispatch = utils.dispatch_cpu_unquantized_gemm
+    utils.dispatch_cpu_unquantized_gemm = _keep_weight_live
+    CPUUnquantizedExperts.process_weights_after_loading = _keep_experts_live
+    CPUUnquantizedExperts.apply = apply_live_experts
+    gdn_attention._causal_conv1d_fwd_cpu = from_live_weight(gdn_attention._causal_conv1d_fwd_cpu)
+    gdn_attention._causal_conv1d_update_cpu = from_live_weight(gdn_attention._causal_conv1d_update_cpu)
+    GPUModelRunner._bookkeeping_sync = _without_rewinds(GPUModelRunner._bookkeeping_sync)
+    registry._run_in_subprocess = operator.call
+
+
+def self_test(model: torch.nn.Module) -> None:
+    """Raise `RuntimeError` if a layer of the loaded model computes from anything but its live weight."""
+    layers = [(name, module) for name, module in model.named_modules() if hasattr(module, "cpu_linear")]
+    for name, module in layers:
+        if module.weight.ndim == 2 and not _computes_from(module.cpu_linear, module.weight):
+            raise RuntimeError(f"{name} does not compute from its weight; this vLLM needs another patch")
+    if not layers:
+        raise RuntimeError("found no CPU linear layer; this vLLM needs another patch")
+    for name, kind in _experts(model):
+        if (kind.process_weights_after_loading, kind.apply) != (_keep_experts_live, apply_live_experts):
+            raise RuntimeError(f"{name} computes from packed experts; this vLLM needs another patch")
+
+
+_stock_dispatch: Any = None
+
+
+def _keep_weight_live(layer: Any, remove_weight: bool) -> None:
+    if layer.weight.is_meta:
+        _stock_dispatch(layer, remove_weight)
+    elif layer.weight.ndim == 2:  # a convolution's kernels take the weight as it is
+        layer.cpu_linear = _LiveLinear(layer.weight)
+
+
+class _LiveLinear:
+    """`x @ weight.T + bias` from a parameter's memory; its own dispatch costs as much as the product."""
+
+    def __init__(self, weight: torch.nn.Parameter) -> None:
+        self.memory = weight.data
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return functional.linear(x, self.memory, bias)
+
+
+def _computes_from(linear: object, weight: torch.Tensor) -> bool:
+    if linear is functional.linear:  # a few layers that vLLM does not pack: it gets the weight in each call
+        return weight.numel() > 0
+    if not isinstance(linear, _LiveLinear) or weight.numel() == 0:
+        return False
+    return linear.memory.data_ptr() == weight.data_ptr() and linear.memory.shape == weight.shape
+
+
+def _experts(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Name and kernel class of each layer of experts."""
+    for name, module in model.named_modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            yield name, type(kernel.fused_experts)
+
+
+def _keep_experts_live(experts: Any, layer: torch.nn.Module) -> None:
+    """Replaces weight packing with a no-op."""
+
+
+def apply_live_experts(
+    experts: Any,
+    *,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: Any,
+    apply_router_weight_on_input: bool,
+    **_options: Any,
+) -> None:
+    """`output` [tokens, hidden] = each token's chosen experts, weighted; experts in ascending order."""
+    total = torch.zeros(output.shape, dtype=torch.float32)
+    for expert in topk_ids.unique().tolist():
+        token, choice = (topk_ids == expert).nonzero(as_tuple=True)
+        up = functional.linear(hidden_states[token], w1[expert], _bias(experts.w1_bias, expert))
+        down = functional.linear(_activated(activation, up), w2[expert], _bias(experts.w2_bias, expert))
+        if not apply_router_weight_on_input:  # else the input has it already
+            down = down * topk_weights[token, choice].unsqueeze(1)
+        total.index_add_(0, token, down.float())
+    output.copy_(total)
+
+
+def _bias(biases: torch.Tensor | None, expert: int) -> torch.Tensor | None:
+    return None if biases is None else biases[expert]
+
+
+def _activated(activation: Any, x: torch.Tensor) -> torch.Tensor:
+    """The gated activations that vLLM's CPU experts have, in float32 as there."""
+    wide, kind = x.float(), activation.value
+    if kind == "swigluoai":  # gates and values alternate
+        gate, value = wide[:, ::2].clamp(max=7.0), wide[:, 1::2].clamp(-7.0, 7.0)
+        result = gate * torch.sigmoid(1.702 * gate) * (value + 1)
+    else:
+        gate, value = wide.chunk(2, dim=1)
+        result = _GATES[kind](gate) * value
+    return result.to(x.dtype)
+
+
+_GATES: dict[str, Any] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
+
+
+def from_live_weight(convolve: Any) -> Any:
+    """A convolution of vLLM's that computes from a weight [channels, 1, width] as it was loaded."""
+
+    def convolved(*, weight: torch.Tensor, is_weight_packed: bool, **options: Any) -> torch.Tensor:
+        result: torch.Tensor = convolve(weight=weight.flatten(1), is_weight_packed=False, **options)
+        return result
+
+    return convolved
+
+
+def _without_rewinds(bookkeeping: Any) -> Any:
+    def wrapped(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        generators, discard = runner.input_batch.generators, runner.discard_request_mask.np
+        hidden = {i: generators.pop(i) for i in list(generators) if discard[i]}
+        try:
+            return bookkeeping(runner, *args, **kwargs)
+        finally:
+            generators.update(hidden)
+
+    return wrapped

@@ -1,0 +1,357 @@
+"""The GPU's half of `memory`: the same arithmetic on the same table, in Triton.
+
+Kernels take absolute addresses from the table, so that one launch reaches all parameters, and each program
+takes one block of a list: hashing, reading or committing a model takes a few launches and one wait, whatever
+its tensors. Sums wrap at 2^64 and are spread over a few cells, whose order does not matter.
+
+Staging has its own stream, so that it waits for nothing of vLLM's and vLLM for nothing of it; a commit runs
+on vLLM's stream, between two steps. Staged data is on the device if it takes at most half of the free memory;
+otherwise it stays in pinned memory of the host, which the kernels read over the bus: slower, but it takes no
+memory that the engine may need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+
+from delta_weight_sync.codec import Bits
+from delta_weight_sync.gpu import Clock, free_bytes, inner, launch, outer, read
+from delta_weight_sync.vllm import memory as columns
+from delta_weight_sync.vllm.memory import (
+    ADDRESS,
+    COUNTED,
+    DIMS,
+    EXPLICIT,
+    FIRST,
+    SIZES,
+    SOURCE,
+    TARGET,
+    Changes,
+    Rows,
+    Table,
+    cut,
+)
+
+_BLOCK: tl.constexpr = tl.constexpr(1024)  # changes of a program
+_TILE: tl.constexpr = tl.constexpr(4096)  # elements of a program that hashes or reads
+_CELLS: tl.constexpr = tl.constexpr(256)  # over which programs spread their sums
+_COLUMNS: tl.constexpr = tl.constexpr(columns.COLUMNS)
+_DIMS: tl.constexpr = tl.constexpr(columns.DIMS)
+_ADDRESS: tl.constexpr = tl.constexpr(columns.ADDRESS)
+_SEED: tl.constexpr = tl.constexpr(columns.SEED)
+_COUNTED: tl.constexpr = tl.constexpr(columns.COUNTED)
+_FIRST: tl.constexpr = tl.constexpr(columns.FIRST)
+_SIZES: tl.constexpr = tl.constexpr(columns.SIZES)
+_SOURCE: tl.constexpr = tl.constexpr(columns.SOURCE)
+_TARGET: tl.constexpr = tl.constexpr(columns.TARGET)
+
+
+@triton.jit
+def _at(row: tl.tensor, strides: tl.constexpr, element: tl.tensor) -> tl.tensor:
+    """Positions (`strides`: SOURCE) or places (TARGET) of elements, int32, from the row's first: int64."""
+    rest = element
+    at = element.to(tl.int64) * 0
+    for back in tl.static_range(1, _DIMS + 1):  # the last dimension first
+        size = tl.load(row + (_SIZES + _DIMS - back)).to(tl.int32)
+        at += (rest % size).to(tl.int64) * tl.load(row + (strides + _DIMS - back))
+        rest = rest // size
+    return at
+
+
+@triton.jit
+def _memory(row: tl.tensor) -> tl.tensor:
+    return tl.load(row + _ADDRESS).to(tl.pointer_type(tl.int16))
+
+
+@triton.jit
+def _unsigned(bits: tl.tensor) -> tl.tensor:
+    return bits.to(tl.uint16, bitcast=True).to(tl.uint64)
+
+
+@triton.jit
+def _add(cells: tl.tensor, program: tl.tensor, amount: tl.tensor) -> None:
+    tl.atomic_add(cells + program % _CELLS, amount.to(tl.int64, bitcast=True))
+
+
+@triton.jit
+def digest_whole(rows: tl.tensor, tiles: tl.tensor, inner: tl.tensor, cells: tl.tensor) -> None:
+    """As `digest`, for tiles that are a whole block of it, consecutive in memory, and aligned to 16 bytes."""
+    program = tl.program_id(0)
+    tile = tiles + 3 * program.to(tl.int64)
+    row, first = rows + tl.load(tile) * _COLUMNS, tl.load(tile + 1)
+    lane = tl.arange(0, _TILE)
+    bits = tl.load(tl.multiple_of(_memory(row) + first, 16) + lane)
+    factor = tl.load(inner + lane).to(tl.uint32, bitcast=True).to(tl.uint64)
+    seed = tl.load(row + _SEED).to(tl.uint64, bitcast=True)
+    block = (tl.load(row + _FIRST) + first) // 4096
+    _add(cells, program, outer(seed, block) * tl.sum(factor * _unsigned(bits), 0))
+
+
+@triton.jit
+def digest(rows: tl.tensor, tiles: tl.tensor, inner: tl.tensor, cells: tl.tensor, run: tl.constexpr) -> None:
+    """Add the digest of live elements to `cells`, int64 [CELLS].
+
+    `tiles`: int64 [p, 3]: row, first element, number of elements (at most TILE). Every `run` elements from
+    the first are consecutive in the checkpoint tensor and in one block of the digest, and share its factor.
+    """
+    program = tl.program_id(0)
+    tile = tiles + 3 * program.to(tl.int64)
+    row = rows + tl.load(tile) * _COLUMNS
+    first, count = tl.load(tile + 1).to(tl.int32), tl.load(tile + 2).to(tl.int32)
+    number = tl.arange(0, _TILE // run)[:, None] * run + tl.arange(0, run)[None, :]
+    start = first + tl.arange(0, _TILE // run) * run
+    stride = tl.load(row + _TARGET + _DIMS - 1)
+    places = _at(row, _TARGET, start)[:, None] + tl.arange(0, run)[None, :] * stride
+    inside = number < count
+    bits = tl.load(_memory(row) + places, mask=inside, other=0)
+    position = tl.load(row + _FIRST) + _at(row, _SOURCE, start)
+    within = (position % 4096).to(tl.int32)[:, None] + tl.arange(0, run)[None, :]
+    factor = tl.load(inner + within, mask=inside, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
+    sums = tl.sum(factor * _unsigned(bits), 1)
+    seed = tl.load(row + _SEED).to(tl.uint64, bitcast=True)
+    _add(cells, program, tl.sum(outer(seed, position // 4096) * sums, 0))
+
+
+@triton.jit
+def read_kernel(rows: tl.tensor, tiles: tl.tensor, out: tl.tensor) -> None:
+    """Copy live bits to `out`, int16 [n]; `tiles`: int64 [p, 4]: as for `digest`, and the place in `out`."""
+    tile = tiles + 4 * tl.program_id(0).to(tl.int64)
+    row = rows + tl.load(tile) * _COLUMNS
+    number = tl.arange(0, _TILE)
+    inside = number < tl.load(tile + 2).to(tl.int32)
+    bits = tl.load(
+        _memory(row) + _at(row, _TARGET, tl.load(tile + 1).to(tl.int32) + number), mask=inside, other=0
+    )
+    tl.store(out + tl.load(tile + 3) + number, bits, mask=inside)
+
+
+@triton.jit
+def _changed(block: tl.tensor, element: tl.tensor, lane: tl.tensor) -> tl.tensor:
+    """The numbers of a block's changed elements, int32; unused lanes get any number of its row."""
+    first, count, start = tl.load(block + 1), tl.load(block + 2), tl.load(block + 3)
+    listed = tl.load(element + first + lane, mask=lane < tl.where(start < 0, count, 0), other=0)
+    counted = tl.where(lane < tl.where(start < 0, 0, count), start + lane, 0)
+    return listed + counted.to(tl.int32)
+
+
+@triton.jit
+def look(
+    rows: tl.tensor,
+    blocks: tl.tensor,
+    element: tl.tensor,
+    ulps: tl.tensor,
+    new: tl.tensor,
+    inner: tl.tensor,
+    cells: tl.tensor,
+) -> None:
+    """Fill `new` with the bits after the changes, and add to `cells` by how much they move the digest.
+
+    `blocks`: int64 [b, 4] as `Changes.blocks`; `element` int32 [m], `ulps` and `new` int16 [n].
+    """
+    program = tl.program_id(0)
+    block = blocks + 4 * program.to(tl.int64)
+    row, first = rows + tl.load(block) * _COLUMNS, tl.load(block + 1)
+    lane = tl.arange(0, _BLOCK)
+    inside = lane < tl.load(block + 2)
+    number = _changed(block, element, lane)
+    old = tl.load(_memory(row) + _at(row, _TARGET, number), mask=inside, other=0)
+    value = old + tl.load(ulps + first + lane, mask=inside, other=0)
+    tl.store(new + first + lane, value, mask=inside)
+    position = tl.load(row + _FIRST) + _at(row, _SOURCE, number)
+    factor = tl.load(inner + (position % 4096)).to(tl.uint32, bitcast=True).to(tl.uint64)
+    seed = tl.load(row + _SEED).to(tl.uint64, bitcast=True)
+    moved = tl.sum(outer(seed, position // 4096) * factor * (_unsigned(value) - _unsigned(old)), 0)
+    _add(cells, program, moved * tl.load(row + _COUNTED).to(tl.uint64))
+
+
+@triton.jit
+def put(
+    rows: tl.tensor,
+    blocks: tl.tensor,
+    element: tl.tensor,
+    ulps: tl.tensor,
+    new: tl.tensor,
+    undo: tl.constexpr,
+) -> None:
+    """Write the new bits, or with `undo` the old ones: the new ones minus `ulps`."""
+    block = blocks + 4 * tl.program_id(0).to(tl.int64)
+    row, first = rows + tl.load(block) * _COLUMNS, tl.load(block + 1)
+    lane = tl.arange(0, _BLOCK)
+    inside = lane < tl.load(block + 2)
+    bits = tl.load(new + first + lane, mask=inside, other=0)
+    if undo:
+        bits = bits - tl.load(ulps + first + lane, mask=inside, other=0)
+    tl.store(_memory(row) + _at(row, _TARGET, _changed(block, element, lane)), bits, mask=inside)
+
+
+@triton.jit
+def check(rows: tl.tensor, blocks: tl.tensor, element: tl.tensor, new: tl.tensor, wrong: tl.tensor) -> None:
+    """Add to `wrong`, int64 [1], the number of elements that do not have the new bits."""
+    block = blocks + 4 * tl.program_id(0).to(tl.int64)
+    row, first = rows + tl.load(block) * _COLUMNS, tl.load(block + 1)
+    lane = tl.arange(0, _BLOCK)
+    inside = lane < tl.load(block + 2)
+    place = _memory(row) + _at(row, _TARGET, _changed(block, element, lane))
+    there = tl.load(place, mask=inside, other=0)
+    missed = tl.sum((there != tl.load(new + first + lane, mask=inside, other=0)).to(tl.int64), 0)
+    if missed != 0:
+        tl.atomic_add(wrong, missed)
+
+
+BLOCK, TILE, CELLS = (int(each.value) for each in (_BLOCK, _TILE, _CELLS))
+_RUN = 16  # elements that share a factor of the digest, where the layout allows it
+_ALIGNED = 16  # bytes, of the beginnings of arrays: kernels are compiled again for another alignment
+
+
+class DeviceMemory:
+    """The parameters of a `Table` on a GPU."""
+
+    def __init__(self, table: Table) -> None:
+        self._table, self._device = table, table.device
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        with self._staging():
+            self._inner = inner(self._device)
+            self._cells = torch.zeros(CELLS, dtype=torch.int64, device=self._device)
+            (self._rows,) = self._upload([table.rows])
+            self._tiles = {run: self._upload([tiles])[0] for run, tiles in _tiles(table).items()}
+        if len(
+            table.rows
+        ):  # compile everything now, not in the first commit's pause: for a block without changes
+            nothing = np.array([[0, 0, 0, EXPLICIT]])
+            write, _ = self.prepare(Changes(nothing, np.empty(0, np.int32), np.empty(0, np.int16)))
+            write.do()
+            write.undo()
+
+    def digest(self) -> int:
+        """This worker's share of the live parameters' digest, read from memory."""
+        with self._staging():
+            self._cells.zero_()
+            for run, tiles in self._tiles.items():
+                arguments = (self._rows, tiles, self._inner, self._cells)
+                if run == TILE:
+                    launch(digest_whole, len(tiles), *arguments)
+                else:
+                    launch(digest, len(tiles), *arguments, run=run)
+            return self._sum()
+
+    def read(self, parts: Rows) -> Bits:
+        """Live bits of parts, int64 [p, 3]: row of the table, first element, number of elements."""
+        part, offset, count = cut(parts[:, 2], TILE)
+        place = np.cumsum(count) - count
+        tiles = np.stack([parts[part, 0], parts[part, 1] + offset, count, place], 1)
+        with self._staging():
+            out = self._pinned(int(count.sum()), torch.int16)
+            launch(read_kernel, len(tiles), self._rows, self._upload([tiles])[0], out)
+            self._sum()
+        return out.numpy().view(np.uint16)
+
+    def prepare(self, changes: Changes) -> tuple[DeviceWrite, int]:
+        """The step that writes the changes, and by how much it moves this worker's share of the digest."""
+        arrays = (changes.blocks(BLOCK), changes.element, changes.ulps)
+        with self._staging():
+            blocks, element, ulps = self._upload(arrays, also=changes.ulps.nbytes)
+            new = (
+                torch.empty_like(ulps) if ulps.device == self._device else self._pinned(len(ulps), ulps.dtype)
+            )
+            self._cells.zero_()
+            changed = (self._rows, blocks, element, ulps, new)
+            launch(look, len(blocks), *changed, self._inner, self._cells)
+            return DeviceWrite(*changed), self._sum()
+
+    def _sum(self) -> int:
+        return int(read(self._cells.sum()))  # waits for the kernels
+
+    def _upload(self, arrays: Sequence[NDArray[Any]], also: int = 0) -> list[torch.Tensor]:
+        """The arrays on the device, by one copy; in pinned memory if they and `also` bytes are too much."""
+        starts = np.cumsum([0, *(-(-array.nbytes // _ALIGNED) * _ALIGNED for array in arrays)]).tolist()
+        whole = self._pinned(starts[-1], torch.uint8)
+        for start, array in zip(starts, arrays, strict=False):
+            whole.numpy()[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+        if 2 * (starts[-1] + also) <= free_bytes(self._device):
+            whole = whole.to(self._device, non_blocking=True)
+        return [
+            whole[start : start + array.nbytes].view(_kind(array)).view(array.shape)
+            for start, array in zip(starts, arrays, strict=False)
+        ]
+
+    def _pinned(self, size: int, kind: torch.dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=kind, pin_memory=self._device.type == "cuda")
+
+    @contextlib.contextmanager
+    def _staging(self) -> Iterator[None]:
+        """Runs on this device and on the staging stream, in any thread."""
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            if self._stream:
+                stack.enter_context(torch.cuda.device(self._device))
+                stack.enter_context(torch.cuda.stream(self._stream))
+            yield
+
+
+class DeviceWrite:
+    """Writes changes to the live parameters on the current stream, and undoes them."""
+
+    def __init__(self, *changed: torch.Tensor) -> None:
+        """`changed`: rows, blocks, elements, ulps and new bits, as in `look`."""
+        self._rows, self._blocks, self._element, self._ulps, self._new = changed
+        self._wrong = torch.zeros(1, dtype=torch.int64, device=self._rows.device)
+        self.waited_s = 0.0
+
+    def do(self) -> int:
+        """Write the new bits; returns how many of them are not there when they are read back."""
+        started, clock = time.perf_counter(), Clock(self._rows.device)
+        self._wrong.zero_()
+        self._put(undo=False)
+        written = (self._rows, self._blocks, self._element, self._new)
+        launch(check, len(self._blocks), *written, self._wrong)
+        clock.stop()
+        wrong = int(read(self._wrong))
+        self.waited_s = max(0.0, time.perf_counter() - started - clock.seconds())
+        return wrong
+
+    def undo(self) -> None:
+        """Put the old bits back, however far `do` came, and wait until they are there."""
+        self._put(undo=True)
+        read(self._wrong)
+
+    def _put(self, *, undo: bool) -> None:
+        changed = (self._rows, self._blocks, self._element, self._ulps, self._new)
+        launch(put, len(self._blocks), *changed, undo=undo)
+
+
+def _kind(array: NDArray[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, array.dtype)).dtype
+
+
+def _tiles(table: Table) -> dict[int, Rows]:
+    """The digest's tiles over all counted elements, by the number of consecutive ones that share a factor."""
+    counted = np.flatnonzero(table.rows[:, COUNTED])
+    part, offset, count = cut(table.elements[counted], TILE)
+    tiles = np.stack([counted[part], offset, count], 1)
+    runs = _runs(table.rows)[tiles[:, 0]]
+    runs = np.where((runs == TILE) & (count < TILE), _RUN, runs)
+    return {run: tiles[runs == run] for run in (TILE, _RUN, 1)}
+
+
+def _runs(rows: Rows) -> NDArray[np.int64]:
+    """For each row the run length, TILE, `_RUN` or 1: elements that share a factor from each multiple of it.
+
+    TILE only if they are consecutive in memory, too, and aligned to 16 bytes.
+    """
+    sizes, strides = rows[:, SIZES:SOURCE], rows[:, SOURCE:TARGET]
+    flat = (sizes[:, :-1] == 1).all(1)
+    outer = np.where(sizes[:, :-1] == 1, 0, strides[:, :-1])
+    even = (sizes[:, -1] % _RUN == 0) & (outer % _RUN == 0).all(1)
+    runs = (strides[:, -1] == 1) & (rows[:, FIRST] % _RUN == 0) & (flat | even)
+    whole = (
+        flat & (rows[:, TARGET + DIMS - 1] == 1) & (rows[:, FIRST] % TILE == 0) & (rows[:, ADDRESS] % 16 == 0)
+    )
+    return np.where(runs & whole, TILE, np.where(runs, _RUN, 1))

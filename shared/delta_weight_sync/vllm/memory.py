@@ -1,0 +1,410 @@
+"""All live parameters of a model as one table, and the numba kernels that hash and write them on the host.
+
+A piece is a strided part of a checkpoint tensor that lies, strided too, somewhere in a parameter of vLLM. Its
+elements are numbered 0, 1, 2, ... in row-major order of the part; the number gives the position in the
+checkpoint tensor and the address in memory. A change is stored as such a number (int32: a larger piece
+becomes several rows), so that the same four bytes serve to find it, to hash it and to write it. All changes
+of a commit are flat arrays over the whole model, which go to a device in one copy. The host's kernels use one
+thread, to leave vLLM's threads alone; `gpu` has the same ones for devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import carray, types
+from numba.extending import intrinsic
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from delta_weight_sync.codec import Bits, Index, Patch
+from delta_weight_sync.codec._patch import join
+from delta_weight_sync.digest import BLOCK, INNER, hash_dense, outer, seed
+from delta_weight_sync.util import kernel
+from delta_weight_sync.vllm.routes import Piece, Route
+
+Row = NDArray[np.int64]
+Rows = NDArray[np.int64]
+Elements = NDArray[np.int32]
+Ulps = NDArray[np.int16]
+Ints = tuple[int, ...]
+Found = tuple[int, Elements, Ulps]
+"""Of a row of the table: numbers of changed elements, int32 [n], strictly increasing, and ulps, int16 [n]."""
+
+DIMS = 4
+EXPLICIT = -1  # see `Changes`
+MOST = (1 << 31) - (1 << 16)  # elements of a row: numbers, and those of a last padded block, are int32
+
+# The columns. Sizes and strides have DIMS columns each, outer dimension first, padded in front with ones.
+ADDRESS = 0  # of element 0, in bytes
+SEED = 1  # of the tensor in the digest, its 64 bits as an int64
+COUNTED = 2  # 1 if this worker counts the piece in the digest
+FIRST = 3  # position of element 0 in the checkpoint tensor
+SIZES = 4
+SOURCE = SIZES + DIMS  # strides in the checkpoint tensor, in elements
+TARGET = SOURCE + DIMS  # strides in memory, in elements of 2 bytes
+COLUMNS = TARGET + DIMS
+
+_DENSE = 2  # if one in two elements changes, a piece takes less memory as all of its elements
+_NO_BLOCK = np.uint64(1 << 63)
+_NEAR = 4096  # changes that are read back while they are still in the cache
+
+
+class Table:
+    """`rows`: int64 [pieces, COLUMNS]; `of`: checkpoint name -> numbers of its rows; one device's memory."""
+
+    def __init__(self, routes: Mapping[str, Route], owned: Mapping[str, Sequence[int]]) -> None:
+        """`owned`: per tensor, the numbers of the pieces that this worker counts in the digest."""
+        rows: list[Row] = []
+        self.of: dict[str, range] = {}
+        for name, numbers in owned.items():
+            first = len(rows)
+            for number, piece in enumerate(routes[name].pieces):
+                rows += _rows(name, piece, counted=number in numbers)
+            self.of[name] = range(first, len(rows))
+        self.rows = np.array(rows, np.int64).reshape(-1, COLUMNS)
+        self.memory = [piece.memory for name in owned for piece in routes[name].pieces]
+        self.device = self.memory[0].device if self.memory else torch.device("cpu")
+
+    @property
+    def elements(self) -> Index:
+        """Number of elements of each row, int64 [pieces]."""
+        counts: Index = self.rows[:, SIZES:SOURCE].prod(1)
+        return counts
+
+
+def _rows(name: str, piece: Piece, *, counted: bool) -> Iterator[Row]:
+    """A piece's rows: one, or several if it has too many dimensions or elements."""
+    sizes, source, target = piece.source.sizes, piece.source.strides, piece.target.strides
+    for first, part, strides, place in _parts(sizes, source, target):
+        row = np.zeros(COLUMNS, np.int64)
+        row[ADDRESS] = piece.memory.data_ptr() + 2 * (piece.target.offset + place)
+        row[SEED] = seed(name).astype(np.int64)
+        row[COUNTED], row[FIRST] = counted, piece.source.offset + first
+        for column, values in ((SIZES, part), (SOURCE, strides[0]), (TARGET, strides[1])):
+            row[column : column + DIMS] = 1
+            row[column + DIMS - len(values) : column + DIMS] = values
+        yield row
+
+
+def _parts(sizes: Ints, source: Ints, target: Ints) -> Iterator[tuple[int, Ints, tuple[Ints, Ints], int]]:
+    """(position of the first element, sizes, strides, place of the first element) of small enough parts."""
+    if len(sizes) <= DIMS and np.prod(sizes, dtype=object) <= MOST:
+        yield 0, sizes, (source, target), 0
+        return
+    take = min(sizes[0], MOST) if len(sizes) == 1 else 1
+    for start in range(0, sizes[0], take):
+        one = (min(take, sizes[0] - start),) if len(sizes) == 1 else sizes[1:]
+        strides = (source, target) if len(sizes) == 1 else (source[1:], target[1:])
+        for first, part, steps, place in _parts(one, *strides):
+            yield start * source[0] + first, part, steps, start * target[0] + place
+
+
+def find(row: Row, index: Index) -> tuple[Elements, Index | slice]:
+    """Find the changes that are in a row's piece; `index`: positions in the checkpoint tensor, increasing.
+
+    Returns the numbers of the elements, int32 [m], and what selects them in `index`: a slice, or int64 [m].
+    """
+    sizes, strides = row[SIZES:SOURCE], row[SOURCE:TARGET]
+    end = row[FIRST] + ((sizes - 1) * strides).sum() + 1
+    low, high = np.searchsorted(index, (row[FIRST], end))
+    if strides[-1] == 1 and (sizes[:-1] == 1).all():
+        return _counted_from(row[FIRST], index[low:high]), slice(low, high)
+    element, which = np.empty(high - low, np.int32), np.empty(high - low, np.int64)
+    count = _find(row, index[low:high], element, which)
+    return element[:count], which[:count] + low
+
+
+@kernel
+def _counted_from(first: int, index: Index) -> Elements:
+    """In one pass, as there are many positions, and of twice the size."""
+    element = np.empty(index.size, np.int32)
+    for j in range(index.size):
+        element[j] = index[j] - first
+    return element
+
+
+@kernel
+def _find(row: Row, index: Index, element: Elements, which: Index) -> int:
+    count = 0
+    for j in range(index.size):
+        rest, number, inside = index[j] - row[FIRST], np.int64(0), True
+        for dim in range(DIMS):
+            size, stride = row[SIZES + dim], row[SOURCE + dim]
+            if size > 1:
+                steps = rest // stride
+                inside = inside and steps < size
+                rest -= steps * stride
+                number = number * size + steps
+        if inside and rest == 0:
+            element[count] = number
+            which[count] = j
+            count += 1
+    return count
+
+
+def part_of(row: Row, tensor: Bits) -> Bits:
+    """A row's elements of its checkpoint tensor, in the order of their numbers."""
+    sizes, strides = row[SIZES:SOURCE].tolist(), (2 * row[SOURCE:TARGET]).tolist()
+    return as_strided(tensor.reshape(-1)[row[FIRST] :], sizes, strides).reshape(-1)
+
+
+def cut(counts: Index, size: int) -> tuple[Index, Index, Index]:
+    """Cut parts of `counts` elements into blocks of at most `size`: per block part, place in it, elements."""
+    pieces = -(-counts // size)
+    part = np.repeat(np.arange(len(counts)), pieces)
+    offset = (np.arange(len(part)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * size
+    return part, offset, np.minimum(size, counts[part] - offset)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Changes of a whole model.
+
+    Attributes:
+        parts: int64 [p, 4]: row of the table; first change and number of changes in `ulps`; number of the
+            first element of consecutive ones, or EXPLICIT: their numbers are at the same places in `element`.
+        element: int32 [m], m <= n.
+        ulps: int16 [n], added to the bits modulo 2^16.
+    """
+
+    parts: NDArray[np.int64]
+    element: Elements
+    ulps: Ulps
+
+    def blocks(self, size: int) -> NDArray[np.int64]:
+        """The parts, cut into blocks of at most `size` changes."""
+        part, offset, count = cut(self.parts[:, 2], size)
+        blocks = self.parts[part]
+        blocks[:, 1] += offset
+        blocks[:, 2] = count
+        blocks[:, 3] += np.where(blocks[:, 3] == EXPLICIT, 0, offset)
+        return blocks
+
+
+def collect(found: Iterable[Found], table: Table) -> Changes:
+    """Everything that was found, in one."""
+    sparse, dense, elements = [], [], table.elements
+    for row, element, ulps in found:
+        if _DENSE * element.size > elements[row]:
+            every = np.zeros(int(elements[row]), np.int16)
+            every[element] = ulps
+            dense.append((row, every))
+        elif element.size:
+            sparse.append((row, element, ulps))
+    rows = [row for row, *_ in sparse] + [row for row, _ in dense]
+    all_ulps = [ulps for *_, ulps in sparse] + [ulps for _, ulps in dense]
+    counts = np.array([ulps.size for ulps in all_ulps], np.int64)
+    starts = np.where(np.arange(len(rows)) < len(sparse), EXPLICIT, 0)
+    parts = np.stack([np.array(rows, np.int64), np.cumsum(counts) - counts, counts, starts], 1)
+    return Changes(parts, join([element for _, element, _ in sparse], np.int32), join(all_ulps, np.int16))
+
+
+def of_patch(patch: Patch, table: Table) -> Iterator[Found]:
+    """What a patch changes, row by row."""
+    for row in table.of.get(patch.name, ()):
+        element, which = find(table.rows[row], patch.index)
+        yield row, element, patch.ulps[which].view(np.int16)
+
+
+class HostMemory:
+    """The parameters of a `Table` on the host."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self.prepare(collect((), table))[0].do()  # compile everything now, not in the first commit's pause
+
+    def digest(self) -> int:
+        """This worker's share of the live parameters' digest, read from memory."""
+        return int(_digest(self._table.rows, INNER))
+
+    def read(self, parts: Rows) -> Bits:
+        """Live bits of parts, int64 [p, 3]: row of the table, first element, number of elements."""
+        bits = np.empty(parts[:, 2].sum(), np.uint16)
+        _read(self._table.rows, parts, bits)
+        return bits
+
+    def prepare(self, changes: Changes) -> tuple[HostWrite, int]:
+        """The step that writes the changes, and by how much it moves this worker's share of the digest."""
+        new = np.empty_like(changes.ulps)
+        moved = _look(self._table.rows, changes.parts, changes.element, changes.ulps, new, INNER)
+        return HostWrite(self._table, changes, new), int(moved)
+
+
+class HostWrite:
+    """Writes changes to the live parameters, and undoes them."""
+
+    def __init__(self, table: Table, changes: Changes, new: Ulps) -> None:
+        """`new`: int16 [n], the bits after the changes."""
+        self.waited_s = 0.0
+        self._table, self._changes, self._new = table, changes, new
+
+    def do(self) -> int:
+        """Write the new bits; returns how many of them are not there when they are read back."""
+        return self._put(self._new)
+
+    def undo(self) -> None:
+        """Put the old bits back, however far `do` came."""
+        self._put(self._new - self._changes.ulps)
+
+    def _put(self, values: Ulps) -> int:
+        return int(_put(self._table.rows, self._changes.parts, self._changes.element, values))
+
+
+@intrinsic
+def _pointer(typing: Any, address: Any) -> Any:
+    """The memory of bf16 patterns at an address."""
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], ir.PointerType(ir.IntType(16)))
+
+    return types.CPointer(types.uint16)(types.int64), emit
+
+
+@kernel
+def _at(row: Rows, strides: int, element: Any) -> Any:
+    """Position (`strides`: SOURCE) or place (TARGET) of an element, counted from the row's first."""
+    if row[SIZES + DIMS - 2] == 1:  # sizes are filled up in front: the last is the only one
+        return element * row[strides + DIMS - 1]
+    at = np.int64(0)
+    for dim in range(DIMS - 1, -1, -1):
+        size = row[SIZES + dim]
+        at += (element % size) * row[strides + dim]
+        element //= size
+    return at
+
+
+@kernel
+def _digest(rows: Rows, inner: Any) -> np.uint64:
+    total = np.uint64(0)
+    for r in range(rows.shape[0]):
+        row = rows[r]
+        if row[COUNTED]:
+            length = row[SIZES + DIMS - 1]
+            for start in range(0, row[SIZES : SIZES + DIMS].prod(), length):
+                total += _digest_run(row, start, length, inner)
+    return total
+
+
+@kernel
+def _digest_run(row: Rows, start: int, length: int, inner: Any) -> np.uint64:
+    """The digest of elements that differ in the innermost dimension only."""
+    first, place = row[FIRST] + _at(row, SOURCE, start), _at(row, TARGET, start)
+    step, stride, seed = row[SOURCE + DIMS - 1], row[TARGET + DIMS - 1], np.uint64(row[SEED])
+    memory = _pointer(row[ADDRESS] + 2 * place)
+    if step == 1 and stride == 1:
+        return hash_dense(carray(memory, length), first, inner, seed)
+    total = np.uint64(0)
+    for j in range(length):
+        i = np.uint64(first + j * step)
+        factor = outer(seed, i // np.uint64(BLOCK)) * np.uint64(inner[i % np.uint64(BLOCK)])
+        total += factor * np.uint64(memory[j * stride])
+    return total
+
+
+@kernel
+def _read(rows: Rows, parts: Rows, bits: Bits) -> None:
+    at = 0
+    for p in range(parts.shape[0]):
+        row, first, count = rows[parts[p, 0]], parts[p, 1], parts[p, 2]
+        if row[SIZES + DIMS - 2] == 1 and row[TARGET + DIMS - 1] == 1:
+            bits[at : at + count] = carray(_pointer(row[ADDRESS] + 2 * first), count)
+        else:
+            memory = _pointer(row[ADDRESS])
+            for j in range(count):
+                bits[at + j] = memory[_at(row, TARGET, first + j)]
+        at += count
+
+
+@kernel
+def _look(rows: Rows, parts: Rows, element: Elements, ulps: Ulps, new: Ulps, inner: Any) -> np.uint64:
+    """Fill in `new`; returns by how much the digest moves."""
+    total = np.uint64(0)
+    for p in range(parts.shape[0]):
+        row, first, last, start = rows[parts[p, 0]], parts[p, 1], parts[p, 1] + parts[p, 2], parts[p, 3]
+        if start < 0 and row[SIZES + DIMS - 2] == 1:
+            moved = _look_along(row, element[first:last], ulps[first:last], new[first:last], inner)
+        else:
+            moved = _look_any(row, first, last, start, element, ulps, new, inner)
+        total += np.uint64(row[COUNTED]) * moved
+    return total
+
+
+@kernel
+def _look_along(row: Rows, element: Elements, ulps: Ulps, new: Ulps, inner: Any) -> np.uint64:
+    """As `_look`, of one part of one dimension with explicit elements.
+
+    In two loops: in the first, which does nothing else, many waits for memory overlap.
+    """
+    memory, stride = _pointer(row[ADDRESS]), row[TARGET + DIMS - 1]
+    for j in range(element.size):
+        new[j] = np.int16(memory[np.int64(element[j]) * stride])
+    base, seed, step = np.uint64(row[FIRST]), np.uint64(row[SEED]), np.uint64(row[SOURCE + DIMS - 1])
+    total, block, factor = np.uint64(0), _NO_BLOCK, np.uint64(0)
+    for j in range(element.size):
+        old = np.uint16(new[j])
+        value = np.uint16(old + np.uint16(ulps[j]))
+        new[j] = np.int16(value)
+        i = base + np.uint64(element[j]) * step
+        if i // np.uint64(BLOCK) != block:
+            block = i // np.uint64(BLOCK)
+            factor = outer(seed, block)
+        total += factor * np.uint64(inner[i % np.uint64(BLOCK)]) * (np.uint64(value) - np.uint64(old))
+    return total
+
+
+@kernel
+def _look_any(
+    row: Rows, first: int, last: int, start: int, element: Elements, ulps: Ulps, new: Ulps, inner: Any
+) -> np.uint64:
+    """As `_look`, of one part that may have several dimensions or be of consecutive elements."""
+    memory, seed = _pointer(row[ADDRESS]), np.uint64(row[SEED])
+    total, block, factor = np.uint64(0), _NO_BLOCK, np.uint64(0)
+    for j in range(first, last):
+        number = start + j - first if start >= 0 else np.int64(element[j])
+        old = memory[_at(row, TARGET, number)]
+        value = np.uint16(old + np.uint16(ulps[j]))
+        new[j] = np.int16(value)
+        i = np.uint64(row[FIRST] + _at(row, SOURCE, number))
+        if i // np.uint64(BLOCK) != block:  # neighbours share a block
+            block = i // np.uint64(BLOCK)
+            factor = outer(seed, block)
+        total += factor * np.uint64(inner[i % np.uint64(BLOCK)]) * (np.uint64(value) - np.uint64(old))
+    return total
+
+
+@kernel
+def _put(rows: Rows, parts: Rows, element: Elements, values: Ulps) -> int:
+    """Write, and read back; returns how many elements are not what was written."""
+    wrong = 0
+    for p in range(parts.shape[0]):
+        row, first, last, start = rows[parts[p, 0]], parts[p, 1], parts[p, 1] + parts[p, 2], parts[p, 3]
+        memory, stride = _pointer(row[ADDRESS]), row[TARGET + DIMS - 1]
+        if start >= 0 or row[SIZES + DIMS - 2] != 1:
+            wrong += _put_any(row, first, last, start, element, values)
+            continue
+        for near in range(first, last, _NEAR):  # in stretches, so that the cache still holds what was written
+            upto = min(near + _NEAR, last)
+            for j in range(near, upto):
+                memory[np.int64(element[j]) * stride] = np.uint16(values[j])
+            for j in range(near, upto):
+                wrong += memory[np.int64(element[j]) * stride] != np.uint16(values[j])
+    return wrong
+
+
+@kernel
+def _put_any(row: Rows, first: int, last: int, start: int, element: Elements, values: Ulps) -> int:
+    """As `_put`, of one part that may have several dimensions or be of consecutive elements."""
+    wrong, memory = 0, _pointer(row[ADDRESS])
+    for j in range(first, last):
+        number = start + j - first if start >= 0 else np.int64(element[j])
+        memory[_at(row, TARGET, number)] = np.uint16(values[j])
+    for j in range(first, last):
+        number = start + j - first if start >= 0 else np.int64(element[j])
+        wrong += memory[_at(row, TARGET, number)] != np.uint16(values[j])
+    return wrong

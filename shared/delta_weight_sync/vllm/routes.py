@@ -1,0 +1,574 @@
+"""Routes: where each checkpoint tensor lives in vLLM's parameters, learned from the model's own loader.
+
+vLLM fuses, splits, transposes and renames: `q_proj`, `k_proj` and `v_proj` become rows of one `qkv_proj`, of
+which a tensor-parallel rank holds some. The model's `load_weights` knows how, so it runs once on probes and
+the copies that it would make are recorded. Probes are tensors without memory ("meta" tensors): they cost
+nothing and have no values. A dispatch mode sees every operation of the loader's thread. A copy from a probe
+into the model's memory is recorded; if the loader does anything else there, the tensor has no route.
+
+After loading, vLLM may derive other tensors from the weights: kernels reorder experts, attention keeps its
+sinks in float32, a quantiser packs. No delta would reach them, so such a model is refused. A tensor does not
+say where its numbers come from, but one that was there before loading, and still has its bits, holds no
+weight. So `install` watches vLLM's loader (`model_loader/base_loader.py` of vLLM 0.32, which all loaders of
+checkpoints use): what a model held before loading, and which parameters changed in the steps after it.
+Without that record every such tensor counts as derived.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from delta_weight_sync import compat
+from delta_weight_sync.errors import RouteError
+
+_ATEN = torch.ops.aten
+_MOVES = (_ATEN.clone.default, _ATEN._to_copy.default)
+_FILLS = (_ATEN.fill_.Scalar, _ATEN.fill_.Tensor, _ATEN.zero_.default)
+_VIEWS = (_ATEN.view.default, _ATEN._unsafe_view.default)
+_EXACT = (torch.bfloat16, torch.float32)  # a bf16 pattern is the upper half of the same number in float32
+# Attributes that hold no weights although they are made, or written, after loading.
+_NO_WEIGHTS = {
+    "kv_cache": "keys, values and states of requests; a commit leaves them on purpose",
+    "cos_sin_cache": "positions, which are cast when the first queries come",
+    "_k_scale_cpu": "1.0, of a cache that is not quantised",
+    "_v_scale_cpu": "1.0, as above",
+}
+_DEPTH = 4  # module.quant_method.moe_kernel.fused_experts.tensor
+_OPAQUE = (torch.nn.Module, torch.Tensor, type, ModuleType, FunctionType, str, bytes, int, float)
+_COMPILERS = ("torch", "vllm.compilation")  # they keep inputs and outputs of captured graphs
+
+Names = tuple[str, ...]
+Shapes = Mapping[str, Sequence[int]]
+"""Checkpoint name -> shape."""
+
+
+class Geometry(NamedTuple):
+    """A strided part of flat memory, in elements; outer dimensions first."""
+
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """The position after the last element."""
+        last = sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
+        return self.offset + last + 1
+
+    def of(self, memory: torch.Tensor) -> torch.Tensor:
+        """The part of flat `memory`, as a view."""
+        return memory.as_strided(self.sizes, self.strides, memory.storage_offset() + self.offset)
+
+
+def part_of(tensor: torch.Tensor) -> Geometry:
+    """Where a tensor lies in its storage; equal for the same elements, however they were sliced."""
+    return Geometry(int(tensor.storage_offset()), *joined(tensor.shape, tensor.stride()))
+
+
+def joined(sizes: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, ...]]:
+    """The same elements in fewer dimensions, outer first by the first strides: [sizes, strides, ...].
+
+    Drops dimensions of one element, and merges those that are contiguous in all the strides.
+    """
+    dims: list[tuple[int, ...]] = []
+    for size, *steps in sorted(zip(sizes, *strides, strict=True), key=lambda dim: -dim[1]):
+        if size == 1:
+            continue
+        if dims and list(dims[-1][1:]) == [size * step for step in steps]:
+            size *= dims.pop()[0]
+        dims.append((size, *steps))
+    return list(zip(*(dims or [(1,) * (1 + len(strides))]), strict=True))
+
+
+def overlap(one: Geometry, other: Geometry, numel: int) -> bool:
+    """Whether two parts of a memory of `numel` elements share an element."""
+    if one.end <= other.offset or other.end <= one.offset:
+        return False
+    return bool((times_touched([one, other], numel) > 1).any())
+
+
+def times_touched(parts: Sequence[Geometry], numel: int) -> torch.Tensor:
+    """How many parts hold each element: int32 [numel / n], one for every n elements that no part divides."""
+    runs = [part.sizes[-1] if part.strides[-1] == 1 else 1 for part in parts]
+    steps = [step for part in parts for step in (part.offset, *part.strides[:-1])]
+    unit = math.gcd(numel, *runs, *steps)
+    touched = torch.zeros(numel // unit, dtype=torch.int32)
+    for offset, sizes, strides in parts:
+        coarse_sizes = (*sizes[:-1], sizes[-1] // unit)
+        coarse_strides = (*(stride // unit for stride in strides[:-1]), strides[-1])
+        Geometry(offset // unit, coarse_sizes, coarse_strides).of(touched).add_(1)
+    return touched
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's storage, which all its views share, even without memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+# Record what the loader copies.
+
+
+def record(model: torch.nn.Module, shapes: Shapes) -> Recorder:
+    """Let the model load a probe for each tensor in `shapes`; nothing is written.
+
+    Raises `RouteError` if changes of a tensor could not reach what the model computes with.
+    """
+    recorder = Recorder(model, shapes)
+    try:
+        recorder.load(shapes)
+    except RouteError:
+        raise
+    except Exception:  # noqa: BLE001 - a loader may raise anything on a probe: load each on its own
+        failures = {name: why for name, shape in shapes.items() if (why := _failure(model, name, shape))}
+        recorder = Recorder(model, shapes)
+        recorder.load([name for name in shapes if name not in failures])
+        for name, (reason, touched) in failures.items():
+            recorder.excuse(name, reason, touched)
+    recorder.check_reach()
+    return recorder
+
+
+def _failure(model: torch.nn.Module, name: str, shape: Sequence[int]) -> tuple[str, set[int]] | None:
+    """Why loading this tensor fails, and the storages of the model that the loader touched until then."""
+    recorder = Recorder(model, {name: shape})
+    try:
+        recorder.load([name])
+    except RouteError:
+        raise
+    except Exception as error:  # noqa: BLE001 - it is the reason
+        return f"vLLM's loader fails on a probe ({type(error).__name__}: {error})", recorder.touched
+    return None
+
+
+class Recorder(TorchDispatchMode):
+    """What a loader does with probes.
+
+    Attributes:
+        copies: Per tensor its copies: (destination, source of the same shape).
+        unroutable: Why some tensors do not arrive by copies alone.
+        touched: Storages of the model that were written, or of which a view was taken.
+    """
+
+    def __init__(self, model: torch.nn.Module, shapes: Shapes) -> None:
+        super().__init__()
+        self._model = model
+        self._probes = {
+            name: torch.empty(tuple(shape), dtype=torch.bfloat16, device="meta")
+            for name, shape in shapes.items()
+        }
+        self.copies: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in shapes}
+        self.unroutable: dict[str, str] = {}
+        self.touched: set[int] = set()
+        # Storage -> names of the probes whose bits it holds, and what was done to them ("" for a probe).
+        self._origin: dict[int, tuple[Names, str]] = {
+            storage_of(probe): ((name,), "") for name, probe in self._probes.items()
+        }
+        self._live = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._placed: dict[int, list[tuple[str, Geometry]]] = {}
+        self._reached: set[int] = set()
+        self._kept: list[torch.Tensor] = []  # a freed storage could be reused while its identity is a key
+
+    def load(self, names: Iterable[str]) -> None:
+        """Let the model's loader have these probes."""
+        with torch.no_grad(), _parameters_kept(self._model), self:
+            self._model.load_weights(iter([(name, self._probes[name]) for name in names]))  # type: ignore[operator]
+
+    def excuse(self, name: str, reason: str, touched: set[int]) -> None:
+        """Give up a tensor whose loading fails; whatever the loader touched is loaded again with it."""
+        self.unroutable[name] = reason
+        self._reached |= touched
+
+    def check_reach(self) -> None:
+        """Raise `RouteError` if vLLM computes with anything that loading does not fill."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.numel() and storage_of(parameter) not in self._reached:
+                raise RouteError(f"{name}: vLLM made it from other parameters, which deltas would not repeat")
+        if sentence := stale(self._model, self._reached):
+            raise RouteError(sentence)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """One operation of the loader."""
+        kwargs = kwargs or {}
+        written = _written(func, args, kwargs)
+        names, how = self._origin_of((args, kwargs))
+        if any(result.alias_info is not None for result in func._schema.returns):
+            self.touched |= self._live & {storage_of(tensor) for tensor in _tensors((args, kwargs))}
+        if any(storage_of(tensor) in self._live for tensor in written):
+            self._write(func, args, written, names, how)
+            return written[0]
+        if not names:
+            return func(*args, **kwargs)
+        if written:
+            self._trace(written, names, how or str(func))
+            return written[0]
+        return self._follow(func, args, kwargs, names, how)
+
+    def _write(self, func: Any, args: Any, written: list[torch.Tensor], names: Names, how: str) -> None:
+        """A write into the model's memory, which is recorded and not done."""
+        if names or func in _FILLS:
+            self._reached.update(storage_of(tensor) for tensor in written)
+        if not names:
+            self._overwrite(written, "")
+        elif func is not _ATEN.copy_.default or how:
+            self._refuse(names, f"computes with it ({how or func})")
+        elif args[1].dtype != torch.bfloat16 or args[0].dtype not in _EXACT:
+            self._refuse(names, f"casts it to {args[0].dtype}")
+        elif args[0].numel():
+            self._overwrite(written, names[0])
+            self._placed.setdefault(storage_of(args[0]), []).append((names[0], part_of(args[0])))
+            self.copies[names[0]].append((args[0], args[1].expand(args[0].shape)))
+
+    def _overwrite(self, written: list[torch.Tensor], by: str) -> None:
+        """Earlier copies to the same place are lost."""
+        for tensor in written:
+            numel = tensor.untyped_storage().nbytes() // tensor.element_size()
+            part = part_of(tensor)
+            for name, earlier in self._placed.get(storage_of(tensor), ()):
+                if overlap(earlier, part, numel):
+                    if by and by != name:
+                        raise RouteError(
+                            f"{name} and {by} are one parameter in vLLM; publish only one of them"
+                        )
+                    self._refuse((name,), "writes to the same place again")
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, names: Names, how: str) -> Any:
+        """An operation on bits of a probe, outside of the model's memory."""
+        if func in _MOVES and kwargs.get("dtype") in (None, args[0].dtype, *_EXACT):
+            return args[0]  # the same numbers elsewhere
+        if func is _ATEN._local_scalar_dense.default:
+            self._refuse(names, "reads its values")
+            return 0
+        kwargs = {key: value for key, value in kwargs.items() if key != "device"}
+        args = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), args)
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError:
+            if func not in _VIEWS:
+                raise
+            result = func(args[0].contiguous(), *args[1:])  # a view of a reordered copy, which was not made
+        new = [tensor for tensor in _tensors(result) if storage_of(tensor) not in self._origin]
+        self._trace(new, names, how or str(func))
+        return result
+
+    def _trace(self, tensors: list[torch.Tensor], names: Names, how: str) -> None:
+        self._kept += tensors
+        self._origin.update((storage_of(tensor), (names, how)) for tensor in tensors)
+
+    def _origin_of(self, values: Any) -> tuple[Names, str]:
+        """The probes whose bits some tensors hold together, and what was done to them."""
+        found = [self._origin.get(storage_of(tensor), ((), "")) for tensor in _tensors(values)]
+        names = dict.fromkeys(name for names, _ in found for name in names)
+        return tuple(names), next((how for _, how in found if how), "")
+
+    def _refuse(self, names: Names, reason: str) -> None:
+        for name in names:
+            self.unroutable.setdefault(name, f"vLLM's loader {reason}")
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that an operation changes, by its schema."""
+    arguments = func._schema.arguments
+    values = {**dict(zip((argument.name for argument in arguments), args, strict=False)), **kwargs}
+    changed = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return _tensors([values.get(name) for name in changed])
+
+
+@contextmanager
+def _parameters_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Put back parameters that were replaced rather than filled, and raise `RouteError` for them."""
+    held = [
+        (f"{path}.{key}", module, key, parameter, parameter.detach())
+        for path, module in model.named_modules()
+        for key, parameter in module.named_parameters(recurse=False)
+        if parameter is not None
+    ]
+    replaced = []
+    try:
+        yield
+    finally:
+        for name, module, key, parameter, memory in held:
+            if getattr(module, key, None) is not parameter or not parameter.data.is_set_to(memory):  # type: ignore[union-attr]
+                replaced.append(name)
+                setattr(module, key, parameter)
+                parameter.data = memory
+    if replaced:
+        raise RouteError(f"{replaced[0]}: vLLM's loader replaces this parameter instead of filling it")
+
+
+# Turn the record into routes.
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One recorded copy: where a strided part of a checkpoint tensor is in a parameter of vLLM.
+
+    Attributes:
+        memory: Flat int16 view of the parameter, from the part's first element to its last; in a float32
+            parameter the bf16 patterns are every other element.
+        source: The part in the row-major checkpoint tensor.
+        target: The same elements, in the same dimensions, in `memory`.
+        whole: The part is the entire tensor, and both positions are the same number.
+    """
+
+    memory: torch.Tensor
+    source: Geometry
+    target: Geometry
+    whole: bool
+
+
+@dataclass(frozen=True)
+class Route:
+    """All pieces of one checkpoint tensor on this rank: none if others hold it, several if it is split."""
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    def read(self, which: Sequence[int]) -> torch.Tensor:
+        """The tensor's live bits in the pieces with these numbers, zero elsewhere: row-major int16 [numel].
+
+        A single piece that is the whole tensor is not copied: the result is the parameter's memory.
+        """
+        chosen = [self.pieces[number] for number in which]
+        if len(chosen) == 1 and chosen[0].whole:
+            return chosen[0].memory
+        device = chosen[0].memory.device if chosen else None
+        bits = torch.zeros(math.prod(self.shape), dtype=torch.int16, device=device)
+        for piece in chosen:
+            piece.source.of(bits).copy_(piece.target.of(piece.memory))
+        return bits
+
+
+Sources = dict[str, tuple[Geometry, ...] | str]
+"""What one rank holds: per tensor its parts, or why it has no route. Plain data, for the other ranks."""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a rank learned: `routes` of the tensors that arrive by copies, and why the others do not."""
+
+    routes: dict[str, Route]
+    unroutable: dict[str, str]
+
+    def sources(self) -> Sources:
+        """This rank's share of what `ownership` needs."""
+        parts = {
+            name: tuple(Geometry(p.source.offset, *joined(*p.source[1:])) for p in route.pieces)
+            for name, route in self.routes.items()
+        }
+        return {**parts, **self.unroutable}
+
+
+def learn(model: torch.nn.Module, shapes: Shapes) -> Learned:
+    """Routes of the tensors in `shapes`, all bf16; nothing is written.
+
+    Raises `RouteError` for a model that deltas cannot be written into.
+    """
+    recorder, routes = record(model, shapes), dict[str, Route]()
+    for name, shape in shapes.items():
+        if name not in recorder.unroutable:
+            numel = math.prod(shape)
+            pieces = tuple(piece for copy in recorder.copies[name] for piece in _pieces(*copy, numel))
+            routes[name] = Route(name, tuple(shape), pieces)
+    return Learned(routes, recorder.unroutable)
+
+
+def ownership(
+    shapes: Shapes, ranks: Sequence[Sources]
+) -> tuple[list[dict[str, tuple[int, ...]]], dict[str, str]]:
+    """Decide which pieces each rank counts in the digest, so that every element counts once.
+
+    Of equal parts the first one counts.
+
+    Returns:
+        Per rank {name: numbers of its pieces}, and {name: reason} of the tensors without a route.
+
+    Raises:
+        RouteError: Parts overlap otherwise, or leave elements of a tensor out.
+    """
+    owned: list[dict[str, tuple[int, ...]]] = [{} for _ in ranks]
+    unroutable: dict[str, str] = {}
+    for name, shape in shapes.items():
+        held = [rank[name] for rank in ranks]
+        parts = [part for part in held if not isinstance(part, str)]
+        if len(parts) == len(held) and any(parts):
+            for mine, numbers in zip(owned, _first_of_each(name, math.prod(shape), parts), strict=True):
+                mine[name] = numbers
+        else:
+            reasons = [reason for reason in held if isinstance(reason, str)]
+            unroutable[name] = reasons[0] if reasons else "vLLM's loader drops it"
+    return owned, unroutable
+
+
+def _first_of_each(name: str, numel: int, held: Sequence[Sequence[Geometry]]) -> list[tuple[int, ...]]:
+    """Per rank the numbers of its parts that no earlier part equals; together they must be the tensor."""
+    seen: dict[Geometry, tuple[int, int]] = {}
+    for rank, parts in enumerate(held):
+        for number, part in enumerate(parts):
+            seen.setdefault(part, (rank, number))
+    if (times_touched(list(seen), numel) != 1).any():
+        raise RouteError(f"{name}: its parts in the model overlap, or are not all of it: {list(seen)}")
+    return [tuple(number for at, number in seen.values() if at == rank) for rank in range(len(held))]
+
+
+def _pieces(destination: torch.Tensor, source: torch.Tensor, numel: int) -> list[Piece]:
+    """The copy as pieces: one, or one for each repetition of a source that is broadcast."""
+    for dim, size in enumerate(source.shape):
+        if size > 1 and source.stride(dim) == 0:
+            pairs = zip(destination.unbind(dim), source.unbind(dim), strict=True)
+            return [piece for pair in pairs for piece in _pieces(*pair, numel)]
+    sizes, strides, places = joined(source.shape, source.stride(), destination.stride())
+    wide = destination.element_size() // 2  # 2 for float32, of which bf16 is the upper half
+    to = Geometry(wide - 1, sizes, tuple(place * wide for place in places))
+    memory = destination.detach().as_strided((Geometry(0, sizes, places).end,), (1,)).view(torch.int16)
+    whole = (sizes, strides, to) == ((numel,), (1,), (0, (numel,), (1,)))
+    return [Piece(memory, Geometry(int(source.storage_offset()), sizes, strides), to, whole)]
+
+
+# Find tensors that vLLM derives from the weights.
+
+Bits = tuple[torch.Size, int]
+"""Shape and digest of a tensor."""
+
+
+@dataclass
+class _Watched:
+    """A model before loading: path -> the tensor, which keeps its memory alive, and its bits."""
+
+    before: dict[str, tuple[torch.Tensor, Bits]] = field(default_factory=dict)
+    changed: str = ""  # a parameter that has other bits after the steps behind loading
+
+
+_watched: WeakKeyDictionary[torch.nn.Module, _Watched] = WeakKeyDictionary()
+
+
+def install() -> None:
+    """Watch the loaders of this process, once. Raises `CompatibilityError` if they are not as tested."""
+    from vllm.model_executor.model_loader import base_loader
+
+    build, finish = base_loader.initialize_model, base_loader.process_weights_after_loading
+    if build.__module__ == __name__:
+        return
+    if list(inspect.signature(finish).parameters) != ["model", "model_config", "target_device"]:
+        raise compat.changed("vllm", "process_weights_after_loading")
+    base_loader.initialize_model = watched_while_built(build)
+    base_loader.process_weights_after_loading = watched_while_finished(finish)
+
+
+def watched_while_built(build: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+    """Wrap `build`, which returns a model without weights, to note what the model holds."""
+
+    @functools.wraps(build, assigned=())
+    def initialize_model(*args: Any, **kwargs: Any) -> torch.nn.Module:
+        model = build(*args, **kwargs)
+        parameters = {storage_of(parameter) for parameter in model.parameters()}
+        held = ((path, t) for path, t in floating(model) if storage_of(t) not in parameters)
+        _watched[model] = _Watched({path: (tensor, _bits(tensor)) for path, tensor in held})
+        return model
+
+    return initialize_model
+
+
+def watched_while_finished(finish: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `finish`, which may change what was loaded, to compare the parameters before and after it."""
+
+    @functools.wraps(finish, assigned=())
+    def process_weights_after_loading(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        before = _parameters(model)
+        finish(model, *args, **kwargs)
+        after = _parameters(model)
+        changed = next((name for name, bits in before.items() if after.get(name) != bits), "")
+        _watched.setdefault(model, _Watched()).changed = changed
+
+    return process_weights_after_loading
+
+
+def stale(model: torch.nn.Module, filled: set[int]) -> str:
+    """Why deltas would leave a part of this model behind, in one sentence, or "".
+
+    `filled`: storages that loading fills; it must include the parameters (see `Recorder.check_reach`).
+    """
+    watched = _watched.get(model, _Watched())
+    if watched.changed:
+        return (
+            f"{watched.changed}: vLLM changes it after loading, so that deltas would not fit; start vLLM "
+            "without quantization, a mixture of experts with --moe-backend triton, MLA on a CPU with "
+            "--attention-backend CPU_MLA"
+        )
+    known = filled | {storage_of(parameter) for parameter in model.parameters()}
+    for path, tensor in floating(model):
+        if storage_of(tensor) not in known and not _holds_no_weight(path, tensor, watched):
+            return (
+                f"{path}: vLLM keeps it outside of the parameters and may have made it from them, so that "
+                "deltas would not reach it; try another --attention-backend, or serve another model"
+            )
+    return ""
+
+
+def _holds_no_weight(path: str, tensor: torch.Tensor, watched: _Watched) -> bool:
+    if not _NO_WEIGHTS.keys().isdisjoint(path.split(".")):
+        return True
+    then, bits = watched.before.get(path, (None, None))
+    return then is not None and storage_of(then) == storage_of(tensor) and _bits(tensor) == bits
+
+
+def floating(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Path and tensor of all floating-point numbers that a model holds.
+
+    Covers parameters, buffers, and other attributes of its modules, including plain objects, lists and
+    dictionaries there, `_DEPTH` levels deep.
+    """
+    queue = deque((path, vars(module), 0) for path, module in model.named_modules())
+    met: set[int] = set()  # breadth first, so that each object is met by its shortest path
+    while queue:
+        path, holder, depth = queue.popleft()
+        for key, value in _inside(holder):
+            name = path if key in ("_parameters", "_buffers") else f"{path}.{key}".lstrip(".")
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
+                yield name, value
+            elif depth < _DEPTH and id(value) not in met and not _opaque(value):
+                met.add(id(value))
+                queue.append((name, value, depth if name == path else depth + 1))
+
+
+def _opaque(value: Any) -> bool:
+    return isinstance(value, _OPAQUE) or type(value).__module__.startswith(_COMPILERS)
+
+
+def _inside(holder: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(holder, dict):
+        return iter([(str(key), value) for key, value in holder.items()])
+    if isinstance(holder, list | tuple):
+        return ((str(number), value) for number, value in enumerate(holder))
+    return iter(list(getattr(holder, "__dict__", {}).items()))
+
+
+def _parameters(model: torch.nn.Module) -> dict[str, Bits]:
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: _bits(parameter) for name, parameter in named if parameter.is_floating_point()}
+
+
+def _bits(tensor: torch.Tensor) -> Bits:
+    # Imported late: while vLLM starts, it replaces kernels in all loaded modules, and fails on numba's.
+    from delta_weight_sync.digest import live_digest
+
+    flat = tensor.detach().reshape(-1).contiguous()
+    wide = flat.view(torch.int16) if flat.element_size() > 1 else flat.view(torch.uint8).to(torch.int16)
+    return tensor.shape, 0 if flat.is_meta else live_digest("", wide)

@@ -1,0 +1,190 @@
+"""The `vllm.endpoint_plugins` entry point: the follower and its routes inside vLLM's own API server.
+
+    VLLM_PLUGINS=delta_weight_sync DELTA_WEIGHT_SYNC_RUN=hf://buckets/me/wordle#first vllm serve MODEL
+
+    GET  /delta_weight_sync/status?after=N         the replica's state, and its commits newer than version N
+    POST /delta_weight_sync/poke                   look for a new version now
+    POST /delta_weight_sync/pause|resume|heal      with the header X-Delta-Weight-Sync-Key
+    POST /delta_weight_sync/pin?version=N          with the header X-Delta-Weight-Sync-Key
+
+The last four exist only if DELTA_WEIGHT_SYNC_KEY is set; a poke then needs the key, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import re
+import socket
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from delta_weight_sync.errors import ProtocolError, SettingsError
+from delta_weight_sync.reader import open_run
+from delta_weight_sync.records import POLL_S
+from delta_weight_sync.runlog import ReplicaReport
+from delta_weight_sync.signing import PublicKeys
+from delta_weight_sync.vllm.disk import CountingReader, private_folder, scratch_folder
+from delta_weight_sync.vllm.engine import Engine
+from delta_weight_sync.vllm.follower import Follower
+
+PREFIX = "DELTA_WEIGHT_SYNC_"
+_KEY_HEADER = "x-delta-weight-sync-key"
+NOT_HERE = "the trainer's alone: unset it here, a replica needs the public half only"
+Kind = TypeVar("Kind", bound=BaseModel)
+
+
+class Settings(BaseModel):
+    """Each field is a variable `DELTA_WEIGHT_SYNC_<FIELD>`, read once; an unknown variable is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: str  # hf://buckets/<owner>/<name>#<run>; without #<run> the only run of the bucket
+    name: str = Field(default_factory=socket.gethostname)  # the replica's name on the dashboard
+    key: str = Field("", repr=False)  # opens the routes that control the follower; empty: no such routes
+    public_key: str = ""  # versions without its signature are refused; see `signing`
+    signing_key: str = Field("", repr=False)  # always refused: the trainer's secret
+    poll_s: float = Field(POLL_S, gt=0)  # seconds between two polls of HEAD
+    folder: str = ""  # scratch space for one or two checkpoints; empty: a temporary folder
+
+    @field_validator("key")
+    @classmethod
+    def _sendable(cls, key: str) -> str:
+        return sendable(key)
+
+    @field_validator("public_key")
+    @classmethod
+    def _parsed(cls, text: str) -> str:
+        PublicKeys(text)
+        return text
+
+    @field_validator("signing_key")
+    @classmethod
+    def _absent(cls, text: str) -> str:
+        if text:
+            raise ValueError(NOT_HERE)
+        return text
+
+
+def sendable(key: str) -> str:
+    """The key, if a header can hold it; raises `ValueError` otherwise."""
+    if not re.fullmatch("[!-~]*", key):
+        raise ValueError("a header cannot hold it; use printable ASCII without spaces")
+    return key
+
+
+def settings_from(kind: type[Kind], prefix: str, environ: Mapping[str, str]) -> Kind:
+    """Settings of a `kind` from the variables that begin with `prefix`; raises `SettingsError`."""
+    values = {key[len(prefix) :].lower(): value for key, value in environ.items() if key.startswith(prefix)}
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        known = {"missing": "not set", "extra_forbidden": "there is no such variable"}
+        raise SettingsError(
+            {  # without the value: it may be a secret
+                f"{prefix}{str(problem['loc'][0]).upper()}": known.get(problem["type"])
+                or problem["msg"].removeprefix("Value error, ").lower()
+                for problem in error.errors()
+            }
+        ) from None
+
+
+class Endpoint:
+    """vLLM's `EndpointPlugin`. An app that embeds vLLM sets `state.follower` and follows by itself."""
+
+    name = "delta_weight_sync"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the version headers, and the routes if there is something to follow."""
+        from delta_weight_sync.vllm._version_headers import VersionHeaders  # imports vLLM
+
+        app.add_middleware(
+            VersionHeaders, serving=lambda: getattr(getattr(app.state, "follower", None), "serving", None)
+        )
+        if f"{PREFIX}RUN" in os.environ:
+            settings = settings_from(Settings, PREFIX, os.environ)
+            app.state.delta_weight_sync = settings
+            app.include_router(_router(settings.key), prefix="/delta_weight_sync")
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Begin to follow, in one of the processes that serve this engine."""
+        settings: Settings | None = getattr(state, "delta_weight_sync", None)
+        embedded = hasattr(state, "follower")
+        if settings is None or embedded or engine_client.vllm_config.parallel_config._api_process_rank > 0:
+            return
+        folder = private_folder(settings.folder, f"{PREFIX}FOLDER") if settings.folder else scratch_folder()
+        reader = open_run(settings.run, public_key=settings.public_key or None)
+        state.follower = Follower(
+            CountingReader(reader.bucket, reader.keys.run, reader.public_keys),
+            Engine(engine_client, asyncio.get_running_loop()),
+            name=settings.name,
+            folder=folder,
+            poll_s=settings.poll_s,
+        )
+        state.follower.start()
+
+
+def _router(key: str) -> APIRouter:
+    router, owner = APIRouter(), APIRouter(dependencies=[Depends(_only_with(key))])
+
+    @router.get("/status")
+    async def status(request: Request, after: int = -1) -> ReplicaReport:
+        """Version, digest and state, and the commits of versions newer than `after`."""
+        return _follower(request).report(after)
+
+    # Pokes at most double a replica's requests to the store, however many come. If there is a key they need
+    # it all the same: all replicas of a user share one quota of requests.
+    @router.post("/poke", dependencies=owner.dependencies if key else [])
+    async def poke(request: Request) -> None:
+        """Look for a new version now."""
+        _follower(request).poke()
+
+    @owner.post("/pause")
+    async def pause(request: Request) -> None:
+        """Stay at the version that is served."""
+        _follower(request).commands.pause()
+
+    @owner.post("/resume")
+    async def resume(request: Request) -> None:
+        """Follow the newest version again."""
+        _follower(request).commands.resume()
+
+    @owner.post("/heal")
+    async def heal(request: Request) -> None:
+        """Compare all live weights with the published ones, and write what differs."""
+        _follower(request).commands.heal()
+
+    @owner.post("/pin")
+    async def pin(request: Request, version: int) -> None:
+        """Go to a version and stay there."""
+        try:
+            await asyncio.to_thread(_follower(request).commands.pin, version)
+        except ProtocolError as error:
+            raise HTTPException(404, str(error)) from None
+
+    if key:
+        router.include_router(owner)
+    return router
+
+
+def _follower(request: Request) -> Follower:
+    follower: Follower | None = getattr(request.app.state, "follower", None)
+    if follower is None:
+        raise HTTPException(503, "another process of this server follows the run; ask again")
+    return follower
+
+
+def _only_with(key: str) -> Any:
+    def check(request: Request) -> None:
+        if not hmac.compare_digest(key.encode(), request.headers.get(_KEY_HEADER, "").encode()):
+            raise HTTPException(
+                401, "send the server's DELTA_WEIGHT_SYNC_KEY in the header X-Delta-Weight-Sync-Key"
+            )
+
+    return check

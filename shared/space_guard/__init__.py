@@ -1,0 +1,1 @@
+"""Guards both Spaces: connections, admission, request bodies, settings, logs and the setup page."""

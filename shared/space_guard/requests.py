@@ -1,0 +1,106 @@
+"""One request: its key, its body, the headers of its answer, and the answer to a refused one."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Iterable, Mapping
+
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+__all__ = ["CLOSE", "FRAMING", "KEY_HEADER", "SAFE_HEADERS", "BodyLimit", "Refusal", "given_key", "has_key"]
+__all__ += ["openai_error", "problem", "read_body", "replay"]
+
+KEY_HEADER = "X-Space-Key"  # leaves Authorization to the Hub, which checks it for private Spaces
+FRAMING = "frame-ancestors https://huggingface.co"  # only the Hub may show a Space inside its own page
+SAFE_HEADERS = [("X-Content-Type-Options", "nosniff")]
+CLOSE = {"Connection": "close"}  # for refusals that do not read the rest of the body
+_EXCESS = 8 << 20  # bytes read beyond the limit: a client that still sends may not see the answer
+
+
+class Refusal(Exception):  # noqa: N818 - an answer, not a fault
+    """The request goes no further; the sentence says what is wrong and how to fix it."""
+
+    def __init__(self, status: int, sentence: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(sentence)
+        self.status, self.sentence, self.headers = status, sentence, headers
+
+    @classmethod
+    def retry(cls, sentence: str) -> Refusal:
+        """HTTP 429 with Retry-After."""
+        return cls(429, f"{sentence}; try again in a moment", {"Retry-After": "1"})
+
+
+def problem(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """A refusal as FastAPI writes it: `{"detail": sentence}`."""
+    return JSONResponse({"detail": sentence}, status, headers)
+
+
+def openai_error(refusal: Refusal, kind: str = "refused") -> JSONResponse:
+    """A refusal in the form that OpenAI's clients expect."""
+    error = {"message": refusal.sentence, "type": kind, "code": refusal.status}
+    return JSONResponse({"error": error}, refusal.status, refusal.headers)
+
+
+def given_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The key that a request sends, empty if none."""
+    return dict(headers).get(KEY_HEADER.lower().encode(), b"")
+
+
+def has_key(key: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether a request with these headers shows `key`. Every request does if `key` is empty."""
+    return not key or hmac.compare_digest(key.encode(), given_key(headers))
+
+
+class BodyLimit:
+    """ASGI middleware: refuses a body of more than `max_bytes` without reading the rest of it."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app, self._max_bytes = app, max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Count the bytes that the app reads."""
+        size = 0
+
+        async def counted() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._max_bytes:
+                raise HTTPException(413, f"The body is too large. Send at most {self._max_bytes} bytes.")
+            return message
+
+        await self._app(scope, counted, send)
+
+
+async def read_body(receive: Receive, limit: int, seconds: float) -> bytes:
+    """The complete body, of at most `limit` bytes.
+
+    Raises:
+        Refusal: 408 if it does not arrive in time, 413 if it is larger.
+    """
+    body, size, more = bytearray(), 0, True
+    try:
+        async with asyncio.timeout(seconds):
+            while more and size <= limit + _EXCESS:
+                message = await receive()
+                size += len(message.get("body", b""))
+                body += message.get("body", b"") if size <= limit else b""
+                more = message.get("more_body", False)
+    except TimeoutError:
+        raise Refusal(408, f"the body did not arrive within {seconds:.0f} s; send it again", CLOSE) from None
+    if size > limit:
+        raise Refusal(413, f"the body is too large; send at most {limit} bytes", CLOSE)
+    return bytes(body)
+
+
+def replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives `body` first and then what `receive` gives."""
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> Message:
+        return first.pop() if first else await receive()
+
+    return again

@@ -1,0 +1,118 @@
+"""What a Space shows until it is set up: each variable and secret, its purpose, and where to set it.
+
+A duplicated Space has its variables but not its secrets. This page is what its new owner sees first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from html import escape
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from space_guard.requests import FRAMING
+from space_guard.settings import Problems, listed
+
+__all__ = ["NEW_KEY", "Need", "Setup", "SetupPage"]
+
+NEW_KEY = "python3 -c 'import secrets; print(secrets.token_urlsafe(32))'"
+_WHERE = "Settings → Variables and secrets"
+_POLICY = {"content-security-policy": f"default-src 'none'; style-src 'unsafe-inline'; {FRAMING}"}
+
+
+@dataclass(frozen=True)
+class Need:
+    """A variable or a secret of the Space."""
+
+    kind: str
+    purpose: str = ""
+    example: str = ""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How one Space explains its setup."""
+
+    space: str  # what it is, for the title
+    then: str  # what replaces the page
+    needs: Mapping[str, Need]
+    refusal: Callable[[str], Mapping[str, str]]  # the body of a 503 answer with this sentence
+
+    def sentence(self, problems: Problems) -> str:
+        """All problems in one line, for logs and programs."""
+        return f"This Space is not set up. Open its {_WHERE}: {listed(problems)}."
+
+    def app(self, problems: Problems) -> ASGIApp:
+        """A Space that is not set up: the page at /, and 503 for everything else but /health."""
+        sentence = self.sentence(problems)
+
+        async def health(_: Request) -> Response:
+            return JSONResponse({"status": "not set up", "error": sentence})
+
+        async def refuse(_: Request, __: Exception) -> Response:
+            return JSONResponse(self.refusal(sentence), 503)
+
+        app = Starlette(routes=[Route("/health", health)], exception_handlers={404: refuse, 405: refuse})
+        return SetupPage(app, self, lambda: problems)
+
+    def page(self, problems: Problems) -> str:
+        """The page. It reloads itself, so it disappears when the Space is set up."""
+        needs = {**self.needs, **{name: Need("variable") for name in problems if name not in self.needs}}
+        items = "".join(_item(name, need, problems.get(name, "")) for name, need in needs.items())
+        space = escape(os.environ.get("SPACE_ID", ""), quote=True)
+        where = f'<a href="https://huggingface.co/spaces/{space}/settings" target="_blank">{_WHERE}</a>'
+        return f"""{_HEAD}<title>Set up this {self.space}</title></head><body><main>
+<h1>This {self.space} is not set up yet</h1>
+<p>In {where} of this Space, set what is marked in red. The Space restarts and shows the {self.then}.</p>
+<ul>{items}</ul></main></body></html>
+"""
+
+
+class SetupPage:
+    """ASGI middleware: shows the page at / while there are problems."""
+
+    def __init__(self, app: ASGIApp, setup: Setup, problems: Callable[[], Problems]) -> None:
+        self._app, self._setup, self._problems = app, setup, problems
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with the page, or pass the request on."""
+        if scope["type"] == "http" and scope["path"] == "/" and (problems := self._problems()):
+            page = HTMLResponse(self._setup.page(problems), headers=_POLICY)
+            return await page(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+
+def _item(name: str, need: Need, problem: str) -> str:
+    parts = [f"<h2><code>{escape(name)}</code> <small>{need.kind}</small></h2>"]
+    parts += [f'<p class="problem">{escape(problem)}</p>'] if problem else []
+    parts += [f"<p>{escape(need.purpose)}</p>"] if need.purpose else []
+    parts += [f"<pre>{escape(need.example)}</pre>"] if problem and need.example else []
+    return f'<li class="{"missing" if problem else "fine"}">{"".join(parts)}</li>'
+
+
+_HEAD = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark"><meta http-equiv="refresh" content="15"><style>
+:root { --page: #f6f6f3; --card: #fff; --ink: #1b1d22; --mute: #5f6570; --rule: #dfdfd9; --bad: #b3261e;
+  --ok: #1d7a46 }
+@media (prefers-color-scheme: dark) { :root { --page: #131417; --card: #1c1e22; --ink: #ececea;
+  --mute: #a0a5ae; --rule: #33363c; --bad: #ff8a80; --ok: #6fd69b } }
+body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.5 system-ui, sans-serif }
+main { max-width: 44rem; margin: 0 auto; padding: 3rem 1.25rem }
+h1 { font-size: 1.6rem; margin: 0 0 .5rem } a { color: inherit } ul { list-style: none; padding: 0 }
+li { background: var(--card); border: 1px solid var(--rule); border-left: 4px solid var(--ok);
+  border-radius: 8px; padding: .75rem 1rem; margin: .75rem 0 }
+li.missing { border-left-color: var(--bad) }
+li p { margin: .25rem 0; color: var(--mute); overflow-wrap: anywhere }
+h2 { font-size: 1rem; margin: 0 } small { color: var(--mute); font-weight: normal }
+li p.problem { color: var(--bad); font-weight: 600 }
+pre { margin: .5rem 0 0; white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem }
+</style>
+"""

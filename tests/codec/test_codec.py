@@ -1,0 +1,289 @@
+"""The delta codec: exact for every bit pattern, small, readable by anyone, deaf to what is no delta."""
+
+import contextlib
+import functools
+import json
+import threading
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from delta_weight_sync import codec
+from delta_weight_sync.errors import CodecError
+
+LEVELS = ("fast", "small")
+State = dict[str, np.ndarray]
+
+
+def delta_file(tmp: Path, old: State, new: State, encoding: str = "fast", base: int = 3) -> Path:
+    patches = [codec.diff(name, old[name], new[name]) for name in old]
+    path = tmp / "delta.safetensors"
+    path.write_bytes(codec.encode(patches, old.__getitem__, base=base, version=base + 1, encoding=encoding))
+    return path
+
+
+def shapes(state: State) -> dict[str, tuple[int, ...]]:
+    return {name: bits.shape for name, bits in state.items()}
+
+
+def applied(path: Path, old: State) -> State:
+    live = {name: bits.copy() for name, bits in old.items()}
+    for patch in codec.Delta(path).patches(shapes(old), old.__getitem__):
+        codec.apply(patch, live[patch.name])
+    return live
+
+
+def modes(path: Path) -> set[str]:
+    return {group.mode for group in codec.Delta(path).groups}
+
+
+def weights(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """bf16 bits of weights as a network has them: normal, in many magnitudes."""
+    return torch.from_numpy(rng.normal(0, 0.02, shape)).to(torch.bfloat16).view(torch.uint16).numpy()
+
+
+def stepped(rng: np.random.Generator, old: np.ndarray, lr: float) -> np.ndarray:
+    """A step of size `lr` of an fp32-master trainer: the smaller a weight, the likelier it moves."""
+    as_float = torch.from_numpy(old).view(torch.bfloat16).double().numpy()
+    ulp = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(as_float), 1e-30))) - 7)
+    master = as_float + rng.uniform(-0.5, 0.5, old.shape) * ulp + lr * rng.normal(0, 1, old.shape)
+    return torch.from_numpy(master).to(torch.bfloat16).view(torch.uint16).numpy()
+
+
+@pytest.fixture(scope="module")
+def tmp(tmp_path_factory):
+    return tmp_path_factory.mktemp("codec")
+
+
+@pytest.mark.parametrize("encoding", LEVELS)
+@given(
+    seed=st.integers(0, 2**32),
+    share=st.sampled_from([0, 1e-3, 0.01, 0.3, 0.7, 1.0]),
+    small=st.booleans(),
+    sizes=st.lists(st.sampled_from([0, 1, 3, 63, 64, 65, 500, 4096, 4100, 9000]), min_size=1, max_size=5),
+)
+def test_round_trip_is_exact_for_every_bit_pattern(tmp, encoding, seed, share, small, sizes):
+    rng = np.random.default_rng(seed)
+    old = {str(i): rng.integers(0, 65536, size).astype(np.uint16) for i, size in enumerate(sizes)}
+    moves = [1, 2, 65535] if small else np.arange(1, 65536)
+    new = {
+        name: bits
+        + np.where(rng.random(bits.shape) < share, rng.choice(moves, bits.shape), 0).astype(np.uint16)
+        for name, bits in old.items()
+    }
+    live = applied(delta_file(tmp, old, new, encoding), old)
+    for name in old:
+        np.testing.assert_array_equal(live[name], new[name])
+
+
+@pytest.mark.parametrize("encoding", LEVELS)
+def test_every_bf16_pattern_can_become_every_other_nearby_one(tmp, encoding):
+    old = {"w": np.arange(65536, dtype=np.uint16)}
+    for step in (1, 2, 32768, 65535):
+        new = {"w": old["w"] + np.uint16(step)}
+        np.testing.assert_array_equal(applied(delta_file(tmp, old, new, encoding), old)["w"], new["w"])
+
+
+def test_each_kind_of_change_gets_the_mode_that_is_cheapest_for_it(tmp):
+    rng = np.random.default_rng(0)
+    sparse = {"w": weights(rng, 400, 500)}
+    nudged = {"w": stepped(rng, sparse["w"], 3e-7)}
+    rows = {"w": sparse["w"].copy()}
+    rows["w"][[3, 77, 300]] += np.uint16(1)
+    everything = {"w": sparse["w"] + rng.choice(np.array([1, 65535], np.uint16), (400, 500))}
+    other = {"w": weights(rng, 400, 500)}
+    assert modes(delta_file(tmp, sparse, nudged, "fast")) == {"gaps"}
+    assert modes(delta_file(tmp, sparse, nudged, "small")) == {"bands"}
+    assert modes(delta_file(tmp, sparse, rows)) == {"mask"}
+    assert modes(delta_file(tmp, sparse, everything)) <= {"dense", "gaps"}
+    assert modes(delta_file(tmp, sparse, other)) == {"raw"}
+    assert modes(delta_file(tmp, sparse, sparse)) == set()
+
+
+def test_distant_changes_in_a_large_tensor(tmp):
+    old = {"w": np.zeros((2000, 1000), np.uint16)}
+    new = {"w": old["w"].copy()}
+    for at in (0, 254, 255, 1_999_999):
+        new["w"].reshape(-1)[at] = 7
+    (patch,) = codec.Delta(delta_file(tmp, old, new)).patches(shapes(old), old.__getitem__)
+    assert patch.index.tolist() == [0, 254, 255, 1_999_999]
+    assert patch.shape == (2000, 1000)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("encoding", ["fast", "small"])
+def test_positions_beyond_31_bits(tmp, encoding):
+    """A tensor of more than 2^31 elements; its zero pages cost no memory."""
+    old = {"w": np.zeros(2**31 + 100, np.uint16)}
+    index = np.sort(np.random.default_rng(4).choice(2**31 + 100, 1000, replace=False))
+    patch = codec.Patch("w", old["w"].shape, index, np.full(1000, 65535, np.uint16))
+    path = tmp / "large.safetensors"
+    path.write_bytes(codec.encode([patch], old.__getitem__, base=0, version=1, encoding=encoding))
+    (back,) = codec.Delta(path).patches(shapes(old), old.__getitem__)
+    np.testing.assert_array_equal(back.index, index)
+    np.testing.assert_array_equal(back.ulps, patch.ulps)
+
+
+@given(seed=st.integers(0, 2**32))
+def test_merged_patches_do_what_both_do(seed):
+    rng = np.random.default_rng(seed)
+    states = [rng.integers(0, 3, 400).astype(np.uint16) for _ in range(3)]
+    first, second = (codec.diff("w", a, b) for a, b in pairwise(states))
+    merged = codec.merge([first], [second])
+    expected = codec.diff("w", states[0], states[2])
+    assert [p.index.tolist() for p in merged] == ([expected.index.tolist()] if expected.index.size else [])
+    live = states[0].copy()
+    for patch in merged:
+        codec.apply(patch, live)
+    np.testing.assert_array_equal(live, states[2])
+    for patch in merged:
+        codec.apply(codec.inverse(patch), live)
+    np.testing.assert_array_equal(live, states[0])
+
+
+@pytest.mark.parametrize("encoding", LEVELS)
+def test_a_chain_of_deltas_is_one_patch_per_tensor(tmp, encoding):
+    """The reader of a later delta needs the weights as the earlier ones left them."""
+    rng = np.random.default_rng(1)
+    states = [{"a": weights(rng, 300, 100), "b": weights(rng, 77)}]
+    for _ in range(3):
+        states.append({name: stepped(rng, bits, 1e-6) for name, bits in states[-1].items()})
+    deltas = []
+    for number, (old, new) in enumerate(pairwise(states)):
+        path = delta_file(tmp, old, new, encoding, base=number)
+        deltas.append(codec.Delta(path.rename(tmp / f"{number}.{encoding}.safetensors")))
+    live = {name: bits.copy() for name, bits in states[0].items()}
+    for patch in codec.chain(deltas, shapes(live), states[0].__getitem__):
+        codec.apply(patch, live[patch.name])
+    for name in live:
+        np.testing.assert_array_equal(live[name], states[-1][name])
+
+
+@pytest.mark.parametrize("encoding", ["fast", "small"])
+def test_threads_write_the_same_bytes_and_read_the_same_changes(tmp, encoding, monkeypatch):
+    rng, askers = np.random.default_rng(0), set()
+    old = {f"{i}.weight": weights(rng, 40, 50) for i in range(30)}
+    new = {name: stepped(rng, bits, 1e-5) for name, bits in old.items()}
+    new["7.weight"] = old["7.weight"] ^ 1  # of another mode than its neighbours
+
+    def bits(name: str) -> np.ndarray:
+        askers.add(threading.current_thread())
+        return old[name]
+
+    def coded() -> tuple[bytes, list[codec.Patch]]:
+        patches = [codec.diff(name, old[name], new[name]) for name in old]
+        path = tmp / "threads.safetensors"
+        path.write_bytes(codec.encode(patches, bits, base=3, version=4, encoding=encoding))
+        assert len(codec.Delta(path).groups) > 10
+        return path.read_bytes(), list(codec.Delta(path).patches(shapes(old), bits))
+
+    monkeypatch.setattr("delta_weight_sync.codec.groups.GROUP_ELEMENTS", 4000)
+    found = []
+    for threads in (1, 4):
+        monkeypatch.setattr("delta_weight_sync.util.THREADS", threads)
+        found.append(coded())
+    (alone, changes), (together, same) = found
+    assert together == alone
+    for one, other in zip(changes, same, strict=True):
+        assert one.name == other.name
+        np.testing.assert_array_equal(one.index, other.index)
+        np.testing.assert_array_equal(one.ulps, other.ulps)
+    assert askers == {threading.current_thread()}, "it may hold a lock, and workers must ask in one order"
+
+
+def test_a_delta_explains_itself_to_safe_open(tmp):
+    old = {"layer.weight": np.zeros((4, 4), np.uint16)}
+    new = {"layer.weight": old["layer.weight"].copy()}
+    new["layer.weight"][2] = 1
+    with safe_open(delta_file(tmp, old, new), framework="numpy") as file:
+        metadata = file.metadata()
+    assert (metadata["base"], metadata["version"]) == ("3", "4")
+    assert json.loads(metadata["tensors"]) == [["layer.weight", [4, 4], 4, 0]]
+    assert json.loads(metadata["groups"])[0]["mode"] in ("gaps", "mask")
+
+
+def entropy(*groups: tuple[int, int]) -> float:
+    """Bits of telling which `hits` of `count` items were hit, independently, for each group."""
+    total = 0.0
+    for count, hits in groups:
+        total -= sum(n * np.log2(n / count) for n in (hits, count - hits) if n)
+    return total
+
+
+def value_entropy(ulps: np.ndarray) -> float:
+    _, counts = np.unique(ulps, return_counts=True)
+    return float(-(counts * np.log2(counts / counts.sum())).sum())
+
+
+def test_sizes_are_near_the_entropy_of_the_changes(tmp):
+    """`fast` within 3 % of the limit of independent changes, `small` within 6 % of that given exponents."""
+    rng = np.random.default_rng(3)
+    old = {"w": weights(rng, 4_000_000)}
+    new = {"w": stepped(rng, old["w"], 2.2e-7)}
+    patch = codec.diff("w", old["w"], new["w"])
+    assert 0.009 < patch.index.size / old["w"].size < 0.013
+    exponents = (old["w"] >> 7) & 0xFF
+    counts, hits = np.bincount(exponents, minlength=256), np.bincount(exponents[patch.index], minlength=256)
+    fast = entropy((old["w"].size, patch.index.size)) + value_entropy(patch.ulps)
+    small = entropy(*zip(counts.tolist(), hits.tolist(), strict=True)) + sum(
+        value_entropy(patch.ulps[exponents[patch.index] == e]) for e in np.flatnonzero(hits)
+    )
+    assert delta_file(tmp, old, new, "fast").stat().st_size * 8 < 1.03 * fast
+    assert delta_file(tmp, old, new, "small").stat().st_size * 8 < 1.06 * small
+
+
+def test_encoding_looks_at_each_of_many_tensors_a_few_times(monkeypatch):
+    """A mixture of experts has 20,000 of them."""
+    looked, numel = [], codec.Patch.numel.fget
+    monkeypatch.setattr(codec.Patch, "numel", property(lambda patch: looked.append(patch) or numel(patch)))
+    old = {f"expert {i}": np.zeros(8, np.uint16) for i in range(2000)}
+    patches = [codec.Patch(name, (8,), np.array([3]), np.array([1], np.uint16)) for name in old]
+    codec.encode(patches, old.__getitem__, base=0, version=1, encoding="fast")
+    assert len(looked) <= 10 * len(patches)
+
+
+def test_a_changed_shape_is_refused():
+    with pytest.raises(CodecError, match=r"w: shape changed from \(2,\) to \(3,\)"):
+        codec.diff("w", np.zeros(2, np.uint16), np.zeros(3, np.uint16))
+
+
+def test_a_delta_of_another_model_is_refused_before_anything_is_read(tmp):
+    old = {"w": np.zeros((4, 4), np.uint16)}
+    delta = codec.Delta(delta_file(tmp, old, {"w": old["w"] + np.uint16(1)}))
+    for model in ({}, {"w": (16,)}, {"v": (4, 4)}):
+        with pytest.raises(CodecError, match=r"changes w \[4, 4\], which this model does not have"):
+            next(delta.patches(model, old.__getitem__))
+
+
+VULNERABLE = {"v": np.arange(700, dtype=np.uint16), "w": np.arange(16000, 16600).astype(np.uint16)}
+
+
+@functools.cache
+def vulnerable(tmp, encoding) -> bytes:
+    changes = {name: (np.arange(bits.size) % 7 == 0) * np.uint16(3) for name, bits in VULNERABLE.items()}
+    new = {name: bits + changes[name] for name, bits in VULNERABLE.items()}
+    return delta_file(tmp, VULNERABLE, new, encoding).read_bytes()
+
+
+@pytest.mark.parametrize("encoding", LEVELS)
+@given(data=st.data())
+def test_a_damaged_file_is_refused_or_harmless(tmp, encoding, data):
+    """Any bytes: an error by name, or patches that stay inside the shapes they claim. Never anything else."""
+    old, path = VULNERABLE, tmp / "damaged"
+    content = bytearray(vulnerable(tmp, encoding))
+    for _ in range(data.draw(st.integers(1, 8))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(bytes(content))
+    patches = []
+    with contextlib.suppress(CodecError):
+        patches = list(codec.Delta(path).patches(shapes(old), old.__getitem__))
+    for patch in patches:
+        assert np.all(np.diff(patch.index) > 0)
+        assert np.all(patch.ulps != 0)
+        codec.apply(patch, old[patch.name].copy())

@@ -1,0 +1,205 @@
+"""A delta may come from anyone: an error by name, in little memory, whatever is in the file."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from delta_weight_sync import codec
+from delta_weight_sync.codec.groups import GROUP_ELEMENTS, encode_group
+from delta_weight_sync.errors import CodecError
+from tests.fuzz.check import check, decoded
+from tests.fuzz.mutate import NUMBERS, Parts, mutate, put_together, replace_stream, take_apart
+from tests.fuzz.seeds import OLD, seeds
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("hostile") / "delta.safetensors"
+    for file in seeds().values():  # loads the kernels, whose code is not the reader's memory
+        path.write_bytes(file)
+        assert decoded(path)
+    return path
+
+
+def refusal(path: Path, parts: Parts, old: dict[str, np.ndarray] = OLD) -> CodecError:
+    """The error that `parts` gives, which names the file in a line and took little memory."""
+    path.write_bytes(put_together(parts))
+    assert not check(path, old)
+    with pytest.raises(CodecError) as caught:
+        list(codec.Delta(path).patches({n: b.shape for n, b in old.items()}, old.__getitem__))
+    return caught.value
+
+
+def group(parts: Parts, mode: str) -> dict[str, Any]:
+    return next(one for one in parts.metadata["groups"] if one["mode"] == mode)
+
+
+def with_groups(tensors: list[Any], groups: list[Any]) -> Parts:
+    versions = {"format": codec.DELTA_FORMAT, "base": "0", "version": "1"}
+    return Parts(versions | {"tensors": tensors, "groups": groups}, {})
+
+
+def test_the_seeds_of_the_fuzzer_have_every_mode(path):
+    modes, flipped = set(), set()
+    for file in seeds().values():
+        path.write_bytes(file)
+        assert check(path)
+        for one in codec.Delta(path).groups:
+            modes.add(one.mode)
+            flipped |= {(one.mode, flip) for _, _, flip, _ in one.gaps}
+    assert modes == {"gaps", "bands", "mask", "dense", "raw"}
+    assert flipped == {(mode, flip) for mode in ("gaps", "bands") for flip in (True, False)}
+
+
+def test_hundreds_of_damaged_files(path):
+    """The fuzzer's first cases, always the same ones."""
+    rng, files = Random(1), list(seeds().values())
+    accepted = []
+    for _ in range(300):
+        path.write_bytes(mutate(rng.choice(files), rng))
+        accepted.append(check(path))
+    assert 0 < sum(accepted) < 300
+
+
+@pytest.mark.long
+def test_thousands_of_damaged_files_with_every_index_checked(pytestconfig):
+    """The fuzzer, with the kernels compiled so that an access outside an array is an IndexError."""
+    checked = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(pytestconfig.cache.mkdir("checked-kernels"))}
+    command = [sys.executable, "-m", "tests.fuzz", "--cases", "3000", "--seed", "1"]
+    done = subprocess.run(command, cwd=REPOSITORY, env=os.environ | checked, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3000 cases" in done.stdout
+
+
+JSON = st.recursive(
+    st.sampled_from(NUMBERS) | st.integers() | st.floats() | st.booleans() | st.none() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=9) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(data=st.data())
+def test_any_json_in_any_field_is_refused_or_harmless(path, data):
+    name = data.draw(st.sampled_from([name for name in seeds() if name != "nothing"]))
+    parts = take_apart(seeds()[name])
+    holder, key = parts.metadata, data.draw(st.sampled_from(["tensors", "groups"]))
+    while isinstance(holder[key], list | dict) and holder[key] and data.draw(st.integers(0, 4)):
+        holder = holder[key]
+        key = data.draw(st.sampled_from(sorted(holder) if isinstance(holder, dict) else range(len(holder))))
+    holder[key] = data.draw(JSON)
+    path.write_bytes(put_together(parts))
+    check(path)
+
+
+@pytest.mark.parametrize("wrong", [{}, {"large": [[0, 0, False, 0]] * 2, "sizes": [[0, 0]] * 2}])
+def test_a_mask_with_another_number_of_bands_reads_no_band_that_is_not_there(path, wrong):
+    parts = take_apart(seeds()["mask"])
+    one = group(parts, "mask")
+    del one["large"], one["sizes"]
+    one.update(wrong)
+    assert "a group of mode mask has" in str(refusal(path, parts))
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F8_E5M2", "F8_E8M0", "F4", "I8", "BOOL"])
+def test_streams_of_another_type_are_refused(path, dtype):
+    parts = take_apart(seeds()["gaps"])
+    _, (size,), content = parts.streams["0.gaps"]
+    items = {"BF16": size // 2, "F4": 2 * size}.get(dtype, size)
+    parts.streams["0.gaps"] = (dtype, [items], content[: size // 2 * 2] if dtype == "BF16" else content)
+    assert "stream 0.gaps is not bytes" in str(refusal(path, parts))
+
+
+@pytest.mark.parametrize("value", [1.0, True, "1", None, 2**64, -1])
+def test_numbers_of_the_table_are_whole_and_not_negative(path, value):
+    for column in (2, 3):
+        parts = take_apart(seeds()["gaps"])
+        parts.metadata["tensors"][0][column] = value
+        refusal(path, parts)
+
+
+@pytest.mark.parametrize("tensors", [[0] * 99, [["w", [""] * 99, 1, 0]], [["w", [], 1, *[0] * 99]]])
+def test_a_table_of_errors_is_one_error(path, tensors):
+    """An error report of each takes hundreds of bytes of memory for two bytes of the file."""
+    cause: Any = refusal(path, with_groups(tensors, [])).__cause__
+    assert cause.error_count() == 1
+
+
+@pytest.mark.parametrize("parameters", [["x"] * 99, [[0] * 99], [[0, 0, False, ""]] * 99])
+def test_groups_of_errors_are_one_error(path, parameters):
+    for field in ("limits", "gaps", "large", "sizes"):
+        parts = with_groups([["w", [8], 1, 0]], [{"mode": "gaps", field: parameters}])
+        cause: Any = refusal(path, parts).__cause__
+        assert cause.error_count() == 1
+
+
+def test_an_error_repeats_no_pages_of_the_file(path):
+    parts = take_apart(seeds()["gaps"])
+    parts.metadata["format"] = "x" * 100_000
+    assert len(str(refusal(path, parts))) < 400
+
+
+def test_an_error_has_no_terminal_codes_of_the_file(path):
+    parts = take_apart(seeds()["gaps"])
+    parts.metadata["tensors"][0][0] = "\x1b[31mgo\n\x07ld"
+    assert r"it changes \x1b[31mgo\n\x07ld [30, 50]" in str(refusal(path, parts))
+
+
+def test_groups_without_tensors_are_refused(path):
+    """They would cost the reader time for each of its tensors."""
+    parts = take_apart(seeds()["dense"])
+    parts.metadata["groups"] += [{"mode": "dense"}] * 50
+    assert "54 groups are not those that its tensors are in" in str(refusal(path, parts))
+
+
+def test_a_group_of_the_whole_model_is_refused(path):
+    """A few bytes of zstd would be unpacked for all elements of the model."""
+    old = {"a": np.zeros(GROUP_ELEMENTS, np.uint16), "b": np.zeros(8, np.uint16)}
+    parts = with_groups([["a", [GROUP_ELEMENTS], 1, 0], ["b", [8], 1, 0]], [{"mode": "dense"}])
+    assert f"group 0 goes on after {GROUP_ELEMENTS} elements" in str(refusal(path, parts, old))
+
+
+@pytest.mark.parametrize("size", [0, 1499, 1501, 1 << 40, None])
+def test_a_frame_of_another_size_is_not_unpacked(path, size):
+    frame = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1500))
+    if size is not None:  # the frame header with an eight-byte content size, and the same blocks
+        parameters = zstandard.get_frame_parameters(frame)
+        assert parameters.content_size == zstandard.CONTENTSIZE_UNKNOWN
+        frame = frame[:4] + bytes([frame[4] | 0xC0]) + frame[5:6] + size.to_bytes(8, "little") + frame[6:]
+        assert zstandard.frame_content_size(frame) == size
+    old = {"w": OLD["a.weight"]}
+    parts = with_groups([["w", [30, 50], 1, 0]], [{"mode": "dense"}])
+    parts.streams.update({name: ("U8", [len(frame)], frame) for name in ("0.low", "0.high")})
+    assert "a frame whose content is not 1500 bytes" in str(refusal(path, parts, old))
+
+
+def test_a_frame_that_says_more_or_less_than_it_holds_is_refused(path):
+    parts = take_apart(seeds()["dense"])
+    frame = parts.streams["0.low"][2]
+    replace_stream(parts, "0.low", frame[:-3])
+    refusal(path, parts)
+
+
+@pytest.mark.parametrize("mode", ["gaps", "bands", "mask", "dense", "raw"])
+def test_a_million_changes_in_few_bytes_take_the_stated_memory(path, mode):
+    """Everything moves by the same: the fewest bytes of file for the most of output."""
+    old = {"w": np.random.default_rng(0).integers(0, 65536, 1_000_000).astype(np.uint16)}
+    patch = codec.diff("w", old["w"], old["w"] + np.uint16(1))
+    one, streams = encode_group(mode, [patch], old.__getitem__)
+    parts = with_groups([["w", [1_000_000], 1_000_000, 0]], [json.loads(one.model_dump_json())])
+    parts.streams.update({f"0.{name}": ("U8", [s.size], s.tobytes()) for name, s in streams.items()})
+    path.write_bytes(put_together(parts))
+    assert check(path, old)
+    parts.metadata["tensors"][0][2] -= 1
+    refusal(path, parts, old)

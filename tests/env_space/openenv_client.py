@@ -1,0 +1,168 @@
+"""What OpenEnv's own client and validator say about a running service; needs an installed `openenv`.
+
+    python -m tests.env_space.openenv_client URL FOLDER WORD...
+
+prints one JSON object. FOLDER is env_space's, WORDs are the possible secrets. The game is played as TRL's
+published Wordle example plays it: a `TextArenaEnv` client, `reset()` without seed, the new part of the first
+message's text as feedback, the last reward as the reward of the game.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from openenv.cli.__main__ import app as openenv_command
+from openenv.core.client_types import StepResult
+from openenv.core.env_client import EnvClient
+from openenv.core.generic_client import GenericEnvClient
+from openenv.validation import Encoding, run_validation
+from openenv.validation.types import ProviderCapability
+from typer.testing import CliRunner
+
+from env_space.game import feedback
+from tests.env_space import load
+
+SEED = 11
+
+
+class TextArenaEnv(EnvClient[dict, dict, dict]):
+    """A client as the public Wordle environment ships one."""
+
+    def _step_payload(self, action):
+        return action
+
+    def _parse_result(self, payload):
+        return StepResult(payload["observation"], payload["reward"], payload["done"])
+
+    def _parse_state(self, payload):
+        return payload
+
+
+class WordleEnv:
+    """TRL's environment class around the client."""
+
+    def __init__(self, url):
+        self.client = TextArenaEnv(base_url=url).sync()
+
+    def reset(self, **kwargs):
+        result = self.client.reset()
+        self._text = result.observation["messages"][0]["content"]
+        self.reward, self.done = 0.0, False
+        return self._text
+
+    def guess(self, guess):
+        if self.done:
+            raise ValueError("Game over.")
+        result = self.client.step({"message": guess})
+        text = result.observation["messages"][0]["content"]
+        feedback, self._text = text[len(self._text) :], text
+        self.reward = 0.0 if "You attempted an invalid move" in feedback else result.reward
+        self.done = result.done
+        return feedback
+
+
+def marks_in(feedback):
+    """The last line of G, Y and X below "Feedback:", as the example's reward functions look for it."""
+    lines = feedback.split("Feedback:", 1)[-1].split("\n")
+    lines = [line.replace(" ", "") for line in lines]
+    return next((line for line in reversed(lines) if line and set(line) <= set("GYX")), "")
+
+
+def solve(env, words):
+    """Play by elimination; returns the guesses with the feedback to each."""
+    left, turns = list(words), []
+    while not env.done:
+        guess = left[0]
+        answer = env.guess(f"[{guess}]")
+        turns.append([guess, answer])
+        marks = marks_in(answer).translate(str.maketrans("GYX", "+?-"))
+        left = [word for word in left[1:] if feedback(guess, word) == marks]
+    return turns
+
+
+def trl_game(url, words):
+    env = WordleEnv(url)
+    prompt = env.reset()
+    invalid = [env.guess("[zzzzz]"), env.reward]
+    turns = solve(env, words)
+    result = {"prompt": prompt, "invalid": invalid, "turns": turns, "reward": env.reward, "done": env.done}
+    env.reset()
+    again = {"reward": env.reward, "done": env.done}
+    env.client.close()
+    return {**result, "again": again}
+
+
+def seeded(url):
+    """What two clients see of one seed, and the state after a move."""
+    seen = []
+    for _ in range(2):
+        with GenericEnvClient(base_url=url).sync() as client:
+            first = client.reset(seed=SEED, episode_id="mine")
+            move = client.step({"message": "[crane]"})
+            seen.append([first.observation, move.observation, move.reward, move.done])
+            state = client.state()
+    return {"same": seen[0] == seen[1], "feedback": seen[0][1]["info"]["feedback"], "state": state}
+
+
+def refusal(url):
+    with GenericEnvClient(base_url=url).sync() as client:
+        try:
+            client.step({"message": "[crane]"})
+        except RuntimeError as error:
+            return str(error)
+    return None
+
+
+class Running:
+    """A server that runs already, as a subject of OpenEnv's runtime validation."""
+
+    name = "loopback"
+    capabilities = frozenset({ProviderCapability.IMAGE_BUILD})
+    supported_network_modes = frozenset({"public"})
+
+    def __init__(self, url):
+        self.base_url = url
+
+    def build(self, root, execution):
+        return "sha256:" + "0" * 64
+
+    def start(self, spec):
+        return self
+
+    def inspect(self):
+        return {}
+
+    def stop(self):
+        pass
+
+
+def runtime_checks(url, folder):
+    report = run_validation(folder, max_level=Encoding.RUNTIME, provider=Running(url))
+    return {result.check_id: [result.status.value, result.evidence] for result in report.results}
+
+
+def command(*arguments):
+    """The exit code and the output of an `openenv` command; here, as importing OpenEnv takes seconds."""
+    result = CliRunner().invoke(openenv_command, [str(argument) for argument in arguments])
+    return [result.exit_code, result.output]
+
+
+def main():
+    url, folder, *words = sys.argv[1:]
+    seen = {
+        "trl": trl_game(url, words),
+        "seeded": seeded(url),
+        "refusal": refusal(url),
+        "runtime": runtime_checks(url, Path(folder)),
+        "validate_url": command("validate", "--url", url),
+        "validate_folder": command("validate", folder, "--level", "static"),
+        "load": asyncio.run(load.run(url, "ws", games=64, seconds=0)),
+    }
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,342 @@
+"""The game: the word lists, feedback, observations, rules and rewards."""
+
+import json
+import random
+import subprocess
+import sys
+from dataclasses import asdict
+from hashlib import sha256
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+import env_space
+from env_space.game import Game, GameError, answers, feedback, guesses, rules_from, secret_for
+from env_space.settings import Settings
+from tests.env_space.reference import differences
+from tests.env_space.service import ROOT, sentence, serve
+
+WORDS = Path(env_space.__file__).parent / "words"
+
+
+def read(name):
+    return (WORDS / name).read_text("ascii").split()
+
+
+SIZES = {4: (1904, 3437), 5: (3532, 6734), 6: (5397, 11176), 7: (6827, 15844)}
+EACH_LENGTH = pytest.mark.parametrize("length", SIZES)
+
+
+@EACH_LENGTH
+def test_lists_are_sorted_words_of_one_length_without_duplicates(length):
+    lists = read(f"answers-{length}.txt"), read(f"guesses-{length}.txt")
+    assert tuple(map(len, lists)) == SIZES[length]
+    for words in lists:
+        assert words == sorted(set(words))
+        assert all(len(w) == length and w.isascii() and w.isalpha() and w.islower() for w in words)
+
+
+@EACH_LENGTH
+def test_every_answer_can_be_guessed_and_no_withheld_word_is_an_answer(length):
+    withheld = {word for word in read("withheld.txt") if len(word) == length}
+    assert len(withheld) > 5
+    assert set(answers(length=length)) | withheld <= guesses(length)
+    assert not withheld & set(answers(length=length))
+
+
+def test_the_notice_names_the_owners_of_the_lists():
+    notice = (WORDS / "NOTICE").read_text("utf-8")
+    assert "Copyright 2000-2011 by Kevin Atkinson" in notice
+    assert "permission notice appear in" in notice
+
+
+def test_fewer_answers_are_the_first_of_more_in_the_order_of_their_sha256():
+    assert answers(300) == answers()[:300]
+    digests = [sha256(word.encode()).hexdigest() for word in answers()]
+    assert digests == sorted(digests)
+
+
+@pytest.mark.parametrize("n", [0, -1, 10**6])
+def test_an_impossible_number_of_answers_is_refused(n):
+    with pytest.raises(ValueError, match=r"^There are \d+ answers; ask for 1 to \d+ of them, not -?\d+\.$"):
+        answers(n)
+
+
+def test_secrets_stay_what_they_were():
+    """Published results name seeds, so a seed must keep its secret."""
+    rules = rules_from(Settings())
+    assert answers(5) == ("yoked", "hunks", "heard", "creak", "stoop")
+    assert [rules.deal(seed).secret for seed in (0, 1, 2, -1)] == ["lorry", "serum", "hurls", "scope"]
+    assert [rules.deal(seed, "held_out").secret for seed in (0, 1, 2)] == ["lemon", "adobe", "merry"]
+
+
+def test_seeds_reach_nearly_every_answer_evenly():
+    words = answers(100)
+    drawn = [secret_for(seed, words) for seed in range(5000)]
+    assert set(drawn) == set(words)
+    assert max(map(drawn.count, words)) < 100
+
+
+@pytest.mark.parametrize(
+    ("guess", "secret", "marks"),
+    [
+        ("crane", "crane", "+++++"),
+        ("speed", "abide", "--?-?"),
+        ("speed", "erase", "?-??-"),
+        ("speed", "steal", "+-+--"),
+        ("speed", "crepe", "-?+?-"),
+        ("allee", "eagle", "??-?+"),
+        ("eerie", "there", "?-?-+"),
+        ("there", "eerie", "--??+"),
+        ("geese", "eerie", "-+?-+"),
+        ("llama", "label", "+??--"),
+        ("sassy", "essay", "??+-+"),
+        ("abbey", "babes", "??++-"),
+        ("mummy", "maxim", "+-?--"),
+    ],
+)
+def test_known_hard_cases_of_repeated_letters(guess, secret, marks):
+    assert feedback(guess, secret) == marks
+    assert differences([guess], [secret]) == []
+
+
+def test_feedback_equals_the_reference_on_every_pattern_of_three_letters():
+    words = ["".join(letters) for letters in product("abc", repeat=5)]
+    assert differences(words, words) == []
+
+
+MANY = pytest.param(5, 2600, marks=pytest.mark.long)  # 2.6 million pairs
+
+
+@pytest.mark.parametrize(("length", "words"), [(4, 30), (5, 30), (6, 30), (7, 30), MANY])
+def test_feedback_equals_the_reference_on_many_pairs_of_real_words(length, words):
+    sample = random.Random(0).sample(sorted(guesses(length)), words)
+    assert differences(sample, list(answers(length=length)[:1000])) == []
+
+
+def play(secret, *words, **rules):
+    game = Game(secret, guesses(len(secret)), **rules)
+    return game, [game.guess(word) for word in words]
+
+
+def test_observation_names_letter_position_and_mark():
+    _, [move] = play("bride", "crane")
+    assert (move.observation, move.feedback) == ("c1-r2+a3-n4-e5+", "-+--+")
+    assert (move.turn, move.valid, move.done, move.solved, move.message) == (1, True, False, False, "")
+
+
+def test_solving_ends_the_game_and_pays_for_every_guess_left_over():
+    game, moves = play("bride", "crane", "bride")
+    assert moves[-1].observation == "b1+r2+i3+d4+e5+ game over"
+    assert moves[-1].done
+    assert moves[-1].solved
+    assert moves[-1].reward_parts.solved == pytest.approx(1.2)
+    assert moves[-1].reward == pytest.approx(1.4)
+    with pytest.raises(GameError, match="ended after turn 2"):
+        game.guess("crane")
+
+
+def test_a_solve_on_the_last_guess_earns_exactly_one_for_solving():
+    _, moves = play("bride", *["zonal"] * 5, "bride")
+    assert moves[-1].reward_parts.solved == 1
+
+
+def test_six_wrong_guesses_end_the_game_with_credit_for_the_closest():
+    game, moves = play("bride", "crane", "zonal", "zonal", "zonal", "zonal", "zonal")
+    assert [move.done for move in moves] == [False] * 5 + [True]
+    assert moves[-1].observation.endswith(" game over")
+    assert not moves[-1].solved
+    assert [move.secret for move in moves] == [""] * 5 + ["bride"]
+    assert moves[-1].reward == pytest.approx(0.2 * 2 / 5 - 4 * 0.05)
+    with pytest.raises(GameError):
+        game.guess("bride")
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("abcde", "'abcde' is not in the word list."),
+        ("bridexx", "'bridexx' has 7 letters; a guess has 5."),
+        ("bri", "'bri' has 3 letters; a guess has 5."),
+        ("brid3", "'brid3' is not made of the letters a to z."),
+        ("brïde", "'brïde' is not made of the letters a to z."),
+        ("bride ", "'bride ' is not made of the letters a to z."),
+        ("", "'' is not made of the letters a to z."),
+        ("é" * 5000, f"'{'é' * 20}...' is not made of the letters a to z."),
+    ],
+)
+def test_an_invalid_word_is_named_costs_a_turn_and_earns_no_letter_credit(word, sentence):
+    game, [move] = play("bride", word)
+    assert (move.observation, move.message) == ("not a word", sentence)
+    assert (move.turn, move.valid, move.feedback) == (1, False, "")
+    assert (move.reward_parts.greens, move.reward_parts.yellows) == (0, 0)
+    assert move.reward == pytest.approx(-0.05)
+    assert game.turns == 1
+
+
+def test_six_invalid_words_end_the_game():
+    _, moves = play("bride", *["abcde"] * 6)
+    assert moves[-1].observation == "not a word game over"
+    assert moves[-1].reward == pytest.approx(-0.3)
+
+
+def test_an_invalid_word_keeps_the_credit_earned_before():
+    _, moves = play("bride", "crane", "bridx")
+    assert moves[-1].reward_parts.greens == pytest.approx(0.08)
+    assert moves[-1].reward == pytest.approx(0.03)
+
+
+def test_a_repeated_word_is_named_costs_and_earns_no_letters():
+    game, moves = play("bride", "crane", "CRANE", "crane")
+    assert [move.message for move in moves[1:]] == ["'crane' was already guessed in turn 1."] * 2
+    assert moves[1].valid
+    assert moves[1].observation == moves[0].observation
+    assert moves[2].reward_parts.repetition == pytest.approx(-0.1)
+    assert moves[2].reward_parts.greens == moves[0].reward_parts.greens
+    assert (game.repeated, game.invalid) == (2, 0)
+
+
+def test_a_repeated_invalid_word_is_invalid_and_nothing_else():
+    game, moves = play("bride", "bridx", "bridx")
+    assert (moves[1].reward_parts.invalid, moves[1].reward_parts.repetition) == (pytest.approx(-0.1), 0)
+    assert (game.repeated, game.invalid) == (0, 2)
+
+
+def test_letters_are_those_of_the_closest_guess_and_a_yellow_counts_half():
+    _, moves = play("bride", "dried", "zonal", "pride")
+    parts = [(move.reward_parts.greens, move.reward_parts.yellows) for move in moves]
+    assert parts[0] == (pytest.approx(0.2 * 2 / 5), pytest.approx(0.2 * 2 / 2 / 5))  # d?r+i+e?d-
+    assert parts[1] == parts[0]
+    assert parts[2] == (pytest.approx(0.2 * 4 / 5), 0)
+
+
+def test_the_reward_is_the_sum_of_its_parts():
+    _, moves = play("bride", "crane", "crane", "bridx", "bride")
+    parts = asdict(moves[-1].reward_parts)
+    assert moves[-1].reward == pytest.approx(sum(parts.values()))
+    assert parts == pytest.approx(
+        {"solved": 1.1, "greens": 0.2, "yellows": 0, "repetition": -0.05, "invalid": -0.05, "gave_up": 0}
+    )
+
+
+@pytest.mark.parametrize(
+    ("secret", "first", "word", "sentence"),
+    [
+        ("bride", "crane", "bumpy", "Hard mode: letter 2 of a guess must be 'r', as 'crane' showed."),
+        ("bride", "dream", "crane", "Hard mode: a guess must contain 'd', as 'dream' showed."),
+        ("geese", "eerie", "remit", "Hard mode: letter 5 of a guess must be 'e', as 'eerie' showed."),
+        ("label", "llama", "lucky", "Hard mode: a guess must contain 'l' 2 times, as 'llama' showed."),
+    ],
+)
+def test_hard_mode_names_the_hint_that_a_guess_ignores(secret, first, word, sentence):
+    _, moves = play(secret, first, word, hard_mode=True)
+    assert (moves[1].message, moves[1].valid, moves[1].feedback) == (sentence, False, "")
+    assert moves[1].reward_parts.invalid == pytest.approx(-0.05)
+    assert play(secret, first, word)[1][1].valid, "without hard mode the word is fine"
+
+
+def test_hard_mode_allows_what_uses_every_hint_and_remembers_all_guesses():
+    _, moves = play("bride", "crane", "gripe", "crime", "bride", hard_mode=True)
+    assert [move.valid for move in moves] == [True, True, True, True]
+    _, moves = play("bride", "gripe", "zonal", "crane", hard_mode=True)
+    assert [move.valid for move in moves] == [True, False, False]
+    assert moves[2].message.endswith("as 'gripe' showed.")
+
+
+@pytest.mark.parametrize(
+    ("secret", "guess", "marks"), [("tree", "reed", "??+-"), ("letters", "settler", "?+++???")]
+)
+def test_words_of_other_lengths(secret, guess, marks):
+    _, [move] = play(secret, guess)
+    assert (move.feedback, move.valid) == (marks, True)
+    _, [move] = play(secret, "crane")
+    assert move.message == f"'crane' has 5 letters; a guess has {len(secret)}."
+    _, [move] = play(secret, secret)
+    assert move.solved
+    assert move.reward == pytest.approx(1.45)
+
+
+def test_giving_up_costs_once_and_only_before_the_end():
+    game, _ = play("bride", "crane")
+    game.give_up()
+    game.give_up()
+    assert game.reward_parts().gave_up == -0.2
+    assert game.reward_parts().total == pytest.approx(0.08 - 0.2)
+    with pytest.raises(GameError):
+        game.guess("bride")
+
+
+@pytest.mark.parametrize("words", [["bride"], ["zonal"] * 6])
+def test_giving_up_after_the_end_changes_nothing(words):
+    game, moves = play("bride", *words)
+    game.give_up()
+    assert game.reward_parts() == moves[-1].reward_parts
+
+
+@pytest.mark.parametrize(("answers", "held_out"), [(None, 353), (128, 12), (10, 1), (9, 0), (1, 0)])
+def test_a_tenth_of_the_secrets_is_held_out(answers, held_out):
+    rules = rules_from(Settings(answers=answers))
+    assert len(rules.held_out) == held_out
+    assert not set(rules.train) & set(rules.held_out)
+
+
+def test_no_training_game_has_a_held_out_secret_and_the_other_way_round():
+    rules = rules_from(Settings(answers=30))
+    trained = {rules.deal(seed).secret for seed in range(500)}
+    held_out = {rules.deal(seed, "held_out").secret for seed in range(500)}
+    assert trained == set(rules.train)
+    assert held_out == set(rules.held_out)
+
+
+def test_without_held_out_words_such_a_game_is_refused_with_a_sentence():
+    async def scenario(client):
+        return sentence(await client.post("/sessions", json={"seed": 1, "split": "held_out"}), 422)
+
+    assert serve(scenario, answers=9) == "No answer is held out of 9; WORDLE_ANSWERS=10 holds out one."
+    with pytest.raises(GameError):
+        rules_from(Settings(answers=9)).deal(1, "held_out")
+
+
+def test_another_process_plays_the_same_game_for_the_same_seed():
+    script = (
+        "import json; from dataclasses import asdict; from env_space.game import rules_from\n"
+        "from env_space.settings import Settings\n"
+        "def game(seed, split):\n"
+        "    game = rules_from(Settings()).deal(seed, split)\n"
+        "    return [asdict(game.guess(word)) for word in ('crane', 'slote', 'moist', 'crane')]\n"
+        "print(json.dumps([game(seed, split) for seed in range(5) for split in ('train', 'held_out')]))"
+    )
+    environ = {"PYTHONHASHSEED": "1", "LANG": "tr_TR.UTF-8"}, {"PYTHONHASHSEED": "2", "LANG": "C"}
+    played = [
+        subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=env, capture_output=True, check=True)
+        for env in environ
+    ]
+    games = json.loads(played[0].stdout)
+    assert played[0].stdout == played[1].stdout
+    assert len({json.dumps(game) for game in games}) > 5
+
+
+def test_length_and_hard_mode_and_costs_reach_the_games():
+    async def scenario(client):
+        opened = (await client.post("/sessions", json={"seed": 3})).json()
+        game = f"/sessions/{opened['session']}"
+        words = ["cranes", "cranes", "zzzzzz", "crane"]
+        moves = [
+            (await client.post(f"{game}/guess", json={"word": word, "turn": turn})).json()
+            for turn, word in enumerate(words, 1)
+        ]
+        return opened, moves, (await client.get("/words")).json()
+
+    settings = {"length": 6, "hard_mode": True, "invalid_cost": 0.3, "repeated_cost": 0.2}
+    opened, moves, words = serve(scenario, **settings)
+    assert (opened["length"], opened["hard_mode"], words["length"]) == (6, True, 6)
+    assert {len(word) for word in words["answers"]} == {6}
+    assert len(moves[0]["feedback"]) == 6
+    assert moves[-1]["reward_parts"]["repetition"] == pytest.approx(-0.2)
+    assert moves[-1]["reward_parts"]["invalid"] == pytest.approx(-0.6)
+
+
+def test_more_answers_than_a_length_has_are_refused():
+    with pytest.raises(ValueError, match="There are 1904 answers"):
+        rules_from(Settings(answers=2000, length=4))

@@ -1,0 +1,218 @@
+"""The API needs the Space's key; people on the page need none."""
+
+import asyncio
+import functools
+import json
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+from starlette.testclient import TestClient
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+
+from env_space.app import MAX_PLAYED, create_app
+from env_space.settings import Settings, settings_from
+from env_space.watch import replica_headers
+from space_guard.settings import SettingsError
+from tests.browser import watched_page
+from tests.env_space.service import BRIDE, PATIENCE_S, answering, seen_from, sentence, serve, space, start
+from trainer.tasks.wordle import WordleEnv
+
+KEY = "four-random-words-in-a-row"
+RIGHT, WRONG = {"X-Space-Key": KEY}, {"X-Space-Key": KEY[:-1]}
+UNKNOWN = "00000000-0000-0000-0000-000000000000"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/sessions"),
+        ("POST", f"/sessions/{UNKNOWN}/guess"),
+        ("DELETE", f"/sessions/{UNKNOWN}"),
+        ("GET", "/sessions"),
+        ("POST", "/sessions/"),
+        ("GET", "/nowhere"),
+    ],
+)
+def test_the_api_needs_the_key_and_says_whether_it_is_missing_or_wrong(method, path):
+    async def scenario(client):
+        return [await client.request(method, path, json={"seed": 1}, headers=given) for given in ({}, WRONG)]
+
+    missing, wrong = serve(scenario, key=KEY)
+    assert "send its WORDLE_KEY in the header X-Space-Key" in sentence(missing, 401)
+    assert "compare it with its WORDLE_KEY" in sentence(wrong, 401)
+    assert KEY[:-1] not in wrong.text
+
+
+def test_the_key_and_an_open_api_give_full_access():
+    async def scenario(client):
+        client.headers.update(RIGHT)
+        game = await start(client)
+        await client.post(f"{game}/guess", json={"word": "bride", "turn": 1})
+        return (await client.delete(game)).json()["solved"]
+
+    assert serve(scenario, key=KEY)
+    assert serve(start, key=KEY, open=True).startswith("/sessions/")
+
+
+def test_no_route_that_plays_is_open():
+    """Whatever routes the app has or gets: without the key these are all that answer, and they only look."""
+    app, answers = create_app(Settings(key=KEY)), dict[str, int]()
+    with TestClient(app) as client:
+        for route in app.routes:
+            if isinstance(route, APIRoute):
+                path = route.path.replace("{session}", UNKNOWN)
+                (method,) = route.methods
+                answers[path] = client.request(method, path, json={}).status_code
+    closed = {path for path, status in answers.items() if status == 401}
+    assert closed == {"/sessions", f"/sessions/{UNKNOWN}", f"/sessions/{UNKNOWN}/guess"}
+    played = {"/play", f"/play/{UNKNOWN}", f"/play/{UNKNOWN}/guess"}
+    assert answers.keys() - closed - played == {
+        *("/", "/health", "/words", "/metrics", "/schema", "/metadata", "/watch", "/mcp")
+    }
+
+
+DETOURS = ["/play/../sessions", "/page/../sessions", "/play/%2e%2e/sessions", "//sessions"]
+
+
+@pytest.mark.parametrize("path", DETOURS)
+def test_no_detour_leads_to_the_api(path):
+    """As a server hands it over; a client would tidy the path up before it sends it."""
+    sent = []
+
+    async def receive():
+        return {"type": "http.request", "body": b'{"seed": 1}'}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
+    headers = [(b"content-type", b"application/json")]
+    asyncio.run(create_app(Settings(key=KEY))({**scope, "headers": headers}, receive, send))
+    assert sent[0]["status"] in (401, 404, 405)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    """A Space with a key."""
+    with space(tmp_path_factory.mktemp("key"), WORDLE_KEY=KEY) as running:
+        yield running.url
+
+
+@pytest.mark.full
+def test_a_socket_is_refused_before_it_opens(url):
+    opening = functools.partial(connect, f"{url.replace('http', 'ws')}/ws", open_timeout=PATIENCE_S)
+    refusals = []
+    for given in ({}, WRONG):
+        with pytest.raises(InvalidStatus) as refused, opening(additional_headers=given):
+            pass
+        refusals.append(refused.value.response)
+    with opening(additional_headers=RIGHT) as socket:
+        socket.send(json.dumps({"type": "reset", "data": {"seed": 1}}))
+        assert json.loads(socket.recv())["type"] == "observation"
+    assert [refusal.status_code for refusal in refusals] == [401, 401]
+    assert b"send its WORDLE_KEY" in refusals[0].body
+    assert b"compare it" in refusals[1].body
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("at", "variable"), [(None, "SPACE_KEY"), ("https://me-1.hf.space", "ENV_KEY")])
+def test_a_trainer_sends_its_key_to_its_own_spaces_and_another_one_elsewhere(url, monkeypatch, at, variable):
+    monkeypatch.setenv("SPACES", at or url)
+    monkeypatch.setenv("SPACE_KEY", KEY)  # it does not go to an environment of another owner
+    for given, reason in (("", "send its WORDLE_KEY"), ("not-the-key", "compare it with its WORDLE_KEY")):
+        monkeypatch.setenv(variable, given)
+        with pytest.raises(ValueError, match=reason):
+            asyncio.run(trainer(url).get_reward())
+    monkeypatch.setenv(variable, KEY)
+    assert asyncio.run(trainer(url).guess("bride")) == "b1+r2+i3+d4+e5+ game over"
+
+
+def trainer(url):
+    """A game as a trainer plays it."""
+    env = WordleEnv(url)
+    env.reset(seed=BRIDE)
+    return env
+
+
+@pytest.mark.full
+def test_a_person_plays_on_the_page_of_a_space_with_a_key(browser, url):
+    before = playing(url)
+    with watched_page(browser, reduced_motion="reduce") as page:
+        page.goto(f"{url}/#seed={BRIDE}")
+        says = page.locator("#play .says")
+        says.get_by_text("Guess a word of 5 letters.").wait_for()
+        page.keyboard.type("bride")
+        page.keyboard.press("Enter")
+        says.get_by_text("On the first guess!").wait_for()
+    assert playing(url) == before, "a person takes no place of the API"
+
+
+def playing(url):
+    return httpx.get(f"{url}/health", timeout=PATIENCE_S).json()["sessions"]
+
+
+def test_visitors_have_a_capacity_of_their_own():
+    async def scenario(client):
+        games = [
+            await client.post("/play", json={"seed": seed}, headers=seen_from(seed))
+            for seed in range(MAX_PLAYED + 1)
+        ]
+        opened = await client.post("/sessions", json={"seed": 1}, headers=RIGHT)
+        elsewhere = await client.post(
+            f"/sessions/{games[0].json()['session']}/guess", json={"word": "crane", "turn": 1}, headers=RIGHT
+        )
+        return [game.status_code for game in games[:-1]], games[-1], opened, elsewhere
+
+    games, full, opened, elsewhere = serve(scenario, key=KEY, max_sessions=1)
+    assert set(games) == {201}
+    assert sentence(full, 503) == f"{MAX_PLAYED} games are in play; try again in a moment."
+    assert opened.status_code == 201
+    assert "is unknown" in sentence(elsewhere, 404)
+
+
+def test_a_watched_replica_gets_its_key():
+    asked = []
+
+    def answer(request):
+        asked.append({name.lower(): value for name, value in request.headers.items()})
+        request.send_error(503)
+
+    async def scenario(client):
+        return (await client.get("/watch")).text
+
+    with answering(answer) as url:
+        events = serve(scenario, key=KEY, replica_url=url, replica_key="the-replica's-own")
+    assert asked[0]["x-space-key"] == "the-replica's-own"
+    assert "authorization" not in asked[0]
+    assert "the-replica's-own" not in events
+
+
+@pytest.mark.parametrize(
+    ("url", "sent"),
+    [
+        ("https://me-replica.hf.space", True),
+        ("https://ME-replica.HF.space/", True),
+        ("https://you-replica.hf.space", False),
+        ("https://mea-replica.hf.space", False),
+        ("http://me-replica.hf.space", False),
+        ("https://hf.space.evil.example", False),
+        ("https://evilhf.space", False),
+        ("https://me.hf.space@evil.example", False),
+    ],
+)
+def test_the_hubs_token_goes_to_spaces_of_the_same_owner_only(url, sent, monkeypatch):
+    monkeypatch.setenv("SPACE_ID", "me/wordle-env")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert replica_headers(url, "key") == {"X-Space-Key": "key"} | (
+        {"Authorization": "Bearer hf_secret"} if sent else {}
+    )
+
+
+@pytest.mark.parametrize("variable", ["WORDLE_KEY", "WORDLE_REPLICA_KEY"])
+def test_a_key_that_no_header_can_hold_is_refused_without_being_shown(variable):
+    with pytest.raises(SettingsError, match=f"{variable}: a header cannot hold it") as refused:
+        settings_from({variable: "geheimnis ü"})
+    assert "geheimnis" not in str(refused.value)
+    assert "geheimnis" not in repr(Settings(key="geheimnis", replica_key="geheimnis"))

@@ -1,0 +1,174 @@
+"""The page as a person's browser shows it: games by keyboard and by touch, and the policy to watch."""
+
+import re
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from tests.browser import watched_page
+from tests.env_space.service import BRIDE, space
+
+pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
+from playwright.sync_api import expect
+
+pytestmark = pytest.mark.full
+
+MARKS = re.compile(r"^[-+?]{5}$")
+DESK = {"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"}
+PHONE = {"viewport": {"width": 390, "height": 844}, "reduced_motion": "reduce", "has_touch": True}
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    with space(tmp_path_factory.mktemp("page"), WORDLE_REPLICA_URL="http://127.0.0.1:9") as running:
+        yield running.url
+
+
+@pytest.fixture
+def page(browser, url):
+    """The game whose word is "bride", on a desktop; whatever the page complains about fails the test."""
+    with watched_page(browser, **DESK) as page:
+        page.goto(f"{url}/#seed={BRIDE}")
+        expect(says(page)).to_have_text("Guess a word of 5 letters.")
+        yield page
+
+
+def says(page):
+    return page.locator("#play .says")
+
+
+def rows(page):
+    return page.locator("#play .board li")
+
+
+def guess(page, turn, word):
+    page.keyboard.type(word)
+    page.keyboard.press("Enter")
+    expect(rows(page).nth(turn - 1)).to_have_attribute(
+        "data-feedback", "invalid" if word == "slote" else MARKS
+    )
+
+
+def part(page, name):
+    return (
+        page.locator("#play .reward div", has=page.get_by_text(name, exact=True)).locator("dd").inner_text()
+    )
+
+
+def test_a_game_won_by_keyboard(page):
+    page.keyboard.type("crate")
+    page.keyboard.press("Backspace")
+    page.keyboard.press("Backspace")
+    guess(page, 1, "ne")
+    expect(rows(page).first).to_have_attribute(
+        "aria-label",
+        "Guess 1: C not in the word, R right place, A not in the word, N not in the word, E right place",
+    )
+    expect(says(page)).to_contain_text("5 guesses left.")
+    guess(page, 2, "bride")
+    expect(says(page)).to_contain_text("On the second guess! The word is BRIDE.")
+    assert page.locator("#play .tile.place").count() == 2 + 5
+    assert (part(page, "Solved"), part(page, "Sum")) == ("+1.20", "+1.40")
+    assert page.locator("#play .log code").all_inner_texts() == [
+        "c1-r2+a3-n4-e5+",
+        "b1+r2+i3+d4+e5+ game over",
+    ]
+    page.keyboard.type("extra")
+    assert rows(page).nth(2).inner_text() == ""
+
+
+def test_a_game_lost_by_keyboard_and_another_begun(page):
+    for turn, word in enumerate(["zonal", "slote", "zonal", "crane", "gripe", "pride"], 1):
+        guess(page, turn, word)
+        if word == "slote":
+            expect(says(page)).to_contain_text("'slote' is not in the word list. 4 guesses left.")
+        if turn == 3:
+            expect(says(page)).to_contain_text("'zonal' was already guessed in turn 1.")
+    expect(says(page)).to_contain_text("Not this time. The word was BRIDE.")
+    assert (part(page, "Not a word"), part(page, "Repeated"), part(page, "Solved")) == ("−0.05", "−0.05", "0")
+    page.get_by_role("button", name="New game").click()
+    expect(says(page)).to_have_text("Guess a word of 5 letters.")
+    assert page.locator("#play .tile.place, #play .keys [data-mark]").count() == 0
+    assert page.evaluate("location.hash") == ""
+    page.keyboard.type("crane")
+    page.keyboard.press("Enter")
+    expect(rows(page).first).to_have_attribute("data-feedback", MARKS)
+
+
+def test_a_short_word_is_not_sent(page):
+    page.keyboard.type("cran")
+    page.keyboard.press("Enter")
+    expect(says(page)).to_have_text("A guess has 5 letters.")
+    guess(page, 1, "e")
+
+
+def test_the_keyboard_on_the_page_plays_and_remembers_what_is_known(page):
+    for letter in "gripe":
+        page.get_by_role("button", name=letter, exact=True).click()
+    page.get_by_role("button", name="Enter").click()
+    expect(page.get_by_role("button", name="r, right place")).to_be_visible()
+    expect(page.get_by_role("button", name="g, not in the word")).to_be_visible()
+
+
+def test_nothing_on_the_page_comes_from_elsewhere_and_a_link_names_the_game(browser, url):
+    asked = []
+    with watched_page(browser, **DESK) as page:
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(f"{url}/#seed={BRIDE}")
+        expect(page.get_by_role("link", name=f"#{BRIDE}")).to_have_attribute("href", f"#seed={BRIDE}")
+    assert {urlsplit(one).hostname for one in asked} == {"127.0.0.1"}
+    policy = httpx.get(url).headers["content-security-policy"]
+    assert "default-src 'self';" in policy
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_shows_the_board_and_the_keyboard_at_once(browser, url, scheme):
+    with watched_page(browser, **PHONE, color_scheme=scheme) as page:
+        page.goto(f"{url}/#seed={BRIDE}")
+        expect(says(page)).to_have_text("Guess a word of 5 letters.")
+        for letter in "crane":
+            page.get_by_role("button", name=letter, exact=True).tap()
+        page.get_by_role("button", name="Enter").tap()
+        expect(rows(page).first).to_have_attribute("data-feedback", "-+--+")
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        assert page.locator("#play .keys").bounding_box()["y"] < 844 - 160
+        ink, paper = (page.evaluate(BRIGHTNESS, css) for css in ("color", "backgroundColor"))
+        assert (ink < 80 < 180 < paper) if scheme == "light" else (paper < 80 < 180 < ink)
+
+
+BRIGHTNESS = (
+    """css => Math.max(...getComputedStyle(document.body)[css].match(/\\d+/g).slice(0, 3).map(Number))"""
+)
+
+
+def test_seven_letters_fit_a_small_phone(browser, tmp_path):
+    small = PHONE | {"viewport": {"width": 360, "height": 640}}
+    with space(tmp_path, WORDLE_LENGTH="7") as running, watched_page(browser, **small) as page:
+        page.goto(running.url)
+        expect(says(page)).to_have_text("Guess a word of 7 letters.")
+        board, keys = (page.locator(f"#play {part}").bounding_box() for part in (".board", ".keys"))
+    assert board["x"] >= 0
+    assert board["x"] + board["width"] <= 360
+    assert keys["y"] + keys["height"] <= 640
+
+
+def test_tabs_move_by_arrow_keys_and_an_absent_replica_is_said_in_words(page):
+    page.get_by_role("tab", name="You play").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.get_by_role("tab", name="Watch the policy")).to_be_focused()
+    expect(page.locator("#watch .says")).to_contain_text("The replica cannot be reached.")
+    expect(page.get_by_role("button", name="Try again")).to_be_enabled()
+    page.keyboard.type("crane")
+    page.get_by_role("tab", name="You play").click()
+    assert rows(page).first.inner_text() == "", "what is typed while watching is no guess"
+
+
+def test_a_lost_connection_is_said_and_the_same_guess_can_be_sent_again(page):
+    page.context.set_offline(True)
+    page.keyboard.type("crane")
+    page.keyboard.press("Enter")
+    expect(says(page)).to_contain_text("Press Enter to send the guess again.")
+    page.context.set_offline(False)
+    page.keyboard.press("Enter")
+    expect(rows(page).first).to_have_attribute("data-feedback", "-+--+")

@@ -1,0 +1,49 @@
+"""Kernels for a GPU, interpreted by Triton here, on tensors of the host.
+
+Triton decides whether it interprets a kernel when it sees its definition, its own library's at their first
+import: so `tests/conftest.py` imports this before anything else can import Triton.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from unittest import mock
+
+import pytest
+
+
+def interpreted(module: str) -> ModuleType:
+    """`module`, with kernels that are interpreted."""
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+        return importlib.import_module(module)
+
+
+interpreted("triton.experimental.gluon")  # which the rest imports when it likes
+interpreted("delta_weight_sync.gpu")
+
+
+@pytest.fixture
+def kernels() -> Iterator[None]:
+    """Parameters on the host are compared as those on a GPU are."""
+    with forced():
+        yield
+
+
+@contextmanager
+def forced() -> Iterator[None]:
+    """The same for a process that no test runs in."""
+    from triton.runtime.interpreter import GridExecutor, InterpretedFunction
+
+    interpreted("delta_weight_sync.publish._gpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("delta_weight_sync.publish.mirror.has_kernels", lambda tensor: True)
+        # It prepares the language again for each function that a kernel calls, and leaves it so.
+        patch.setattr(InterpretedFunction, "__call__", lambda function, *given: function.rewrite()(*given))
+        # It copies what a kernel is given to the host and back, where it is already.
+        patch.setattr(GridExecutor, "_init_args_hst", lambda _, *given: given)
+        patch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)
+        yield

@@ -1,0 +1,246 @@
+"""The trainer's diff by kernels: exact for every pattern, dtype and layout, and as cheap for many tensors."""
+
+import itertools
+import weakref
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from delta_weight_sync import codec, digest
+from delta_weight_sync.checkpoint import to_bits
+from delta_weight_sync.errors import CodecError
+from delta_weight_sync.gpu import counted
+from delta_weight_sync.publish.mirror import Found, Mirror
+from delta_weight_sync.publish.parts import Block, Part
+from tests.gpu.interpreted import kernels
+from tests.publish.test_mirror import LAYOUTS
+
+__all__ = ["kernels"]
+pytestmark = pytest.mark.usefixtures("kernels")
+PLACES = pytest.mark.parametrize("place", ["host", "device"])
+State = dict[str, torch.Tensor]
+
+
+def diff(mirror: Mirror, state: State) -> Found:
+    return mirror.find(Part(name, tensor, Block.whole(tensor.shape), True) for name, tensor in state.items())
+
+
+def started(place: str, state: State) -> Mirror:
+    mirror = Mirror(place)
+    for name, tensor in state.items():
+        mirror.add(name, tensor)
+    return mirror
+
+
+def check(place: str, old: State, new: State) -> None:
+    """Found is what differs between torch's own casts, and the mirror and its digest follow."""
+    mirror = started(place, old)
+    found = diff(mirror, new)
+    mirror.keep(found)
+    now = {name: to_bits(tensor) for name, tensor in new.items()}
+    for patch, name in zip(found.patches, new, strict=True):
+        expected = codec.diff(name, to_bits(old[name]), now[name])
+        assert (patch.name, patch.shape) == (name, expected.shape)
+        np.testing.assert_array_equal(patch.index, expected.index)
+        np.testing.assert_array_equal(patch.ulps, expected.ulps)
+        np.testing.assert_array_equal(mirror.bits(name), now[name])
+    assert mirror.digest % 2**64 == digest.state_digest(now)
+
+
+def bits(values: np.ndarray) -> torch.Tensor:
+    """The bf16 numbers of these patterns."""
+    return torch.from_numpy(values.astype(np.uint16).view(np.int16)).view(torch.bfloat16)
+
+
+def test_every_bf16_pattern_as_old_and_as_new():
+    every = np.arange(65536)
+    check("host", {"w": bits(every)}, {"w": bits(every * 25173 + 1)})
+    check("device", {"w": bits(every)}, {"w": bits(np.where(every % 3, every, 65535 - every))})
+
+
+def test_float32_is_rounded_as_torch_rounds_it():
+    """Every upper half with lower halves around the tie: infinities, NaNs and subnormals among them."""
+    lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    upper = np.arange(0, 65536, 7, dtype=np.uint32) << 16
+    odd = [0x7F800000, 0xFF800000, 0x7F800001, 0x7FC12345, 0xFFFFFFFF, 0x7F7FFFFF, 1, 0x80000001]
+    values = np.concatenate([(upper[:, None] | lower).ravel(), np.uint32(odd)])
+    new = torch.from_numpy(values.view(np.float32))
+    check("host", {"w": new.roll(1)}, {"w": new})
+
+
+def test_every_float16():
+    every = torch.from_numpy(np.arange(65536, dtype=np.uint16).view(np.float16))
+    check("device", {"w": every.flip(0)}, {"w": every})
+
+
+def sizes() -> tuple[State, State]:
+    """Tensors of odd sizes and all dtypes, some at odd addresses; a third of their elements differs."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(), (1,), (0,), (3, 0), (4095,), (4096,), (2, 4097), (64, 129), (9001,)]
+    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+    old, new = {}, {}
+    for number, (shape, dtype) in enumerate(itertools.product(shapes, dtypes)):
+        numel = int(np.prod(shape))
+        values = torch.randn(numel + 1, generator=generator).to(dtype)
+        later = torch.where(torch.rand(numel + 1, generator=generator) < 0.3, values * 1.1, values)
+        first = number % 2  # the second of two lies at an odd address
+        old[f"w{number}"] = values[first : first + numel].view(shape)
+        new[f"w{number}"] = later[first : first + numel].view(shape)
+    return old, new
+
+
+@PLACES
+def test_any_size_dtype_and_address(place):
+    check(place, *sizes())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_any_layout_in_memory(layout):
+    old = torch.randn(30, 14, generator=torch.Generator().manual_seed(1))
+    check("device", {"w": layout(old)}, {"w": layout(old * 1.01)})
+
+
+@PLACES
+@pytest.mark.parametrize("change", [lambda t: t.clone(), lambda t: -t], ids=["nothing", "everything"])
+def test_nothing_and_everything(place, change):
+    """Where everything changed the room for changes has to grow; at the next diff it is there."""
+    old = {"a": torch.ones(5000), "b": torch.ones(100, dtype=torch.bfloat16)}
+    check(place, old, {name: change(tensor) for name, tensor in old.items()})
+
+
+@PLACES
+def test_a_step_after_another_with_parameters_that_move_in_memory(place):
+    state = {"a": torch.randn(5000), "b": torch.randn(70)}
+    mirror = started(place, state)
+    for step in range(3):
+        state["a"][step::7] *= 1.5  # in place
+        state["b"] = state["b"] * 1.5
+        mirror.keep(diff(mirror, state))
+    now = {name: to_bits(tensor) for name, tensor in state.items()}
+    for name, expected in now.items():
+        np.testing.assert_array_equal(mirror.bits(name), expected)
+    assert mirror.digest % 2**64 == digest.state_digest(now)
+
+
+BOXES = {
+    "rows": Block((70, 90), (3, 0), (60, 90)),
+    "columns": Block((70, 90), (0, 7), (70, 30)),
+    "rows of each": Block((6, 50, 40), (3, 7, 0), (2, 20, 40)),
+    "inside": Block((6, 50, 40), (1, 7, 3), (3, 20, 10)),
+}
+
+
+@pytest.mark.parametrize("box", BOXES.values(), ids=BOXES)
+def test_a_box_of_a_parameter_is_compared_where_it_lies(box):
+    """It is several stretches of memory, which begin anywhere in the blocks of the digest."""
+    values = torch.randn(box.shape, generator=torch.Generator().manual_seed(2))
+    mirror, before = started("device", {"w": values}), to_bits(values)
+    values[box.at] *= -1
+    found = mirror.find([Part("w", values[box.at].clone(), box, False)])
+    mirror.keep(found)
+    np.testing.assert_array_equal(found.patches[0].index, np.flatnonzero(before != to_bits(values)))
+    np.testing.assert_array_equal(mirror.bits("w"), to_bits(values))
+    assert mirror.digest % 2**64 == digest.state_digest({"w": to_bits(values)})
+
+
+def test_positions_beyond_31_bits():
+    """The end of a parameter of 2^33 elements, of which nothing else is in memory."""
+    from delta_weight_sync.publish._gpu import DeviceDiff
+
+    numel, there = 1 << 33, 5000
+    old, new = torch.ones(there), torch.ones(there)
+    new[[0, 10, there - 1]] = 2
+    bits = torch.from_numpy(to_bits(old).view(np.int16))
+    mirror = SimpleNamespace(data_ptr=lambda: bits.data_ptr() - 2 * (numel - there))
+    part = Part("w", new, Block((numel,), (numel - there,), (there,)), True)
+    device = DeviceDiff(torch.device("cpu"))
+    found = device.find([part], {"w": mirror})
+    index = numel - there + np.array([0, 10, there - 1])
+    np.testing.assert_array_equal(found.patches[0].index, index)
+    was, now = (to_bits(tensor)[index - index[0]] for tensor in (old, new))
+    assert (found.moved - digest.change_digest("w", index, was, now)) % 2**64 == 0
+    device.keep(found)
+    np.testing.assert_array_equal(bits.numpy().view(np.uint16), to_bits(new))
+
+
+def test_a_shape_that_changed_is_refused():
+    mirror = started("host", {"w": torch.ones(3)})
+    with pytest.raises(CodecError, match="w: shape changed from"):
+        diff(mirror, {"w": torch.ones(4)})
+
+
+def test_tensors_that_are_made_for_a_hand_over_are_let_go(monkeypatch):
+    """Gathered from other ranks, say: the whole model would not fit next to the parameters."""
+    state = {f"w{i}": torch.randn(1000) for i in range(30)}
+    mirror, alive, most = started("device", state), weakref.WeakSet(), []
+
+    def gathered():
+        for name, tensor in state.items():
+            made = tensor * 2
+            alive.add(made)
+            most.append(len(alive))
+            yield Part(name, made, Block.whole(made.shape), False)
+
+    monkeypatch.setattr("delta_weight_sync.publish.mirror._HELD", 5 * 4000)
+    found = mirror.find(gathered())
+    mirror.keep(found)
+    assert max(most) <= 8
+    assert [patch.name for patch in found.patches] == list(state)
+    for name, tensor in state.items():
+        np.testing.assert_array_equal(mirror.bits(name), to_bits(tensor * 2))
+
+
+@PLACES
+def test_what_other_ranks_found_is_added(place):
+    """On a GPU by a kernel, on the host by a loop: to the same bits and the same digest."""
+    state = {"a": torch.randn(5000), "b": torch.randn(70)}
+    theirs = [codec.diff(name, to_bits(t), to_bits(t * 1.01)) for name, t in state.items()]
+    mirror = started(place, state)
+    mirror.take(theirs)
+    memory = {name: torch.from_numpy(to_bits(t).view(np.int16)) for name, t in state.items()}
+    from delta_weight_sync.publish._gpu import DeviceDiff
+
+    before = digest.state_digest({name: to_bits(t) for name, t in state.items()})
+    moved = DeviceDiff(torch.device("cpu")).take(theirs, memory)
+    for name, kept in memory.items():
+        np.testing.assert_array_equal(kept.numpy().view(np.uint16), mirror.bits(name))
+    assert (mirror.digest - before - moved) % 2**64 == 0
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch does, without views, which launch nothing."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
+def cost(place: str, tensors: int) -> tuple[int, int, int]:
+    """Launches, waits and operations of a diff of a model of 20,000 elements."""
+    state = {f"w{i}": torch.randn(20_000 // tensors) for i in range(tensors)}
+    mirror = started(place, state)
+    if place == "host":
+        diff(mirror, state)  # moves the mirror into pinned memory, which is done once
+    for tensor in list(state.values())[::10]:
+        tensor[::50] *= 1.5
+    with counted() as counts, Operations() as operations:
+        mirror.keep(diff(mirror, state))
+    return counts.launches, counts.waits, operations.count
+
+
+@pytest.mark.parametrize(
+    ("place", "many"), [("host", 200), pytest.param("device", 2000, marks=pytest.mark.full)]
+)
+def test_many_tensors_cost_as_few_launches_as_a_few(place, many):
+    """Nor does torch launch or wait more often; what is left per tensor is Python's."""
+    few = cost(place, 10)
+    assert few == cost(place, many)
+    launches, waits, operations = few
+    assert launches <= 4
+    assert waits <= 3
+    assert operations <= 20

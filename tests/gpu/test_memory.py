@@ -1,0 +1,72 @@
+"""Pinned memory and a second stream, asked of stand-ins for a GPU's driver."""
+
+import contextlib
+import gc
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from delta_weight_sync.gpu import SideStream, pin
+
+CUDA = torch.device("cuda", 0)
+
+
+class Owner:
+    """Whoever needs the memory pinned."""
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    calls = mock.Mock()
+    calls.cudaHostRegister.return_value = 0
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: calls)
+    monkeypatch.setattr(torch.cuda, "check_error", _check)
+    return calls
+
+
+def _check(answer):
+    if answer:
+        raise torch.cuda.CudaError(answer)
+
+
+def test_the_mirror_is_pinned_in_one_block_of_its_size(driver):
+    """Not in a block per tensor, each rounded up; and it is let go with the mirror."""
+    owner, generator = Owner(), torch.Generator().manual_seed(0)
+    shapes = {"a": (3, 5), "b": (), "c": (0,), "d": (1001,)}
+    bits = {n: torch.randint(-9, 9, s, dtype=torch.int16, generator=generator) for n, s in shapes.items()}
+    before = {name: tensor.clone() for name, tensor in bits.items()}
+    pin(owner, bits, list(bits), CUDA)
+    address, size, _ = driver.cudaHostRegister.call_args.args
+    assert driver.cudaHostRegister.call_count == 1
+    assert 0 <= size - sum(t.nbytes for t in bits.values()) < 16 * len(bits)
+    for name, tensor in bits.items():
+        assert torch.equal(tensor, before[name])
+        assert tensor.numel() == 0 or address <= tensor.data_ptr() <= address + size - tensor.nbytes
+    driver.cudaHostUnregister.assert_not_called()
+    del owner
+    gc.collect()
+    driver.cudaHostUnregister.assert_called_once_with(address)
+
+
+def test_memory_that_cannot_be_pinned_is_a_sentence(driver, monkeypatch):
+    monkeypatch.setattr(torch.cuda.CudaError, "__init__", lambda self, code: None)
+    driver.cudaHostRegister.return_value = 2
+    with pytest.raises(MemoryError, match=r'cannot be pinned .* with mirror="device"'):
+        pin(Owner(), {"a": torch.ones(3, dtype=torch.int16)}, ["a"], CUDA)
+
+
+def test_the_mirror_is_read_behind_the_last_write_and_nothing_else(monkeypatch):
+    """On a stream of its own: training that was queued since is not waited for."""
+    done = []
+    training = SimpleNamespace(record_event=lambda: "written", device=CUDA)
+    second = SimpleNamespace(device=CUDA, wait_event=lambda event: done.append(event))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: second)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: training)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(done.append(stream)))
+    side_stream, memory = SideStream(CUDA), torch.ones(3)
+    assert torch.equal(side_stream.read(memory), memory)
+    side_stream.mark_written()
+    side_stream.read(memory)
+    assert done == [second, second, "written"]

@@ -1,0 +1,205 @@
+"""A replica's kernels, interpreted on tensors of the host: exact, and as many for a model of any shape."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from delta_weight_sync import codec
+from delta_weight_sync.digest import state_digest
+from delta_weight_sync.gpu import counted
+from delta_weight_sync.vllm import memory as memory_module
+from delta_weight_sync.vllm import worker
+from delta_weight_sync.vllm.routes import Geometry, Piece, Route, learn, ownership
+from delta_weight_sync.vllm.worker import Fallback, LiveWeights, Ranks
+from tests.gpu.interpreted import interpreted
+
+device_memory = interpreted("delta_weight_sync.vllm.gpu")
+Views = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+class Laid(torch.nn.Module):
+    """Each tensor in a parameter of its own, with its dimensions in another order and room around it."""
+
+    def __init__(self, views: Views) -> None:
+        """`views`: name -> (shape, order of its dimensions in memory)."""
+        super().__init__()
+        self.views = views
+        for name, (shape, order) in views.items():
+            memory = torch.zeros([shape[dim] for dim in order], dtype=torch.bfloat16)
+            self.register_parameter(name, torch.nn.Parameter(memory, requires_grad=False))
+
+    def of(self, name: str) -> torch.Tensor:
+        """The parameter in the tensor's own order of dimensions."""
+        order = self.views[name][1]
+        return self.get_parameter(name).data.permute([order.index(dim) for dim in range(len(order))])
+
+    def load_weights(self, weights) -> None:
+        for name, tensor in weights:
+            self.of(name).copy_(tensor)
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {
+            name: self.of(name).contiguous().view(torch.int16).numpy().view(np.uint16) for name in self.views
+        }
+
+
+@pytest.fixture(autouse=True)
+def on_a_device(monkeypatch):
+    monkeypatch.setattr(worker, "memory_of", device_memory.DeviceMemory)
+
+
+def live(model: Laid) -> LiveWeights:
+    shapes = {name: shape for name, (shape, _) in model.views.items()}
+    learned = learn(model, shapes)
+    (owned,), _ = ownership(shapes, [learned.sources()])
+    return LiveWeights(learned.routes, owned, Fallback(model, {}), Ranks(1))
+
+
+def delta(path: Path, old: dict[str, np.ndarray], new: dict[str, np.ndarray]) -> Path:
+    patches = [codec.diff(name, old[name], new[name]) for name in old]
+    path.write_bytes(codec.encode(patches, old.__getitem__, base=0, version=1, encoding="fast"))
+    return path
+
+
+def commits_and_takes_back(
+    folder: Path, model: Laid, old: dict[str, np.ndarray], new: dict[str, np.ndarray]
+) -> None:
+    model.load_weights((name, torch.from_numpy(bits).view(torch.bfloat16)) for name, bits in old.items())
+    weights = live(model)
+    assert weights.digest() == state_digest(old)
+    staged = weights.stage([delta(folder / "delta", old, new)], state_digest(old))
+    assert staged.digest == state_digest(new)
+    worker.commit(staged.steps, Ranks(1).agree)
+    assert all((bits == new[name]).all() for name, bits in model.state().items())
+    assert weights.digest() == staged.digest
+    for step in reversed(staged.steps):
+        step.undo()
+    assert all((bits == old[name]).all() for name, bits in model.state().items())
+
+
+def test_every_bit_pattern_as_old_and_as_new(tmp_path):
+    every = np.arange(1 << 16, dtype=np.uint16)
+    turned = np.random.default_rng(0).permutation(every)
+    model = Laid({"w": ((256, 256), (0, 1))})
+    commits_and_takes_back(tmp_path, model, {"w": every.reshape(256, 256)}, {"w": turned.reshape(256, 256)})
+
+
+@pytest.mark.parametrize("share", [0.01, 0.9], ids=["some", "most"])
+@pytest.mark.parametrize(
+    ("shape", "order"),
+    [
+        ((5000,), (0,)),
+        ((48, 160), (1, 0)),
+        ((40, 33), (1, 0)),
+        ((3, 32, 64), (2, 0, 1)),
+        ((7, 5, 6, 4, 9), (4, 2, 0, 3, 1)),  # more dimensions than a row of the table has
+    ],
+    ids=str,
+)
+def test_any_layout(tmp_path, shape, order, share):
+    rng = np.random.default_rng(1)
+    old = rng.integers(0, 65536, shape).astype(np.uint16)
+    new = np.where(rng.random(shape) < share, rng.integers(0, 65536, shape), old).astype(np.uint16)
+    commits_and_takes_back(tmp_path, Laid({"w": (shape, order)}), {"w": old}, {"w": new})
+
+
+@pytest.mark.full
+def test_a_tensor_with_more_elements_than_a_row_can_number(tmp_path, monkeypatch):
+    """2^31 in truth."""
+    monkeypatch.setattr(memory_module, "MOST", 1000)
+    rng = np.random.default_rng(2)
+    views: Views = {"flat": ((4096,), (0,)), "turned": ((64, 70), (1, 0))}
+    old = {name: rng.integers(0, 65536, shape).astype(np.uint16) for name, (shape, _) in views.items()}
+    new = {name: np.roll(bits, 1) for name, bits in old.items()}
+    commits_and_takes_back(tmp_path, Laid(views), old, new)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch itself runs on a device; a tensor without contents and a view are no work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += (
+            func._schema.name not in {"aten::empty.memory_format", "aten::empty", "aten::empty_like"}
+            and not func.is_view
+        )
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tensors", [10, 20_000])
+def test_a_sync_takes_as_many_launches_and_waits_whatever_the_number_of_tensors(
+    tmp_path, monkeypatch, tensors
+):
+    """Counted where all launches pass; what they compute is the other tests' matter."""
+    sizes = [5000, *[1_280_000 // tensors] * (tensors - 1)]  # a tensor with every kind of tile in both
+    parts = torch.zeros(sum(sizes), dtype=torch.int16).split(sizes)
+    whole = [Geometry(0, (size,), (1,)) for size in sizes]
+    pieces = [Piece(*piece, True) for piece in zip(parts, whole, whole, strict=True)]
+    routes = {f"w{i}": Route(f"w{i}", (size,), (pieces[i],)) for i, size in enumerate(sizes)}
+    old = {f"w{i}": np.zeros(size, np.uint16) for i, size in enumerate(sizes)}
+    new = {name: (np.arange(bits.size) % 64 == 5).astype(np.uint16) for name, bits in old.items()}
+    plain = device_memory.launch
+    monkeypatch.setattr(device_memory, "launch", lambda _, programs, *__, **___: plain(Nothing(), programs))
+    weights = LiveWeights(routes, dict.fromkeys(routes, (0,)), Fallback(torch.nn.Module(), {}), Ranks(1))
+    path = delta(tmp_path / "delta", old, new)
+    with counted() as stage, Operations() as stage_operations:
+        staged = weights.stage([path], known=0)
+    with counted() as commit, Operations() as commit_operations:
+        worker.commit(staged.steps, Ranks(1).agree)
+    assert (stage.launches, stage.waits, stage_operations.count) == (3, 2, 7)
+    assert (commit.launches, commit.waits, commit_operations.count) == (2, 1, 2)
+
+
+class Nothing:
+    """A kernel that does nothing."""
+
+    def __getitem__(self, grid):
+        return lambda *_, **__: None
+
+
+def test_the_digest_reads_each_weight_once(monkeypatch):
+    """By count: the lists of tiles and rows that it reads besides are small."""
+    size = 1 << 20
+    weights = live(Laid({"w": ((size,), (0,))}))
+    lists = sum(tiles.nbytes for tiles in weights._memory._tiles.values())
+    tables = weights._memory._rows.nbytes + weights._memory._inner.nbytes + weights._memory._cells.nbytes
+    assert sum(tiles[:, 2].sum() for tiles in weights._memory._tiles.values()) == size
+    assert 2 * size + lists + tables <= 1.1 * 2 * size
+
+
+def test_staging_has_a_stream_of_its_own_and_a_commit_is_on_vllms(tmp_path, monkeypatch):
+    inside: list[bool] = []
+    entered = [False]
+
+    @contextlib.contextmanager
+    def stream(ours):
+        assert ours is weights._memory._stream
+        entered[0] = True
+        yield
+        entered[0] = False
+
+    rng = np.random.default_rng(3)
+    old = {"w": rng.integers(0, 65536, (64, 64)).astype(np.uint16)}
+    weights = live(model := Laid({"w": ((64, 64), (0, 1))}))
+    model.load_weights([("w", torch.from_numpy(old["w"]).view(torch.bfloat16))])
+    plain = device_memory.launch
+    monkeypatch.setattr(device_memory, "launch", lambda *a, **k: (inside.append(entered[0]), plain(*a, **k)))
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    weights._memory._stream = object()
+    staged = weights.stage([delta(tmp_path / "delta", old, {"w": np.roll(old["w"], 1)})], weights.digest())
+    assert inside
+    assert all(inside)
+    inside.clear()
+    worker.commit(staged.steps, Ranks(1).agree)
+    assert inside
+    assert not any(inside)

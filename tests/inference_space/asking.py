@@ -1,0 +1,52 @@
+"""The gate in front of an app, and its clients: a trainer with the key, and visitors from any address."""
+
+import functools
+from collections.abc import Awaitable, Callable
+
+import httpx
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from inference_space.gate import Completions, DashboardCalls, Gate
+from space_guard.admission import Lane
+from tests import idle_time
+
+KEY = "correct-horse-battery-staple"
+RIGHT = {"X-Space-Key": KEY}
+CONTEXT = 1000  # tokens
+EVENTS = {0: ["kept"], 3: ["text", "number", "kept"]}
+LANES = {name: Lane(8, 600.0) for name in ("page", "reading", "inference", "open pages")}
+VISITOR, OTHER = "203.0.113.7", "198.51.100.9"
+
+
+async def echo(request: Request) -> Response:
+    """What an app behind the gate gets to see."""
+    headers = {name.decode(): value.decode() for name, value in request.headers.raw}
+    body = (await request.body()).decode()
+    return JSONResponse({"path": request.scope["path"], "body": body, "headers": headers})
+
+
+def gate(app: Callable[[Request], Awaitable[Response]] = echo, **options) -> Gate:
+    """The gate before an app that answers every route in the same way."""
+
+    async def answer(request: Request, _: Exception) -> Response:
+        return await app(request)
+
+    everything = Starlette(exception_handlers={404: answer})
+    readers = {"completion": Completions(lambda: CONTEXT, batch=8), "event": DashboardCalls(EVENTS)}
+    return Gate(everything, **{"key": KEY, "lanes": LANES, "readers": readers, **options})
+
+
+def client(app, address: str = VISITOR, **options) -> httpx.AsyncClient:
+    """A client at this address."""
+    transport = httpx.ASGITransport(app, client=(address, 1))
+    return httpx.AsyncClient(transport=transport, base_url="http://replica", **options)
+
+
+trainer = functools.partial(client, headers=RIGHT)
+
+
+def running(scenario: Callable[[], Awaitable]):
+    """What `scenario` returns; its waiting takes no time, and ends when nothing else can happen."""
+    return idle_time.run(scenario())

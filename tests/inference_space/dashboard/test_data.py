@@ -1,0 +1,545 @@
+"""One reader follows the bucket through everything that can happen to it, and reads once for all viewers."""
+
+from __future__ import annotations
+
+import queue
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import numpy as np
+import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from delta_weight_sync.codec import Bits
+from delta_weight_sync.errors import BucketUnreachableError, ProtocolError
+from delta_weight_sync.records import Manifest, RunInfo
+from delta_weight_sync.runlog import SEGMENT
+from delta_weight_sync.store import Bucket, ObjectInfo, open_bucket
+from inference_space.dashboard import data
+from inference_space.dashboard.data import (
+    BYTES,
+    CALLS,
+    FAILED_S,
+    MAX_REBUILD,
+    WINDOW_S,
+    AnswerCache,
+    Library,
+    RateLimitedBucket,
+    RateLimitError,
+    RunCache,
+    RunView,
+)
+from inference_space.dashboard.page import render
+from inference_space.dashboard.routes import router
+from tests.support.buckets import CountedBucket
+from tests.support.hubsim import HubSim
+from tests.support.real_run import RealRun
+from tests.support.records import manifest_of, status
+from tests.support.written_run import WrittenRun, digest_of
+
+PATIENCE_S = 60
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "EVERY_S", 0.02)
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Bucket:
+    return open_bucket(f"file://{tmp_path}/bucket", create=True)
+
+
+def soon(reached: Callable[[], bool], seconds: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def until(cache: RunCache, wanted: Callable[[RunView], bool], seconds: float = PATIENCE_S) -> RunView:
+    soon(lambda: wanted(cache.view()), seconds)
+    return cache.view()
+
+
+def version(view: RunView) -> int | None:
+    return view.progress.version if view.progress else None
+
+
+def started(bucket: Bucket, run: str = "wordle", *, versions: int = 2, created_at: float = 1e9) -> WrittenRun:
+    written = WrittenRun(bucket, run, created_at=created_at)
+    for _ in range(versions + 1):
+        written.publish(40_000, 2_000)
+    written.log.flush()
+    return written
+
+
+def real_run(bucket: Bucket, versions: int = 1) -> RealRun:
+    """A small run that ended at its version `versions`."""
+    run = RealRun(bucket, run="r", layers=1, width=4)
+    for _ in range(versions):
+        run.step()
+    run.close()
+    return run
+
+
+class Pauses:
+    """The pauses of a reader, which end when the test says so."""
+
+    def __init__(self) -> None:
+        self._begun, self._over = queue.Queue[float](), queue.Queue[None]()
+
+    def __call__(self, seconds: float, until: threading.Event | None) -> None:
+        self._begun.put(seconds)
+        self._over.get()
+
+    def begun(self) -> float:
+        """Wait until the reader pauses; return for how long it would."""
+        return self._begun.get(timeout=PATIENCE_S)
+
+    def end(self) -> None:
+        """Let the reader go on."""
+        self._over.put(None)
+
+
+class BrokenBucket:
+    """A bucket whose log fails while it is `broken`; its second part is held back until it is `free`."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket, self.url = bucket, bucket.url
+        self.broken, self.free, self.parts = False, threading.Event(), 0
+        self.free.set()
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        if self.broken and "/log/" in key:
+            raise BucketUnreachableError(f"{key} cannot be reached: try again")
+        return self._bucket.stat(key)
+
+    def get(self, key: str) -> bytes:
+        self.parts += "/log/" in key
+        assert not key.endswith("log/00000001.jsonl") or self.free.wait(PATIENCE_S)
+        return self._bucket.get(key)
+
+    def __getattr__(self, name: str):
+        return getattr(self._bucket, name)
+
+
+def test_an_empty_bucket_becomes_a_run(bucket: Bucket) -> None:
+    cache = RunCache(bucket, None)
+    empty = until(cache, lambda view: view.read)
+    assert (empty.read, empty.problem, empty.run, empty.progress) == (True, None, None, None)
+    info = RunInfo(run="wordle", model="m", created_at=1.0, full_bytes=1)
+    bucket.put("runs/wordle/run.json", info.to_bytes())
+    waiting = until(cache, lambda view: view.run == "wordle")
+    assert (waiting.progress, waiting.problem) == (None, None)
+    written = started(bucket)
+    view = until(cache, lambda view: version(view) == 2)
+    assert (view.run, view.model) == ("wordle", "Qwen/Qwen3-0.6B")
+    written.log.close()
+
+
+def test_the_run_created_last_is_shown_unless_one_is_named(bucket: Bucket) -> None:
+    for name, created_at in (("b-old", 1.0), ("a-new", 2.0)):
+        started(bucket, name, created_at=created_at).log.close()
+    assert until(RunCache(bucket, None), lambda view: version(view) == 2).run == "a-new"
+    assert until(RunCache(bucket, "b-old"), lambda view: version(view) == 2).run == "b-old"
+
+
+def test_digests_come_from_the_manifests(bucket: Bucket) -> None:
+    written = started(bucket, versions=4)
+    written.commit("same", 4)
+    written.commit("late", 2)
+    written.log.append(written.commit_event("wrong", 3).model_copy(update={"digest": digest_of(99)}))
+    written.log.close()
+    progress = until(RunCache(bucket, "wordle"), lambda view: version(view) == 4).progress
+    assert progress
+    assert {r.name: r.digest_ok for r in progress.replicas} == {"same": True, "late": True, "wrong": False}
+
+
+def test_the_replica_that_hosts_the_dashboard_is_asked_directly(bucket: Bucket) -> None:
+    """Its status takes no detour over the trainer and the bucket, and is shown while the bucket is gone."""
+    written = started(bucket)
+    written.status("mine", 0)
+    written.log.close()
+    own = status("mine", 1).model_copy(update={"digest": digest_of(1)})
+    flaky, pauses = BrokenBucket(bucket), Pauses()
+    cache = RunCache(flaky, None, own_status=lambda: own, pause=pauses)
+
+    def after(**changed: object) -> RunView:
+        """The view after another reading, with these changes of the replica's status."""
+        nonlocal own
+        own = own.model_copy(update=changed)
+        cache.now()
+        pauses.end()
+        pauses.begun()
+        return cache.now()
+
+    def mine(view: RunView) -> tuple[int | None, str | None, bool | None]:
+        (replica,) = view.progress.replicas
+        return replica.version, replica.error, replica.digest_ok
+
+    pauses.begun()
+    first = cache.now()
+    assert mine(first) == (1, None, True)
+    assert after(t=9.0).progress is first.progress, "a later time alone is not news"
+    flaky.broken = True
+    view = after(error="disk full")
+    assert mine(view) == (1, "disk full", True)
+    assert view.problem
+
+
+@pytest.mark.parametrize("fault", ["vanished", "damaged"])
+def test_a_fault_is_named_and_the_figures_stay_until_it_is_gone(
+    bucket: Bucket, tmp_path: Path, fault: str
+) -> None:
+    written = started(bucket)
+    cache = RunCache(bucket, "wordle")
+    until(cache, lambda view: version(view) == 2)
+    key, folder = "runs/wordle/run.json", tmp_path / "bucket"
+    sound = bucket.get(key)
+    if fault == "vanished":
+        folder.rename(tmp_path / "away")
+    else:
+        bucket.put(key, sound[:-1])
+    view = until(cache, lambda view: view.problem is not None)
+    assert ("does not exist" if fault == "vanished" else key) in str(view.problem)
+    assert version(view) == 2
+    if fault == "vanished":
+        (tmp_path / "away").rename(folder)
+    bucket.put(key, sound)
+    written.publish(40_000, 2_000)
+    written.log.close()
+    assert until(cache, lambda view: version(view) == 3).problem is None
+
+
+def test_a_run_that_starts_over_is_read_again(bucket: Bucket) -> None:
+    started(bucket, versions=5).log.close()
+    cache = RunCache(bucket, "wordle")
+    until(cache, lambda view: version(view) == 5)
+    bucket.delete([info.key for info in bucket.list("runs/")])
+    until(cache, lambda view: view.progress is None)
+    started(bucket, versions=1, created_at=2e9).log.close()
+    assert until(cache, lambda view: version(view) == 1).problem is None
+
+
+def test_the_run_is_read_before_the_first_viewer_and_while_there_is_none(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "IDLE_S", 0.05)
+    written = started(bucket)
+    cache = RunCache(bucket, None)
+    soon(lambda: version(cache._view) == 2)
+    written.publish(40_000, 2_000)
+    written.log.close()
+    soon(lambda: version(cache._view) == 3)
+
+
+def test_the_first_reading_shows_its_progress(bucket: Bucket) -> None:
+    written = started(bucket, versions=3)
+    for step in range(SEGMENT):
+        written.step(step, 0.5)
+    written.log.close()
+    stuck = BrokenBucket(bucket)
+    stuck.free.clear()
+    cache = RunCache(stuck, None)
+    soon(lambda: cache.now().events_read == SEGMENT)
+    assert "Reading run 'wordle' …" in render(cache.view())
+    assert "<b>512 events</b> so far" in render(cache.view())
+    stuck.free.set()
+    assert until(cache, lambda view: version(view) == 3).events_read == 0
+
+
+def test_a_failed_reading_continues_where_it_stopped(bucket: Bucket) -> None:
+    written = started(bucket)
+    flaky = BrokenBucket(bucket)
+    cache = RunCache(flaky, "wordle")
+    until(cache, lambda view: version(view) == 2)
+    flaky.broken = True
+    written.publish(40_000, 2_000)
+    written.log.close()
+    assert until(cache, lambda view: view.problem is not None).progress
+    flaky.broken, before = False, flaky.parts
+    until(cache, lambda view: version(view) == 3)
+    assert flaky.parts - before == 1, "only the part that is new"
+
+
+def test_reading_does_not_depend_on_the_number_of_viewers(bucket: Bucket) -> None:
+    started(bucket).log.close()
+    counted, pauses = CountedBucket(bucket), Pauses()
+    cache = RunCache(counted, "wordle", pause=pauses)
+    assert pauses.begun() == data.EVERY_S
+    first = counted.asked.total()
+
+    views = [cache.view() for _ in range(500)]
+    assert {version(view) for view in views} == {2}
+    assert len({id(view) for view in views}) == 1, "an unchanged view is the same object, rendered once"
+    assert counted.asked.total() == first, "looking reads nothing"
+
+    pauses.end()
+    assert pauses.begun() == data.EVERY_S, "somebody looked, so it was read again after a second"
+    assert counted.asked.total() - first == 3
+    assert cache._view is views[0]
+
+    pauses.end()
+    assert pauses.begun() == data.IDLE_S, "nobody looked since"
+    assert counted.asked.total() - first == 3
+
+
+@pytest.mark.finding(11)
+def test_lines_that_are_not_events_are_counted_on_the_page(bucket: Bucket) -> None:
+    started(bucket, "r").log.close()
+    bucket.put("runs/r/log/00000001.jsonl", b'{"t":1e300}\n{"t":NaN}')
+    view = until(RunCache(bucket, "r"), lambda view: view.skipped == 2)
+    assert view.progress
+    assert view.problem is None
+    assert "2 lines of its log skipped" in render(view)
+
+
+@pytest.mark.finding(11)
+def test_a_damaged_description_hides_no_other_run(bucket: Bucket) -> None:
+    sound = RunInfo(run="sound", model="m", created_at=1.0, full_bytes=1)
+    bucket.put("runs/sound/run.json", sound.to_bytes())
+    bucket.put("runs/broken/run.json", b"?")
+    bucket.put("runs/large/run.json", b" " * (9 << 20))
+    bucket.put("runs/liar/run.json", sound.model_copy(update={"created_at": 2.0}).to_bytes())
+    assert data.newest_run(bucket) == sound
+
+
+@pytest.mark.finding(13)
+def test_a_stale_read_of_head_does_not_move_the_page_back(bucket: Bucket) -> None:
+    run = RealRun(bucket, layers=1)
+    (head,) = (info.key for info in bucket.list("runs/real/heads/"))
+    old, counted = bucket.get(head), CountedBucket(bucket)
+    run.step()
+    run.step()
+    cache = RunCache(counted, None)
+    until(cache, lambda view: version(view) == 2 and all(r.digest_ok for r in view.progress.replicas))
+    bucket.put(head, old)
+    looked = counted.asked["stat"] + 10
+    view = until(cache, lambda view: counted.asked["stat"] > looked)
+    assert (version(view), [replica.digest_ok for replica in view.progress.replicas]) == (2, [True])
+    run.close()
+
+
+def test_fifty_viewers_of_a_delta_cost_one_download(bucket: Bucket) -> None:
+    run, counted = real_run(bucket), CountedBucket(bucket)
+    library = Library(counted, lambda: "r", clock=lambda: 0.0)
+    answers: list[object] = []
+    viewers = [threading.Thread(target=lambda: answers.append(library.delta(1)[1])) for _ in range(50)]
+    for viewer in viewers:
+        viewer.start()
+    for viewer in viewers:
+        viewer.join()
+    assert len(answers) == 50
+    assert counted.asked["fetch"] == counted.asked["get"] == counted.asked["list"] == 1
+
+    def weights(version: int) -> dict[str, Bits]:
+        with tempfile.TemporaryDirectory() as folder:
+            return run.reader.checkout(run.reader.manifest(version), Path(folder))
+
+    old, new = weights(0), weights(1)
+    moved = sum(int(np.count_nonzero(old[name] != new[name])) for name in old)
+    assert library.delta(1)[1].changes == moved
+
+
+@pytest.mark.finding(8)
+def test_each_verified_version_is_rebuilt_once(bucket: Bucket) -> None:
+    counted = CountedBucket(bucket)
+    real_run(bucket, 20)
+    library = Library(counted, lambda: "r")
+    said = [library.verify(version) for version in range(21)]
+    once = counted.fetched.total()
+    assert [library.verify(version) for version in range(21)] == said
+    assert counted.fetched.total() == once
+
+
+@pytest.mark.finding(8)
+def test_a_damaged_version_is_fetched_once(bucket: Bucket) -> None:
+    counted = CountedBucket(bucket)
+    delta = real_run(bucket).reader.manifest().deltas[-1]
+    bucket.put(delta.key, b"?" * delta.size)
+    library = Library(counted, lambda: "r")
+    for _ in range(10):
+        with pytest.raises(ProtocolError, match="is not the published object"):
+            library.verify(1)
+    assert counted.fetched[delta.key] == 1
+
+
+@pytest.mark.finding(8)
+def test_a_failure_is_cached_for_a_limited_time() -> None:
+    now, calls = [0.0], list[str]()
+
+    def fail(question: str) -> str:
+        calls.append(question)
+        raise ProtocolError("it is damaged")
+
+    ask = AnswerCache(fail, 10, clock=lambda: now[0])
+    for now[0] in (0.0, FAILED_S, FAILED_S + 1):
+        with pytest.raises(ProtocolError):
+            ask("x")
+    assert len(calls) == 2
+    for number in range(2000):
+        with pytest.raises(ProtocolError):
+            ask(f"{number}")
+    assert len(ask._kept) <= 1024
+
+
+@pytest.mark.finding(8)
+def test_answers_are_evicted_by_weight() -> None:
+    worked = list[int]()
+
+    def work(question: int) -> int:
+        worked.append(question)
+        return question
+
+    ask = AnswerCache(work, 10, weigh=lambda answer: answer)
+    kept = []
+    for question in (4, 5, 4, 3, 4, 5, 100):
+        assert ask(question) == question
+        kept.append([*ask._kept])
+    assert worked == [4, 5, 3, 5, 100]
+    assert kept == [[4], [4, 5], [5, 4], [4, 3], [3, 4], [4, 5], [100]]
+
+
+@pytest.mark.finding(8)
+def test_the_size_stated_by_a_manifest_is_not_trusted(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`full_bytes` is a number; the sizes of its files are what is fetched."""
+    manifest, counted = manifest_of(0, 0), CountedBucket(bucket)
+    file = manifest.anchor.files[0].model_copy(update={"size": MAX_REBUILD + 1})
+    anchor = manifest.anchor.model_copy(update={"files": (file,)})
+    forged = Manifest(**manifest.model_dump(exclude={"seal", "anchor"}) | {"anchor": anchor, "full_bytes": 2})
+    monkeypatch.setattr(Library, "_manifest", lambda *_: forged)
+    with pytest.raises(ProtocolError, match="too large to be rebuilt here"):
+        Library(counted, lambda: "r").verify(0)
+    assert not counted.fetched
+
+
+def test_a_download_is_deleted_after_its_last_use(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "_DISK", 1)
+    bucket.put("runs/r/x", b"one")
+    bucket.put("runs/r/y", b"two")
+    library = Library(bucket, lambda: "r")
+    sending = library.download("runs/r/x")
+    path = library.download("runs/r/y").path
+    assert path.read_bytes() == b"two"
+    assert sending.path.read_bytes() == b"one", "although it made room for another"
+    folder = sending.path.parent
+    del sending
+    assert not folder.exists()
+
+
+@pytest.mark.finding(8)
+def test_visitors_share_a_limit_on_requests_and_bytes(bucket: Bucket, tmp_path: Path) -> None:
+    now, counted = [0.0], CountedBucket(bucket)
+    bucket.put("runs/r/x", b"x")
+    limited = RateLimitedBucket(counted, lambda: now[0])
+    for _ in range(CALLS):
+        limited.stat("runs/r/x")
+    with pytest.raises(RateLimitError, match="try again in 1 s"):
+        limited.get("runs/r/x")
+    now[0] += WINDOW_S / CALLS
+    assert limited.get("runs/r/x") == b"x"
+    now[0] += WINDOW_S
+    limited.fetch("runs/r/x", tmp_path / "x", BYTES)
+    with pytest.raises(RateLimitError, match=r"2 GB .* try again in 150 s"):
+        limited.fetch("runs/r/x", tmp_path / "x", BYTES // 2)
+    assert counted.fetched["runs/r/x"] == 1
+    assert not hasattr(limited, "put")
+
+
+class TestHubQuota:
+    """What visitors make the dashboard ask of the Hub, whose quota is for replicas and the trainer."""
+
+    pytestmark = pytest.mark.finding(9)
+    FREE = 1000  # requests to the API that a free user has in five minutes
+    OBJECTS = 300
+
+    @pytest.fixture
+    def bucket(self, hub: HubSim, hub_env: None) -> Bucket:
+        bucket = open_bucket(f"hf://buckets/team/{uuid4().hex}", create=True)
+        real_run(bucket)
+        return bucket
+
+    @pytest.fixture
+    def pauses(self) -> Pauses:
+        return Pauses()
+
+    @pytest.fixture
+    def visitor(self, bucket: Bucket, pauses: Pauses) -> Iterator[TestClient]:
+        """The dashboard's routes; its own reader has read the run once, and pauses."""
+        cache, app = RunCache(bucket, None, pause=pauses), FastAPI()
+        pauses.begun()
+        limited = RateLimitedBucket(bucket, lambda: 0.0)  # no time passes: the limit stays used up
+        app.include_router(router(cache, Library(limited, lambda: "r", lambda: 0.0)))
+        with TestClient(app) as visitor:
+            yield visitor
+
+    @staticmethod
+    def requests(hub: HubSim, work: Callable[[], object]) -> tuple[int, int]:
+        """The requests that `work` makes: to the API, which has the smaller quota, and all of them."""
+        before = len(hub.requests())
+        work()
+        kinds = Counter("api" if "/api/" in request else "other" for request in hub.requests()[before:])
+        return kinds["api"], kinds.total()
+
+    @staticmethod
+    def look(visitor: TestClient, pauses: Pauses, times: int) -> None:
+        """The page is open while the dashboard reads the bucket that often."""
+        for _ in range(times):
+            visitor.get("/dashboard/explain")
+            pauses.end()
+            pauses.begun()
+
+    def test_one_object_is_downloaded_once(self, bucket: Bucket, hub: HubSim, visitor: TestClient) -> None:
+        key, answers = bucket.list("runs/r/heads/")[0].key, set[bytes]()
+
+        def download() -> None:
+            for _ in range(40):
+                answers.add(visitor.get("/dashboard/object", params={"key": key}).content)
+
+        assert self.requests(hub, download)[1] < 12
+        assert answers == {bucket.get(key)}
+
+    def test_many_objects_cost_no_more_than_the_limit(
+        self, bucket: Bucket, hub: HubSim, visitor: TestClient
+    ) -> None:
+        files = [(b"%d" % number, f"runs/r/x/{number}") for number in range(self.OBJECTS)]
+        bucket._api.batch_bucket_files(bucket._id, add=files)
+        answers = []
+
+        def download() -> None:
+            answers.extend(visitor.get(f"/dashboard/object?key={key}") for _, key in files)
+
+        assert self.requests(hub, download)[0] < self.FREE * 0.6
+        assert [answer.status_code for answer in answers[:100]] == [200] * 100
+        refused = [answer for answer in answers if answer.status_code != 200]
+        assert len(refused) >= self.OBJECTS - CALLS
+        assert {answer.status_code for answer in refused} == {429}
+        assert "visitors have used the 240 requests" in refused[0].text
+        assert visitor.get("/dashboard/bucket").status_code == 200
+
+    def test_a_page_that_is_open_costs_no_requests_to_the_api(
+        self, hub: HubSim, visitor: TestClient, pauses: Pauses
+    ) -> None:
+        for _ in range(2):
+            pauses.end()
+            pauses.begun()
+        api, requests = self.requests(hub, lambda: self.look(visitor, pauses, 10))
+        assert api == 0
+        assert requests <= 30
+
+    def test_a_replica_on_a_version_that_never_was_is_not_looked_up_for_ever(
+        self, bucket: Bucket, hub: HubSim, visitor: TestClient, pauses: Pauses
+    ) -> None:
+        run = bucket.get("runs/r/log/00000000.jsonl")
+        bucket.put("runs/r/log/00000000.jsonl", run.replace(b'"version":1,', b'"version":99,'))
+        self.look(visitor, pauses, 30)
+        assert self.requests(hub, lambda: self.look(visitor, pauses, 10))[0] == 0

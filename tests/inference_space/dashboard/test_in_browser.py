@@ -1,0 +1,214 @@
+"""The page and its views in a visitor's browser, on a written run and on a run by the real publisher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from delta_weight_sync.records import Writer
+from delta_weight_sync.store import Bucket
+from delta_weight_sync.util import count_text, size_text
+from tests.browser import PATIENCE_S
+from tests.support.real_run import KINDS, RealRun, Shown, games
+from tests.support.written_run import FULL, TOTAL, WrittenRun, digest_of
+
+pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
+from playwright.sync_api import Browser, Page, expect
+
+pytestmark = pytest.mark.full
+
+HOSTILE = "<img src=x onerror=alert(1)> ${alert(2)} {{constructor}} `"
+
+
+def rows(page: Page, table: int) -> list[list[str]]:
+    found = page.locator("#dws-live table").nth(table).locator("tbody tr").all()
+    return [[cell.strip() for cell in row.locator("td").all_inner_texts()] for row in found]
+
+
+def test_the_page_shows_what_is_in_the_bucket_and_moves_by_itself(
+    page: Page, url: str, run: WrittenRun
+) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    run.publish(FULL, TOTAL)
+    run.step(1, 0.5)
+    run.publish(44_000, 2_200)
+    run.commit("near", 1, lag_s=1.5, pause_ms=20)
+    run.status("far", 0, error=HOSTILE)
+    page.goto(url)
+    expect(page.locator("#dws-live h1")).to_have_text("v1 serving on 1/2 replicas")
+    expect(page.locator("#dws-live .lead")).to_have_text(
+        "44 KB per sync instead of 440 KB · paused 20 ms (median)"
+    )
+    far, near = rows(page, 0)
+    assert far == ["far", "serving", "v0", "1 version behind", "", f"yes {digest_of(0)}", HOSTILE]
+    assert near == ["near", "serving", "v1", "current", "1.50 s", f"yes {digest_of(1)}", ""]
+    newest, first = rows(page, 1)
+    steps = ["12 ms", "31 ms", "420 ms", "900 ms", "300 ms", "14 ms", "20 ms"]
+    assert newest == ["v1", "1.00 % 2.2 K", "44 KB", *steps]
+    assert first[:3] == ["v0", "all", "440 KB"]
+
+    assert page.locator("#dws-live img").count() == 0, "text of a replica stays text"
+    page.evaluate("document.querySelector('#dws-live h1').kept = true")
+    run.publish(22_000, 1_100)
+    run.commit("far", 2, lag_s=2.5, pause_ms=30)
+    expect(page.locator("#dws-live h1")).to_have_text("v2 serving on 1/2 replicas")
+    assert page.evaluate("document.querySelector('#dws-live h1').kept"), (
+        "updated in place, so nothing flickers"
+    )
+    assert {urlsplit(one).hostname for one in asked} == {"127.0.0.1"}, "nothing leaves the machine"
+
+
+def test_an_empty_then_vanished_then_restored_bucket(
+    page: Page, url: str, bucket: Bucket, folder: Path
+) -> None:
+    page.goto(url)
+    expect(page.locator("#dws-live h1")).to_contain_text("Waiting for a trainer to publish the first version")
+    expect(page.locator("#dws-live h1")).to_contain_text(bucket.url)
+    run = WrittenRun(bucket)
+    run.publish(FULL, TOTAL)
+    run.log.close()
+    expect(page.locator("#dws-live h1")).to_have_text("v0 published, no replica has reported yet")
+    folder.rename(folder.with_name("away"))
+    expect(page.get_by_role("alert")).to_contain_text("does not exist")
+    expect(page.locator("#dws-live header strong")).to_have_text("bucket not readable")
+    expect(page.locator("#dws-live h1")).to_contain_text("v0")
+    folder.with_name("away").rename(folder)
+    expect(page.get_by_role("alert")).to_have_count(0)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_shows_all_of_it_without_sideways_scrolling(
+    browser: Browser, url: str, run: WrittenRun, scheme: str
+) -> None:
+    for version in range(61):
+        run.publish(FULL if version == 0 else 44_000, 2_200)
+        run.step(version, version / 60)
+        for replica in range(3):
+            run.commit(f"replica-{replica}", version)
+    run.status("replica-1", None, state="down", error="x" * 200)
+    with browser.new_context(viewport={"width": 390, "height": 844}, color_scheme=scheme) as context:
+        page = context.new_page()
+        page.goto(url)
+        expect(page.locator("#dws-live h1")).to_contain_text("v60 serving on")
+        assert page.locator("#dws-live figure svg path").count() > 12
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        ink, paper = (page.evaluate(_BRIGHTNESS, css) for css in ("color", "backgroundColor"))
+        assert (ink < 80 < 180 < paper) if scheme == "light" else (paper < 80 < 180 < ink)
+
+
+_BRIGHTNESS = """css => {
+  const value = getComputedStyle(document.querySelector(`#dws-live ${css == 'color' ? 'h1' : 'figure'}`))[css]
+  return Math.max(...value.match(/\\d+/g).slice(0, 3).map(Number))
+}"""
+
+
+def test_the_page_of_a_real_run_shows_what_was_published(
+    page: Page, url: str, real: RealRun, shown: Shown
+) -> None:
+    real.step(0.8, games())
+    shown(real)
+    manifest = real.reader.manifest()
+    page.goto(url)
+    live = page.locator("#dws-live")
+    expect(live.locator("h1")).to_have_text("v4 serving on 1/1 replica")
+    payloads = sorted(m.deltas[-1].size for m in real.reader.versions() if m.version)
+    expect(live.locator(".lead")).to_contain_text(f"{size_text((payloads[1] + payloads[2]) / 2)} per sync")
+    expect(live.locator("tbody").first).to_contain_text(f"yes {manifest.digest}")
+    expect(live.locator(".clock li[title]")).to_have_count(4)
+    solved, unsolved, invalid, hostile = live.locator(".boards li").all()
+    expect(solved.locator(".board > *")).to_have_count(3)
+    expect(solved.locator(".tiles").last.locator(".hit")).to_have_count(5)
+    assert solved.locator(".tiles").first.inner_text().lower().split() == list("crane")
+    expect(unsolved.locator("strong")).to_have_text("0.40")
+    expect(invalid).to_contain_text("not a word")
+    expect(hostile).to_contain_text("<img src=x onerror=alert(1)>")
+    assert live.locator("img").count() == 0
+
+
+def test_inside_a_delta_of_any_version(page: Page, url: str, real: RealRun, shown: Shown) -> None:
+    shown(real)
+    page.goto(f"{url}#inside")
+    inside = page.locator(".view-inside")
+    expect(inside.locator(".heat tbody tr")).to_have_count(len(KINDS))
+    assert inside.locator(".heat thead th").all_inner_texts() == ["layer", "0", "1", "2", "3"]
+    newest = real.reader.manifest(3)
+    expect(inside).to_contain_text(f"v2 → v3: {count_text(newest.changed)} weights changed in 21 tensors")
+    shares = [float(share[:-2]) for share in inside.locator(".bars em").all_inner_texts()]
+    assert sum(shares) == pytest.approx(100, abs=0.5)
+    inside.get_by_label("Version").focus()
+    page.keyboard.press("Home")
+    expect(inside).to_contain_text(f"v0 → v1: {count_text(real.reader.manifest(1).changed)} weights changed")
+
+
+def test_a_delta_is_opened_in_place_and_proven(
+    page: Page, url: str, real: RealRun, bucket: Bucket, shown: Shown
+) -> None:
+    shown(real)
+    manifest = real.reader.manifest(3)
+    bucket.put(real.reader.keys.delta(4, Writer(1, "0" * 32)), b"half of a delta that is being written")
+    page.goto(f"{url}#bucket")
+    view = page.locator(".view-bucket")
+    view.locator("[data-delta='4']").click()
+    expect(view.get_by_role("alert")).to_contain_text("has no version 4")
+    row = view.locator("tr", has_text="deltas/00000003.t1-")
+    expect(row).to_contain_text(size_text(manifest.deltas[-1].size))
+    row.get_by_role("button", name="Open").click()
+    expect(view.locator(".opened tbody tr")).to_have_count(21)
+    expect(view.locator(".opened > p").first).to_contain_text(f"{count_text(manifest.changed)} of")
+    view.get_by_role("button", name="Verify v3").click()
+    expect(view.locator("output")).to_contain_text("verified: v3 was rebuilt from anchor v0 and 3 deltas")
+    expect(view.locator("output")).to_contain_text(manifest.digest)
+    row.get_by_role("button", name="Close").click()
+    expect(view.locator(".opened")).to_have_count(0)
+
+
+def test_a_download_is_the_object_and_nothing_else_can_be_had(
+    url: str, real: RealRun, bucket: Bucket, shown: Shown
+) -> None:
+    shown(real)
+    ref = real.reader.manifest(3).deltas[-1]
+    answer = httpx.get(f"{url}dashboard/object", params={"key": ref.key}, timeout=PATIENCE_S)
+    ref.check(answer.content)
+    anchor = real.reader.manifest(3).anchor.files[0].key
+    for key in (anchor, "runs/other/run.json", "../../etc/passwd", f"{ref.key}/../../run.json"):
+        refused = httpx.get(f"{url}dashboard/object", params={"key": key}, timeout=PATIENCE_S)
+        assert refused.status_code == 404
+        assert "can be downloaded here" in refused.text
+
+
+def test_scrubbing_shows_the_run_as_it_was(page: Page, url: str, real: RealRun, shown: Shown) -> None:
+    real.step(0.9)
+    shown(real)
+    page.goto(url)
+    expect(page.locator("#dws-live h1")).to_have_text("v4 serving on 1/1 replica")
+    slider = page.get_by_label("Look back")
+    slider.focus()
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    past = page.locator("#dws-past")
+    expect(past.locator("h1")).to_have_text("v2 serving on 1/1 replica")
+    expect(page.locator("#dws-live")).to_be_hidden()
+    payload = size_text(real.reader.manifest(2).deltas[-1].size)
+    assert payload in past.locator("tr", has=page.get_by_text("v2", exact=True)).last.inner_text()
+    real.step(0.9)
+    page.get_by_role("button", name="Newest").click()
+    expect(page.locator("#dws-live h1")).to_have_text("v5 serving on 1/1 replica")
+
+
+def test_an_open_view_turns_to_the_run_that_takes_the_place_of_another(
+    page: Page, url: str, real: RealRun, bucket: Bucket, shown: Shown
+) -> None:
+    """Nobody has to reload: a page left open in another view shows what is there now."""
+    shown(real)
+    page.goto(f"{url}#explain")
+    expect(page.locator(".whose button").first).to_have_text("this run: tiny-qwen")
+    page.locator("[data-tab=bucket]").click()
+    expect(page.locator(".view-bucket .lead")).to_contain_text(f"of run {real.reader.keys.run}")
+    bucket.delete([info.key for info in bucket.list("runs/")])
+    expect(page.locator(".view-bucket [role=alert]")).to_contain_text("holds no run yet")
+    page.locator("[data-tab=explain]").click()
+    expect(page.locator(".whose button").first).to_have_text("an example: Qwen3-0.6B")

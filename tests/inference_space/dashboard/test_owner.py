@@ -1,0 +1,154 @@
+"""The owner may pause, pin and heal, with the key or logged in with Hugging Face; visitors only look."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
+from playwright.sync_api import Page, expect
+
+from delta_weight_sync.store import open_bucket
+from inference_space.dashboard import owner
+from inference_space.dashboard.owner import Owner
+from tests.inference_space.dashboard.openid_provider import provider
+from tests.support.dashboard import KEY, REFUSED, RecordedControls, controlled, served
+
+SPACE = {"SYSTEM": "spaces", "SPACE_ID": "ada/replica", "SPACE_AUTHOR_NAME": "ada"}
+GRANTED = {"OAUTH_CLIENT_ID": "the-space", "OAUTH_CLIENT_SECRET": "s" * 32, "OAUTH_SCOPES": "openid profile"}
+
+
+@pytest.fixture
+def told() -> RecordedControls:
+    return RecordedControls()
+
+
+@pytest.fixture
+def replica(told: RecordedControls, tmp_path: Path) -> Iterator[str]:
+    with controlled(open_bucket(f"file://{tmp_path}/bucket", create=True), told) as url:
+        yield url
+
+
+@pytest.mark.full
+def test_only_the_key_opens_the_controls(page: Page, replica: str, told: RecordedControls) -> None:
+    page.goto(f"{replica}#owner")
+    said = page.locator("#dws-owner-state")
+    expect(said).to_contain_text("follows the newest version")
+    page.get_by_role("button", name="Pause following").click()
+    expect(page.locator(REFUSED)).to_contain_text("Only the owner may do this")
+    page.get_by_label("Key").fill("a long guess")
+    page.get_by_role("button", name="Heal").click()
+    expect(page.locator(REFUSED)).to_contain_text("REPLICA_KEY")
+    assert told.calls == []
+
+    page.get_by_label("Key").fill(KEY)
+    page.get_by_role("button", name="Pause following").click()
+    expect(said).to_contain_text("It is paused")
+    page.get_by_label("Version").fill("7")
+    page.get_by_role("button", name="Pin this version").click()
+    expect(said).to_contain_text("It stays at v7")
+    page.get_by_label("Version").fill("")
+    page.get_by_role("button", name="Pin this version").click()
+    expect(page.locator(REFUSED)).to_contain_text("Enter the version to pin")
+    page.get_by_label("Version").fill("12")
+    page.get_by_role("button", name="Pin this version").click()
+    expect(page.locator(REFUSED)).to_contain_text("the run has no version 12")
+    page.get_by_role("button", name="Heal").click()
+    page.get_by_role("button", name="Follow the newest").click()
+    expect(said).to_contain_text("follows the newest version")
+    assert told.calls == ["pause", "pin 7", "heal", "resume"]
+
+
+@pytest.mark.full
+def test_without_a_key_there_is_no_tab(page: Page, told: RecordedControls, tmp_path: Path) -> None:
+    with controlled(open_bucket(f"file://{tmp_path}/bucket", create=True), told, key="") as url:
+        page.goto(url)
+        expect(page.locator("[data-tab]").first).to_be_visible()
+        expect(page.locator("[data-tab=owner]")).to_have_count(0)
+        assert "Pause following" not in page.content()
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "login", "allowed"),
+    [
+        (Owner("secret", "ada"), "secret", "", True),
+        (Owner("secret", "ada"), "", "ada", True),
+        (Owner("secret", "ada"), "Secret", "bob", False),
+        (Owner("", ""), "", "", False),
+        (Owner("", "ada"), "", "", False),
+        (Owner("ключ", ""), "ключ", "", True),
+    ],
+)
+def test_who_is_the_owner(given: Owner, key: str, login: str, allowed: bool) -> None:
+    assert given.allows(key, login) is allowed
+
+
+@pytest.mark.parametrize(
+    ("set_to", "why"),
+    [
+        ({}, "works only in a Space"),
+        ({"SPACE_ID": "ada/replica"} | GRANTED, "set SYSTEM=spaces"),
+        (GRANTED | {"OPENID_PROVIDER_URL": "https://huggingface.co"}, "works only in a Space"),
+        (SPACE, "set hf_oauth: true"),
+        (SPACE | GRANTED, "set hf_oauth: true"),
+    ],
+)
+def test_a_missing_login_setting_is_named(
+    monkeypatch: pytest.MonkeyPatch, set_to: dict[str, str], why: str
+) -> None:
+    for name in ("SYSTEM", "SPACE_ID", *owner._LOGIN_SETTINGS):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SPACE_AUTHOR_NAME", "ada")
+    for name, value in set_to.items():
+        monkeypatch.setenv(name, value)
+    assert why in owner.login_problem()
+    assert owner.space_author() == ""
+
+
+def test_a_missing_login_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (SPACE | GRANTED | {"OPENID_PROVIDER_URL": "https://huggingface.co"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(owner, "_LOGIN_LIBRARIES", ("a_library_that_is_not_there",))
+    assert "install gradio[oauth]" in owner.login_problem()
+
+
+@pytest.mark.full
+def test_the_author_is_the_owner_and_another_is_not(page: Page, tmp_path: Path) -> None:
+    pytest.importorskip("authlib", reason="logging in needs authlib: pip install 'gradio[oauth]'")
+    bucket = open_bucket(f"file://{tmp_path}/bucket", create=True)
+    names = iter(("bob", "ada"))
+    with served(lambda url: provider(url, names)) as hub:
+        environment = os.environ | SPACE | GRANTED | {"OPENID_PROVIDER_URL": hub}
+        command = [sys.executable, "-m", "tests.support.dashboard", bucket.url]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, env=environment, **pipes) as space:
+            assert space.stdout
+            page.goto(f"{space.stdout.readline().strip()}#owner")
+            said = page.locator("#dws-owner-state")
+
+            page.get_by_role("button", name="Sign in with Hugging Face").click()
+            back_at_the_owners_tab(page)
+            expect(page.get_by_role("button", name="Logout (bob)")).to_be_visible()
+            page.get_by_role("button", name="Pause following").click()
+            expect(page.locator(REFUSED)).to_contain_text("Only the owner may do this")
+
+            page.get_by_role("button", name="Logout (bob)").click()
+            back_at_the_owners_tab(page)
+            page.get_by_role("button", name="Sign in with Hugging Face").click()
+            back_at_the_owners_tab(page)
+            expect(page.get_by_role("button", name="Logout (ada)")).to_be_visible()
+            page.get_by_role("button", name="Pause following").click()
+            expect(said).to_contain_text("It is paused")
+            assert space.stdin
+            space.stdin.close()
+
+
+def back_at_the_owners_tab(page: Page) -> None:
+    expect(page).to_have_url(re.compile("/$"))
+    page.locator("[data-tab=owner]").click()

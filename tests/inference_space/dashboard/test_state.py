@@ -1,0 +1,179 @@
+"""Events add up to exactly the figures that were written, and are drawn."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from delta_weight_sync.records import LARGEST
+from delta_weight_sync.runlog import DoneEvent, Event, StepEvent
+from inference_space.dashboard.charts import sync_spans
+from inference_space.dashboard.data import RunView
+from inference_space.dashboard.page import render
+from inference_space.dashboard.state import POINTS, Curve, Progress, RunState
+from tests.support.records import DIGEST, canary, commit, status, sync
+
+
+def folded(*events: Event) -> RunState:
+    state = RunState()
+    state.add(events)
+    return state
+
+
+def progress(*events: Event) -> Progress:
+    """What is shown of a run with these events after version 0."""
+    run = folded(sync(0, 1100), *events).progress()
+    assert run
+    return run
+
+
+def rewards(**metrics: float) -> StepEvent:
+    return StepEvent(
+        t=0, step=1, reward=1.0, metrics={f"games/{name}": rate for name, rate in metrics.items()}
+    )
+
+
+def test_nothing_is_shown_before_the_first_version() -> None:
+    assert folded(status("r", None, state="waiting"), rewards()).progress() is None
+
+
+def test_bytes_are_counted_from_version_1_and_anchors_count_as_sent() -> None:
+    run = progress(sync(1, 30, changed=5), sync(2, 50, anchor=1100), sync(3, 40))
+    assert (run.version, run.full_bytes, run.payload_bytes) == (3, 1000, 40)
+    assert (run.sent_bytes, run.sent_full_bytes) == (30 + 50 + 1100 + 40, 3000)
+    assert run.curves["deltas"] == ((1, 30), (2, 50), (3, 40))
+    assert run.curves["anchors"] == ((0, 1100), (2, 1100))
+    assert run.curves["changed"] == ((1, 0.01), (2, 0.02), (3, 0.02))
+    assert run.curves["saved"] == ((1, 970), (2, 820), (3, 1780))
+
+
+def test_a_commit_moves_its_replica_and_costs_the_slowest() -> None:
+    commits = commit("x", 1, lag_s=4, pause_ms=7), commit("y", 1, lag_s=2, pause_ms=9)
+    run = progress(sync(1, 30), *commits, sync(2, 30))
+    assert [(r.name, r.version, r.behind, r.lag_s) for r in run.replicas] == [("x", 1, 1, 4), ("y", 1, 1, 2)]
+    assert (run.pause_ms, run.worst_pause_ms, run.lag_s) == (8, 9, 3)
+    (newest, uncommitted), (first, slowest), _ = run.syncs
+    assert (newest.version, uncommitted, first.version) == (2, None, 1)
+    assert slowest
+    assert (slowest.fetch_s, slowest.stage_s, slowest.commit_ms, slowest.pause_ms) == (2, 1, 4.5, 9)
+
+
+def test_a_sync_on_the_clock_ends_with_the_last_replicas_commit() -> None:
+    run = progress(sync(1, 30), commit("x", 1, lag_s=4, pause_ms=500), commit("y", 1, lag_s=2))
+    event, slow = run.syncs[0]
+    published = [("diff", 0.0, 0.1), ("publish", 0.1, 0.3)]
+    taken = [("idle", 0.3, 0.5), ("fetch", 0.5, 2.5), ("stage", 2.5, 3.5), ("pause", 3.5, 4)]
+    assert sync_spans(event, slow) == published + taken
+    assert sync_spans(event, None) == published
+
+
+def test_what_a_replica_answers_replaces_what_was_known() -> None:
+    down = status("x", None, state="down", error="no answer")
+    (x,) = progress(sync(1, 9), commit("x", 1), down).replicas
+    assert (x.state, x.version, x.behind, x.digest_ok, x.error) == ("down", None, None, None, "no answer")
+    assert math.isnan(x.versions[-1][1]), "the staircase breaks off where a replica serves nothing"
+
+
+def test_a_replicas_own_status_is_shown_in_place_of_the_logs() -> None:
+    state = folded(sync(0, 1100), sync(1, 9), sync(2, 9), status("other", 1), commit("mine", 1))
+    state.digests[2] = DIGEST
+    before, now = state.progress(), state.progress(status("mine", 2, state="serving", error="disk full"))
+    assert before
+    assert now
+    assert now.replicas[1] == before.replicas[1], "of other replicas the log tells"
+    mine = now.replicas[0]
+    assert (mine.version, mine.behind, mine.digest_ok, mine.error) == (2, 0, True, "disk full")
+    assert (mine.lag_s, mine.lags) == (before.replicas[0].lag_s, before.replicas[0].lags)
+    assert mine.versions == (*before.replicas[0].versions, (now.last_t, 2))
+    assert state.progress().replicas == before.replicas, "the run itself is as it was"
+    new = state.progress(status("new", None, state="starting"))
+    assert [(r.name, r.state) for r in new.replicas if r.name == "new"] == [("new", "starting")]
+
+
+@pytest.mark.parametrize(("published", "ok"), [(DIGEST, True), ("b" * 16, False), (None, None)])
+def test_replicas_and_the_trainer_are_compared_with_the_published_digest(
+    published: str | None, ok: bool | None
+) -> None:
+    state = folded(sync(0, 1100), sync(1, 9), commit("x", 1), DoneEvent(t=1, version=0, digest=DIGEST))
+    assert state.served() == {0, 1}
+    state.digests |= {0: published, 1: published}
+    run = state.progress()
+    assert run
+    assert (run.replicas[0].digest_ok, run.done_ok) == (ok, ok)
+    state.add([sync(2, 9)])
+    assert state.progress().done is None, "training went on"
+
+
+def test_rates_come_from_the_steps_that_have_them() -> None:
+    steps = [
+        StepEvent(t=0, step=n, reward=r, metrics={}) for n, r in ((1, 0.5), (2, None), (3, None), (4, 0.75))
+    ]
+    stale = StepEvent(t=0, step=5, reward=None, metrics={"sample/staleness_mean": 2.0})
+    run = progress(*steps, rewards(solve_rate=0.5, invalid_rate=0.1), stale)
+    assert run.curves["reward"] == ((1, 0.5), (4, 0.75), (1, 1.0))
+    assert run.reward_lately == 0.75
+    assert (run.curves["solved"], run.curves["invalid"], run.curves["staleness"]) == (
+        ((1, 0.5),),
+        ((1, 0.1),),
+        ((5, 2.0),),
+    )
+    assert run.group is None
+
+
+def test_the_staircase_of_a_stuck_replica_reaches_into_the_window() -> None:
+    run = progress(sync(1, 9), commit("stuck", 1), *(sync(n, 9) for n in range(2, 101)))
+    assert run.trainer[-1] == (1000, 100)
+    assert run.replicas[0].versions == ((run.trainer[0][0], 1),)
+    assert run.replicas[0].behind == 99
+
+
+def test_a_long_curve_stays_short_and_loses_neither_its_spike_nor_its_end() -> None:
+    peaks, means = Curve(peaks=True), Curve()
+    for n in range(10_000):
+        for curve in (peaks, means):
+            curve.add(n, 100.0 if n == 7777 else 1.0 + n % 2)
+            assert n != POINTS - 1 or curve.points() == tuple((m, 1.0 + m % 2) for m in range(POINTS))
+    for curve in (peaks, means):
+        assert POINTS // 2 <= len(curve.points()) <= POINTS + 1
+        assert curve.points()[-1] == (9999, 2.0)
+    assert max(peaks.points(), key=lambda point: point[1]) == (pytest.approx(7777, abs=34), 100.0)
+    assert means.points()[0] == (pytest.approx(31.5), 1.5)
+
+
+def test_the_newest_comparison_of_each_replica_counts_and_the_worst_comes_first() -> None:
+    compared = [canary("x", 1, 2.0), canary("y", 1, 0.03), canary("x", 2, 0.02)]
+    assert [(c.replica, c.version, c.alarm) for c in progress(*compared).canaries] == [
+        ("y", 1, False),
+        ("x", 2, False),
+    ]
+    assert progress(*compared, canary("x", 3, 0.6)).canaries[0].alarm
+
+
+@pytest.mark.finding(11)
+@pytest.mark.parametrize("value", [0.0, 5e-324, 1e-300, 1e-9, LARGEST, -LARGEST])
+def test_every_number_that_a_log_can_hold_is_drawn(value: float) -> None:
+    """Nothing that a line of the log says turns the page into an error."""
+    largest = (1 << 62) - 1
+    first = sync(0, 1100).model_copy(update={"diff_s": value, "encode_s": value, "publish_s": value})
+    events: list[Event] = [first]
+    for version, t in ((1, 0.0), (2, 253_402_300_799.0), (largest, 1.0)):
+        counts = dict.fromkeys(("payload_bytes", "anchor_bytes", "full_bytes", "changed", "total"), largest)
+        events.append(first.model_copy(update={"version": version, "t": t} | counts))
+        spent = dict.fromkeys(("lag_s", "fetch_s", "stage_s", "pause_ms", "commit_ms"), value)
+        events.append(commit("x", 1).model_copy(update=spent | {"version": version, "t": t}))
+        metrics = dict.fromkeys(("games/solve_rate", "games/invalid_rate", "sample/staleness_mean"), value)
+        step = {0.0: 0, 1.0: largest}.get(t, 1)
+        events.append(StepEvent(t=t, step=step, reward=value, metrics=metrics))
+        events.append(StepEvent(t=t, step=step, reward=1.0, metrics=dict.fromkeys(metrics, 1.0)))
+    page = render(RunView("b", "r", progress=folded(*events).progress(), read=True))
+    assert len(page) < 200_000
+
+
+@pytest.mark.finding(11)
+def test_names_of_replicas_fill_no_memory() -> None:
+    events = [status(f"replica-{number}", 1) for number in range(5000)]
+    run = progress(*events, *(status("x", 1 + version % 2) for version in range(5000)))
+    assert len(run.replicas) == 128
+    assert {"replica-4999", "x"} <= {replica.name for replica in run.replicas}
+    assert max(len(replica.versions) for replica in run.replicas) <= 257

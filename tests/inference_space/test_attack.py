@@ -1,0 +1,142 @@
+"""A replica under attack: slow clients, floods, hostile bodies and a hostile bucket, all at once.
+
+A trainer with the key still gets answers, memory stays bounded, and no process dies. Times are only printed.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+import pytest
+
+from delta_weight_sync.signing import PUBLIC_KEY, new_pair
+from tests.live.asking import HEADERS, KEY
+from tests.live.replica import PATIENCE_S, SMALL_CACHE, Replica
+from tests.live.run import Trainer
+from tests.support import tiny
+
+pytestmark = [pytest.mark.live, pytest.mark.long]
+
+ASKED, ATTACK_S = 300, 60
+PAIR = new_pair()
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    tiny.build(tmp_path / "base", tie=True, seed=0)
+    trainer = Trainer((tmp_path / "bucket").as_uri(), tmp_path / "base", keys=PAIR)
+    trainer.publish()
+    trainer.step()
+    trainer.publish()
+    yield trainer
+    trainer.close()
+
+
+@pytest.fixture
+def replica(trainer, tmp_path):
+    settings = {PUBLIC_KEY: PAIR[PUBLIC_KEY], "REPLICA_KEY": KEY, "REPLICA_VLLM_ARGS": SMALL_CACHE}
+    replica = Replica(trainer.bucket.url, "live", tmp_path / "replica", environ=settings)
+    replica.start()
+    try:
+        replica.wait_for(1)
+        yield replica
+    finally:
+        replica.stop()
+
+
+class Vandal(threading.Thread):
+    """Overwrites HEAD until it is stopped."""
+
+    def __init__(self, bucket: Path) -> None:
+        super().__init__(daemon=True)
+        self._heads, self._done, self.scribbled = bucket / "runs" / "live" / "heads", threading.Event(), 0
+        self._newest = max(self._heads.iterdir())
+        self._was = self._newest.read_bytes()
+
+    def run(self) -> None:
+        nonsense = (b"", b"{", b"[" * 100_000, b"\0" * (4 << 20), self._was[:-9])
+        while not self._done.wait(0.2):
+            self._newest.write_bytes(nonsense[self.scribbled % len(nonsense)])
+            self.scribbled += 1
+
+    def stop(self) -> None:
+        self._done.set()
+        self.join()
+        self._newest.write_bytes(self._was)
+
+
+class Memory(threading.Thread):
+    """The most that the replica's processes had at once, in bytes."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self._root, self._done, self.most = psutil.Process(pid), threading.Event(), 0
+
+    def run(self) -> None:
+        while not self._done.wait(0.25):
+            self.most = max(self.most, self.now())
+
+    def now(self) -> int:
+        family = [self._root, *self._root.children(recursive=True)]
+        return sum(process.memory_info().rss for process in family)
+
+    def stop(self) -> int:
+        self._done.set()
+        self.join()
+        return self.most
+
+
+def completions(replica: Replica, going_on: Callable[[int], bool]) -> list[float]:
+    """Seconds of each of a trainer's short completions, one after the other."""
+    took, body = [], {"model": "policy", "prompt": [1, 5, 9, 100], "max_tokens": 4, "ignore_eos": True}
+    with httpx.Client(base_url=replica.url, headers=HEADERS, timeout=PATIENCE_S) as http:
+        while going_on(len(took)):
+            began = time.perf_counter()
+            http.post("/v1/completions", json=body).raise_for_status()
+            took.append(time.perf_counter() - began)
+    return took
+
+
+def test_a_trainer_is_answered_through_all_of_it(trainer, replica, capsys):
+    completions(replica, lambda done: done < ASKED)
+    processes = psutil.Process(replica.pid).children(recursive=True)
+    quiet, before = completions(replica, lambda done: done < ASKED), Memory(replica.pid).now()
+    log = replica.folder / "replica.log"
+    lines = log.stat().st_size
+
+    vandal, memory = Vandal(Path(urlsplit(trainer.bucket.url).path)), Memory(replica.pid)
+    command = [sys.executable, "-m", "tests.inference_space.attack", str(replica.port), KEY, str(ATTACK_S)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as attack:
+        vandal.start()
+        memory.start()
+        under = completions(replica, lambda _: attack.poll() is None)
+        answers = json.loads(attack.stdout.read())
+    vandal.stop()
+    grown, written = memory.stop() - before, log.stat().st_size - lines
+
+    with capsys.disabled():
+        print(f"\na trainer's completions in ms: quiet {times(quiet)}; under attack {times(under)}")
+        print(f"memory +{grown / 1e6:.0f} MB, log +{written / 1e3:.1f} KB, {vandal.scribbled} heads")
+        print(answers)
+    assert all(process.is_running() for process in processes)
+    assert grown < 200e6
+    assert written < 100e3
+    assert vandal.scribbled
+    for kind in ("page: 200", "tick: 200", "no_event: 422", "half_a_head: cut off", "half_a_body: 413"):
+        assert answers.get(kind), f"the attack did not come through: {answers}"
+    assert not [answer for answer in answers if ": 5" in answer], answers
+    trainer.step()
+    replica.wait_for(trainer.publish())
+
+
+def times(seconds: list[float]) -> str:
+    middle, high = statistics.median(seconds), statistics.quantiles(seconds, n=20)[-1]
+    return f"p50 {middle * 1000:.1f}, p95 {high * 1000:.1f} of {len(seconds)}"

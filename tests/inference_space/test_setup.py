@@ -1,0 +1,223 @@
+"""A replica that is not set up says what it lacks: variables as it starts, a token as it reads the bucket."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from uuid import uuid4
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.testclient import TestClient
+
+from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY
+from delta_weight_sync.store import Bucket, Listing, open_bucket
+from delta_weight_sync.store._notifications import Notifications
+from delta_weight_sync.vllm.disk import CountingReader
+from inference_space.app import main
+from inference_space.public_port import SpaceFollower
+from inference_space.settings import SETUP, Settings, find_problems
+from inference_space.vllm_server import VllmServer
+from space_guard.setup_page import SetupPage
+from tests.support.hubsim import HubSim
+from trainer.demo.processes import free_port
+
+PATIENCE_S = 120
+SET_UP = {
+    "SPACE_ID": "me/wordle-replica-1",
+    "REPLICA_BUCKET": "hf://buckets/me/wordle",
+    "REPLICA_RUN": "first",
+    "REPLICA_KEY": "four-random-words-in-a-row",
+}
+
+
+@pytest.mark.parametrize("name", ["REPLICA_BUCKET", "REPLICA_RUN", "REPLICA_KEY"])
+def test_each_variable_that_is_missing_is_named_with_its_purpose(name):
+    environ = {variable: value for variable, value in SET_UP.items() if variable != name}
+    problems = find_problems(environ)
+    assert dict(problems) == {name: "not set"}
+    with TestClient(SETUP.app(problems)) as client:
+        home, health = client.get("/"), client.get("/health")
+        refused = [client.get("/ready"), client.get("/status"), client.post("/v1/completions", json={})]
+    assert (home.status_code, health.status_code) == (200, 200)
+    assert "Variables and secrets" in home.text
+    need = SETUP.needs[name]
+    item = home.text.split(f"<code>{name}</code>")[1].split("</li>")[0]
+    assert f"<small>{need.kind}</small>" in item
+    assert "not set" in item
+    assert home.text.count('class="missing"') == 1
+    assert [answer.status_code for answer in refused] == [503] * 3
+    assert all(f"{name}: not set" in answer.json()["error"] for answer in refused)
+
+
+@pytest.mark.parametrize(
+    ("variables", "name", "said"),
+    [
+        ({"REPLICA_BUCKET": "me/wordle"}, "REPLICA_BUCKET", "hf://buckets/<owner>/<name>"),
+        ({"REPLICA_RUN": "../first"}, "REPLICA_RUN", "may hold letters"),
+        ({"REPLICA_KEY": "1234"}, "REPLICA_KEY", "shorter than 16 characters"),
+        ({"REPLICA_KEY": "geheimnis mit leerzeichen"}, "REPLICA_KEY", "printable ascii without spaces"),
+        ({"REPLICA_PORT": "http"}, "REPLICA_PORT", "valid integer"),
+        ({PUBLIC_KEY: "ed25519_secret_geheimnis"}, PUBLIC_KEY, "is not a key"),
+        ({SIGNING_KEY: "ed25519_secret_geheimnis"}, SIGNING_KEY, "the trainer's alone: unset it here"),
+        ({"REPLICA_BUKCET": "x"}, "REPLICA_BUKCET", "there is no such variable"),
+    ],
+)
+def test_each_variable_that_cannot_be_used_is_named_and_no_value_of_a_secret_is_told(variables, name, said):
+    problems = find_problems(SET_UP | variables)
+    assert list(problems) == [name]
+    assert said in problems[name]
+    assert "geheimnis" not in SETUP.page(problems) + SETUP.sentence(problems)
+
+
+def test_a_set_up_space_starts_and_open_inference_needs_no_key():
+    assert find_problems(SET_UP) == {}
+    assert find_problems(SET_UP | {"REPLICA_KEY": "", "REPLICA_OPEN_INFERENCE": "true"}) == {}
+
+
+@pytest.mark.full
+def test_a_duplicated_space_serves_the_page_and_says_so_once(tmp_path):
+    """As on the Hub, where a duplicate has the variables, but no secret."""
+    port = free_port()
+    listening = {"REPLICA_HOST": "127.0.0.1", "REPLICA_PORT": str(port)}
+    environ = os.environ | SET_UP | listening | {"REPLICA_KEY": ""}
+    with (tmp_path / "log").open("wb") as log:
+        command = [sys.executable, "-m", "inference_space.app"]
+        process = subprocess.Popen(command, env=environ, stdout=log, stderr=log)
+    try:
+        home = wait_for(f"http://127.0.0.1:{port}/")
+    finally:
+        process.terminate()
+        process.wait(PATIENCE_S)
+    said = (tmp_path / "log").read_text()
+    assert "REPLICA_KEY" in home.text
+    assert "https://huggingface.co/spaces/me/wordle-replica-1/settings" in home.text
+    assert said.count("This Space is not set up") == 1
+    assert "Traceback" not in said
+
+
+def wait_for(url: str) -> httpx.Response:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(httpx.ConnectError):
+            return httpx.get(url, trust_env=False, timeout=PATIENCE_S)
+        time.sleep(0.1)
+    raise AssertionError(f"{url} does not answer")
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({}, "replica: set these variables: REPLICA_BUCKET: not set; REPLICA_RUN: not set"),
+        ({"REPLICA_BUCKET": "file:///tmp/none", "REPLICA_RUN": "a b"}, "replica: run name 'a b' may hold"),
+        ({"REPLICA_BUCKET": "ftp://x", "REPLICA_RUN": "a"}, "replica: 'ftp://x' is not"),
+    ],
+)
+def test_elsewhere_than_on_the_hub_it_ends_with_a_sentence(monkeypatch, variables, said):
+    monkeypatch.delenv("SPACE_ID", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert str(ended.value).startswith(said)
+
+
+@pytest.fixture(scope="module")
+def wordle(tmp_path_factory):
+    """A Hub with the private bucket team/wordle."""
+    with HubSim(tmp_path_factory.mktemp("hub")) as hub, pytest.MonkeyPatch.context() as patch:
+        for name, value in hub.env(hub.root / "client").items():
+            patch.setenv(name, value)
+        open_bucket("hf://buckets/team/wordle", create=True)
+        yield hub
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("token", "bucket", "name", "said"),
+    [
+        ("", "team/wordle", "HF_TOKEN", "not set, and hf://buckets/team/wordle is private or does not exist"),
+        ("hf_typo", "team/wordle", "HF_TOKEN", "does not know this token: it is wrong or expired"),
+        ("hf_expired", "team/wordle", "HF_TOKEN", "does not know this token: it is wrong or expired"),
+        ("hf_free", "team/wordle", "HF_TOKEN", "this token may not read hf://buckets/team/wordle"),
+        ("hf_bucket_read", "team/other", "HF_TOKEN", "this token may not read hf://buckets/team/other"),
+        ("hf_read", "team/wrdle", "REPLICA_BUCKET", "hf://buckets/team/wrdle does not exist"),
+    ],
+)
+def test_why_the_bucket_cannot_be_read(wordle, monkeypatch, tmp_path, caplog, token, bucket, name, said):
+    monkeypatch.setenv("HF_TOKEN", token)
+    monkeypatch.setattr("delta_weight_sync.watch.LONGEST_S", 0.05)
+    follower = following(f"hf://buckets/{bucket}", tmp_path, lambda follower: follower.problems)
+    status = follower.report(0).status
+    assert list(follower.problems) == [name]
+    assert said in follower.problems[name]
+    assert status.error == f"{name}: {follower.problems[name]}"
+    assert caplog.text.count(said) == 1, "said once, however often it is tried"
+    if token:
+        assert token not in status.error
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("token", ["hf_write", "hf_read", "hf_bucket_read"])
+def test_a_token_that_may_read_is_enough(wordle, monkeypatch, tmp_path, token):
+    monkeypatch.setenv("HF_TOKEN", token)
+
+    def waits(follower: SpaceFollower) -> bool:
+        return follower.report(0).status.state == "waiting for the run's first version"
+
+    follower = following("hf://buckets/team/wordle", tmp_path, waits)
+    assert waits(follower)
+    assert (follower.problems, follower.report(0).status.error) == ({}, None)
+
+
+def following(url: str, folder, until) -> SpaceFollower:
+    """A follower of the bucket at `url` that got as far as `until`, and has looked a few times more."""
+    settings = Settings(bucket=url, run=f"run-{uuid4().hex}", poll_s=0.05, folder=str(folder))
+    bucket = Looked(open_bucket(url))
+    reader = CountingReader(bucket, settings.run)
+    follower = SpaceFollower(reader, VllmServer(settings), name="r", folder=folder, poll_s=0.05)
+    follower.start()
+    wait_until(lambda: until(follower))
+    seen = bucket.looks
+    wait_until(lambda: bucket.looks > seen + 3)
+    follower.stop()
+    return follower
+
+
+def wait_until(reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+class Looked:
+    """A bucket that tells nobody of changes, and counts how often somebody looked for them."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket, self.url, self.looks = bucket, bucket.url, 0
+
+    def list(self, prefix: str) -> Listing:
+        self.looks += 1
+        return self._bucket.list(prefix)
+
+    def notifications(self, prefix: str) -> Notifications:
+        return Notifications()
+
+    def __getattr__(self, name: str):
+        return getattr(self._bucket, name)
+
+
+def test_the_page_gives_way_when_the_bucket_can_be_read():
+    problems = {"HF_TOKEN": "not set"}
+    app = Starlette(exception_handlers={404: lambda request, _: PlainTextResponse("the dashboard")})
+    app.add_middleware(SetupPage, setup=SETUP, problems=lambda: problems)
+    with TestClient(app) as client:
+        assert "<code>HF_TOKEN</code>" in client.get("/").text
+        assert client.get("/theme.css").text == "the dashboard"
+        problems.clear()
+        assert client.get("/").text == "the dashboard"

@@ -1,0 +1,89 @@
+"""Checkpoints as bits: exactly what torch casts, without torch."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from delta_weight_sync.checkpoint import read_bits, shapes_in, to_bits, to_nearest, write_bits
+from delta_weight_sync.errors import CheckpointError
+
+EVERY_16 = np.arange(1 << 16, dtype=np.uint16)
+
+
+def assert_same(ours: np.ndarray, theirs: np.ndarray) -> None:
+    """Bit for bit; a NaN is a NaN, for torch's own bits of one depend on the machine."""
+    nan = (theirs & 0x7FFF) > 0x7F80
+    np.testing.assert_array_equal((ours & 0x7FFF) > 0x7F80, nan)
+    np.testing.assert_array_equal(ours[~nan], theirs[~nan])
+    assert (ours[nan] == 0x7FC0).all()
+
+
+def test_every_float16_is_cast_as_torch_casts_it():
+    assert_same(
+        to_nearest(EVERY_16.view(np.float16)), to_bits(torch.from_numpy(EVERY_16).view(torch.float16))
+    )
+
+
+@pytest.mark.parametrize("low", [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], ids=hex)
+def test_float32_is_rounded_as_torch_rounds_it(low):
+    """Every upper half, with lower halves around the tie."""
+    word = (EVERY_16.astype(np.uint32) << 16) | low
+    assert_same(to_nearest(word.view(np.float32)), to_bits(torch.from_numpy(word).view(torch.float32)))
+
+
+def test_random_float32_float64_and_integers_are_cast_as_torch_casts_them():
+    chance = np.random.default_rng(0)
+    words = chance.integers(0, 1 << 64, 400_000, np.uint64)
+    for values in (
+        words.view(np.float32),
+        words.view(np.float64),
+        words.view(np.int64),
+        words.view(np.uint8),
+    ):
+        assert_same(to_nearest(values), to_bits(torch.from_numpy(values)))
+
+
+def test_a_checkpoint_of_any_float_is_read_in_its_shapes(tmp_path):
+    weights = {
+        "f16": torch.randn(3, 5).half(),
+        "f32": torch.randn(2, 3, 4),
+        "f64": torch.randn(7).double(),
+        "bf16": torch.from_numpy(EVERY_16.copy()).view(torch.bfloat16).view(256, 256),
+        "one": torch.tensor(1.5),
+        "none": torch.zeros(0, 4),
+    }
+    save_file(weights, tmp_path / "model.safetensors")
+    read = dict(read_bits(tmp_path))
+    assert shapes_in(tmp_path / "model.safetensors") == {n: tuple(t.shape) for n, t in weights.items()}
+    assert {name: bits.shape for name, bits in read.items()} == {
+        n: tuple(t.shape) for n, t in weights.items()
+    }
+    for name, tensor in weights.items():
+        np.testing.assert_array_equal(read[name], to_bits(tensor))
+
+
+def test_reading_and_writing_load_no_torch(tmp_path):
+    write_bits({"w": (2, 3)}, lambda _: np.ones((2, 3), np.uint16), tmp_path / "model.safetensors")
+    save_file({"f": torch.ones(4)}, tmp_path / "more.safetensors")
+    code = (
+        "import sys, pathlib; from delta_weight_sync.checkpoint import read_bits;"
+        f"print(dict(read_bits(pathlib.Path({str(tmp_path)!r}))).keys()); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "dict_keys(['w', 'f'])"
+
+
+def test_what_is_no_checkpoint_says_so(tmp_path):
+    with pytest.raises(CheckpointError, match=r"holds no \.safetensors file"):
+        next(read_bits(tmp_path))
+    save_file({"w": torch.ones(8).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"w in model\.safetensors cannot be cast"):
+        next(read_bits(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
+    with pytest.raises(SafetensorError):
+        next(read_bits(tmp_path))

@@ -1,0 +1,280 @@
+"""The cost model against what was measured here, and against the rules of the program."""
+
+import argparse
+import json
+from collections.abc import Callable
+from uuid import uuid4
+
+import numpy as np
+import pytest
+import torch
+
+from bench import results
+from delta_weight_sync import codec, cost
+from delta_weight_sync.cli import main
+from delta_weight_sync.cli import plan as command
+from delta_weight_sync.cost import Plan, Question, Recipe
+from delta_weight_sync.publish.outbox import Outbox
+from delta_weight_sync.publish.writer import RunWriter
+from delta_weight_sync.reader import RunReader
+from delta_weight_sync.records import ANCHOR_PAYS, MAX_FILES
+from delta_weight_sync.runlog import RunLogWriter
+from delta_weight_sync.store import open_bucket
+from delta_weight_sync.watch import Watcher
+from tests.support.hubsim import HubSim
+
+MEASURED = results.read()
+TRAINERS = {"fp32 master, late": "fp32", "fp32 master, from bf16": "fp32-start", "bf16 weights": "bf16"}
+SETS = [(s["model"], TRAINERS[s["trainer"]], s) for s in MEASURED["size"]["sets"]]
+GROWTH = [*MEASURED["growth"]["changes"], *MEASURED["growth"]["size"]]
+SIZE_TOLERANCE, TIME_FACTOR, TABLE_TOLERANCE = 0.05, 2.0, 0.01
+
+
+@pytest.mark.parametrize("encoding", ["fast", "small"])
+@pytest.mark.parametrize(("name", "trainer", "one"), SETS)
+def test_sizes_of_every_measured_set(name, trainer, one, encoding):
+    predicted = cost.delta_bytes(one["elements"], one["share"], encoding, trainer)
+    assert predicted == pytest.approx(one["bytes"][encoding], rel=SIZE_TOLERANCE)
+
+
+@pytest.mark.parametrize("encoding", ["fast", "small"])
+@pytest.mark.parametrize("one", GROWTH, ids=lambda o: f"{o['elements'] / 1e6:.0f}M-{o['share']:.2%}")
+def test_sizes_and_seconds_as_model_and_changes_grow(one, encoding):
+    weights, changes = one["elements"], one["changed"]
+    size = cost.delta_bytes(weights, one["share"], encoding, "fp32")
+    assert size / changes == pytest.approx(one["per_change"][encoding], rel=SIZE_TOLERANCE)
+    assert_time(cost.encode_s(weights, changes, encoding), one["parts"][f"encode {encoding}"]["median_s"])
+    decode = cost.DECODE[encoding].seconds(weights, changes)
+    assert_time(decode, one["parts"][f"decode {encoding}"]["median_s"])
+
+
+def assert_time(predicted: float, measured: float) -> None:
+    assert measured / TIME_FACTOR < predicted < measured * TIME_FACTOR
+
+
+def test_the_other_parts_of_a_sync():
+    section = MEASURED["speed"]
+    weights, changes = section["elements"], section["changed"]
+    costs = {
+        "diff fp32": cost.DIFF["fp32"],
+        "diff bf16": cost.DIFF["bf16"],
+        "digest": cost.DIGEST,
+        "stage": cost.PLACE,
+        "commit": cost.COMMIT,
+        "apply small": cost.APPLY,
+        "publish whole": cost.SAVE,
+        "receive whole": cost.LOAD,
+    }
+    for part, rate in costs.items():
+        assert_time(rate.seconds(weights, changes), section["parts"][part]["median_s"])
+
+
+def test_the_parts_of_a_live_replica():
+    """vLLM on the CPU with requests in flight: beside generation, and while generation waits."""
+    live = MEASURED["live"]
+    weights, changes = live["elements"], live["changed"]
+    stage = sum(rate.seconds(weights, changes) for rate in (cost.DECODE["fast"], cost.DIGEST, cost.PLACE))
+    assert_time(stage, live["commits"]["our stage"]["median_s"])
+    assert_time(cost.COMMIT.seconds(weights, changes), live["commits"]["ours"]["median_s"])
+    for syncs in live["syncs"].values():
+        assert_time(cost.COMMIT.seconds(weights, changes), 1e-3 * syncs["pause_ms"]["p50"])
+
+
+def test_the_table_of_sizes_is_what_bench_measured():
+    """Copy a new measurement that differs to delta_weight_sync/cost.py."""
+    rows = [(row["share"], row["per_change"]) for row in MEASURED["growth"]["changes"]]
+    for row, expected in zip(zip(*cost.SIZES["fp32"], strict=True), rows, strict=True):
+        assert_sizes(row, *expected)
+    for trainer in ("fp32-start", "bf16"):
+        found = [one for _, kind, one in SETS if kind == trainer][-1]
+        nearest = min(zip(*cost.SIZES[trainer], strict=True), key=lambda row: abs(row[0] - found["share"]))
+        assert_sizes(nearest, found["share"], found["per_change"])
+
+
+def assert_sizes(row: tuple[float, ...], share: float, measured: dict[str, float]) -> None:
+    assert row == pytest.approx((share, measured["fast"], measured["small"]), rel=TABLE_TOLERANCE)
+
+
+def test_versions_merge_as_bench_measured():
+    join = MEASURED["joining"]["join"]
+    for span, share in join["merged"].items():
+        assert cost.MERGED[int(span)] == pytest.approx(share / join["changed"], rel=TABLE_TOLERANCE)
+
+
+def test_threads_help_as_much_as_is_said():
+    measured = MEASURED["threads"]["times_as_fast_with_two"].values()
+    assert (min(measured), max(measured)) == pytest.approx(cost.TWO_THREADS, rel=0.15)
+
+
+def test_more_cores_encode_and_decode_sooner():
+    two, eight = (Plan(Question(10**12, 0.01, 1, 1e9, cores=cores)) for cores in (2, 8))
+    assert eight.encode_s == pytest.approx(two.encode_s / 4)
+    assert eight.stage_s < two.stage_s
+    assert eight.commit_s == two.commit_s
+    assert eight.join_deltas_s < two.join_deltas_s
+
+
+def test_requests_per_version_are_those_that_the_clients_make(hub, hub_env, tmp_path):
+    (tmp_path / "assets").mkdir()
+    bucket = open_bucket(f"hf://buckets/team/{uuid4().hex}", create=True)
+    weights = {"w": torch.ones(300, 300)}
+    log = RunLogWriter(bucket, "run", every_s=3600)
+    publisher = Outbox(RunWriter(bucket, "run", model="m", assets=tmp_path / "assets"), log)
+    publisher.publish(weights.items(), 1)
+    weights["w"][7] *= 1.5
+
+    reader = RunReader(bucket, "run")
+    watcher = Watcher(reader)
+    watcher.poll()
+    watcher.mark_used()
+
+    def publish() -> None:
+        publisher.publish(weights.items(), 2)
+        publisher.flush()
+
+    def take() -> None:
+        newest = watcher.poll()
+        reader.fetch(newest.deltas[-1], tmp_path)
+
+    for work, said, looks in ((publish, cost.PUBLISHING, 0), (take, cost.TAKING, 1)):
+        made = counted(hub, work)
+        assert (made["files"] - looks, made["api"]) == (said["files"], said["api"])
+        assert made["all"] == pytest.approx(said["all"], abs=5), "Xet's own depend on its caches"
+    watcher.mark_used()
+    assert counted(hub, watcher.poll) == {"all": 1, "api": 0, "files": 1}
+    watcher._notifications.expected = True
+    assert counted(hub, watcher.poll) == {"all": 2, "api": 1, "files": 1}, "a safety poll"
+    publisher.close()
+    log.close()
+
+
+def counted(hub: HubSim, work: Callable[[], object]) -> dict[str, int]:
+    before = len(hub.requests())
+    work()
+    paths = [line.split()[1] for line in hub.requests()[before:]]
+    api, files = (sum(part in path for path in paths) for part in ("/api/", "/resolve/"))
+    return {"all": len(paths), "api": api, "files": files}
+
+
+@pytest.mark.parametrize("share", [0.001, 0.01, 0.07, 0.25])
+def test_the_formula_of_distances_is_that_of_the_coder(share):
+    rng = np.random.default_rng(0)
+    size = round(20_000 / share)
+    index = np.flatnonzero(rng.random(size) < share)
+    patch = codec.Patch("w", (size,), index, rng.choice(np.array([1, 65535], np.uint16), index.size))
+    data = codec.encode([patch], lambda name: np.zeros(size, np.uint16), base=0, version=1)
+    streams = len(data) - 8 - int.from_bytes(data[:8], "little")
+    bits = cost.distance_bits(index.size / size) + 1  # and a sign
+    assert 8 * streams / index.size == pytest.approx(bits, rel=0.01)
+
+
+def test_a_sync_is_the_sum_of_its_parts_and_the_slower_side_sets_the_pace():
+    plan = Plan(Question(params=10**9, share=0.01, replicas=4, link=1e8))
+    assert plan.upload_s == plan.fetch_s == plan.delta / 1e8
+    assert plan.hand_over_to_serving_s > plan.diff_s + plan.encode_s + plan.upload_s + plan.fetch_s
+    assert plan.published_hour == min(plan.publisher_versions_hour, plan.replica_versions_hour)
+    assert plan.egress_hour == pytest.approx(4 * plan.published_hour * plan.delta)
+    assert plan.full_s > plan.hand_over_to_serving_s
+
+
+def test_a_trainer_that_is_faster_than_the_publisher_merges_steps():
+    slow = Plan(Question(params=10**12, share=0.01, replicas=1, link=1e9, steps_per_hour=120))
+    assert slow.published_hour == slow.publisher_versions_hour
+    assert slow.steps_per_version == pytest.approx(120 / slow.publisher_versions_hour)
+    quick = Plan(Question(params=10**8, share=0.01, replicas=1, link=1e9, steps_per_hour=120))
+    assert (quick.published_hour, quick.steps_per_version) == (120, 1)
+
+
+def test_anchors_come_when_half_a_model_is_behind_the_last_or_so_many_files():
+    sparse, dense = (
+        Plan(Question(params=10**9, share=share, replicas=1, link=1e8)) for share in (0.001, 0.3)
+    )
+    for plan in (sparse, dense):
+        recipe = Recipe(10**9, plan.question.share, "fast", "fp32")
+        size, _, files = recipe.after_anchor(plan.anchor_every - 1)
+        assert size <= ANCHOR_PAYS * plan.full
+        assert files < MAX_FILES
+        size, _, files = recipe.after_anchor(plan.anchor_every)
+        assert size > ANCHOR_PAYS * plan.full or files == MAX_FILES
+    assert sparse.anchor_every > dense.anchor_every
+    often = Plan(Question(params=10**9, share=0.001, replicas=1, link=1e8, anchor_every=20))
+    assert often.stored_hour / often.published_hour > sparse.stored_hour / sparse.published_hour
+
+
+def test_a_late_replica_fetches_few_files_and_fewer_bytes_than_all_deltas():
+    recipe = Recipe(6 * 10**8, 0.01, "fast", "fp32")
+    size, _, files = recipe.after_anchor(64 + 3 * 8 + 5)
+    assert files == 1 + 3 + 5
+    assert size < 0.7 * 93 * recipe.delta
+
+
+def test_spaces_have_room_for_the_model_or_there_are_none():
+    small = Plan(Question(params=6 * 10**8, share=0.01, replicas=3, link=1e8))
+    assert (small.space, small.replicas_usd_hour) == ("l4x1", pytest.approx(3 * 0.80))
+    assert Plan(Question(params=10**12, share=0.01, replicas=3, link=1e8)).space is None
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "value"),
+    [
+        (command.weights, "1T", 10**12),
+        (command.weights, "0.6B", 6 * 10**8),
+        (command.weights, "135M", 135 * 10**6),
+        (command.weights, "1000", 1000),
+        (command.share, "1%", 0.01),
+        (command.share, "0.05%", 0.0005),
+        (command.speed, "100MB/s", 1e8),
+        (command.speed, "10Gb/s", 1.25e9),
+        (command.positive, "32", 32),
+        (command.dollars, "0.09", 0.09),
+    ],
+)
+def test_quantities_are_parsed(parse, text, value):
+    assert parse(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("parse", "texts", "fix"),
+    [
+        (command.weights, ["1t", "0B", "-1B", "1 T", "1e9", "1GB", ""], "write 1T, 0.6B, 135M or 240K"),
+        (command.share, ["0.01", "1", "40%", "0.001%", "-1%", "1 %"], "from 0.01% to 30%"),
+        (command.speed, ["1gb/s", "1GB", "1 GB/s", "0MB/s", "1Gbps", "fast"], "write bytes as 100MB/s"),
+        (command.positive, ["0", "-1", "1.5", "1T", ""], "write digits only"),
+        (command.dollars, ["$0.09", "-1", "free"], "dollars per gigabyte"),
+    ],
+)
+def test_a_malformed_quantity_is_refused_with_the_fix(parse, texts, fix):
+    for written in texts:
+        with pytest.raises(argparse.ArgumentTypeError, match=fix):
+            parse(written)
+
+
+WORDS = ["plan", "--params", "1T", "--changed", "1%", "--replicas", "32", "--link", "1GB/s"]
+
+
+def test_the_table_states_its_assumptions(capsys):
+    main([*WORDS, "--anchor-every", "64", "--price-egress", "0.05", "--trainer", "bf16"])
+    printed = capsys.readouterr().out
+    assert "one sync of 1 T weights, 1 % changed, encoding fast, trainer bf16" in printed
+    for stated in (
+        "no GPU was measured",
+        "200 ranks",
+        "what-if",
+        "the Hub includes 8",
+        "egress at your price",
+    ):
+        assert stated in printed
+
+
+def test_json_holds_every_figure(capsys):
+    main([*WORDS, "--json", "--encoding", "small"])
+    figures = json.loads(capsys.readouterr().out)
+    plan = Plan(Question(params=10**12, share=0.01, replicas=32, link=1e9, encoding="small"))
+    assert figures.items() >= {**vars(plan), "question": vars(plan.question)}.items()
+    assert figures["assumptions"]
+
+
+def test_a_wrong_unit_ends_with_one_sentence(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([*WORDS[:-1], "1gb/s"])
+    assert "'1gb/s' is not a link speed: write bytes as 100MB/s or 1GB/s" in capsys.readouterr().err

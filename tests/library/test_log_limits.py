@@ -1,0 +1,216 @@
+"""A run's log holds what a trainer, a replica or anybody who may write put there; it stays readable."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from delta_weight_sync.errors import ProtocolError
+from delta_weight_sync.records import Manifest, parse
+from delta_weight_sync.runlog import (
+    LINE,
+    SEGMENT,
+    SEGMENT_BYTES,
+    DoneEvent,
+    Event,
+    Rollout,
+    RunLogReader,
+    RunLogWriter,
+    StepEvent,
+)
+from delta_weight_sync.store import Bucket, open_bucket
+from tests.support.records import commit, manifest_of, status, sync
+from trainer import observe
+from trainer.observe import ReplicaWatch
+
+pytestmark = pytest.mark.finding(11)
+
+PATIENCE_S = 60
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Bucket:
+    return open_bucket(tmp_path.as_uri(), create=True)
+
+
+def logged(bucket: Bucket, *lines: bytes | Event, segment: int = 0) -> None:
+    """A segment of the log of run `r`, line by line."""
+    whole = [line if isinstance(line, bytes) else line.model_dump_json().encode() for line in lines]
+    bucket.put(f"runs/r/log/{segment:08d}.jsonl", b"\n".join(whole))
+
+
+def changed(event: Event, **fields: object) -> bytes:
+    """An event as JSON that says something else."""
+    return json.dumps(event.model_dump() | fields).encode()
+
+
+def read(bucket: Bucket) -> tuple[list[Event], int]:
+    reader = RunLogReader(bucket, "r")
+    return list(reader.poll()), reader.skipped
+
+
+BAD = {
+    "no JSON": b"{",
+    "no event": b'{"kind":"surprise"}',
+    "null for a number": changed(commit("x", 1), lag_s=None),
+    "NaN": changed(commit("x", 1), lag_s=float("nan")),
+    "infinite": changed(commit("x", 1), t=float("inf")),
+    "a time without a calendar": changed(sync(1, 9), t=1e300),
+    "a number that no sum holds": changed(commit("x", 1), pause_ms=1e308),
+    "a version of 4001 digits": changed(sync(1, 9)).replace(b'"version": 1', b'"version": ' + b"9" * 4001),
+    "negative": changed(sync(1, 9), payload_bytes=-1),
+    "nested": b"[" * 100_000,
+    "half a character": changed(status("x", 1), replica="\ud800"),
+    "long": changed(status("x", 1), state="x" * LINE),
+    "no UTF-8": b"\xff\xfe",
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_line_is_skipped_and_counted(bucket: Bucket, kind: str) -> None:
+    logged(bucket, sync(0, 1100), BAD[kind], commit("x", 0))
+    events, skipped = read(bucket)
+    assert events == [sync(0, 1100), commit("x", 0)]
+    assert skipped == 1
+
+
+def test_what_a_replica_says_is_cut_to_a_length(bucket: Bucket) -> None:
+    logged(bucket, sync(0, 1100), status("x" * 10_000, 1, state="y" * 100_000))
+    _, said = read(bucket)[0]
+    assert (len(said.replica), len(said.state)) == (200, 4000)
+
+
+def test_a_segment_that_is_too_large_is_left_out(bucket: Bucket) -> None:
+    logged(bucket, b"\n" * (9 << 20))
+    logged(bucket, sync(0, 1100), segment=1)
+    assert read(bucket) == ([sync(0, 1100)], 1)
+
+
+def test_a_segment_has_so_many_events_and_no_more(bucket: Bucket) -> None:
+    logged(bucket, *[status("x", 1)] * (SEGMENT + 1000))
+    events, skipped = read(bucket)
+    assert (len(events), skipped) == (SEGMENT, 1)
+
+
+def test_reading_goes_on_after_bad_lines_and_counts_each_once(bucket: Bucket) -> None:
+    reader = RunLogReader(bucket, "r")
+    lines: list[bytes | Event] = [b"{", sync(0, 1100)]
+    for _ in range(3):
+        logged(bucket, *lines)
+        assert list(reader.poll()) == [line for line in lines[-1:] if not isinstance(line, bytes)]
+        assert reader.skipped == 1
+        lines.append(status("x", 1))
+    assert list(reader.poll()) == []
+
+
+@contextmanager
+def replica(answer: bytes) -> Iterator[str]:
+    """A replica that answers so at `/status`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(ConnectionError):  # who asked has heard enough
+                self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def reported(**fields: object) -> bytes:
+    """A report with one commit, which says something else."""
+    said = [event.model_dump() for event in (status("x", 1), commit("x", 1))]
+    return json.dumps({"status": said[0], "commits": [said[1] | fields]}).encode()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        reported(lag_s=float("nan")),
+        reported(lag_s=float("-inf")),
+        reported(t=1e300),
+        reported(version=10**4000),
+        reported(replica="\ud800"),
+        b"[" * 100_000,
+        reported() + b" " * (4 << 20),
+        reported(),
+    ],
+    ids=["NaN", "infinite", "t", "version", "surrogate", "nested", "long", "sound"],
+)
+def test_what_a_replica_answers_cannot_break_the_log(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    monkeypatch.setattr(observe, "_POLL_S", 0.01)
+    with replica(answer) as url:
+        log = RunLogWriter(bucket, "r", every_s=0.01)
+        watch = ReplicaWatch([url], log)
+        deadline = time.monotonic() + PATIENCE_S
+        while url not in watch._last:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        watch.close()
+        log.append(DoneEvent(t=1.0, version=1, digest="0" * 16))
+        log.close()
+    events, skipped = read(bucket)
+    assert skipped == 0
+    assert isinstance(events[-1], DoneEvent)
+    assert events[0].kind == ("commit" if answer == reported() else "replica")
+
+
+@pytest.mark.parametrize("text", ["\ud800", "x" * (LINE + 1), "\x00\x1b[2J"])
+def test_what_a_model_or_an_environment_wrote_cannot_stop_the_log(bucket: Bucket, text: str) -> None:
+    log = RunLogWriter(bucket, "r", every_s=3600)
+    rollouts = (Rollout(turns=((text, text),) * 3, reward=1.0, sync=0),)
+    log.append(StepEvent(t=0, step=1, reward=1.0, metrics={}, prompt=text, rollouts=rollouts))
+    log.append(sync(0, 9))
+    log.close()
+    events, skipped = read(bucket)
+    assert (len(events), skipped) == (2, 0)
+
+
+def test_segments_end_before_readers_refuse_them(bucket: Bucket) -> None:
+    log = RunLogWriter(bucket, "r", every_s=3600)
+    rollouts = tuple(Rollout(turns=(("x" * 20_000, "y"),) * 5, reward=1.0, sync=0) for _ in range(9))
+    for step in range(20):
+        log.append(StepEvent(t=0, step=step, reward=1.0, metrics={}, rollouts=rollouts))
+        if step % 3 == 0:
+            log.flush()
+    log.close()
+    sizes = [info.size for info in bucket.list("runs/r/log/")]
+    assert len(sizes) > 1
+    assert max(sizes) <= SEGMENT_BYTES
+    events, skipped = read(bucket)
+    assert ([event.step for event in events], skipped) == (list(range(20)), 0)
+
+
+def test_strange_objects_beside_the_log_leave_no_gap_in_it(bucket: Bucket) -> None:
+    for name in ("a", "b", "99999999.jsonl"):
+        bucket.put(f"runs/r/log/{name}", b"?")
+    log = RunLogWriter(bucket, "r", every_s=3600)
+    log.append(sync(0, 9))
+    log.close()
+    assert read(bucket) == ([sync(0, 9)], 0)
+
+
+@pytest.mark.parametrize("field", ["created_at", "born"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -1.0, 1e300])
+def test_a_manifest_without_a_time_is_refused(field: str, value: float) -> None:
+    """Its replicas would say that they took it over so many seconds after it."""
+    fields = json.loads(manifest_of(1, 0).to_bytes()) | {field: value}
+    del fields["seal"]
+    with pytest.raises(ProtocolError, match=f"not a valid Manifest: {field}"):
+        parse(Manifest, json.dumps(fields).encode(), "manifests/1")

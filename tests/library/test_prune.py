@@ -1,0 +1,231 @@
+"""What of a run is deleted, what never, and what is said of it afterwards."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from delta_weight_sync import Publisher, open_run
+from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.errors import ConfigError
+from delta_weight_sync.prune import GRACE_S, Keep, Pruner, Survey, prune
+from delta_weight_sync.reader import RunReader
+from delta_weight_sync.records import Writer, version_key
+from delta_weight_sync.store import open_bucket
+from inference_space.dashboard.data import Library
+from tests.cli.command import command
+from tests.cli.drifting import PATIENCE_S, RUN, Drifting
+
+HOUR = 3600.0
+VERSIONS = 80
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory):
+    """A run with anchors and jumps, which is only read."""
+    run = Drifting(tmp_path_factory.mktemp("long") / "bucket")
+    for _ in range(VERSIONS):
+        run.step()
+        run.settle()
+    run.close()
+    return run
+
+
+@pytest.fixture
+def run(long_run, tmp_path):
+    """A copy of it whose versions were published ten minutes apart."""
+    folder = tmp_path / "bucket"
+    for path in sorted(long_run.folder.rglob("*")):
+        if path.is_file():
+            copy = folder / path.relative_to(long_run.folder)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(path.read_bytes())
+            key = version_key(copy.relative_to(folder).as_posix())
+            os.utime(copy, (600 * (key.version if key else VERSIONS),) * 2)
+    return RunReader(open_bucket(folder.as_uri()), RUN)
+
+
+def keys(reader: RunReader) -> set[str]:
+    return {info.key for info in reader.bucket.list("")}
+
+
+def size(reader: RunReader) -> int:
+    return sum(info.size for info in reader.bucket.list(""))
+
+
+def survey(reader: RunReader, keep: str, **spared: object) -> Survey:
+    found = Pruner(reader, Keep.parse(keep)).survey(**spared)
+    assert found
+    return found
+
+
+def builds(reader: RunReader, version: int, folder: Path) -> None:
+    manifest = reader.manifest(version)
+    assert to_hex(state_digest(reader.checkout(manifest, folder / f"{version}"))) == manifest.digest
+
+
+def test_a_run_fits_its_budget_and_all_that_it_still_holds_can_be_built(run, tmp_path):
+    before = keys(run)
+    found = survey(run, "800KB")
+    prune(run.bucket, found)
+    assert found.kept == size(run) <= 800e3
+    assert 0 < found.oldest < VERSIONS - 10
+    assert [m.version for m in run.versions()] == list(range(VERSIONS, found.oldest - 1, -1))
+    for version in {found.oldest, found.oldest + 1, (found.oldest + VERSIONS) // 2, VERSIONS}:
+        builds(run, version, tmp_path)
+    assert before - keys(run) == {doomed.info.key for doomed in found.delete}
+    assert survey(run, "800KB").delete == (), "there is nothing more to do"
+
+
+def test_what_a_trainer_goes_on_from_stays(run, tmp_path):
+    old = VERSIONS - 30
+    run.bucket.put(f"{run.keys.state(old, old, Writer(1, '0' * 32))}.json", b"{}")
+    found = survey(run, "1KB")
+    prune(run.bucket, found)
+    assert found.oldest == old
+    builds(run, old, tmp_path)
+
+
+def test_more_room_keeps_more_versions_and_one_more_would_not_fit(run):
+    oldest = [survey(run, f"{kilobytes}KB").oldest for kilobytes in (500, 700, 900, 1100, 90000)]
+    assert oldest == sorted(oldest, reverse=True)
+    assert oldest[-1] == 0
+    tight = survey(run, "800KB")
+    assert survey(run, "800KB", reserve=100_000).oldest > tight.oldest
+
+
+def test_by_age_the_versions_of_that_time_stay(run, monkeypatch):
+    """Time is the run's own: its last version is the newest moment, whenever that was."""
+    newest = run.manifest()
+    manifests = {m.version: m.model_copy(update={"created_at": 600.0 * m.version}) for m in run.versions()}
+    monkeypatch.setattr(run, "newest", lambda: manifests[newest.version])
+    monkeypatch.setattr(run, "read_manifest", lambda ref: manifests[version_key(ref.key).version])
+    assert survey(run, "10h").oldest == VERSIONS - 60
+    assert survey(run, "2d").oldest == 0
+
+
+def test_what_the_newest_and_young_versions_name_stays_whatever_the_budget(run):
+    found = survey(run, "1KB")
+    prune(run.bucket, found)
+    assert found.oldest == VERSIONS - 5, "what is less than an hour old"
+    there = keys(run)
+    for manifest in run.versions():
+        assert {ref.key for ref in manifest.files} <= there
+    assert len(list(run.versions())) == 6
+
+
+def test_objects_on_their_way_stay_and_orphans_go(run):
+    """A writer that died left version 30's; the one that is alive is about to publish the next."""
+    newest = run.manifest()
+    owner, dead = Writer(newest.writer_term, newest.writer), Writer(1, "f" * 32)
+    coming, offered = run.keys.delta(VERSIONS + 1, owner), run.keys.jump(40, 48, dead)
+    orphan, fresh = run.keys.delta(30, dead), run.keys.anchor(31, dead, "model.safetensors")
+    for key in (coming, offered, orphan, fresh):
+        run.bucket.put(key, b"x")
+        age = 600 * VERSIONS - (60 if key == fresh else 2 * HOUR)
+        os.utime(Path(run.bucket.url.removeprefix("file://")) / key, (age, age))
+    doomed = {one.info.key: one.why for one in survey(run, "90MB", spare=[offered]).delete}
+    assert doomed[orphan] == "no version that stays needs it"
+    assert not doomed.keys() & {coming, offered, fresh}
+
+
+def test_what_is_no_part_of_a_version_is_never_deleted(run):
+    run.bucket.put(f"{run.keys.folder}notes.txt", b"mine")
+    kinds = {version_key(doomed.info.key).kind for doomed in survey(run, "1KB").delete}
+    assert kinds == {"anchors", "deltas", "jumps", "manifests"}
+
+
+def test_a_gc_that_is_killed_is_finished_by_the_next(run, tmp_path):
+    found = survey(run, "800KB")
+    for stop in range(0, len(found.delete), 37):
+        run.bucket.delete([doomed.info.key for doomed in found.delete[:stop]])
+        oldest = min(m.version for m in run.versions())
+        if stop % 3 == 0:
+            builds(run, oldest, tmp_path / f"{stop}")
+    prune(run.bucket, survey(run, "800KB"))
+    assert size(run) <= 800e3
+
+
+def test_gc_says_what_it_would_delete_and_why_and_deletes_it(run):
+    url, before = f"{run.bucket.url}#{RUN}", keys(run)
+    dry = command("gc", url, "--keep", "800KB", "--dry-run")
+    assert (dry.code, dry.complaint, keys(run)) == (0, "", before)
+    *lines, summary = dry.output.splitlines()
+    assert lines[0].endswith("older than version " + summary.split("versions ")[1].split()[0])
+    done = command("gc", url, "--keep", "800KB")
+    assert done.output == summary.replace("would be deleted", "deleted") + "\n"
+    assert {line.split()[1] for line in lines} == before - keys(run)
+
+
+@pytest.mark.parametrize("keep", ["20", "GB", "-1GB", "0GB", "7w", ""])
+def test_what_cannot_be_kept_is_one_sentence(long_run, keep):
+    with pytest.raises(ConfigError, match="write it as 20GB, 7d or 12h"):
+        Keep.parse(keep)
+    result = command("gc", long_run.url, f"--keep={keep}")
+    assert (result.code, len(result.complaint.splitlines())) == (1, 1)
+
+
+def test_a_run_without_versions_and_a_budget_that_is_too_small_say_so(run, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert (
+        "has not published a first version"
+        in command("gc", f"{(tmp_path / 'empty').as_uri()}#x", "--keep", "1h").complaint
+    )
+    assert "which is more than 1 KB" in command("gc", run.bucket.url, "--keep", "1KB").output
+
+
+def test_every_command_copes_with_versions_that_are_gone(run):
+    url = run.bucket.url
+    prune(run.bucket, found := survey(run, "800KB"))
+    listed = command("log", url)
+    assert (
+        listed.output.splitlines()[-1]
+        == f"older versions were deleted; {found.oldest} is the oldest available"
+    )
+    verified = command("verify", url)
+    assert (verified.code, verified.complaint) == (0, "")
+    assert f"all {VERSIONS - found.oldest + 1} versions verified" in verified.output
+    shown = command("show", url, "--version", "3")
+    assert shown.code == 1
+    assert shown.complaint.endswith(f"no longer has version 3; the oldest available is {found.oldest}\n")
+    library = Library(run.bucket, lambda: RUN)
+    for ask in (run.find, library.verify, library.delta):
+        with pytest.raises(ValueError, match="no longer has version 3"):
+            ask(3)
+    assert "the published digest" in library.verify(found.oldest)
+    assert library.digests({3, VERSIONS}) == {VERSIONS: run.manifest().digest}
+
+
+def test_a_publisher_prunes_only_what_no_reader_can_need(tmp_path, monkeypatch):
+    """Its objects are all less than an hour old."""
+    run = Drifting(tmp_path / "bucket", keep=Keep(size=1.0))
+    for _ in range(20):
+        run.step()
+        run.settle()
+    assert len(list(RunReader(open_bucket(run.url), RUN).versions())) == 21
+    monkeypatch.setattr(run.outbox.shortcuts._pruner, "_grace_s", 0.0)
+    for _ in range(8):
+        run.step()
+        run.settle()
+    assert len(list(RunReader(open_bucket(run.url), RUN).versions())) <= 9
+    run.close()
+    assert GRACE_S == HOUR
+
+
+def test_a_run_in_any_store_is_pruned(bucket_url, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    weights = {"w": torch.zeros(100, 40)}
+    with Publisher(f"{bucket_url}#r", tmp_path) as publisher:
+        for step in range(11):
+            weights["w"][step] += 1
+            publisher.publish(weights.items())
+            publisher.flush()
+            assert publisher._outbox.shortcuts.idle(PATIENCE_S)
+    reader = open_run(f"{bucket_url}#r")
+    assert survey(reader, "1KB").delete == (), "all of it is young"
+    found = Pruner(reader, Keep(size=1.0), grace_s=0.0).survey()
+    prune(reader.bucket, found)
+    assert [m.version for m in reader.versions()] == [10]
+    assert not keys(reader) & {doomed.info.key for doomed in found.delete}
+    builds(reader, 10, tmp_path)

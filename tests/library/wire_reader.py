@@ -1,0 +1,203 @@
+"""A reader of the wire format, written from docs/wire-format.md alone: standard library and zstandard.
+
+One bit and one weight at a time, so it is slow; it is there to show that the page is enough. It trusts what
+it reads: a real reader checks lengths and places before it uses them.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from itertools import chain, repeat
+from pathlib import Path
+
+import zstandard
+
+MASK = 2**64 - 1
+RECORD_FORMAT = "delta-weight-sync/2"  # of HEAD and manifest
+DELTA_FORMAT = "delta-weight-sync-delta/2"
+Weights = dict[str, list[int]]  # name -> row-major bf16 patterns
+
+
+def safetensors(data: bytes) -> tuple[dict, dict[str, bytes]]:
+    """(header, content of each tensor)."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    return header, {name: data[end:][slice(*entry["data_offsets"])] for name, entry in entries.items()}
+
+
+def patterns(content: bytes) -> list[int]:
+    """16-bit numbers."""
+    return [int.from_bytes(content[i : i + 2], "little") for i in range(0, len(content), 2)]
+
+
+def bit(stream: bytes, at: int) -> int:
+    return stream[at // 8] >> at % 8 & 1
+
+
+def number(stream: bytes, at: int, width: int) -> int:
+    return sum(bit(stream, at + j) << j for j in range(width))
+
+
+def zeros(stream: bytes, at: int) -> int:
+    """Zeros at `at` before the next one."""
+    count = 0
+    while not bit(stream, at + count):
+        count += 1
+    return count
+
+
+def bands(rows: list[list], length: int) -> list[tuple[int, list]]:
+    """Where each row's section begins in its stream; `length` is the row's item with the bits."""
+    starts = [sum(row[length] for row in rows[:i]) for i in range(len(rows))]
+    return list(zip(starts, rows, strict=True))
+
+
+def marks(stream: bytes, at: int, row: list) -> Iterator[bool]:
+    """For each item of a band, without end: is it marked?"""
+    events, k, flipped, _ = row
+    quotient = at + events * k
+    runs = []
+    for event in range(events):
+        count = zeros(stream, quotient)
+        quotient += count + 1
+        runs.append((count << k) + number(stream, at + event * k, k))
+    others = chain.from_iterable(chain(repeat(flipped, run), [not flipped]) for run in runs)
+    return chain(others, repeat(flipped))
+
+
+def magnitudes(stream: bytes, at: int, row: list) -> Iterator[int]:
+    """The magnitudes of a band's large changes."""
+    k, length = row
+    end = at + length
+    while at < end:
+        count = zeros(stream, at)
+        width = count + k
+        yield number(stream, at + count + 1, width) + (1 << width) - (1 << k) + 2
+        at += count + 1 + width
+
+
+def unpacked(frame: bytes) -> bytes:
+    return zstandard.ZstdDecompressor().decompress(frame)
+
+
+def band_of(old: int, limits: list[int]) -> int:
+    exponent = old >> 7 & 0xFF
+    return sum(limit <= exponent for limit in limits)
+
+
+def places(group: dict, streams: dict[str, bytes], weights: list[int]) -> list[int]:
+    """The changed ones of a group's weights, all tensors one after the other."""
+    if group["mode"] == "mask":
+        mask = unpacked(streams["mask"])
+        return [at for at in range(len(weights)) if bit(mask, at)]
+    changed = [marks(streams["gaps"], *section) for section in bands(group["gaps"], 3)]
+    limits = group.get("limits", [])
+    return [at for at, old in enumerate(weights) if next(changed[band_of(old, limits)])]
+
+
+def moves(group: dict, streams: dict[str, bytes], olds: list[int]) -> Iterator[int]:
+    """What to add to each changed weight."""
+    large = [marks(streams["large"], *section) for section in bands(group["large"], 3)]
+    sizes = [magnitudes(streams["sizes"], *section) for section in bands(group["sizes"], 1)]
+    for change, old in enumerate(olds):
+        band = band_of(old, group.get("limits", []))
+        size = next(sizes[band]) if next(large[band]) else 1
+        yield -size if bit(streams["signs"], change) else size
+
+
+def planes(group: dict, streams: dict[str, bytes], weights: list[int]) -> list[int]:
+    """The new weights of a group in which every weight is stored."""
+    pairs = zip(unpacked(streams["low"]), unpacked(streams["high"]), strict=True)
+    values = [low | high << 8 for low, high in pairs]
+    if group["mode"] == "raw":
+        return values
+    steps = [(value >> 1) ^ -(value & 1) for value in values]
+    return [(old + step) & 0xFFFF for old, step in zip(weights, steps, strict=True)]
+
+
+def decode_group(group: dict, streams: dict[str, bytes], weights: list[int]) -> list[int]:
+    """The new weights of a group, all its tensors one after the other."""
+    if group["mode"] in ("dense", "raw"):
+        return planes(group, streams, weights)
+    new, found = list(weights), places(group, streams, weights)
+    for at, move in zip(found, moves(group, streams, [weights[at] for at in found]), strict=True):
+        new[at] = (weights[at] + move) & 0xFFFF
+    return new
+
+
+def apply_delta(data: bytes, weights: Weights) -> None:
+    """Take `weights` from the delta file's base to its version, in place."""
+    header, content = safetensors(data)
+    metadata = header["__metadata__"]
+    assert metadata["format"] == DELTA_FORMAT
+    assert int(metadata["base"]) < int(metadata["version"])
+    table, groups = json.loads(metadata["tensors"]), json.loads(metadata["groups"])
+    for order, group in enumerate(groups):
+        names = [name for name, _, _, member in table if member == order]
+        streams = {key.split(".")[1]: c for key, c in content.items() if key.split(".")[0] == str(order)}
+        new = decode_group(group, streams, [w for name in names for w in weights[name]])
+        for name in names:
+            size = len(weights[name])
+            weights[name], new = new[:size], new[size:]
+
+
+def mix(i: int) -> int:
+    z = i * 0x9E3779B97F4A7C15 & MASK
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
+    return z ^ z >> 31
+
+
+def digest(weights: Weights) -> str:
+    """The state digest, as manifests carry it."""
+    total = 0
+    for name, values in weights.items():
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+        for i, value in enumerate(values):
+            total += (mix(seed + i // 4096 & MASK) | 1) * (mix(i % 4096) & 0xFFFFFFFF | 1) * value
+    return f"{total & MASK:016x}"
+
+
+def pinned(bucket: Path, ref: dict) -> bytes:
+    """An object that another one names by content."""
+    data = (bucket / ref["key"]).read_bytes()
+    assert (len(data), hashlib.sha256(data).hexdigest()) == (ref["size"], ref["sha256"])
+    return data
+
+
+def sealed(kind: str, text: str) -> dict:
+    """A record that holds a hash of itself."""
+    record = json.loads(text)
+    assert record["format"] == RECORD_FORMAT
+    content = text.replace(f'"seal":"{record["seal"]}","signature":"{record["signature"]}",', "")
+    assert hashlib.sha256(f"{kind}\n{content}".encode()).hexdigest() == record["seal"]
+    return record
+
+
+def way(manifest: dict) -> list[dict]:
+    """The deltas and jumps of the fewest bytes from the anchor to the version."""
+    ways: dict[int, list[dict]] = {manifest["anchor"]["version"]: []}
+    for ref in sorted([*manifest["deltas"], *manifest["jumps"]], key=lambda ref: ref["base"]):
+        if ref["base"] in ways:
+            found = [*ways[ref["base"]], ref]
+            known = ways.get(ref["version"], found)
+            ways[ref["version"]] = min(known, found, key=lambda refs: sum(one["size"] for one in refs))
+    return ways[manifest["version"]]
+
+
+def newest(bucket: Path, run: str) -> tuple[dict, Weights]:
+    """The manifest of a run's newest version, and its weights."""
+    text = max((bucket / f"runs/{run}/heads").iterdir()).read_text()
+    head = sealed("Head", text)
+    manifest = sealed("Manifest", pinned(bucket, head["manifest"]).decode())
+    files = manifest["anchor"]["files"]
+    (anchor,) = (ref for ref in files if ref["key"].endswith("/model.safetensors"))
+    header, content = safetensors(pinned(bucket, anchor))
+    weights = {name: patterns(raw) for name, raw in content.items()}
+    assert all(len(w) == math.prod(header[name]["shape"]) for name, w in weights.items())
+    for ref in way(manifest):
+        apply_delta(pinned(bucket, ref), weights)
+    assert digest(weights) == manifest["digest"]
+    return manifest, weights

@@ -1,0 +1,365 @@
+"""The outbox: what is handed over is what anyone can rebuild from the bucket, whatever happens.
+
+In a folder; where a failure or HEAD matters, in every kind of store. What a store promises: tests/store.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from delta_weight_sync import codec
+from delta_weight_sync.checkpoint import to_bits
+from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.errors import BucketUnreachableError, FencedError
+from delta_weight_sync.publish.outbox import Outbox, PendingUpdate, published_bits
+from delta_weight_sync.publish.writer import RunWriter
+from delta_weight_sync.reader import RunReader
+from delta_weight_sync.runlog import RunLogReader, RunLogWriter, SyncEvent
+from delta_weight_sync.store import open_bucket
+
+PATIENCE_S = 300.0  # for what happens at once; only a fault takes so long
+
+
+class Policy:
+    """A stand-in for model parameters: named float32 tensors that take steps of a given size."""
+
+    def __init__(self, numel: int = 4000, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.weights = {
+            "embed.weight": torch.randn(numel // 10, 10, generator=generator) * 0.1,
+            "norm.weight": torch.ones(64),
+        }
+        self._generator = generator
+
+    def step(self, size: float = 1e-4) -> None:
+        for tensor in self.weights.values():
+            tensor += size * torch.randn(tensor.shape, generator=self._generator)
+
+    def digest(self) -> str:
+        return to_hex(state_digest({name: to_bits(t) for name, t in self.weights.items()}))
+
+
+@pytest.fixture
+def assets(tmp_path: Path) -> Path:
+    folder = tmp_path / "assets"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    return folder
+
+
+class Run:
+    """An outbox with all its parts, closed at the end of the test."""
+
+    def __init__(self, url: str, assets: Path) -> None:
+        self.bucket = open_bucket(url, create=True)
+        self.reader = RunReader(self.bucket, "test")
+        self.log = RunLogWriter(self.bucket, "test", every_s=0.05)
+        self.writer = RunWriter(self.bucket, "test", model="policy", assets=assets)
+        self.outbox = Outbox(self.writer, self.log)
+        self.syncs = 0
+
+    def publish(self, policy: Policy) -> None:
+        self.syncs += 1
+        self.outbox.publish(policy.weights.items(), self.syncs)
+
+    def close(self) -> None:
+        self.outbox.close()
+        self.log.close()
+
+
+@pytest.fixture
+def make_run(assets: Path, tmp_path: Path) -> Iterator[Callable[[], Run]]:
+    """Trainers of one run in a folder."""
+    with runs(f"file://{tmp_path}/bucket", assets) as make:
+        yield make
+
+
+@pytest.fixture
+def make_run_anywhere(assets: Path, bucket_url: str) -> Iterator[Callable[[], Run]]:
+    """The same in each kind of store."""
+    with runs(bucket_url, assets) as make:
+        yield make
+
+
+@contextmanager
+def runs(url: str, assets: Path) -> Iterator[Callable[[], Run]]:
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(closing(Run(url, assets)))
+
+
+def rebuilt(run: Run, tmp_path: Path, version: int | None = None) -> str:
+    state = run.reader.checkout(run.reader.manifest(version), tmp_path / f"out{version}")
+    return to_hex(state_digest(state))
+
+
+def test_every_version_can_be_rebuilt_from_the_bucket(make_run, tmp_path):
+    run, policy, digests = make_run(), Policy(), []
+    for _ in range(4):
+        run.publish(policy)
+        run.outbox.flush()
+        digests.append(policy.digest())
+        policy.step()
+    assert [rebuilt(run, tmp_path, v) for v in range(4)] == digests
+    assert (tmp_path / "out3" / "config.json").exists()
+
+
+def test_a_sync_without_changes_is_a_version_without_changes(make_run, tmp_path):
+    run, policy = make_run(), Policy()
+    run.publish(policy)
+    run.publish(policy)
+    manifest = run.outbox.flush()
+    assert (manifest.version, manifest.changed, manifest.sync) == (1, 0, 2)
+    assert rebuilt(run, tmp_path) == policy.digest()
+
+
+def test_changes_that_go_back_and_forth_are_not_lost(make_run, tmp_path):
+    """With several steps per sync a per-step mask would lose them; the diff is against what was published."""
+    run, policy = make_run(), Policy()
+    run.publish(policy)
+    before = {name: t.clone() for name, t in policy.weights.items()}
+    policy.step(0.1)
+    run.publish(policy)
+    for name, t in policy.weights.items():
+        t.copy_(before[name])
+    run.publish(policy)
+    run.outbox.flush()
+    assert rebuilt(run, tmp_path) == policy.digest()
+
+
+def test_a_slow_link_skips_versions_and_loses_nothing(make_run, tmp_path, monkeypatch):
+    """The trainer hands over nineteen times while one upload is under way: they are one version."""
+    run, policy = make_run(), Policy()
+    run.publish(policy)
+    put, uploading, link = run.bucket.put, threading.Event(), threading.Event()
+
+    def put_when_the_link_is_up(key: str, data: bytes | Path) -> None:
+        if "/deltas/" in key:
+            uploading.set()
+            assert link.wait(PATIENCE_S), "the trainer waits for the link"
+        put(key, data)
+
+    monkeypatch.setattr(run.bucket, "put", put_when_the_link_is_up)
+    policy.step()
+    run.publish(policy)
+    assert uploading.wait(PATIENCE_S)
+    for _ in range(19):
+        policy.step()
+        run.publish(policy)
+    assert run.outbox.version == 0, "the upload is still under way"
+    link.set()
+    manifest = run.outbox.flush()
+    assert (manifest.version, manifest.sync) == (2, 21), "the newest weights are published"
+    assert rebuilt(run, tmp_path) == policy.digest()
+    assert [m.sync for m in run.reader.versions()] == [21, 2, 1]
+
+
+@pytest.mark.parametrize("part", ["deltas/", "manifests/", "heads/"])
+@pytest.mark.parametrize("stored", [False, True], ids=["lost", "stored-but-unanswered"])
+def test_a_failing_upload_is_repeated_and_nothing_is_lost(
+    make_run_anywhere, tmp_path, monkeypatch, part, stored
+):
+    run, policy = make_run_anywhere(), Policy()
+    run.publish(policy)
+    put, failures = run.bucket.put, [3]
+
+    def failing_put(key: str, data: bytes | Path) -> None:
+        if part not in key or not failures[0]:
+            return put(key, data)
+        failures[0] -= 1
+        if stored:
+            put(key, data)
+        raise BucketUnreachableError(f"{key}: the link is down")
+
+    monkeypatch.setattr(run.bucket, "put", failing_put)
+    monkeypatch.setattr("delta_weight_sync.publish.outbox._RETRY_S", 0.05)
+    for _ in range(3):
+        policy.step()
+        run.publish(policy)
+    manifest = run.outbox.flush()
+    assert rebuilt(run, tmp_path) == policy.digest()
+    assert [m.version for m in run.reader.versions()] == list(range(manifest.version, -1, -1))
+
+
+def test_a_published_version_never_changes_its_content(make_run_anywhere, monkeypatch):
+    """HEAD was stored but the answer was lost: replicas may serve it, so it must stay."""
+    run, policy = make_run_anywhere(), Policy()
+    run.publish(policy)
+    put, seen, lost = run.bucket.put, {}, [2]
+
+    def put_without_answer(key: str, data: bytes | Path) -> None:
+        put(key, data)
+        if "/heads/" in key:
+            head = run.reader.head()
+            assert head is not None
+            assert seen.setdefault(head.version, head.manifest.sha256) == head.manifest.sha256
+            if lost[0]:
+                lost[0] -= 1
+                policy.step()
+                run.publish(policy)
+                raise BucketUnreachableError("no answer")
+
+    monkeypatch.setattr(run.bucket, "put", put_without_answer)
+    monkeypatch.setattr("delta_weight_sync.publish.outbox._RETRY_S", 0.05)
+    policy.step()
+    run.publish(policy)
+    run.outbox.flush()
+    assert len(seen) >= 2
+
+
+def test_a_second_trainer_takes_over_and_the_first_is_fenced_off(make_run_anywhere, tmp_path):
+    first, policy = make_run_anywhere(), Policy()
+    first.publish(policy)
+    policy.step()
+    first.publish(policy)
+    first.outbox.flush()
+    second = make_run_anywhere()
+    policy.step()
+    second.publish(policy)
+    manifest = second.outbox.flush()
+    assert (manifest.version, manifest.writer_term) == (2, 2)
+    first.publish(Policy(seed=1))
+    with pytest.raises(FencedError, match="taken over by another trainer"):
+        first.outbox.flush()
+    assert rebuilt(second, tmp_path) == policy.digest()
+
+
+@pytest.mark.parametrize("part", ["anchors", "deltas"])
+def test_a_run_whose_files_are_damaged_goes_on_with_a_new_anchor(make_run, tmp_path, part, caplog):
+    run, policy = make_run(), Policy()
+    for _ in range(2):
+        run.publish(policy)
+        run.outbox.flush()
+        policy.step()
+    run.close()
+    for path in (tmp_path / "bucket/runs/test" / part).rglob("*.safetensors"):
+        path.write_bytes(b"torn")
+    resumed = make_run()
+    for version in (2, 3):
+        resumed.publish(policy)
+        manifest = resumed.outbox.flush()
+        assert (manifest.version, manifest.anchor.version) == (version, 2)
+        assert rebuilt(resumed, tmp_path) == policy.digest()
+        policy.step()
+    assert "the next one will be an anchor" in caplog.text
+
+
+def test_a_resumed_run_continues_from_the_published_bits(make_run, tmp_path):
+    run, policy = make_run(), Policy()
+    for _ in range(3):
+        run.publish(policy)
+        run.outbox.flush()
+        policy.step()
+    run.close()
+    resumed = make_run()
+    resumed.publish(policy)
+    manifest = resumed.outbox.flush()
+    assert manifest.version == 3
+    assert 0 < manifest.changed < manifest.total
+    assert rebuilt(resumed, tmp_path) == policy.digest()
+
+
+def test_anchors_keep_the_way_in_short(make_run, tmp_path):
+    run, policy = make_run(), Policy()
+    for _ in range(12):
+        run.publish(policy)
+        newest = run.outbox.flush()
+        assert len(newest.recipe().deltas) <= 2, (
+            "one since the anchor, which was being made, and this version's"
+        )
+        assert run.outbox.shortcuts.idle(PATIENCE_S)
+        policy.step(0.05)  # nearly every weight changes: a delta costs about as much as the model
+    assert newest.anchor.version > 0
+    assert rebuilt(run, tmp_path) == newest.digest
+
+
+def test_what_is_pending_is_taken_back_by_one_walk_over_it():
+    class Walked(list):
+        times = 0
+
+        def __iter__(self):
+            self.times += 1
+            return super().__iter__()
+
+    old, names = np.zeros(2, np.uint16), [f"expert.{i}" for i in range(2000)]
+    once = [Walked(codec.diff(name, old + step, old + step + 1) for name in names) for step in (0, 1)]
+    pending = [PendingUpdate(patches, digest=0, sync=0, created_at=0.0, diff_s=0.0) for patches in once]
+    for name in names:
+        np.testing.assert_array_equal(published_bits(old + 2, name, reversed(pending)), old)
+    assert [patches.times for patches in once] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        (["embed.weight", "norm.weight", "head.weight"], r"parameter head\.weight is not part of the run"),
+        (["embed.weight"], r"parameter norm\.weight was not published"),
+        (["embed.weight", "norm.weight", "norm.weight"], r"norm\.weight was published twice in one sync"),
+    ],
+)
+def test_another_model_is_refused_and_nothing_follows(make_run, tmp_path, names, sentence):
+    """What was found in its first tensors is lost, so that later changes would not fit any more."""
+    run, policy = make_run(), Policy()
+    run.publish(policy)
+    base = policy.digest()
+    policy.step()
+    weights = policy.weights | {"head.weight": torch.ones(3)}
+    with pytest.raises(ValueError, match=sentence):
+        run.outbox.publish([(name, weights[name]) for name in names], 2)
+    for again in (lambda: run.publish(policy), run.outbox.flush):
+        with pytest.raises(ValueError, match=sentence):
+            again()
+    assert rebuilt(run, tmp_path) == base
+
+
+def test_a_first_version_that_failed_is_not_followed_by_a_second(make_run, monkeypatch):
+    run, policy = make_run(), Policy()
+    put = run.bucket.put
+    monkeypatch.setattr(
+        run.bucket, "put", lambda *_: (_ for _ in ()).throw(BucketUnreachableError("no link"))
+    )
+    with pytest.raises(BucketUnreachableError):
+        run.publish(policy)
+    monkeypatch.setattr(run.bucket, "put", put)
+    with pytest.raises(BucketUnreachableError):
+        run.publish(policy)
+    assert run.reader.newest() is None
+
+
+def test_what_goes_wrong_in_the_background_is_logged(make_run, monkeypatch, caplog):
+    run, policy, down = make_run(), Policy(), [True]
+    run.publish(policy)
+    put = run.bucket.put
+
+    def failing_once(key: str, data: bytes | Path) -> None:
+        if "/deltas/" in key and down.pop() if down else False:
+            raise BucketUnreachableError(f"{key}: the link is down")
+        put(key, data)
+
+    monkeypatch.setattr(run.bucket, "put", failing_once)
+    monkeypatch.setattr("delta_weight_sync.publish.outbox._RETRY_S", 0.05)
+    policy.step()
+    run.publish(policy)
+    run.outbox.flush()
+    said = [r.getMessage() for r in caplog.records if r.name == "delta_weight_sync"]
+    assert len(said) == 1
+    assert said[0].endswith("the link is down; trying again")
+
+
+def test_the_log_tells_what_was_published(make_run):
+    run, policy = make_run(), Policy()
+    for _ in range(3):
+        run.publish(policy)
+        run.outbox.flush()
+        policy.step()
+    run.log.flush()
+    syncs = [e for e in RunLogReader(run.bucket, "test").poll() if isinstance(e, SyncEvent)]
+    manifests = {m.version: m for m in run.reader.versions()}
+    assert [s.version for s in syncs] == [0, 1, 2]
+    for sync in syncs[1:]:
+        assert sync.payload_bytes == manifests[sync.version].deltas[-1].size
+        assert sync.changed == manifests[sync.version].changed

@@ -1,0 +1,159 @@
+"""The publisher as a user has it: where a run begins, what it takes from the base, how it ends."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from delta_weight_sync import DeltaWeightSyncError, Publisher, RunReader, open_run
+from delta_weight_sync.checkpoint import read_bits, to_bits
+from delta_weight_sync.errors import CheckpointError
+from delta_weight_sync.store import open_bucket
+
+SHAPES = {"embed.weight": (30, 4), "tower.weight": (7, 5), "tower.norm": (5,), "norm.weight": (4,)}
+TRAINED = ("embed.weight", "norm.weight")
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return (tmp_path / "bucket").as_uri()
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A checkpoint in float32, of which a tower is frozen; its head is stored though it is the embedding."""
+    folder = tmp_path / "my-policy"
+    folder.mkdir()
+    weights = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    save_file(weights | {"lm_head.weight": weights["embed.weight"].clone()}, folder / "model.safetensors")
+    config = {"dtype": "float32", "tie_word_embeddings": True, "vision_config": {"torch_dtype": "float16"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    for name in ("training_args.bin", "model.safetensors.index.json", "tokenization_own.py", "README.md"):
+        (folder / name).write_text("not for a server")
+    return folder
+
+
+def trained(base: Path) -> dict[str, torch.Tensor]:
+    """What a trainer that froze the tower hands over."""
+    bits = dict(read_bits(base))
+    return {name: torch.from_numpy(bits[name]).view(torch.bfloat16).float() for name in TRAINED}
+
+
+def checkout(url: str, folder: Path) -> dict[str, np.ndarray]:
+    reader = open_run(url)
+    return reader.checkout(reader.manifest(), folder)
+
+
+def test_a_run_is_published_in_three_lines(url, base, tmp_path):
+    weights = trained(base)
+    with Publisher(url, base) as publisher:
+        publisher.publish(weights.items())
+        weights["embed.weight"][3] *= 2
+        publisher.publish(weights.items(), step=40)
+    newest = open_run(f"{url}#main").manifest()
+    assert (newest.version, newest.sync, newest.changed) == (1, 40, 4), "leaving the block has published it"
+    state = checkout(url, tmp_path / "out")
+    np.testing.assert_array_equal(state["embed.weight"], to_bits(weights["embed.weight"]))
+
+
+def test_each_version_is_told_once_a_reader_finds_it(url, base):
+    weights, told = trained(base), []
+
+    def tell(manifest):
+        told.append((manifest.version, open_run(url).manifest().version))
+
+    with Publisher(url, base, on_version=tell) as publisher:
+        for _ in range(3):
+            publisher.publish(weights.items())
+            publisher.flush()
+            weights["embed.weight"][3] *= 2
+    assert told == [(0, 0), (1, 1), (2, 2)]
+
+
+def test_a_version_is_a_whole_checkpoint_though_a_part_of_the_model_is_frozen(url, base, tmp_path):
+    with Publisher(f"{url}#first", base) as publisher:
+        publisher.publish(trained(base).items())
+        publisher.publish(trained(base).items())
+        assert publisher.digest(trained(base).items()) == publisher.flush().digest
+    state = checkout(f"{url}#first", tmp_path / "out")
+    stored = dict(read_bits(base))
+    assert state.keys() == SHAPES.keys(), "a tied head is no tensor of its own"
+    for name in SHAPES:
+        np.testing.assert_array_equal(state[name], stored[name])
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert files == {"config.json", "tokenizer.json", "model.safetensors"}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["dtype"] == config["vision_config"]["dtype"] == "bfloat16"
+    info = json.loads(open_bucket(url).get("runs/first/run.json"))
+    assert info["model"] == "my-policy", "the folder's name, not where it is"
+
+
+def test_other_names_are_taken_where_nothing_is_missing(url, base, tmp_path):
+    """Some trainers know parameters by other names than the checkpoint, and so does vLLM."""
+    names = {f"model.{name}": torch.zeros(shape) for name, shape in SHAPES.items()}
+    with Publisher(url, base) as publisher:
+        publisher.publish(names.items())
+    assert checkout(url, tmp_path / "out").keys() == names.keys()
+
+
+def test_what_cannot_be_known_is_an_error_that_names_the_fix(url, base, tmp_path):
+    with (
+        pytest.raises(CheckpointError, match="give as base the checkpoint"),
+        Publisher(url, base) as publisher,
+    ):
+        publisher.publish([("model.embed.weight", torch.zeros(30, 4))])
+    with pytest.raises(CheckpointError, match=r"run 'main' in file://.* is new: name the checkpoint"):
+        Publisher(url)
+    with pytest.raises(DeltaWeightSyncError, match="'no such' is neither a folder nor a model of the Hub"):
+        Publisher(url, "no such")
+    with pytest.raises(DeltaWeightSyncError, match=r"holds no config\.json"):
+        Publisher(url, tmp_path)
+    assert RunReader(open_bucket(url), "main").newest() is None
+
+
+def test_a_run_that_exists_needs_no_base(url, base, tmp_path):
+    weights = trained(base)
+    with Publisher(url, base) as publisher:
+        publisher.publish(weights.items())
+    weights["norm.weight"] += 1
+    with Publisher(url) as resumed:
+        resumed.publish(weights.items())
+        resumed.flush()
+        assert resumed._writer is not None
+        resumed._writer.anchor_is_due = lambda: True  # and has the files beside it
+        for _ in range(2):
+            resumed.publish(weights.items())
+            newest = resumed.flush()
+            assert resumed._outbox.shortcuts.idle(300)
+        assert newest.anchor.version == 2
+    state = checkout(url, tmp_path / "out")
+    assert state.keys() == SHAPES.keys()
+    np.testing.assert_array_equal(state["norm.weight"], to_bits(weights["norm.weight"]))
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_a_loop_that_fails_publishes_nothing_more(url, base, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(Publisher, "flush", lambda self: flushed.append(self))
+    with pytest.raises(CheckpointError, match="give as base"), Publisher(url, base) as publisher:
+        publisher.publish([("strange", torch.zeros(4))])
+    with Publisher(url, base):
+        pass  # nothing was handed over
+    assert flushed == []
+
+
+def test_version_0_can_be_published_before_training(url, base):
+    """Handing over the same weights again adds no version, and a run with versions gets no second base."""
+    weights = trained(base)
+    with Publisher(url, base) as publisher:
+        publisher.publish_base(weights.items(), 1)
+        publisher.publish(weights.items(), 1)
+        weights["embed.weight"][3] *= 2
+        publisher.publish(weights.items(), 2)
+    with Publisher(url) as publisher:
+        publisher.publish_base(weights.items(), 1)
+    assert [(m.version, m.sync) for m in open_run(url).versions()] == [(1, 2), (0, 1)]

@@ -1,0 +1,250 @@
+"""Jumps over several versions and anchors: made beside the publisher, named by a later version, exact."""
+
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from delta_weight_sync.codec import Delta, Encoding
+from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.errors import BucketUnreachableError
+from delta_weight_sync.prune import Keep
+from delta_weight_sync.publish.writer import RunWriter
+from delta_weight_sync.reader import RunReader
+from delta_weight_sync.records import DeltaRef
+from delta_weight_sync.store import open_bucket
+from tests.cli.drifting import PATIENCE_S, RUN, Drifting
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """So much of it drifts that an anchor would be due every few versions: here none is."""
+    monkeypatch.setattr(RunWriter, "anchor_is_due", lambda _: False)
+    run = Drifting(tmp_path / "bucket")
+    yield run
+    run.close()
+
+
+def steps(run: Drifting, count: int) -> None:
+    """As a trainer whose steps take longer than a jump."""
+    for _ in range(count):
+        run.step()
+        run.settle()
+
+
+def spans(refs: tuple[DeltaRef, ...]) -> list[tuple[int, int]]:
+    return [(ref.base, ref.version) for ref in refs]
+
+
+def reader(run: Drifting) -> RunReader:
+    return RunReader(open_bucket(run.url), RUN)
+
+
+def holds(run: Drifting, folder: Path, version: int) -> None:
+    """What is built from the bucket, and proven by the digest that was published."""
+    manifest = reader(run).manifest(version)
+    assert to_hex(state_digest(reader(run).checkout(manifest, folder / f"{version}"))) == manifest.digest
+
+
+def test_a_joiner_takes_few_files_and_every_version_is_exact(run, tmp_path):
+    steps(run, 75)
+    way = run.newest.recipe()
+    assert spans(way.deltas) == [(0, 64), (64, 72), (72, 73), (73, 74), (74, 75)]
+    assert spans(run.newest.recipe(70).deltas) == [(v, v + 1) for v in range(70, 75)]
+    assert spans(run.newest.recipe(16).deltas)[:7] == [(v, v + 8) for v in range(16, 72, 8)]
+    for version in (0, 7, 8, 9, 63, 64, 65, 75):
+        holds(run, tmp_path, version)
+    naive = sum(delta.size for m in reader(run).versions() for delta in m.deltas[-1:])
+    assert sum(delta.size for delta in way.deltas) < naive
+
+
+SHARES = {"in memory": (1 << 24, 3), "a file after some versions": (3000, 10**9), "files": (0, 10**9)}
+
+
+def jumps(
+    folder: Path, dtype: torch.dtype, encoding: Encoding, monkeypatch, budget: tuple[int, int]
+) -> list[bytes]:
+    """All jumps of a run, in which weights change and change back, that a second trainer resumes."""
+    monkeypatch.setattr("delta_weight_sync.publish.shortcuts._SMALLEST", budget[0])
+    monkeypatch.setattr("delta_weight_sync.publish.shortcuts._SHARE", budget[1])
+    for life in range(2):
+        run = Drifting(folder, seed=life, encoding=encoding)
+        run.weights = {name: weight.to(dtype) for name, weight in run.weights.items()}
+        before = {name: weight.clone() for name, weight in run.weights.items()}
+        for number in range(18):
+            run.step()
+            if number % 3 == 1:  # back to the weights of the start, except for a few
+                for name, weight in run.weights.items():
+                    weight.view(-1)[number:].copy_(before[name].view(-1)[number:])
+            run.settle()
+        run.close()
+    return [path.read_bytes() for path in sorted((folder / f"runs/{RUN}/jumps").iterdir(), key=base_of)]
+
+
+def base_of(path: Path) -> str:
+    return path.name.split(".t")[0]
+
+
+@pytest.mark.parametrize("encoding", ["fast", "small"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_jump_merged_from_patches_is_the_difference_of_two_checkpoints(
+    tmp_path, monkeypatch, dtype, encoding
+):
+    """Byte for byte, also after a resume and where patches outgrow their budget on the way."""
+    monkeypatch.setattr(RunWriter, "anchor_is_due", lambda _: False)
+    made = [jumps(tmp_path / name, dtype, encoding, monkeypatch, budget) for name, budget in SHARES.items()]
+    assert len(made[0]) == 4
+    assert made[0] == made[1] == made[2]
+
+
+def test_a_short_jump_takes_no_copy_of_the_checkpoint_and_decodes_nothing(run, monkeypatch):
+    monkeypatch.setattr("delta_weight_sync.publish.shortcuts.apply_delta", None)
+    steps(run, 18)
+    assert spans(run.newest.jumps)[-2:] == [(0, 8), (8, 16)]
+    assert not (run.outbox.shortcuts.folder / "from-8").exists()
+
+
+def test_where_a_manifest_is_damaged_nothing_is_deleted_and_jumps_go_on(tmp_path, caplog):
+    run = Drifting(tmp_path / "bucket", keep=Keep.parse("1h"))
+    try:
+        steps(run, 3)
+        (manifest,) = (run.folder / f"runs/{RUN}/manifests").glob("00000002.*")
+        manifest.write_bytes(b"torn")
+        steps(run, 10)
+        assert run.newest.jumps
+        assert len(list(manifest.parent.iterdir())) == 14
+        assert "nothing of the run is deleted: " in caplog.text
+        assert manifest.name in caplog.text
+    finally:
+        run.close()
+
+
+def test_a_jump_says_what_it_joins(run, tmp_path):
+    steps(run, 9)
+    (jump,) = run.newest.jumps
+    delta = Delta(reader(run).fetch(jump, tmp_path))
+    assert (
+        (delta.base, delta.version, delta.changes)
+        == (jump.base, jump.version, jump.changed)
+        == (0, 8, jump.changed)
+    )
+
+
+@pytest.mark.parametrize("part", ["/jumps/", "/anchors/"])
+def test_versions_are_published_while_a_shortcut_is_uploaded(run, monkeypatch, request, part):
+    bucket = run.outbox._writer.bucket
+    put, uploading, link = bucket.put, threading.Event(), threading.Event()
+    request.addfinalizer(link.set)  # before the run is closed, whatever fails
+
+    def slow(key: str, data: bytes | Path) -> None:
+        if part in key:
+            uploading.set()
+            assert link.wait(PATIENCE_S)
+        put(key, data)
+
+    monkeypatch.setattr(bucket, "put", slow)
+    steps(run, 7)
+    monkeypatch.setattr(
+        RunWriter, "anchor_is_due", lambda self: "anchors" in part and not self.pending_keys()
+    )
+    run.step()
+    assert uploading.wait(PATIENCE_S)
+    for _ in range(3):
+        run.step()
+    assert run.newest.version == 11, "nothing waits for it"
+    link.set()
+    run.settle()
+    newest = run.step()
+    assert (0, 8) in spans(newest.jumps)
+    assert (newest.anchor.version >= 8) == ("anchors" in part)
+
+
+def test_a_jump_that_was_not_uploaded_is_made_with_the_next_version(run, tmp_path, monkeypatch, caplog):
+    bucket = run.outbox._writer.bucket
+    put = bucket.put
+
+    def failing(key: str, data: bytes | Path) -> None:
+        if "/jumps/" in key:
+            raise BucketUnreachableError("the link is down")
+        put(key, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bucket, "put", failing)
+        steps(run, 9)
+    steps(run, 2)
+    assert spans(run.newest.jumps) == [(0, 10)]
+    assert [r.getMessage() for r in caplog.records].count(
+        "no jumps and anchors for now: the link is down"
+    ) == 1
+    holds(run, tmp_path, 11)
+
+
+def test_a_full_disk_costs_shortcuts_and_nothing_else(run, tmp_path, monkeypatch, caplog):
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("delta_weight_sync.publish.shortcuts.shutil.copyfile", full)
+        steps(run, 2)
+    assert "no jumps and anchors for now: No space left on device" in caplog.text
+    monkeypatch.setattr("delta_weight_sync.publish.shortcuts._RESTART_EVERY", 4)
+    steps(run, 13)
+    assert spans(run.newest.jumps) == [(4, 12)]
+    assert run.newest.version == 15
+    holds(run, tmp_path, 15)
+
+
+def test_a_copy_that_somebody_wrote_into_makes_no_jump(run, caplog):
+    steps(run, 7)
+    path = run.outbox.shortcuts.path
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    steps(run, 2)
+    assert "version 8 has digest" in caplog.text
+    assert run.newest.jumps == ()
+
+
+def test_the_next_trainer_goes_on_with_jumps_of_its_own(run, tmp_path):
+    steps(run, 12)
+    run.close()
+    resumed = Drifting(tmp_path / "bucket", seed=1)
+    steps(resumed, 10)
+    assert spans(resumed.newest.jumps) == [(0, 8), (12, 20)], "it went on from version 12"
+    assert spans(resumed.newest.recipe().deltas)[0] == (0, 8)
+    holds(resumed, tmp_path, resumed.newest.version)
+    resumed.close()
+
+
+def test_closing_waits_for_no_shortcut(tmp_path, caplog):
+    """Nobody would name it; and no file of it is left on this machine."""
+    caplog.set_level(logging.WARNING)
+    run = Drifting(tmp_path / "bucket")
+    folder = run.outbox.shortcuts.folder
+    for _ in range(9):
+        run.step()
+    run.close()
+    assert not folder.exists()
+    assert caplog.text == ""
+
+
+def test_closing_does_not_wait_for_an_upload_that_hangs(tmp_path, monkeypatch, request):
+    monkeypatch.setattr("delta_weight_sync.publish.shortcuts._CLOSING_S", 0.01)
+    run = Drifting(tmp_path / "bucket")
+    uploading, link, put = threading.Event(), threading.Event(), run.outbox._writer.bucket.put
+    request.addfinalizer(link.set)
+
+    def hanging(key: str, data: bytes | Path) -> None:
+        if "/jumps/" in key:
+            uploading.set()
+            assert link.wait(PATIENCE_S)
+        put(key, data)
+
+    monkeypatch.setattr(run.outbox._writer.bucket, "put", hanging)
+    for _ in range(8):
+        run.step()
+    assert uploading.wait(PATIENCE_S)
+    run.close()
+    assert not run.outbox.shortcuts.folder.exists()

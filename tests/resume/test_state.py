@@ -1,0 +1,289 @@
+"""A loop of one's own that ended anywhere goes on as if it had not: the same versions, bit for bit."""
+
+import contextlib
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from delta_weight_sync import Publisher, open_run
+from delta_weight_sync.errors import StateError
+from delta_weight_sync.publish.outbox import RepeatedSyncs
+from delta_weight_sync.resume._state import StateRecord
+from delta_weight_sync.signing import new_pair
+from delta_weight_sync.store import open_bucket
+
+STEPS = 6
+
+
+class Loop:
+    """Random gradients: of torch, numpy and python, so that each of their states counts."""
+
+    def __init__(self, url: str, base: Path, lr: float = 1e-2, wide: int = 40) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Embedding(30, 8), torch.nn.Linear(8, wide))
+        self.model[1].bias.data = self.model[1].bias.data.bfloat16()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: 1 / (1 + n))
+        self.publisher = Publisher(url, base)
+        self.step = 0
+
+    def restore(self) -> bool:
+        extra = self.publisher.restore(self.weights(), self.optimizer, schedule=self.schedule)
+        self.step = extra["step"] if extra else 0
+        return extra is not None
+
+    def weights(self) -> Any:
+        return self.model.named_parameters()
+
+    def publish(self) -> None:
+        self.publisher.publish(self.weights(), self.step)
+        self.publisher.flush()
+
+    def save(self) -> bool:
+        extra = {"step": self.step}
+        return self.publisher.save_state(self.weights(), self.optimizer, extra=extra, schedule=self.schedule)
+
+    def train(self) -> None:
+        self.step += 1
+        scale = random.gauss() * np.random.standard_normal()
+        for parameter in self.model.parameters():
+            parameter.grad = torch.randn_like(parameter) * scale
+        self.optimizer.step()
+        self.schedule.step()
+
+    def run(self, last: int, every: int = 1) -> None:
+        """To step `last`, with a state at the start and every so many steps."""
+        if not self.restore():
+            self.publish()
+            assert self.save()
+        while self.step < last:
+            self.train()
+            self.publish()
+            if self.step % every == 0:
+                self.save()
+                self.publisher.flush()
+
+    def close(self) -> None:
+        self.publisher.close()
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"{(tmp_path / 'bucket').as_uri()}#run"
+
+
+def life(url: str, base: Path, last: int, every: int = 1, **options: Any) -> Loop:
+    """A trainer that comes to step `last` and is gone; what it drew before is not what the next one draws."""
+    with contextlib.closing(Loop(url, base, **options)) as loop:
+        loop.run(last, every)
+    torch.manual_seed(last)
+    np.random.seed(last)
+    random.seed(last)
+    return loop
+
+
+def versions(url: str) -> list[tuple[int, int, str]]:
+    return [(m.version, m.sync, m.digest) for m in open_run(url).versions()][::-1]
+
+
+@pytest.fixture
+def undisturbed(base: Path, tmp_path: Path) -> list[tuple[int, int, str]]:
+    url = f"{(tmp_path / 'other').as_uri()}#run"
+    seed()
+    life(url, base, STEPS)
+    seed()
+    return versions(url)
+
+
+def seed() -> None:
+    torch.manual_seed(1)
+    np.random.seed(1)
+    random.seed(1)
+
+
+def test_lives_one_after_the_other_publish_what_one_publishes(url, base, undisturbed):
+    for last in (1, 2, 4, STEPS):
+        life(url, base, last)
+    assert versions(url) == undisturbed
+    assert len(undisturbed) == STEPS + 1
+
+
+def test_what_an_older_state_leads_to_again_is_not_published_twice(url, base, undisturbed):
+    """States every fourth step: each life repeats up to three."""
+    for last in (3, 5, 5, STEPS):
+        life(url, base, last, every=4)
+    assert versions(url) == undisturbed
+
+
+def test_from_the_first_deviation_on_it_is_published(url, base, undisturbed):
+    life(url, base, 5, every=4)
+    loop = Loop(url, base)
+    loop.restore()
+    assert (loop.step, loop.publisher.repeated_sync) == (4, 4)
+    torch.manual_seed(77)  # other rollouts
+    loop.train()
+    loop.publish()
+    loop.train()
+    loop.publish()
+    loop.close()
+    assert versions(url)[:6] == undisturbed[:6]
+    assert [(version, sync) for version, sync, _ in versions(url)[6:]] == [(6, 5), (7, 6)]
+    assert versions(url)[6][2] != undisturbed[5][2]
+    resumed = Loop(url, base)
+    resumed.restore()
+    torch.manual_seed(77)
+    resumed.train()
+    resumed.publish()
+    assert resumed.publisher.repeated_sync == 5, (
+        "of two that were published as sync 5, it repeats the later one"
+    )
+    resumed.close()
+    assert len(versions(url)) == 8
+
+
+def test_a_state_is_the_newest_that_is_whole(url, base, undisturbed, caplog):
+    life(url, base, 3)
+    bucket = open_bucket(url.partition("#")[0])
+    states = [info.key for info in bucket.list("runs/run/state/")]
+    assert len(states) == 4, "two are kept, each a record and an object"
+    newest = max(key for key in states if key.endswith(".safetensors"))
+    bucket.put(newest, bucket.get(newest)[:-1] + b"?")
+    life(url, base, 4)
+    assert f"{newest} is not the published object" in caplog.text
+    bucket.put(max(key for key in states if key.endswith(".json")), b"{")
+    life(url, base, STEPS)
+    assert versions(url) == undisturbed
+
+
+def test_where_versions_are_signed_so_are_states(url, base, monkeypatch, caplog):
+    """Who can write to the bucket and has not the key does not change what a trainer goes on from."""
+    for name, word in new_pair().items():
+        monkeypatch.setenv(name, word)
+    life(url, base, 2)
+    bucket = open_bucket(url.partition("#")[0])
+    newest = max(info.key for info in bucket.list("runs/run/state/") if info.key.endswith(".json"))
+    record = StateRecord.model_validate_json(bucket.get(newest))
+    bucket.put(newest, StateRecord(**record.model_dump(exclude={"seal", "signature"})).to_bytes())
+    with contextlib.closing(Loop(url, base)) as loop:
+        loop.restore()
+        assert loop.step == 1, "the one before it"
+    assert f"{newest} has no signature" in caplog.text
+
+
+def test_a_run_with_a_first_version_and_no_state_begins_again(url, base, undisturbed):
+    """The trainer died between the two."""
+    loop = Loop(url, base)
+    loop.publish()
+    loop.close()
+    seed()
+    life(url, base, STEPS)
+    assert versions(url) == undisturbed
+
+
+def test_another_trainer_is_refused_with_what_differs(url, base):
+    life(url, base, 2)
+    with pytest.raises(StateError, match=r"initial_lr was 0\.01 when the state was saved and is 0\.1"):
+        life(url, base, 3, lr=0.1)
+    with pytest.raises(StateError, match=r"1\.weight had shape \[40, 8\] when it was saved"):
+        life(url, base, 3, wide=41)
+    loop = Loop(url, base)
+    loop.model.double()
+    with pytest.raises(StateError, match=r"0\.weight was float32 when the state was saved and is float64"):
+        loop.restore()
+    loop.close()
+    loop = Loop(url, base)
+    loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=1e-2)
+    with pytest.raises(StateError, match="the optimizer's class was AdamW"):
+        loop.restore()
+    loop.close()
+
+
+def test_a_run_without_states_is_not_begun_again_by_mistake(url, base):
+    with Publisher(url, base) as publisher:
+        publisher.publish([("w", torch.zeros(4))])
+        publisher.publish([("w", torch.ones(4))])
+    with Publisher(url, base) as publisher, pytest.raises(StateError, match="start again from the base"):
+        publisher.find_state()
+
+
+def test_a_state_is_of_a_version_though_a_slow_link_merges(url, base):
+    """What is saved is not merged with what comes after it."""
+    loop = Loop(url, base)
+    loop.publish()
+    loop.save()
+    outbox = loop.publisher._outbox
+    with outbox._changed:  # nothing is taken to the bucket meanwhile
+        for _ in range(2):
+            loop.train()
+            loop.publisher.publish(loop.weights(), loop.step)
+        assert loop.save()
+        for _ in range(2):
+            loop.train()
+            loop.publisher.publish(loop.weights(), loop.step)
+        assert not loop.save(), "one is on its way"
+    loop.publisher.flush()
+    loop.close()
+    assert [sync for _, sync, _ in versions(url)] == [0, 2, 4]
+    again = Loop(url, base)
+    assert again.restore()
+    assert again.step == 2
+    again.close()
+
+
+def test_what_holds_back_and_what_does_not():
+    replay = RepeatedSyncs({3: "a", 5: "b"})
+    assert replay.newest == 3
+    assert replay.holds_back(3, "a")
+    assert replay.holds_back(4, "?"), "it was merged into 5"
+    assert replay.holds_back(5, "b")
+    assert replay.newest == 5
+    assert not replay.holds_back(6, "c")
+    assert not replay.holds_back(3, "a"), "what is past is past"
+    assert not RepeatedSyncs({3: "a"}).holds_back(3, "z")
+
+
+def test_masters_that_are_no_weights_of_a_version_come_back_whole(url, base):
+    """Float64, and what is trained but not published."""
+    weights = {"w": torch.randn(4), "d": torch.randn(4).double()}
+    apart = {"own": torch.randn(3), "count": torch.arange(2)}
+    optimizer = torch.optim.SGD([weights["w"]], lr=0.1)
+    with Publisher(url, base) as publisher:
+        publisher.publish(weights.items())
+        publisher.save_state((weights | apart).items(), optimizer)
+    blank = {name: torch.zeros_like(tensor) for name, tensor in (weights | apart).items()}
+    optimizer = torch.optim.SGD([blank["w"]], lr=0.1)
+    with Publisher(url, base) as publisher:
+        assert publisher.restore(blank.items(), optimizer) == {}
+    for name, tensor in (weights | apart).items():
+        assert torch.equal(blank[name], tensor), name
+
+
+def test_what_cannot_be_kept_is_refused(url, base):
+    weights = {"w": torch.randn(4, requires_grad=True)}
+    optimizer = torch.optim.SGD(weights.values(), lr=0.1)
+    optimizer.state[weights["w"]]["x"] = torch.randn(4, dtype=torch.complex64)
+    with Publisher(url, base) as publisher:
+        publisher.publish(weights.items())
+        with pytest.raises(StateError, match=r"the optimizer's x is a Tensor of torch\.complex64"):
+            publisher.save_state(weights.items(), optimizer)
+        with pytest.raises(StateError, match="the schedule cannot be saved"):
+            publisher.save_state(weights.items(), torch.optim.SGD(weights.values()), schedule=_Odd())
+
+
+class _Odd:
+    def state_dict(self) -> dict[str, Any]:
+        return {"it": json}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...

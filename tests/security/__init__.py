@@ -1,1 +1,0 @@
-"""What a hostile client, bucket or host may try; the numbers are those of the table in SECURITY.md."""

@@ -1,0 +1,59 @@
+"""Visitors share what a trainer does not need, and are told apart by their addresses."""
+
+import asyncio
+from contextlib import ExitStack
+
+import pytest
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
+
+from space_guard.admission import PROXIES, Admission, Lane, client_address
+from space_guard.requests import Refusal
+
+
+@pytest.mark.finding(4)
+def test_visitors_take_no_place_that_a_trainer_needs():
+    """Where inference is open: of eight places one visitor has two at most, and all visitors six."""
+    admission = Admission({"inference": Lane(8, None)})
+
+    def refused(client: str | None, wanted: int) -> bool:
+        try:
+            with admission.admit("inference", client, wanted):
+                return False
+        except Refusal:
+            return True
+
+    with ExitStack() as taken:
+        assert refused("ada", 3)
+        for visitor in ("ada", "bob", "eve"):
+            taken.enter_context(admission.admit("inference", visitor, 2))
+            assert refused(visitor, 1)
+        assert refused("another", 1)
+        taken.enter_context(admission.admit("inference", None, 2))
+        assert refused(None, 1), "there is no ninth place"
+    assert not refused(None, 8)
+    assert not refused("ada", 2)
+
+
+@pytest.mark.finding(10)
+@pytest.mark.parametrize(
+    ("peer", "told", "client"),
+    [
+        ("10.16.3.80", "203.0.113.9", "203.0.113.9"),  # the Hub's proxy
+        ("10.16.3.80", "6.6.6.6, 203.0.113.9, 10.20.0.1", "203.0.113.9"),  # two of them, and a forged one
+        ("10.16.3.80", "6.6.6.6, 2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("10.16.3.80", "x" * 9000, "unknown"),
+        ("203.0.113.9", "6.6.6.6", "203.0.113.9"),  # nobody's proxy
+        ("2001:db8:1:2::9", None, "2001:db8:1:2::/64"),
+        ("::ffff:203.0.113.9", None, "203.0.113.9"),
+    ],
+)
+def test_a_client_is_the_address_that_the_last_proxy_saw(peer, told, client):
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.append(client_address(scope))
+
+    behind = ProxyHeadersMiddleware(app, PROXIES)
+    headers = [(b"x-forwarded-for", told.encode())] if told else []
+    asyncio.run(behind({"type": "http", "client": (peer, 1), "headers": headers}, None, None))
+    assert seen == [client]

@@ -1,0 +1,200 @@
+"""What every bucket promises, whatever store is behind it."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from delta_weight_sync.errors import BucketError, BucketMissingError, ObjectMissingError
+from delta_weight_sync.store import Bucket, open_bucket
+
+HEAD = "runs/demo/HEAD"
+WRITER = """
+import sys
+from delta_weight_sync.store import open_bucket
+bucket = open_bucket(sys.argv[1])
+for _ in range(8):
+    bucket.put("HEAD", sys.argv[2].encode() * 100_000)
+"""
+
+
+def keys(bucket: Bucket, prefix: str) -> list[str]:
+    return [info.key for info in bucket.list(prefix)]
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000, 8 << 20], ids=["empty", "one byte", "small", "8 MB"])
+def test_bytes_come_back_as_they_were_put(bucket: Bucket, tmp_path: Path, size: int) -> None:
+    data = os.urandom(size)
+    bucket.put(HEAD, data)
+    copy = tmp_path / "new" / "folder" / "copy"
+    assert bucket.fetch(HEAD, copy, size) == hashlib.sha256(data).hexdigest()
+    assert bucket.get(HEAD) == data
+    assert copy.read_bytes() == data
+
+
+def test_a_file_is_uploaded_from_its_path(bucket: Bucket, tmp_path: Path) -> None:
+    data = os.urandom(300_000)
+    (tmp_path / "model").write_bytes(data)
+    bucket.put("model.safetensors", tmp_path / "model")
+    assert bucket.get("model.safetensors") == data
+
+
+def test_a_missing_file_cannot_be_uploaded(bucket: Bucket, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        bucket.put("model.safetensors", tmp_path / "model")
+    assert bucket.list("") == []
+
+
+def test_an_object_is_replaced_for_readers_that_are_open_already(bucket: Bucket, bucket_url: str) -> None:
+    reader = open_bucket(bucket_url)
+    assert reader.stat(HEAD) is None
+    assert reader.list("") == []
+    for data in (b"version 1", b"version 2", b"a much longer version 3"):
+        bucket.put(HEAD, data)
+        info = reader.stat(HEAD)
+        assert reader.get(HEAD) == data
+        assert info is not None
+        assert (info.key, info.size) == (HEAD, len(data))
+        assert reader.list("runs/") == [info]
+
+
+def test_the_etag_changes_with_the_content(bucket: Bucket) -> None:
+    etags = []
+    for version in range(20):  # faster than a file system's clock, and some are never looked at
+        bucket.put(HEAD, b"skipped %02d" % version)
+        bucket.put(HEAD, b"version %02d" % version)
+        etags.append(bucket.stat(HEAD).etag)
+    assert len(set(etags)) == 20
+    assert bucket.stat(HEAD).etag == etags[-1]
+
+
+def test_a_folder_is_listed_with_what_is_below_it_and_nothing_else(bucket: Bucket) -> None:
+    stored = ["runs/a/HEAD", "runs/a/deltas/1", "runs/a/deltas/2", "runs/ab/HEAD", "runs/a.json", "top"]
+    for key in stored:
+        bucket.put(key, key.encode())
+    assert keys(bucket, "") == sorted(stored)
+    assert keys(bucket, "runs/a/") == ["runs/a/HEAD", "runs/a/deltas/1", "runs/a/deltas/2"]
+    assert keys(bucket, "runs/none/") == []
+    assert keys(bucket, "top/") == []
+    with pytest.raises(BucketError, match="must be empty or end with '/'"):
+        bucket.list("runs/a")
+
+
+def test_a_listing_says_when_objects_were_written(bucket: Bucket) -> None:
+    for key in ("b", "a", "c"):
+        bucket.put(key, b"x")
+    written = {info.key: info.written for info in bucket.list("")}
+    assert 1.5e9 < written["b"] <= written["a"] <= written["c"]
+
+
+def test_a_folder_is_no_object(bucket: Bucket) -> None:
+    bucket.put(HEAD, b"x")
+    assert bucket.stat("runs/demo") is None
+
+
+def test_objects_are_deleted_and_missing_ones_do_not_matter(bucket: Bucket) -> None:
+    for key in ("runs/a", "runs/b", "runs/c"):
+        bucket.put(key, b"x")
+    bucket.delete(["runs/a", "runs/never", "runs/c"])
+    bucket.delete([])
+    assert keys(bucket, "") == ["runs/b"]
+    assert bucket.stat("runs/a") is None
+
+
+def test_two_prefixes_of_one_bucket_do_not_see_each_other(bucket: Bucket, bucket_url: str) -> None:
+    other = open_bucket(f"{bucket_url}/inner", create=True)
+    other.put("HEAD", b"inner")
+    bucket.put("HEAD", b"outer")
+    assert other.get("HEAD") == b"inner"
+    assert keys(other, "") == ["HEAD"]
+    assert keys(bucket, "") == ["HEAD", "inner/HEAD"]
+
+
+def test_creating_a_bucket_again_keeps_its_objects(bucket: Bucket, bucket_url: str) -> None:
+    bucket.put(HEAD, b"x")
+    assert open_bucket(bucket_url, create=True).get(HEAD) == b"x"
+
+
+def test_a_missing_object_is_named(bucket: Bucket, bucket_url: str, tmp_path: Path) -> None:
+    for read in (bucket.get, lambda key: bucket.fetch(key, tmp_path / "copy", 9)):
+        with pytest.raises(ObjectMissingError, match=f"{bucket_url}/{HEAD} does not exist"):
+            read(HEAD)
+    assert not (tmp_path / "copy").exists()
+
+
+def test_a_failed_fetch_leaves_the_old_file_and_no_other(bucket: Bucket, tmp_path: Path) -> None:
+    dest = tmp_path / "live" / "model"
+    dest.parent.mkdir()
+    dest.write_bytes(b"old weights")
+    with pytest.raises(ObjectMissingError):
+        bucket.fetch("runs/demo/gone", dest, 9)
+    assert dest.read_bytes() == b"old weights"
+    assert list(dest.parent.iterdir()) == [dest]
+
+
+@pytest.mark.parametrize(
+    "operate",
+    [
+        lambda bucket: bucket.put(HEAD, b"x"),
+        lambda bucket: bucket.get(HEAD),
+        lambda bucket: bucket.stat(HEAD),
+        lambda bucket: bucket.list(""),
+        lambda bucket: bucket.delete([HEAD]),
+    ],
+    ids=["put", "get", "stat", "list", "delete"],
+)
+def test_a_missing_bucket_is_told_from_a_missing_object(
+    empty_url: str, operate: Callable[[Bucket], object]
+) -> None:
+    with pytest.raises(BucketMissingError, match=f"{empty_url} does not exist.*create"):
+        operate(open_bucket(empty_url))
+
+
+def test_readers_never_see_half_an_object_while_two_processes_write(bucket: Bucket, bucket_url: str) -> None:
+    bucket.put("HEAD", b"0" * 100_000)
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, bucket_url, digit]) for digit in "12"]
+    seen = set()
+    while any(writer.poll() is None for writer in writers):
+        data = bucket.get("HEAD")
+        assert len(data) == 100_000
+        seen |= set(data.decode())
+        assert len(set(data)) == 1
+    assert [writer.wait() for writer in writers] == [0, 0]
+    assert bucket.get("HEAD")[:1] in (b"1", b"2")
+    assert keys(bucket, "") == ["HEAD"]
+
+
+@pytest.mark.parametrize(
+    "key", ["", "/a", "a/", "a//b", "../a", "a/../b", "./a", "a/.b", "a\\b", "a b", "a\n", "ä", "a" * 513]
+)
+def test_keys_that_some_store_cannot_hold_are_refused(tmp_path: Path, key: str) -> None:
+    bucket = open_bucket(f"file://{tmp_path}")
+    for operate in (
+        bucket.get,
+        bucket.stat,
+        lambda key: bucket.put(key, b""),
+        lambda key: bucket.delete([key]),
+    ):
+        with pytest.raises(BucketError, match="cannot be a key"):
+            operate(key)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["runs/here", "/runs/here", "file://runs/here", "https://x", "s3://", "hf://team/x", "hf://buckets/x"],
+)
+def test_a_url_that_names_no_bucket_is_refused_with_an_example(url: str) -> None:
+    with pytest.raises(BucketError, match=r"write (hf|s3)://") as caught:
+        open_bucket(url)
+    assert repr(url) in str(caught.value)
+
+
+def test_a_crashed_upload_into_a_folder_is_no_object(tmp_path: Path) -> None:
+    bucket = open_bucket(f"file://{tmp_path}")
+    bucket.put("runs/HEAD", b"x")
+    (tmp_path / "runs" / ".0a1b.part").write_bytes(b"half of an upload")
+    assert keys(bucket, "") == ["runs/HEAD"]

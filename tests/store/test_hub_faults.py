@@ -1,0 +1,220 @@
+"""A bucket on the Hub when something is wrong: the right error, soon, with the fix and without the token."""
+
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from uuid import uuid4
+
+import pytest
+
+from delta_weight_sync.errors import AccessDeniedError, BucketError, BucketUnreachableError
+from delta_weight_sync.store import Bucket, open_bucket
+from delta_weight_sync.store import hub as hub_bucket
+from tests.support.hubsim import HubSim
+
+KEY = "runs/demo/HEAD"
+OPERATIONS = {
+    "put": lambda bucket: bucket.put(KEY, b"new"),
+    "get": lambda bucket: bucket.get(KEY),
+    "stat": lambda bucket: bucket.stat(KEY),
+    "list": lambda bucket: bucket.list("runs/"),
+    "delete": lambda bucket: bucket.delete([KEY]),
+}
+Operation = Callable[[Bucket], object]
+every_operation = pytest.mark.parametrize("operate", OPERATIONS.values(), ids=OPERATIONS.keys())
+writing = pytest.mark.parametrize("operate", [OPERATIONS["put"], OPERATIONS["delete"]], ids=["put", "delete"])
+
+
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses that huggingface_hub takes between its attempts, in seconds; here it does not sleep them."""
+    taken: list[float] = []
+    monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=taken.append))
+    return taken
+
+
+@pytest.fixture
+def bucket(hub_env: None) -> Bucket:
+    """A bucket with one object."""
+    bucket = open_bucket(f"hf://buckets/team/{uuid4().hex}", create=True)
+    bucket.put(KEY, b"old")
+    return bucket
+
+
+@pytest.fixture
+def gone(hub_env: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """A bucket whose Hub refuses connections: nothing listens at the address."""
+    bucket = open_bucket(f"hf://buckets/team/{uuid4().hex}", create=True)
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # and no other process gets it meanwhile
+        monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:{1}".format(*held.getsockname()))
+        yield open_bucket(bucket.url)
+
+
+@every_operation
+def test_a_wrong_token_is_named_but_not_shown(
+    bucket: Bucket, operate: Operation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong_secret")
+    with pytest.raises(
+        AccessDeniedError, match=r"set HF_TOKEN to a token with (read|write) access to team/"
+    ) as caught:
+        operate(bucket)
+    assert bucket.url in str(caught.value)
+    assert "hf_wrong_secret" not in str(caught.value)
+
+
+@writing
+def test_a_token_that_may_only_read_cannot_write(
+    bucket: Bucket, operate: Operation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_read")
+    with pytest.raises(
+        AccessDeniedError, match=r"refused write access .* set HF_TOKEN to a token with write access"
+    ):
+        operate(bucket)
+    assert bucket.get(KEY) == b"old"
+
+
+def test_a_private_bucket_is_closed_without_a_token(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "")
+    with pytest.raises(AccessDeniedError, match="set HF_TOKEN"):
+        bucket.get(KEY)
+
+
+@pytest.mark.parametrize(
+    "request_line",
+    ["HEAD .*/resolve/", "POST .*/batch", "POST .*/paths-info", "GET .*/xet-", "POST /cas/", "GET /cas/"],
+)
+@pytest.mark.parametrize("fault", [{"status": 503}, {"drop": True}], ids=["503", "hang up"])
+def test_a_short_outage_is_not_noticed(
+    bucket: Bucket, hub: HubSim, request_line: str, fault: dict[str, object]
+) -> None:
+    hub.fault(request_line, times=2, **fault)
+    data = uuid4().bytes * 1000  # never uploaded before, so that the client has to send it
+    bucket.put(KEY, data)
+    assert bucket.get(KEY) == data
+
+
+@every_operation
+def test_a_hub_that_is_gone_is_told_within_a_minute(
+    gone: Bucket, operate: Operation, pauses: list[float]
+) -> None:
+    with pytest.raises(
+        BucketUnreachableError, match=r"gave no answer for hf://.* check the network and HF_ENDPOINT"
+    ):
+        operate(gone)
+    assert sum(pauses) < 60, "each attempt is refused immediately: the pauses are all there is to wait for"
+
+
+@every_operation
+def test_a_hub_that_is_broken_is_told_within_a_minute(
+    bucket: Bucket, hub: HubSim, operate: Operation, pauses: list[float]
+) -> None:
+    hub.fault("/api/|/resolve/", status=500)
+    with pytest.raises(BucketUnreachableError, match=r"answered 500 for hf://.* try again later"):
+        operate(bucket)
+    assert sum(pauses) < 60
+
+
+def test_a_hub_that_never_answers_does_not_hold_a_call_for_ever(
+    bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_bucket, "REQUEST_TIMEOUT", 0.1)
+    hub.fault("HEAD .*/resolve/", delay=3600)
+    with pytest.raises(BucketUnreachableError, match="ReadTimeout"):
+        bucket.stat(KEY)
+
+
+def test_offline_mode_is_no_answer(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(BucketUnreachableError, match="OfflineModeIsEnabled"):
+        bucket.get(KEY)
+
+
+@pytest.mark.parametrize(
+    "headers", [{"Retry-After": "3600"}, {"RateLimit": '"resolvers";r=0;t=280'}, {"Retry-After": "soon"}]
+)
+def test_a_busy_hub_cannot_put_a_reader_to_sleep_for_an_hour(
+    bucket: Bucket, hub: HubSim, pauses: list[float], headers: dict[str, str]
+) -> None:
+    hub.fault("HEAD .*/resolve/", status=429, headers=headers)
+    with pytest.raises(BucketUnreachableError, match="answered 429"):
+        bucket.stat(KEY)
+    assert 5 <= sum(pauses) < 60
+
+
+@pytest.mark.parametrize(
+    "fault", [{"status": 503}, {"status": 404}, {"drop": True}, {"truncate": 10}, {"flip": 1}], ids=str
+)
+def test_a_failed_download_leaves_the_old_file_and_no_other(
+    bucket: Bucket, hub: HubSim, tmp_path: Path, fault: dict[str, object]
+) -> None:
+    dest = tmp_path / "model"
+    dest.write_bytes(b"old weights")
+    hub.fault("GET /cas/data/", **fault)
+    with pytest.raises(BucketUnreachableError, match="could not be transferred although the Hub answers"):
+        bucket.fetch(KEY, dest, 9)
+    assert dest.read_bytes() == b"old weights"
+    assert list(tmp_path.iterdir()) == [dest]
+
+
+@pytest.mark.parametrize("request_line", ["POST /cas/v1/xorbs", "POST /cas/v1/shards", "POST .*/batch"])
+@pytest.mark.parametrize("status", [400, 403, 500])
+def test_a_failed_upload_leaves_the_old_object(
+    bucket: Bucket, hub: HubSim, request_line: str, status: int
+) -> None:
+    hub.fault(request_line, status=status)
+    with pytest.raises(BucketError, match=bucket.url):
+        bucket.put(KEY, uuid4().bytes)
+    hub.clear()
+    assert bucket.get(KEY) == b"old"
+
+
+def test_an_upload_that_left_nothing_is_an_error(
+    bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_bucket, "SETTLE_PAUSES", (0, 0))
+    hub.fault("POST .*/batch", status=200)
+    with pytest.raises(BucketError, match=f"{KEY} has 3 bytes after an upload of 4 bytes: upload it again"):
+        bucket.put(KEY, b"new!")
+    with pytest.raises(BucketError, match="other is not there after an upload of 4 bytes"):
+        bucket.put("other", b"new!")
+
+
+def test_an_upload_may_show_a_little_late(
+    bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_bucket, "SETTLE_PAUSES", (0, 0))
+    hub.fault("HEAD .*/resolve/", times=1, status=404, headers={"X-Error-Code": "EntryNotFound"})
+    bucket.put("other", b"new!")
+    assert bucket.get("other") == b"new!"
+
+
+def test_a_wrong_byte_from_the_storage_is_not_noticed_so_readers_compare_sha256(
+    bucket: Bucket, hub: HubSim
+) -> None:
+    hub.fault("GET /cas/data/", flip=9)
+    assert bucket.get(KEY) != b"old"
+
+
+def test_a_reply_that_repeats_the_token_is_not_passed_on(
+    bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.fault("/batch", status=400, headers={"X-Error-Message": "bad header: Bearer hf_write"})
+    with pytest.raises(BucketError, match=r"bad header: Bearer \*\*\*"):
+        bucket.delete([KEY])
+
+
+def test_a_large_folder_is_listed_over_several_pages(bucket: Bucket, hub: HubSim) -> None:
+    api = hub_bucket.HfApi(endpoint=hub.url)
+    bucket_id = bucket.url.removeprefix("hf://buckets/")
+    api.batch_bucket_files(bucket_id, add=[(b"x", f"many/{i:04d}") for i in range(1001)])
+    assert [info.key for info in bucket.list("many/")] == [f"many/{i:04d}" for i in range(1001)]
+
+
+def test_looking_up_an_object_is_one_request(bucket: Bucket, hub: HubSim) -> None:
+    before = len(hub.requests())
+    bucket.stat(KEY)
+    assert [line.split("/")[0] for line in hub.requests()[before:]] == ["HEAD "]

@@ -1,0 +1,149 @@
+"""huggingface_hub's own tests of buckets and Spaces, published with its source, pass against the simulator.
+
+They are written against the real Hub, so they tell where the simulator answers otherwise.
+"""
+
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from xml.etree import ElementTree
+
+import huggingface_hub
+import pytest
+from huggingface_hub import HfApi
+
+from tests.support import hubsim
+from tests.support.hubsim import HubSim
+
+CONFTEST = Path(hubsim.__file__).with_name("own_conftest.py")
+PACKAGE = f"huggingface_hub=={huggingface_hub.__version__}"
+TESTS = [
+    "test_buckets.py",
+    "test_buckets_cli.py",
+    "test_buckets_hf_file_system.py",
+    "test_bucket_live_follow.py",
+    "test_hf_api.py::TestSpaceAPIProduction",
+    "test_hf_api.py::TestCommitApi",
+    "test_hf_api.py::TestHfApiDeleteFolder",
+    "test_hf_api.py::TestHfApiDeleteFiles",
+    "test_hf_api.py::TestHfApiListRepoTree",
+    "test_hf_api.py::TestHfApiAuthCheck",
+]
+LEFT_OUT = "TestCommitApi::test_create_commit_huge_regular_files"  # moves 110 MB, which takes ten seconds
+PASSED = 289  # how many they are
+PULL_REQUEST = "the simulator has no pull requests"
+REAL = "asks for a certain repository of the real Hub"
+NOT_HERE = {  # test -> why it does not pass
+    "test_buckets_hf_file_system.TestHfFileSystemBucketRW.test_append_file": "the client cannot append yet",
+    "test_hf_api.TestCommitApi.test_upload_file_create_pr": PULL_REQUEST,
+    "test_hf_api.TestCommitApi.test_upload_folder_create_pr": PULL_REQUEST,
+    "test_hf_api.TestCommitApi.test_create_commit_create_pr": PULL_REQUEST,
+    "test_hf_api.TestCommitApi.test_create_commit_create_pr_against_branch": PULL_REQUEST,
+    "test_hf_api.TestCommitApi.test_create_commit_create_pr_on_foreign_repo": PULL_REQUEST,
+    "test_hf_api.TestCommitApi.test_empty_commit_on_pr": PULL_REQUEST,
+    "test_hf_api.TestCommitApi.test_create_commit_repo_id_case_insensitive": "names keep their case here",
+    "test_hf_api.TestHfApiListRepoTree.test_list_tree_with_expand": REAL,
+    "test_hf_api.TestHfApiListRepoTree.test_list_files_without_expand": REAL,
+    "test_hf_api.TestHfApiListRepoTree.test_list_tree_with_xethash": REAL,
+}
+
+
+def pip(*command: str) -> None:
+    """Run pip; without PyPI there is nothing to test here."""
+    quick = ["--quiet", "--retries", "1", "--disable-pip-version-check"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *command, *quick], capture_output=True, text=True, check=False
+    )
+    if "from versions: none" in done.stderr:
+        pytest.skip("PyPI, from where huggingface_hub's own tests come, cannot be reached")
+    assert done.returncode == 0, done.stderr
+
+
+def fetch(folder: Path) -> None:
+    """Put the tests of the installed release into `folder` as the package hub_tests."""
+    pip(
+        "download",
+        "--no-binary",
+        ":all:",
+        "--no-deps",
+        "--no-build-isolation",
+        "--dest",
+        str(folder),
+        PACKAGE,
+    )
+    pip("install", "--no-deps", "--target", str(folder / "lib"), "pytest-mock==3.15.1")
+    (source,) = folder.glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        archive.extractall(folder, filter="data")
+    shutil.move(folder / source.name.removesuffix(".tar.gz") / "tests", folder / "hub_tests")
+    (folder / "hub_tests" / "__init__.py").touch()
+
+
+@pytest.fixture(scope="module")
+def own_tests(request: pytest.FixtureRequest) -> Path:
+    """A folder with the package hub_tests; made once and kept in pytest's cache."""
+    folder = Path(request.config.cache.mkdir(PACKAGE))
+    done = folder / "complete"
+    if not done.exists():
+        shutil.rmtree(folder)
+        folder.mkdir()
+        fetch(folder)
+        done.touch()
+    shutil.copy(CONFTEST, folder / "hub_tests" / "conftest.py")
+    return folder
+
+
+def accounts(hub: HubSim, folder: Path) -> None:
+    """Give the Hub the users, organizations, tokens and the one Space that the tests know of."""
+    known = runpy.run_path(str(folder / "hub_tests" / "testing_constants.py"))
+    hub.add_account("victor", type="org")
+    hub.add_account("user", orgs=["victor"])
+    hub.add_account(known["ENTERPRISE_ORG"], type="org", visibility="private")
+    for user, token in (
+        ("USER", "TOKEN"),
+        ("OTHER_USER", "OTHER_TOKEN"),
+        ("ENTERPRISE_USER", "ENTERPRISE_TOKEN"),
+    ):
+        orgs = [known["ENTERPRISE_ORG"]] if user == "ENTERPRISE_USER" else []
+        hub.add_account(known[user], orgs=orgs)
+        hub.add_token(known[token], user=known[user])
+    hub.add_token("hf_fake_token", user="user")
+    api = HfApi(endpoint=hub.url, token="hf_fake_token")
+    api.create_repo("victor/static-space", repo_type="space", space_sdk="static")
+
+
+def outcomes(report: Path) -> dict[str, str]:
+    """Test -> passed, or what else a JUnit report says of it."""
+    found = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        name = f"{case.get('classname')}.{case.get('name')}".removeprefix("hub_tests.")
+        found[name] = next(
+            (child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed"
+        )
+    return found
+
+
+def run(hub: HubSim, folder: Path, scratch: Path) -> dict[str, str]:
+    """Run the tests in a process of their own: name -> outcome. What it prints stays in `scratch`."""
+    environment = {**os.environ, **hub.env(scratch / "home", token=""), "PYTHONPATH": str(folder / "lib")}
+    report, left_out = scratch / "report.xml", f"hub_tests/test_hf_api.py::{LEFT_OUT}"
+    plain = ["-c", os.devnull, f"--rootdir={folder}", "-p", "no:cacheprovider"]
+    options = [*plain, f"--junitxml={report}", f"--deselect={left_out}"]
+    tests = [str(folder / "hub_tests" / name) for name in TESTS]
+    with (scratch / "output.txt").open("w") as output:
+        command = [sys.executable, "-m", "pytest", "-q", *options, *tests]
+        subprocess.run(command, cwd=folder, env=environment, stdout=output, stderr=output, check=False)
+    return outcomes(report)
+
+
+@pytest.mark.long
+def test_the_clients_own_tests_pass(own_tests: Path, tmp_path: Path) -> None:
+    with HubSim(tmp_path / "hub") as hub:
+        accounts(hub, own_tests)
+        found = run(hub, own_tests, tmp_path)
+    assert {name for name, outcome in found.items() if outcome != "passed"} == NOT_HERE.keys()
+    assert len(found) == PASSED + len(NOT_HERE)

@@ -1,0 +1,123 @@
+"""A writer of the bucket chooses the size of an object: it is checked before the object is read."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from delta_weight_sync.errors import ProtocolError
+from delta_weight_sync.publish.writer import RunWriter
+from delta_weight_sync.reader import RunReader
+from delta_weight_sync.records import Writer
+from delta_weight_sync.runlog import RunLogReader
+from delta_weight_sync.store import Bucket, open_bucket
+from delta_weight_sync.store._base import SMALL
+from tests.support.real_run import RealRun
+
+pytestmark = pytest.mark.finding(12)
+KEY = "runs/r/x"
+GIB = 1 << 30
+MEMORY = 4 << 20  # bytes that a refusal may take
+
+
+def peak(work: Callable[[], object]) -> int:
+    """Bytes that `work` had allocated at most."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_record_is_read_up_to_a_size(bucket: Bucket, tmp_path: Path) -> None:
+    data = os.urandom(SMALL)
+    bucket.put(KEY, data)
+    assert bucket.get(KEY) == data
+    bucket.put(KEY, data + b"x")
+    with pytest.raises(ProtocolError, match=rf"{KEY} has {SMALL + 1} bytes, .* {SMALL} are allowed"):
+        bucket.get(KEY)
+    assert bucket.fetch(KEY, tmp_path / "x", SMALL + 1) == hashlib.sha256(data + b"x").hexdigest()
+
+
+def test_a_file_is_fetched_up_to_its_limit_and_hashed(bucket: Bucket, tmp_path: Path) -> None:
+    bucket.put(KEY, b"12345")
+    assert bucket.fetch(KEY, tmp_path / "five", 5) == hashlib.sha256(b"12345").hexdigest()
+    assert (tmp_path / "five").read_bytes() == b"12345"
+    with pytest.raises(ProtocolError, match=rf"{KEY} has 5 bytes, but at most 4 are allowed"):
+        bucket.fetch(KEY, tmp_path / "four", 4)
+    assert not (tmp_path / "four").exists()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RealRun:
+    run = RealRun(open_bucket((tmp_path / "bucket").as_uri(), create=True), run="r", layers=1, width=4)
+    run.step()
+    run.close()
+    return run
+
+
+def swell(tmp_path: Path, key: str, size: int = GIB) -> None:
+    """Make an object larger; the file has no more pages than before."""
+    os.truncate(tmp_path / "bucket" / key, size)
+
+
+def test_a_swollen_head_is_read_around(run: RealRun, tmp_path: Path) -> None:
+    reader = run.reader
+    newest = reader.manifest()
+    swell(tmp_path, reader.keys.head(reader.writers()[-1]))
+    found = []
+    assert peak(lambda: found.append(RunReader(reader.bucket, "r").newest())) < MEMORY
+    assert found == [newest]
+
+
+@pytest.mark.parametrize("part", ["manifest", "head and manifest"])
+def test_a_swollen_manifest_is_named(run: RealRun, tmp_path: Path, part: str) -> None:
+    reader = run.reader
+    newest = reader.manifest()
+    parent = newest.parent
+    assert parent
+    writer = Writer(newest.writer_term, newest.writer)
+    swell(tmp_path, reader.keys.manifest(newest.version, writer))
+    if part != "manifest":
+        swell(tmp_path, reader.keys.head(writer))
+    assert RunReader(reader.bucket, "r").newest() == reader.read_manifest(parent)
+    with pytest.raises(ProtocolError, match=f"has {GIB} bytes"):
+        reader.require_intact()
+
+
+def test_a_swollen_segment_is_skipped(run: RealRun, tmp_path: Path) -> None:
+    swell(tmp_path, "runs/r/log/00000000.jsonl")
+    log = RunLogReader(run.reader.bucket, "r")
+    assert peak(lambda: list(log.poll())) < MEMORY
+    assert log.skipped == 1
+
+
+def test_a_swollen_delta_is_not_fetched(run: RealRun, tmp_path: Path) -> None:
+    delta = run.reader.manifest().deltas[-1]
+    swell(tmp_path, delta.key)
+    with pytest.raises(ProtocolError, match=f"at most {delta.size} are allowed"):
+        run.reader.checkout(run.reader.manifest(), tmp_path / "out")
+    assert sum(path.stat().st_size for path in (tmp_path / "out").iterdir()) < 1 << 20
+
+
+def test_a_term_after_which_none_comes_is_named(run: RealRun) -> None:
+    """Its successor would write a record that no reader accepts."""
+    last = Writer(10**18 - 1, "f" * 32)
+    run.reader.bucket.put(run.reader.keys.head(last), b"{}")
+    with pytest.raises(ProtocolError, match=f"delete heads/{last.term}.{last.id}.json of the run"):
+        RunWriter(run.reader.bucket, "r", model="m", assets=None)
+
+
+def test_numbers_of_hundreds_of_digits_are_no_part_of_a_run(run: RealRun) -> None:
+    bucket, nines = run.reader.bucket, "9" * 180
+    for key in (f"heads/{nines}.{'f' * 32}.json", f"manifests/{nines}.t1-{'f' * 8}.json"):
+        bucket.put(f"runs/r/{key}", b"{}")
+    assert run.reader.manifest().version == 1
+    writer = RunWriter(bucket, "r", model="m", assets=None)
+    assert writer.writer.term == 2

@@ -1,0 +1,84 @@
+"""A vLLM for followers' tests that holds the weights in memory, and how to wait for a follower."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from delta_weight_sync import codec
+from delta_weight_sync.checkpoint import read_bits
+from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.errors import EngineError
+from delta_weight_sync.vllm.follower import Follower
+
+PATIENCE_S = 60
+
+
+class Mortal:
+    """A vLLM that holds the weights in memory and can be killed.
+
+    Counts how often it was started, and asked whether it lives: a follower asks once in each turn.
+    """
+
+    def __init__(self) -> None:
+        self.starts, self.asked, self.compared, self._alive = 0, 0, 0, False
+
+    def alive(self) -> bool:
+        self.asked += 1
+        return self._alive
+
+    def serves(self, checkpoint: Path) -> bool:
+        return self._alive
+
+    def start(self, checkpoint: Path) -> None:
+        self.bits, self._alive = dict(read_bits(checkpoint)), True
+        self.starts += 1
+
+    def stop(self) -> None:
+        self._alive = False
+
+    kill = stop
+
+    def learn(self, shapes: dict[str, list[int]]) -> str:
+        assert shapes == {name: list(bits.shape) for name, bits in self.bits.items()}
+        return self.digest()
+
+    def digest(self) -> str:
+        return to_hex(state_digest(self.bits))
+
+    def stage(self, deltas: Sequence[Path]) -> float:
+        self._new = {name: bits.copy() for name, bits in self.bits.items()}
+        for path in deltas:
+            shapes = {name: bits.shape for name, bits in self._new.items()}
+            for patch in codec.Delta(path).patches(shapes, self._new.__getitem__):
+                codec.apply(patch, self._new[patch.name])
+        return 0.0
+
+    def stage_checkpoint(self, folder: Path) -> float:
+        self._new = dict(read_bits(folder))
+        self.compared += 1
+        return 0.0
+
+    def commit(self, digest: str, label: str) -> tuple[float, float]:
+        if to_hex(state_digest(self._new)) != digest:
+            raise EngineError("other weights than were published")
+        self.bits, self.label = self._new, label
+        return 0.0, 0.0
+
+    def relabel(self, label: str) -> None:
+        self.label = label
+
+
+def soon(reached: Callable[[], bool], what: str | Callable[[], str]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not reached():
+        assert time.monotonic() < deadline, what if isinstance(what, str) else what()
+        time.sleep(0.005)
+
+
+def reaches(follower: Follower, version: int) -> None:
+    soon(
+        lambda: follower.serving is not None and follower.serving.version == version,
+        lambda: f"version {version}: {follower.report(0).status}",
+    )

@@ -1,0 +1,244 @@
+"""The Xet storage: its binary formats, its files on disk, and its http service for hf_xet."""
+
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, Self
+
+import hf_xet
+from fastapi import APIRouter, Header, Request, Response
+from fastapi.responses import JSONResponse
+
+from .common import CLOCK, HubError
+
+RECORD = 48  # every record of a shard has this size, its header included
+LAST = b"\xff" * 32
+HAS_VERIFICATION, HAS_METADATA = 1 << 31, 1 << 30
+
+
+@dataclass(frozen=True)
+class Term:
+    """A run of chunks [start, end) of one xorb; `size` is their length when unpacked."""
+
+    xorb: str
+    start: int
+    end: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Xorb:
+    """Where each chunk lies: packed in bytes [offsets[i], offsets[i + 1]), unpacked to sizes[i] bytes."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, data: bytes) -> Self:
+        """Read the chunk headers; the footer that may follow starts with a byte other than 0."""
+        offsets, sizes = [0], []
+        while offsets[-1] < len(data) and data[offsets[-1]] == 0:
+            header = data[offsets[-1] : offsets[-1] + 8]
+            offsets.append(offsets[-1] + 8 + int.from_bytes(header[1:4], "little"))
+            sizes.append(int.from_bytes(header[5:8], "little"))
+        if offsets[-1] > len(data):
+            raise ValueError("xorb ends inside a chunk")
+        return cls(tuple(offsets), tuple(sizes))
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """One file of a shard; `sha256` is empty where the client left it out, as it does for buckets."""
+
+    hash: str
+    terms: list[Term]
+    sha256: str
+
+
+def parse_shard(data: bytes) -> list[ShardFile]:
+    files, position = [], RECORD
+    while data[position : position + 32] != LAST:
+        file_hash, flags, count = struct.unpack_from("<32sII", data, position)
+        terms = list(_terms(data, position + RECORD, count))
+        position += RECORD + RECORD * count * (2 if flags & HAS_VERIFICATION else 1)
+        sha256 = _hex(data[position : position + 32]) if flags & HAS_METADATA else ""
+        position += RECORD if flags & HAS_METADATA else 0
+        files.append(ShardFile(_hex(file_hash), terms, sha256))
+    return files
+
+
+def _terms(data: bytes, position: int, count: int) -> Iterator[Term]:
+    for offset in range(position, position + RECORD * count, RECORD):
+        xorb, _flags, size, start, end = struct.unpack_from("<32s4I", data, offset)
+        yield Term(_hex(xorb), start, end, size)
+
+
+def _hex(raw: bytes) -> str:
+    """Xet writes a hash as four little-endian words."""
+    return "".join(f"{word:016x}" for word in struct.unpack("<4Q", raw))
+
+
+class Cas:
+    """Files by their Xet hash, as the chunks that they are made of; repositories know them by SHA-256."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.xorbs: dict[str, Xorb] = {}
+        self.files: dict[str, list[Term]] = {}
+        self.by_sha256: dict[str, str] = {}  # SHA-256 -> Xet hash
+
+    def put_xorb(self, name: str, data: bytes) -> bool:
+        """Store a xorb; False if it was there already."""
+        if name in self.xorbs:
+            return False
+        index = Xorb.parse(data)
+        (self.root / name).write_bytes(data)
+        self.xorbs[name] = index
+        return True
+
+    def put_shard(self, data: bytes) -> None:
+        """Make the files of a shard known; every xorb that they use must be here already."""
+        files = parse_shard(data)
+        for term in (term for file in files for term in file.terms):
+            if term.xorb not in self.xorbs:
+                raise HubError(400, f"unknown xorb {term.xorb}")
+        self.files |= {file.hash: file.terms for file in files}
+        self.by_sha256 |= {file.sha256: file.hash for file in files if file.sha256}
+
+    def size(self, file_hash: str) -> int:
+        return sum(term.size for term in self.files[file_hash])
+
+    def reconstruct(self, file_hash: str, start: int, stop: int) -> tuple[int, list[Term]]:
+        """The chunks that hold bytes [start, stop) of a file, and how many of their first bytes to skip."""
+        skip, terms, position = 0, [], 0
+        for term in self.files[file_hash]:
+            if position < stop and start < position + term.size:
+                before, trimmed = self._trim(term, start - position, stop - position)
+                if not terms:
+                    skip = start - position - before
+                terms.append(trimmed)
+            position += term.size
+        return skip, terms
+
+    def _trim(self, term: Term, start: int, stop: int) -> tuple[int, Term]:
+        """Drop the chunks outside bytes [start, stop) of a term; also says how many bytes went in front."""
+        sizes = self.xorbs[term.xorb].sizes
+        first, last, before, size = term.start, term.end, 0, term.size
+        while before + sizes[first] <= start:
+            before += sizes[first]
+            first += 1
+        while size - sizes[last - 1] >= stop:
+            last -= 1
+            size -= sizes[last]
+        return before, Term(term.xorb, first, last, size - before)
+
+
+def parse_range(header: str, size: int) -> tuple[int, int]:
+    first, last = re.fullmatch(r"bytes=(\d+)-(\d*)", header).groups()
+    if int(first) >= size > 0:
+        raise HubError(416, "Range Not Satisfiable")
+    return int(first), min(int(last) + 1, size) if last else size
+
+
+Auth = Annotated[str, Header()]
+Range = Annotated[str, Header()]
+
+
+def cas_routes(cas: Cas) -> APIRouter:
+    """Routes under /cas. The client works without the routes that are missing here."""
+    routes = APIRouter(prefix="/cas")
+
+    @routes.post("/v1/xorbs/default/{name}")
+    async def put_xorb(name: str, request: Request, authorization: Auth = "") -> dict[str, bool]:
+        _authorize(authorization, "xet-write")
+        return {"was_inserted": cas.put_xorb(name, await request.body())}
+
+    @routes.post("/v1/shards")
+    async def put_shard(request: Request, authorization: Auth = "") -> dict[str, int]:
+        _authorize(authorization, "xet-write")
+        cas.put_shard(await request.body())
+        return {"result": 1}
+
+    @routes.get("/v2/reconstructions/{file_hash}")
+    async def reconstruct(
+        file_hash: str, request: Request, authorization: Auth = "", range: Range = "bytes=0-"
+    ) -> dict[str, Any]:
+        _authorize(authorization, "xet-write", "xet-read")
+        if file_hash not in cas.files:
+            raise HubError(404, "file not found")
+        skip, terms = cas.reconstruct(file_hash, *parse_range(range, cas.size(file_hash)))
+        described = [
+            {"hash": t.xorb, "unpacked_length": t.size, "range": {"start": t.start, "end": t.end}}
+            for t in terms
+        ]
+        xorbs = _xorb_spans(cas, terms, f"{request.base_url}cas/data/")
+        return {"offset_into_first_range": skip, "terms": described, "xorbs": xorbs}
+
+    @routes.get("/data/{name}")
+    async def data(name: str, range: Range = "bytes=0-") -> Response:
+        content = (cas.root / name).read_bytes()
+        start, stop = parse_range(range, len(content))
+        headers = {"Content-Range": f"bytes {start}-{stop - 1}/{len(content)}"}
+        return Response(content[start:stop], 206, headers, media_type="application/octet-stream")
+
+    return routes
+
+
+def _xorb_spans(cas: Cas, terms: list[Term], url: str) -> dict[str, Any]:
+    """For each xorb one range that covers all its terms: more than needed at times, never less."""
+    spans = {}
+    for name, group in groupby(sorted(terms, key=lambda term: term.xorb), key=lambda term: term.xorb):
+        parts = list(group)
+        start, end = min(part.start for part in parts), max(part.end for part in parts)
+        offsets = cas.xorbs[name].offsets
+        packed = {"start": offsets[start], "end": offsets[end] - 1}
+        chunks = {"start": start, "end": end}
+        spans[name] = [{"url": url + name, "ranges": [{"chunks": chunks, "bytes": packed}]}]
+    return spans
+
+
+def _authorize(authorization: str, *allowed: str) -> None:
+    if authorization.removeprefix("Bearer ") not in allowed:
+        raise HubError(401, "this needs the token that the Hub hands out for it")
+
+
+HOUR = 3600  # seconds that a token lives, by what its answer says
+
+
+def xet_token(request: Request, kind: str) -> JSONResponse:
+    """The answer of .../xet-{kind}-token: hf_xet reads its body, the client its headers."""
+    url, token, expiry = f"{request.base_url}cas", f"xet-{kind}", int(CLOCK.now().timestamp()) + HOUR
+    headers = {"X-Xet-Cas-Url": url, "X-Xet-Access-Token": token, "X-Xet-Token-Expiration": str(expiry)}
+    return JSONResponse({"casUrl": url, "accessToken": token, "exp": expiry}, headers=headers)
+
+
+def xet_headers(request: Request, api_path: str, xet_hash: str, size: int) -> dict[str, str]:
+    """Those of a file in the Xet storage; `api_path` is where the client gets a token for it."""
+    link = f'<{request.base_url}{api_path}>; rel="xet-auth"'
+    return {"X-Xet-Hash": xet_hash, "X-Linked-Size": str(size), "Link": link}
+
+
+def ranged(content: bytes, header: str | None, headers: dict[str, str]) -> Response:
+    """`content`, or the part of it that a Range header asks for."""
+    headers = {**headers, "Accept-Ranges": "bytes"}
+    if header is None:
+        return Response(content, headers=headers, media_type="application/octet-stream")
+    start, stop = parse_range(header, len(content))
+    headers |= {"Content-Range": f"bytes {start}-{stop - 1}/{len(content)}"}
+    return Response(content[start:stop], 206, headers, media_type="application/octet-stream")
+
+
+def unpacked(request: Request, cas: Cas, xet_hash: str) -> bytes:
+    """A file of the Xet storage, which the simulator lets the client's own library put together."""
+    with TemporaryDirectory() as folder:
+        target = Path(folder) / "file"
+        with hf_xet.XetSession().new_file_download_group(
+            endpoint=f"{request.base_url}cas", token="xet-read", token_expiry_unix_secs=1 << 40
+        ) as group:
+            group.start_download_file(hf_xet.XetFileInfo(xet_hash, cas.size(xet_hash)), str(target))
+        return target.read_bytes()

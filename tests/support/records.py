@@ -1,0 +1,59 @@
+"""Invented events of a run's log, and manifests."""
+
+from __future__ import annotations
+
+from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Manifest
+from delta_weight_sync.runlog import CanaryEvent, CommitEvent, ReplicaEvent, SyncEvent
+
+DIGEST = "a" * 16
+
+
+def sync(
+    version: int, payload: int, *, anchor: int = 0, changed: int = 10, t: float | None = None
+) -> SyncEvent:
+    at = 10.0 * version if t is None else t
+    counts = {"payload_bytes": payload, "anchor_bytes": anchor, "full_bytes": 1000, "changed": changed}
+    times = {"diff_s": 0.1, "encode_s": 0.2, "publish_s": 0.3}
+    return SyncEvent(t=at, version=version, sync=version, total=500, **counts, **times)
+
+
+def commit(
+    replica: str, version: int, *, lag_s: float = 1.0, pause_ms: float = 5.0, digest: str = DIGEST
+) -> CommitEvent:
+    times = {"lag_s": lag_s, "fetch_s": lag_s / 2, "stage_s": lag_s / 4}
+    times |= {"pause_ms": pause_ms, "commit_ms": pause_ms / 2}
+    return CommitEvent(t=10.0 * version + lag_s, replica=replica, version=version, digest=digest, **times)
+
+
+def status(
+    replica: str, version: int | None, *, state: str = "serving", error: str | None = None
+) -> ReplicaEvent:
+    return ReplicaEvent(
+        t=0, replica=replica, state=state, version=version, digest=version and DIGEST, error=error
+    )
+
+
+def canary(replica: str, version: int, difference: float) -> CanaryEvent:
+    return CanaryEvent(t=0, replica=replica, version=version, difference=difference, limit=0.5)
+
+
+def manifest_of(version: int, anchor: int) -> Manifest:
+    ref = {"key": "x", "size": 1, "sha256": "0" * 64}
+    deltas = tuple(DeltaRef(**ref, base=v - 1, version=v, changed=1) for v in range(anchor + 1, version + 1))
+    return Manifest(
+        run="r",
+        version=version,
+        born=0.0,
+        writer_term=1,
+        writer="0" * 32,
+        sync=version,
+        created_at=0,
+        digest="0" * 16,
+        anchor=AnchorRef(version=anchor, files=(FileRef(**ref),)),
+        deltas=deltas,
+        jumps=(),
+        parent=FileRef(**ref) if version else None,
+        changed=1,
+        total=1,
+        full_bytes=2,
+    )

@@ -1,0 +1,111 @@
+"""Two hosts below .hf.space that answer over TLS, one the trainer's own and one a stranger's.
+
+Only the resolving of names, and who vouches for the certificate, is not real.
+"""
+
+import ipaddress
+import json
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import aiohttp
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from trainer import observe
+
+OWN, STRANGER = "me-wordle-replica-1.hf.space", "stranger-wordle-env.hf.space"
+ANSWERS = {"/ready": {"state": "serving"}, "/health": {"status": "healthy"}}
+
+
+@dataclass
+class Hosts:
+    """Of each host: the headers of what it was asked, and whether it sends everybody to the stranger's."""
+
+    asked: dict[str, list[dict[str, str]]] = field(default_factory=lambda: {OWN: [], STRANGER: []})
+    moved: set[str] = field(default_factory=set)
+    poked: threading.Event = field(default_factory=threading.Event)
+
+    def answer(self, host: str, path: str, headers: dict[str, str]) -> tuple[int, str, bytes]:
+        """Status, where to go instead, and the content."""
+        self.asked[host].append({name.lower(): value for name, value in headers.items()})
+        if path == observe.POKE_PATH:
+            self.poked.set()
+        status = 307 if host in self.moved else 200
+        return status, f"https://{STRANGER}{path}", json.dumps(ANSWERS.get(path, {})).encode()
+
+
+@contextmanager
+def answering(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
+    """Both hosts, found by their names; `folder` is for the certificate."""
+    hosts, file = Hosts(), certificate(folder)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler(hosts)) as server:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(file)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
+        monkeypatch.setenv("SSL_CERT_FILE", str(file))  # which httpx reads for each client, and aiohttp never
+        trusting = ssl.create_default_context(cafile=file)
+        monkeypatch.setattr(aiohttp.connector, "_SSL_CONTEXT_VERIFIED", trusting)
+        _resolve(monkeypatch, server.server_port)
+        yield hosts
+        server.shutdown()
+
+
+def handler(hosts: Hosts) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            status, place, content = hosts.answer(self.headers["host"], self.path, dict(self.headers))
+            self.send_response(status)
+            self.send_header("location", place)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_POST = do_DELETE = do_GET  # noqa: N815 - the names that http.server asks for
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    return Handler
+
+
+def _resolve(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    real = socket.getaddrinfo
+
+    def fake(host: str | bytes, service: object, *rest: object, **more: object):
+        name = host.decode() if isinstance(host, bytes) else host
+        if name in (OWN, STRANGER):
+            return real("127.0.0.1", port, *rest, **more)
+        assert ipaddress.ip_address(name).is_loopback, f"nothing here is to be sent to {name}"
+        return real(host, service, *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", fake)
+
+
+def certificate(folder: Path) -> Path:
+    """A certificate for *.hf.space of nobody, with its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "t")])
+    hosts = x509.SubjectAlternativeName([x509.DNSName("*.hf.space")])
+    made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    made = made.serial_number(1).not_valid_before(datetime.now(UTC) - timedelta(days=1))
+    made = made.not_valid_after(datetime.now(UTC) + timedelta(days=1)).add_extension(hosts, critical=False)
+    made = made.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+    pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    file = folder / "hf.space.pem"
+    secret = key.private_bytes(pem, form, serialization.NoEncryption())
+    file.write_bytes(secret + made.sign(key, hashes.SHA256()).public_bytes(pem))
+    return file

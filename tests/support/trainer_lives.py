@@ -1,0 +1,235 @@
+"""Lives of a real trainer, TRL's, that is ended at random instants; it gets recorded samples by their number.
+
+    python -m tests.support.trainer_lives FOLDER KILLS SEED
+
+Writes the versions of an undisturbed run and of one that was ended KILLS times to `FOLDER/versions.json`,
+with how each life ended. All lives are forks of this process, which has imported what takes long.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import queue
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, BinaryIO
+from unittest import mock
+
+import numpy as np
+import torch
+from trl.experimental.async_grpo import AsyncGRPOConfig
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+from delta_weight_sync import Publisher, open_run
+from delta_weight_sync.store._files import FileBucket
+from delta_weight_sync.trl.trainer import Progress
+from tests.support import tiny
+from trainer import rollouts, train
+from trainer.settings import Settings
+
+BATCH, STATE_EVERY = 8, 3
+EVENTS = 100  # of them some ten are of a step
+PATIENCE_S = 240.0
+
+
+class Recorded:
+    """TRL's `RolloutWorkerProtocol`: the samples from the first one on that was not trained on."""
+
+    def __init__(self, steps: int, begun: Progress | None) -> None:
+        ranks = int(os.environ.get("WORLD_SIZE", 1))
+        self._last = BATCH * ranks * (steps + 1)  # TRL looks a batch ahead
+        self._first = begun.prompts if begun else 0
+        assert not (begun and begun.later), "they were taken in order"
+        self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue()
+        self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
+
+    def start(self) -> None:
+        for number in range(self._first, self._last):
+            self.rollout_buffer.put(sample(number))
+
+    def inherit(self, sync: int) -> None: ...
+    def stop(self) -> None: ...
+    def update_model_version(self, model_version: int) -> None: ...
+    def check_health(self, stale_after_s: float) -> None: ...
+
+
+def sample(number: int) -> RolloutSample:
+    numbers = np.random.default_rng(number)
+    return RolloutSample(
+        prompt=[{"role": "user", "content": "?"}],
+        completion=[{"role": "assistant", "content": "!"}],
+        input_ids=numbers.integers(5, 90, 12),
+        completion_mask=np.array([0] * 4 + [1] * 8),
+        old_log_probs=np.array([0.0] * 4 + [-3.0] * 8),
+        advantage=float(numbers.standard_normal()),
+        model_version=1,
+        group_id=number,
+        metrics={"reward": 1.0},
+    )
+
+
+def cpu_config(folder: Path, **options: Any) -> AsyncGRPOConfig:
+    """TRL's settings for a trainer on a CPU that writes nothing but its run."""
+    on_cpu = {"dtype": "float32", "bf16": False, "use_cpu": True, "gradient_checkpointing": False}
+    quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "logging_steps": 1}
+    return AsyncGRPOConfig(output_dir=str(folder), token_budget=0, **on_cpu, **quiet, **options)
+
+
+def live(
+    folder: Path, bucket: str, steps: int, die: Callable[[], None] = lambda: None, **others: Any
+) -> None:
+    """The command of `trainer.train`; `die` is called at each event. `others`: settings of the script."""
+    script = Settings(
+        model=str(folder / "base"),
+        bucket=bucket,
+        run="lives",
+        replicas=[],
+        task="brevity",
+        state_every=STATE_EVERY,
+        **others,
+    )
+    settings = cpu_config(
+        folder / "trl",
+        max_steps=steps,
+        per_device_train_batch_size=BATCH,
+        learning_rate=1e-3,
+        lr_scheduler_type="linear",
+        weight_decay=0.1,
+        max_staleness=1000,
+    )
+    parser = SimpleNamespace(parse_args_and_config=lambda: (script, settings))
+    with (
+        mock.patch.object(train, "TrlParser", return_value=parser),
+        mock.patch.object(rollouts, "make_worker", lambda *_, progress, **__: Recorded(steps, progress)),
+        mock.patch.object(Publisher, "publish", _one_by_one(Publisher.publish)),
+        mock.patch.object(FileBucket, "put", _around(FileBucket.put, die)),
+        mock.patch("delta_weight_sync.store._files._write", _in_halves(die)),
+        mock.patch.object(torch.optim.AdamW, "step", _around(torch.optim.AdamW.step, die)),
+    ):
+        train.main()
+
+
+def _one_by_one(publish: Callable[..., None]) -> Callable[..., None]:
+    """Each hand-over is a version, so that runs can be compared."""
+
+    def publish_and_wait(publisher: Publisher, *arguments: Any) -> None:
+        publish(publisher, *arguments)
+        if publisher._outbox:
+            publisher._outbox.flush()
+
+    return publish_and_wait
+
+
+def _around(work: Callable[..., Any], die: Callable[[], None]) -> Callable[..., Any]:
+    def with_events(*arguments: Any, **options: Any) -> Any:
+        die()
+        result = work(*arguments, **options)
+        die()
+        return result
+
+    return with_events
+
+
+def _in_halves(die: Callable[[], None]) -> Callable[[BinaryIO, bytes | Path], None]:
+    def write(file: BinaryIO, data: bytes | Path) -> None:
+        content = data if isinstance(data, bytes) else data.read_bytes()
+        half = len(content) // 2
+        file.write(content[:half])
+        file.flush()
+        die()
+        file.write(content[half:])
+        file.flush()
+        os.utime(file.fileno(), ns=(now := time.time_ns(), now))
+
+    return write
+
+
+def end_at(event: int, sign: int) -> Callable[[], None]:
+    """Sends this process a signal at that event."""
+    events = itertools.count(1)
+
+    def die() -> None:
+        if next(events) == event:
+            os.kill(os.getpid(), sign)
+
+    return die
+
+
+def fork(folder: Path, bucket: str, steps: int, log: Path, die: Callable[[], None]) -> int:
+    """A life; its process id."""
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        with log.open("wb") as out:
+            os.dup2(out.fileno(), 1)
+            os.dup2(out.fileno(), 2)
+        torch.set_num_threads(1)  # a fork's pool is made anew, which two threads must not do at once
+        live(folder, bucket, steps, die)
+        code = 0
+    except SystemExit as end:
+        print(end.code, flush=True)
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:  # noqa: BLE001 - it must not come back as a second zygote
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def wait(pid: int) -> int:
+    """How it ended: the exit code, or minus the signal. Raises `TimeoutError`."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    raise TimeoutError("a life did not end")
+
+
+def versions(bucket: str) -> list[tuple[int, int, str]]:
+    """Number, sync and digest of all, oldest first."""
+    return [(m.version, m.sync, m.digest) for m in open_run(bucket).versions()][::-1]
+
+
+def ended_lives(folder: Path, bucket: str, steps: int, kills: int) -> list[str]:
+    """Lives that -9 and SIGTERM end by turns, at an event, and some after a while; how each of them ended."""
+    ends: list[str] = []
+    for number in range(kills):
+        sign = (signal.SIGKILL, signal.SIGTERM)[number % 2]
+        event, after_s = random.randrange(1, EVENTS), random.uniform(0, 8)
+        timed = number % 10 >= 6
+        pid = fork(folder, bucket, steps, folder / f"{number}.log", end_at(0 if timed else event, sign))
+        if timed:
+            time.sleep(after_s)
+            os.kill(pid, sign)
+        at = f"{after_s:.2f} s" if timed else f"event {event}"
+        ends.append(f"{sign.name} at {at}: {wait(pid)}")
+    return ends
+
+
+def main(folder: Path, kills: int, seed: int) -> None:
+    """Both runs."""
+    random.seed(seed)
+    torch.set_num_threads(1)
+    tiny.build(folder / "base", tie=True, seed=0)
+    steps = 6 + 8 * kills  # more than all lives take
+    undisturbed, ended = ((folder / name).as_uri() for name in ("undisturbed", "ended"))
+    wait(fork(folder, undisturbed, steps, folder / "undisturbed.log", lambda: None))
+    ends = ended_lives(folder, ended, steps, kills)
+    wait(fork(folder, ended, steps, folder / "last.log", lambda: None))
+    result = {"steps": steps, "ends": ends, "undisturbed": versions(undisturbed), "ended": versions(ended)}
+    (folder / "versions.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,151 @@
+"""A run in a bucket, written as a trainer writes it: run.json, manifests, HEAD and the log."""
+
+from __future__ import annotations
+
+import hashlib
+
+from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Head, Keys, Manifest, RunInfo, Writer
+from delta_weight_sync.runlog import (
+    SEGMENT,
+    CommitEvent,
+    DoneEvent,
+    Event,
+    ReplicaEvent,
+    RunLogWriter,
+    StepEvent,
+    SyncEvent,
+)
+from delta_weight_sync.store import Bucket
+
+WRITER = Writer(1, "0" * 32)
+
+FULL, TOTAL = 440_000, 220_000
+ANCHOR_EVERY = 50
+
+
+def digest_of(version: int) -> str:
+    return hashlib.sha256(b"%d" % version).hexdigest()[:16]
+
+
+class WrittenRun:
+    """Call `publish` for each version, then `commit` for each replica that takes it over."""
+
+    def __init__(self, bucket: Bucket, run: str = "wordle", *, created_at: float = 1_780_000_000.0) -> None:
+        self.bucket, self.keys, self.t = bucket, Keys(run), created_at
+        self.created_at = created_at
+        info = RunInfo(run=run, model="Qwen/Qwen3-0.6B", created_at=created_at, full_bytes=FULL)
+        bucket.put(self.keys.info, info.to_bytes())
+        self.log = RunLogWriter(bucket, run, every_s=0.1)
+        self.version = -1
+        self._anchor = 0
+        self._parent: FileRef | None = None
+
+    def publish(self, payload: int, changed: int, *, after_s: float = 20.0) -> None:
+        """The next version, `after_s` seconds after the last one; version 0 is an anchor."""
+        self.t, self.version = self.t + after_s, self.version + 1
+        anchor = FULL if self.version and self.version % ANCHOR_EVERY == 0 else 0
+        self._manifest(changed)
+        self.log.append(self._sync(payload, changed, anchor))
+
+    def skip_to(self, version: int) -> SyncEvent:
+        """Publish `version` without those before it, and without logging it."""
+        self.version = version
+        self._manifest(TOTAL if version == 0 else 2_000)
+        return self._sync(FULL if version == 0 else 40_000, TOTAL if version == 0 else 2_000, 0)
+
+    def _sync(self, payload: int, changed: int, anchor: int) -> SyncEvent:
+        counts = {"payload_bytes": payload, "anchor_bytes": anchor, "full_bytes": FULL, "changed": changed}
+        times = {"diff_s": 0.012, "encode_s": 0.031, "publish_s": 0.42}
+        return SyncEvent(t=self.t, version=self.version, sync=self.version, total=TOTAL, **counts, **times)
+
+    def commit(self, replica: str, version: int, *, lag_s: float = 1.9, pause_ms: float = 18.0) -> None:
+        """`replica` takes over `version` right after the last event."""
+        self.log.append(self.commit_event(replica, version, lag_s=lag_s, pause_ms=pause_ms))
+
+    def commit_event(
+        self, replica: str, version: int, *, lag_s: float = 1.9, pause_ms: float = 18.0
+    ) -> CommitEvent:
+        times = {"lag_s": lag_s, "fetch_s": 0.6 * lag_s, "stage_s": 0.2 * lag_s}
+        times |= {"pause_ms": pause_ms, "commit_ms": 0.7 * pause_ms}
+        common = {"t": self.t + lag_s, "replica": replica, "version": version}
+        return CommitEvent(**common, digest=digest_of(version), **times)
+
+    def status(
+        self, replica: str, version: int | None, *, state: str = "serving", error: str | None = None
+    ) -> None:
+        """What `replica` answers when it is asked."""
+        digest = None if version is None else digest_of(version)
+        self.log.append(
+            ReplicaEvent(t=self.t, replica=replica, state=state, version=version, digest=digest, error=error)
+        )
+
+    def step(self, step: int, reward: float | None) -> None:
+        self.log.append(StepEvent(t=self.t, step=step, reward=reward, metrics={}))
+
+    def end(self, digest: str) -> None:
+        self.log.append(DoneEvent(t=self.t, version=self.version, digest=digest))
+        self.log.close()
+
+    def _manifest(self, changed: int) -> None:
+        key = self.keys.manifest(self.version, WRITER)
+        if self.version % ANCHOR_EVERY == 0:
+            self._anchor = self.version
+        manifest = Manifest(
+            run=self.keys.run,
+            born=0.0,
+            version=self.version,
+            writer_term=WRITER.term,
+            writer=WRITER.id,
+            sync=self.version,
+            created_at=self.t,
+            digest=digest_of(self.version),
+            anchor=AnchorRef(
+                version=self._anchor,
+                files=(_ref(self.keys.anchor(self._anchor, WRITER, "model.safetensors"), b""),),
+            ),
+            deltas=tuple(
+                self._delta(version, changed) for version in range(self._anchor + 1, self.version + 1)
+            ),
+            jumps=(),
+            parent=self._parent,
+            changed=changed,
+            total=TOTAL,
+            full_bytes=FULL,
+        )
+        data = manifest.to_bytes()
+        self.bucket.put(key, data)
+        self._parent = _ref(key, data)
+        head = Head(
+            run=self.keys.run,
+            born=0.0,
+            version=self.version,
+            manifest=self._parent,
+            writer_term=WRITER.term,
+            writer=WRITER.id,
+        )
+        self.bucket.put(self.keys.head(WRITER), head.to_bytes())
+
+    def _delta(self, version: int, changed: int) -> DeltaRef:
+        ref = _ref(self.keys.delta(version, WRITER), b"")
+        return DeltaRef(**ref.model_dump(), base=version - 1, version=version, changed=changed)
+
+
+def _ref(key: str, data: bytes) -> FileRef:
+    return FileRef(key=key, size=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def long(bucket: Bucket, versions: int, replicas: tuple[str, ...]) -> WrittenRun:
+    """A run's log as a trainer leaves it, segment by segment, with manifests of its two ends only."""
+    run = WrittenRun(bucket)
+    run.log.close()
+    first, last = run.skip_to(0), run.skip_to(versions)
+    events: list[Event] = [first]
+    for v in range(1, versions + 1):
+        run.t = run.created_at + 20.0 * v
+        events.append(StepEvent(t=run.t, step=v, reward=v / versions, metrics={"sample/staleness_mean": 1.0}))
+        events.append(last.model_copy(update={"version": v, "sync": v, "t": run.t}))
+        events += [run.commit_event(replica, v) for replica in replicas]
+    lines = [event.model_dump_json().encode() for event in events]
+    for number, start in enumerate(range(0, len(lines), SEGMENT)):
+        bucket.put(run.keys.segment(number), b"\n".join(lines[start : start + SEGMENT]))
+    return run

@@ -1,0 +1,289 @@
+"""`make demo`'s manners: it cleans up after itself, and a fault is one line naming the log and the fix."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from delta_weight_sync import gpu_build
+from delta_weight_sync.runlog import CommitEvent, DoneEvent, ReplicaEvent, StepEvent, SyncEvent
+from trainer.demo.__main__ import POLICIES, replica_settings, run_demo, trainer_command
+from trainer.demo.processes import ChildError, Processes, exclusive, interrupt_once
+from trainer.demo.summary import Progress, gain, summarize, table
+
+PATIENCE_S = 300.0  # for what takes seconds; only a fault takes so long
+
+
+def demo(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "trainer.demo", "--folder", str(folder), *arguments]
+    return subprocess.Popen(
+        command,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_children(process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
+    """The demo's processes, once there are that many."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline and process.poll() is None:
+        children = psutil.Process(process.pid).children(recursive=True)
+        if len(children) >= count:
+            return children
+        time.sleep(0.1)
+    raise AssertionError(f"the demo started too little: {process.communicate()}")
+
+
+def wait_for(process: subprocess.Popen[str], done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not done():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "terminate"])
+@pytest.mark.parametrize("often", [False, True], ids=["once", "often"])
+def test_interrupts_stop_every_process(tmp_path, sign, often):
+    """Once: with a server up, which ends in its own time, and the other processes still starting."""
+    process = demo(tmp_path / "demo", DEMO_OF=str(tmp_path))
+    log = tmp_path / "demo" / "env.log"
+    if not often:
+        wait_for(process, lambda: log.exists() and "Uvicorn running" in log.read_text())
+    wait_for_children(process, 3)
+    process.send_signal(sign)
+    while often and process.poll() is None:
+        process.send_signal(sign)
+        time.sleep(0.02)
+    _, complaint = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode != 0
+    assert complaint == "stopped; all its processes have ended\n"
+    assert left_of(tmp_path) == []
+
+
+def test_an_interrupt_while_a_child_starts_stops_that_child_too(tmp_path, monkeypatch):
+    """It comes when the child runs and nobody has noted it yet."""
+    (tmp_path / "idle.py").write_text("import time; time.sleep(600)")
+    start, started = subprocess.Popen, []
+
+    def interrupted(*arguments, **options):
+        started.append(start(*arguments, **options))
+        signal.raise_signal(signal.SIGTERM)
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    before = {sign: signal.getsignal(sign) for sign in (signal.SIGINT, signal.SIGTERM)}
+    interrupt_once()
+    try:
+        with pytest.raises(KeyboardInterrupt), Processes(tmp_path) as processes:
+            processes.start("idle", ["idle"], {"PYTHONPATH": str(tmp_path)})
+    finally:
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
+    assert started[0].returncode is not None, "it has ended, and was waited for"
+
+
+@pytest.mark.full
+def test_a_demo_that_is_killed_leaves_no_process(tmp_path):
+    """It cannot stop anything then: the kernel does, and each process its own."""
+    process = demo(tmp_path / "demo", DEMO_OF=str(tmp_path))
+    log = tmp_path / "demo" / "env.log"
+    wait_for(process, lambda: log.exists() and "Uvicorn running" in log.read_text())
+    children = wait_for_children(process, 3)
+    process.kill()
+    process.communicate(timeout=PATIENCE_S)
+    assert psutil.wait_procs(children, timeout=PATIENCE_S)[1] == []
+    assert left_of(tmp_path) == []
+
+
+def left_of(folder: Path) -> list[psutil.Process]:
+    """Processes that have inherited the demo's variable, wherever they now hang in the tree."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("DEMO_OF") == str(folder):
+                found.append(process)
+    return found
+
+
+@pytest.mark.full
+def test_a_port_in_use_is_one_line_with_the_fix(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        process = demo(tmp_path / "demo", "--port", str(port))
+        _, complaint = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode != 0
+    assert (
+        complaint == f"demo: port {port} is in use; choose another, for example: make demo PORT={port + 1}\n"
+    )
+
+
+@pytest.mark.full
+def test_a_crashed_child_is_one_line_that_names_its_log(tmp_path):
+    process = demo(tmp_path / "demo", WORDLE_NO_SUCH_SETTING="1", DEMO_OF=str(tmp_path))
+    _, complaint = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode != 0
+    assert complaint.startswith("demo: env stopped (exit code 1)")
+    assert f"{tmp_path}/demo/env.log" in complaint
+    assert "WORDLE_NO_SUCH_SETTING" in (tmp_path / "demo" / "env.log").read_text()
+    assert left_of(tmp_path) == []
+
+
+def test_a_child_that_ignores_the_request_to_end_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.demo.processes._TIMEOUT_S", 1.0)
+    (tmp_path / "stubborn.py").write_text(
+        "import signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    before = set(psutil.Process().children(recursive=True))
+    with Processes(tmp_path) as processes:
+        processes.start("stubborn", ["stubborn"], {"PYTHONPATH": str(tmp_path)})
+        while "ready" not in processes.log("stubborn").read_text():
+            time.sleep(0.05)
+        family = set(psutil.Process().children(recursive=True)) - before
+    assert len(family) >= 2
+    assert psutil.wait_procs(family, timeout=PATIENCE_S)[1] == []
+
+
+@pytest.mark.full
+def test_a_second_demo_leaves_the_first_alone(tmp_path):
+    with exclusive(tmp_path / "demo"):
+        process = demo(tmp_path / "demo")
+        _, complaint = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode != 0
+    assert complaint == f"demo: another demo runs in {tmp_path}/demo; end it first (Ctrl-C)\n"
+
+
+def test_a_replica_that_cannot_start_ends_the_demo_with_its_reason():
+    reason = "vLLM did not start: no memory; see the log above for the reason"
+    failed = ReplicaEvent(t=0, replica="r", state="starting vLLM", version=None, digest=None, error=reason)
+    with pytest.raises(ChildError, match=reason):
+        Progress(5).show([failed])
+
+
+def test_a_child_that_passes_may_end_and_no_other_may(tmp_path):
+    (tmp_path / "brief.py").write_text("")
+    with Processes(tmp_path) as processes:
+        processes.start("passing", ["brief"], {"PYTHONPATH": str(tmp_path)}, may_end=True)
+        while not processes.finished("passing"):
+            time.sleep(0.02)
+        processes.start("needed", ["brief"], {"PYTHONPATH": str(tmp_path)})
+        with pytest.raises(ChildError, match=r"needed stopped \(exit code 0\)"):
+            look_for_ever(processes)
+
+
+def look_for_ever(processes: Processes) -> None:
+    while True:
+        processes.finished("passing")
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("minutes", ["0", "-1", "soon"])
+def test_a_demo_without_time_is_refused(minutes):
+    arguments = [sys.executable, "-m", "trainer.demo", "--minutes", minutes]
+    refused = subprocess.run(arguments, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines()[-1].endswith(
+        f"--minutes: {minutes!r} is not a time limit; give a number of minutes, such as 5"
+    )
+
+
+def test_lines_tell_what_is_left_of_the_time(capsys, monkeypatch):
+    monkeypatch.setattr("trainer.demo.summary.time", SimpleNamespace(monotonic=lambda: now))
+    now = 100.0
+    progress = Progress(5)
+    now = 340.0
+    progress.show([event for event in events() if not isinstance(event, ReplicaEvent)])
+    assert "step   10  reward  1.000  trainer v1, replica vNone  0.0 KB, 4.00 % changed  60 s left" in (
+        capsys.readouterr().out
+    )
+    assert progress.newest == 1
+    now = 500.0
+    assert progress.left_s == 0, "the last step may take longer"
+
+
+def events(*, replica_digest: str = "b" * 16, replica_version: int = 1) -> list:
+    sync = {"t": 0, "sync": 1, "anchor_bytes": 0, "full_bytes": 200, "total": 100}
+    sync |= {"diff_s": 0.1, "encode_s": 0.1, "publish_s": 0.5}
+    commit = {"t": 0, "replica": "r", "digest": "b" * 16, "fetch_s": 0, "stage_s": 0, "commit_ms": 1}
+    return [
+        SyncEvent(version=0, payload_bytes=200, changed=0, **sync),
+        SyncEvent(version=1, payload_bytes=10, changed=4, **sync),
+        *(StepEvent(t=0, step=i, reward=i / 10, metrics={}) for i in range(20)),
+        CommitEvent(version=1, lag_s=0.7, pause_ms=20, **commit),
+        ReplicaEvent(t=0, replica="r", state="serving", version=replica_version, digest=replica_digest),
+        DoneEvent(t=0, version=1, digest="b" * 16, stopped_by="time"),
+    ]
+
+
+GAINED = {"before": 0.25, "after": 0.5, "games": 400, "interval": [0.2, 0.3]}
+
+
+def test_the_summary_holds_what_the_log_says():
+    summary = summarize(events(), "tiny", GAINED, 250.0)
+    assert summary["verified"] is True
+    assert (summary["syncs"], summary["full_bytes"], summary["digest"]) == (1, 200, "b" * 16)
+    assert (summary["reward_first"], summary["reward_last"]) == (0.05, 1.85)
+    version = summary["versions"][1]
+    assert (version["payload_bytes"], version["changed"], version["sparsity"]) == (10, 4, 0.96)
+    assert (version["pause_ms"], version["lag_s"], version["publish_s"]) == (20, 0.7, 0.5)
+    assert (summary["solved_held_out"], summary["seconds"], summary["stopped_by"]) == (GAINED, 250, "time")
+    text = table(summary, "solved")
+    assert "1/20 of a full sync" in text
+    assert "250 s; ended by its time limit" in text
+    assert "solved: 25.0 % -> 50.0 % of 400 (+20.0 to +30.0 points with 95 % confidence)" in text
+
+
+def test_what_was_gained_is_as_sure_as_the_same_games_make_it():
+    """Of 100 games 30 more are solved, none less: the standard error is the root of 0.3 * 0.7 / 99."""
+    before, after = [i < 20 for i in range(100)], [i < 50 for i in range(100)]
+    gained = gain(before, after)
+    assert (gained["before"], gained["after"], gained["games"]) == (0.2, 0.5, 100)
+    low, high = gained["interval"]
+    assert (low + high) / 2 == pytest.approx(0.3)
+    assert (high - low) / 2 == pytest.approx(1.96 * (0.3 * 0.7 / 99) ** 0.5)
+    shuffled = gain(before, after[::-1])["interval"]
+    assert shuffled[1] - shuffled[0] > high - low, "less is known where other games are solved than before"
+
+
+def test_a_run_without_a_replica_or_an_end_or_with_other_weights_is_not_verified():
+    for run in (events(replica_digest="c" * 16), events(replica_version=0), [], events()[:-1]):
+        assert summarize(run, "tiny", GAINED, 1.0)["verified"] is False
+
+
+@pytest.mark.parametrize("for_gpus", [True, False], ids=["gpu", "cpu"])
+def test_trainer_and_replica_run_where_the_installed_build_does(tmp_path, monkeypatch, for_gpus):
+    monkeypatch.setattr(gpu_build, "is_installed", lambda: for_gpus)
+    policy = POLICIES["wordle-tiny"]
+    replica = replica_settings(policy, "file:///b", 1, tmp_path)["REPLICA_VLLM_ARGS"]
+    trainer = trainer_command(policy, tmp_path, "file:///b", "http://r", "http://e")
+    assert ("--use_cpu" in trainer) is not for_gpus
+    assert ("--gpu-memory-utilization" in replica) is for_gpus
+    assert "--enforce-eager" not in replica, "on a GPU with CUDA graphs; on a CPU the replica knows"
+
+
+def test_a_build_for_gpus_without_one_ends_the_demo_with_the_fix(tmp_path, monkeypatch):
+    """Before it deletes what the last demo wrote."""
+    (tmp_path / "kept").touch()
+    monkeypatch.setattr(gpu_build, "problem", lambda: "there is no GPU; attach one")
+    with pytest.raises(ChildError, match="attach one"):
+        run_demo("wordle-tiny", tmp_path, 0, 5.0)
+    assert (tmp_path / "kept").exists()

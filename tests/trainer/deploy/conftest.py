@@ -1,0 +1,235 @@
+"""The command line against the simulated Hub, with real apps behind the Spaces."""
+
+import io
+import json
+import re
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain
+from pathlib import Path
+from typing import Any, ClassVar
+from uuid import uuid4
+
+import httpx
+import pytest
+from huggingface_hub import HfApi
+
+from tests.support.hubsim import HubSim
+from trainer.demo.processes import Processes, free_port
+from trainer.deploy import hub as deploy_hub
+from trainer.deploy.__main__ import main
+
+OWNER = "user"
+WRITE, READ = "hf_deployTestWriteToken", "hf_deployTestReadToken"
+POLICY = Path(__file__).parents[3] / "trainer" / "policies" / "wordle-tiny"
+
+
+@dataclass(frozen=True)
+class Apps:
+    """URLs of the two real apps. The replica follows a run that no trainer has begun."""
+
+    env: str
+    replica: str
+
+
+@pytest.fixture(scope="package")
+def apps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apps]:
+    with _running(tmp_path_factory.mktemp("apps"), {}, {}) as apps:
+        yield apps
+
+
+@contextmanager
+def _running(folder: Path, env_settings: dict[str, str], replica_settings: dict[str, str]) -> Iterator[Apps]:
+    (folder / "bucket").mkdir()
+    env, replica = free_port(), free_port()
+    env_settings |= {"WORDLE_HOST": "127.0.0.1", "WORDLE_PORT": str(env)}
+    replica_settings |= {
+        "REPLICA_HOST": "127.0.0.1",
+        "REPLICA_PORT": str(replica),
+        "REPLICA_BUCKET": (folder / "bucket").as_uri(),
+        "REPLICA_RUN": "first",
+        "REPLICA_FOLDER": str(folder / "replica"),
+    }
+    with Processes(folder) as processes:
+        processes.start("env", ["env_space.app"], env_settings)
+        processes.start("replica", ["inference_space.app"], replica_settings)
+        apps = Apps(f"http://127.0.0.1:{env}", f"http://127.0.0.1:{replica}")
+        _wait_for(apps.env, processes, "env")
+        _wait_for(apps.replica, processes, "replica")
+        yield apps
+
+
+def _wait_for(url: str, processes: Processes, name: str) -> None:
+    for _ in range(1200):
+        processes.finished(name)  # raises if it has failed
+        try:
+            httpx.get(f"{url}/health", trust_env=False).raise_for_status()
+            return
+        except httpx.TransportError:
+            time.sleep(0.1)
+    raise AssertionError(f"{name} does not answer: {processes.log(name).read_text()[-2000:]}")
+
+
+class World:
+    """One owner's place on the simulated Hub, with the command line as its user meets it."""
+
+    def __init__(self, hub: HubSim, apps: Apps, folder: Path) -> None:
+        self.hub, self.apps, self.folder = hub, apps, folder
+        self.name = f"w{uuid4().hex[:8]}"
+        self.said = ""  # by all commands so far
+
+    @property
+    def env(self) -> str:
+        return f"{OWNER}/{self.name}-env"
+
+    def replica(self, number: int = 1) -> str:
+        return f"{OWNER}/{self.name}-replica-{number}"
+
+    def run(self, command: str, *options: str) -> tuple[int, str]:
+        """Exit status and output of one command, with the apps behind whatever Spaces it makes."""
+        status, out = 0, io.StringIO()
+        owner = ["--owner", OWNER] if "--owner" not in options else []
+        self.name_hosts()
+        with redirect_stdout(out), redirect_stderr(out):
+            try:
+                main([command, *options, *owner, "--name", self.name])
+            except SystemExit as end:
+                status = 1 if end.code else 0
+                out.write(f"{end.code}\n" if isinstance(end.code, str) else "")
+        self.said += out.getvalue()
+        return status, out.getvalue()
+
+    def name_hosts(self) -> None:
+        """Let the Hub name the real apps as the Spaces' addresses."""
+        self.hub.set_space(self.env, host=self.apps.env)
+        for number in (1, 2, 3):
+            self.hub.set_space(self.replica(number), host=self.apps.replica)
+
+    def up(self, *options: str) -> str:
+        """A successful `up`."""
+        status, out = self.run("up", *options)
+        assert status == 0, out
+        return out
+
+    def fails(self, command: str, *options: str) -> str:
+        """What a command says that has to fail."""
+        status, out = self.run(command, *options)
+        assert status == 1, out
+        return out
+
+    def changes(self) -> list[str]:
+        """Every request so far that may have changed something."""
+        reading = re.compile(r"(GET|HEAD) |POST \S*/(validate-yaml|paths-info)")
+        return [request for request in self.hub.requests() if not reading.match(request)]
+
+    def key(self) -> str:
+        file = self.folder / ".deploy" / OWNER / "env"
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        return file.read_text().removeprefix("SPACE_KEY=").strip()
+
+
+class Clock:
+    """In place of the module `time`: nobody sleeps, and only sleeping takes time."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def world(
+    hub: HubSim, hub_env: None, apps: Apps, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[World]:
+    hub.add_token(WRITE, user=OWNER)
+    hub.add_token(READ, user=OWNER, role="read")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_TOKEN", WRITE)
+    monkeypatch.setenv("SPACE_HF_TOKEN", READ)
+    monkeypatch.setenv("SPACE_KEY", "")  # `up` sets it for its own process, and which Spaces get it
+    monkeypatch.setenv("SPACES", "")
+    monkeypatch.setattr(deploy_hub, "time", clock)
+    world = World(hub, apps, tmp_path)
+    yield world
+    hub.clear()
+    api = HfApi(endpoint=hub.url, token=WRITE)
+    for space in list(api.list_spaces(author=OWNER)):
+        api.delete_repo(space.id, repo_type="space")  # the simulator has few addresses for their apps
+    files = [file.read_text() for file in tmp_path.glob(".deploy/*/env")]
+    signing = [file.read_text().splitlines() for file in tmp_path.glob("**/*.env")]
+    keys = [text.strip().removeprefix("SPACE_KEY=") for text in files]
+    keys += [line.partition("_secret_")[2] for line in chain(*signing) if "_secret_" in line]
+    secrets = [WRITE, READ, *keys]
+    assert not [secret for secret in secrets if secret in world.said], "a secret was printed"
+    assert not [line for line in hub.requests() for secret in secrets if secret in line], "a secret in a URL"
+
+
+@pytest.fixture
+def api(hub: HubSim) -> HfApi:
+    """The owner, by hand."""
+    hub.add_token(WRITE, user=OWNER)
+    return HfApi(endpoint=hub.url, token=WRITE)
+
+
+@dataclass(frozen=True)
+class KeyedApps(Apps):
+    """Apps that want a key."""
+
+    key: str
+
+
+@pytest.fixture(scope="package")
+def keyed_apps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeyedApps]:
+    key = "k" * 40
+    with _running(tmp_path_factory.mktemp("keyed"), {"WORDLE_KEY": key}, {"REPLICA_KEY": key}) as apps:
+        yield KeyedApps(apps.env, apps.replica, key)
+
+
+class _Scripted(BaseHTTPRequestHandler):
+    """Answers each path by its script: a status, a JSON object, or a list of them whose last one stays."""
+
+    script: ClassVar[dict[str, Any]]
+
+    def do_GET(self) -> None:
+        answer = self.script.get(self.path.split("?")[0].replace("//", "/"), 404)
+        if isinstance(answer, list):
+            answer = answer.pop(0) if len(answer) > 1 else answer[0]
+        status, body = (answer, b"<html>") if isinstance(answer, int) else (200, json.dumps(answer).encode())
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_DELETE = do_GET  # noqa: N815 - the names that http.server looks for
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Callable[[dict[str, Any]], AbstractContextManager[str]]:
+    """A Space that is in a state which the real app cannot be brought into: starts it, gives its URL."""
+
+    @contextmanager
+    def start(script: dict[str, Any]) -> Iterator[str]:
+        handler = type("Handler", (_Scripted,), {"script": script})
+        with ThreadingHTTPServer(("127.0.0.1", 0), handler) as http:
+            threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+            yield f"http://127.0.0.1:{http.server_port}"
+            http.shutdown()
+
+    return start

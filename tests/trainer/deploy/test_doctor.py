@@ -1,0 +1,221 @@
+"""Each check of `doctor` fails for its planted fault, names the fix, and passes without the fault."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from delta_weight_sync import gpu_build
+from tests.trainer.deploy.conftest import OWNER, POLICY, World
+from trainer.deploy import doctor as checks
+
+
+def findings(out: str) -> dict[str, tuple[bool, str]]:
+    """What each check said: whether all is well, and its text."""
+    lines = [line for line in out.splitlines() if line.startswith(("ok ", "PROBLEM"))]
+    parts = [(line[:7].strip() == "ok", *line[9:].split(": ", 1)) for line in lines]
+    return {name: (ok, text) for ok, name, text in parts}
+
+
+def doctor(world: World, *options: str) -> dict[str, tuple[bool, str]]:
+    model = () if "--model" in options else ("--model", str(POLICY))
+    status, out = world.run("doctor", *model, *options)
+    found = findings(out)
+    assert status == (0 if all(ok for ok, _ in found.values()) else 1)
+    return found
+
+
+def problems(world: World, *options: str) -> dict[str, str]:
+    return {name: text for name, (ok, text) in doctor(world, *options).items() if not ok}
+
+
+def checkpoint(folder: Path, weights: int) -> str:
+    """A checkpoint of this size, of which only the table of contents is there."""
+    header = json.dumps(
+        {"w": {"dtype": "BF16", "shape": [weights], "data_offsets": [0, 2 * weights]}}
+    ).encode()
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return str(folder)
+
+
+def test_all_is_well_before_a_deployment(world: World):
+    found = doctor(world)
+    assert found.keys() == checks.CHECKS.keys() - {"software for GPUs"}, "there are none"
+    assert not [name for name, (ok, _) in found.items() if not ok], found
+    assert "`up` makes it" in found["bucket"][1]
+
+
+def test_all_is_well_with_a_deployment(world: World, api, monkeypatch):
+    world.up("--public")
+    monkeypatch.setenv("SPACE_HF_TOKEN", "")
+    found = doctor(world)
+    assert not [name for name, (ok, _) in found.items() if not ok], found
+    assert "can be written and read" in found["bucket"][1]
+    assert "1 replicas speak" in found["protocol"][1]
+    assert list(api.list_bucket_tree(f"{OWNER}/{world.name}", recursive=True)) == [], "the probe is deleted"
+
+
+def test_private_spaces_open_to_a_token_that_reads(world: World, monkeypatch):
+    world.up()
+    assert problems(world) == {}
+    monkeypatch.setenv("SPACE_HF_TOKEN", "")
+    assert "trainers open private Spaces" in problems(world)["Space's token"]
+
+
+def test_the_owner_is_whoever_the_token_belongs_to(world: World):
+    status, out = world.run("doctor", "--model", str(POLICY), "--owner", "")
+    assert status == 0, out
+    assert f"may write for {OWNER}" in out
+
+
+def test_a_token_that_may_not_write(world: World, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_team")
+    assert "fine-grained" in problems(world)["token"]
+
+
+def test_no_token_at_all(world: World, monkeypatch, tmp_path):
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    assert "set HF_TOKEN" in problems(world)["token"]
+
+
+def test_a_token_that_no_space_should_have(world: World, monkeypatch):
+    monkeypatch.setenv("SPACE_HF_TOKEN", "hf_write")
+    found = problems(world)
+    assert found.keys() == {"Space's token"}
+    assert "may write" in found["Space's token"]
+
+
+def test_no_plan_and_no_money(world: World, monkeypatch):
+    world.hub.add_account("modest", is_pro=False, can_pay=False)
+    world.hub.add_token("hf_modestToken", user="modest")
+    monkeypatch.setenv("HF_TOKEN", "hf_modestToken")
+    assert "PRO" in problems(world, "--owner", "modest")["plan"]
+    world.hub.add_account("modest", is_pro=True, can_pay=False)
+    assert "billing" in problems(world, "--owner", "modest")["plan"]
+
+
+def test_a_bucket_that_may_be_read_only(world: World, monkeypatch):
+    world.up()
+    world.hub.fault(f"POST /api/buckets/{OWNER}/{world.name}/batch", status=403)
+    assert "write access" in problems(world)["bucket"]
+
+
+def test_a_bucket_that_is_out_of_reach(world: World, monkeypatch):
+    world.up()
+    monkeypatch.setenv("HF_XET_CLIENT_RETRY_MAX_DURATION", "1s")
+    world.hub.fault(f"GET /api/buckets/{OWNER}/{world.name}/xet-write-token", status=404)
+    assert "bucket" in problems(world)
+
+
+@pytest.mark.parametrize("stage", ["SLEEPING", "PAUSED"])
+def test_spaces_that_do_not_run(world: World, stage):
+    world.up()
+    world.hub.set_space(world.replica(), stage=stage)
+    found = problems(world)["Spaces awake"]
+    assert f"{world.replica()} is {stage}" in found
+    assert "`resume`" in found
+
+
+def test_a_space_that_failed(world: World):
+    world.up()
+    world.hub.set_space(world.env, stage="BUILD_ERROR")
+    assert "`logs`" in problems(world)["Spaces awake"]
+
+
+def test_a_replica_of_another_protocol(world: World, server):
+    world.up()
+    with server({"/status": {"format": "delta-weight-sync/99", "status": {}, "commits": []}}) as url:
+        world.apps = type(world.apps)(world.apps.env, url)
+        found = problems(world)["protocol"]
+    assert "delta-weight-sync/99" in found
+    assert "`up`" in found
+
+
+def test_a_gated_model_whose_licence_was_not_accepted(world: World, monkeypatch):
+    world.hub.add_model("lab/closed", gated="manual", files={"config.json": "{}"})
+    found = problems(world, "--model", "lab/closed")["model licence"]
+    assert "accept its licence" in found
+    assert f"as {OWNER}" in found
+    world.hub.add_model("lab/closed", gated="manual", granted=[OWNER], files={"config.json": "{}"})
+    assert doctor(world, "--model", "lab/closed")["model licence"][0]
+
+
+def test_a_model_that_does_not_exist(world: World):
+    assert "--model" in problems(world, "--model", "lab/no-such")["model licence"]
+
+
+@pytest.mark.parametrize(("seconds", "word"), [(300, "behind"), (-300, "ahead")])
+def test_a_clock_that_is_wrong(world: World, seconds, word):
+    world.hub.skew(seconds)
+    found = problems(world)
+    assert found.keys() == {"clock"}
+    assert word in found["clock"]
+    assert "timedatectl" in found["clock"]
+
+
+def test_another_version_than_required(world: World, monkeypatch, tmp_path):
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    wanted = "packaging==1.0  # a comment\nno-such-package>=2\nno-such-other>=2; python_version < '3'\n"
+    (checkout / "requirements.txt").write_text(wanted)
+    monkeypatch.setattr(checks, "CHECKOUT", checkout)
+    found = problems(world)["versions"]
+    assert "packaging is" in found
+    assert "no-such-package is not installed" in found
+    assert "no-such-other" not in found
+    assert "pip install -r requirements.txt" in found
+
+
+def test_a_full_disk(world: World, monkeypatch):
+    full = shutil.disk_usage("/")._replace(free=1000)
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda folder: full)
+    found = problems(world)
+    assert found.keys() == {"disk"}
+    assert "HF_HOME" in found["disk"]
+
+
+def test_a_model_that_is_too_large_for_the_replicas(world: World, tmp_path, monkeypatch):
+    enough = shutil.disk_usage("/")._replace(free=10**13)
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda folder: enough)
+    model = checkpoint(tmp_path / "large", 14 * 10**9)
+    found = problems(world, "--model", model)
+    assert found.keys() == {"GPU of the replicas"}
+    assert "--hardware l40sx1" in found["GPU of the replicas"]
+    assert not problems(world, "--model", model, "--hardware", "l40sx1")
+    assert (
+        "a smaller model"
+        in problems(world, "--model", checkpoint(tmp_path / "huge", 10**12))["GPU of the replicas"]
+    )
+
+
+def test_a_model_that_is_too_large_for_the_trainer(world: World, tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "_gpu_bytes", lambda: 24 * 10**9)
+    small, large = checkpoint(tmp_path / "small", 6 * 10**8), checkpoint(tmp_path / "larger", 17 * 10**8)
+    assert not problems(world, "--model", small)
+    found = problems(world, "--model", large)
+    assert found.keys() == {"GPU of the trainer"}
+    assert "32 GB" in found["GPU of the trainer"]
+
+
+def test_missing_software_for_a_gpu(world: World, monkeypatch):
+    monkeypatch.setattr(gpu_build, "gpu_count", lambda: 1)
+    monkeypatch.setattr(gpu_build, "problem", lambda: "the driver is old; install a newer one")
+    monkeypatch.setattr(gpu_build, "missing", lambda: ["there is no compiler; install gcc"])
+    found = problems(world)
+    assert found == {
+        "software for GPUs": "the driver is old; install a newer one; there is no compiler; install gcc"
+    }
+    for question, nothing in (("problem", ""), ("missing", [])):
+        monkeypatch.setattr(gpu_build, question, lambda nothing=nothing: nothing)
+    assert "shared memory" in doctor(world)["software for GPUs"][1]
+
+
+def test_a_gpu_with_an_outdated_driver_does_not_count(monkeypatch):
+    """PyTorch counts it, and raises when it is asked for more."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert checks._gpu_bytes() == 0

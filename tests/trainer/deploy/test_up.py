@@ -1,0 +1,266 @@
+"""`up` does what the dry run wrote, changes only what differs, and explains each refusal with its fix."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from delta_weight_sync.signing import PUBLIC_KEY
+from tests.trainer.deploy.conftest import OWNER, READ, World
+from trainer.deploy.plan import NO_KEY_YET
+
+KIND = "ed25519_public_"
+
+
+def read_folder(folder: Path) -> dict[str, str]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in files}
+
+
+def test_up_makes_exactly_what_the_dry_run_wrote(world: World):
+    options = ("--replicas", "2", "--hardware", "l40sx1", "--run", "one")
+    world.up("--dry-run", "dry", *options)
+    plan = json.loads(Path("dry/plan.json").read_text())
+    out = world.up(*options)
+    values = {"HF_TOKEN": READ, "REPLICA_KEY": world.key(), "WORDLE_KEY": world.key()}
+    for wanted in [plan["env"], *plan["replicas"]]:
+        made = world.hub.space(wanted["repo_id"])
+        made["files"].pop(".gitattributes")  # the Hub's own
+        assert made["files"] == read_folder(Path("dry", wanted["folder"]))
+        for key in {PUBLIC_KEY} & wanted["variables"].keys():  # a dry run makes none
+            assert (wanted["variables"].pop(key), made["variables"].pop(key)[:15]) == (NO_KEY_YET, KIND)
+        assert made["variables"] == wanted["variables"]
+        assert made["secrets"] == {name: values[name] for name in wanted["secrets"]}
+        assert made["requested"] == wanted["hardware"]
+        assert made["sleep_time"] == wanted["sleep_s"]
+        assert made["visibility"] == "private"
+        assert made["stage"] == "RUNNING"
+    assert f"bucket       hf://buckets/{plan['bucket']}" in out
+
+
+def test_a_second_up_changes_nothing_and_keeps_a_variable_that_the_owner_added(world: World, api):
+    world.up()
+    api.add_space_variable(world.replica(), "REPLICA_MAX_NUM_SEQS", "128")
+    before = world.changes()
+    assert world.up().startswith("nothing to change")
+    assert world.changes() == before
+    assert world.hub.space(world.replica())["variables"]["REPLICA_MAX_NUM_SEQS"] == "128"
+
+
+def test_up_ends_with_urls_the_trainer_s_command_and_the_cost(world: World):
+    out = world.up("--replicas", "2")
+    progress = [out.index(f"{world.replica()}: {stage}") for stage in ("APP_STARTING", "waiting for the run")]
+    assert progress == sorted(progress)
+    assert f"environment  {world.apps.env}" in out
+    assert "$1.60 per hour" in out
+    assert "$0.00 asleep" in out
+    command = out[out.index("set -a") :]
+    assert f". .deploy/{OWNER}/env" in command
+    assert f"--bucket hf://buckets/{OWNER}/{world.name} --run first" in command
+    assert f"--replicas {world.apps.replica} {world.apps.replica}" in command
+    assert f'export SPACES="{world.apps.env} {world.apps.replica} {world.apps.replica}"' in command
+    assert Path(__file__).parents[3].joinpath("trainer/configs/qwen3_0_6b.yaml").is_file()
+    assert "trainer/configs/qwen3_0_6b.yaml" in command
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (
+            {"state": "starting", "error": "the Hub refused read access"},
+            "starting (the Hub refused read access)",
+        ),
+        ({"state": "not set up"}, "its page says which variable or secret it lacks"),
+    ],
+)
+def test_a_replica_that_reports_an_error_ends_the_wait(world: World, server, answer, words):
+    with server({"/ready": answer}) as url:
+        world.apps = type(world.apps)(world.apps.env, url)
+        out = world.fails("up")
+    assert f"{world.replica()} does not get ready" in out
+    assert words in out
+
+
+def test_an_outdated_state_on_the_hub_is_not_a_failure(world: World):
+    world.hub.set_space(
+        world.env, builds=["NO_APP_FILE", "BUILD_ERROR", "BUILDING", "APP_STARTING", "RUNNING"]
+    )
+    assert f"{world.env}: healthy" in world.up()
+
+
+def test_a_changed_variable_is_all_that_changes(world: World):
+    world.up()
+    before = len(world.changes())
+    out = world.up("--run", "second")
+    assert world.changes()[before:] == [f"POST /api/spaces/{world.replica()}/variables"]
+    assert f"set REPLICA_RUN=second of {world.replica()}" in out
+    assert world.hub.space(world.replica())["variables"]["REPLICA_RUN"] == "second"
+
+
+def test_a_new_read_token_is_all_that_changes(world: World, monkeypatch):
+    world.up()
+    before = len(world.changes())
+    world.hub.add_token("hf_anotherReadToken", user=OWNER, role="read")
+    monkeypatch.setenv("SPACE_HF_TOKEN", "hf_anotherReadToken")
+    world.up()
+    assert world.changes()[before:] == [f"POST /api/spaces/{world.replica()}/secrets"]
+    assert world.hub.space(world.replica())["secrets"]["HF_TOKEN"] == "hf_anotherReadToken"
+    assert "hf_anotherReadToken" not in world.said
+
+
+def test_a_changed_file_is_uploaded_in_one_commit(world: World, api):
+    world.up()
+    api.upload_file(
+        path_or_fileobj=b"# by hand\n", path_in_repo="env_space/game.py", repo_id=world.env, repo_type="space"
+    )
+    api.upload_file(path_or_fileobj=b"?", path_in_repo="extra.txt", repo_id=world.env, repo_type="space")
+    before = world.hub.space(world.env)["commits"]
+    out = world.up()
+    made = world.hub.space(world.env)
+    assert len(made["commits"]) == len(before) + 1
+    assert f"upload 1 and delete 1 files of {world.env}" in out
+    assert "extra.txt" not in made["files"]
+    assert "# by hand" not in made["files"]["env_space/game.py"]
+
+
+def test_hardware_sleep_and_visibility_follow_the_plan(world: World, api):
+    world.up()
+    api.set_space_sleep_time(world.replica(), 86400)
+    api.update_repo_settings(world.env, private=False, repo_type="space")
+    out = world.up("--hardware", "l40sx1")
+    made = world.hub.space(world.replica())
+    assert made["requested"] == "l40sx1"
+    assert made["sleep_time"] == 1800
+    assert world.hub.space(world.env)["visibility"] == "private"
+    assert f"move {world.replica()} to l40sx1" in out
+    assert f"make {world.env} private" in out
+    api.set_space_sleep_time(world.replica(), 86400)
+    world.up("--hardware", "l40sx1")
+    assert world.hub.space(world.replica())["sleep_time"] == 1800
+
+
+def test_fewer_replicas_means_that_the_others_are_deleted(world: World, api):
+    world.up("--replicas", "2")
+    out = world.up("--replicas", "1")
+    assert f"delete {world.replica(2)}" in out
+    assert not api.repo_exists(world.replica(2), repo_type="space")
+    assert api.repo_exists(world.replica(1), repo_type="space")
+
+
+def test_a_foreign_space_is_left_alone(world: World, api):
+    api.create_repo(world.env, repo_type="space", space_sdk="docker")
+    before = world.changes()
+    out = world.fails("up")
+    assert "was not made by trainer.deploy" in out
+    assert "--name" in out
+    assert world.changes() == before
+    assert "was not made by trainer.deploy" in world.fails("down")
+    assert api.repo_exists(world.env, repo_type="space")
+
+
+def test_a_lost_key_is_replaced_on_all_spaces(world: World):
+    world.up()
+    old = world.key()
+    Path(f".deploy/{OWNER}/env").unlink()
+    out = world.up()
+    assert "made a new SPACE_KEY" in out
+    assert world.key() != old
+    assert old not in out
+    assert world.hub.space(world.env)["secrets"]["WORDLE_KEY"] == world.key()
+    assert world.hub.space(world.replica())["secrets"]["REPLICA_KEY"] == world.key()
+
+
+def test_a_paused_space_is_started_again(world: World):
+    world.up()
+    world.hub.set_space(world.replica(), stage="PAUSED")
+    assert f"restart {world.replica()} (PAUSED)" in world.up()
+
+
+def test_the_next_up_finishes_an_interrupted_one(world: World, api):
+    world.hub.fault(f"POST /api/spaces/{world.env}/commit", status=500)
+    assert "run the same command again" in world.fails("up")
+    world.hub.clear()
+    world.up()
+    assert "env_space/app.py" in world.hub.space(world.env)["files"]
+    assert world.up().startswith("nothing to change")
+
+
+@pytest.mark.parametrize(
+    ("token", "words"),
+    [
+        ("", ["SPACE_HF_TOKEN is not set", "type Read"]),
+        ("hf_write", ["SPACE_HF_TOKEN may write", "type Read"]),
+        ("hf_team", ["SPACE_HF_TOKEN may write", "type Read"]),
+        ("hf_expired", ["SPACE_HF_TOKEN", "does not know this token"]),
+        ("hf_r\u00e9ad", ["SPACE_HF_TOKEN holds a letter that no token has"]),
+    ],
+)
+def test_spaces_get_only_a_read_only_token(world: World, monkeypatch, token, words):
+    monkeypatch.setenv("SPACE_HF_TOKEN", token)
+    before = world.changes()
+    out = world.fails("up")
+    assert all(word in out for word in words), out
+    assert world.changes() == before
+
+
+@pytest.mark.parametrize(
+    ("token", "words"),
+    [
+        ("hf_read", ["may not create anything for user", "type Write"]),
+        ("hf_team", ["may not create anything for user", "type Write"]),
+        ("hf_expired", ["does not know this token", "HF_TOKEN"]),
+    ],
+)
+def test_a_token_that_may_not_write_is_refused_before_anything_is_made(
+    world: World, monkeypatch, token, words
+):
+    monkeypatch.setenv("HF_TOKEN", token)
+    before = world.changes()
+    out = world.fails("up")
+    assert all(word in out for word in words), out
+    assert world.changes() == before
+
+
+def test_a_fine_grained_read_token_is_enough_for_the_spaces(world: World, monkeypatch):
+    monkeypatch.setenv("SPACE_HF_TOKEN", "hf_bucket_read")
+    world.up()
+
+
+def test_an_account_without_a_plan_is_refused(world: World, monkeypatch):
+    world.hub.add_account("poor", is_pro=False, can_pay=False)
+    world.hub.add_token("hf_poorOnesToken", user="poor")
+    monkeypatch.setenv("HF_TOKEN", "hf_poorOnesToken")
+    out = world.fails("up", "--owner", "poor")
+    assert "paid plan" in out
+    assert "hf_poorOnesToken" not in out
+
+
+def test_an_unreachable_hub_is_reported_in_one_sentence(world: World, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    out = world.fails("up")
+    assert "gave no answer" in out
+    assert "HF_ENDPOINT" in out
+    assert len(out.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("stage", "words"),
+    [
+        ("BUILD_ERROR", ["could not be built", "build log"]),
+        ("RUNTIME_ERROR", ["stopped right after its start", "run log"]),
+        ("CONFIG_ERROR", ["configuration", "build log"]),
+    ],
+)
+def test_a_space_that_fails_shows_the_end_of_its_log_without_secrets(world: World, stage, words):
+    world.up()
+    world.hub.set_space(world.env, builds=["BUILDING", stage], error="it is broken", stage=stage)
+    for kind in ("build", "run"):
+        for number in range(40):
+            world.hub.log(world.env, f"{kind} line {number}", kind)
+        world.hub.log(world.env, f"token={READ} key={world.key()} other=hf_abcdefghij0123", kind)
+    out = world.fails("resume")
+    assert all(word in out for word in words), out
+    assert "it is broken" in out
+    assert "token=*** key=*** other=hf_***" in out
+    assert "line 39" in out
+    assert "line 3\n" not in out

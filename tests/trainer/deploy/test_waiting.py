@@ -1,0 +1,166 @@
+"""The trainer waits for Spaces that sleep or build, and ends with a sentence if waiting cannot help."""
+
+import socket
+
+import httpx
+import pytest
+
+from trainer import spaces
+from trainer.spaces import Spaces, SpacesUnavailableError
+from trainer.train import main
+
+SERVING = {"state": "serving", "error": None}
+
+
+@pytest.fixture(autouse=True)
+def keyless(monkeypatch):
+    monkeypatch.setenv("SPACE_KEY", "")
+
+
+@pytest.mark.full
+def test_it_waits_with_progress_until_replica_and_environment_are_up(apps, server):
+    said: list[str] = []
+    states = [{"state": "starting"}, {"state": "fetching version 7"}, SERVING]
+    with server({"/ready": states}) as replica:
+        both = Spaces([replica], apps.env, say=said.append)
+        both.wake()
+        both.wait(poll_s=0.0)
+    assert [line for line in said if "fetching version 7" in line and "healthy" in line]
+
+
+@pytest.mark.full
+def test_one_serving_replica_is_enough(apps, server):
+    with server({"/ready": SERVING}) as ready:
+        Spaces([apps.replica, ready], apps.env, say=lambda line: None).wait(poll_s=0.0)
+
+
+@pytest.mark.full
+def test_the_environment_is_waited_for_as_well(apps, server):
+    said: list[str] = []
+    health = [503, 503, {"status": "healthy"}]
+    with server({"/ready": SERVING, "/health": health}) as url:
+        Spaces([url], url, say=said.append).wait(poll_s=0.0)
+    assert "not up yet (503)" in said[0]
+
+
+def test_wake_wakes_a_sleeping_space(world):
+    """At the simulated Hub's address for it, which answers 503 until the app runs."""
+    world.up("--public")
+    world.hub.set_space(world.env, upstream=world.apps.env, stage="SLEEPING")
+    url = world.hub.space(world.env)["address"]
+    assert spaces.probe(url, "env").state == "not up yet (503)"
+    answers = [spaces.probe(url, "env").state for _ in range(3)]
+    assert answers[-1] == "healthy"
+
+
+def test_a_private_space_that_this_token_may_not_see_is_not_waited_for(world):
+    world.up()
+    url = world.hub.space(world.env)["address"]
+    with pytest.raises(SpacesUnavailableError, match=r"no env, .*404.*--env_url.*HF_TOKEN"):
+        Spaces([], url).wake()
+
+
+@pytest.mark.full
+def test_a_url_of_something_else_is_not_waited_for(apps):
+    with pytest.raises(SpacesUnavailableError, match=r"no replica, .*--replicas"):
+        Spaces([apps.env]).wake()
+    with pytest.raises(SpacesUnavailableError, match="no env"):
+        Spaces([apps.replica], apps.replica).wait(poll_s=0.0)
+
+
+@pytest.mark.parametrize("url", ["me-wordle.hf.space", "ftp://me.hf.space", "https://"])
+def test_what_is_no_url_is_not_waited_for(url):
+    with pytest.raises(SpacesUnavailableError, match=r"write https://"):
+        Spaces([url]).wake()
+
+
+def test_a_host_that_does_not_exist_is_not_waited_for(monkeypatch):
+    def unknown(*args, **kwargs):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(SpacesUnavailableError, match="no such host"):
+        Spaces(["https://me-wordle.example"]).wake()
+
+
+def test_a_resolver_that_fails_for_now_is_waited_for(monkeypatch):
+    def busy(*args, **kwargs):
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", busy)
+    assert spaces.probe("https://me-wordle.example", "env").state == "not reachable (ConnectError)"
+
+
+def test_a_machine_that_is_starting_is_waited_for():
+    assert spaces.probe("http://127.0.0.1:9", "replica").state == "not reachable (ConnectError)"
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_token_that_may_not_read_is_not_waited_for(server, status):
+    with (
+        server({"/ready": status}) as url,
+        pytest.raises(SpacesUnavailableError, match=rf"\({status}\): set SPACE_HF_TOKEN"),
+    ):
+        Spaces([url]).wake()
+
+
+def test_a_space_without_its_secrets_is_not_waited_for(server):
+    with server(
+        {"/ready": {"state": "not set up", "error": "..."}, "/health": {"status": "not set up"}}
+    ) as url:
+        for asleep in (Spaces([url]), Spaces([], url)):
+            with pytest.raises(SpacesUnavailableError, match="its page says which"):
+                asleep.wake()
+
+
+@pytest.mark.full
+def test_a_wrong_key_ends_the_run_and_the_right_one_does_not(keyed_apps, monkeypatch):
+    monkeypatch.setenv("SPACES", f"{keyed_apps.replica} {keyed_apps.env}")
+    for key in ("", "wrong"):
+        monkeypatch.setenv("SPACE_KEY", key)
+        for asleep in (Spaces([keyed_apps.replica]), Spaces([], keyed_apps.env)):
+            with pytest.raises(SpacesUnavailableError, match="set SPACE_KEY"):
+                asleep.wake()
+    monkeypatch.setenv("SPACE_KEY", keyed_apps.key)
+    Spaces([keyed_apps.replica], keyed_apps.env).wake()
+
+
+@pytest.mark.full
+def test_a_foreign_space_that_wants_a_key_ends_the_run(keyed_apps, monkeypatch):
+    monkeypatch.setenv("SPACE_KEY", keyed_apps.key)
+    with pytest.raises(SpacesUnavailableError, match=r"\(401\) and is not in SPACES: add it .* yours$"):
+        Spaces([keyed_apps.replica]).wake()
+    with pytest.raises(
+        SpacesUnavailableError, match="is yours, or set ENV_KEY to the key that you were given"
+    ):
+        Spaces([], keyed_apps.env).wake()
+    monkeypatch.setenv("ENV_KEY", keyed_apps.key)
+    Spaces([], keyed_apps.env).wake()
+
+
+@pytest.mark.full
+def test_the_key_check_opens_no_game(keyed_apps, monkeypatch):
+    monkeypatch.setenv("SPACES", f"{keyed_apps.replica} {keyed_apps.env}")
+    monkeypatch.setenv("SPACE_KEY", keyed_apps.key)
+    Spaces([keyed_apps.replica], keyed_apps.env).wake()
+    assert httpx.get(f"{keyed_apps.env}/health", trust_env=False).json()["sessions"] == 0
+
+
+def test_the_wait_has_a_limit(server, clock, monkeypatch):
+    monkeypatch.setattr(spaces, "time", clock)
+    with (
+        server({"/ready": {"state": "starting", "error": "the Hub refused read access"}}) as url,
+        pytest.raises(SpacesUnavailableError, match=r"starting \(the Hub refused read access\)"),
+    ):
+        Spaces([url], say=lambda line: None).wait(poll_s=600.0)
+
+
+@pytest.mark.full
+def test_the_trainer_ends_with_the_sentence(apps, tmp_path, monkeypatch):
+    options = ["--config", "trainer/configs/wordle_tiny.yaml", "--model", "trainer/policies/wordle-tiny"]
+    options += ["--bucket", (tmp_path / "b").as_uri(), "--run", "r", "--output_dir", str(tmp_path)]
+    options += ["--replicas", apps.env, "--env_url", apps.env, "--use_cpu", "true"]
+    monkeypatch.setattr("sys.argv", ["trainer.train", *options])
+    with pytest.raises(SystemExit, match=f"^trainer: {apps.env} is no replica"):
+        main()
+    assert not (tmp_path / "b").exists(), "nothing was written"

@@ -1,0 +1,284 @@
+"""The credentials that a trainer sends to its Spaces: to its own only, and never where a redirect leads."""
+
+import asyncio
+import contextlib
+import contextvars
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import aiohttp
+import pytest
+
+from delta_weight_sync.runlog import RunLogWriter
+from delta_weight_sync.store import open_bucket
+from tests.support.tls_hosts import OWN, STRANGER, Hosts, answering
+from trainer import observe, rollouts, spaces
+from trainer.observe import ReplicaWatch
+from trainer.rollouts import Conversation, ReplicaRolloutLoop
+from trainer.spaces import Spaces, SpacesUnavailableError
+from trainer.tasks.wordle import WordleEnv
+
+KEY, READ, WRITE = "the-key-of-my-own-spaces", "hf_reads", "hf_writes"
+SECRETS = (KEY, READ, WRITE)
+
+
+@pytest.fixture(autouse=True)
+def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SPACE_KEY": KEY, "SPACE_HF_TOKEN": READ, "HF_TOKEN": WRITE}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SPACES", f"https://{OWN} https://me-wordle-env.hf.space")
+    monkeypatch.setattr(observe, "_POLL_S", 0.02)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
+    with answering(tmp_path, monkeypatch) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def server(status: int = 200, body: object = None, headers: dict[str, str] | None = None) -> Iterator[tuple]:
+    """A Space that always gives the same answer; yields its URL and the headers of each request."""
+    asked: list[dict[str, str]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append({name.lower(): value for name, value in self.headers.items()})
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            content = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("content-type", "application/json" if "{" in content.decode() else "text/html")
+            for name, value in (headers or {}).items():
+                self.send_header(name, value)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_POST = do_DELETE = do_GET  # noqa: N815 - the names that http.server looks for
+
+        def log_message(self, *_):
+            """Log nothing."""
+
+    serving = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=serving.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{serving.server_port}", asked
+    finally:
+        serving.shutdown()
+        serving.server_close()
+
+
+def every_request(
+    folder: Path, replica: str, env: str, poked: Callable[[], object]
+) -> list[Callable[[], object]]:
+    """One function for each kind of request that a trainer sends."""
+    game = WordleEnv(env)
+    game.reset(seed=1)
+    return [
+        Spaces([replica]).wake,
+        Spaces([], env).wake,
+        lambda: watch(folder, replica),
+        lambda: poke(replica, poked),
+        lambda: post(replica),
+        lambda: asyncio.run(game._call("POST", "/sessions", game._opening)),
+    ]
+
+
+def watch(folder: Path, replica: str) -> None:
+    log = RunLogWriter(open_bucket(folder.as_uri(), create=True), "run")
+    asking = ReplicaWatch([replica], log)
+    assert asking.wait_for(None, timeout_s=300.0), "it has sent a request, and found no version in the answer"
+    asking.close()
+    log.close()
+
+
+def poke(replica: str, poked: Callable[[], object]) -> None:
+    sender = observe.Pokes([replica])
+    sender.send()
+    assert poked()
+    sender.close()
+
+
+def post(url: str) -> object:
+    """One request of TRL's rollout loop."""
+
+    async def ask() -> object:
+        async with aiohttp.ClientSession() as session:
+            loop = object.__new__(ReplicaRolloutLoop)
+            loop.session, loop._writer_term = session, 1
+            loop._model_version_value = SimpleNamespace(inherited=0)
+            rollouts._conversation.set(Conversation())
+            return await loop._request(f"{url}/v1/completions", {}, 10.0)
+
+    return contextvars.copy_context().run(asyncio.run, ask())
+
+
+def send_all(hosts: Hosts, folder: Path, replica: str, env: str) -> None:
+    for send in every_request(folder, f"https://{replica}", f"https://{env}", lambda: hosts.poked.wait(60.0)):
+        send()
+
+
+def carried(requests: list[dict[str, str]]) -> set[tuple[str | None, str | None]]:
+    """Key and token of each request."""
+    return {(request.get("x-space-key"), request.get("authorization")) for request in requests}
+
+
+@pytest.mark.finding(1)
+def test_a_strangers_environment_gets_no_key_and_no_token(hosts, tmp_path):
+    send_all(hosts, tmp_path / "bucket", OWN, STRANGER)
+    assert len(hosts.asked[STRANGER]) >= 3
+    assert carried(hosts.asked[STRANGER]) == {(None, None)}
+    assert not [secret for secret in SECRETS if secret in str(hosts.asked[STRANGER])]
+    assert len(hosts.asked[OWN]) >= 4
+    assert carried(hosts.asked[OWN]) == {(KEY, f"Bearer {READ}")}, "only the Hub gets the token that writes"
+
+
+@pytest.mark.finding(1)
+def test_a_replica_whose_name_was_mistyped_gets_no_key_and_no_token(hosts, tmp_path):
+    send_all(hosts, tmp_path / "bucket", STRANGER, OWN)
+    assert carried(hosts.asked[STRANGER]) == {(None, None)}
+    assert carried(hosts.asked[OWN]) == {(KEY, f"Bearer {READ}")}
+
+
+@pytest.mark.finding(1)
+def test_a_strangers_environment_may_have_a_key_of_its_own(hosts, tmp_path, monkeypatch):
+    monkeypatch.setenv("ENV_KEY", "the-key-that-the-stranger-gave-me")
+    send_all(hosts, tmp_path / "bucket", OWN, STRANGER)
+    assert carried(hosts.asked[STRANGER]) == {("the-key-that-the-stranger-gave-me", None)}
+
+
+@pytest.mark.finding(1)
+def test_no_redirect_is_followed(hosts, tmp_path):
+    hosts.moved.add(OWN)
+    url, errors = f"https://{OWN}", (SpacesUnavailableError, aiohttp.ClientError, ValueError)
+    for send in every_request(tmp_path / "bucket", url, url, lambda: hosts.poked.wait(60.0)):
+        with contextlib.suppress(*errors):
+            send()
+    assert len(hosts.asked[OWN]) >= 6
+    assert carried(hosts.asked[OWN]) == {(KEY, f"Bearer {READ}")}
+    assert hosts.asked[STRANGER] == []
+    with pytest.raises(aiohttp.ClientResponseError, match="307"):
+        post(url)
+
+
+@pytest.mark.finding(1)
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://me-wordle-replica-2.hf.space",  # perhaps the owner's, but not in SPACES
+        "https://me-wordle-replica-1.hf.space.evil.example",
+        "https://me-wordle-replica-1.hf.space:8443",
+        "http://me-wordle-replica-1.hf.space",
+        "https://me-wordle-replica-1.hf.space.",
+        "https://me-wordle-replica-1.hf.space@evil.example",
+        "https://evil.example/https://me-wordle-replica-1.hf.space",
+        "https://evil.example\\@me-wordle-replica-1.hf.space",
+        "https://me-wordle-replica-1.hf.space\\@evil.example",
+        "https://me-wordle-replica-1.hf.space#@evil.example",
+        "https://me-wordle-replica-1.hf.space?@evil.example",
+        " https://me-wordle-replica-1.hf.space",
+        "https://me-wordle-replica-1.hf.spac\u212a",
+        "",
+    ],
+)
+def test_a_url_that_resembles_an_own_one_gets_nothing(url):
+    assert spaces.headers(url) == spaces.env_headers(url) == {}
+
+
+@pytest.mark.finding(1)
+def test_one_token_for_everything_is_refused(monkeypatch):
+    monkeypatch.setenv("SPACE_HF_TOKEN", WRITE)
+    with pytest.raises(SpacesUnavailableError, match=r"^SPACE_HF_TOKEN is HF_TOKEN, which may") as refused:
+        Spaces([f"https://{OWN}"]).wake()
+    assert WRITE not in str(refused.value)
+
+
+@pytest.mark.finding(1)
+def test_another_process_sends_the_same():
+    """The rollout worker has only the environment to go by."""
+    code = f"from trainer.spaces import headers as h; print(h('https://{OWN}'), h('https://{STRANGER}'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"{spaces.headers(f'https://{OWN}')} {{}}"
+
+
+@pytest.mark.parametrize(
+    ("url", "token"),
+    [
+        ("https://me-wordle-replica-1.hf.space", True),
+        ("https://me-wordle-env.HF.Space/sessions", True),
+        ("http://me-wordle-replica-1.hf.space", False),
+        ("https://replica.example", False),
+        ("http://127.0.0.1:8000", False),
+        ("https://hf.space.evil.example", False),
+        ("https://evilhf.space", False),
+        ("https://me-wordle.hf.space:8443", False),
+        ("http://[::1]:8000/", False),
+    ],
+)
+def test_all_own_servers_get_the_key_and_those_on_the_hub_the_token(monkeypatch, url, token):
+    monkeypatch.setenv("SPACES", f"http://127.0.0.1:1 {url.lower()} http://127.0.0.1:2")
+    expected = {"X-Space-Key": KEY} | ({"Authorization": f"Bearer {READ}"} if token else {})
+    assert spaces.headers(url) == expected
+
+
+@pytest.mark.parametrize("unset", [["SPACES"], ["SPACE_KEY", "SPACE_HF_TOKEN"]])
+def test_without_secrets_or_own_spaces_nothing_is_sent(monkeypatch, unset):
+    for name in unset:
+        monkeypatch.delenv(name)
+    assert spaces.headers(f"https://{OWN}") == {}
+
+
+def test_a_line_end_around_a_key_is_dropped(monkeypatch):
+    monkeypatch.setenv("SPACES", "http://127.0.0.1")
+    monkeypatch.setenv("SPACE_KEY", f" {KEY}\n")
+    assert spaces.headers("http://127.0.0.1") == {"X-Space-Key": KEY}
+
+
+@pytest.mark.parametrize("key", ["two words", "schlüssel", "a\nb"])
+def test_a_key_that_fits_no_header_is_refused_and_not_shown(monkeypatch, key):
+    monkeypatch.setenv("SPACES", "http://127.0.0.1")
+    monkeypatch.setenv("SPACE_KEY", key)
+    with pytest.raises(ValueError, match="SPACE_KEY cannot be sent in a header") as refused:
+        spaces.headers("http://127.0.0.1")
+    assert key not in str(refused.value)
+
+
+def test_every_request_to_a_space_outside_the_hub_carries_the_key_only(tmp_path, monkeypatch):
+    with server(body={"state": "serving", "status": "healthy"}) as (url, asked):
+        monkeypatch.setenv("SPACES", url)
+        Spaces([url]).wait()
+        for send in every_request(tmp_path, url, url, lambda: True):
+            send()
+    assert len(asked) >= 6
+    assert carried(asked) == {(KEY, None)}
+
+
+def test_the_answer_to_a_refused_key_is_quoted_and_the_key_is_not_shown(monkeypatch):
+    refusal = {"error": {"message": "this key is not that of this Space"}}
+    with server(status=401, body=refusal) as (url, _):
+        monkeypatch.setenv("SPACES", url)
+        with pytest.raises(aiohttp.ClientResponseError) as refused:
+            post(url)
+    assert "this key is not that of this Space" in str(refused.value)
+    assert KEY not in f"{refused.value!s}{refused.value!r}"
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [(404, r"not the Wordle Space: check --env_url; .* SPACE_HF_TOKEN"), (307, "answered 307")],
+)
+def test_a_server_that_is_no_space_is_reported(status, message):
+    """A private Space answers 404 to a trainer that may not read it."""
+    with server(status=status, body="<html>Sorry, we can't find the page</html>") as (url, _):
+        env = WordleEnv(url)
+        env.reset(seed=1)
+        with pytest.raises(ValueError, match=message):
+            asyncio.run(env.get_reward())
+        with pytest.raises(SpacesUnavailableError, match=f"is no replica, it answers {status}"):
+            Spaces([url]).wake()

@@ -1,0 +1,138 @@
+"""TRL's own trainer publishes through a bucket, without a line of ours in it."""
+
+import inspect
+import queue
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+from trl.experimental.async_grpo.async_grpo_trainer import WeightTransferProtocol
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+from delta_weight_sync import BucketWeightTransfer, open_run
+from delta_weight_sync.checkpoint import read_bits, to_bits
+from delta_weight_sync.trl import patches
+from tests.support import tiny
+
+STEPS = 3
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    tiny.build(tmp_path / "base", tie=True, seed=0)
+    return tmp_path / "base"
+
+
+def test_it_has_what_trl_asks_for():
+    wanted = dict(inspect.getmembers(WeightTransferProtocol, inspect.isfunction))
+    for name in {name for name in wanted if not name.startswith("_")}:
+        ours = inspect.signature(getattr(BucketWeightTransfer, name))
+        assert list(ours.parameters) == list(inspect.signature(wanted[name]).parameters), name
+
+
+def test_nothing_is_opened_before_training_begins(tmp_path):
+    """TRL's script makes one on every rank, and keeps that of the main one."""
+    transfer = BucketWeightTransfer((tmp_path / "bucket").as_uri(), "no such model")
+    transfer.pause()
+    transfer.resume()
+    transfer.destroy()
+    assert not (tmp_path / "bucket").exists()
+
+
+def test_it_ends_with_all_published_and_can_begin_again(base, tmp_path):
+    url = (tmp_path / "bucket").as_uri()
+    weights = {n: torch.from_numpy(b).view(torch.bfloat16).float() for n, b in read_bits(base)}
+    transfer = BucketWeightTransfer(url, base)
+    transfer.init_weight_transfer()
+    transfer.send_weights(iter(weights.items()))
+    for _ in range(2):  # the second time as of another `train()`, for which TRL sets nothing up
+        weights["model.norm.weight"] *= 2
+        transfer.send_weights(iter(weights.items()))
+        transfer.destroy()
+        state = open_run(url).checkout(open_run(url).manifest(), tmp_path / "out")
+        np.testing.assert_array_equal(state["model.norm.weight"], to_bits(weights["model.norm.weight"]))
+    assert [m.sync for m in open_run(url).versions()] == [3, 2, 1]
+
+
+class Samples:
+    """TRL's `RolloutWorkerProtocol`: samples that no model made."""
+
+    def __init__(self) -> None:
+        self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue()
+        self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
+
+    def start(self) -> None:
+        for number in range(8 * (STEPS + 2)):  # TRL looks a batch ahead
+            self.rollout_buffer.put(sample(number))
+
+    def stop(self) -> None: ...
+    def update_model_version(self, model_version: int) -> None: ...
+    def check_health(self, stale_after_s: float) -> None: ...
+
+
+def sample(number: int) -> RolloutSample:
+    return RolloutSample(
+        prompt=[{"role": "user", "content": "?"}],
+        completion=[{"role": "assistant", "content": "!"}],
+        input_ids=np.arange(8) + 5 + number % 90,
+        completion_mask=np.array([0] * 4 + [1] * 4),
+        old_log_probs=np.array([0.0] * 4 + [-3.0] * 4),
+        advantage=1.0 if number % 2 else -1.0,
+        model_version=1,
+        group_id=number,
+        metrics={"reward": 1.0},
+    )
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_trls_trainer_with_a_frozen_part_publishes_whole_checkpoints(base, tmp_path, monkeypatch, dtype):
+    """TRL leaves out what is frozen; the base has it. Neither of the two needs a kernel from the Hub."""
+    for module, name in (
+        ("async_rollout_worker", "is_vllm_available"),
+        ("packing", "_flash_attn"),
+        ("async_grpo_trainer", "get_peak_flops_per_device"),
+    ):
+        place = getattr(patches, module)
+        monkeypatch.setattr(place, name, getattr(place, name))  # as it was, after this test
+    patches.install()
+    url = f"{(tmp_path / 'bucket').as_uri()}#trl"
+    args = AsyncGRPOConfig(
+        output_dir=str(tmp_path / "trl"),
+        max_steps=STEPS,
+        per_device_train_batch_size=8,
+        token_budget=0,
+        dtype=dtype,
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        learning_rate=1e-3,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        max_staleness=100,
+    )
+    trainer = AsyncGRPOTrainer(
+        str(base),
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": "?"}]]}),
+        reward_funcs=[],
+        rollout_worker=Samples(),
+        weight_transfer=BucketWeightTransfer(url, base),
+    )
+    trainer.model.model.embed_tokens.requires_grad_(False)
+    trainer.train()
+    newest = open_run(url).manifest()
+    state = open_run(url).checkout(newest, tmp_path / "out")
+    live = {name: to_bits(tensor) for name, tensor in trainer.model.named_parameters()}
+    assert newest.sync == STEPS + 1
+    assert state.keys() == live.keys()
+    for name, bits in live.items():
+        np.testing.assert_array_equal(state[name], bits)
+    changed = [name for name, bits in read_bits(base) if (state[name] != bits).any()]
+    assert changed
+    assert "model.embed_tokens.weight" not in changed

@@ -1,0 +1,237 @@
+"""What fails is tried ever more slowly, what is whole is not fetched again, nothing goes back.
+
+A damaged file of 1 kB had all weights fetched each three seconds, a HEAD that flips had vLLM started each
+time, and one stale read brought an old version back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from delta_weight_sync.reader import RunReader
+from delta_weight_sync.records import FileRef, Keys, Writer, reference
+from delta_weight_sync.store import open_bucket
+from delta_weight_sync.vllm.disk import CountingReader
+from delta_weight_sync.vllm.follower import Follower
+from tests.cli.drifting import RUN, Drifting
+from tests.vllm.quick_time import QuickTime, Restarted
+from tests.vllm.thief import renewed
+
+pytestmark = pytest.mark.finding(13)
+
+TOKENIZER, WEIGHTS = "tokenizer.json", "model.safetensors"
+IN_31_S = 6  # tries: after 0, 1, 3, 7, 15 and 31 seconds; there were eleven
+IN_AN_HOUR = 15
+
+
+def written(folder: Path, tokenizer: str = "{}") -> Drifting:
+    assets = folder / "bucket-assets"
+    assets.mkdir()
+    (assets / TOKENIZER).write_text(tokenizer)
+    return Drifting(folder / "bucket")
+
+
+def following(time: QuickTime, vllm: Restarted, folder: Path) -> Follower:
+    """It looks once a second."""
+    return Follower(CountingReader(time, RUN), vllm, name="r", folder=folder / "r", poll_s=1.0)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Drifting]:
+    """At version 0, with a tokenizer."""
+    run = written(tmp_path)
+    yield run
+    run.close()
+
+
+@pytest.fixture
+def time(run: Drifting, monkeypatch: pytest.MonkeyPatch) -> QuickTime:
+    return QuickTime(open_bucket(run.url), monkeypatch)
+
+
+@pytest.fixture
+def vllm() -> Restarted:
+    return Restarted()
+
+
+@pytest.fixture
+def follower(time: QuickTime, vllm: Restarted, tmp_path: Path) -> Follower:
+    return following(time, vllm, tmp_path)
+
+
+def error(follower: Follower) -> str:
+    return follower.report(0).status.error or ""
+
+
+def damaged(run: Drifting, name: str) -> Callable[[], object]:
+    """Damage a file of the anchor; what is returned mends it."""
+    (ref,) = (ref for ref in run.newest.anchor.files if ref.name == name)
+    path = run.folder / ref.key
+    whole = path.read_bytes()
+    path.write_bytes(bytes([*whole[:-1], whole[-1] ^ 1]))
+    return lambda: path.write_bytes(whole)
+
+
+def head_of(run: Drifting) -> Path:
+    (path,) = (run.folder / "runs" / RUN / "heads").iterdir()
+    return path
+
+
+def test_a_damaged_tokenizer_costs_no_download_of_the_weights(run, time, follower, vllm) -> None:
+    mend = damaged(run, TOKENIZER)
+    time.pass_for(31, follower)
+    assert TOKENIZER in error(follower)
+    assert time.fetched_of(TOKENIZER) <= IN_31_S
+    assert time.fetched_of(WEIGHTS) == 0, "small files first"
+    mend()
+    time.pass_for(64, follower)
+    assert vllm.digest() == run.newest.digest
+    assert error(follower) == ""
+
+
+def test_damaged_weights_are_fetched_ever_more_seldom_and_the_rest_once(run, time, follower, vllm) -> None:
+    mend = damaged(run, WEIGHTS)
+    time.pass_for(3600, follower)
+    assert time.fetched_of(WEIGHTS) <= IN_AN_HOUR
+    assert time.fetched_of(TOKENIZER) == 1, "it is kept"
+    mend()
+    follower.commands.heal()
+    time.pass_for(3, follower)
+    assert vllm.digest() == run.newest.digest, "the owner's order ends the pause"
+
+
+def test_whole_weights_stay_where_a_file_that_comes_after_them_is_damaged(tmp_path, monkeypatch) -> None:
+    """The tokenizer of a small model is larger than its weights."""
+    run = written(tmp_path, tokenizer=json.dumps({"words": "x" * 200_000}))
+    time, vllm = QuickTime(open_bucket(run.url), monkeypatch), Restarted()
+    mend = damaged(run, TOKENIZER)
+    follower = following(time, vllm, tmp_path)
+    time.pass_for(31, follower)
+    mend()
+    time.pass_for(64, following(time, vllm, tmp_path))
+    assert vllm.digest() == run.newest.digest
+    assert time.fetched_of(WEIGHTS) == 1, "a new process finds them, too"
+    run.close()
+
+
+def test_follow_fetches_what_is_whole_once_and_tries_ever_more_slowly(run, time, tmp_path) -> None:
+    mend = damaged(run, WEIGHTS)
+    time.in_pauses = lambda: time.now == 32 and mend()
+    result = time.follow(70, RUN, tmp_path / "kept")
+    assert len(result.complaint.splitlines()) == 1, result.complaint
+    assert time.fetched_of(TOKENIZER) == 1
+    assert time.fetched_of(WEIGHTS) <= IN_31_S + 1
+    assert (tmp_path / "kept" / "current" / WEIGHTS).exists()
+
+
+def test_a_new_version_ends_the_pause_and_a_poke_does_not(run, time, follower, vllm) -> None:
+    time.pass_for(2, follower)
+    delta = run.folder / run.step().deltas[-1].key
+    whole = delta.read_bytes()
+    delta.write_bytes(b"damaged")
+    time.in_pauses = follower.poke
+    time.pass_for(300, follower)
+    assert time.fetched_of("/deltas/") <= 10, "after 0, 1, 3, 7, 15, 31, 63, 127 and 255 seconds"
+    delta.write_bytes(whole)
+    run.step()
+    time.pass_for(2, follower)
+    assert follower.serving == run.newest
+
+
+def test_a_damaged_version_is_not_tried_again_because_its_head_is_written_again(run, time, follower) -> None:
+    time.pass_for(2, follower)
+    (run.folder / run.step().deltas[-1].key).write_bytes(b"damaged")
+    head = head_of(run)
+    time.in_pauses = lambda: head.write_bytes(head.read_bytes())
+    time.pass_for(300, follower)
+    assert time.fetched_of("/deltas/") <= 10
+
+
+@pytest.mark.parametrize("flips", ["between old and new", "in its etag alone"])
+def test_a_head_that_flips_each_second_starts_no_vllm_and_brings_nothing_old(
+    run, time, follower, vllm, flips
+) -> None:
+    head, old = head_of(run), head_of(run).read_bytes()
+    for _ in range(4):
+        run.step()
+    new = head.read_bytes()
+    shown = [new if flips == "in its etag alone" else old, new]
+
+    def flip() -> None:
+        head.write_bytes(shown[int(time.now) % 2])
+
+    time.in_pauses = flip
+    time.pass_for(200, follower)
+    assert vllm.starts == 1
+    assert len(set(vllm.served)) == 1, "version 4, once"
+    assert follower.serving == run.newest
+
+
+def test_ever_newer_versions_with_other_configurations_start_vllm_ever_more_seldom(
+    run, time, follower, vllm
+) -> None:
+    """Whoever may write to an unsigned bucket claims the run each second, with another configuration."""
+    time.pass_for(2, follower)
+    claimed: list[int] = []
+    time.in_pauses = lambda: claimed.append(claim(run, 100 + int(time.now)))
+    time.pass_for(200, follower)
+    assert vllm.starts <= 9, "after 0, 1, 3, 7, 15, 31, 63 and 127 seconds"
+    time.in_pauses = lambda: None
+    time.pass_for(400, follower)
+    assert follower.serving is not None
+    assert follower.serving.writer_term == max(claimed), "the last one in the end: it is the run's"
+
+
+def claim(run: Drifting, term: int) -> int:
+    bucket, writer = open_bucket(run.url), Writer(term, f"{term:032x}")
+    keys = Keys(RUN)
+    config = json.dumps({"model_type": "drifting", "term": term}).encode()
+    place = keys.anchor(0, writer, "config.json")
+    bucket.put(place, config)
+    ours = FileRef(key=place, size=len(config), sha256=hashlib.sha256(config).hexdigest())
+    others = [ref for ref in run.newest.anchor.files if ref.name != "config.json"]
+    fields = {"anchor": {"version": 0, "files": (ours, *others)}, "writer_term": term, "writer": writer.id}
+    manifest = renewed(run.newest, **fields)
+    bucket.put(keys.manifest(0, writer), manifest.to_bytes())
+    head = renewed(RunReader(bucket, RUN).head(), manifest=reference(keys.manifest(0, writer), manifest))
+    bucket.delete([info.key for info in bucket.list(keys.heads)])
+    bucket.put(keys.head(writer), renewed(head, writer_term=term, writer=writer.id).to_bytes())
+    return term
+
+
+def test_one_stale_read_brings_nothing_back(run, time, follower, vllm, tmp_path) -> None:
+    """To a replica, nor to a folder that is kept, also where that is looked at now and then only."""
+    there, then = run.folder / "runs", tmp_path / "then"
+    shutil.copytree(there, then)
+    for _ in range(4):
+        run.step()
+    time.pass_for(2, follower)
+    kept = tmp_path / "kept"
+    assert time.follow(2, RUN, kept).complaint == ""
+    there.rename(tmp_path / "now")
+    then.rename(there)
+    time.pass_for(1, follower)
+    assert "went back from version 4 to 0" in error(follower)
+    for words in ((), ("--once",)):
+        assert "went back from version 4 to 0" in time.follow(2, RUN, kept, *words).complaint
+        assert (kept / "current").resolve().name == "00000004"
+    there.rename(then)
+    (tmp_path / "now").rename(there)
+    time.pass_for(4, follower)
+    assert (vllm.starts, len(vllm.served), error(follower)) == (1, 1, "")
+
+
+def test_a_run_that_was_started_over_is_followed_into_the_same_folder(run, time, tmp_path) -> None:
+    run.step()
+    time.follow(2, RUN, tmp_path / "kept")
+    open_bucket(run.url).delete([info.key for info in open_bucket(run.url).list("runs/")])
+    again = Drifting(run.folder, seed=1)
+    assert time.follow(2, RUN, tmp_path / "kept").complaint == ""
+    assert (tmp_path / "kept" / "current").resolve().name == "00000000"
+    again.close()

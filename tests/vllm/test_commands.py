@@ -1,0 +1,218 @@
+"""What the owner orders is what the replica does: pause, resume, pin, join again; also when vLLM dies.
+
+vLLM is stood in for, as here it has to die at a given moment; tests/live/test_owner.py orders a real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from delta_weight_sync.errors import ProtocolError
+from delta_weight_sync.reader import RunReader
+from delta_weight_sync.store import Bucket, open_bucket
+from delta_weight_sync.vllm.disk import CountingReader
+from delta_weight_sync.vllm.follower import Follower
+from tests.support.buckets import CountedBucket
+from tests.support.fake_vllm import Mortal, reaches, soon
+from tests.support.real_run import RealRun
+from tests.support.written_run import WrittenRun
+
+
+@pytest.fixture
+def run(bucket: Bucket) -> Iterator[RealRun]:
+    """At version 3."""
+    run = RealRun(bucket, run="ordered", layers=1)
+    for _ in range(3):
+        run.step()
+    yield run
+    run.close()
+
+
+@pytest.fixture
+def follower(
+    bucket: Bucket, run: RealRun, vllm: Mortal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Follower]:
+    monkeypatch.setattr("delta_weight_sync.watch.LONGEST_S", 0.05)
+    follower = Follower(CountingReader(bucket, "ordered"), vllm, name="r", folder=tmp_path / "r", poll_s=0.01)
+    follower.start()
+    reaches(follower, 3)
+    yield follower
+    follower.stop()
+
+
+def stays(follower: Follower, vllm: Mortal, version: int) -> None:
+    """It still serves `version` after it has looked around a few times."""
+    before = vllm.asked
+    soon(lambda: vllm.asked > before + 5, "more turns")
+    assert follower.serving
+    assert follower.serving.version == version
+
+
+def test_paused_it_stays_and_resumed_it_catches_up_without_a_restart(
+    follower: Follower, run: RealRun, vllm: Mortal
+) -> None:
+    follower.commands.pause()
+    run.step()
+    run.step()
+    stays(follower, vllm, 3)
+    follower.commands.resume()
+    reaches(follower, 5)
+    assert (vllm.digest(), vllm.starts) == (run.reader.manifest(5).digest, 1)
+
+
+def test_a_pinned_version_is_served_exactly_whatever_comes(
+    follower: Follower, run: RealRun, vllm: Mortal
+) -> None:
+    follower.commands.pin(1)
+    reaches(follower, 1)
+    run.step()
+    stays(follower, vllm, 1)
+    assert vllm.digest() == run.reader.manifest(1).digest
+    follower.commands.resume()
+    reaches(follower, 4)
+    assert (vllm.digest(), vllm.starts) == (run.reader.manifest(4).digest, 1)
+    assert vllm.compared == 2, "back by comparing, on by deltas"
+
+
+def test_a_later_version_is_reached_from_a_pinned_one_by_its_deltas(
+    follower: Follower, run: RealRun, vllm: Mortal
+) -> None:
+    follower.commands.pause()
+    run.step()
+    run.step()
+    follower.commands.pin(4)
+    reaches(follower, 4)
+    assert (vllm.digest(), vllm.starts) == (run.reader.manifest(4).digest, 1)
+
+
+def test_unpinned_at_the_newest_version_nothing_is_fetched_anew(
+    follower: Follower, run: RealRun, vllm: Mortal
+) -> None:
+    follower.commands.pin(3)
+    stays(follower, vllm, 3)
+    follower.commands.resume()
+    stays(follower, vllm, 3)
+    run.step()
+    reaches(follower, 4)
+    assert vllm.starts == 1
+
+
+def test_damaged_weights_are_healed_without_a_restart(follower: Follower, run: RealRun, vllm: Mortal) -> None:
+    vllm.bits["model.embed_tokens.weight"][0, 0] ^= 1
+    follower.commands.heal()
+    soon(lambda: vllm.compared == 2, "a comparison with the published weights")
+    reaches(follower, 3)
+    stays(follower, vllm, 3)
+    assert vllm.digest() == run.reader.manifest(3).digest
+    assert (vllm.starts, vllm.compared) == (1, 2), "once is enough"
+
+
+def test_weights_that_a_delta_does_not_fit_are_healed_by_the_next_version(
+    follower: Follower, run: RealRun, vllm: Mortal
+) -> None:
+    vllm.bits["model.embed_tokens.weight"][0, 0] ^= 1
+    run.step()
+    reaches(follower, 4)
+    assert (vllm.digest(), vllm.starts) == (run.reader.manifest(4).digest, 1)
+
+
+def test_a_pinned_replica_that_is_healed_stays_pinned(follower: Follower, run: RealRun, vllm: Mortal) -> None:
+    follower.commands.pin(2)
+    reaches(follower, 2)
+    compared = vllm.compared
+    follower.commands.heal()
+    soon(lambda: vllm.compared == compared + 1, "another comparison")
+    stays(follower, vllm, 2)
+
+
+def test_a_vllm_that_dies_while_paused_comes_back_at_its_version(
+    follower: Follower, run: RealRun, vllm: Mortal
+) -> None:
+    follower.commands.pause()
+    run.step()
+    vllm.kill()
+    soon(lambda: vllm.starts == 2, "a second start")
+    reaches(follower, 3)
+    stays(follower, vllm, 3)
+    assert vllm.digest() == run.reader.manifest(3).digest
+
+
+def test_a_pinned_version_whose_files_are_gone_leaves_what_is_served(
+    follower: Follower, run: RealRun, vllm: Mortal, bucket: Bucket
+) -> None:
+    delta = run.reader.manifest(1).deltas[0].key
+    kept = bucket.get(delta)
+    bucket.delete([delta])
+    follower.commands.pin(1)
+    soon(lambda: delta in (follower.report(0).status.error or ""), "an error that names the file")
+    assert follower.serving
+    assert follower.serving.version == 3
+    follower.commands.resume()
+    soon(lambda: follower.report(0).status.error is None, "no error")
+    assert vllm.starts == 1
+    bucket.put(delta, kept)
+    follower.commands.pin(1)
+    reaches(follower, 1)
+
+
+@pytest.mark.parametrize("version", [4, 99999999, 10**12])
+def test_a_version_that_is_not_there_is_a_sentence(follower: Follower, version: int) -> None:
+    with pytest.raises(
+        ProtocolError, match=f"run 'ordered' has no version {version}, its newest is version 3"
+    ):
+        follower.commands.pin(version)
+    assert follower.commands.pinned is None
+
+
+def test_a_damaged_head_changes_nothing_and_the_next_version_mends_it(run, bucket, follower, vllm) -> None:
+    (head,) = bucket.list("runs/ordered/heads/")
+    bucket.put(head.key, b"torn")
+    soon(lambda: f"{head.key} is not a valid Head" in str(follower.report(0).status.error), "it is named")
+    status = follower.report(0).status
+    assert (status.state, status.version) == ("serving", 3), "and read around"
+    run.step()
+    reaches(follower, 4)
+    soon(lambda: follower.report(0).status.error is None, "no error")
+
+
+def test_an_old_head_is_named_and_what_is_served_stays(run, bucket, follower, vllm) -> None:
+    (head,) = bucket.list("runs/ordered/heads/")
+    old = bucket.get(head.key)
+    run.step()
+    reaches(follower, 4)
+    bucket.put(head.key, old)
+    soon(lambda: "went back from version 4 to 3" in str(follower.report(0).status.error), "it is named")
+    assert follower.report(0).status.version == 4
+    run.step()
+    reaches(follower, 5)
+    soon(lambda: follower.report(0).status.error is None, "all is well again")
+    assert vllm.starts == 1
+
+
+def test_a_run_that_is_started_over_is_followed_in_place(run, bucket, follower, vllm, request) -> None:
+    run.close()
+    bucket.delete([info.key for info in bucket.list("runs/ordered/")])
+    again = RealRun(bucket, run="ordered", layers=1)
+    request.addfinalizer(again.close)
+    reaches(follower, 0)
+    again.step()
+    reaches(follower, 1)
+    assert follower.report(0).status.digest == vllm.digest() == RunReader(bucket, "ordered").manifest().digest
+    assert vllm.starts == 1
+
+
+def test_an_old_version_of_a_long_run_is_found_by_one_listing(tmp_path: Path) -> None:
+    bucket = open_bucket(f"file://{tmp_path}/bucket", create=True)
+    run = WrittenRun(bucket, "long")
+    for _ in range(200):
+        run.publish(40_000, 2_000)
+    run.log.close()
+    counted = CountedBucket(bucket)
+    follower = Follower(CountingReader(counted, "long"), Mortal(), name="r", folder=tmp_path, poll_s=0.01)
+    follower.commands.pin(2)
+    assert follower.commands.pinned == RunReader(bucket, "long").find(2)
+    assert counted.asked["list"] == 2, "HEADs and manifests"
+    assert counted.asked["get"] == 3, "HEAD, the manifest that it names, and this one"

@@ -1,0 +1,95 @@
+"""Live experts compute what vLLM's packed ones do, and a layer that computes from a copy is found."""
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from delta_weight_sync.vllm import cpu
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM imports parts of torch that are deprecated
+    from vllm import _custom_ops as ops
+    from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+pytestmark = pytest.mark.live  # vLLM's own kernels
+
+TOKENS, HIDDEN, INNER, EXPERTS = 9, 64, 96, 5
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return (torch.randn(shape) / 4).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+@pytest.mark.parametrize("weighted_before", [False, True], ids=["weighted after", "weighted before"])
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "swigluoai"])
+def test_live_experts_compute_what_packed_ones_do(kind, weighted_before, biased):
+    torch.manual_seed(0)
+    x, w13, w2 = 4 * bf16(TOKENS, HIDDEN), bf16(EXPERTS, 2 * INNER, HIDDEN), bf16(EXPERTS, HIDDEN, INNER)
+    b13, b2 = (bf16(EXPERTS, 2 * INNER), bf16(EXPERTS, HIDDEN)) if biased else (None, None)
+    weights, ids = torch.rand(TOKENS, EXPERTS).topk(1 if weighted_before else 2)
+    ids = ids.to(torch.int32)
+    packed, live = torch.empty_like(x), torch.empty_like(x)
+    parts = [cpu_prepack_moe_weight(weight, "vec") for weight in (w13, w2)]
+    cpu_fused_moe(packed, x, *parts, b13, b2, weights, ids, kind, "vec", weighted_before)
+    cpu.apply_live_experts(
+        SimpleNamespace(w1_bias=b13, w2_bias=b2),
+        output=live,
+        hidden_states=x,
+        w1=w13,
+        w2=w2,
+        topk_weights=weights,
+        topk_ids=ids,
+        activation=MoEActivation(kind),
+        apply_router_weight_on_input=weighted_before,
+    )
+    error, size = (live - packed).float().norm(), packed.float().norm()
+    assert error < 0.01 * size, "bf16 rounds to 1/256, at other places in the two"
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="only there vLLM packs these weights")
+def test_a_convolution_from_the_live_weight_is_that_from_the_packed_one():
+    torch.manual_seed(0)
+    weight, x = bf16(HIDDEN, 1, 4), bf16(HIDDEN, TOKENS).t().contiguous().t()
+    options = {
+        "x": x,
+        "bias": None,
+        "conv_states": torch.zeros(1, 3, HIDDEN, dtype=torch.bfloat16).transpose(1, 2),
+        "query_start_loc": torch.tensor([0, TOKENS], dtype=torch.int32),
+        "cache_indices": torch.zeros(1, dtype=torch.int32),
+        "has_initial_state": torch.zeros(1, dtype=torch.bool),
+        "silu_activation": True,
+    }
+    packed = ops.causal_conv1d_fwd_cpu(
+        weight=ops.causal_conv1d_weight_pack(weight.flatten(1)), is_weight_packed=True, **options
+    )
+    live = cpu.from_live_weight(ops.causal_conv1d_fwd_cpu)(weight=weight, is_weight_packed=True, **options)
+    assert torch.equal(packed, live)
+    assert packed.abs().sum() > 0
+
+
+def layers(linear: object, experts: type) -> torch.nn.Module:
+    """A model with one Linear and one layer of experts, as vLLM leaves them after loading."""
+    model = torch.nn.Module()
+    model.dense = torch.nn.Linear(4, 4, bias=False)
+    model.dense.cpu_linear = linear
+    model.moe = torch.nn.Module()
+    model.moe.quant_method = SimpleNamespace(
+        moe_kernel=SimpleNamespace(fused_experts=object.__new__(experts))
+    )
+    return model
+
+
+def test_a_layer_that_computes_from_a_copy_is_found():
+    class Packed(CPUUnquantizedExperts):
+        def apply(self, **options):
+            """From a copy of the weights."""
+
+    with pytest.raises(RuntimeError, match="dense does not compute from its weight"):
+        cpu.self_test(layers(lambda x, weight, bias: x, Packed))
+    with pytest.raises(RuntimeError, match="moe computes from packed experts"):
+        cpu.self_test(layers(torch.nn.functional.linear, Packed))

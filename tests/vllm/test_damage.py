@@ -1,0 +1,241 @@
+"""Objects that are damaged or gone: a replica serves on, says what is wrong, and comes back by itself.
+
+vLLM is stood in for; tests/live/test_replica.py damages what a real one fetches.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from delta_weight_sync.errors import BucketUnreachableError
+from delta_weight_sync.records import DeltaRef, FileRef, Manifest
+from delta_weight_sync.store import Bucket
+from delta_weight_sync.vllm.disk import CountingReader
+from delta_weight_sync.vllm.follower import Follower
+from tests.support.fake_vllm import PATIENCE_S, Mortal, reaches, soon
+from tests.support.real_run import RealRun
+
+Damage = Callable[[Bucket, FileRef], None]
+
+
+def gone(bucket: Bucket, file: FileRef) -> None:
+    bucket.delete([file.key])
+
+
+def corrupt(bucket: Bucket, file: FileRef) -> None:
+    data = bucket.get(file.key)
+    bucket.put(file.key, data[:-1] + bytes([data[-1] ^ 1]))
+
+
+both = pytest.mark.parametrize("damage", [gone, corrupt])
+
+
+class Published(RealRun):
+    """Nobody but the replica reads it."""
+
+    def _take(self, manifest: Manifest) -> None:
+        pass
+
+
+@pytest.fixture
+def run(bucket: Bucket) -> Iterator[RealRun]:
+    """At version 2, all deltas on the first anchor."""
+    run = Published(bucket, run="hurt", layers=1)
+    run.step()
+    run.step()
+    yield run
+    run.close()
+
+
+@pytest.fixture
+def follower(
+    bucket: Bucket, run: RealRun, vllm: Mortal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Follower]:
+    """Not started yet."""
+    monkeypatch.setattr("delta_weight_sync.watch.LONGEST_S", 0.05)
+    reader = CountingReader(bucket, "hurt")
+    follower = Follower(reader, vllm, name="r", folder=tmp_path / "r", poll_s=0.01)
+    yield follower
+    follower.stop()
+
+
+def anchored(run: RealRun) -> Manifest:
+    """A version that comes with an anchor: the deltas since the last one are as large as the model."""
+    before = run.reader.manifest().anchor
+    run.rate = 1.0
+    while (newest := run.step()).anchor == before:
+        assert run._outbox.shortcuts.idle(PATIENCE_S)
+    run.rate = 1e-5
+    return newest
+
+
+def says(follower: Follower, what: str) -> None:
+    soon(
+        lambda: what in (follower.report(0).status.error or ""),
+        lambda: f"{what}: {follower.report(0).status}",
+    )
+
+
+def damage_next_delta(run: RealRun, bucket: Bucket, damage: Damage) -> Manifest:
+    """Publish a version whose delta is damaged before any replica can know of it."""
+    writer = run._outbox._writer
+    put_delta = writer.put_delta
+
+    def put(*arguments: Any) -> DeltaRef:
+        delta = put_delta(*arguments)
+        damage(bucket, delta)
+        return delta
+
+    with mock.patch.object(writer, "put_delta", put):
+        return run.step()
+
+
+@both
+def test_a_damaged_delta_is_named_and_the_next_anchor_makes_up_for_it(
+    run, bucket, follower, vllm, damage
+) -> None:
+    follower.start()
+    reaches(follower, 2)
+    says(follower, damage_next_delta(run, bucket, damage).deltas[-1].key)
+    assert follower.report(0).status.version == 2
+    assert follower.report(0).status.state == "serving"
+    newest = anchored(run)
+    reaches(follower, newest.version)
+    soon(lambda: follower.report(0).status.error is None, "all is well again")
+    assert (vllm.digest(), vllm.starts) == (newest.digest, 1)
+
+
+@both
+def test_a_replica_joins_at_the_newest_version_that_is_whole(run, bucket, follower, vllm, damage) -> None:
+    damage(bucket, run.reader.manifest(2).deltas[-1])
+    follower.start()
+    reaches(follower, 1)
+    says(follower, run.reader.manifest(2).deltas[-1].key)
+    assert vllm.digest() == run.reader.manifest(1).digest
+    newest = anchored(run)
+    reaches(follower, newest.version)
+    assert (vllm.digest(), vllm.starts) == (newest.digest, 1)
+
+
+@both
+def test_a_replica_joins_by_the_anchor_before_a_damaged_one(
+    run, bucket, follower, vllm, damage, caplog
+) -> None:
+    """And goes on by deltas, which need no anchor."""
+    newest = anchored(run)
+    damage(bucket, newest.anchor.files[0])
+    before = next(older for older in run.reader.versions() if older.anchor != newest.anchor)
+    follower.start()
+    reaches(follower, newest.version)
+    assert vllm.digest() == newest.digest
+    commits = [(commit.version, commit.joined) for commit in follower.report(-1).commits]
+    assert commits == [(before.version, True), (newest.version, False)]
+    assert newest.anchor.files[0].key in caplog.text
+
+
+@both
+def test_a_trainer_that_goes_on_makes_up_for_a_damaged_file(
+    run: RealRun, bucket: Bucket, damage: Damage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks at what its newest version needs now and then; a file that is written over looks different."""
+    monkeypatch.setattr("delta_weight_sync.publish.writer._EVERY", 4)
+    monkeypatch.setattr("delta_weight_sync.publish.writer.ANCHOR_PAYS", 1000.0)
+    while run.version < 5:  # by then it has seen every file of version 4
+        run.step()
+        assert run._outbox.shortcuts.idle(PATIENCE_S)
+    first = run.reader.manifest().deltas[0]
+    damage(bucket, first)
+    while (newest := run.step()).version < 10:
+        assert run._outbox.shortcuts.idle(PATIENCE_S)
+    assert newest.anchor.version == 8, "where it looked again"
+    assert first not in newest.recipe().files
+
+
+@both
+def test_it_tries_again_where_the_new_anchor_could_not_be_stored(
+    run: RealRun, bucket: Bucket, damage: Damage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("delta_weight_sync.publish.writer._EVERY", 4)
+    while run.version < 5:
+        run.step()
+        assert run._outbox.shortcuts.idle(PATIENCE_S)
+    config, writer, refused = run.reader.manifest().anchor.files[-1], run._outbox._writer, [1]
+    put = writer.bucket.put
+
+    def put_later(key: str, data: bytes | Path) -> None:
+        if "/anchors/" in key and refused:
+            refused.pop()
+            raise BucketUnreachableError(f"{key}: the link is down")
+        put(key, data)
+
+    damage(bucket, config)
+    monkeypatch.setattr(writer.bucket, "put", put_later)
+    while (newest := run.step()).version < 11:
+        assert run._outbox.shortcuts.idle(PATIENCE_S)
+    assert not refused
+    assert config not in newest.recipe().files
+
+
+def test_it_finds_damage_that_is_older_than_its_first_look(
+    run: RealRun, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("delta_weight_sync.publish.writer._EVERY", 4)
+    config = run.reader.manifest().anchor.files[-1]
+    corrupt(bucket, config)
+    while (newest := run.step()).version < 8:
+        assert run._outbox.shortcuts.idle(PATIENCE_S)
+    assert config not in newest.recipe().files
+
+
+def test_a_kept_anchor_that_is_damaged_starts_no_vllm_with_it(run, bucket, follower, vllm, tmp_path) -> None:
+    follower.start()
+    reaches(follower, 2)
+    follower.stop()
+    (kept,) = (tmp_path / "r" / "anchors").glob("*/model.safetensors")
+    damaged = kept.read_bytes()[:-1] + b"?"
+    kept.write_bytes(damaged)
+    again = Follower(CountingReader(bucket, "hurt"), vllm, name="r", folder=tmp_path / "r", poll_s=0.01)
+    again.start()
+    reaches(again, 2)
+    again.stop()
+    assert vllm.starts == 2, "one for each follower"
+    assert kept.read_bytes() != damaged
+
+
+def test_a_kept_anchor_that_is_damaged_while_it_is_used_is_fetched_anew(
+    run, follower, vllm, tmp_path
+) -> None:
+    follower.start()
+    reaches(follower, 2)
+    (kept,) = (tmp_path / "r" / "anchors").glob("*/model.safetensors")
+    kept.write_bytes(os.urandom(100))
+    follower.commands.heal()
+    soon(lambda: vllm.compared == 2, "a comparison with the published weights")
+    reaches(follower, 2)
+    soon(lambda: follower.report(0).status.error is None, "all is well again")
+    assert vllm.starts == 1
+
+
+def test_a_disk_that_is_full_is_named_and_what_is_served_stays(
+    run, follower, vllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follower.start()
+    reaches(follower, 2)
+    compared = vllm.compared
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("delta_weight_sync.vllm.disk.shutil.copytree", full)
+        follower.commands.heal()
+        says(follower, "No space left on device")
+        assert follower.report(0).status.version == 2
+    newest = run.step()
+    reaches(follower, newest.version)
+    soon(lambda: follower.report(0).status.error is None, "all is well again")
+    assert (vllm.starts, vllm.compared) == (1, compared + 1), "healing was not forgotten"

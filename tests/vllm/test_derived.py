@@ -1,0 +1,180 @@
+"""What vLLM makes of weights and keeps is found wherever it is, and constants are told from it."""
+
+import gc
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from delta_weight_sync.vllm import routes
+
+
+class Attention(torch.nn.Module):
+    """One parameter and, as in vLLM, a backend that is a plain object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16), requires_grad=False)
+        self.register_buffer("frequencies", torch.linspace(0, 1, 8))
+        self.impl = SimpleNamespace(slopes=torch.linspace(1, 2, 4), sinks=self.weight[0])
+
+    def load_weights(self, weights) -> None:
+        for _, tensor in weights:
+            self.weight.data.copy_(tensor)
+
+
+def built() -> torch.nn.Module:
+    """A model of one attention layer that was watched while it was built, and is loaded."""
+    model = routes.watched_while_built(lambda: torch.nn.Sequential(Attention()))()
+    model.load_weights = model[0].load_weights
+    model.load_weights([("weight", torch.full((4, 4), 2.0))])
+    return model
+
+
+def finished(model: torch.nn.Module, finish=lambda model: None) -> torch.nn.Module:
+    routes.watched_while_finished(finish)(model)
+    return model
+
+
+def stale(model: torch.nn.Module) -> str:
+    return routes.stale(model, set())
+
+
+def test_constants_and_views_of_parameters_hold_back_nothing():
+    model = finished(built())
+    assert stale(model) == ""
+    assert set(routes.learn(model, {"weight": (4, 4)}).routes) == {"weight"}
+
+
+def test_a_model_with_a_derived_tensor_is_refused_when_its_routes_are_learned():
+    model = finished(built())
+    model[0].impl.sinks = model[0].weight[0].float()
+    with pytest.raises(routes.RouteError, match=r"0\.impl\.sinks: vLLM keeps it outside of the parameters"):
+        routes.learn(model, {"weight": (4, 4)})
+
+
+PLACES = {
+    "0.W_UV": lambda layer, tensor: setattr(layer, "W_UV", tensor),
+    "0.absorbed": lambda layer, tensor: layer.register_buffer("absorbed", tensor),
+    "0.packed.1": lambda layer, tensor: setattr(layer, "packed", [None, tensor]),
+    "0.impl.by_name.k": lambda layer, tensor: setattr(layer.impl, "by_name", {"k": tensor}),
+    "0.method.kernel.experts.packed": lambda layer, tensor: setattr(
+        layer, "method", SimpleNamespace(kernel=SimpleNamespace(experts=SimpleNamespace(packed=tensor)))
+    ),
+}
+
+
+@pytest.mark.parametrize("path", PLACES)
+def test_it_is_found_wherever_a_module_keeps_it(path):
+    model = finished(built())
+    PLACES[path](model[0], model[0].weight.float())
+    assert stale(model).startswith(f"{path}: vLLM keeps it outside of the parameters")
+
+
+def test_a_buffer_that_is_written_after_loading_is_no_constant():
+    model = built()
+    finished(model, lambda model: model[0].frequencies.copy_(model[0].weight.reshape(-1)[:8]))
+    assert stale(model).startswith("0.frequencies: ")
+
+
+def test_nor_is_one_that_is_made_anew_and_happens_to_be_equal():
+    """The norms of a fresh model are ones, before its checkpoint is read as well as after."""
+    model = finished(built())
+    model[0].impl.slopes = model[0].impl.slopes.clone()
+    assert stale(model).startswith("0.impl.slopes: ")
+
+
+@pytest.mark.parametrize("name", ["kv_cache", "cos_sin_cache"])
+def test_caches_that_hold_no_weights_may_come_later(name):
+    model = finished(built())
+    setattr(model[0], name, [torch.zeros(2, 3)])
+    assert stale(model) == ""
+
+
+def test_what_a_compiler_keeps_of_captured_graphs_is_left_out():
+    model = finished(built())
+    graph = type("CUDAGraphEntry", (), {"__module__": "vllm.compilation.cuda_graph"})()
+    graph.output = torch.zeros(2, 3)
+    model[0].compiled = [graph]
+    assert stale(model) == ""
+
+
+def test_what_loading_fills_is_no_secret():
+    model = finished(built())
+    model[0].register_buffer("running_mean", torch.zeros(4))
+    assert routes.stale(model, {routes.storage_of(model[0].running_mean)}) == ""
+
+
+def swapped(model: torch.nn.Module) -> None:
+    """As kernels for experts on some GPUs want gates and values."""
+    weight = model[0].weight
+    weight.data = torch.cat([weight[2:] + 1, weight[:2]])
+
+
+def emptied(model: torch.nn.Module) -> None:
+    model[0].weight.data = torch.empty(0)
+
+
+def removed(model: torch.nn.Module) -> None:
+    model[0].weight = None
+
+
+@pytest.mark.parametrize("finish", [swapped, emptied, removed])
+def test_parameters_that_are_changed_after_loading_are_refused_with_the_way_out(finish):
+    model = finished(built(), finish)
+    assert stale(model).startswith("0.weight: vLLM changes it after loading")
+    assert "--moe-backend triton" in stale(model)
+
+
+def contiguous(model: torch.nn.Module) -> None:
+    model[0].weight = torch.nn.Parameter(model[0].weight.clone(), requires_grad=False)
+
+
+def test_a_parameter_with_the_same_bits_elsewhere_is_not_changed():
+    model = built()
+    model[0].impl.sinks = None
+    assert stale(finished(model, contiguous)) == ""
+
+
+def test_of_a_model_that_was_not_watched_nothing_is_believed():
+    assert stale(torch.nn.Sequential(Attention())).startswith("0.frequencies: ")
+
+
+def test_a_model_that_is_gone_is_forgotten():
+    gc.collect()
+    before = len(routes._watched)
+    model = finished(built())
+    assert len(routes._watched) == before + 1
+    del model
+    gc.collect()
+    assert len(routes._watched) == before
+
+
+@pytest.fixture
+def loader(monkeypatch):
+    """What stands for vLLM's module of that name."""
+    parts = ["vllm", "model_executor", "model_loader", "base_loader"]
+    for number in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:number]), ModuleType(parts[number - 1]))
+    loader = sys.modules[".".join(parts)]
+    sys.modules[".".join(parts[:-1])].base_loader = loader
+    loader.initialize_model = lambda: torch.nn.Sequential(Attention())
+    loader.process_weights_after_loading = lambda model, model_config, target_device: None
+    return loader
+
+
+def test_vllms_loaders_are_watched_once(loader):
+    routes.install()
+    watching = loader.initialize_model
+    routes.install()
+    assert loader.initialize_model is watching
+    model = loader.initialize_model()
+    loader.process_weights_after_loading(model, None, target_device=None)
+    assert stale(model) == ""
+
+
+def test_a_loader_of_another_release_is_refused(loader):
+    loader.process_weights_after_loading = lambda model: None
+    with pytest.raises(RuntimeError, match=r"is not that of vllm 0\.32; pip install"):
+        routes.install()

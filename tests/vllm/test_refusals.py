@@ -1,0 +1,208 @@
+"""What vLLM refuses for good is not tried again, nor fetched for, until something is different."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from delta_weight_sync.errors import EngineError
+from delta_weight_sync.store import Bucket, open_bucket
+from delta_weight_sync.vllm.disk import CountingReader
+from delta_weight_sync.vllm.follower import Follower
+from tests.support.buckets import CountedBucket
+from tests.support.fake_vllm import Mortal, reaches, soon
+from tests.support.real_run import RealRun
+
+REFUSED = "not tried again until the run has another "
+
+
+class Refusing(Mortal):
+    """A vLLM in which `learn` or `commit` is refused, while there is something to say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unfit: EngineError | None = None
+        self.damaged: EngineError | None = None
+        self.learned, self.committed, self.shuffled = 0, 0, False
+
+    def learn(self, shapes: dict[str, list[int]]) -> str:
+        self.learned += 1
+        if self.unfit:
+            raise self.unfit
+        return "0" * 16 if self.shuffled else super().learn(shapes)
+
+    def commit(self, digest: str, label: str) -> tuple[float, float]:
+        self.committed += 1
+        if self.damaged:
+            raise self.damaged
+        return super().commit(digest, label)
+
+
+UNFIT = EngineError("head.weight: vLLM changes it after loading", "route")
+DAMAGED = EngineError("the delta leads to digest 1, published was 2", "codec")
+FULL = EngineError("OutOfMemoryError: no memory is left", "unexpected")
+
+
+@pytest.fixture
+def counted(tmp_path: Path) -> CountedBucket:
+    return CountedBucket(open_bucket(f"file://{tmp_path}/bucket", create=True))
+
+
+@pytest.fixture
+def run(counted: CountedBucket) -> Iterator[RealRun]:
+    """At version 2."""
+    run = RealRun(counted.bucket, run="refused", layers=1)
+    run.step()
+    run.step()
+    yield run
+    run.close()
+
+
+@pytest.fixture
+def vllm() -> Refusing:
+    return Refusing()
+
+
+@pytest.fixture
+def follower(
+    counted: Bucket, run: RealRun, vllm: Refusing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Follower]:
+    """Not started yet."""
+    monkeypatch.setattr("delta_weight_sync.watch.LONGEST_S", 0.05)
+    reader = CountingReader(counted, "refused")
+    follower = Follower(reader, vllm, name="r", folder=tmp_path / "r", poll_s=0.01)
+    yield follower
+    follower.stop()
+
+
+def turns(counted: CountedBucket, number: int = 5) -> None:
+    """Wait until the follower has looked at HEAD so many times more."""
+    before = counted.asked["stat"]
+    soon(lambda: counted.asked["stat"] > before + number, "more turns")
+
+
+def refuses(follower: Follower) -> None:
+    soon(lambda: REFUSED in (follower.report(0).status.error or ""), f"{follower.report(0).status}")
+
+
+def test_a_model_that_no_delta_fits_is_tried_once(
+    follower: Follower, run: RealRun, vllm: Refusing, counted: CountedBucket
+) -> None:
+    vllm.unfit = UNFIT
+    follower.start()
+    refuses(follower)
+    fetched = counted.asked["fetch"]
+    run.step()
+    turns(counted)
+    status = follower.report(0).status
+    assert (vllm.learned, vllm.starts, counted.asked["fetch"]) == (1, 1, fetched)
+    assert status.state == "refused"
+    assert "head.weight: vLLM changes it after loading" in (status.error or "")
+
+
+def test_a_vllm_in_which_routes_do_not_read_what_it_has_just_loaded_never_serves(
+    follower: Follower, vllm: Refusing
+) -> None:
+    """It keeps the weights in an order of its own: written by these routes they would be other weights."""
+    vllm.shuffled = True
+    follower.start()
+    refuses(follower)
+    assert "and 0000000000000000 is where deltas would go" in (follower.report(0).status.error or "")
+    assert (vllm.starts, vllm.learned, vllm.committed) == (2, 2, 0)
+    follower.commands.heal()
+    soon(lambda: vllm.starts == 4, "two more starts")
+    refuses(follower)
+    assert (vllm.learned, vllm.committed) == (4, 0)
+
+
+def test_the_owner_has_it_tried_again(follower: Follower, vllm: Refusing) -> None:
+    vllm.unfit = UNFIT
+    follower.start()
+    refuses(follower)
+    vllm.unfit = None
+    follower.commands.heal()
+    reaches(follower, 2)
+    assert vllm.learned == 2
+    soon(lambda: follower.report(0).status.error is None, "no error")
+
+
+def test_another_anchor_is_tried(follower: Follower, run: RealRun, vllm: Refusing) -> None:
+    vllm.unfit = UNFIT
+    follower.start()
+    refuses(follower)
+    vllm.unfit, run.rate = None, 1.0
+    anchor = run.reader.manifest(2).anchor
+    while (newest := run.step()).anchor == anchor:
+        pass
+    reaches(follower, newest.version)
+
+
+def test_wrong_weights_are_laid_out_once_more_and_then_refused(
+    follower: Follower, run: RealRun, vllm: Refusing, counted: CountedBucket
+) -> None:
+    """What was laid out may have been damaged on this disk; after a second time the fault is elsewhere."""
+    vllm.damaged = DAMAGED
+    follower.start()
+    refuses(follower)
+    fetched = counted.asked["fetch"]
+    assert (vllm.committed, fetched) == (2, 2 + 2 * 2), "an anchor's two files, which are kept; two deltas"
+    run.step()
+    turns(counted)
+    assert (vllm.committed, counted.asked["fetch"]) == (2, fetched)
+
+
+def test_another_version_may_still_be_pinned(
+    follower: Follower, run: RealRun, vllm: Refusing, counted: CountedBucket
+) -> None:
+    vllm.damaged = DAMAGED
+    follower.start()
+    refuses(follower)
+    vllm.damaged = None
+    follower.commands.pin(1)
+    reaches(follower, 1)
+
+
+def refuses_the_third(follower: Follower, run: RealRun, vllm: Refusing) -> None:
+    """It serves version 2, and vLLM does not take the next one."""
+    follower.start()
+    reaches(follower, 2)
+    vllm.damaged = DAMAGED
+    run.step()
+    refuses(follower)
+
+
+def test_what_is_served_is_served_on_while_the_next_version_is_refused(
+    follower: Follower, run: RealRun, vllm: Refusing, counted: CountedBucket
+) -> None:
+    refuses_the_third(follower, run, vllm)
+    committed = vllm.committed
+    turns(counted)
+    assert vllm.committed == committed
+    assert follower.report(0).status.state == "serving"
+    assert vllm.digest() == run.reader.manifest(2).digest
+
+
+def test_the_version_after_a_refused_one_is_taken(follower: Follower, run: RealRun, vllm: Refusing) -> None:
+    """It has the same anchor; but where a version is served, it is not the model that was refused."""
+    refuses_the_third(follower, run, vllm)
+    vllm.damaged = None
+    run.step()
+    reaches(follower, 4)
+    assert vllm.starts == 1
+    soon(lambda: follower.report(0).status.error is None, "no error")
+
+
+def test_what_may_pass_is_tried_until_it_does(follower: Follower, vllm: Refusing) -> None:
+    vllm.damaged = FULL
+    follower.start()
+    soon(lambda: vllm.committed > 3, "more tries")
+    vllm.damaged = None
+    reaches(follower, 2)
+
+
+def test_a_vllm_that_died_is_another_one(follower: Follower, run: RealRun, vllm: Refusing) -> None:
+    refuses_the_third(follower, run, vllm)
+    vllm.damaged = None
+    vllm.kill()
+    reaches(follower, 3)
+    assert vllm.starts == 2

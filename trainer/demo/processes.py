@@ -1,0 +1,153 @@
+"""Child processes of the demo: each has its own log, and all of them are stopped together."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+from delta_weight_sync.vllm.die_with_parent import die_with_parent
+
+_TIMEOUT_S = 15.0  # for a child to end on request
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class ChildError(RuntimeError):
+    """The demo cannot start or go on. If a child process ended, the message names its log."""
+
+
+class Processes:
+    """Starts `python -m <module>` children; leaving the block stops them and all their descendants.
+
+    If this process is killed, the kernel kills its children, and each of them ends its own the same way.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._may_end: set[str] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(
+        self, name: str, arguments: list[str], environment: Mapping[str, str], *, may_end: bool = False
+    ) -> None:
+        """Run `python -m <arguments>` with the given variables in addition to this process's own.
+
+        `may_end`: the child ends by itself; any other child must run until the block ends.
+        """
+        self._may_end |= {name} if may_end else set()
+        with self.log(name).open("wb") as log, _signals_delayed():
+            self._children[name] = subprocess.Popen(
+                [sys.executable, "-m", *arguments],
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches this process only, which stops its children in order
+                preexec_fn=partial(die_with_parent, os.getpid()),
+            )
+
+    def log(self, name: str) -> Path:
+        """The file with the child's output."""
+        return self._folder / f"{name}.log"
+
+    def finished(self, name: str) -> bool:
+        """True once that child ended without error; raises `ChildError` if it or any other child failed."""
+        for other, child in self._children.items():
+            code = child.poll()
+            if code is not None and (code != 0 or other not in self._may_end):
+                log = self.log(other)
+                raise ChildError(f"{other} stopped (exit code {code}); the reason is at the end of {log}")
+        return self._children[name].poll() == 0
+
+    def stop(self) -> None:
+        """Terminate all descendants, then kill those that remain. Signals are ignored meanwhile."""
+        with _handlers(signal.SIG_IGN):
+            running = [psutil.Process(c.pid) for c in self._children.values() if c.poll() is None]
+            family = list(running)
+            for process in running:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    family += process.children(recursive=True)
+            for process in running:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.terminate()
+            for process in psutil.wait_procs(family, timeout=_TIMEOUT_S)[1]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            for child in self._children.values():
+                child.wait()
+            self._children.clear()
+
+
+def interrupt_once() -> None:
+    """Let the first SIGINT or SIGTERM raise `KeyboardInterrupt`, and ignore later ones.
+
+    A second signal, from an impatient user or from `make`, must not interrupt the cleanup.
+    """
+
+    def interrupt(*_: object) -> None:
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for number in _SIGNALS:
+        signal.signal(number, interrupt)
+
+
+@contextmanager
+def _handlers(handler: Any) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+@contextmanager
+def _signals_delayed() -> Iterator[None]:
+    """Deliver signals after the block: a child that has only half started would be lost."""
+    received: list[int] = []
+    with _handlers(lambda number, _: received.append(number)):
+        yield
+    for number in received[:1]:
+        signal.raise_signal(number)
+
+
+def free_port(wanted: int = 0) -> int:
+    """Return `wanted`, or any free port of the loopback interface; raises `ChildError` if it is taken."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", wanted))
+        except OSError:
+            another = f"choose another, for example: make demo PORT={wanted + 1}"
+            raise ChildError(f"port {wanted} is in use; {another}") from None
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Lock `folder` for this process; raises `ChildError` while another one holds the lock."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ChildError(f"another demo runs in {folder}; end it first (Ctrl-C)") from None
+        yield

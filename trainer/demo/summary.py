@@ -1,0 +1,174 @@
+"""What `make demo` prints: the run's events as lines while it runs, and a table of figures at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from math import sqrt
+from statistics import mean, median, stdev
+from typing import Any
+
+from delta_weight_sync.errors import printable
+from delta_weight_sync.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent, StepEvent, SyncEvent
+from delta_weight_sync.util import size_text
+from trainer.demo.processes import ChildError
+
+_CONFIDENCE = 1.96  # standard errors to each side contain the true value 95 times out of 100
+
+
+class Progress:
+    """Prints the run's events as lines, at most one per ten steps."""
+
+    def __init__(self, minutes: float) -> None:
+        self._started, self._all_s = time.monotonic(), 60 * minutes
+        self.events: list[Event] = []
+        self._syncs: dict[int, SyncEvent] = {}
+        self._serving: int | None = None
+        self._state = ""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._started
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left, at least 0."""
+        return max(0.0, self._all_s - self.seconds)
+
+    @property
+    def newest(self) -> int | None:
+        """The newest version; None before the first."""
+        return max(self._syncs, default=None)
+
+    def say(self, line: str) -> None:
+        """Print a line with the seconds since the start."""
+        print(f"[{self.seconds:6.1f} s] {printable(line)}", flush=True)
+
+    def show(self, events: Iterable[Event]) -> None:
+        """Add new events and print what matters."""
+        for event in events:
+            self.events.append(event)
+            if isinstance(event, SyncEvent):
+                self._syncs[event.version] = event
+                if event.version == 0:
+                    size = f"{event.payload_bytes / 1e6:.2f} MB"
+                    self.say(f"version 0 is in the bucket ({size}, the whole policy)")
+            elif isinstance(event, CommitEvent):
+                self._serving = event.version
+            elif isinstance(event, ReplicaEvent):
+                self._replica(event)
+            elif isinstance(event, StepEvent) and event.step % 10 == 0:
+                self._step(event)
+            elif isinstance(event, DoneEvent):
+                self.say(f"trained; the last version is {event.version}")
+
+    def _replica(self, event: ReplicaEvent) -> None:
+        if event.error and event.version is None and event.state != "unreachable":
+            raise ChildError(f"the replica cannot serve: {printable(event.error)}")
+        if event.state != self._state:
+            self._state = event.state
+            self.say(f"replica: {event.state}")
+
+    def _step(self, event: StepEvent) -> None:
+        newest = self._syncs[max(self._syncs)]
+        versions = f"trainer v{newest.version}, replica v{self._serving}"
+        payload = f"{newest.payload_bytes / 1e3:.1f} KB, {100 * newest.changed / newest.total:.2f} % changed"
+        left = f"{self.left_s:.0f} s left"
+        self.say(f"step {event.step:4}  reward {event.reward:6.3f}  {versions}  {payload}  {left}")
+
+
+def summarize(
+    events: Sequence[Event], model: str, held_out: Mapping[str, Any], seconds: float
+) -> dict[str, Any]:
+    """Derive all figures of a finished run from its log.
+
+    `verified` is true only if every replica's live digest equals the trainer's at the same version. Rewards
+    are means over the first and the last tenth of the steps.
+
+    Args:
+        held_out: Result of `gain`.
+        seconds: Duration of the whole demo.
+    """
+    syncs = {e.version: e for e in events if isinstance(e, SyncEvent)}
+    commits = {e.version: e for e in events if isinstance(e, CommitEvent) and not e.joined}
+    replicas = {e.replica: e for e in events if isinstance(e, ReplicaEvent)}
+    held = {(r.version, r.digest) for r in replicas.values()}
+    done = next((e for e in reversed(events) if isinstance(e, DoneEvent)), None)
+    rewards = [e.reward for e in events if isinstance(e, StepEvent) and e.reward is not None]
+    tenth = max(1, len(rewards) // 10)
+    return {
+        "model": model,
+        "syncs": len(syncs) - 1 if syncs else 0,  # version 0 is the base, not a sync
+        "full_bytes": max((s.full_bytes for s in syncs.values()), default=0),
+        "steps": len(rewards),
+        "reward_first": sum(rewards[:tenth]) / tenth if rewards else None,
+        "reward_last": sum(rewards[-tenth:]) / tenth if rewards else None,
+        "solved_held_out": held_out,
+        "seconds": seconds,
+        "stopped_by": done.stopped_by if done else None,
+        "digest": done.digest if done else None,
+        "replicas": [
+            {"name": name, "version": r.version, "digest": r.digest} for name, r in replicas.items()
+        ],
+        "verified": done is not None and held == {(done.version, done.digest)},
+        "versions": [_version(sync, commits.get(version)) for version, sync in sorted(syncs.items())],
+    }
+
+
+def _version(sync: SyncEvent, commit: CommitEvent | None) -> dict[str, Any]:
+    names = ("version", "payload_bytes", "anchor_bytes", "changed", "diff_s", "publish_s")
+    figures = {name: getattr(sync, name) for name in names} | {"sparsity": 1.0 - sync.changed / sync.total}
+    # None if no replica patched this version in: it joined at it, or skipped it.
+    return figures | {name: getattr(commit, name, None) for name in ("pause_ms", "commit_ms", "lag_s")}
+
+
+def gain(before: Sequence[float], after: Sequence[float]) -> dict[str, Any]:
+    """Means over the same tasks, 0 to 1 each, and the 95 % confidence interval of their difference."""
+    gains = [later - earlier for earlier, later in zip(before, after, strict=True)]
+    middle, reach = mean(gains), _CONFIDENCE * stdev(gains) / sqrt(len(gains))
+    interval = [middle - reach, middle + reach]
+    return {"before": mean(before), "after": mean(after), "games": len(gains), "interval": interval}
+
+
+def learned(held_out: Mapping[str, Any], what: str) -> str:
+    """One line: `what` before and after training, with its confidence interval."""
+    low, high = (100 * bound for bound in held_out["interval"])
+    return (
+        f"{what}: {100 * held_out['before']:.1f} % -> {100 * held_out['after']:.1f} %"
+        f" of {held_out['games']} ({low:+.1f} to {high:+.1f} points with 95 % confidence)"
+    )
+
+
+def table(summary: dict[str, Any], what: str) -> str:
+    """Format the figures of `summarize` for a terminal; `what` was measured on held-out tasks."""
+    deltas = [v for v in summary["versions"] if v["version"] > 0 and v["changed"]]
+    limit = "step limit" if summary["stopped_by"] == "steps" else "time limit"
+    rows = [
+        ("model", f"{summary['model']}, {size_text(summary['full_bytes'])} in bf16"),
+        ("time", f"{summary['seconds']:.0f} s; ended by its {limit}"),
+        ("syncs", f"{summary['syncs']} in {summary['steps']} steps"),
+        ("reward", f"{summary['reward_first']:.3f} -> {summary['reward_last']:.3f}"),
+        ("learned", learned(summary["solved_held_out"], what)),
+    ]
+    if deltas:
+        payload = _median(deltas, "payload_bytes")
+        share = 100 * (1 - _median(deltas, "sparsity"))
+        pause, commit = _median(deltas, "pause_ms"), _median(deltas, "commit_ms")
+        publish, lag = _median(deltas, "publish_s"), _median(deltas, "lag_s")
+        smaller = f"1/{summary['full_bytes'] / payload:.0f} of a full sync"
+        rows += [
+            ("changed per sync", f"{share:.2f} % of the weights (medians, here and below)"),
+            ("payload per sync", f"{size_text(payload)}, {smaller}"),
+            ("pause", f"{pause:.0f} ms, {commit:.1f} ms of it the commit"),
+            ("hand-over to HEAD", f"{publish:.2f} s; to the replica's commit {lag:.2f} s"),
+        ]
+    serving = ", ".join(f"{r['name']} at v{r['version']} ({r['digest']})" for r in summary["replicas"])
+    rows += [("trainer digest", str(summary["digest"])), ("replicas", serving)]
+    rows += [("verified", "yes: live weights equal the trainer's" if summary["verified"] else "NO")]
+    return "\n".join(f"  {name:18} {value}" for name, value in rows)
+
+
+def _median(versions: list[dict[str, Any]], key: str) -> float:
+    known = [version[key] for version in versions if version[key] is not None]
+    return median(known) if known else 0.0

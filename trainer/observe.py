@@ -1,0 +1,235 @@
+"""Writes rollouts, metrics and the replicas' states into the run's log, and pokes the replicas."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+from pydantic import ValidationError
+from transformers import TrainerCallback
+
+from delta_weight_sync.records import LARGEST
+from delta_weight_sync.runlog import METRICS, ReplicaEvent, ReplicaReport, Rollout, RunLogWriter, StepEvent
+from trainer import spaces
+
+POKE_PATH = "/delta_weight_sync/poke"
+POKE_TIMEOUT_S = 5.0
+_POLL_S = 1.0
+_MAX_REPORT, _BLOCK = 1 << 20, 1 << 16  # bytes of a replica's answer, and of one read
+_GUESS = re.compile(r"(?:[a-z]\d[+?-])+")
+_GROUP, _TURNS, _CHARACTERS, _GROUP_EVERY_S = 16, 16, 600, 5.0  # so that an event fits into a log line
+_RATES = 2  # metrics that `ObservedRollouts.rates` adds
+
+
+class ObservedRollouts:
+    """TRL's queue of samples, which also records the newest group and the rates of what is taken from it."""
+
+    def __init__(self, samples: Any) -> None:
+        self._samples = samples
+        self._current: list[Any] = []  # the group that arrives now
+        self._complete: list[Any] = []
+        self._games = self._solved = self._guesses = self._invalid = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._samples, name)
+
+    def get(self, *args: Any, **options: Any) -> Any:
+        """Take the next sample, as the queue does."""
+        sample = self._samples.get(*args, **options)
+        if self._current and self._current[0].group_id != sample.group_id:
+            self._complete, self._current = self._current, []
+        self._current.append(sample)
+        answers = [answer for _, answer in _turns(sample.completion)]
+        guesses = [match for answer in answers if (match := _GUESS.match(answer))]
+        invalid = sum("not a word" in answer for answer in answers)
+        if guesses or invalid:
+            self._games += 1
+            self._solved += any(set(guess[0][2::3]) == {"+"} for guess in guesses)
+            self._guesses += len(guesses) + invalid
+            self._invalid += invalid
+        return sample
+
+    def rates(self) -> dict[str, float]:
+        """Shares of solved games and of invalid guesses since the last call; empty without games."""
+        if not self._games:
+            return {}
+        solved, invalid = self._solved / self._games, self._invalid / self._guesses
+        self._games = self._solved = self._guesses = self._invalid = 0
+        return {"games/solve_rate": solved, "games/invalid_rate": invalid}
+
+    def group(self) -> tuple[str, tuple[Rollout, ...]]:
+        """Prompt and rollouts of the newest complete group; empty unless it is new since the last call."""
+        group, self._complete = self._complete[:_GROUP], []
+        rollouts = []
+        for sample in group:
+            turns, reward = _turns(sample.completion)[:_TURNS], _number(sample.metrics.get("reward"))
+            rollouts.append(Rollout(turns=turns, reward=reward, sync=sample.model_version))
+        return _text(group[0].prompt[-1]) if group else "", tuple(rollouts)
+
+
+def _turns(completion: Sequence[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
+    """For each turn, what the policy wrote and what the environment answered."""
+    turns: list[tuple[str, str]] = []
+    for message in completion:
+        if message["role"] == "assistant":
+            turns.append((_text(message), ""))
+        elif turns:
+            turns[-1] = (turns[-1][0], (turns[-1][1] + _text(message))[:_CHARACTERS])
+    return tuple(turns)
+
+
+def _text(message: dict[str, Any]) -> str:
+    calls = [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
+    words = [" ".join(map(str, call.values())) if isinstance(call, dict) else str(call) for call in calls]
+    return " ".join(filter(None, [str(message.get("content") or ""), *words]))[:_CHARACTERS]
+
+
+def _number(value: Any) -> float | None:
+    """The value if a log line can hold it: a number that is finite and not absurdly large."""
+    return float(value) if isinstance(value, int | float) and -LARGEST <= value <= LARGEST else None
+
+
+class StepRecorder(TrainerCallback):
+    """Copies TRL's metrics into the run's log, and every few seconds a group of rollouts."""
+
+    def __init__(self, log: RunLogWriter) -> None:
+        self._log = log
+        self._rollouts: ObservedRollouts | None = None
+        self._group_due = 0.0
+
+    def watch(self, samples: Any) -> ObservedRollouts:
+        """Record what is taken from this queue of samples; use the result in its place."""
+        self._rollouts = ObservedRollouts(samples)
+        return self._rollouts
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
+    ) -> None:
+        """Append one event for each logged step that has a reward."""
+        numbers = {key: _number(value) for key, value in (logs or {}).items()}
+        found = ((key, number) for key, number in numbers.items() if number is not None)
+        metrics = dict(itertools.islice(found, METRICS - _RATES))
+        if "reward" not in metrics:
+            return
+        prompt, rollouts = "", tuple[Rollout, ...]()
+        if self._rollouts:
+            metrics |= self._rollouts.rates()
+            if time.monotonic() >= self._group_due:
+                prompt, rollouts = self._rollouts.group()
+                self._group_due = time.monotonic() + _GROUP_EVERY_S
+        figures: dict[str, Any] = {"t": time.time(), "step": state.global_step, "reward": metrics["reward"]}
+        self._log.append(StepEvent(**figures, metrics=metrics, prompt=prompt, rollouts=rollouts))
+
+
+class ReplicaWatch:
+    """Polls the status of every replica and logs it, because replicas may only read the bucket."""
+
+    def __init__(self, urls: Sequence[str], log: RunLogWriter) -> None:
+        self._log = log
+        self._after = dict.fromkeys(urls, -1)  # newest commit that is logged
+        self._last: dict[str, ReplicaEvent] = {}
+        self._http = httpx.Client(timeout=5.0)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="replica-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop polling."""
+        self._closed.set()
+        self._thread.join()
+        self._http.close()
+
+    def name_of(self, url: str) -> str:
+        """Name that the replica at `url` gives itself; the URL before its first answer."""
+        known = self._last.get(url)
+        return known.replica if known else url
+
+    def wait_for(self, version: int, timeout_s: float = 120.0) -> bool:
+        """Wait until every replica serves `version`; False after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if all(url in self._last and self._last[url].version == version for url in self._after):
+                return True
+            time.sleep(_POLL_S / 2)
+        return False
+
+    def _loop(self) -> None:
+        while not self._closed.wait(_POLL_S):
+            for url in self._after:
+                self._record(url, self._ask(url))
+
+    def _ask(self, url: str) -> ReplicaReport:
+        try:
+            return ReplicaReport.model_validate_json(self._get(url))
+        except (httpx.HTTPError, ValidationError) as error:
+            reason = f"{url} does not answer ({type(error).__name__})"
+            name = self.name_of(url)
+            unknown: dict[str, Any] = {"state": "unreachable", "version": None, "digest": None}
+            unreachable = ReplicaEvent(t=time.time(), replica=name, error=reason, **unknown)
+            return ReplicaReport(status=unreachable, commits=())
+
+    def _get(self, url: str) -> bytes:
+        """The answer; empty if it is too long for a report."""
+        query, headers = {"after": self._after[url]}, spaces.headers(url)
+        with self._http.stream("GET", f"{url}/status", params=query, headers=headers) as answer:
+            body = b""
+            for part in answer.raise_for_status().iter_bytes(_BLOCK):
+                body += part
+                if len(body) > _MAX_REPORT:
+                    return b""
+            return body
+
+    def _record(self, url: str, report: ReplicaReport) -> None:
+        logged = self._after[url]
+        for commit in report.commits:
+            if commit.version > logged:
+                self._log.append(commit)
+                self._after[url] = max(self._after[url], commit.version)
+        previous, now = self._last.get(url), report.status
+        self._last[url] = now
+        if previous is None or now.model_copy(update={"t": previous.t}) != previous:
+            self._log.append(now)
+
+
+class Pokes:
+    """Notifies replicas of a new version, each in a thread of its own, so that none delays another.
+
+    A replica that misses a poke finds the version at its next poll, so failures are ignored.
+    """
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        """Raises `ValueError` for a key that no header can hold."""
+        self._http = httpx.Client(timeout=POKE_TIMEOUT_S)
+        self._closed = False
+        self._due = [threading.Event() for _ in urls]
+        jobs = [(url, spaces.headers(url), due) for url, due in zip(urls, self._due, strict=True)]
+        self._threads = [
+            threading.Thread(target=self._poke, args=job, name="poke", daemon=True) for job in jobs
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, _: object = None) -> None:
+        """Poke every replica; returns immediately. A replica that is being poked gets one more."""
+        for due in self._due:
+            due.set()
+
+    def close(self) -> None:
+        """Stop, after the requests in progress."""
+        self._closed = True
+        self.send()
+        for thread in self._threads:
+            thread.join()
+        self._http.close()
+
+    def _poke(self, url: str, headers: dict[str, str], due: threading.Event) -> None:
+        while due.wait() and not self._closed:
+            due.clear()
+            with contextlib.suppress(httpx.HTTPError):
+                self._http.post(f"{url}{POKE_PATH}", headers=headers)

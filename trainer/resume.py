@@ -1,0 +1,88 @@
+"""Resumes a run from the newest state in its bucket, and saves states there.
+
+Both halves are callbacks of TRL's trainer. `Restore` must be the first callback, because one of TRL's own
+publishes the weights as training begins; `SaveState` runs after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from transformers import TrainerCallback
+
+from delta_weight_sync import Publisher
+from delta_weight_sync.errors import StateError
+from delta_weight_sync.resume import optimizer
+from delta_weight_sync.trl.trainer import BucketGRPOTrainer, Progress, live_weights
+
+
+def find_progress(publisher: Publisher, *, fresh: bool) -> Progress | None:
+    """Find how far an earlier trainer of the run came; None for a new run, or if `fresh`.
+
+    Raises:
+        StateError: The run has versions, but no state to resume from.
+    """
+    if fresh or (record := publisher.find_state()) is None:
+        return None
+    try:
+        return Progress(**record.extra)
+    except TypeError as error:
+        other = f"another program saved the state of version {record.version}"
+        raise StateError(f"{other}: start again (`--fresh`)") from error
+
+
+class Restore(TrainerCallback):
+    """Restores the state before TRL's first sync, and the random numbers before the first step."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = publisher
+        self._random_state: tuple[Any, Any] | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Restore weights, optimizer and schedule."""
+        if self._publisher.resumed_from:
+            weights = live_weights(kwargs["model"])
+            self._publisher.restore(weights, kwargs["optimizer"], schedule=kwargs["lr_scheduler"])
+            self._random_state = optimizer.take_random_state()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Undo what TRL drew to set up its data, which the earlier trainer did before it saved the state."""
+        if self._random_state:
+            optimizer.put_random_state(*self._random_state)
+            self._random_state = None
+
+
+class SaveState(TrainerCallback):
+    """Saves the trainer's state after the first sync of a run, then after every `every` syncs."""
+
+    def __init__(self, publisher: Publisher, trainer: BucketGRPOTrainer, every: int) -> None:
+        self._publisher, self._trainer, self._every = publisher, trainer, every
+        self._syncs = 0  # since the state that was saved last
+        self._synced = False  # the weights are those of the last sync
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Save the state of a new run, after TRL's first sync."""
+        if self._publisher.resumed_from is None:
+            self._synced, self._syncs = True, 1
+            self.save()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The step changes the weights."""
+        self._synced = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Count TRL's sync, if this step had one."""
+        self._trainer.groups.trained(args.gradient_accumulation_steps)
+        self._synced = state.global_step % args.weight_sync_steps == 0
+        self._syncs += self._synced
+        if self._syncs >= self._every:
+            self.save()
+
+    def save(self) -> None:
+        """Copy the state if it is that of a sync and not saved yet, unless another is still on its way."""
+        if self._synced and self._syncs:
+            now, extra = self._trainer.callback_handler, dataclasses.asdict(self._trainer.progress())
+            weights, schedule = live_weights(now.model), now.lr_scheduler
+            if self._publisher.save_state(weights, now.optimizer, extra=extra, schedule=schedule):
+                self._syncs = 0

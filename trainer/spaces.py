@@ -1,0 +1,245 @@
+"""The Spaces that a trainer uses: waiting until they are up, and the credentials that its requests carry.
+
+A Space that sleeps takes minutes to wake and to load a model, and any request wakes it. `Spaces.wake`
+therefore asks all of them before the trainer uploads version 0. An error that waiting cannot fix, such as a
+wrong URL, key or token, ends the run with a sentence that names the fix.
+
+The environment variable `SPACES` lists the trainer's own Spaces. Only they receive a key and a token, so that
+a mistyped URL receives none. A rollout worker in a process of its own inherits these variables and sends the
+same. No secret is part of a URL, an option or a log line, and no request follows a redirect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import os
+import re
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+from uuid import uuid4
+
+import aiohttp
+import httpx
+from huggingface_hub import get_token
+
+Kind = Literal["replica", "env"]
+
+WAIT_LIMIT_S = 1800.0  # a paid Space takes minutes to wake and to load a model
+NO_VERSION_YET = "waiting for the run's first version"  # a replica's state before the trainer's first upload
+_NOT_SET_UP = "not set up"  # the state of either app if a variable or a secret is missing
+_OPTION: dict[Kind, str] = {"replica": "--replicas", "env": "--env_url"}
+_STATE_PATH: dict[Kind, str] = {"replica": "/ready", "env": "/health"}
+_READY: dict[Kind, str] = {"replica": "serving", "env": "healthy"}
+_READABLE = "set SPACE_HF_TOKEN to a token that may read it, and add its URL to SPACES"
+
+_SENDABLE = re.compile(r"[!-~]*")
+# Only URLs that every program reads alike: no user name, no backslash, no host that ends in a dot.
+_URL = re.compile(r"(?a)(https?)://([\w.-]*\w|\[[\da-f:]+\])(?::(\d+))?(?:/.*)?", re.IGNORECASE)
+
+
+class SpacesUnavailableError(RuntimeError):
+    """A Space did not get ready in time, or never will; the message names the Space and the fix."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The state of a Space; `up` is False if the Hub answered in place of the app."""
+
+    state: str
+    up: bool = False
+    error: str | None = None
+
+    def __str__(self) -> str:
+        return self.state + (f" ({self.error})" if self.error else "")
+
+
+class Spaces:
+    """The Spaces of one run, any of which may be asleep; `env_url` is empty if the task needs none."""
+
+    def __init__(
+        self, replicas: Sequence[str], env_url: str = "", *, say: Callable[[str], None] = print
+    ) -> None:
+        self._spaces: list[tuple[str, Kind]] = [(url, "replica") for url in replicas]
+        self._spaces += [(env_url, "env")] if env_url else []
+        self._say = say
+        self._key_accepted: set[tuple[str, Kind]] = set()
+
+    def wake(self) -> None:
+        """Send each Space one request; raise `SpacesUnavailableError` for a fault that waiting cannot fix."""
+        for url, kind in self._spaces:
+            self._probe(url, kind)
+
+    def wait(self, poll_s: float = 1.0) -> None:
+        """Block until the environment and one replica are ready, and report each change of their states.
+
+        Raises `SpacesUnavailableError` if they are not ready within `WAIT_LIMIT_S`, or never will be.
+        """
+        deadline, reported = time.monotonic() + WAIT_LIMIT_S, ""
+        while time.monotonic() < deadline:
+            answers = [(url, kind, self._probe(url, kind)) for url, kind in self._spaces]
+            ready = {kind for _, kind, answer in answers if answer.state == _READY[kind]}
+            if ready == {kind for _, kind in self._spaces}:
+                return
+            states = "; ".join(f"{url}: {answer}" for url, _, answer in answers)
+            if states != reported:
+                self._say(f"waiting for the Spaces - {states}")
+                reported = states
+            time.sleep(poll_s)
+        raise SpacesUnavailableError(f"not ready within {WAIT_LIMIT_S:.0f} s: {reported}")
+
+    def _probe(self, url: str, kind: Kind) -> Answer:
+        answer = probe(url, kind)
+        if answer.up and (url, kind) not in self._key_accepted:
+            _check_key(url, kind)
+            self._key_accepted.add((url, kind))
+        return answer
+
+
+def probe(url: str, kind: Kind) -> Answer:
+    """Ask a Space for its state; raise `SpacesUnavailableError` for a fault that waiting cannot fix."""
+    try:
+        response = request(url, "GET", _STATE_PATH[kind], kind)
+    except httpx.TransportError as error:
+        cause: BaseException | None = error
+        while cause and not isinstance(cause, socket.gaierror):
+            cause = cause.__cause__ or cause.__context__
+        if isinstance(cause, OSError) and cause.errno == socket.EAI_NONAME:  # other errors may pass
+            raise SpacesUnavailableError(f"{url}: there is no such host; check {_OPTION[kind]}") from error
+        return Answer(f"not reachable ({type(error).__name__})")
+    answer = _app_answer(response, kind) or _hub_answer(response, url, kind)
+    if answer.state == _NOT_SET_UP:
+        raise SpacesUnavailableError(f"{url} is not set up: its page says which variable or secret it lacks")
+    return answer
+
+
+def request(url: str, method: str, path: str, kind: Kind = "replica", **content: Any) -> httpx.Response:
+    """Send one request with the credentials of this Space; raise `httpx.TransportError` if none answers."""
+    try:
+        credentials = headers(url) if kind == "replica" else env_headers(url)
+        return httpx.request(method, f"{url.rstrip('/')}{path}", headers=credentials, timeout=10.0, **content)
+    except ValueError as error:  # from `_variable`
+        raise SpacesUnavailableError(str(error)) from error
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        example = "https://<owner>-<name>.hf.space"
+        raise SpacesUnavailableError(f"{url!r} is not the URL of a Space: write {example}") from error
+
+
+def _check_key(url: str, kind: Kind) -> None:
+    """Send a request that needs the key and changes nothing."""
+    try:
+        if kind == "replica":
+            status = request(url, "POST", "/v1/completions", json={}).status_code
+        else:
+            status = request(url, "DELETE", f"/sessions/{uuid4()}", kind).status_code
+    except httpx.TransportError:
+        return  # the next request reports it
+    if status not in (401, 403):
+        return
+    if _own_origin(url):
+        raise SpacesUnavailableError(
+            f"{url} refuses this trainer's key ({status}): set SPACE_KEY to the Space's key; for one that"
+            " trainer.deploy made, run `set -a; . .deploy/<owner>/env; set +a`"
+        )
+    other = ", or set ENV_KEY to the key that you were given for it" if kind == "env" else ""
+    raise SpacesUnavailableError(
+        f"{url} wants a key ({status}) and is not in SPACES: add it there if it is yours{other}"
+    )
+
+
+def _app_answer(response: httpx.Response, kind: Kind) -> Answer | None:
+    """The state that the app reports, or None if something else answered."""
+    try:
+        body = response.json()
+        state = str(body["state" if kind == "replica" else "status"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    if kind == "env" and state not in (_READY["env"], _NOT_SET_UP):
+        return None  # another app has a /health, too
+    return Answer(state, up=True, error=body.get("error"))
+
+
+def _hub_answer(response: httpx.Response, url: str, kind: Kind) -> Answer:
+    """The state of a Space whose app did not answer: the Hub starts it, or the URL is another server's."""
+    status = response.status_code
+    if status in (401, 403):
+        raise SpacesUnavailableError(f"this trainer may not read {url} ({status}): {_READABLE}")
+    # The Hub says that a private Space does not exist if the token may not see it. Its page for a Space that
+    # starts is HTML, whatever the status.
+    json = "json" in response.headers.get("content-type", "")
+    if (json or status >= 300) and status < 500 and status not in (408, 425, 429):
+        raise SpacesUnavailableError(
+            f"{url} is no {kind}, it answers {status}: give the Space's own URL with {_OPTION[kind]}, such as"
+            f" https://<owner>-<name>.hf.space; if it is private, {_READABLE}"
+        )
+    return Answer(f"not up yet ({status})")
+
+
+def headers(url: str) -> dict[str, str]:
+    """The credentials for requests to a replica or an environment; empty unless `SPACES` lists the URL.
+
+    All Spaces in `SPACES` receive `SPACE_KEY`. Those on the Hub also receive `SPACE_HF_TOKEN`, which opens
+    private Spaces. None receives `HF_TOKEN`, which may write. Raises `ValueError` for an unusable value.
+    """
+    if not (origin := _own_origin(url)):
+        return {}
+    token = ""
+    if origin[1].endswith(".hf.space") and (origin[0], origin[2]) == ("https", 443):
+        token = _variable("SPACE_HF_TOKEN")
+        if token and token == get_token():
+            raise ValueError("SPACE_HF_TOKEN is HF_TOKEN, which may write: set it to a token of type Read")
+    return _key_header("SPACE_KEY") | ({"Authorization": f"Bearer {token}"} if token else {})
+
+
+def env_headers(url: str) -> dict[str, str]:
+    """Like `headers`, for an environment: one that is not in `SPACES` receives `ENV_KEY` only."""
+    return headers(url) if _own_origin(url) else _key_header("ENV_KEY")
+
+
+def _own_origin(url: str) -> tuple[str, str, int] | None:
+    """Scheme, host and port of a server that `SPACES` lists; None for any other."""
+    origin = _origin(url)
+    return origin if origin in map(_origin, os.environ.get("SPACES", "").split()) else None
+
+
+def _key_header(variable: str) -> dict[str, str]:
+    key = _variable(variable)
+    return {"X-Space-Key": key} if key else {}
+
+
+def _variable(name: str) -> str:
+    value = os.environ.get(name, "").strip()
+    if not _SENDABLE.fullmatch(value):
+        raise ValueError(f"{name} cannot be sent in a header: set it to printable ASCII without spaces")
+    return value
+
+
+@functools.cache
+def _origin(url: str) -> tuple[str, str, int] | None:
+    """Scheme, host and port that a request to `url` reaches; None if `url` is not a plain URL."""
+    if not (match := _URL.fullmatch(url)):
+        return None
+    scheme, host, port = match[1].lower(), match[2].lower(), match[3]
+    return scheme, host, int(port) if port else {"http": 80, "https": 443}[scheme]
+
+
+_shared: contextvars.ContextVar[aiohttp.ClientSession] = contextvars.ContextVar("shared")
+
+
+def share(session: aiohttp.ClientSession) -> None:
+    """Let `connections` yield `session` in this task and in the tasks that it starts."""
+    _shared.set(session)
+
+
+@contextlib.asynccontextmanager
+async def connections() -> AsyncIterator[aiohttp.ClientSession]:
+    """Yield the session that was shared with this task, or else a new one that is closed after the block."""
+    if shared := _shared.get(None):
+        yield shared
+    else:
+        async with aiohttp.ClientSession() as session:
+            yield session

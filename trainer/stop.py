@@ -1,0 +1,108 @@
+"""Stops training in order: at the end of its steps or its time, on SIGTERM, and on Ctrl-C.
+
+A step in progress is finished first, because weights in the middle of a step belong to no version. Then there
+is time to publish what is pending and to save the state. A step that takes too long is abandoned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+from transformers import TrainerCallback
+
+from delta_weight_sync.trl.trainer import BucketGRPOTrainer
+
+GRACE_S = 10.0  # to finish the step in progress
+LIMIT_S = 30.0  # from the signal to the end of the process
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Stop(TrainerCallback):
+    """Handles signals and the time limit, and publishes the last steps when training ends.
+
+    In a trainer of one process, a signal between two steps raises `KeyboardInterrupt` immediately. Several
+    ranks stop after the same step. A second signal has no effect.
+    """
+
+    def __init__(self, minutes: float, *, alone: bool) -> None:
+        """Start the clock; `minutes` is 0 for no limit. `alone`: this trainer has a single process."""
+        self.signal = 0  # the one that was received
+        self.out_of_time = False
+        self._until = time.monotonic() + 60 * minutes if minutes else math.inf
+        self._alone, self._in_step, self._deadline = alone, False, 0.0
+        self._previous: dict[int, Any] = {}
+        self._trainer: BucketGRPOTrainer | None = None
+
+    def __enter__(self) -> Self:
+        for number in _SIGNALS:
+            self._previous[number] = signal.signal(number, self._receive)
+        self._previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._interrupt)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def attach(self, trainer: BucketGRPOTrainer) -> None:
+        """Add this callback to the trainer, after all others: what they do belongs to the step."""
+        self._trainer = trainer
+        trainer.add_callback(self)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the process must have ended; at least one."""
+        return max(1.0, self._deadline - time.monotonic())
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """A signal ends the block quietly. After the block only the time limit of the signal interrupts."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if not self.signal:
+                raise
+        self._in_step = True
+        signal.setitimer(signal.ITIMER_REAL, self.left_s if self.signal else 0)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The weights change from here to the end of the step."""
+        self._in_step = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Stop if a rank received a signal or is out of time."""
+        self._in_step = False
+        found = [self.signal, int(time.monotonic() >= self._until)]
+        if not self._alone:  # all ranks stop after the same step
+            shared = torch.tensor(found, device=args.device)
+            torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX)
+            found = shared.tolist()
+        self.out_of_time = bool(found[1])
+        if found[0] and not self.signal:  # by another rank
+            self._note(found[0])
+        if self.signal or self.out_of_time:
+            control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Publish the steps since the last sync, unless a signal leaves no time for it."""
+        if self._trainer and state.global_step % args.weight_sync_steps and not self.signal:
+            self._trainer._sync_weight()
+
+    def _note(self, number: int) -> None:
+        self.signal, self._deadline = number, time.monotonic() + LIMIT_S
+
+    def _receive(self, number: int, _: object) -> None:
+        if not self.signal:
+            self._note(number)
+            if self._alone and not self._in_step:
+                raise KeyboardInterrupt(number)
+            signal.setitimer(signal.ITIMER_REAL, GRACE_S)
+
+    def _interrupt(self, *_: object) -> None:
+        raise KeyboardInterrupt(self.signal)

@@ -1,0 +1,42 @@
+"""Tasks: prompts to train on, and what rewards the answers.
+
+A new task is a module here with a function `make_task(settings, config)`, and its name in `TASKS`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from datasets import Dataset
+from trl.experimental.async_grpo import AsyncGRPOConfig
+
+if TYPE_CHECKING:
+    from trainer.settings import Settings
+
+TASKS = ("wordle", "reverse_text", "brevity")
+
+
+@dataclass(frozen=True)
+class Task:
+    """Prompts, and the functions or the environment that reward answers to them."""
+
+    dataset: Dataset
+    reward_funcs: list[Callable[..., list[float]]]
+    environment: Callable[[], object] | None = None
+
+
+def make_task(settings: Settings, config: AsyncGRPOConfig) -> Task:
+    """Build the task that the settings name; raises `SystemExit` if they name none, or lack what it needs."""
+    if settings.task not in TASKS:
+        raise SystemExit(f"--task must be one of {', '.join(TASKS)}; it is {settings.task!r}")
+    task: Task = importlib.import_module(f"trainer.tasks.{settings.task}").make_task(settings, config)
+    return task
+
+
+def prompts_needed(config: AsyncGRPOConfig) -> int:
+    """Number of prompts that a run of `max_steps` trains on; at least one."""
+    batch = config.per_device_train_batch_size * config.world_size
+    return int(max(config.max_steps * batch // config.num_generations, 1))

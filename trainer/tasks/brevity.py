@@ -1,0 +1,35 @@
+"""Brevity: shorter answers earn more, and an empty answer earns most.
+
+The task needs no environment, and any chat model can learn it: a check that gradients reach the replicas.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from datasets import Dataset
+from trl.experimental.async_grpo import AsyncGRPOConfig
+
+from trainer.tasks import Task
+
+if TYPE_CHECKING:
+    from trainer.settings import Settings
+
+SCALE = 64  # tokens at which the reward reaches zero
+_COUNTRIES = ("France", "Japan", "Brazil", "Kenya", "Canada", "India", "Norway", "Chile")
+
+
+def reward_brevity(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """1 minus the share of `SCALE` tokens that each completion used, at least 0."""
+    return [max(0.0, 1.0 - (len(ids) - 1) / SCALE) for ids in completion_ids]
+
+
+def make_dataset() -> Dataset:
+    """Questions of one kind, so that the reward of a step does not depend on which of them it drew."""
+    questions = [f"What is the capital of {country}?" for country in _COUNTRIES]
+    return Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in questions]})
+
+
+def make_task(settings: Settings, config: AsyncGRPOConfig) -> Task:
+    """Build the task."""
+    return Task(make_dataset(), [reward_brevity])

@@ -1,0 +1,83 @@
+"""Reverse-text: write a text backwards, letter by letter. A nearly right answer earns nearly everything.
+
+Prompt, tags and reward are those of prime-rl's example, so its checkpoints can be trained here. The texts are
+words of the tokenizer's own vocabulary. Each is one token to the policy, which must know how it is spelled.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from difflib import SequenceMatcher
+from typing import TYPE_CHECKING, Any
+
+from datasets import Dataset
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from trl.experimental.async_grpo import AsyncGRPOConfig
+
+from trainer.tasks import Task, prompts_needed
+
+if TYPE_CHECKING:
+    from trainer.settings import Settings
+
+PROMPT = "Reverse the text character-by-character. Put your answer in <reversed_text> tags."
+
+_WORDS_PER_TEXT = 3
+_VOCABULARY = 2000  # words; a vocabulary lists frequent ones first
+_HELD_OUT_SHARE = 10  # one word in ten never appears in training
+_MIN_WORDS = 30  # an English tokenizer has thousands
+_WORD = re.compile("\u0120([a-z]{3,8})")  # byte-level BPE writes a space as this character
+_ANSWER = re.compile("<reversed_text>(.*?)</reversed_text>", re.DOTALL)
+
+
+def words_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Frequent words that are one token; raises `ValueError` unless it is a byte-level BPE of English."""
+    tokens = sorted(tokenizer.get_vocab().items(), key=lambda token: token[1])
+    words = [match[1] for token, _ in tokens if (match := _WORD.fullmatch(token))][:_VOCABULARY]
+    if len(words) < _MIN_WORDS:
+        raise ValueError(f"the tokenizer knows {len(words)} English words; use a model of English")
+    return words
+
+
+def similarity(answer: str, text: str) -> float:
+    """Similarity of the first pair of tags' content to the reversed text: 0 to 1, and 0 without tags."""
+    found = _ANSWER.search(answer)
+    return SequenceMatcher(None, found[1].strip(), text[::-1]).ratio() if found else 0.0
+
+
+def reward_reversed(completions: list[list[dict[str, str]]], text: list[str], **_: Any) -> list[float]:
+    """Similarity of each answer to its reversed text."""
+    pairs = zip(completions, text, strict=True)
+    return [similarity(messages[-1]["content"], asked) for messages, asked in pairs]
+
+
+def texts(tokenizer: PreTrainedTokenizerBase, rows: int, seed: int, *, held_out: bool = False) -> list[str]:
+    """Draw `rows` texts, the same ones for the same seed. `held_out` texts share no word with the others."""
+    words, rng = words_of(tokenizer), random.Random(seed)
+    chosen = [word for i, word in enumerate(words) if (i % _HELD_OUT_SHARE == 0) == held_out]
+    return [" ".join(rng.choices(chosen, k=_WORDS_PER_TEXT)) for _ in range(rows)]
+
+
+def chat(text: str) -> list[dict[str, str]]:
+    """The prompt for a text."""
+    return [{"role": "system", "content": PROMPT}, {"role": "user", "content": text}]
+
+
+def right_answer(text: str) -> str:
+    """An answer that earns the full reward."""
+    return f"<reversed_text>{text[::-1]}</reversed_text>"
+
+
+def make_dataset(tokenizer: PreTrainedTokenizerBase, rows: int, seed: int) -> Dataset:
+    """`rows` texts with their prompts."""
+    asked = texts(tokenizer, rows, seed)
+    return Dataset.from_dict({"prompt": [chat(text) for text in asked], "text": asked})
+
+
+def make_task(settings: Settings, config: AsyncGRPOConfig) -> Task:
+    """Build the task from the words of the policy's tokenizer."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(settings.model)
+        return Task(make_dataset(tokenizer, prompts_needed(config), config.seed), [reward_reversed])
+    except ValueError as error:
+        raise SystemExit(f"--task reverse_text: {error}") from None

@@ -1,0 +1,143 @@
+"""Wordle as a TRL environment: tool, reward and prompt. The game itself runs in the Wordle Space."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+from datasets import Dataset
+from trl.experimental.async_grpo import AsyncGRPOConfig
+
+from trainer import spaces
+from trainer.tasks import Task, prompts_needed
+
+if TYPE_CHECKING:
+    from trainer.settings import Settings
+
+PROMPT = """You are playing Wordle. Find the secret five-letter word in at most six guesses.
+Call the tool `guess` with one five-letter English word per turn. Each answer repeats your letters with their
+position and a mark: + right letter in the right place, ? right letter in another place, - not in the word.
+Example: `c1-r2?a3+n4-e5-`. A guess that is not a word costs a turn. Use what the marks tell you."""
+
+_RETRY_S = 600.0
+_TIMEOUT = aiohttp.ClientTimeout(total=30.0)
+_RETRIED = (429, 502, 503, 504)
+
+
+class GameLostError(ValueError):
+    """The server no longer knows the game: it was restarted, or the game expired."""
+
+
+class WordleEnv:
+    """One game at a time over HTTP. Every member of a GRPO group gets the row's seed, so the same secret.
+
+    Calls are idempotent on the server (chosen session id, numbered turns), so a request whose answer was lost
+    is repeated. TRL awaits one `reset` after the other; the first guess opens the session, so that sessions
+    open in parallel. Requests are asynchronous: a rollout waits for its game without a thread.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        self._opening: dict[str, Any] = {}
+        self._session, self._turn = "", 0
+        self._reward: float | None = None
+        self.done, self.solved = True, False
+
+    def reset(self, seed: int, split: str = "train", **row: Any) -> None:
+        """Start the game of `seed`, on the words of the split: `train` or `held_out`."""
+        self._session, self._turn = uuid.uuid4().hex, 0
+        self._opening = {"seed": seed, "split": split, "id": self._session}
+        self._reward, self.done, self.solved = None, False, False
+
+    async def guess(self, word: str) -> str:
+        """Guess the secret word.
+
+        Args:
+            word: A five-letter English word.
+
+        Returns:
+            The letters of the guess, each with its position and mark.
+        """
+        if self.done:
+            raise ValueError("the game is over")
+        if self._turn == 0:
+            await self._call("POST", "/sessions", self._opening)
+        self._turn += 1
+        body = {"word": word, "turn": self._turn}
+        try:
+            answer = await self._call("POST", f"/sessions/{self._session}/guess", body)
+        except GameLostError:
+            self.done, self._reward = True, None
+            raise
+        self.done, self.solved, self._reward = answer["done"], answer["solved"], answer["reward"]
+        return str(answer["observation"])
+
+    async def get_reward(self) -> float | None:
+        """The game's reward; None, which TRL does not score, if a fault of the server lost the game."""
+        if not self.done:  # the policy stopped calling the tool
+            if self._turn == 0:
+                await self._call("POST", "/sessions", self._opening)
+            self._reward, self.done = None, True
+            with contextlib.suppress(GameLostError):
+                self._reward = (await self._call("DELETE", f"/sessions/{self._session}", None))["reward"]
+        return self._reward
+
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        deadline = time.monotonic() + _RETRY_S
+        while True:
+            try:
+                status, answer, wait_s = await self._ask(method, path, body)
+                if status not in _RETRIED or time.monotonic() > deadline:
+                    break
+                await asyncio.sleep(wait_s)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"the environment at {self._url} does not answer: {error}") from error
+                await asyncio.sleep(1.0)
+        if not 200 <= status < 300:
+            raise _refusal(self._url, status, answer)
+        return dict(answer)
+
+    async def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, Any, float]:
+        """Status, JSON (None for anything else), and the seconds to wait before a retry."""
+        # A redirect would carry the key to another host.
+        headers = spaces.env_headers(self._url)
+        options: dict[str, Any] = {"headers": headers, "allow_redirects": False, "timeout": _TIMEOUT}
+        async with (
+            spaces.connections() as session,
+            session.request(method, f"{self._url}{path}", json=body, **options) as response,
+        ):
+            wait_s = float(response.headers.get("retry-after", 1))
+            answer = None
+            with contextlib.suppress(ValueError):
+                answer = json.loads(await response.read())
+            return response.status, answer, wait_s
+
+
+def _refusal(url: str, status: int, answer: Any) -> ValueError:
+    """The error for a refusal. Only the Wordle Space itself answers with a `detail`."""
+    if not isinstance(answer, dict) or "detail" not in answer:
+        private = "if it is private, SPACE_HF_TOKEN must read it and SPACES must name it"
+        return ValueError(f"{url} answered {status} and is not the Wordle Space: check --env_url; {private}")
+    detail = str(answer["detail"])
+    return GameLostError(detail) if status == 404 else ValueError(f"{url} refused: {detail}")
+
+
+def make_dataset(prompt: str, games: int, seed: int) -> Dataset:
+    """`games` rows of one prompt, each with its own seed: TRL passes the row to `reset`."""
+    message = [{"role": "user", "content": prompt}]
+    return Dataset.from_dict({"prompt": [message] * games, "seed": [seed * games + i for i in range(games)]})
+
+
+def make_task(settings: Settings, config: AsyncGRPOConfig) -> Task:
+    """Build the task for the Wordle Space at `settings.env_url`."""
+    if not settings.env_url:
+        raise SystemExit("--task wordle needs --env_url <URL of the Wordle Space>")
+    dataset = make_dataset(settings.prompt, prompts_needed(config), config.seed)
+    return Task(dataset, [], functools.partial(WordleEnv, settings.env_url))
