@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import delta_weight_sync
+from tests.support.published_run import write_run
 
 pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[1]
@@ -75,3 +76,19 @@ for name in delta_weight_sync.__all__:
 assert not {{"trl", "vllm"}} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, check=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_a_reader_installs_on_every_supported_python(version, wheel, tmp_path):
+    """In a new environment with only what the wheel asks for: verify a run that this Python published."""
+    python = shutil.which(f"python{version}")
+    if not python or subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode:
+        pytest.skip(f"there is no python{version} on the PATH")
+    digests = write_run(f"file://{tmp_path / 'bucket'}", tmp_path / "base", versions=3)
+    subprocess.run([python, "-m", "venv", tmp_path / "venv"], check=True)
+    subprocess.run([tmp_path / "venv/bin/pip", "install", "--quiet", wheel], check=True)
+    command = [tmp_path / "venv/bin/delta-weight-sync", "verify", f"file://{tmp_path / 'bucket'}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(digest in done.stdout for digest in digests), done.stdout
