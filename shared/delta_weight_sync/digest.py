@@ -44,7 +44,7 @@ def _mix(i: Any) -> Any:
 @kernel
 def outer(seed: np.uint64, block: np.uint64) -> np.uint64:
     """The factor of block number `block` of a tensor."""
-    return _mix(seed + block) | np.uint64(1)
+    return np.uint64(_mix(seed + block) | np.uint64(1))
 
 
 # uint32 [4096]: the factor of a position within its block

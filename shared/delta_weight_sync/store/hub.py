@@ -160,7 +160,7 @@ class HubBucket(_base.Bucket):
         folder = self._folder + prefix
         for entry in self._api.list_bucket_tree(self._id, folder.rstrip("/"), recursive=True):
             if entry.type == "file" and entry.path.startswith(folder):
-                written = entry.uploaded_at and entry.uploaded_at.timestamp()
+                written = entry.uploaded_at.timestamp() if entry.uploaded_at else None
                 key = entry.path.removeprefix(self._folder)
                 yield _base.ObjectInfo(key, entry.size, entry.xet_hash, written)
 
