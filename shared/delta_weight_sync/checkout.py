@@ -220,6 +220,7 @@ def build(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersi
     if held is None or not _patched(reader, manifest, into, held):
         remove_other_files(into, manifest.anchor)
         reader.checkout(manifest, into)
+        require_digest(map_bits(into / WEIGHTS), manifest)
 
 
 def _patched(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersion) -> bool:
