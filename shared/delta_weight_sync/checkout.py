@@ -22,12 +22,11 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
 from safetensors import SafetensorError
 
 from delta_weight_sync.checkpoint import WEIGHTS, map_bits
-from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.errors import (
     CodecError,
     ConfigError,
@@ -37,7 +36,7 @@ from delta_weight_sync.errors import (
     ProtocolError,
 )
 from delta_weight_sync.reader import RunReader, apply_delta, open_run, remove_other_files, require_digest
-from delta_weight_sync.records import POLL_S, FileRef, Manifest, parse
+from delta_weight_sync.records import POLL_S, Manifest, parse
 from delta_weight_sync.watch import Watcher, newest
 
 RECORD: Final = "delta_weight_sync.json"  # the manifest, next to the weights: which version a folder holds
@@ -50,14 +49,17 @@ class FollowedVersion:
     """A version that `follow` wrote.
 
     Attributes:
-        version: Its number.
-        path: Its own folder, an ordinary Hugging Face checkpoint. It stays until the version after the next.
         manifest: Its manifest.
+        path: Its own folder, an ordinary Hugging Face checkpoint. It stays until the version after the next.
     """
 
-    version: int
-    path: Path
     manifest: Manifest
+    path: Path
+
+    @property
+    def version(self) -> int:
+        """Its number."""
+        return self.manifest.version
 
     @property
     def digest(self) -> str:
@@ -148,25 +150,17 @@ def follow(
             "public_key belongs to the URL of a run: open the run with this key, or give its URL"
         )
     stopped = threading.Event()
-    return FollowedVersions(_follow(run, Path(into), poll_s, public_key, version, once, stopped), stopped)
 
+    def versions() -> Generator[FollowedVersion, None, None]:
+        reader = run if isinstance(run, RunReader) else open_run(run, public_key=public_key)
+        with CheckpointFolder(reader, Path(into)) as folder:
+            if version is None and not once:
+                yield from updates(reader, folder, lambda error: _log.warning("%s", error), poll_s, stopped)
+            else:
+                manifest = newest(reader, folder.held) if version is None else reader.manifest(version)
+                yield FollowedVersion(manifest, folder.update(manifest))
 
-def _follow(
-    run: str | RunReader,
-    into: Path,
-    poll_s: float,
-    public_key: str | Path | None,
-    version: int | None,
-    once: bool,
-    stopped: threading.Event,
-) -> Generator[FollowedVersion, None, None]:
-    reader = run if isinstance(run, RunReader) else open_run(run, public_key=public_key)
-    with CheckpointFolder(reader, into) as folder:
-        if version is None and not once:
-            yield from updates(reader, folder, lambda error: _log.warning("%s", error), poll_s, stopped)
-        else:
-            manifest = newest(reader, folder.held) if version is None else reader.manifest(version)
-            yield FollowedVersion(manifest.version, folder.update(manifest), manifest)
+    return FollowedVersions(versions(), stopped)
 
 
 def updates(
@@ -195,7 +189,7 @@ def updates(
 
     def build_or_fall_back(manifest: Manifest) -> None:
         try:
-            built.append(FollowedVersion(manifest.version, folder.update(manifest), manifest))
+            built.append(FollowedVersion(manifest, folder.update(manifest)))
         except (ProtocolError, ObjectMissingError):
             if folder.held is None and (older := reader.readable(manifest)) and older != manifest:
                 build_or_fall_back(older)
@@ -217,14 +211,7 @@ def updates(
                 watcher.wait(min(poll_s, _WAIT_S))
 
 
-class Built(NamedTuple):
-    """A verified version, and the folder that holds it."""
-
-    manifest: Manifest
-    folder: Path
-
-
-def build(reader: RunReader, manifest: Manifest, into: Path, held: Built | None) -> None:
+def build(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersion | None) -> None:
     """Write a version to `into` and verify its digest. Complete files of a failed try are used again.
 
     If that takes fewer bytes than an anchor, the version is a copy of the held one with the changes written
@@ -236,25 +223,32 @@ def build(reader: RunReader, manifest: Manifest, into: Path, held: Built | None)
         require_digest(map_bits(into / WEIGHTS), manifest)
 
 
-def _patched(reader: RunReader, manifest: Manifest, into: Path, held: Built) -> bool:
+def _patched(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersion) -> bool:
     """Build from the held version. False if that does not lead there, or an anchor is cheaper.
 
     That happens if the run was restarted, or if another program wrote into the held version.
     """
-    recipe = reader.recipe(manifest, held.manifest.version)
-    if recipe.anchor or not recipe.deltas or _contents(held.manifest) != _contents(manifest):
+    recipe = reader.recipe(manifest, held.version)
+    same_assets = {*_assets(held.manifest).items()} == {*_assets(manifest).items()}
+    if recipe.anchor or not recipe.deltas or not same_assets:
         return False
     shutil.rmtree(into, ignore_errors=True)
     paths = [reader.fetch(delta, into) for delta in recipe.deltas]
-    shutil.copytree(held.folder, into, dirs_exist_ok=True)
+    shutil.copytree(held.path, into, dirs_exist_ok=True)
     state = map_bits(into / WEIGHTS, "r+")
     try:
         for path in paths:
             apply_delta(state, path)
             path.unlink()
-    except CodecError:
+        require_digest(state, manifest)
+    except (CodecError, ProtocolError):
         return False
-    return to_hex(state_digest(state)) == manifest.digest
+    return True
+
+
+def _assets(manifest: Manifest) -> dict[str, str]:
+    """Name and sha256 of a checkpoint's files except its weights."""
+    return {ref.name: ref.sha256 for ref in manifest.anchor.files if ref.name != WEIGHTS}
 
 
 class CheckpointFolder:
@@ -278,9 +272,8 @@ class CheckpointFolder:
         self.folder, self._reader = folder.absolute(), reader
         self._current, self._building = self.folder / "current", self.folder / ".building"
         with ExitStack() as stack:
-            lock = stack.enter_context(
-                (folder / ".lock").open("w")
-            )  # ends with this process, however it ends
+            # The lock ends with this process, however it ends.
+            lock = stack.enter_context((folder / ".lock").open("w"))
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -303,9 +296,7 @@ class CheckpointFolder:
         self.close()
 
     def update(self, manifest: Manifest) -> Path:
-        """Put a version behind `current`.
-
-        After any error, and after `kill -9`, `current` is unchanged.
+        """Put a version behind `current`. After any error, and after `kill -9`, `current` is unchanged.
 
         Returns:
             The folder of the version.
@@ -317,7 +308,8 @@ class CheckpointFolder:
         held = self.held
         if held is None or (held.version, held.digest) != (manifest.version, manifest.digest):
             self._remove_older()
-            build(self._reader, manifest, self._building, Built(held, self._current) if held else None)
+            held_version = FollowedVersion(held, self._current) if held else None
+            build(self._reader, manifest, self._building, held_version)
             self._show(manifest)
         return self._current.resolve()
 
@@ -325,8 +317,9 @@ class CheckpointFolder:
         """The version behind `current`, or None if that is not exactly what was published."""
         try:
             manifest = parse(Manifest, (self._current / RECORD).read_bytes(), RECORD)
-            for ref in _assets(manifest):
-                ref.check((self._current / ref.name).read_bytes())
+            small = (ref for ref in manifest.anchor.files if ref.name != WEIGHTS)
+            if not all(ref.is_in(self._current / ref.name) for ref in small):
+                return None
             require_digest(map_bits(self._current / WEIGHTS), manifest)
         except (OSError, ProtocolError, SafetensorError):
             return None
@@ -359,12 +352,3 @@ class CheckpointFolder:
         link.symlink_to(folder.name)
         link.replace(self._current)
         self.held = manifest
-
-
-def _assets(manifest: Manifest) -> list[FileRef]:
-    """The files of a checkpoint except its weights."""
-    return [ref for ref in manifest.anchor.files if ref.name != WEIGHTS]
-
-
-def _contents(manifest: Manifest) -> set[tuple[str, str]]:
-    return {(ref.name, ref.sha256) for ref in _assets(manifest)}

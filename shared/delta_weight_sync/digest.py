@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,8 @@ Bits = NDArray[np.uint16]
 
 
 @kernel
-def _mix(i: np.uint64) -> np.uint64:
+def _mix(i: Any) -> Any:
+    """Of a uint64, or of each in an array."""
     z = i * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -41,20 +42,13 @@ def _mix(i: np.uint64) -> np.uint64:
 
 
 @kernel
-def _inner_table() -> NDArray[np.uint32]:
-    table = np.empty(BLOCK, np.uint32)
-    for i in range(BLOCK):
-        table[i] = np.uint32(_mix(np.uint64(i)) & np.uint64(0xFFFFFFFF)) | np.uint32(1)
-    return table
-
-
-@kernel
 def outer(seed: np.uint64, block: np.uint64) -> np.uint64:
     """The factor of block number `block` of a tensor."""
-    return _mix(seed + block) | np.uint64(1)
+    return np.uint64(_mix(seed + block) | np.uint64(1))
 
 
-INNER = _inner_table()  # uint32 [4096]: the factor of a position within its block
+# uint32 [4096]: the factor of a position within its block
+INNER: NDArray[np.uint32] = _mix(np.arange(BLOCK, dtype=np.uint64)).astype(np.uint32) | np.uint32(1)
 
 
 @kernel

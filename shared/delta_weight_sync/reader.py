@@ -74,17 +74,17 @@ def open_run(url: str, run: str | None = None, *, public_key: str | Path | None 
     """
     place, named = split_run(url)
     bucket = open_bucket(place)
-    return RunReader(bucket, run or named or _only_run(bucket), PublicKeys.load(public_key))
-
-
-def _only_run(bucket: Bucket) -> str:
-    runs = sorted({info.key.split("/")[1] for info in bucket.list("runs/")})
-    if len(runs) != 1:
-        known = (
-            f"it holds {', '.join(runs)}; name one: {bucket.url}#{runs[0]}" if runs else "it holds none yet"
-        )
-        raise ProtocolError(f"{bucket.url} does not hold exactly one run: {known}")
-    return runs[0]
+    if not (run := run or named):
+        runs = sorted({info.key.split("/")[1] for info in bucket.list("runs/")})
+        if len(runs) != 1:
+            known = (
+                f"it holds {', '.join(runs)}; name one: {bucket.url}#{runs[0]}"
+                if runs
+                else "it holds none yet"
+            )
+            raise ProtocolError(f"{bucket.url} does not hold exactly one run: {known}")
+        run = runs[0]
+    return RunReader(bucket, run, PublicKeys.load(public_key))
 
 
 class RunReader:
@@ -103,9 +103,7 @@ class RunReader:
         self.bucket = bucket
         self.keys = Keys(run)
         self.public_keys = PublicKeys.load() if public_keys is None else public_keys
-        self._unreadable: set[str] = (
-            set()
-        )  # keys of files that were missing or damaged when they were fetched
+        self._unreadable = set[str]()  # keys of files that were missing or damaged when they were fetched
 
     def newest(self) -> Manifest | None:
         """The newest version's manifest, or None before the first version."""
@@ -138,19 +136,11 @@ class RunReader:
             ProtocolError: The run has no such version, or no trusted key signed it.
         """
         newest = self.newest()
-        if newest and version <= newest.version:
-            if found := self._listed(version, newest.born):
-                return found
-            if 0 <= version < newest.version:
-                oldest = min(manifests_of(self.bucket.list(self.keys.manifests)), default=newest.version)
-                raise no_longer_held(f"run {self.keys.run!r}", version, oldest)
-        known = f"its newest is version {newest.version}" if newest else "it has none yet"
-        raise ProtocolError(f"run {self.keys.run!r} has no version {version}, {known}")
-
-    def _listed(self, version: int, born: float) -> Manifest | None:
-        """The last writer's manifest of a version that is signed and belongs to the run created at `born`."""
+        if newest is None or not 0 <= version <= newest.version:
+            known = f"its newest is version {newest.version}" if newest else "it has none yet"
+            raise ProtocolError(f"run {self.keys.run!r} has no version {version}, {known}")
+        listed = [info.key for info in self.bucket.list(self.keys.manifests)]
         unsigned: SignatureError | None = None
-        listed = (info.key for info in self.bucket.list(self.keys.manifests))
         for found, key in sorted(_manifests(listed), reverse=True):
             if found.version == version:
                 try:
@@ -158,11 +148,12 @@ class RunReader:
                 except SignatureError as error:
                     unsigned = unsigned or error
                     continue
-                if manifest.born == born:
+                if manifest.born == newest.born:
                     return manifest
         if unsigned:
             raise unsigned
-        return None
+        oldest = min((found.version for found, _ in _manifests(listed)), default=newest.version)
+        raise no_longer_held(f"run {self.keys.run!r}", version, oldest)
 
     def versions(self) -> Iterator[Manifest]:
         """Every manifest from the newest back to version 0, or to the oldest that was not deleted."""
@@ -195,8 +186,6 @@ class RunReader:
 
     def fetch(self, ref: FileRef, folder: Path) -> Path:
         """Download a file and check its size and sha256. A complete local copy is not fetched again.
-
-        Xet downloads do not check the content themselves.
 
         Raises:
             ProtocolError: The object is damaged.
@@ -274,19 +263,18 @@ class RunReader:
         for writer in reversed(self.writers()):
             if writer <= of:
                 return None
-            if not self.public_keys or self._claims(writer, born, problems):
+            if not self.public_keys:
                 return writer
+            try:
+                head = self.head_of(writer)
+            except ObjectMissingError:  # an even later writer removed it
+                return writer
+            except ProtocolError as error:
+                problems[self.keys.head(writer)] = error
+            else:
+                if head.version is None or born is None or head.born >= born:
+                    return writer
         return None
-
-    def _claims(self, writer: Writer, born: float | None, problems: Problems) -> bool:
-        try:
-            head = self.head_of(writer)
-        except ObjectMissingError:  # an even later writer removed it
-            return True
-        except ProtocolError as error:
-            problems[self.keys.head(writer)] = error
-            return False
-        return head.version is None or born is None or head.born >= born
 
     def head(
         self, below: Writer | None = None, floor: Rank | None = None, problems: Problems | None = None
@@ -304,10 +292,9 @@ class RunReader:
             ProtocolError: Every HEAD is unsigned or below `floor`.
         """
         for _ in range(_TRIES):
-            writers = [writer for writer in self.writers() if below is None or writer < below]
             skipped: Problems = {}
             with contextlib.suppress(ObjectMissingError):
-                head = self._last_valid(writers, floor, skipped)
+                head = self._last_valid(below, floor, skipped)
                 why = [error for error in skipped.values() if floor or isinstance(error, SignatureError)]
                 if head is None and why:
                     raise type(why[0])("; ".join(map(str, why)))
@@ -316,8 +303,10 @@ class RunReader:
                 return head
         raise BucketUnreachableError(f"{self.bucket.url}/{self.keys.heads} lists missing objects: try again")
 
-    def _last_valid(self, writers: list[Writer], floor: Rank | None, skipped: Problems) -> Head | None:
-        for writer in reversed(writers):
+    def _last_valid(self, below: Writer | None, floor: Rank | None, skipped: Problems) -> Head | None:
+        for writer in reversed(self.writers()):
+            if below is not None and writer >= below:
+                continue
             try:
                 return self.head_of(writer, floor)
             except ProtocolError as error:
@@ -344,28 +333,23 @@ class RunReader:
     def rebuild_head(self, writer: Writer | None = None) -> Head | None:
         """The HEAD that names the newest complete version, of one writer or of any. None if there is none."""
         there = {info.key: info.size for info in self.bucket.list(self.keys.folder)}
+        listed = [each for each in _manifests(there) if writer is None or each[0].written_by(writer)]
         unsigned = 0
-        found = (
-            (parts, key) for parts, key in _manifests(there) if writer is None or parts.written_by(writer)
-        )
-        for _, key in sorted(found, reverse=True)[:_MAX_DAMAGED]:
+        for _, key in sorted(listed, reverse=True)[:_MAX_DAMAGED]:
             try:
                 manifest = self.read_listed(key)
-                if all(there.get(file.key) == file.size for file in manifest.recipe().files):
-                    return Head(
-                        run=manifest.run,
-                        born=manifest.born,
-                        version=manifest.version,
-                        manifest=reference(key, manifest),
-                        writer_term=manifest.writer_term,
-                        writer=manifest.writer,
-                    )
             except SignatureError:
                 unsigned += 1
                 if unsigned == _MAX_UNSIGNED:
-                    break
+                    return None
+                continue
             except (ProtocolError, ObjectMissingError):
-                pass
+                continue
+            if all(there.get(file.key) == file.size for file in manifest.recipe().files):
+                return Head(
+                    **manifest.model_dump(include={"run", "born", "version", "writer_term", "writer"}),
+                    manifest=reference(key, manifest),
+                )
         return None
 
     def resolve(self, head: Head, problems: Problems | None = None) -> Manifest | None:

@@ -175,7 +175,7 @@ def test_a_failed_upload_leaves_the_old_object(
 def test_an_upload_that_left_nothing_is_an_error(
     bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub_bucket, "SETTLE_PAUSES", (0, 0))
+    monkeypatch.setattr(hub_bucket.HubBucket, "_settle_pauses", (0, 0))
     hub.fault("POST .*/batch", status=200)
     with pytest.raises(BucketError, match=f"{KEY} has 3 bytes after an upload of 4 bytes: upload it again"):
         bucket.put(KEY, b"new!")
@@ -186,7 +186,7 @@ def test_an_upload_that_left_nothing_is_an_error(
 def test_an_upload_may_show_a_little_late(
     bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub_bucket, "SETTLE_PAUSES", (0, 0))
+    monkeypatch.setattr(hub_bucket.HubBucket, "_settle_pauses", (0, 0))
     hub.fault("HEAD .*/resolve/", times=1, status=404, headers={"X-Error-Code": "EntryNotFound"})
     bucket.put("other", b"new!")
     assert bucket.get("other") == b"new!"

@@ -19,13 +19,6 @@ class Clock:
         return self.now
 
 
-class Live(Notifications):
-    """Of a store that reports its changes."""
-
-    def follow(self, live: bool) -> None:
-        self._set_live(live)
-
-
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
@@ -37,8 +30,8 @@ def quota(clock: Clock) -> Quota:
 
 
 @pytest.fixture
-def notice(clock: Clock, quota: Quota) -> Live:
-    return Live(quota, clock)
+def notice(clock: Clock, quota: Quota) -> Notifications:
+    return Notifications(quota, clock)
 
 
 def looks(
@@ -52,22 +45,24 @@ def looks(
     return count
 
 
-def test_without_news_it_looks_once_per_interval(notice: Live, clock: Clock) -> None:
+def test_without_news_it_looks_once_per_interval(notice: Notifications, clock: Clock) -> None:
     assert looks(notice, clock, 300.0) == 300
     assert looks(notice, clock, 300.0, turn_s=0.25) == 300
     assert looks(notice, clock, 300.0, poll_s=5.0) == 60
 
 
-def test_a_store_that_reports_changes_is_polled_for_safety_only(notice: Live, clock: Clock) -> None:
-    notice.follow(live=True)
+def test_a_store_that_reports_changes_is_polled_for_safety_only(notice: Notifications, clock: Clock) -> None:
+    notice._set_live(True)
     looks(notice, clock, 10.0)
     assert looks(notice, clock, 10 * SAFETY_S) == 10
-    notice.follow(live=False)
+    notice._set_live(False)
     assert looks(notice, clock, 60.0) == 60, "no more notifications"
 
 
-def test_a_notification_causes_a_look_in_the_same_turn_and_one_more(notice: Live, clock: Clock) -> None:
-    notice.follow(live=True)
+def test_a_notification_causes_a_look_in_the_same_turn_and_one_more(
+    notice: Notifications, clock: Clock
+) -> None:
+    notice._set_live(True)
     looks(notice, clock, 10.0)
     notice.wake()
     assert notice.due(1.0)
@@ -75,15 +70,17 @@ def test_a_notification_causes_a_look_in_the_same_turn_and_one_more(notice: Live
     assert looks(notice, clock, 10.0) == 1, "the store may show the change a moment later"
 
 
-def test_after_a_look_that_failed_the_next_one_does_not_wait_for_news(notice: Live, clock: Clock) -> None:
-    notice.follow(live=True)
+def test_after_a_look_that_failed_the_next_one_does_not_wait_for_news(
+    notice: Notifications, clock: Clock
+) -> None:
+    notice._set_live(True)
     looks(notice, clock, 10.0)
     notice.distrust()
     assert looks(notice, clock, 5.0) == 1
 
 
-def test_a_store_that_misses_a_notification_is_polled(notice: Live, clock: Clock) -> None:
-    notice.follow(live=True)
+def test_a_store_that_misses_a_notification_is_polled(notice: Notifications, clock: Clock) -> None:
+    notice._set_live(True)
     looks(notice, clock, 10.0)
     notice.wake()
     assert notice.due(1.0)
@@ -99,8 +96,8 @@ def test_a_store_that_misses_a_notification_is_polled(notice: Live, clock: Clock
     assert notice.describe(1.0) == "polls every 1 s"
 
 
-def test_pokes_bring_one_look_per_interval_however_many_they_are(notice: Live, clock: Clock) -> None:
-    notice.follow(live=True)
+def test_pokes_bring_one_look_per_interval_however_many_they_are(notice: Notifications, clock: Clock) -> None:
+    notice._set_live(True)
     looks(notice, clock, 10.0)
     notice.poke()
     assert notice.due(1.0), "without a wait"
@@ -112,8 +109,8 @@ def test_pokes_bring_one_look_per_interval_however_many_they_are(notice: Live, c
     assert count <= 11, "in ten seconds"
 
 
-def test_a_poke_that_comes_too_early_is_answered_later(notice: Live, clock: Clock) -> None:
-    notice.follow(live=True)
+def test_a_poke_that_comes_too_early_is_answered_later(notice: Notifications, clock: Clock) -> None:
+    notice._set_live(True)
     looks(notice, clock, 10.0)
     for _ in range(2):
         notice.poke()
@@ -143,7 +140,7 @@ def test_a_flood_of_pokes_does_not_wake(clock: Clock) -> None:
     assert notice.due(1.0)
 
 
-def test_a_refusal_is_waited_for_and_described(notice: Live, clock: Clock, quota: Quota) -> None:
+def test_a_refusal_is_waited_for_and_described(notice: Notifications, clock: Clock, quota: Quota) -> None:
     looks(notice, clock, 10.0)
     quota.refused(40.0)
     assert notice.describe(1.0) == "paused for 40 s: the store refused further requests with this token"

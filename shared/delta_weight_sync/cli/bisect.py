@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from delta_weight_sync.checkout import Built, build
+from delta_weight_sync.checkout import FollowedVersion, build
 from delta_weight_sync.cli.commands import add_run, opened, run_in_shell
 from delta_weight_sync.errors import BisectError, CommandError, printable
 from delta_weight_sync.reader import RunReader, manifests_of
@@ -88,15 +88,15 @@ class _Judge:
 
     def __init__(self, reader: RunReader, command: str, folder: Path) -> None:
         self._reader, self._command, self._folder = reader, command, folder
-        self._good: Built | None = None  # later versions are built from it
+        self._good: FollowedVersion | None = None  # later versions are built from it
         self.count = 0
 
     def verdict(self, version: int) -> bool | None:
         """Whether a version is good, or None if the command does not know. Raises `CommandError`."""
         manifest = self._reader.find(version)
-        built = Built(manifest, self._folder / f"{version:08d}")
-        build(self._reader, manifest, built.folder, self._good)
-        code = run_in_shell(self._command, built.folder, manifest)
+        built = FollowedVersion(manifest, self._folder / f"{version:08d}")
+        build(self._reader, manifest, built.path, self._good)
+        code = run_in_shell(self._command, built.path, manifest)
         if code in _NOT_STARTED:
             raise CommandError(
                 f"--eval could not be started (exit code {code}): try it in a shell on a checkout"
@@ -112,5 +112,5 @@ class _Judge:
         if good:
             self._good = built
         if superseded:
-            shutil.rmtree(superseded.folder)
+            shutil.rmtree(superseded.path)
         return good

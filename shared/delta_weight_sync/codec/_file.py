@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, cast
 
@@ -146,17 +147,21 @@ def encode(
         The bytes of the file.
     """
     changed = (patch for patch in patches if patch.index.size)
-    versions = {"base": str(base), "version": str(version)}
     table: list[TensorRow] = []
     described: list[Group] = []
     streams: Streams = {}
     sparse: list[Mode] = ["bands", "gaps"] if encoding == "small" else ["gaps"]
-    for members, group, coded in in_order(groups.run_encode_job, groups.encode_jobs(changed, old, sparse)):
+    for members, (group, coded) in in_order(groups.encode_smallest, groups.encode_jobs(changed, old, sparse)):
         table += [TensorRow(p.name, p.shape, p.index.size, len(described)) for p in members]
         streams |= {f"{len(described)}.{key}": stream for key, stream in coded.items()}
         described.append(group)
-    rows = json.dumps([group.model_dump(exclude_defaults=True) for group in described])
-    metadata = {"format": DELTA_FORMAT, **versions, "tensors": json.dumps(table), "groups": rows}
+    metadata = {
+        "format": DELTA_FORMAT,
+        "base": str(base),
+        "version": str(version),
+        "tensors": json.dumps(table),
+        "groups": json.dumps([group.model_dump(exclude_defaults=True) for group in described]),
+    }
     return _canonical(save(streams, metadata))
 
 
@@ -183,18 +188,13 @@ def chain(deltas: Sequence[Delta], shapes: Shapes, old: Old) -> list[Patch]:
     return list(merged.values())
 
 
-class _named:  # noqa: N801 - used as a context manager only
-    """Turns the exceptions of a damaged file into a `CodecError` that names the file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, _UNREADABLE):
-            reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-            # No pages, no line breaks and no terminal codes from a file get into a log.
-            line = "".join(letter for letter in " ".join(reason.split())[:_LONGEST] if letter.isprintable())
-            raise CodecError(f"{self._path.name} is not a readable delta: {line}") from error
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Turn the exceptions of a damaged file into a `CodecError` that names the file."""
+    try:
+        yield
+    except _UNREADABLE as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        # No pages, no line breaks and no terminal codes from a file get into a log.
+        line = "".join(letter for letter in " ".join(reason.split())[:_LONGEST] if letter.isprintable())
+        raise CodecError(f"{path.name} is not a readable delta: {line}") from error

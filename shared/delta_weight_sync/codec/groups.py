@@ -43,7 +43,6 @@ from delta_weight_sync.codec.bits import (
 )
 from delta_weight_sync.codec.positions import (
     Band,
-    Cut,
     band_runs,
     band_walk,
     by_band,
@@ -202,30 +201,17 @@ def _positions(
         return
     if any(not 0 <= limit <= 255 for limit in group.limits) or list(group.limits) != sorted(group.limits):
         raise CodecError(f"limits {list(group.limits)} are not ascending exponents")
-    walk = _Walk(group.gaps, streams["gaps"], cut(group.limits), "positions")
+    by = cut(group.limits)
+    words, state = open_runs(group.gaps, streams["gaps"], "positions")
     for row in rows:
         index, band_of = np.empty(row.changes, np.int64), np.zeros(row.changes, np.uint8)
-        bits = old(row.name).reshape(-1) if group.mode == "bands" else None
-        row.require(walk.next(row.numel, bits, index, band_of))
+        if group.mode == "bands":
+            row.require(band_walk(words, state, old(row.name).reshape(-1), *by, index, band_of))
+        else:
+            row.require(flat_walk(words, state, row.numel, index))
         yield index, band_of
-    if not finished(walk.state):
+    if not finished(state):
         raise CodecError("there are more changes than the table lists")
-
-
-class _Walk:
-    """Reads a stream of runs from event to event, for one tensor after the other."""
-
-    def __init__(
-        self, sections: Sequence[tuple[int, int, bool, int]], stream: Bytes, by: Cut, what: str
-    ) -> None:
-        self.words, self.state = open_runs(sections, stream, what)
-        self._cut = by
-
-    def next(self, numel: int, weights: Bits | None, index: Index, band_of: Band) -> int:
-        """Events among the next `numel` items into `index`, their bands into `band_of`; -1 if damaged."""
-        if weights is None:
-            return flat_walk(self.words, self.state, numel, index)
-        return band_walk(self.words, self.state, weights, *self._cut, index, band_of)
 
 
 def _encode_values(ulps: Bits, band_of: Band, bands: int) -> tuple[dict[str, Any], Streams]:
@@ -262,8 +248,7 @@ class _ValueReader:
             self._sizes[:, band] = (at, at + bits, k)
             at += bits
         self._size_words = to_words(streams["sizes"])
-        self._large = _Walk(group.large, streams["large"], _BY_BAND, "large changes")
-        self._banded = len(group.large) > 1
+        self._words, self._large = open_runs(group.large, streams["large"], "large changes")
 
     def read(self, band_of: Band) -> Bits:
         """The ULPs of the next `band_of.size` changes."""
@@ -271,14 +256,17 @@ class _ValueReader:
         _restore_signs(self._signs, self._read, ulps)
         large = np.empty(min(ulps.size, int((self._sizes[1] - self._sizes[0]).sum())), np.int64)
         bands = np.zeros(large.size, np.uint8)
-        found = self._large.next(band_of.size, _as_weights(band_of) if self._banded else None, large, bands)
+        if self._large.shape[1] > 1:
+            found = band_walk(self._words, self._large, _as_weights(band_of), *_BY_BAND, large, bands)
+        else:
+            found = flat_walk(self._words, self._large, band_of.size, large)
         if found < 0 or not _enlarge(self._size_words, self._sizes, large[:found], bands, ulps):
             raise CodecError("the sizes of the large changes are damaged")
         self._read += ulps.size
         return ulps
 
     def finished(self) -> bool:
-        return finished(self._large.state) and bool((self._sizes[0] == self._sizes[1]).all())
+        return finished(self._large) and bool((self._sizes[0] == self._sizes[1]).all())
 
 
 def _as_weights(band_of: Band) -> Bits:
@@ -364,41 +352,33 @@ def _unpack(frame: Bytes, size: int) -> Bytes:
     return np.frombuffer(zstandard.ZstdDecompressor().decompress(frame.tobytes()), np.uint8)
 
 
-class EncodeJob(NamedTuple):
-    """All that a thread needs to code one group."""
-
-    modes: Sequence[Mode]
-    members: list[Patch]
-    old: Old
+EncodeJob = tuple[Sequence[Mode], list[Patch], Old]
 
 
 def encode_jobs(patches: Iterable[Patch], old: Old, sparse: Sequence[Mode]) -> Iterator[EncodeJob]:
-    """Runs of tensors whose smallest mode is the same; if changes are few, the `sparse` modes compete."""
+    """The modes that compete for each group, its members, and their old bits.
 
-    def job() -> EncodeJob:
-        modes = sparse if current == "gaps" else [current]
-        return EncodeJob(modes, members, read_old(modes, members, old))
-
+    Consecutive tensors whose smallest mode is the same form a group; few changes are `sparse`.
+    """
     members: list[Patch] = []
-    current: Mode = "gaps"  # stands for all modes in `sparse`
-    elements = 0
+    modes, elements = sparse, 0
     for patch in patches:
         others = _other_modes(patch)
-        mode = _smallest([*sparse, *others], [patch], old)[0].mode if others else "gaps"
-        mode = "gaps" if mode in sparse else mode
-        if members and (mode != current or elements >= GROUP_ELEMENTS):
-            yield job()
+        mode = _smallest([*sparse, *others], [patch], old)[0].mode if others else sparse[0]
+        best = sparse if mode in sparse else [mode]
+        if members and (best != modes or elements >= GROUP_ELEMENTS):
+            yield modes, members, read_old(modes, members, old)
             members, elements = [], 0
-        current = mode
+        modes = best
         members.append(patch)
         elements += patch.numel
     if members:
-        yield job()
+        yield modes, members, read_old(modes, members, old)
 
 
-def run_encode_job(job: EncodeJob) -> tuple[list[Patch], Group, Streams]:
-    """The members of a group, how they are coded, and the streams."""
-    return job.members, *_smallest(*job)
+def encode_smallest(job: EncodeJob) -> tuple[list[Patch], tuple[Group, Streams]]:
+    """The members of a group, and how they are coded."""
+    return job[1], _smallest(*job)
 
 
 def _smallest(modes: Sequence[Mode], patches: Sequence[Patch], old: Old) -> tuple[Group, Streams]:

@@ -1,4 +1,4 @@
-"""The interface of a store, and what its implementations share.
+"""A bucket: its interface, and what the stores share.
 
 A key is relative to the bucket's URL, parts joined by "/". Every method raises a `BucketError` whose message
 is one sentence with the fix, and nothing else, except `OSError` if a local file to upload cannot be read and
@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import hashlib
 import re
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Final, Protocol
+from typing import ClassVar, Final
 from uuid import uuid4
 
-from delta_weight_sync.errors import BucketError, ProtocolError
+from delta_weight_sync.errors import BucketError, DeltaWeightSyncError, ObjectMissingError, ProtocolError
 from delta_weight_sync.store._notifications import Notifications
 
 SMALL: Final = 8 << 20  # bytes that `get` reads at most; every record of a run is smaller
@@ -39,17 +40,33 @@ class ObjectInfo:
 Listing = list[ObjectInfo]
 
 
-class Bucket(Protocol):
+class Bucket(ABC):
     """Objects under one URL. Safe to use from several threads and processes."""
 
     url: str
+    _failures: ClassVar[tuple[type[Exception], ...]]  # what the store's libraries raise
+    _settle_pauses: ClassVar[tuple[float, ...]] = (0.0,)  # seconds before each look for an upload
 
     def put(self, key: str, data: bytes | Path) -> None:
         """Store an object, whole or not at all; replaces an older one and checks the stored size."""
+        check_key(key)
+        size = len(data) if isinstance(data, bytes) else data.stat().st_size
+        with self._explained(key, write=True):
+            self._put(key, data)
+        info = None
+        for pause in self._settle_pauses:
+            time.sleep(pause)
+            info = self.stat(key)
+            if info and info.size == size:
+                return
+        found = f"has {info.size} bytes" if info else "is not there"
+        raise BucketError(f"{self.url}/{key} {found} after an upload of {size} bytes: upload it again")
 
+    @abstractmethod
     def get(self, key: str) -> bytes:
         """Read an object of at most `SMALL` bytes into memory."""
 
+    @abstractmethod
     def fetch(self, key: str, dest: Path, limit: int) -> str:
         """Download an object of at most `limit` bytes to `dest`, creating its folder.
 
@@ -61,42 +78,67 @@ class Bucket(Protocol):
 
     def stat(self, key: str) -> ObjectInfo | None:
         """Look an object up, None if absent; cheap enough to poll."""
+        check_key(key)
+        try:
+            with self._explained(key):
+                return self._stat(key)
+        except ObjectMissingError:
+            return None
 
     def list(self, prefix: str) -> Listing:
         """All objects below the folder `prefix` ("runs/demo/", or "" for everything), sorted by key.
 
         Each says when it was written. Objects whose name is not a key are left out.
         """
+        check_prefix(prefix)
+        try:
+            with self._explained(prefix):
+                found = [info for info in self._list(prefix) if is_key(info.key)]
+        except ObjectMissingError:
+            return []
+        return sorted(found, key=lambda info: info.key)
 
+    @abstractmethod
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; missing ones are fine."""
 
     def notifications(self, prefix: str) -> Notifications:
         """Notifications of changes below the folder `prefix`. Close them after use."""
-
-
-class Store(ABC):
-    """What the stores share: the clock as the source of notifications, and errors that name the fix."""
-
-    url: str
-    _failures: ClassVar[tuple[type[Exception], ...]]  # what the store's libraries raise
-
-    def notifications(self, prefix: str) -> Notifications:
-        """By the clock."""
         check_prefix(prefix)
-        return Notifications()
+        return Notifications()  # by the clock
+
+    @abstractmethod
+    def _put(self, key: str, data: bytes | Path) -> None:
+        """Store an object."""
+
+    @abstractmethod
+    def _stat(self, key: str) -> ObjectInfo | None:
+        """Look an object up."""
+
+    @abstractmethod
+    def _list(self, prefix: str) -> Iterable[ObjectInfo]:
+        """List a folder in any order."""
 
     @contextmanager
     def _explained(self, key: str, *, write: bool = False) -> Iterator[None]:
         """Turn the libraries' exceptions into a `BucketError`."""
         try:
             yield
+        except DeltaWeightSyncError:
+            raise
         except self._failures as error:
             raise self._explain(error, f"{self.url}/{key}".rstrip("/"), write) from error
 
     @abstractmethod
     def _explain(self, error: Exception, place: str, write: bool) -> BucketError:
         """The `BucketError` for what a library raised at `place`; its message names the fix."""
+
+    def _check_limit(self, key: str, size: int, limit: int) -> None:
+        """Before a download: raise `ProtocolError` if the object's `size` is above `limit` bytes."""
+        if size > limit:
+            raise ProtocolError(
+                f"{self.url}/{key} has {size} bytes, but at most {limit} are allowed: it was not read"
+            )
 
 
 def is_key(key: str) -> bool:
@@ -119,24 +161,6 @@ def check_prefix(prefix: str) -> str:
     if prefix and not (prefix.endswith("/") and check_key(prefix[:-1])):
         raise BucketError(f"the prefix {prefix!r} must be empty or end with '/'")
     return prefix
-
-
-def check_limit(size: int, place: str, limit: int) -> None:
-    """Before a download: raise `ProtocolError` if the object's `size` is above `limit` bytes."""
-    if size > limit:
-        raise ProtocolError(f"{place} has {size} bytes, but at most {limit} are allowed: it was not read")
-
-
-def check_size(info: ObjectInfo | None, place: str, size: int) -> None:
-    """After an upload: raise `BucketError` unless the object is there with `size` bytes."""
-    if info is None or info.size != size:
-        found = "is not there" if info is None else f"has {info.size} bytes"
-        raise BucketError(f"{place} {found} after an upload of {size} bytes: upload it again")
-
-
-def size_of(data: bytes | Path) -> int:
-    """Bytes to upload."""
-    return len(data) if isinstance(data, bytes) else data.stat().st_size
 
 
 def file_sha256(path: Path) -> str:

@@ -47,7 +47,6 @@ class HubNotifications(Notifications):
         self._thread: threading.Thread | None = None
 
     def due(self, poll_s: float) -> bool:
-        """As in `Notifications`."""
         due = super().due(poll_s)
         if self._thread is None:  # later than the look that is due, which may miss changes before it
             self._thread = threading.Thread(target=self._run, name="bucket-events", daemon=True)
@@ -55,7 +54,6 @@ class HubNotifications(Notifications):
         return due
 
     def close(self) -> None:
-        """As in `Notifications`; ends the connection, too."""
         super().close()
         self._done.set()
         self._hang_up()

@@ -32,7 +32,7 @@ _NO_FILE: Final = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
-class FileBucket(_base.Store):
+class FileBucket(_base.Bucket):
     """See `delta_weight_sync.store.Bucket`. Other programs' files in the folder are listed like objects."""
 
     _failures = (OSError,)
@@ -44,32 +44,15 @@ class FileBucket(_base.Store):
             with self._explained(""):
                 self._root.mkdir(parents=True, exist_ok=True)
 
-    def put(self, key: str, data: bytes | Path) -> None:
-        """Write a temporary file, then rename it. The bucket's own folder must exist: it may be a mount."""
-        *folders, name = _base.check_key(key).split("/")
-        size, temporary = _base.size_of(data), f".{uuid4().hex}.part"
-        with self._explained(key), self._opened_folder(folders, create=True) as folder:
-            try:
-                with os.fdopen(os.open(temporary, _NEW, 0o666, dir_fd=folder), "wb") as file:
-                    _write(file, data)
-                os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-            except BaseException:
-                with suppress(FileNotFoundError):
-                    os.unlink(temporary, dir_fd=folder)
-                raise
-        _base.check_size(self.stat(key), f"{self.url}/{key}", size)
-
     def get(self, key: str) -> bytes:
-        """Read an object."""
-        with self._opened(key, _base.SMALL) as (file, size), self._explained(key):
+        with self._explained(key), self._opened(key, _base.SMALL) as (file, size):
             return file.read(size)
 
     def fetch(self, key: str, dest: Path, limit: int) -> str:
-        """Copy an object to `dest`; returns the sha256 of the copied bytes."""
         sha256 = hashlib.sha256()
         with (
-            self._opened(key, limit) as (file, size),
             self._explained(key),
+            self._opened(key, limit) as (file, size),
             _base.replacing(dest) as part,
             part.open("wb") as copy,
         ):
@@ -77,29 +60,6 @@ class FileBucket(_base.Store):
                 sha256.update(block)
                 copy.write(block)
         return sha256.hexdigest()
-
-    def stat(self, key: str) -> _base.ObjectInfo | None:
-        """Look an object up."""
-        *folders, name = _base.check_key(key).split("/")
-        with self._explained(key):
-            try:
-                with self._opened_folder(folders) as folder:
-                    found = os.stat(name, dir_fd=folder, follow_symlinks=False)
-            except _ABSENT:
-                self._root.stat()
-                return None
-        return _info(key, found) if S_ISREG(found.st_mode) else None
-
-    def list(self, prefix: str) -> _base.Listing:
-        """List a folder."""
-        folders = _base.check_prefix(prefix).split("/")[:-1]
-        with self._explained(prefix):
-            try:
-                with self._opened_folder(folders) as folder:
-                    return sorted(_below(folder, prefix), key=lambda info: info.key)
-            except _ABSENT:
-                self._root.stat()
-                return []
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects, and links that are in the place of one; folders stay."""
@@ -109,6 +69,30 @@ class FileBucket(_base.Store):
                 self._root.stat()
                 with suppress(*_ABSENT), self._opened_folder(folders) as folder:
                     os.unlink(name, dir_fd=folder)
+
+    def _put(self, key: str, data: bytes | Path) -> None:
+        """Write a temporary file, then rename it. The bucket's own folder must exist: it may be a mount."""
+        *folders, name = key.split("/")
+        temporary = f".{uuid4().hex}.part"
+        with self._opened_folder(folders, create=True) as folder:
+            try:
+                with os.fdopen(os.open(temporary, _NEW, 0o666, dir_fd=folder), "wb") as file:
+                    _write(file, data)
+                os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+            except BaseException:
+                with suppress(FileNotFoundError):
+                    os.unlink(temporary, dir_fd=folder)
+                raise
+
+    def _stat(self, key: str) -> _base.ObjectInfo | None:
+        *folders, name = key.split("/")
+        with self._opened_folder(folders) as folder:
+            found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        return _info(key, found) if S_ISREG(found.st_mode) else None
+
+    def _list(self, prefix: str) -> Iterator[_base.ObjectInfo]:
+        with self._opened_folder(prefix.split("/")[:-1]) as folder:
+            yield from _below(folder, prefix)
 
     @contextmanager
     def _opened_folder(self, parts: Sequence[str], *, create: bool = False) -> Iterator[int]:
@@ -131,17 +115,16 @@ class FileBucket(_base.Store):
 
     @contextmanager
     def _opened(self, key: str, limit: int) -> Iterator[tuple[BinaryIO, int]]:
-        """An object's file and its size, at most `limit` bytes; errors of the block are not explained."""
+        """An object's file and its size, at most `limit` bytes."""
         *folders, name = _base.check_key(key).split("/")
-        with self._explained(key):
-            with self._opened_folder(folders) as folder:
-                descriptor = os.open(name, _FILE, dir_fd=folder)
-            found = os.fstat(descriptor)
-            if not S_ISREG(found.st_mode):
-                os.close(descriptor)
-                raise OSError(errno.EISDIR, f"{name} is not a file")
+        with self._opened_folder(folders) as folder:
+            descriptor = os.open(name, _FILE, dir_fd=folder)
+        found = os.fstat(descriptor)
+        if not S_ISREG(found.st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EISDIR, f"{name} is not a file")
         with os.fdopen(descriptor, "rb") as file:
-            _base.check_limit(found.st_size, f"{self.url}/{key}", limit)
+            self._check_limit(key, found.st_size, limit)
             yield file, found.st_size
 
     def _explain(self, error: Exception, place: str, write: bool) -> errors.BucketError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from delta_weight_sync import errors
 from delta_weight_sync.store import _base
 
 
-class S3Bucket(_base.Store):
+class S3Bucket(_base.Bucket):
     """See `delta_weight_sync.store.Bucket`."""
 
     _failures = (OSError, ValueError, BotoCoreError, ClientError, StreamError)
@@ -36,66 +36,53 @@ class S3Bucket(_base.Store):
             with self._explained("", write=True):
                 self._fs.makedirs(match[1], exist_ok=True)
 
-    def put(self, key: str, data: bytes | Path) -> None:
-        """Store an object; S3 shows it once it is complete."""
-        path, size = self._path(key), _base.size_of(data)
-        with self._explained(key, write=True):
-            if isinstance(data, bytes):
-                self._fs.pipe_file(path, data)
-            else:
-                self._fs.put_file(str(data), path)
-        _base.check_size(self.stat(key), f"{self.url}/{key}", size)
-
     def get(self, key: str) -> bytes:
-        """Read an object, or as much of it as shows that it is too large."""
         path = self._path(key)
         with self._explained(key):
             data = self._first(path, _base.SMALL + 1)
-        _base.check_limit(len(data), f"{self.url}/{key}", _base.SMALL)
+        self._check_limit(key, len(data), _base.SMALL)
         return data
 
     def fetch(self, key: str, dest: Path, limit: int) -> str:
-        """Download to `dest`; returns the sha256.
+        """A small object is hashed in memory.
 
-        A small object is hashed in memory. s3fs writes the parts of a large one side by side, so that the
-        file is hashed right after, from the page cache.
+        s3fs writes the parts of a large one side by side, so that the file is hashed right after, from the
+        page cache.
         """
         path = self._path(key)
         with self._explained(key):
             size = self._fs.info(path)["size"]
-        _base.check_limit(size, f"{self.url}/{key}", limit)
-        with self._explained(key), _base.replacing(dest) as temporary:
-            if size <= _base.SMALL:
-                data = self._first(path, size)
-                temporary.write_bytes(data)
-                return hashlib.sha256(data).hexdigest()
-            self._fs.get_file(path, str(temporary))
-            return _base.file_sha256(temporary)
-
-    def stat(self, key: str) -> _base.ObjectInfo | None:
-        """Look an object up: one request, and a second one if it is absent."""
-        path = self._path(key)
-        try:
-            with self._explained(key):
-                found = self._fs.info(path)
-        except errors.ObjectMissingError:
-            return None
-        return self._info(found) if found["type"] == "file" else None
-
-    def list(self, prefix: str) -> _base.Listing:
-        """List a folder."""
-        folder = self._root + _base.check_prefix(prefix)
-        with self._explained(prefix):
-            found = self._fs.find(folder, detail=True)
-        infos = (self._info(entry) for name, entry in found.items() if name.startswith(folder))
-        return sorted((info for info in infos if _base.is_key(info.key)), key=lambda info: info.key)
+            self._check_limit(key, size, limit)
+            with _base.replacing(dest) as temporary:
+                if size <= _base.SMALL:
+                    data = self._first(path, size)
+                    temporary.write_bytes(data)
+                    return hashlib.sha256(data).hexdigest()
+                self._fs.get_file(path, str(temporary))
+                return _base.file_sha256(temporary)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects."""
         for key in keys:
             path = self._path(key)
             with self._explained(key, write=True):
                 self._fs.rm_file(path)
+
+    def _put(self, key: str, data: bytes | Path) -> None:
+        """S3 shows an object once it is complete."""
+        if isinstance(data, bytes):
+            self._fs.pipe_file(self._path(key), data)
+        else:
+            self._fs.put_file(str(data), self._path(key))
+
+    def _stat(self, key: str) -> _base.ObjectInfo | None:
+        """One request, and a second one if the object is absent."""
+        found = self._fs.info(self._path(key))
+        return self._info(found) if found["type"] == "file" else None
+
+    def _list(self, prefix: str) -> Iterator[_base.ObjectInfo]:
+        folder = self._root + prefix
+        found = self._fs.find(folder, detail=True)
+        return (self._info(entry) for name, entry in found.items() if name.startswith(folder))
 
     def _first(self, path: str, size: int) -> bytes:
         try:

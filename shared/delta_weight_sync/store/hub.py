@@ -11,9 +11,8 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ from delta_weight_sync.store._notifications import Notifications, Quota
 
 REQUEST_TIMEOUT = 10.0  # seconds; by default the client waits without end
 LONGEST_PAUSE = 10  # seconds that a server may ask the client to wait; by default the client waits for hours
-SETTLE_PAUSES = (0.0, 0.5, 1.0, 2.0, 4.0)  # seconds; the Hub may show a write a little later
 FAILURES = (OSError, RuntimeError, ValueError, HTTPError, EntryNotFoundError)  # what the libraries raise
 
 # hf_xet has no other parameters. At its defaults it retries for up to five minutes. Its read timeout must
@@ -95,10 +93,11 @@ def _limit_pause(response: Any) -> None:
         response.headers["retry-after"] = str(min(int(asked), LONGEST_PAUSE)) if asked.isdigit() else ""
 
 
-class HubBucket(_base.Store):
+class HubBucket(_base.Bucket):
     """See `delta_weight_sync.store.Bucket`. An etag is the Xet hash of the content."""
 
     _failures = FAILURES
+    _settle_pauses = (0.0, 0.5, 1.0, 2.0, 4.0)  # the Hub may show a write a little later
 
     def __init__(self, url: str, *, create: bool = False) -> None:
         match = re.fullmatch(r"hf://buckets/([\w.-]+/[\w.-]+)(?:/(.*?))?/?", url)
@@ -115,23 +114,10 @@ class HubBucket(_base.Store):
             with self._explained("", write=True):
                 self._api.create_bucket(self._id, private=True, exist_ok=True)
 
-    def put(self, key: str, data: bytes | Path) -> None:
-        """Store an object."""
-        path, size = self._path(key), _base.size_of(data)
-        with self._explained(key, write=True):
-            self._api.batch_bucket_files(self._id, add=[(data, path)])
-        for pause in SETTLE_PAUSES:
-            time.sleep(pause)
-            info = self.stat(key)
-            if info and info.size == size:
-                return
-        _base.check_size(info, f"{self.url}/{key}", size)
-
     def get(self, key: str) -> bytes:
         """Read a small object."""
-        found = self._find(key, _base.SMALL)
-        with self._explained(key), tempfile.TemporaryDirectory() as folder:
-            self._api.download_bucket_files(self._id, [(found, path := Path(folder, "object"))])
+        with tempfile.TemporaryDirectory() as folder:
+            self.fetch(key, path := Path(folder, "object"), _base.SMALL)
             return path.read_bytes()
 
     def fetch(self, key: str, dest: Path, limit: int) -> str:
@@ -140,35 +126,15 @@ class HubBucket(_base.Store):
         huggingface_hub writes the file itself and offers no hook to hash the bytes on their way, so the file
         is hashed right after, from the page cache.
         """
-        found = self._find(key, limit)
-        with (
-            self._explained(key),
-            _base.replacing(dest) as temporary,
-        ):  # the client empties a file before it fails
-            self._api.download_bucket_files(self._id, [(found, temporary)])
-            return _base.file_sha256(temporary)
-
-    def stat(self, key: str) -> _base.ObjectInfo | None:
-        """Look an object up: one HEAD request."""
         path = self._path(key)
-        try:
-            with self._explained(key):
-                found = self._api.get_bucket_file_metadata(self._id, path)
-        except errors.ObjectMissingError:
-            return None
-        return _base.ObjectInfo(key, found.size, found.xet_file_data.file_hash)
-
-    def list(self, prefix: str) -> _base.Listing:
-        """List a folder; the Hub matches prefixes letter by letter, so this filters again."""
-        folder = self._folder + _base.check_prefix(prefix)
-        try:
-            with self._explained(prefix):
-                entries = list(self._api.list_bucket_tree(self._id, folder.rstrip("/"), recursive=True))
-        except errors.ObjectMissingError:
-            return []
-        files = [entry for entry in entries if entry.type == "file" and entry.path.startswith(folder)]
-        infos = (info for info in map(self._info, files) if _base.is_key(info.key))
-        return sorted(infos, key=lambda info: info.key)
+        with self._explained(key):
+            found = next(iter(self._api.get_bucket_paths_info(self._id, [path])), None)
+            if found is None:
+                raise EntryNotFoundError(path)
+            self._check_limit(key, found.size, limit)
+            with _base.replacing(dest) as temporary:  # the client empties a file before it fails
+                self._api.download_bucket_files(self._id, [(found, temporary)])
+                return _base.file_sha256(temporary)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects."""
@@ -181,22 +147,25 @@ class HubBucket(_base.Store):
         folder = self._folder + _base.check_prefix(prefix)
         return HubNotifications(self._api.endpoint, self._id, folder, _quotas[self._id])
 
-    def _find(self, key: str, limit: int) -> Any:
-        """What the Hub knows of an object of at most `limit` bytes, as its download wants it."""
-        path = self._path(key)
-        with self._explained(key):
-            found = next(iter(self._api.get_bucket_paths_info(self._id, [path])), None)
-            if found is None:
-                raise EntryNotFoundError(path)
-        _base.check_limit(found.size, f"{self.url}/{key}", limit)
-        return found
+    def _put(self, key: str, data: bytes | Path) -> None:
+        self._api.batch_bucket_files(self._id, add=[(data, self._path(key))])
+
+    def _stat(self, key: str) -> _base.ObjectInfo:
+        """One HEAD request."""
+        found = self._api.get_bucket_file_metadata(self._id, self._path(key))
+        return _base.ObjectInfo(key, found.size, found.xet_file_data.file_hash)
+
+    def _list(self, prefix: str) -> Iterator[_base.ObjectInfo]:
+        """The Hub matches prefixes letter by letter, so this filters again."""
+        folder = self._folder + prefix
+        for entry in self._api.list_bucket_tree(self._id, folder.rstrip("/"), recursive=True):
+            if entry.type == "file" and entry.path.startswith(folder):
+                written = entry.uploaded_at.timestamp() if entry.uploaded_at else None
+                key = entry.path.removeprefix(self._folder)
+                yield _base.ObjectInfo(key, entry.size, entry.xet_hash, written)
 
     def _path(self, key: str) -> str:
         return self._folder + _base.check_key(key)
-
-    def _info(self, file: Any) -> _base.ObjectInfo:
-        written = file.uploaded_at and file.uploaded_at.timestamp()
-        return _base.ObjectInfo(file.path.removeprefix(self._folder), file.size, file.xet_hash, written)
 
     def _explain(self, error: Exception, place: str, write: bool) -> errors.BucketError:
         if isinstance(error, EntryNotFoundError):
