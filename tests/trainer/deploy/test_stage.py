@@ -102,7 +102,7 @@ def package(request: pytest.FixtureRequest) -> str:
 def checkout(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A clone with what one Space is made of; git ignores `.venv/` and `*secret*` there."""
     folder = tmp_path / "clone"
-    for name in [*module._ROOT_FILES["replica"], *module._PACKAGES[PACKAGE_APPS[package]]]:
+    for name in ["LICENSE", "pyproject.toml", package, "shared"]:
         source, copy = CHECKOUT / name, folder / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
