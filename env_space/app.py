@@ -25,12 +25,12 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from env_space import openenv, pages
+from env_space import openenv, pages, watch
 from env_space.game import MAX_GUESSES, OPENING, GameError, Move, Rules, rules_from
 from env_space.messages import MOVE, Closed, Guess, Opened, Opening, refusals
 from env_space.sessions import Origin, Session, Sessions
 from env_space.settings import PREFIX, Settings, settings_from
-from env_space.watch import MAX_WATCHED, MAX_WATCHED_EACH, Watch
+from env_space.watch import MAX_WATCHED, MAX_WATCHED_EACH
 from space_guard.admission import PROXIES, client_address
 from space_guard.connections import Limits, limited_http
 from space_guard.logs import log_as_json
@@ -99,8 +99,6 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) 
     )
     visitors = visitors_store(MAX_PLAYED, per_client=MAX_PLAYED_EACH)
     watched = visitors_store(MAX_WATCHED, per_client=MAX_WATCHED_EACH)
-    metrics.watch_sessions(sessions.__len__, sessions.capacity)
-
     stores = (sessions, visitors, watched)
 
     async def reap_forever() -> None:
@@ -125,7 +123,7 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) 
     _add_games(app, sessions, rules, "/sessions", "http", True)
     _add_games(app, visitors, rules, "/play", "page", False)
     openenv.add_routes(app, sessions, rules, metrics.move_took)
-    Watch(watched, rules, settings).add_route(app)
+    watch.add_route(app, watched, rules, settings)
     pages.add_routes(app, sessions, rules, metrics)
     return app
 
@@ -159,8 +157,13 @@ def _add_games(app: FastAPI, sessions: Sessions, rules: Rules, at: str, via: str
         game = rules.deal(opening.seed, opening.split)
         origin = Origin(opening.seed, opening.split, via)
         session = sessions.open(opening.id or uuid4(), origin, game, client_address(request.scope))
-        fixed = {"max_guesses": MAX_GUESSES, "length": rules.length, "hard_mode": rules.hard_mode}
-        return Opened.model_validate({"session": session.id, "observation": OPENING, **fixed})
+        return Opened(
+            session=session.id,
+            observation=OPENING,
+            max_guesses=MAX_GUESSES,
+            length=rules.settings.length,
+            hard_mode=rules.settings.hard_mode,
+        )
 
     async def guess(session: UUID, guess: Guess) -> Move:
         """Play a move; an invalid word costs the turn too. `reward` is that of the game so far."""

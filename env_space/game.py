@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from env_space.settings import Settings
 
@@ -33,16 +33,6 @@ class GameError(Exception):
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
         self.status = status
-
-
-class Costs(NamedTuple):
-    """What one wasted guess takes off the reward."""
-
-    invalid: float = 0.05
-    repeated: float = 0.05
-
-
-DEFAULT_COSTS = Costs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,19 +151,20 @@ class Game:
     """Six guesses at one secret. Every guess costs a turn; only valid ones earn letters."""
 
     def __init__(
-        self, secret: str, valid: Collection[str], costs: Costs = DEFAULT_COSTS, hard_mode: bool = False
+        self,
+        secret: str,
+        valid: Collection[str],
+        invalid_cost: float = 0.05,
+        repeated_cost: float = 0.05,
+        hard_mode: bool = False,
     ) -> None:
         self.secret = secret
         self.moves: list[Move] = []
         self.solved = self.gave_up = False
-        self.invalid = self.repeated = 0  # wasted guesses
+        self.turns = self.invalid = self.repeated = 0  # guesses: all, and the wasted ones
         self._closest = (0, 0)  # greens and yellows of the best guess, so a wasted guess adds no letters
-        self._valid, self._costs, self._hard_mode = valid, costs, hard_mode
-
-    @property
-    def turns(self) -> int:
-        """How many guesses were played."""
-        return len(self.moves)
+        self._valid, self._hard_mode = valid, hard_mode
+        self._invalid_cost, self._repeated_cost = invalid_cost, repeated_cost
 
     @property
     def over(self) -> bool:
@@ -184,7 +175,7 @@ class Game:
         """Play one turn; upper case is read as lower case. Raises GameError after the end."""
         if self.over:
             raise GameError(409, f"The game ended after turn {self.turns}; start a new one to guess again.")
-        word = word.lower()
+        word, self.turns = word.lower(), self.turns + 1
         invalid = self._invalid_reason(word)
         marks = "" if invalid else feedback(word, self.secret)
         first = None if invalid else next((move.turn for move in self.moves if move.word == word), None)
@@ -194,21 +185,19 @@ class Game:
         self.repeated += bool(repetition)
         letters = marks.count(GREEN), marks.count(YELLOW)
         self._closest = max(self._closest, letters, key=lambda found: (2 * found[0] + found[1], found[0]))
-        word, turn = word[:MAX_STORED], self.turns + 1
-        over = self.solved or turn == MAX_GUESSES
-        parts = self._parts(turn)
+        parts = self.reward_parts()
         move = Move(
-            turn=turn,
-            word=word,
-            observation=(render(word, marks) if marks else NOT_A_WORD) + (GAME_OVER if over else ""),
+            turn=self.turns,
+            word=word[:MAX_STORED],
+            observation=(render(word, marks) if marks else NOT_A_WORD) + (GAME_OVER if self.over else ""),
             feedback=marks,
             message=invalid or repetition,
             valid=bool(marks),
-            done=over,
+            done=self.over,
             solved=self.solved,
             reward=parts.total,
             reward_parts=parts,
-            secret=self.secret if over else "",
+            secret=self.secret if self.over else "",
         )
         self.moves.append(move)
         return move
@@ -219,17 +208,14 @@ class Game:
 
     def reward_parts(self) -> RewardParts:
         """What the game has earned so far."""
-        return self._parts(self.turns)
-
-    def _parts(self, turns: int) -> RewardParts:
         greens, yellows = self._closest
         # "0.0 -" instead of a sign, so that no cost is 0.0 and not -0.0.
         return RewardParts(
-            solved=SOLVED + EARLY * (MAX_GUESSES - turns) if self.solved else 0.0,
+            solved=SOLVED + EARLY * (MAX_GUESSES - self.turns) if self.solved else 0.0,
             greens=LETTERS * greens / len(self.secret),
             yellows=LETTERS * yellows / 2 / len(self.secret),
-            repetition=0.0 - self._costs.repeated * self.repeated,
-            invalid=0.0 - self._costs.invalid * self.invalid,
+            repetition=0.0 - self._repeated_cost * self.repeated,
+            invalid=0.0 - self._invalid_cost * self.invalid,
             gave_up=-GAVE_UP if self.gave_up else 0.0,
         )
 
@@ -247,13 +233,11 @@ class Game:
 
 @dataclass(frozen=True)
 class Rules:
-    """The words, the costs and the mode of every game. No training game has a secret in `held_out`."""
+    """The words and the settings of every game. No training game has a secret in `held_out`."""
 
     train: tuple[str, ...]
     held_out: tuple[str, ...]
-    length: int
-    costs: Costs
-    hard_mode: bool
+    settings: Settings
 
     def deal(self, seed: int, split: Split = "train") -> Game:
         """The game whose secret `seed` selects. Raises GameError if `split` has no words."""
@@ -261,15 +245,21 @@ class Rules:
         if not words:
             without = f"No answer is held out of {len(self.train)}"
             raise GameError(422, f"{without}; WORDLE_ANSWERS={HELD_OUT} holds out one.")
-        return Game(secret_for(seed, words), guesses(self.length), self.costs, self.hard_mode)
+        given = self.settings
+        return Game(
+            secret_for(seed, words),
+            guesses(given.length),
+            given.invalid_cost,
+            given.repeated_cost,
+            given.hard_mode,
+        )
 
 
 def rules_from(settings: Settings) -> Rules:
     """The rules that `settings` describe. Raises ValueError if there are fewer answers."""
     words = answers(settings.answers, settings.length)
     trained = len(words) - len(words) // HELD_OUT
-    costs = Costs(settings.invalid_cost, settings.repeated_cost)
-    return Rules(words[:trained], words[trained:], settings.length, costs, settings.hard_mode)
+    return Rules(words[:trained], words[trained:], settings)
 
 
 def _read(name: str) -> list[str]:

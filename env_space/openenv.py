@@ -93,59 +93,51 @@ class State(BaseModel):
     raw_state: dict[str, Any] = {}
 
 
-class ProtocolError(Exception):
-    """A message cannot be served; `answer` has one of OpenEnv's error codes."""
-
-    def __init__(self, code: str, message: str, **more: Any) -> None:
-        super().__init__(message)
-        self.answer: Answer = {"type": "error", "data": {"message": message, "code": code, **more}}
-
-
 class Table:
     """One connection and the game that is played on it."""
 
     def __init__(self, sessions: Sessions, rules: Rules) -> None:
         self._sessions, self._rules = sessions, rules
-        self._prompt = _rules_text(rules.length, rules.hard_mode)
+        self._prompt = _rules_text(rules.settings.length, rules.settings.hard_mode)
         self._session: UUID | None = None
         self._episode: str | None = None
-        self._text, self._moves = "", 0
-        self._last: Move | None = None
+        self._text = ""
+        self._last: Answer = {}  # the last move
 
     def answer(self, raw: str) -> Answer | None:
         """The answer to one message, None to one that ends the connection."""
+        message = _object(raw)
+        if message is None:
+            example = '{"type": "reset", "data": {}}'
+            return _error("INVALID_JSON", f"A message is a JSON object like {example}.")
+        data = message.get("data", {})
         try:
-            return self._dispatch(_parse(raw))
-        except ProtocolError as error:
-            return error.answer
+            match message.get("type"):
+                case "reset":
+                    return self._reset(Reset.model_validate(data))
+                case "step":
+                    return self._step(Action.model_validate(data))
+                case "state":
+                    return {"type": "state", "data": self._state().model_dump()}
+                case "close":
+                    return None
+            return _error("UNKNOWN_TYPE", "The type of a message is one of reset, step, state, close.")
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"])) or "data"
             sentence = f"The message's '{place}' cannot be used: {first['msg']}"
-            return ProtocolError("VALIDATION_ERROR", f"{sentence}; GET /schema shows what to send.").answer
+            return _error("VALIDATION_ERROR", f"{sentence}; GET /schema shows what to send.")
         except GameError as error:
             if error.status != HTTPStatus.SERVICE_UNAVAILABLE:
-                return ProtocolError("EXECUTION_ERROR", str(error)).answer
+                return _error("EXECUTION_ERROR", str(error))
             counts = {"active_sessions": len(self._sessions), "max_sessions": self._sessions.capacity}
-            return ProtocolError("CAPACITY_REACHED", str(error), **counts).answer
+            return _error("CAPACITY_REACHED", str(error), **counts)
 
     def leave(self) -> None:
         """End the game; it is given up if it is not over."""
         if self._session is not None:
             self._sessions.leave(self._session)
             self._session = None
-
-    def _dispatch(self, message: Answer) -> Answer | None:
-        kind, data = message.get("type"), message.get("data", {})
-        if kind == "reset":
-            return self._reset(Reset.model_validate(data))
-        if kind == "step":
-            return self._step(Action.model_validate(data))
-        if kind == "state":
-            return {"type": "state", "data": self._state()}
-        if kind == "close":
-            return None
-        raise ProtocolError("UNKNOWN_TYPE", "The type of a message is one of reset, step, state, close.")
 
     def _reset(self, reset: Reset) -> Answer:
         seed = secrets.randbelow(MAX_SEED) if reset.seed is None else reset.seed
@@ -154,48 +146,46 @@ class Table:
         session = self._sessions.open(uuid4(), Origin(seed, reset.split, "ws"), game)
         self._session = session.id
         self._episode = reset.episode_id or str(session.id)
-        self._text, self._moves, self._last = f"[GAME] {self._prompt}", 0, None
+        self._text, self._last = f"[GAME] {self._prompt}", {}
         return self._observation()
 
     def _step(self, action: Action) -> Answer:
         if self._session is None:
-            raise ProtocolError("EXECUTION_ERROR", RESET_FIRST)
+            raise GameError(409, RESET_FIRST)
         found = _BRACKETS.findall(action.message)
         word = str(found[-1] if found else action.message).strip()
-        move = self._sessions.play(self._session, self._moves + 1, word)
-        self._last, self._moves = move, self._moves + 1
+        move = self._sessions.play(self._session, self._last.get("turn", 0) + 1, word)
+        self._last = MOVE.dump_python(move)
         self._text += _story(action.message, move)
         return self._observation()
 
     def _observation(self) -> Answer:
-        reward, done = (self._last.reward, self._last.done) if self._last else (None, False)
+        reward, done = self._last.get("reward"), self._last.get("done", False)
         message = Message(sender_id=-1, content=self._text, category="MESSAGE")
         seen = Observation(
-            prompt=self._prompt, messages=[message], info=self._info(), reward=reward, done=done
+            prompt=self._prompt, messages=[message], info=self._last, reward=reward, done=done
         ).model_dump(exclude={"reward", "done"})
         return {"type": "observation", "data": {"observation": seen, "reward": reward, "done": done}}
 
-    def _info(self) -> Answer:
-        return MOVE.dump_python(self._last) if self._last else {}
-
-    def _state(self) -> Answer:
+    def _state(self) -> State:
+        turn, reward = self._last.get("turn", 0), self._last.get("reward", 0.0)
         return State(
-            episode_id=self._episode,
-            step_count=self._moves,
-            turn=self._moves,
-            last_reward=self._last.reward if self._last else 0.0,
-            last_info=self._info(),
-        ).model_dump()
+            episode_id=self._episode, step_count=turn, turn=turn, last_reward=reward, last_info=self._last
+        )
 
 
-def _parse(raw: str) -> Answer:
+def _error(code: str, message: str, **more: Any) -> Answer:
+    """A refusal with one of OpenEnv's error codes."""
+    return {"type": "error", "data": {"message": message, "code": code, **more}}
+
+
+def _object(raw: str | bytes) -> Answer | None:
+    """The JSON object in `raw`, or None if it is anything else."""
     try:
-        message = json.loads(raw)
+        value = json.loads(raw)
     except (ValueError, RecursionError):
-        message = None
-    if not isinstance(message, dict):
-        raise ProtocolError("INVALID_JSON", 'A message is a JSON object like {"type": "reset", "data": {}}.')
-    return message
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _rules_text(length: int, hard_mode: bool) -> str:
@@ -236,7 +226,18 @@ def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, timer: Timer) -> 
         await socket.accept()
         table = Table(sessions, rules)
         try:
-            await _converse(socket, table, sessions.ttl_s, timer)
+            while True:
+                async with asyncio.timeout(sessions.ttl_s):
+                    message = await socket.receive()
+                if message["type"] == "websocket.disconnect":
+                    break
+                raw = message.get("text") or (message.get("bytes") or b"").decode("utf-8", "replace")
+                started = time.perf_counter()
+                if (answer := table.answer(raw)) is None:
+                    await socket.close()
+                    break
+                await socket.send_text(json.dumps(answer))
+                timer("ws", time.perf_counter() - started)
         except WebSocketDisconnect:
             pass
         except TimeoutError:
@@ -259,28 +260,9 @@ def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, timer: Timer) -> 
     @app.post("/mcp", include_in_schema=False)
     async def mcp(request: Request) -> Answer:
         """JSON-RPC, which OpenEnv requires of every environment; a game offers no MCP tools."""
-        try:
-            call = json.loads(await request.body())
-        except (ValueError, RecursionError):
-            call = None
-        call = call if isinstance(call, dict) else {}
+        call = _object(await request.body()) or {}
         answer: Answer = {"jsonrpc": "2.0", "id": call.get("id")}
         if call.get("method") == "tools/list":
             return answer | {"result": {"tools": []}}
         error = {"code": -32601, "message": "This game has no MCP tools; play it over /ws."}
         return answer | {"error": error}
-
-
-async def _converse(socket: WebSocket, table: Table, idle_s: float, timer: Timer) -> None:
-    while True:
-        async with asyncio.timeout(idle_s):
-            message = await socket.receive()
-        if message["type"] == "websocket.disconnect":
-            raise WebSocketDisconnect(message.get("code") or 1000)
-        raw = message.get("text") or (message.get("bytes") or b"").decode("utf-8", "replace")
-        started = time.perf_counter()
-        answer = table.answer(raw)
-        if answer is None:
-            return await socket.close()
-        await socket.send_text(json.dumps(answer))
-        timer("ws", time.perf_counter() - started)

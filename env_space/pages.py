@@ -1,6 +1,5 @@
 """The routes that only read: the page for people, the words, health, and metrics for Prometheus."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 from fastapi import FastAPI, Response
@@ -30,21 +29,16 @@ class Metrics:
     """The counters of one service. Games and guesses are counted when their game ends."""
 
     def __init__(self) -> None:
-        self._registry = registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         labels = ["outcome", "split", "via"]
         self._games = Counter("wordle_games", "Games that ended", labels, registry=registry)
         self._guesses = Counter("wordle_guesses", "Guesses played", ["kind"], registry=registry)
-        self._active = Gauge("wordle_active_sessions", "Games in play", registry=registry)
-        self._capacity = Gauge("wordle_max_sessions", "Games that may be in play", registry=registry)
+        self.active = Gauge("wordle_active_sessions", "Games in play", registry=registry)
+        self.capacity = Gauge("wordle_max_sessions", "Games that may be in play", registry=registry)
         about = "From a move's request being read to its answer being written"
         seconds = Histogram("wordle_move_seconds", about, ["via"], buckets=_BUCKETS_S, registry=registry)
         self._took = {via: seconds.labels(via).observe for via in ("http", "ws")}
-
-    def watch_sessions(self, active: Callable[[], int], capacity: int) -> None:
-        """Report the number of games in play at the time of each scrape."""
-        self._active.set_function(active)
-        self._capacity.set(capacity)
 
     def count_game(self, session: Session) -> None:
         """Count a game that ended."""
@@ -58,15 +52,17 @@ class Metrics:
         """Record the time of one move."""
         self._took[via](seconds)
 
-    def render(self) -> bytes:
-        """Everything in Prometheus' text format."""
-        return generate_latest(self._registry)
-
 
 def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, metrics: Metrics) -> None:
     """Add the routes to `app`."""
-    every = rules.train + rules.held_out
-    words = Words(answers=every, held_out=rules.held_out, length=rules.length, max_guesses=MAX_GUESSES)
+    words = Words(
+        answers=rules.train + rules.held_out,
+        held_out=rules.held_out,
+        length=rules.settings.length,
+        max_guesses=MAX_GUESSES,
+    )
+    metrics.active.set_function(sessions.__len__)
+    metrics.capacity.set(sessions.capacity)
     app.mount("/page", StaticFiles(directory=PAGE))
 
     @app.get("/", response_class=FileResponse, include_in_schema=False)
@@ -87,4 +83,4 @@ def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, metrics: Metrics)
     @app.get("/metrics", response_class=Response, include_in_schema=False)
     async def render_metrics() -> Response:
         """Games, guesses, capacity and times in Prometheus' text format."""
-        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)

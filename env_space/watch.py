@@ -7,7 +7,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from functools import cache, partial
 from ssl import SSLContext
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import uuid4
 
 import httpx
@@ -47,14 +47,6 @@ class ReplicaError(Exception):
     """The replica did not answer with a turn; the message is a sentence for the viewer."""
 
 
-class Turn(NamedTuple):
-    """What the policy wrote, the word it called the tool with (None: no call), and the weights' version."""
-
-    text: str
-    word: str | None
-    version: str
-
-
 class Replica:
     """A conversation with the policy of one replica, over its OpenAI-compatible chat endpoint."""
 
@@ -63,8 +55,11 @@ class Replica:
         self._messages: list[dict[str, str]] = [{"role": "user", "content": prompt}]
         self._model = ""
 
-    async def turn(self) -> Turn:
-        """The policy's next turn. Raises ReplicaError."""
+    async def turn(self) -> tuple[str, str | None, str]:
+        """The policy's next turn: its text, the word it guessed (None: no call), and the weights' version.
+
+        Raises ReplicaError.
+        """
         try:
             if not self._model:
                 self._model = (await self._ask("GET", "/v1/models")).json()["data"][0]["id"]
@@ -74,7 +69,7 @@ class Replica:
             raise ReplicaError(f"The replica did not answer as vLLM does. {_ASLEEP}") from None
         self._messages.append({"role": "assistant", "content": text})
         called = _CALLED_WORD.findall(text)
-        return Turn(text, called[-1] if called else None, answer.headers.get("x-policy-version", ""))
+        return text, called[-1] if called else None, answer.headers.get("x-policy-version", "")
 
     def observe(self, observation: str) -> None:
         """Add the result of a guess to the conversation."""
@@ -124,50 +119,39 @@ def _tls() -> SSLContext:
     return httpx.create_ssl_context(trust_env=False)
 
 
-class Watch:
-    """The route `/watch`: each request is a new game. `sessions` holds only watched games."""
+def add_route(app: FastAPI, sessions: Sessions, rules: Rules, settings: Settings) -> None:
+    """Add `/watch`: each request is a new game. `sessions` holds only watched games."""
 
-    def __init__(self, sessions: Sessions, rules: Rules, settings: Settings) -> None:
-        self._sessions, self._rules, self._settings = sessions, rules, settings
-
-    def add_route(self, app: FastAPI) -> None:
-        """Add the route to `app`."""
-        app.get("/watch", response_class=StreamingResponse, responses=refusals(404, 429, 503))(self.watch)
-
-    async def watch(self, request: Request) -> StreamingResponse:
+    @app.get("/watch", response_class=StreamingResponse, responses=refusals(404, 429, 503))
+    async def watch(request: Request) -> StreamingResponse:
         """Events of a game that the policy plays: `opened`, a `turn` per move, then `ended` or `problem`."""
-        if self._settings.replica_url is None:
+        if settings.replica_url is None:
             fix = "set WORDLE_REPLICA_URL to the address of a replica to watch it play"
             raise GameError(404, f"No policy is connected; {fix}.")
         seed, client = secrets.randbits(31), client_address(request.scope)
-        session = self._sessions.open(uuid4(), Origin(seed, via="watch"), self._rules.deal(seed), client)
-        events = self._events(self._settings.replica_url, session)
-        return _Stream(events, partial(self._sessions.leave, session.id))
+        session = sessions.open(uuid4(), Origin(seed, via="watch"), rules.deal(seed), client)
+        return _Stream(events(settings.replica_url, session), partial(sessions.leave, session.id))
 
-    async def _events(self, url: str, session: Session) -> AsyncIterator[str]:
-        yield _event("opened", seed=session.origin.seed, max_guesses=MAX_GUESSES, length=self._rules.length)
+    async def events(url: str, session: Session) -> AsyncIterator[str]:
+        yield _event("opened", seed=session.origin.seed, max_guesses=MAX_GUESSES, length=settings.length)
+        headers = replica_headers(url, settings.replica_key)
         try:
-            async for event in self._play(url, session):
-                yield event
+            async with httpx.AsyncClient(
+                base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False, verify=_tls()
+            ) as http:
+                replica = Replica(http, settings.replica_prompt)
+                while not session.game.over:
+                    text, word, version = await replica.turn()
+                    if word is None:
+                        sessions.close(session.id)
+                        yield _event("turn", text=text, version=version, move=None)
+                        break
+                    move = sessions.play(session.id, session.game.turns + 1, word)
+                    replica.observe(move.observation)
+                    yield _event("turn", text=text, version=version, move=MOVE.dump_python(move))
+            yield _event("ended", solved=session.game.solved, secret=session.game.secret)
         except (ReplicaError, GameError) as error:
             yield _event("problem", detail=str(error))
-
-    async def _play(self, url: str, session: Session) -> AsyncIterator[str]:
-        headers = replica_headers(url, self._settings.replica_key)
-        async with httpx.AsyncClient(
-            base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False, verify=_tls()
-        ) as http:
-            replica = Replica(http, self._settings.replica_prompt)
-            while not session.game.over:
-                turn = await replica.turn()
-                if turn.word is None:
-                    self._sessions.close(session.id)
-                    yield _event("turn", text=turn.text, version=turn.version, move=None)
-                    break
-                move = self._sessions.play(session.id, session.game.turns + 1, turn.word)
-                replica.observe(move.observation)
-                yield _event("turn", text=turn.text, version=turn.version, move=MOVE.dump_python(move))
-        yield _event("ended", solved=session.game.solved, secret=session.game.secret)
 
 
 class _Stream(StreamingResponse):

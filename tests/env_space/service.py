@@ -1,6 +1,5 @@
 """A fresh service, in this process or as a Space runs it, the form of its refusals, and a fake replica."""
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
+from starlette.testclient import TestClient
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 import env_space
@@ -25,17 +25,10 @@ PATIENCE_S = 60
 COMMAND = [sys.executable, "-m", "env_space.app"]
 
 
-def serve(scenario, **settings):
-    """Run `scenario(client)` against a fresh service in this process."""
-
-    async def run():
-        app = ProxyHeadersMiddleware(create_app(Settings(**settings)), PROXIES)  # as uvicorn has it
-        async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://wordle", timeout=PATIENCE_S
-        ) as client:
-            return await scenario(client)
-
-    return asyncio.run(run())
+def service(**settings):
+    """A client of a fresh service in this process, behind a proxy as uvicorn has it."""
+    app = ProxyHeadersMiddleware(create_app(Settings(**settings)), PROXIES)
+    return TestClient(app, client=("127.0.0.1", 1))
 
 
 def seen_from(number):
@@ -43,10 +36,14 @@ def seen_from(number):
     return {"X-Forwarded-For": f"198.51.100.{number}"}
 
 
-async def start(client, seed=BRIDE):
-    response = await client.post("/sessions", json={"seed": seed})
+def start(client, seed=BRIDE):
+    response = client.post("/sessions", json={"seed": seed})
     assert response.status_code == 201
     return f"/sessions/{response.json()['session']}"
+
+
+def guess(client, game, word, turn):
+    return client.post(f"{game}/guess", json={"word": word, "turn": turn})
 
 
 def sentence(response, status):

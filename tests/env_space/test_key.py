@@ -16,7 +16,17 @@ from env_space.settings import Settings, settings_from
 from env_space.watch import replica_headers
 from space_guard.settings import SettingsError
 from tests.browser import watched_page
-from tests.env_space.service import BRIDE, PATIENCE_S, answering, seen_from, sentence, serve, space, start
+from tests.env_space.service import (
+    BRIDE,
+    PATIENCE_S,
+    answering,
+    guess,
+    seen_from,
+    sentence,
+    service,
+    space,
+    start,
+)
 from trainer.tasks.wordle import WordleEnv
 
 KEY = "four-random-words-in-a-row"
@@ -36,35 +46,30 @@ UNKNOWN = "00000000-0000-0000-0000-000000000000"
     ],
 )
 def test_the_api_needs_the_key_and_says_whether_it_is_missing_or_wrong(method, path):
-    async def scenario(client):
-        return [await client.request(method, path, json={"seed": 1}, headers=given) for given in ({}, WRONG)]
-
-    missing, wrong = serve(scenario, key=KEY)
+    client = service(key=KEY)
+    missing, wrong = (client.request(method, path, json={"seed": 1}, headers=given) for given in ({}, WRONG))
     assert "send its WORDLE_KEY in the header X-Space-Key" in sentence(missing, 401)
     assert "compare it with its WORDLE_KEY" in sentence(wrong, 401)
     assert KEY[:-1] not in wrong.text
 
 
 def test_the_key_and_an_open_api_give_full_access():
-    async def scenario(client):
-        client.headers.update(RIGHT)
-        game = await start(client)
-        await client.post(f"{game}/guess", json={"word": "bride", "turn": 1})
-        return (await client.delete(game)).json()["solved"]
-
-    assert serve(scenario, key=KEY)
-    assert serve(start, key=KEY, open=True).startswith("/sessions/")
+    client = service(key=KEY)
+    client.headers.update(RIGHT)
+    game = start(client)
+    guess(client, game, "bride", 1)
+    assert client.delete(game).json()["solved"]
+    assert start(service(key=KEY, open=True)).startswith("/sessions/")
 
 
 def test_no_route_that_plays_is_open():
     """Whatever routes the app has or gets: without the key these are all that answer, and they only look."""
     app, answers = create_app(Settings(key=KEY)), dict[str, int]()
-    with TestClient(app) as client:
-        for route in app.routes:
-            if isinstance(route, APIRoute):
-                path = route.path.replace("{session}", UNKNOWN)
-                (method,) = route.methods
-                answers[path] = client.request(method, path, json={}).status_code
+    for route in app.routes:
+        if isinstance(route, APIRoute):
+            path = route.path.replace("{session}", UNKNOWN)
+            (method,) = route.methods
+            answers[path] = TestClient(app).request(method, path, json={}).status_code
     closed = {path for path, status in answers.items() if status == 401}
     assert closed == {"/sessions", f"/sessions/{UNKNOWN}", f"/sessions/{UNKNOWN}/guess"}
     played = {"/play", f"/play/{UNKNOWN}", f"/play/{UNKNOWN}/guess"}
@@ -154,21 +159,15 @@ def playing(url):
 
 
 def test_visitors_have_a_capacity_of_their_own():
-    async def scenario(client):
-        games = [
-            await client.post("/play", json={"seed": seed}, headers=seen_from(seed))
-            for seed in range(MAX_PLAYED + 1)
-        ]
-        opened = await client.post("/sessions", json={"seed": 1}, headers=RIGHT)
-        elsewhere = await client.post(
-            f"/sessions/{games[0].json()['session']}/guess", json={"word": "crane", "turn": 1}, headers=RIGHT
-        )
-        return [game.status_code for game in games[:-1]], games[-1], opened, elsewhere
-
-    games, full, opened, elsewhere = serve(scenario, key=KEY, max_sessions=1)
-    assert set(games) == {201}
+    client = service(key=KEY, max_sessions=1)
+    *games, full = (
+        client.post("/play", json={"seed": seed}, headers=seen_from(seed)) for seed in range(MAX_PLAYED + 1)
+    )
+    assert {game.status_code for game in games} == {201}
     assert sentence(full, 503) == f"{MAX_PLAYED} games are in play; try again in a moment."
-    assert opened.status_code == 201
+    client.headers.update(RIGHT)
+    start(client)
+    elsewhere = guess(client, f"/sessions/{games[0].json()['session']}", "crane", 1)
     assert "is unknown" in sentence(elsewhere, 404)
 
 
@@ -179,11 +178,8 @@ def test_a_watched_replica_gets_its_key():
         asked.append({name.lower(): value for name, value in request.headers.items()})
         request.send_error(503)
 
-    async def scenario(client):
-        return (await client.get("/watch")).text
-
     with answering(answer) as url:
-        events = serve(scenario, key=KEY, replica_url=url, replica_key="the-replica's-own")
+        events = service(key=KEY, replica_url=url, replica_key="the-replica's-own").get("/watch").text
     assert asked[0]["x-space-key"] == "the-replica's-own"
     assert "authorization" not in asked[0]
     assert "the-replica's-own" not in events

@@ -11,18 +11,12 @@ from starlette.websockets import WebSocketDisconnect
 from env_space.app import create_app
 from env_space.settings import Settings
 from tests import idle_time
-from tests.env_space.service import BRIDE
-
-
-@contextmanager
-def service(**settings):
-    with TestClient(create_app(Settings(**settings))) as client:
-        yield client
+from tests.env_space.service import BRIDE, service
 
 
 @contextmanager
 def connection(**settings):
-    with service(**settings) as client, client.websocket_connect("/ws") as socket:
+    with service(**settings).websocket_connect("/ws") as socket:
         yield socket
 
 
@@ -174,8 +168,7 @@ def test_an_idle_connection_is_closed_with_a_sentence_and_its_game_given_up():
     idle_time.run(app(socket, receive, send))
     assert [message["type"] for message in sent] == ["websocket.accept", "websocket.send", "websocket.close"]
     assert sent[-1]["reason"] == "Closed after 600 s without a message; connect again and reset."
-    with TestClient(app) as client:
-        assert playing(client) == 0
+    assert playing(TestClient(app)) == 0
 
 
 def test_the_prompt_names_the_length_and_hard_mode():

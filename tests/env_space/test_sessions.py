@@ -76,14 +76,6 @@ def test_no_more_games_that_ended_are_kept_than_may_be_in_play(sessions):
     assert all(sessions.close(id).gave_up for id in later)
 
 
-def test_opening_twice_is_one_game(sessions):
-    id = start(sessions)
-    sessions.play(id, 1, "crane")
-    assert start(sessions, id) == id
-    assert len(sessions) == 1
-    assert sessions.play(id, 2, "bride").turn == 2
-
-
 def test_an_id_belongs_to_its_seed_and_to_one_game(sessions):
     id = start(sessions, seed=1)
     with pytest.raises(GameError, match="with seed 1 of split train, not 2 of train; choose a new id"):

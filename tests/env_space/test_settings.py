@@ -9,13 +9,6 @@ from space_guard.settings import SettingsError
 from tests.env_space.service import PATIENCE_S, Space, sentence
 
 
-def test_defaults_suit_a_space():
-    settings = settings_from({"PATH": "somewhere", "ENV_NAME": "unrelated"})
-    assert (settings.host, settings.port) == ("0.0.0.0", 8000)
-    assert (settings.answers, settings.max_sessions, settings.session_ttl_s) == (None, 1024, 600)
-    assert (settings.length, settings.hard_mode, settings.replica_url) == (5, False, None)
-
-
 def test_variables_are_parsed():
     settings = settings_from({"WORDLE_ANSWERS": "300", "WORDLE_SESSION_TTL_S": "2.5", "WORDLE_PORT": "8000"})
     assert settings == Settings(answers=300, session_ttl_s=2.5, port=8000)

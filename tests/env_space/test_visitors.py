@@ -7,30 +7,31 @@ import threading
 from contextlib import contextmanager
 from uuid import uuid4
 
+import httpx
 import pytest
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from env_space.app import MAX_PLAYED, MAX_PLAYED_EACH, create_app
 from env_space.game import MAX_STORED, Game, guesses
 from env_space.sessions import Origin, Sessions
 from env_space.settings import Settings
 from env_space.watch import MAX_WATCHED, MAX_WATCHED_EACH
-from tests.env_space.service import PATIENCE_S, answering, seen_from, sentence, serve, start
+from space_guard.admission import PROXIES
+from tests.env_space.service import PATIENCE_S, answering, guess, seen_from, sentence, service, start
 from tests.env_space.test_sessions import TTL_S, Clock
 
 pytestmark = pytest.mark.finding(10)
 
 
 def test_one_address_gets_only_its_share_of_the_pages_games():
-    async def scenario(client):
-        def play(number):
-            return client.post("/play", json={"seed": 1}, headers=seen_from(number))
+    client = service()
 
-        mine = [await play(1) for _ in range(MAX_PLAYED_EACH + 1)]
-        others = await play(2)
-        await client.delete(f"/play/{mine[0].json()['session']}")
-        return mine, others, await play(1)
+    def play(number):
+        return client.post("/play", json={"seed": 1}, headers=seen_from(number))
 
-    mine, others, again = serve(scenario)
+    mine, others = [play(1) for _ in range(MAX_PLAYED_EACH + 1)], play(2)
+    client.delete(f"/play/{mine[0].json()['session']}")
+    again = play(1)
     assert [game.status_code for game in mine] == [201] * MAX_PLAYED_EACH + [429]
     assert (
         sentence(mine[-1], 429)
@@ -60,20 +61,13 @@ def test_repeated_requests_do_not_keep_a_game_alive():
 
 
 def test_a_game_stores_little_of_an_endless_word():
-    novel = "X" * 16_000
-
-    async def scenario(client):
-        game = await start(client)
-        moves = [
-            await client.post(f"{game}/guess", json={"word": word, "turn": 1}) for word in (novel, novel, "y")
-        ]
-        return [moves[0].json(), moves[1].json()], sentence(moves[2], 409)
-
-    played, conflict = serve(scenario)
-    assert played[0] == played[1]
-    assert played[0]["word"] == "x" * MAX_STORED
-    assert played[0]["message"] == f"'{'x' * 20}...' has 16000 letters; a guess has 5."
-    assert "already played with another word" in conflict
+    client, novel = service(), "X" * 16_000
+    game = start(client)
+    first, again = (guess(client, game, novel, 1).json() for _ in range(2))
+    assert first == again
+    assert first["word"] == "x" * MAX_STORED
+    assert first["message"] == f"'{'x' * 20}...' has 16000 letters; a guess has 5."
+    assert "already played with another word" in sentence(guess(client, game, "y", 1), 409)
 
 
 @contextmanager
@@ -91,6 +85,18 @@ def thinking_replica():
             yield url, asking, lets
         finally:
             lets.set()
+
+
+def serve(scenario, url):
+    """Run `scenario(client)` against a fresh service that watches the replica at `url`."""
+
+    async def run():
+        app = ProxyHeadersMiddleware(create_app(Settings(replica_url=url)), PROXIES)
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://wordle") as client:
+            return await scenario(client)
+
+    return asyncio.run(run())
 
 
 async def burst(client, addresses, lets):
@@ -116,7 +122,7 @@ def test_a_burst_watches_no_more_games_than_allowed_whatever_the_page_plays():
             statuses = await burst(client, range(60), lets)
             return statuses, (await client.get("/watch")).status_code
 
-        statuses, after = serve(scenario, replica_url=url)
+        statuses, after = serve(scenario, url)
     assert sorted(statuses) == [200] * MAX_WATCHED + [503] * (60 - MAX_WATCHED)
     assert len(asking) == MAX_WATCHED + 1
     assert after == 200, "there is room again"
@@ -128,7 +134,7 @@ def test_one_address_watches_its_share_and_others_still_can():
         async def scenario(client):
             return await burst(client, [1] * 54 + list(range(2, 8)), lets)
 
-        statuses = serve(scenario, replica_url=url)
+        statuses = serve(scenario, url)
     assert statuses[:54].count(200) == MAX_WATCHED_EACH
     assert statuses[:54].count(429) == 54 - MAX_WATCHED_EACH
     assert statuses[54:] == [200] * (MAX_WATCHED - MAX_WATCHED_EACH)
@@ -138,11 +144,9 @@ def test_certificates_are_read_once_not_for_each_watcher(monkeypatch):
     read, reads = ssl.create_default_context, []
     monkeypatch.setattr(ssl, "create_default_context", lambda **given: reads.append(1) or read(**given))
 
-    async def scenario(client):
-        for _ in range(3):
-            await client.get("/watch")
-
-    serve(scenario, replica_url="http://127.0.0.1:9")
+    client = service(replica_url="http://127.0.0.1:9")
+    for _ in range(3):
+        client.get("/watch")
     assert len(reads) <= 1, "each time takes the only thread a tenth of a second"
 
 
@@ -167,15 +171,12 @@ def test_a_client_that_leaves_before_the_first_event_makes_room():
 
 
 def test_games_of_visitors_are_counted_but_not_logged(caplog):
-    async def scenario(client):
-        for _ in range(3):
-            game = (await client.post("/play", json={"seed": 1})).json()["session"]
-            await client.delete(f"/play/{game}")
-        metrics = (await client.get("/metrics")).text
-        await client.delete(await start(client))
-        return metrics
-
+    client = service()
     with caplog.at_level(logging.INFO, "wordle"):
-        metrics = serve(scenario)
+        for _ in range(3):
+            game = client.post("/play", json={"seed": 1}).json()["session"]
+            client.delete(f"/play/{game}")
+        metrics = client.get("/metrics").text
+        client.delete(start(client))
     assert 'wordle_games_total{outcome="gave_up",split="train",via="page"} 3.0' in metrics
     assert [record.fields["via"] for record in caplog.records if record.name == "wordle"] == ["http"]

@@ -5,20 +5,18 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.env_space.service import answering, sentence, serve
+from tests.env_space.service import answering, sentence, service
 
 
 def watch(**settings):
     """The events of one watched game as (kind, data), and how many games are in play afterwards."""
 
-    async def scenario(client):
-        answer = await client.get("/watch", timeout=60)
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        events = [event.split("\n") for event in answer.text.strip().split("\n\n")]
-        playing = (await client.get("/health")).json()["sessions"]
-        return [(kind[7:], json.loads(data[6:])) for kind, data in events], playing
-
-    return serve(scenario, **settings)
+    client = service(**settings)
+    answer = client.get("/watch")
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = [event.split("\n") for event in answer.text.strip().split("\n\n")]
+    playing = client.get("/health").json()["sessions"]
+    return [(kind[7:], json.loads(data[6:])) for kind, data in events], playing
 
 
 @contextmanager
@@ -47,10 +45,7 @@ def says(text):
 
 
 def test_without_a_replica_the_refusal_names_the_setting():
-    async def scenario(client):
-        return sentence(await client.get("/watch"), 404)
-
-    assert "set WORDLE_REPLICA_URL" in serve(scenario)
+    assert "set WORDLE_REPLICA_URL" in sentence(service().get("/watch"), 404)
 
 
 def test_a_replica_that_cannot_be_reached_may_be_asleep():

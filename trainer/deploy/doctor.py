@@ -19,7 +19,6 @@ from importlib import metadata
 from pathlib import Path
 from uuid import uuid4
 
-import httpx
 from huggingface_hub import HfApi, get_session
 from huggingface_hub.constants import HF_HOME
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
@@ -31,7 +30,6 @@ from delta_weight_sync.cost import HARDWARE
 from delta_weight_sync.errors import BucketError, KeyFormatError
 from delta_weight_sync.records import FORMAT
 from delta_weight_sync.store import open_bucket
-from trainer import spaces
 from trainer.deploy import DeployError, hub, keys
 from trainer.deploy.hub import explained
 from trainer.deploy.plan import CHECKOUT
@@ -50,7 +48,7 @@ class Setup:
     """What the checks look at. Each fact is looked up once, because the Hub limits the rate of requests."""
 
     api: HfApi
-    given_owner: str  # empty: the account of the token
+    given_owner: str  # may be empty
     name: str
     model: str  # a Hub id or the folder of a checkpoint
     hardware: str  # of each replica
@@ -63,7 +61,7 @@ class Setup:
 
     @property
     def owner(self) -> str:
-        """The owner of bucket and Spaces."""
+        """The owner of bucket and Spaces; by default the account of the token."""
         return self.given_owner or self.account.name
 
     @cached_property
@@ -183,19 +181,11 @@ def _awake(setup: Setup) -> str:
 
 def _protocol(setup: Setup) -> str:
     running = [space for space in setup.replicas if space.runtime.stage == "RUNNING"]
-    formats = {space.repo_id: _format(space) for space in running}
-    if other := [f"{repo_id} speaks {spoken}" for repo_id, spoken in formats.items() if spoken != FORMAT]:
-        raise DeployError(f"{', '.join(other)}, this trainer {FORMAT}; run `up` to bring both to one version")
+    for space in running:
+        if (spoken := hub.served(space)[0]) != FORMAT:
+            fix = "run `up` to bring both to one version"
+            raise DeployError(f"{space.repo_id} speaks {spoken}, this trainer {FORMAT}; {fix}")
     return f"{len(running)} replicas speak {FORMAT}" if running else "no replica runs"
-
-
-def _format(space: hub.Space) -> str:
-    try:
-        return str(spaces.request(space.url, "GET", "/status").raise_for_status().json()["format"])
-    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-        return f"nothing ({type(error).__name__})"
-    except spaces.SpacesUnavailableError as error:
-        raise DeployError(str(error)) from error
 
 
 def _signatures(setup: Setup) -> str:
@@ -282,7 +272,7 @@ def _trainer_gpu(setup: Setup) -> str:
 
 
 def _gpu_bytes() -> int:
-    """The memory of all GPUs of this machine that its driver can use."""
+    """The memory of all GPUs that the driver can use."""
     import torch  # slow, and no other check needs it
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

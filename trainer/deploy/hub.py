@@ -12,14 +12,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import httpx
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, set_client_factory
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, SpaceRuntime, set_client_factory
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
     BucketNotFoundError,
-    GatedRepoError,
     HfHubHTTPError,
     HTTPError,  # of httpx or httpx2, whichever this version of huggingface_hub uses
     LocalTokenNotFoundError,
@@ -27,6 +25,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
 )
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils._http import default_client_factory
+from huggingface_hub.utils.sha import git_hash
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from delta_weight_sync.cost import PRICES_READ_ON, price
@@ -37,21 +36,21 @@ from trainer.deploy.plan import MARK, REMOVABLE, Deployment, SpacePlan, files
 
 PAUSED = ("PAUSED", "STOPPED")
 ASLEEP = ("SLEEPING", *PAUSED)
-FAILED = ("NO_APP_FILE", "CONFIG_ERROR", "BUILD_ERROR", "RUNTIME_ERROR")
+FAILED = {
+    "NO_APP_FILE": "has no files to build; run `up` again",
+    "CONFIG_ERROR": "cannot be built with this configuration; fix the error below and run `up` again",
+    "BUILD_ERROR": "could not be built; fix the error in the log and run `up` again",
+    "RUNTIME_ERROR": "stopped right after its start; fix the error in the log and run `up` again",
+}
+_UP = ("healthy", "serving", spaces.NO_VERSION_YET)
 TOKENS = "https://huggingface.co/settings/tokens"
 WAIT_LIMIT_S = 3600.0  # the first build pulls vLLM's image, some 10 GB
 _POLL_S = 5.0
 _ERROR_LIMIT_S = 120.0  # for errors that may pass: one that the app reports, or an unknown host name
 _FAILED_LIMIT_S = 15.0  # the Hub may still show the state before the last change
 _LOG_LINES = 15
-_FAILURES = {
-    "NO_APP_FILE": "has no files to build; run `up` again",
-    "CONFIG_ERROR": "cannot be built with this configuration; fix the error below and run `up` again",
-    "BUILD_ERROR": "could not be built; fix the error in the log and run `up` again",
-    "RUNTIME_ERROR": "stopped right after its start; fix the error in the log and run `up` again",
-}
 
-Change = tuple[str, Callable[[], object]]  # one difference from the plan: what to report, and what to do
+Change = Callable[..., None]  # makes one change: what to report, the function to call, and its arguments
 
 
 def connect() -> HfApi:
@@ -89,8 +88,6 @@ def explained(what: str, variable: str = "HF_TOKEN") -> Iterator[None]:
 
 def _refusal(error: HfHubHTTPError, variable: str) -> str:
     status = error.response.status_code
-    if isinstance(error, GatedRepoError):
-        return "the model is gated; accept its licence on its page, with the account of this token"
     if status == 429 or status >= 500:
         return f"the Hub answered {status}; run the same command again in a few minutes"
     known = {
@@ -177,21 +174,6 @@ def require_read_only(api: HfApi, token: str) -> str:
 
 
 @dataclass(frozen=True)
-class Runtime:
-    """How a Space runs at the moment."""
-
-    stage: str
-    hardware: str | None  # the latest request
-    sleep_s: int | None
-    error: str
-
-    @property
-    def billed(self) -> bool:
-        """Whether it costs money."""
-        return self.stage.startswith("RUNNING")
-
-
-@dataclass(frozen=True)
 class Space:
     """A Space as it is on the Hub."""
 
@@ -201,12 +183,22 @@ class Space:
     variables: Mapping[str, str]
     secrets: Mapping[str, str | None]  # name -> description
     files: Mapping[str, str]  # path -> git's hash of a small file, sha256 of a large one
-    runtime: Runtime
+    runtime: SpaceRuntime
 
     @property
     def ours(self) -> bool:
         """Whether trainer.deploy made it."""
         return self.variables.items() >= MARK.items()
+
+    @property
+    def hardware(self) -> str | None:
+        """The hardware of the latest request."""
+        return self.runtime.requested_hardware or self.runtime.hardware
+
+    @property
+    def billed(self) -> bool:
+        """Whether it costs money now."""
+        return self.runtime.stage.startswith("RUNNING")
 
 
 def spaces_of(api: HfApi, owner: str, name: str, expected: Iterable[str] = ()) -> list[Space]:
@@ -246,17 +238,13 @@ def _space(api: HfApi, repo_id: str) -> Space | None:
             {name: variable.value for name, variable in api.get_space_variables(repo_id).items()},
             {name: secret.description for name, secret in api.get_space_secrets(repo_id).items()},
             {f.path: f.lfs.sha256 if f.lfs else f.blob_id for f in tree if isinstance(f, RepoFile)},
-            runtime(api, repo_id),
+            _runtime(api, repo_id),
         )
 
 
-def runtime(api: HfApi, repo_id: str) -> Runtime:
-    """How a Space runs at the moment."""
+def _runtime(api: HfApi, repo_id: str) -> SpaceRuntime:
     with explained(f"reading the state of {repo_id}"):
-        now = api.get_space_runtime(repo_id)
-    # The client turns the words that it knows into members of an enumeration.
-    stage, hardware = (getattr(v, "value", v) for v in (now.stage, now.requested_hardware or now.hardware))
-    return Runtime(str(stage or ""), hardware, now.sleep_time, str(now.raw.get("errorMessage") or ""))
+        return api.get_space_runtime(repo_id)
 
 
 def bucket_is_private(api: HfApi, bucket: str) -> bool | None:
@@ -280,92 +268,85 @@ def apply(api: HfApi, deployment: Deployment, secrets: Secrets, say: Callable[[s
     plans = {plan.repo_id: plan for plan in deployment.spaces}
     found = {space.repo_id: space for space in spaces_of(api, deployment.owner, deployment.name, plans)}
     refuse_foreign(found.values())
-    count = 0
-    for what, do in _changes(api, deployment.bucket, plans, found, secrets):
+    changes: list[str] = []
+
+    def change(what: str, do: Callable[..., object], *given: object, **options: object) -> None:
         with explained(what):
-            do()
+            do(*given, **options)
         say(what)
-        count += 1
-    return count
+        changes.append(what)
 
-
-def _changes(
-    api: HfApi, bucket: str, plans: Mapping[str, SpacePlan], found: Mapping[str, Space], secrets: Secrets
-) -> Iterator[Change]:
-    if bucket_is_private(api, bucket) is None:
-        yield f"create the bucket {bucket} (private)", partial(api.create_bucket, bucket, private=True)
+    if bucket_is_private(api, bucket := deployment.bucket) is None:
+        change(f"create the bucket {bucket} (private)", api.create_bucket, bucket, private=True)
     for repo_id, plan in plans.items():
         if space := found.get(repo_id):
-            yield from _updates(api, plan, space, secrets)
-            yield from (uploads := list(_files(api, plan, space.files)))
+            _update(api, plan, space, secrets, change)
+            uploaded = _upload(api, plan, space.files, change)
             stage = space.runtime.stage
-            if stage in PAUSED or (stage in FAILED and not uploads):
-                yield f"restart {repo_id} ({stage})", partial(api.restart_space, repo_id)
+            if stage in PAUSED or (stage in FAILED and not uploaded):
+                change(f"restart {repo_id} ({stage})", api.restart_space, repo_id)
         else:
             visibility = "private" if plan.private else "public"
-            yield f"create {repo_id} ({visibility}, {plan.hardware})", partial(_create, api, plan, secrets)
-            yield from _files(api, plan, {})
+            # All settings go into the request that creates the Space, so that it never runs without them.
+            change(
+                f"create {repo_id} ({visibility}, {plan.hardware})",
+                api.create_repo,
+                repo_id,
+                repo_type="space",
+                space_sdk="docker",
+                private=plan.private,
+                space_hardware=plan.hardware,
+                space_sleep_time=plan.sleep_s,
+                space_variables=[{"key": key, "value": value} for key, value in plan.variables.items()],
+                space_secrets=[
+                    {"key": key, "value": secrets.value(key), "description": secrets.fingerprint(key)}
+                    for key in plan.secrets
+                ],
+            )
+            _upload(api, plan, {}, change)
     for extra in sorted(found.keys() - plans.keys()):
-        do = partial(api.delete_repo, extra, repo_type="space")
-        yield f"delete {extra}, which is not in the plan", do
+        change(f"delete {extra}, which is not in the plan", api.delete_repo, extra, repo_type="space")
+    return len(changes)
 
 
-def _create(api: HfApi, plan: SpacePlan, secrets: Secrets) -> None:
-    """Send all settings in the request that creates the Space, so that it never runs without them."""
-    api.create_repo(
-        plan.repo_id,
-        repo_type="space",
-        space_sdk="docker",
-        private=plan.private,
-        space_hardware=plan.hardware,  # type: ignore[arg-type]
-        space_sleep_time=plan.sleep_s,
-        space_variables=[{"key": key, "value": value} for key, value in plan.variables.items()],
-        space_secrets=[
-            {"key": key, "value": secrets.value(key), "description": secrets.fingerprint(key)}
-            for key in plan.secrets
-        ],
-    )
-
-
-def _updates(api: HfApi, plan: SpacePlan, space: Space, secrets: Secrets) -> Iterator[Change]:
-    """The settings that differ from the plan. A variable that the owner added stays."""
+def _update(api: HfApi, plan: SpacePlan, space: Space, secrets: Secrets, change: Change) -> None:
+    """Change the settings that differ from the plan. A variable that the owner added stays."""
     repo_id, hardware, sleep_s = plan.repo_id, plan.hardware, plan.sleep_s
-    do: Callable[[], object]
     if space.private != plan.private:
-        do = partial(api.update_repo_settings, repo_id, private=plan.private, repo_type="space")
-        yield f"make {repo_id} {'private' if plan.private else 'public'}", do
+        what = f"make {repo_id} {'private' if plan.private else 'public'}"
+        change(what, api.update_repo_settings, repo_id, private=plan.private, repo_type="space")
     for key, value in plan.variables.items():
         if space.variables.get(key) != value:
-            yield f"set {key}={value} of {repo_id}", partial(api.add_space_variable, repo_id, key, value)
+            change(f"set {key}={value} of {repo_id}", api.add_space_variable, repo_id, key, value)
     for key in space.variables.keys() & {*REMOVABLE} - plan.variables.keys():
-        yield f"remove {key} from {repo_id}", partial(api.delete_space_variable, repo_id, key)
+        change(f"remove {key} from {repo_id}", api.delete_space_variable, repo_id, key)
     for name in plan.secrets:
         value, mark = secrets.value(name), secrets.fingerprint(name)
         if space.secrets.get(name) != mark:
-            do = partial(api.add_space_secret, repo_id, name, value, description=mark)
-            yield f"set the secret {name} of {repo_id}", do
-    if space.runtime.hardware != hardware:
-        do = partial(api.request_space_hardware, repo_id, hardware, sleep_time=sleep_s)  # type: ignore[arg-type]
-        yield f"move {repo_id} to {hardware}", do
-    elif sleep_s is not None and space.runtime.sleep_s != sleep_s:
-        yield f"let {repo_id} sleep after {sleep_s} s", partial(api.set_space_sleep_time, repo_id, sleep_s)
+            what = f"set the secret {name} of {repo_id}"
+            change(what, api.add_space_secret, repo_id, name, value, description=mark)
+    if space.hardware != hardware:
+        what = f"move {repo_id} to {hardware}"
+        change(what, api.request_space_hardware, repo_id, hardware, sleep_time=sleep_s)
+    elif sleep_s is not None and space.runtime.sleep_time != sleep_s:
+        change(f"let {repo_id} sleep after {sleep_s} s", api.set_space_sleep_time, repo_id, sleep_s)
 
 
-def _files(api: HfApi, plan: SpacePlan, remote: Mapping[str, str]) -> Iterator[Change]:
-    """One commit, and so one build, for all files that differ."""
+def _upload(api: HfApi, plan: SpacePlan, remote: Mapping[str, str], change: Change) -> bool:
+    """Change all files that differ in one commit, and so in one build; False if none differs."""
     local = {path: source.read_bytes() for path, source in files(plan.folder).items()}
-    changed = [path for path, data in local.items() if remote.get(path) not in _hashes(data)]
+    changed = [
+        path
+        for path, data in local.items()  # the Hub names small files as git does, large ones by sha256
+        if remote.get(path) not in (git_hash(data), hashlib.sha256(data).hexdigest())
+    ]
     gone = sorted(remote.keys() - local.keys() - {".gitattributes"})  # the Hub makes this one
     if changed or gone:
         operations = [*(CommitOperationAdd(p, local[p]) for p in changed), *map(CommitOperationDelete, gone)]
-        commit = partial(api.create_commit, commit_message="Delta Weight Sync", repo_type="space")
         what = f"upload {len(changed)} and delete {len(gone)} files of {plan.repo_id}"
-        yield what, partial(commit, plan.repo_id, operations)
-
-
-def _hashes(data: bytes) -> tuple[str, str]:
-    """Git's name of this content as a small file, and the Hub's as a large file."""
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest(), hashlib.sha256(data).hexdigest()
+        message = "Delta Weight Sync"
+        change(what, api.create_commit, plan.repo_id, operations, commit_message=message, repo_type="space")
+    return bool(changed or gone)
 
 
 def wait_until_healthy(
@@ -381,21 +362,23 @@ def wait_until_healthy(
     error_since: dict[str, float] = {}
 
     def healthy(space: Space) -> bool:
-        repo_id, is_env = space.repo_id, space.repo_id.endswith("-env")
-        answer = _answer(api, space, "env" if is_env else "replica")
+        repo_id, answer = space.repo_id, _answer(api, space)
         state = masked(str(answer), secrets)
         if states.get(repo_id) != state:
             states[repo_id] = state
             say(f"[{time.monotonic() - started:5.0f} s] {repo_id}: {state}")
         if not answer.error:
             error_since.pop(repo_id, None)
-            return answer.state in (("healthy",) if is_env else ("serving", spaces.NO_VERSION_YET))
+            return answer.state in _UP
         limit = _FAILED_LIMIT_S if answer.state in FAILED else _ERROR_LIMIT_S
-        if time.monotonic() >= error_since.setdefault(repo_id, time.monotonic()) + limit:
-            failed = answer.state in FAILED
-            text = _failure(api, repo_id, answer) if failed else f"{repo_id} does not get ready: {answer}"
-            raise DeployError(masked(text, secrets))
-        return False
+        if time.monotonic() < error_since.setdefault(repo_id, time.monotonic()) + limit:
+            return False
+        text = f"{repo_id} does not get ready: {answer}"
+        if fix := FAILED.get(answer.state):
+            log = "run" if answer.state == "RUNTIME_ERROR" else "build"
+            lines = log_lines(api, repo_id, build=log == "build")[-_LOG_LINES:] or ["(nothing)"]
+            text = "\n  ".join([f"{repo_id} {fix} ({answer.error}). The end of its {log} log:", *lines])
+        raise DeployError(masked(text, secrets))
 
     while time.monotonic() < started + WAIT_LIMIT_S:
         waiting = [space for space in waiting if not healthy(space)]
@@ -406,25 +389,18 @@ def wait_until_healthy(
     raise DeployError(f"not up within {WAIT_LIMIT_S:.0f} s ({left}); see `logs`, then run `up` again")
 
 
-def _answer(api: HfApi, space: Space, kind: spaces.Kind) -> spaces.Answer:
-    now = runtime(api, space.repo_id)
+def _answer(api: HfApi, space: Space) -> spaces.Answer:
+    now = _runtime(api, space.repo_id)
     if now.stage in FAILED:
-        return spaces.Answer(now.stage, error=now.error or "the Hub gives no reason")
+        return spaces.Answer(now.stage, error=now.raw.get("errorMessage") or "the Hub gives no reason")
     if now.stage in PAUSED:
         raise DeployError(f"{space.repo_id} was paused in the meantime; `resume` it")
     if now.stage not in ("RUNNING", "SLEEPING"):  # a request wakes a sleeping Space
         return spaces.Answer(now.stage)
     try:
-        return spaces.probe(space.url, kind)
+        return spaces.probe(space.url, "env" if space.repo_id.endswith("-env") else "replica")
     except spaces.SpacesUnavailableError as error:
         return spaces.Answer(now.stage, error=str(error))
-
-
-def _failure(api: HfApi, repo_id: str, answer: spaces.Answer) -> str:
-    build = answer.state != "RUNTIME_ERROR"
-    log = "build" if build else "run"
-    sentence = f"{repo_id} {_FAILURES[answer.state]} ({answer.error}). The end of its {log} log:"
-    return "\n  ".join([sentence, *(log_lines(api, repo_id, build=build)[-_LOG_LINES:] or ["(nothing)"])])
 
 
 def table(found: list[Space]) -> str:
@@ -432,23 +408,29 @@ def table(found: list[Space]) -> str:
     rows = [("Space", "stage", "hardware", "version", "digest", "$/h")]
     now = total = 0.0
     for space in found:
-        usd, billed = price(space.runtime.hardware), space.runtime.billed
-        now, total = now + (usd or 0.0) * billed, total + (usd or 0.0)
-        cost, hardware = "?" if usd is None else f"{usd * billed:.2f}", space.runtime.hardware or "-"
-        rows.append((space.repo_id, space.runtime.stage, hardware, *_served(space), cost))
+        usd, version, digest = price(space.hardware), "-", "-"
+        now, total = now + (usd or 0.0) * space.billed, total + (usd or 0.0)
+        cost, hardware = "?" if usd is None else f"{usd * space.billed:.2f}", space.hardware or "-"
+        if space.billed and not space.repo_id.endswith("-env"):  # a request to another one would wake it
+            try:
+                _, version, digest = served(space)
+            except DeployError:
+                version = "no answer"
+        rows.append((space.repo_id, space.runtime.stage, hardware, version, digest, cost))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     lines.append(f"now ${now:.2f} per hour; ${total:.2f} while all of them run (prices of {PRICES_READ_ON})")
     return "\n".join(lines)
 
 
-def _served(space: Space) -> tuple[str, str]:
-    """Version and digest that a running replica serves. A request to another Space would wake it."""
-    if not space.runtime.billed or space.repo_id.endswith("-env"):
-        return "-", "-"
+def served(space: Space) -> tuple[str, str, str]:
+    """Protocol, version and digest that a running replica reports; raises `DeployError` if it does not."""
     try:
-        status = spaces.request(space.url, "GET", "/status").raise_for_status().json()["status"]
-        version, digest = ("-" if status[key] is None else str(status[key]) for key in ("version", "digest"))
-        return version, digest
-    except (httpx.HTTPError, spaces.SpacesUnavailableError, ValueError, LookupError, TypeError):
-        return "no answer", "-"
+        body = spaces.request(space.url, "GET", "/status").raise_for_status().json()
+        version, digest = (body["status"].get(key) for key in ("version", "digest"))
+        return str(body["format"]), "-" if version is None else str(version), digest or "-"
+    except spaces.SpacesUnavailableError as error:
+        raise DeployError(str(error)) from error
+    except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = type(error).__name__
+        raise DeployError(f"{space.repo_id} reports no status ({reason}); see its `logs`") from error

@@ -50,10 +50,7 @@ def read_space_key(owner: str) -> str | None:
     file = space_key_file(owner)
     if not file.exists():
         return None
-    file.chmod(0o600)
-    lines = [line for line in file.read_text().splitlines() if line.startswith("SPACE_KEY=")]
-    key = lines[0].removeprefix("SPACE_KEY=").strip() if lines else ""
-    if len(key) < 32:
+    if len(key := _variables(file).get("SPACE_KEY", "")) < 32:
         raise DeployError(f"{file} holds no SPACE_KEY of at least 32 characters; delete it to get a new key")
     return key
 
@@ -87,9 +84,7 @@ def read_signing_keys(owner: str, name: str) -> SigningKeys | None:
     file = signing_file(owner, name)
     if not file.exists():
         return None
-    file.chmod(0o600)
-    pairs = [line.strip().partition("=") for line in file.read_text().splitlines()]
-    lines = {variable: value for variable, _, value in pairs}
+    lines = _variables(file)
     try:
         signs, _ = signing.keys_in(lines)
     except KeyFormatError as error:
@@ -98,3 +93,10 @@ def read_signing_keys(owner: str, name: str) -> SigningKeys | None:
         lacking = f"{signing.SIGNING_KEY} or {signing.PUBLIC_KEY}"
         raise DeployError(f"{file} lacks {lacking}; delete it to get new keys")
     return SigningKeys(signs.public, trusted)
+
+
+def _variables(file: Path) -> dict[str, str]:
+    """The variables that a shell file sets; only this user can read it from now on."""
+    file.chmod(0o600)
+    pairs = [line.strip().partition("=") for line in file.read_text().splitlines()]
+    return {variable: value for variable, _, value in pairs}

@@ -13,7 +13,6 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
@@ -31,21 +30,25 @@ App = Literal["env", "replica"]
 APPS: tuple[App, ...] = ("env", "replica")
 
 CHECKOUT = Path(__file__).parents[2]
-_PACKAGES: dict[App, tuple[str, ...]] = {
-    "env": ("env_space", "shared/space_guard"),
-    "replica": ("inference_space", "shared/space_guard", "shared/delta_weight_sync"),
+_FILES: dict[App, tuple[str, ...]] = {  # patterns of git, whose `*` matches "/" too
+    "env": ("LICENSE", "env_space/*.py", "env_space/words/*", "env_space/page/*", "shared/space_guard/*.py"),
+    "replica": (
+        "LICENSE",
+        "pyproject.toml",
+        "inference_space/*.py",
+        "inference_space/engine_python.sh",
+        "inference_space/dashboard/static/*",
+        "inference_space/dashboard/templates/*",
+        "shared/space_guard/*.py",
+        "shared/delta_weight_sync/*.py",
+        "shared/delta_weight_sync/py.typed",
+    ),
 }
-_DATA = {
-    "env_space": ("words/*", "page/*"),
-    "inference_space": ("engine_python.sh", "dashboard/static/*", "dashboard/templates/*"),
-    "shared/delta_weight_sync": ("py.typed",),
-    "shared/space_guard": (),
-}
-_ROOT_FILES: dict[App, tuple[str, ...]] = {"env": ("LICENSE",), "replica": ("LICENSE", "pyproject.toml")}
-_SPACE_FILES: dict[App, tuple[str, ...]] = {  # at the root of the Space
+_MOVED: dict[App, tuple[str, ...]] = {  # from the folder of the app to the root of the Space
     "env": ("README.md", "Dockerfile", "requirements.lock", "openenv.yaml", "openenv_probe.json"),
     "replica": ("README.md", "Dockerfile", "requirements.lock"),
 }
+_FOLDERS: dict[App, str] = {"env": "env_space", "replica": "inference_space"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
@@ -145,23 +148,17 @@ def files(app: App) -> dict[str, Path]:
 
     Raises `DeployError` for a link, and for a file of the packages that git does not track.
     """
-    tracked = _git("--cached")
-    names = {name: name for name in (*_ROOT_FILES[app], *_of_packages(app, tracked))}
-    names |= {name: f"{_PACKAGES[app][0]}/{name}" for name in _SPACE_FILES[app]}
-    untracked = {*names.values()}.difference(tracked).union(_of_packages(app, _git("--others")))
-    if untracked:
+    moved = {f"{_FOLDERS[app]}/{name}": name for name in _MOVED[app]}
+    patterns = [*_FILES[app], *moved]
+    if untracked := _git("--others", *patterns):
         raise DeployError(f"git does not track {', '.join(sorted(untracked))}: `git add` or remove it")
+    names = {moved.get(path, path): path for path in _git("--cached", "--error-unmatch", *patterns)}
     return {name: _plain_file(CHECKOUT / path) for name, path in sorted(names.items())}
 
 
-def _of_packages(app: App, names: list[str]) -> list[str]:
-    patterns = [f"{package}/{pattern}" for package in _PACKAGES[app] for pattern in ("*.py", *_DATA[package])]
-    return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
-
-
-def _git(which: str) -> list[str]:
+def _git(which: str, *patterns: str) -> list[str]:
     """The files of the checkout that git tracks (`--cached`), or does not track (`--others`)."""
-    command = ["git", "-C", str(CHECKOUT), "ls-files", "-z", "--exclude-standard", which]
+    command = ["git", "-C", str(CHECKOUT), "ls-files", "-z", "--exclude-standard", which, *patterns]
     try:
         listed = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:

@@ -104,13 +104,6 @@ def test_a_bucket_that_may_be_read_only(world: World, monkeypatch):
     assert "write access" in problems(world)["bucket"]
 
 
-def test_a_bucket_that_is_out_of_reach(world: World, monkeypatch):
-    world.up()
-    monkeypatch.setenv("HF_XET_CLIENT_RETRY_MAX_DURATION", "1s")
-    world.hub.fault(f"GET /api/buckets/{OWNER}/{world.name}/xet-write-token", status=404)
-    assert "bucket" in problems(world)
-
-
 @pytest.mark.parametrize("stage", ["SLEEPING", "PAUSED"])
 def test_spaces_that_do_not_run(world: World, stage):
     world.up()

@@ -72,7 +72,9 @@ def _imports(file: Path) -> set[str]:
     }
 
 
-def test_a_dry_run_writes_folders_and_plan_and_touches_nothing_else(world: World):
+def test_a_dry_run_needs_no_token_and_touches_nothing_but_its_folder(world: World, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.delenv("SPACE_HF_TOKEN")
     before = world.hub.requests()
     world.up("--dry-run", "dry", "--replicas", "2")
     assert world.hub.requests() == before
@@ -81,12 +83,6 @@ def test_a_dry_run_writes_folders_and_plan_and_touches_nothing_else(world: World
     plan = json.loads(Path("dry/plan.json").read_text())
     assert [space["repo_id"] for space in plan["replicas"]] == [world.replica(1), world.replica(2)]
     assert world.fails("up", "--dry-run", "dry") == "deploy: --dry-run dry is not empty: name a new folder\n"
-
-
-def test_a_dry_run_needs_no_token(world: World, monkeypatch):
-    monkeypatch.delenv("HF_TOKEN")
-    monkeypatch.delenv("SPACE_HF_TOKEN")
-    world.up("--dry-run", "dry")
 
 
 def git(folder: Path, *words: str) -> None:
@@ -102,7 +98,7 @@ def package(request: pytest.FixtureRequest) -> str:
 def checkout(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A clone with what one Space is made of; git ignores `.venv/` and `*secret*` there."""
     folder = tmp_path / "clone"
-    for name in [*module._ROOT_FILES["replica"], *module._PACKAGES[PACKAGE_APPS[package]]]:
+    for name in ["LICENSE", "pyproject.toml", package, "shared"]:
         source, copy = CHECKOUT / name, folder / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():

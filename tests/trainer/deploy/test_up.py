@@ -186,35 +186,22 @@ def test_the_next_up_finishes_an_interrupted_one(world: World, api):
 
 
 @pytest.mark.parametrize(
-    ("token", "words"),
+    ("variable", "token", "words"),
     [
-        ("", ["SPACE_HF_TOKEN is not set", "type Read"]),
-        ("hf_write", ["SPACE_HF_TOKEN may write", "type Read"]),
-        ("hf_team", ["SPACE_HF_TOKEN may write", "type Read"]),
-        ("hf_expired", ["SPACE_HF_TOKEN", "does not know this token"]),
-        ("hf_r\u00e9ad", ["SPACE_HF_TOKEN holds a letter that no token has"]),
+        ("SPACE_HF_TOKEN", "", ["SPACE_HF_TOKEN is not set", "type Read"]),
+        ("SPACE_HF_TOKEN", "hf_write", ["SPACE_HF_TOKEN may write", "type Read"]),
+        ("SPACE_HF_TOKEN", "hf_team", ["SPACE_HF_TOKEN may write", "type Read"]),
+        ("SPACE_HF_TOKEN", "hf_expired", ["SPACE_HF_TOKEN", "does not know this token"]),
+        ("SPACE_HF_TOKEN", "hf_r\u00e9ad", ["SPACE_HF_TOKEN holds a letter that no token has"]),
+        ("HF_TOKEN", "hf_read", ["may not create anything for user", "type Write"]),
+        ("HF_TOKEN", "hf_team", ["may not create anything for user", "type Write"]),
+        ("HF_TOKEN", "hf_expired", ["does not know this token", "HF_TOKEN"]),
     ],
 )
-def test_spaces_get_only_a_read_only_token(world: World, monkeypatch, token, words):
-    monkeypatch.setenv("SPACE_HF_TOKEN", token)
-    before = world.changes()
-    out = world.fails("up")
-    assert all(word in out for word in words), out
-    assert world.changes() == before
-
-
-@pytest.mark.parametrize(
-    ("token", "words"),
-    [
-        ("hf_read", ["may not create anything for user", "type Write"]),
-        ("hf_team", ["may not create anything for user", "type Write"]),
-        ("hf_expired", ["does not know this token", "HF_TOKEN"]),
-    ],
-)
-def test_a_token_that_may_not_write_is_refused_before_anything_is_made(
-    world: World, monkeypatch, token, words
+def test_an_unsuitable_token_is_refused_before_anything_is_made(
+    world: World, monkeypatch, variable, token, words
 ):
-    monkeypatch.setenv("HF_TOKEN", token)
+    monkeypatch.setenv(variable, token)
     before = world.changes()
     out = world.fails("up")
     assert all(word in out for word in words), out

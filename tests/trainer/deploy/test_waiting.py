@@ -123,6 +123,8 @@ def test_a_wrong_key_ends_the_run_and_the_right_one_does_not(keyed_apps, monkeyp
                 asleep.wake()
     monkeypatch.setenv("SPACE_KEY", keyed_apps.key)
     Spaces([keyed_apps.replica], keyed_apps.env).wake()
+    health = httpx.get(f"{keyed_apps.env}/health", trust_env=False).json()
+    assert health["sessions"] == 0, "the check of the key opens no game"
 
 
 @pytest.mark.full
@@ -136,14 +138,6 @@ def test_a_foreign_space_that_wants_a_key_ends_the_run(keyed_apps, monkeypatch):
         Spaces([], keyed_apps.env).wake()
     monkeypatch.setenv("ENV_KEY", keyed_apps.key)
     Spaces([], keyed_apps.env).wake()
-
-
-@pytest.mark.full
-def test_the_key_check_opens_no_game(keyed_apps, monkeypatch):
-    monkeypatch.setenv("SPACES", f"{keyed_apps.replica} {keyed_apps.env}")
-    monkeypatch.setenv("SPACE_KEY", keyed_apps.key)
-    Spaces([keyed_apps.replica], keyed_apps.env).wake()
-    assert httpx.get(f"{keyed_apps.env}/health", trust_env=False).json()["sessions"] == 0
 
 
 def test_the_wait_has_a_limit(server, clock, monkeypatch):
