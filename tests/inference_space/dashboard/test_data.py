@@ -36,7 +36,7 @@ from inference_space.dashboard.data import (
     RunView,
 )
 from inference_space.dashboard.page import render
-from inference_space.dashboard.routes import router
+from inference_space.dashboard.routes import add_views
 from tests.support.buckets import CountedBucket
 from tests.support.hubsim import HubSim
 from tests.support.real_run import RealRun
@@ -159,7 +159,11 @@ def test_digests_come_from_the_manifests(bucket: Bucket) -> None:
     written.log.close()
     progress = until(RunCache(bucket, "wordle"), lambda view: version(view) == 4).progress
     assert progress
-    assert {r.name: r.digest_ok for r in progress.replicas} == {"same": True, "late": True, "wrong": False}
+    assert {r.status.replica: r.digest_ok for r in progress.replicas} == {
+        "same": True,
+        "late": True,
+        "wrong": False,
+    }
 
 
 def test_the_replica_that_hosts_the_dashboard_is_asked_directly(bucket: Bucket) -> None:
@@ -182,7 +186,7 @@ def test_the_replica_that_hosts_the_dashboard_is_asked_directly(bucket: Bucket) 
 
     def mine(view: RunView) -> tuple[int | None, str | None, bool | None]:
         (replica,) = view.progress.replicas
-        return replica.version, replica.error, replica.digest_ok
+        return replica.status.version, replica.status.error, replica.digest_ok
 
     pauses.begun()
     first = cache.now()
@@ -478,7 +482,7 @@ class TestHubQuota:
         cache, app = RunCache(bucket, None, pause=pauses), FastAPI()
         pauses.begun()
         limited = RateLimitedBucket(bucket, lambda: 0.0)  # no time passes: the limit stays used up
-        app.include_router(router(cache, Library(limited, lambda: "r", lambda: 0.0)))
+        add_views(app, cache, Library(limited, lambda: "r", lambda: 0.0))
         with TestClient(app) as visitor:
             yield visitor
 
