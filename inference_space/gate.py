@@ -249,8 +249,7 @@ class Completions:
             if name not in FIELDS and value is not None:
                 raise ValueError(f"the field {name[:40]!r} is not accepted here: leave it out")
             _check_size(name, value)
-        stop = asked.get("stop")
-        stops = stop if isinstance(stop, list) else [stop]
+        stops = asked["stop"] if isinstance(asked.get("stop"), list) else [asked.get("stop")]
         characters = sum(len(text) for text in stops if isinstance(text, str))
         if len(stops) > MAX_STOPS or characters > MAX_STOP_CHARACTERS:
             limit = f"{MAX_STOPS} strings, of {MAX_STOP_CHARACTERS} characters together"

@@ -22,7 +22,6 @@ from inference_space.dashboard.html import colour, duration, percent
 from inference_space.dashboard.state import Point, Progress, Replica, Series, SlowestCommit
 
 _BOX = 1000
-_FEW = 60  # points up to which dots are large
 _LEAST = 1e-12  # of a span: less is rounding, and its ticks would no longer be numbers
 _SPANS = tuple(unit * count for unit in (1, 60, 3600, 86_400) for count in (1, 2, 5, 10, 15, 30))
 
@@ -50,15 +49,10 @@ class Axis:
         return [0.0 if at < 0 else 1.0 if at > 1 else at for at in found]  # three times as fast as min(max())
 
     @property
-    def labels(self) -> list[tuple[str, str]]:
-        """The place of each tick as a CSS length, and its text."""
-        places = self.places(at for at, _ in self.ticks)
-        return [(f"{100 * at:.1f}%", words) for at, (_, words) in zip(places, self.ticks, strict=True)]
-
-    @property
-    def rules(self) -> str:
-        """An SVG path with a line across the chart at each tick."""
-        return "".join(f"M0 {_BOX - at * _BOX:.0f}H{_BOX}" for at in self.places(at for at, _ in self.ticks))
+    def labels(self) -> list[tuple[float, str]]:
+        """The place of each tick, from 0 to 1, and its text."""
+        values, words = zip(*self.ticks, strict=True)
+        return list(zip(self.places(values), words, strict=True))
 
 
 @dataclass(frozen=True)
@@ -68,11 +62,6 @@ class Mark:
     kind: Literal["line", "step", "dots", "area"]
     colour: str
     points: Sequence[Point]
-
-    @property
-    def classes(self) -> str:
-        """Its classes in the style sheet."""
-        return f"{self.kind} {self.colour}{' few' if len(self.points) < _FEW else ''}"
 
     def path(self, x: Axis, y: Axis) -> str:
         """Draw the series as an SVG path; it is interrupted where a value is not a number."""

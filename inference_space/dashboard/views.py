@@ -121,11 +121,6 @@ class Cell(NamedTuple):
     changes: int
     elements: int
 
-    @property
-    def share(self) -> float:
-        """The share of their elements that changed."""
-        return self.changes / self.elements
-
 
 def tensor_map(tensors: tuple[TensorRow, ...]) -> dict[tuple[str, int | None], Cell]:
     """Add up changes by kind of tensor and layer; the layer is None outside of layers."""
@@ -147,7 +142,7 @@ def inside(delta: OpenedDelta) -> Markup:
     kinds = list(dict.fromkeys(kind for kind, layer in cells if layer is not None))
     heat = None
     if 0 < len(kinds) * len(layers) <= _MAX_CELLS:
-        shares = [cell.share for (_, layer), cell in cells.items() if layer is not None]
+        shares = [cell.changes / cell.elements for (_, layer), cell in cells.items() if layer is not None]
         low, high = min(shares), max(shares)
 
         def place(share: float) -> float:
