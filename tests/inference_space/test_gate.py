@@ -13,8 +13,6 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.testclient import TestClient
-from starlette.websockets import WebSocketDisconnect
 
 from inference_space import gate as gates
 from inference_space.gate import ARRIVING, find_route
@@ -224,16 +222,6 @@ def test_a_time_out_of_the_app_itself_is_not_taken_for_ours():
 
     with pytest.raises(TimeoutError, match="the app's own"):
         ask("POST", COMPLETIONS, app=failing, json={}, headers=RIGHT)
-
-
-@pytest.mark.parametrize("path", ["/", COMPLETIONS, "/gradio_api/queue/join"])
-def test_no_socket_is_opened(path):
-    with (
-        TestClient(behind(echo)) as client,
-        pytest.raises(WebSocketDisconnect),
-        client.websocket_connect(path),
-    ):
-        pass
 
 
 FILE = {"path": "http://169.254.169.254/latest", "meta": {"_type": "gradio.FileData"}}

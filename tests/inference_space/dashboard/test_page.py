@@ -20,6 +20,7 @@ from inference_space.dashboard.__main__ import main
 from inference_space.dashboard.data import RunView
 from inference_space.dashboard.page import insert
 from tests.browser import PATIENCE_S
+from tests.support.dashboard import mounted
 
 
 @pytest.fixture
@@ -27,11 +28,7 @@ def app(tmp_path: Path) -> FastAPI:
     app = FastAPI()
     app.get("/health")(lambda: "well")
     app.post("/v1/chat/completions")(lambda: "done")
-
-    async def mounted() -> FastAPI:  # outside of a loop Gradio makes its own and leaves them open
-        return routes.mount(app, open_bucket(f"file://{tmp_path}", create=True), None)
-
-    return asyncio.run(mounted())
+    return mounted(open_bucket(f"file://{tmp_path}", create=True), app)
 
 
 def ask(app: FastAPI, *paths: str, method: str = "GET", **content) -> list[httpx.Response]:
