@@ -259,9 +259,6 @@ class Completions:
         for value in options.values() if isinstance(options, dict) else ():
             if not (isinstance(value, bool | None) or (isinstance(value, str) and len(value) <= 64)):
                 raise ValueError("chat_template_kwargs may hold true, false and short words only")
-        return RequestBody(body, self._completions(asked))
-
-    def _completions(self, asked: Mapping[str, Any]) -> int:
         n = 1 if asked.get("n") is None else asked["n"]
         if type(n) is not int or n < 1:  # vLLM would read "64" as 64
             raise ValueError("n must be an integer of at least 1")
@@ -271,7 +268,7 @@ class Completions:
         completions = n * (len(prompt) if many and prompt else 1)
         if completions > self.batch:
             raise ValueError(f"too many completions: at most {self.batch} in one request, prompts times n")
-        return completions
+        return RequestBody(body, completions)
 
 
 def _check_size(name: str, value: Any) -> None:

@@ -51,8 +51,8 @@ class Axis:
     @property
     def labels(self) -> list[tuple[float, str]]:
         """The place of each tick, from 0 to 1, and its text."""
-        values, words = zip(*self.ticks, strict=True)
-        return list(zip(self.places(values), words, strict=True))
+        places = self.places(at for at, _ in self.ticks)
+        return [(place, words) for place, (_, words) in zip(places, self.ticks, strict=True)]
 
 
 @dataclass(frozen=True)
