@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import sys
-from typing import NoReturn
 
 log = logging.getLogger("delta_weight_sync")
 
@@ -42,11 +41,7 @@ def exit_on_sigterm() -> None:
 
     Call it before uvicorn's server, which raises SIGTERM again after it has stopped.
     """
-
-    def leave(number: int, _: object) -> NoReturn:
-        sys.exit(128 + number)
-
-    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 if __name__ == "__main__":

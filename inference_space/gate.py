@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from space_guard.admission import Admission, Client, Lane, RateLimit, client_address
@@ -42,17 +42,6 @@ class RequestBody:
 
     content: bytes = b""
     units: int = 1
-
-
-class BodyReader(Protocol):
-    """Checks the bodies of some routes."""
-
-    @property
-    def limit(self) -> int:
-        """The largest body, in bytes."""
-
-    def read(self, body: bytes) -> RequestBody:
-        """The body to pass on. Raises `ValueError`, with a sentence, for a body that may not pass."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +106,7 @@ class Gate:
         *,
         key: str,
         lanes: Mapping[str, Lane],
-        readers: Mapping[str, BodyReader],
+        readers: Mapping[str, Completions | DashboardCalls],
         open_inference: bool = False,
         rate: RateLimit | None = None,
     ) -> None:
@@ -151,9 +140,15 @@ class Gate:
         self._rate.spend(client, route.cost)
         body = await self._read(scope, receive, route, client)
         with self._admission.admit(route.lane, client, body.units):
-            async with _deadline(self._admission.seconds(route.lane)):
-                headers = [_HOST, *(pair for pair in scope["headers"] if pair[0] in _PASSED_ON)]
-                await self._app({**scope, "headers": headers}, replay(body.content, receive), send)
+            headers = [_HOST, *(pair for pair in scope["headers"] if pair[0] in _PASSED_ON)]
+            try:
+                async with asyncio.timeout(self._admission.seconds(route.lane)) as clock:
+                    await self._app({**scope, "headers": headers}, replay(body.content, receive), send)
+            except TimeoutError:
+                if not clock.expired():  # the app's own
+                    raise
+                sentence = "the answer took longer than this Space allows: ask for fewer tokens"
+                raise Refusal(504, sentence) from None
 
     def _client(self, scope: Scope, route: Route) -> Client:
         """The client. Raises `Refusal` if it needs the key and has not sent it."""
@@ -203,18 +198,6 @@ def _with_headers(message: Message) -> Message:
     return {**message, "headers": headers if own else [*headers, _POLICY]}
 
 
-@asynccontextmanager
-async def _deadline(seconds: float | None) -> AsyncIterator[None]:
-    """Cancel the block after `seconds`."""
-    try:
-        async with asyncio.timeout(seconds) as clock:
-            yield
-    except TimeoutError:
-        if not clock.expired():
-            raise
-        raise Refusal(504, "the answer took longer than this Space allows: ask for fewer tokens") from None
-
-
 # vLLM accepts much more from callers that it trusts. A request that costs minutes or gigabytes is not passed
 # on. vLLM itself checks what is cheap to check: types, logprobs, lengths in tokens.
 BYTES_PER_TOKEN = 16  # of a body, per token of the context: a token id takes 8, an escaped sign 6 to 12
@@ -256,13 +239,17 @@ class Completions:
 
     def read(self, body: bytes) -> RequestBody:
         """The body unchanged. Raises `ValueError` if vLLM may not have it."""
-        asked = _json_object(body, "the body")
+        try:
+            asked = json.loads(body)  # as vLLM reads it
+        except (ValueError, RecursionError):
+            asked = None
+        if not isinstance(asked, dict):
+            raise ValueError("the body must be a JSON object")
         for name, value in asked.items():
             if name not in FIELDS and value is not None:
                 raise ValueError(f"the field {name[:40]!r} is not accepted here: leave it out")
             _check_size(name, value)
-        stop = asked.get("stop")
-        stops = stop if isinstance(stop, list) else [stop]
+        stops = asked["stop"] if isinstance(asked.get("stop"), list) else [asked.get("stop")]
         characters = sum(len(text) for text in stops if isinstance(text, str))
         if len(stops) > MAX_STOPS or characters > MAX_STOP_CHARACTERS:
             limit = f"{MAX_STOPS} strings, of {MAX_STOP_CHARACTERS} characters together"
@@ -272,9 +259,6 @@ class Completions:
         for value in options.values() if isinstance(options, dict) else ():
             if not (isinstance(value, bool | None) or (isinstance(value, str) and len(value) <= 64)):
                 raise ValueError("chat_template_kwargs may hold true, false and short words only")
-        return RequestBody(body, self._completions(asked))
-
-    def _completions(self, asked: Mapping[str, Any]) -> int:
         n = 1 if asked.get("n") is None else asked["n"]
         if type(n) is not int or n < 1:  # vLLM would read "64" as 64
             raise ValueError("n must be an integer of at least 1")
@@ -284,7 +268,7 @@ class Completions:
         completions = n * (len(prompt) if many and prompt else 1)
         if completions > self.batch:
             raise ValueError(f"too many completions: at most {self.batch} in one request, prompts times n")
-        return completions
+        return RequestBody(body, completions)
 
 
 def _check_size(name: str, value: Any) -> None:
@@ -301,6 +285,18 @@ def _check_size(name: str, value: Any) -> None:
 Kind = Literal["text", "number", "kept"]  # "kept": the server has it, whatever is sent
 MAX_TEXT = 1024  # characters
 MAX_NUMBER = 1 << 53
+_NO_CALL = "an event of the dashboard is a JSON object with its number, inputs and session: reload the page"
+
+
+class _Call(BaseModel):
+    """A call of an event; other fields are dropped."""
+
+    model_config = ConfigDict(strict=True)
+
+    fn_index: int
+    data: list[Any]
+    session_hash: str = Field(pattern=r"^[A-Za-z0-9_]{1,40}$")
+    trigger_id: int | None = None
 
 
 @dataclass(frozen=True)
@@ -319,20 +315,15 @@ class DashboardCalls:
 
     def read(self, body: bytes) -> RequestBody:
         """The same call with only its known parts. Raises `ValueError` for any other call."""
-        call = _json_object(body, "an event of the dashboard")
-        event, data = call.get("fn_index"), call.get("data")
-        if not isinstance(data, list):
-            raise ValueError("an event of the dashboard is a JSON object with a list of data")
-        kinds = self.events.get(event) if type(event) is int else None
-        if kinds is None or len(kinds) != len(data):
-            raise ValueError("an event of the dashboard has its number and its inputs: reload the page")
-        session, trigger = call.get("session_hash"), call.get("trigger_id")
-        if not isinstance(session, str) or not re.fullmatch(r"\w{1,40}", session, re.ASCII):
-            raise ValueError("an event of the dashboard names its session")
-        if trigger is not None and type(trigger) is not int:
-            raise ValueError("an event of the dashboard names its trigger by a number")
-        passed = {"fn_index": event, "data": list(map(_value, kinds, data))}
-        return RequestBody(json.dumps({**passed, "session_hash": session, "trigger_id": trigger}).encode())
+        try:
+            call = _Call.model_validate_json(body)
+        except ValidationError:
+            raise ValueError(_NO_CALL) from None
+        kinds = self.events.get(call.fn_index)
+        if kinds is None or len(kinds) != len(call.data):
+            raise ValueError(_NO_CALL)
+        call.data = list(map(_value, kinds, call.data))
+        return RequestBody(call.model_dump_json().encode())
 
 
 def _value(kind: Kind, value: Any) -> Any:
@@ -343,13 +334,3 @@ def _value(kind: Kind, value: Any) -> Any:
     if kind == "number" and type(value) in (int, float) and abs(value) <= MAX_NUMBER:  # NaN fails
         return value
     raise ValueError("an event of the dashboard carries numbers and words only, as its page sends them")
-
-
-def _json_object(body: bytes, what: str) -> dict[str, Any]:
-    try:
-        parsed = json.loads(body)
-    except (ValueError, RecursionError):
-        parsed = None
-    if not isinstance(parsed, dict):
-        raise ValueError(f"{what} must be a JSON object")
-    return parsed

@@ -155,9 +155,8 @@ class Inference:
             await _unavailable("vLLM is being restarted")(scope, receive, send)
 
 
-def _unavailable(reason: str) -> JSONResponse:
-    refusal = Refusal(503, f"{reason}; try again in a moment", {"retry-after": "1"})
-    return openai_error(refusal, "unavailable")
+def _unavailable(reason: str) -> ASGIApp:
+    return openai_error(Refusal(503, f"{reason}; try again in a moment", {"retry-after": "1"}), "unavailable")
 
 
 def listen(app: ASGIApp, host: str, port: int, key: str = "") -> None:

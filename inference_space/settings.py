@@ -20,8 +20,6 @@ from delta_weight_sync.vllm.server import NOT_HERE
 from space_guard.settings import HeaderText, Problems, SettingsError, key_problem, read_settings
 from space_guard.setup_page import NEW_KEY, Need, Setup
 
-__all__ = ["PREFIX", "SETUP", "Settings", "access_problems", "find_problems", "settings_from"]
-
 PREFIX = "REPLICA_"
 TOKENS = "https://huggingface.co/settings/tokens"
 _READING = {"repo.content.read", "repo.write"}

@@ -67,7 +67,11 @@ class VllmServer(Engine):
         os.environ.update(_ENVIRONMENT, ENGINE_PYTHON=sys.executable)
         if not gpu_build.is_installed():
             os.environ.setdefault(_COMPILE, "1")
-        multiprocessing.set_executable(str(_engine_python(private_folder(settings.folder, "REPLICA_FOLDER"))))
+        # It runs the engine without the Space's secrets. It is a copy, because uploads lose file modes.
+        folder = private_folder(settings.folder, "REPLICA_FOLDER")
+        script = Path(shutil.copy(Path(__file__).with_name("engine_python.sh"), folder))
+        script.chmod(0o700)
+        multiprocessing.set_executable(str(script))
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Answer requests in `loop`."""
@@ -84,7 +88,10 @@ class VllmServer(Engine):
     def start(self, checkpoint: Path) -> None:
         """Start vLLM. The kernel ends the engine when the calling thread ends. Raises `EngineError`."""
         self.stop()
-        _check_machine()
+        if problem := gpu_build.problem():
+            raise EngineError(f"vLLM cannot start: {problem}")
+        for sentence in gpu_build.missing():
+            log.warning("%s", sentence)
         self._assets = _assets(checkpoint)
         try:
             arguments = self._arguments(checkpoint)
@@ -118,21 +125,6 @@ class VllmServer(Engine):
         arguments: Namespace = parser.parse_args([*words, *shlex.split(settings.vllm_args)])
         validate_parsed_serve_args(arguments)
         return arguments
-
-
-def _check_machine() -> None:
-    """Say in one sentence what vLLM would say in a hundred lines. Raises `EngineError` if it cannot start."""
-    if problem := gpu_build.problem():
-        raise EngineError(f"vLLM cannot start: {problem}")
-    for sentence in gpu_build.missing():
-        log.warning("%s", sentence)
-
-
-def _engine_python(folder: Path) -> Path:
-    """The script that runs the engine without the Space's secrets; a copy, as uploads lose file modes."""
-    copy = Path(shutil.copy(Path(__file__).with_name("engine_python.sh"), folder))
-    copy.chmod(0o700)
-    return copy
 
 
 def _reject_arguments(message: str) -> NoReturn:

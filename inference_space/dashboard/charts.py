@@ -1,10 +1,9 @@
-"""The charts of the page: panels of curves, and the last syncs on one time axis.
+"""The charts of the page: curves with their axes, and the last syncs on one time axis.
 
 A chart's paths lie in a box of 1000 x 1000 that the browser stretches. Strokes keep their width, and dots are
-the round caps of empty strokes, so nothing is distorted. Colours come from the style sheet, and
-`templates/macros.html` puts charts on the page.
+the round caps of empty strokes, so nothing is distorted. Colours come from the style sheet.
 
-To add a panel, collect its curve in `state.py`, draw it in a function here, and add that to `_PANELS`.
+To add a panel, collect its curve in `state.py`, draw it in `charts`, and place it in `templates/run.html`.
 """
 
 from __future__ import annotations
@@ -13,21 +12,22 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Literal
 
 from delta_weight_sync.runlog import SyncEvent
 from delta_weight_sync.util import count_text, size_text
-from inference_space.dashboard.html import behind, colour, duration, percent
-from inference_space.dashboard.state import Point, Progress, Series, SlowestCommit
+from inference_space.dashboard.html import colour, duration, percent
+from inference_space.dashboard.state import Point, Progress, Replica, Series, SlowestCommit
 
 _BOX = 1000
-_FEW = 60  # points up to which dots are large
 _LEAST = 1e-12  # of a span: less is rounding, and its ticks would no longer be numbers
 _SPANS = tuple(unit * count for unit in (1, 60, 3600, 86_400) for count in (1, 2, 5, 10, 15, 30))
-_NONE = "none yet"
 
 Words = Callable[[float], str]
+Scale = Callable[[list[float]], "Axis"]
+Span = tuple[str, float, float]  # name, start and end
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,10 @@ class Axis:
         return [0.0 if at < 0 else 1.0 if at > 1 else at for at in found]  # three times as fast as min(max())
 
     @property
-    def labels(self) -> list[tuple[str, str]]:
-        """The place of each tick as a CSS length, and its text."""
+    def labels(self) -> list[tuple[float, str]]:
+        """The place of each tick, from 0 to 1, and its text."""
         places = self.places(at for at, _ in self.ticks)
-        return [(f"{100 * at:.1f}%", words) for at, (_, words) in zip(places, self.ticks, strict=True)]
-
-    @property
-    def rules(self) -> str:
-        """An SVG path with a line across the chart at each tick."""
-        return "".join(f"M0 {_BOX - at * _BOX:.0f}H{_BOX}" for at in self.places(at for at, _ in self.ticks))
+        return [(place, words) for place, (_, words) in zip(places, self.ticks, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -67,11 +62,6 @@ class Mark:
     kind: Literal["line", "step", "dots", "area"]
     colour: str
     points: Sequence[Point]
-
-    @property
-    def classes(self) -> str:
-        """Its classes in the style sheet."""
-        return f"{self.kind} {self.colour}{' few' if len(self.points) < _FEW else ''}"
 
     def path(self, x: Axis, y: Axis) -> str:
         """Draw the series as an SVG path; it is interrupted where a value is not a number."""
@@ -95,26 +85,20 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Panel:
-    """A chart with its heading and its legend."""
+class Chart:
+    """Curves, and the axes that fit them."""
 
-    title: str
-    about: str
-    now: str  # the newest value
     x: Axis
     y: Axis
-    marks: list[Mark]
-    keys: Sequence[tuple[str, str]] = ()  # colour and meaning
+    marks: Sequence[Mark]
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One bar per sync, newest first, all on the same scale."""
+    """The parts of each sync, newest first, on one axis in seconds since the hand-over."""
 
-    # Version, description, and (part, left, width) of its bars.
-    rows: list[tuple[int, str, list[tuple[str, str, str]]]]
+    rows: list[tuple[int, list[Span]]]  # version and its parts
     axis: Axis
-    keys: Sequence[tuple[str, str]]  # colour and meaning
 
 
 def linear(values: Iterable[float], words: Words, *, zero: bool = False, whole: bool = False) -> Axis:
@@ -154,156 +138,64 @@ def smooth(points: Sequence[Point]) -> list[Point]:
     return [(x, sum(ys) / len(ys)) for (x, _), ys in zip(points, near, strict=True)]
 
 
-def panels(run: Progress) -> list[Panel]:
-    """Draw all panels, in the order of the page."""
-    return [draw(run) for draw in _PANELS]
+def fitted(marks: Sequence[Mark], x: Scale, y: Scale) -> Chart:
+    """Return a chart whose axes span all its points."""
+    points = [point for mark in marks for point in mark.points]
+    return Chart(x([across for across, _ in points]), y([up for _, up in points]), marks)
 
 
-def _reward(run: Progress) -> Panel:
-    marks = [Mark("dots", "faint", run.curves["reward"]), Mark("line", "good", smooth(run.curves["reward"]))]
-    now = _NONE if run.reward_lately is None else f"{run.reward_lately:.2f}"
-    about = "of each optimizer step, and its trend"
-    return Panel(
-        "Reward",
-        about,
-        now,
-        _steps(run.curves["reward"]),
-        linear(_ys(run.curves["reward"]), _short_number),
-        marks,
-    )
+_STEPS = partial(linear, words="{:.0f}".format, whole=True)
+_VERSIONS = partial(linear, words=lambda version: f"v{count_text(version)}", whole=True)
 
 
-def _versions(run: Progress) -> Panel:
+def charts(run: Progress) -> dict[str, Chart]:
+    """Draw the charts of all panels."""
+    curves, replicas = run.curves, [(colour(at), replica) for at, replica in enumerate(run.replicas)]
+    rewards = [Mark("dots", "faint", curves["reward"]), Mark("line", "good", smooth(curves["reward"]))]
+    full = Mark("line", "limit", ((0, run.full_bytes), (max(1, run.version), run.full_bytes)))
+    sizes = [full, *_filled("delta", curves["deltas"]), Mark("dots", "anchor", curves["anchors"])]
+    rates = [Mark("line", "good", smooth(curves["solved"])), Mark("line", "bad", smooth(curves["invalid"]))]
+    games = [Mark("dots", "faint", curves["solved"]), *rates]
+    lags = [Mark("dots", css, replica.lags) for css, replica in replicas]
+    pauses = [Mark("dots", "pause", curves["pauses"])]
+    number, share = partial(linear, words="{:.2g}".format), partial(linear, words=percent, zero=True)
+    size, time = partial(logarithmic, words=size_text), partial(logarithmic, words=duration)
+    return {
+        "reward": fitted(rewards, _STEPS, number),
+        "versions": _staircase(run, replicas),
+        "payload": fitted(sizes, _VERSIONS, size),
+        "solved": fitted(games, _STEPS, share),
+        "lags": fitted(lags, _VERSIONS, time),
+        "saved": fitted(
+            _filled("delta", curves["saved"]), _VERSIONS, partial(linear, words=size_text, zero=True)
+        ),
+        "staleness": fitted(_filled("share", curves["staleness"]), _STEPS, partial(number, zero=True)),
+        "pauses": fitted(pauses, _VERSIONS, partial(logarithmic, words=lambda ms: duration(ms / 1000))),
+        "changed": fitted(_filled("share", curves["changed"]), _VERSIONS, share),
+    }
+
+
+def _staircase(run: Progress, replicas: list[tuple[str, Replica]]) -> Chart:
     def until_now(points: Series) -> Series:
         return (*points, (run.last_t, points[-1][1])) if points else ()
 
-    trainer, replicas = until_now(run.trainer), [until_now(replica.versions) for replica in run.replicas]
-    marks = [Mark("step", colour(at), points) for at, points in enumerate(replicas)]
-    keys = [
-        (colour(at), f"{r.name}: {'serves no version' if r.behind is None else behind(r.behind)}")
-        for at, r in enumerate(run.replicas)
-    ]
-    return Panel(
-        "Versions",
-        "of the trainer, and of each replica after it",
-        f"v{run.version}",
-        ago(run.trainer[0][0], run.last_t, duration),
-        linear(_ys(trainer, *replicas), lambda version: f"v{version:.0f}", whole=True),
-        [Mark("step", "trainer", trainer), *reversed(marks)],
-        [("trainer", "trainer"), *keys],
+    marks = [Mark("step", css, until_now(replica.versions)) for css, replica in replicas]
+    return fitted(
+        [Mark("step", "trainer", until_now(run.trainer)), *reversed(marks)],
+        lambda _: ago(run.trainer[0][0], run.last_t, duration),
+        partial(linear, words="v{:.0f}".format, whole=True),
     )
-
-
-def _payload(run: Progress) -> Panel:
-    full: Series = ((0, run.full_bytes), (max(1, run.version), run.full_bytes))
-    marks = [
-        Mark("line", "limit", full),
-        *_filled("delta", run.curves["deltas"]),
-        Mark("dots", "anchor", run.curves["anchors"]),
-    ]
-    y = logarithmic(_ys(full, run.curves["deltas"], run.curves["anchors"]), size_text)
-    keys = (("delta", "delta"), ("anchor", "anchor"), ("limit", "all weights"))
-    now = _NONE if run.payload_bytes is None else size_text(run.payload_bytes)
-    return Panel("Payload", "bytes per version", now, _version_axis(full), y, marks, keys)
-
-
-def _games(run: Progress) -> Panel:
-    trends = [
-        Mark("line", "good", smooth(run.curves["solved"])),
-        Mark("line", "bad", smooth(run.curves["invalid"])),
-    ]
-    y = linear(_ys(run.curves["solved"], run.curves["invalid"]), percent, zero=True)
-    now = percent(run.curves["solved"][-1][1]) if run.curves["solved"] else _NONE
-    keys = (("good", "games solved"), ("bad", "guesses that are not a word"))
-    marks = [Mark("dots", "faint", run.curves["solved"]), *trends]
-    return Panel(
-        "Solved", "share of the games of each step", now, _steps(run.curves["solved"]), y, marks, keys
-    )
-
-
-def _lags(run: Progress) -> Panel:
-    lines = [replica.lags for replica in run.replicas]
-    marks = [Mark("dots", colour(at), points) for at, points in enumerate(lines)]
-    keys = [(colour(at), replica.name) for at, replica in enumerate(run.replicas)]
-    now = _NONE if run.lag_s is None else duration(run.lag_s)
-    x, y = _version_axis(*lines), logarithmic(_ys(*lines), duration)
-    return Panel("Time to serving", "from hand-over to commit", now, x, y, marks, keys)
-
-
-def _saved(run: Progress) -> Panel:
-    y = linear(_ys(run.curves["saved"]), size_text, zero=True)
-    now = size_text(run.sent_full_bytes - run.sent_bytes) if run.curves["saved"] else _NONE
-    about = "so far, compared to all weights at every sync"
-    return Panel(
-        "Bytes saved",
-        about,
-        now,
-        _version_axis(run.curves["saved"]),
-        y,
-        _filled("delta", run.curves["saved"]),
-    )
-
-
-def _staleness(run: Progress) -> Panel:
-    y = linear(_ys(run.curves["staleness"]), _short_number, zero=True)
-    now = _short_number(run.curves["staleness"][-1][1]) if run.curves["staleness"] else _NONE
-    about = "of the samples used: syncs since their oldest weights"
-    return Panel(
-        "Staleness", about, now, _steps(run.curves["staleness"]), y, _filled("share", run.curves["staleness"])
-    )
-
-
-def _pauses(run: Progress) -> Panel:
-    y = logarithmic(_ys(run.curves["pauses"]), lambda ms: duration(ms / 1000))
-    now = _NONE if run.pause_ms is None else duration(run.pause_ms / 1000)
-    marks = [Mark("dots", "pause", run.curves["pauses"])]
-    return Panel(
-        "Pause", "of generation, on the slowest replica", now, _version_axis(run.curves["pauses"]), y, marks
-    )
-
-
-def _changed(run: Progress) -> Panel:
-    y = linear(_ys(run.curves["changed"]), percent, zero=True)
-    now = percent(run.curves["changed"][-1][1]) if run.curves["changed"] else _NONE
-    x, marks = _version_axis(run.curves["changed"]), _filled("share", run.curves["changed"])
-    return Panel("Weights changed", "share per version", now, x, y, marks)
-
-
-_PANELS = (_reward, _versions, _payload, _games, _lags, _saved, _staleness, _pauses, _changed)
-
-
-_PARTS = {
-    "diff": "diff: the trainer waits",
-    "publish": "publish",
-    "idle": "until the replica polls",
-    "fetch": "fetch",
-    "stage": "stage",
-    "pause": "commit: generation waits",
-}
 
 
 def timeline(run: Progress) -> Timeline | None:
     """Place the last syncs on one time axis; None before the first delta."""
-    syncs = [(sync.version, sync_spans(sync, slow)) for sync, slow in run.syncs if sync.version]
-    if not syncs:
-        return None
-    axis = linear([max(end for _, spans in syncs for *_, end in spans)], duration, zero=True)
-    rows = []
-    for version, spans in syncs:
-        bars = []
-        for name, *ends in spans:
-            left, right = (100 * at for at in axis.places(ends))
-            bars.append((name, f"{left:.2f}%", f"{right - left:.2f}%"))
-        words = ", ".join(f"{name} {duration(end - start)}" for name, start, end in spans)
-        rows.append((version, words, bars))
-    return Timeline(rows, axis, tuple(_PARTS.items()))
+    rows = [(sync.version, sync_spans(sync, slow)) for sync, slow in run.syncs if sync.version]
+    ends = [end for _, spans in rows for *_, end in spans]
+    return Timeline(rows, linear(ends, duration, zero=True)) if rows else None
 
 
-def sync_spans(sync: SyncEvent, slow: SlowestCommit | None) -> list[tuple[str, float, float]]:
-    """Split a sync into parts: name, start and end in seconds since the hand-over.
-
-    The parts of the replica are placed backwards from its commit.
-    """
+def sync_spans(sync: SyncEvent, slow: SlowestCommit | None) -> list[Span]:
+    """Split a sync into parts; those of the replica are placed backwards from its commit."""
     spans = [("diff", 0.0, sync.diff_s), ("publish", sync.diff_s, max(sync.diff_s, sync.publish_s))]
     if slow is None:
         return spans
@@ -319,23 +211,6 @@ def sync_spans(sync: SyncEvent, slow: SlowestCommit | None) -> list[tuple[str, f
 
 def _filled(css: str, points: Series) -> list[Mark]:
     return [Mark("area", css, points), Mark("line", css, points)]
-
-
-def _steps(points: Series) -> Axis:
-    return linear([x for x, _ in points], lambda step: f"{step:.0f}", whole=True)
-
-
-def _version_axis(*lines: Series) -> Axis:
-    xs = [x for points in lines for x, _ in points]
-    return linear(xs, lambda version: f"v{count_text(version)}", whole=True)
-
-
-def _ys(*lines: Sequence[Point]) -> list[float]:
-    return [y for points in lines for _, y in points]
-
-
-def _short_number(value: float) -> str:
-    return f"{value:.2g}"
 
 
 def _short(words: str) -> str:

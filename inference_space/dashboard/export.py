@@ -38,8 +38,7 @@ The run `{run}` of Delta Weight Sync, as it ended. Open `index.html`, or push th
 def export(bucket: Bucket, run: str | None, folder: Path) -> Path:
     """Write `run`, or the run created last, to `folder`, and return the page to open.
 
-    Raises:
-        ProtocolError: the run has no versions.
+    Raises `ProtocolError` if the run has no versions.
     """
     info = parse(RunInfo, bucket.get(Keys(run).info), Keys(run).info) if run else newest_run(bucket)
     if info is None:

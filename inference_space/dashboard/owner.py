@@ -25,12 +25,6 @@ _LOGIN_LIBRARIES = ("authlib", "itsdangerous")
 _REFUSED = (
     "Only the owner may do this: enter the replica's key (its setting REPLICA_KEY), or log in as its owner."
 )
-_ACTIONS = {
-    "Pause following": "the replica keeps the version that it serves, even when newer ones are published.",
-    "Follow the newest": "ends a pause or a pin.",
-    "Heal": "the replica compares all live weights with the published ones, and writes those that differ.",
-    "Pin this version": "the replica switches to this version and stays there. vLLM keeps answering.",
-}
 
 
 @dataclass(frozen=True)
@@ -76,7 +70,6 @@ def owner_tab(controls: Controls, owner: Owner) -> None:
             raise ValueError("Enter the version to pin: a whole number, 0 or larger.")
         controls.pin(version)
 
-    pause_name, resume_name, heal_name, pin_name = _ACTIONS
     gr.HTML("<h1>This replica</h1>", apply_default_css=False)
     state = gr.HTML(lambda: describe(controls), elem_id="dws-owner-state", apply_default_css=False)
     if owner.name:
@@ -85,14 +78,17 @@ def owner_tab(controls: Controls, owner: Owner) -> None:
         gr.HTML(Markup('<p class="mute">{}</p>').format(login_problem()), apply_default_css=False)
     key = gr.Textbox(label="Key", type="password", visible=bool(owner.key), elem_id="dws-key")
     with gr.Row():
-        buttons = [gr.Button(name) for name in (pause_name, resume_name, heal_name)]
+        acts = {
+            gr.Button("Pause following"): lambda _: controls.pause(),
+            gr.Button("Follow the newest"): lambda _: controls.resume(),
+            gr.Button("Heal"): lambda _: controls.heal(),
+        }
     with gr.Row():
         version = gr.Number(label="Version", precision=0)
-        buttons.append(gr.Button(pin_name))
+        acts[gr.Button("Pin this version")] = pin
     answer = gr.HTML("", elem_id="dws-owner-answer", apply_default_css=False)
-    gr.HTML(render_template("actions.html", actions=_ACTIONS), apply_default_css=False)
-    acts = (lambda _: controls.pause(), lambda _: controls.resume(), lambda _: controls.heal(), pin)
-    for button, act in zip(buttons, acts, strict=True):
+    gr.HTML(render_template("actions.html"), apply_default_css=False)
+    for button, act in acts.items():
         run = guarded(controls, owner, act)
         button.click(run, [key, version], [state, answer], show_progress="hidden", api_visibility="private")
 

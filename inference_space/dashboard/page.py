@@ -23,7 +23,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from inference_space.dashboard.charts import panels, timeline
+from inference_space.dashboard.charts import charts, timeline
 from inference_space.dashboard.data import EVERY_S, RunView
 from inference_space.dashboard.html import STATIC, render_template, scripts, styles
 from inference_space.dashboard.owner import Owner, owner_tab
@@ -86,7 +86,7 @@ def render(view: RunView) -> Markup:
 
 def body(run: Progress) -> Markup:
     """Render everything shown of a run, now or as it was."""
-    return render_template("run.html", run=run, lately=LATELY, panels=panels(run), timeline=timeline(run))
+    return render_template("run.html", run=run, lately=LATELY, charts=charts(run), timeline=timeline(run))
 
 
 def first_paint(view: RunView, *, owner: bool) -> Markup:

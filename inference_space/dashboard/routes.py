@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import gradio as gr
-from fastapi import APIRouter, FastAPI
-from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, Response
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
 from markupsafe import Markup
 from starlette.background import BackgroundTask
 
@@ -55,7 +54,7 @@ def mount(
     if not (owner.key or owner.name):
         controls = None  # without an owner the tab is useless
     library = Library(cast(Bucket, RateLimitedBucket(bucket)), lambda: cache.view().run)
-    app.include_router(router(cache, library))
+    add_views(app, cache, library)
     app.add_middleware(Prerender, cache.now, lambda view: first_paint(view, owner=controls is not None))
     blocks = build(cache.view, controls, owner)
     blocks.state_session_capacity = _SESSIONS
@@ -79,52 +78,46 @@ def mount(
     return mounted
 
 
-def router(cache: RunCache, library: Library) -> APIRouter:
-    """Return the routes `GET /dashboard/...`. A fault of the run is a sentence with status 404, or 429."""
-    routes = APIRouter(prefix="/dashboard")
+def add_views(app: FastAPI, cache: RunCache, library: Library) -> None:
+    """Add the routes `GET /dashboard/...`. A fault of the run is a sentence with status 404, or 429."""
+    routes = APIRouter(prefix="/dashboard", default_response_class=HTMLResponse)
     past = lru_cache(maxsize=FRAMES)(body)
 
     @routes.get("/frame")
-    def frame(version: int) -> Response:
-        return _answer(lambda: HTMLResponse(past(cache.at(version, library.digests))))
+    def frame(version: int) -> str:
+        return past(cache.at(version, library.digests))
 
     @routes.get("/inside")
-    def inside(version: int) -> Response:
-        return _answer(lambda: HTMLResponse(views.inside(library.delta(version)[1])))
+    def inside(version: int) -> str:
+        return views.inside(library.delta(version)[1])
 
     @routes.get("/bucket")
-    def bucket(page: int = 0) -> Response:
+    def bucket(page: int = 0) -> str:
         page = min(max(0, page), _LAST_PAGE)
-        return _answer(lambda: HTMLResponse(views.listing(library.objects(), library.run, page, served=True)))
+        return views.listing(library.objects(), library.run, page, served=True)
 
     @routes.get("/delta")
-    def delta(version: int) -> Response:
-        return _answer(lambda: HTMLResponse(views.opened(*library.delta(version), served=True)))
+    def delta(version: int) -> str:
+        return views.opened(*library.delta(version), served=True)
 
     @routes.get("/verify")
-    def verify(version: int) -> Response:
-        proof = Markup('<b class="yes">verified</b>: {}')
-        return _answer(lambda: HTMLResponse(proof.format(library.verify(version))))
+    def verify(version: int) -> str:
+        return Markup('<b class="yes">verified</b>: {}').format(library.verify(version))
 
     @routes.get("/explain")
-    def explain() -> Response:
+    def explain() -> JSONResponse:
         now = cache.view()
         return JSONResponse(views.scene(now.progress, now.model))
 
     @routes.get("/object")
-    def download(key: str) -> Response:
-        def send() -> Response:
-            found = library.download(key)
-            # The task holds the download, and so its file, until it is sent.
-            return FileResponse(found.path, filename=found.path.name, background=BackgroundTask(id, found))
+    def download(key: str) -> FileResponse:
+        found = library.download(key)
+        # The task holds the download, and so its file, until it is sent.
+        return FileResponse(found.path, filename=found.path.name, background=BackgroundTask(id, found))
 
-        return _answer(send)
+    def sentence(_: Request, fault: Exception) -> PlainTextResponse:
+        return PlainTextResponse(str(fault), 429 if isinstance(fault, RateLimitError) else 404)
 
-    return routes
-
-
-def _answer(work: Callable[[], Response]) -> Response:
-    try:
-        return work()
-    except (BucketError, ProtocolError, CodecError) as error:
-        return PlainTextResponse(str(error), 429 if isinstance(error, RateLimitError) else 404)
+    app.include_router(routes)
+    for kind in (BucketError, ProtocolError, CodecError):
+        app.add_exception_handler(kind, sentence)

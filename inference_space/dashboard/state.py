@@ -9,7 +9,7 @@ import math
 import operator
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean, median
@@ -60,17 +60,12 @@ Digests = Callable[[set[int]], dict[int, str]]  # looks up the published digests
 
 @dataclass(frozen=True)
 class Replica:
-    """One replica. Its name, state and error come from outside: never trust them."""
+    """One replica. The texts of its status come from outside: never trust them."""
 
-    name: str
-    state: str
-    version: int | None
+    status: ReplicaEvent
     behind: int | None  # versions
     lag_s: float | None  # from hand-over to commit, of its last commit
-    digest: str | None
     digest_ok: bool | None  # None: the published digest is not known yet
-    error: str | None
-    signed_by: str | None  # fingerprint of the key whose signature the replica checked
     versions: Series  # (unix seconds, version), within the window of the staircase
     lags: Series  # (version, seconds)
 
@@ -150,23 +145,15 @@ class Curve:
 class _Track:
     """What the events say about one replica."""
 
-    state: str = "serving"
-    version: int | None = None
-    digest: str | None = None
-    error: str | None = None
-    signed_by: str | None = None
+    status: ReplicaEvent
     lag_s: float | None = None
     versions: deque[Point] = field(default_factory=lambda: deque(maxlen=_STEPS))
     lags: Curve = field(default_factory=lambda: Curve(peaks=True))
 
-    def switch(self, t: float, version: int | None, digest: str | None) -> None:
-        if not self.versions or version != self.version:
-            self.versions.append((t, math.nan if version is None else version))
-        self.version, self.digest = version, digest
-
-    def report(self, t: float, event: ReplicaEvent) -> None:
-        self.switch(t, event.version, event.digest)
-        self.state, self.error, self.signed_by = event.state, event.error, event.signed_by
+    def report(self, status: ReplicaEvent, t: float) -> None:
+        if not self.versions or status.version != self.status.version:
+            self.versions.append((t, math.nan if status.version is None else status.version))
+        self.status = status
 
 
 class RunState:
@@ -205,7 +192,7 @@ class RunState:
                 case StepEvent():
                     self._step(event)
                 case ReplicaEvent():
-                    self._track(event.replica).report(event.t, event)
+                    self._track(event).report(event, event.t)
                 case CommitEvent():
                     self._commit(event)
                 case CanaryEvent():
@@ -215,8 +202,10 @@ class RunState:
 
     def served(self) -> set[int]:
         """Return the versions whose published digests are needed."""
-        served = {track.version for track in self._tracks.values() if track.version is not None}
-        return served | ({self._done.version} if self._done else set())
+        served = {track.status.version for track in self._tracks.values()}
+        return {version for version in served if version is not None} | (
+            {self._done.version} if self._done else set()
+        )
 
     def progress(self, own: ReplicaEvent | None = None) -> Progress | None:
         """Return the figures and curves of the page; None before the first version.
@@ -227,9 +216,9 @@ class RunState:
             return None
         tracks = self._tracks
         if own:
-            track = tracks.get(own.replica) or _Track()
+            track = tracks.get(own.replica) or _Track(own)
             track = replace(track, versions=track.versions.copy())
-            track.report(self._last_t, own)
+            track.report(own, self._last_t)
             tracks = {**tracks, own.replica: track}
         curves = {name: curve.points() for name, curve in self._curves.items()}
         curves["pauses"] += tuple((version, slow.pause_ms) for version, slow in self._slowest.items())
@@ -237,7 +226,7 @@ class RunState:
             version=self.version,
             last_t=self._last_t,
             done=self._done,
-            done_ok=self._matches(self._done.version, self._done.digest) if self._done else None,
+            done_ok=_matches(self.digests, self._done) if self._done else None,
             full_bytes=self._recent[-1].full_bytes,
             payload_bytes=_median(self._sizes),
             sent_bytes=self._sent,
@@ -247,7 +236,7 @@ class RunState:
             worst_pause_ms=self._all_pauses[-1] if self._all_pauses else None,
             lag_s=_median(self._all_lags),
             step_s=_median([b - a for (a, _), (b, _) in pairwise(self._trainer)]),
-            replicas=tuple(self._replica(name, tracks[name]) for name in sorted(tracks)),
+            replicas=tuple(self._replica(tracks[name]) for name in sorted(tracks)),
             syncs=tuple((sync, self._slowest.get(sync.version)) for sync in reversed(self._recent)),
             trainer=tuple(self._trainer),
             curves=curves,
@@ -262,16 +251,14 @@ class RunState:
         frame = self._frames.get(version)
         if frame is None:
             raise ProtocolError(f"version {version} is not one of the moments at which this run can be shown")
-        unknown = {r.version for r in frame.replicas if r.digest_ok is None and r.version is not None}
-        if unknown:
-            known = digests(unknown)
-
-            def checked(r: Replica) -> Replica:
-                there = r.digest is not None and r.version in known
-                return replace(r, digest_ok=r.digest == known[r.version or 0]) if there else r
-
-            frame = replace(frame, replicas=tuple(map(checked, frame.replicas)))
-            self._frames[version] = frame
+        unchecked = [r.status for r in frame.replicas if r.digest_ok is None]
+        if versions := {status.version for status in unchecked if status.version is not None}:
+            known = digests(versions)
+            replicas = [
+                replace(r, digest_ok=_matches(known, r.status)) if r.digest_ok is None else r
+                for r in frame.replicas
+            ]
+            self._frames[version] = frame = replace(frame, replicas=tuple(replicas))
         return frame
 
     def _keep_frame(self, version: int, newest: int) -> None:
@@ -313,15 +300,18 @@ class RunState:
         if event.rollouts:
             self._group = event
 
-    def _track(self, replica: str) -> _Track:
-        self._tracks[replica] = track = self._tracks.pop(replica, None) or _Track()
+    def _track(self, event: ReplicaEvent | CommitEvent) -> _Track:
+        name = event.replica
+        silent = ReplicaEvent(t=event.t, replica=name, state="serving", version=None, digest=None)
+        self._tracks[name] = track = self._tracks.pop(name, None) or _Track(silent)
         if len(self._tracks) > _REPLICAS:
             del self._tracks[next(iter(self._tracks))]
         return track
 
     def _commit(self, event: CommitEvent) -> None:
-        track = self._track(event.replica)
-        track.switch(event.t, event.version, event.digest)
+        track = self._track(event)
+        committed = {"version": event.version, "digest": event.digest}
+        track.report(track.status.model_copy(update=committed), event.t)
         if event.joined:  # includes the start of vLLM, which says nothing about a sync
             return
         track.lag_s = event.lag_s
@@ -340,25 +330,16 @@ class RunState:
             oldest = next(iter(self._slowest))
             self._curves["pauses"].add(oldest, self._slowest.pop(oldest).pause_ms)
 
-    def _replica(self, name: str, track: _Track) -> Replica:
-        start = self._trainer[0][0]
+    def _replica(self, track: _Track) -> Replica:
+        start, version = self._trainer[0][0], track.status.version
         return Replica(
-            name=name,
-            state=track.state,
-            version=track.version,
-            behind=None if track.version is None else (self.version or 0) - track.version,
+            status=track.status,
+            behind=None if version is None else (self.version or 0) - version,
             lag_s=track.lag_s,
-            digest=track.digest,
-            digest_ok=self._matches(track.version, track.digest),
-            error=track.error,
-            signed_by=track.signed_by,
+            digest_ok=_matches(self.digests, track.status),
             versions=tuple((max(start, t), version) for t, version in track.versions),
             lags=track.lags.points(),
         )
-
-    def _matches(self, version: int | None, digest: str | None) -> bool | None:
-        published = self.digests.get(-1 if version is None else version)
-        return None if published is None or digest is None else published == digest
 
 
 def moments(newest: int) -> list[int]:
@@ -372,6 +353,11 @@ def _stride(newest: int) -> int:
     while newest / step > FRAMES - 1:
         step *= 2
     return step
+
+
+def _matches(published: Mapping[int, str | None], report: ReplicaEvent | DoneEvent) -> bool | None:
+    digest = None if report.version is None else published.get(report.version)
+    return None if digest is None or report.digest is None else digest == report.digest
 
 
 def _median(values: Sequence[float]) -> float | None:

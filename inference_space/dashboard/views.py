@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -21,9 +22,9 @@ from delta_weight_sync.errors import CodecError
 from delta_weight_sync.records import POLL_S, Manifest
 from delta_weight_sync.store import Listing, ObjectInfo
 from delta_weight_sync.util import size_text
-from inference_space.dashboard.charts import Mark, Panel, linear, smooth
-from inference_space.dashboard.html import STATIC, percent, plural, render_template
-from inference_space.dashboard.state import Progress
+from inference_space.dashboard.charts import Chart, Mark, fitted, linear, smooth
+from inference_space.dashboard.html import STATIC, render_template
+from inference_space.dashboard.state import Point, Progress
 
 FAR = 5  # ULPs; larger moves are counted together with this one
 # A delta may come from anyone, and no model here says how large it can be.
@@ -120,11 +121,6 @@ class Cell(NamedTuple):
     changes: int
     elements: int
 
-    @property
-    def share(self) -> float:
-        """The share of their elements that changed."""
-        return self.changes / self.elements
-
 
 def tensor_map(tensors: tuple[TensorRow, ...]) -> dict[tuple[str, int | None], Cell]:
     """Add up changes by kind of tensor and layer; the layer is None outside of layers."""
@@ -146,7 +142,7 @@ def inside(delta: OpenedDelta) -> Markup:
     kinds = list(dict.fromkeys(kind for kind, layer in cells if layer is not None))
     heat = None
     if 0 < len(kinds) * len(layers) <= _MAX_CELLS:
-        shares = [cell.share for (_, layer), cell in cells.items() if layer is not None]
+        shares = [cell.changes / cell.elements for (_, layer), cell in cells.items() if layer is not None]
         low, high = min(shares), max(shares)
 
         def place(share: float) -> float:
@@ -260,49 +256,22 @@ def scene(run: Progress | None, model: str | None) -> dict[str, Any]:
     return {"facts": facts, "measured": bool(measured), "columns": _GRID[0], "grid": grid}
 
 
-def learned() -> list[Panel]:
-    """Draw the results of training with this project, from files that `bench` writes."""
+def learned() -> dict[str, Any]:
+    """Return the results of training with this project, from files that `bench` writes, and their charts."""
     study: dict[str, Any] = json.loads((STATIC / "study.json").read_text())
     tasks: dict[str, list[float]] = json.loads((STATIC / "pretrained.json").read_text())
 
-    def panel(
-        title: str, about: str, unit: str, rewards: Iterable[list[float]], keys: list[str], trend: bool
-    ) -> Panel:
-        lines = [(css, list(enumerate(line, 1))) for css, line in zip(_COLOURS, rewards, strict=False)]
-        xs, ys = zip(*(point for _, line in lines for point in line), strict=True)
-        x = linear(xs, lambda at: f"{unit} {at:.0f}", whole=True)
-        marks = [Mark("dots", css, line) for css, line in lines if trend]
-        marks += [Mark("line", css, smooth(line) if trend else line) for css, line in lines]
-        y = linear(ys, lambda reward: f"{reward:.2g}")
-        return Panel(title, about, "", x, y, marks, list(zip(_COLOURS, keys, strict=False)))
+    def coloured(rewards: Iterable[list[float]]) -> list[tuple[str, list[Point]]]:
+        return [(css, list(enumerate(line, 1))) for css, line in zip(_COLOURS, rewards, strict=False)]
 
-    def ends(task: str) -> str:
-        rewards, tenth = tasks[task], max(1, len(tasks[task]) // 10)
-        change = f"{fmean(rewards[:tenth]):.2f} \u2192 {fmean(rewards[-tenth:]):.2f}"
-        return f"{task.replace('_', '-')}: {change}, first and last tenth"
+    def drawn(marks: list[Mark], unit: str) -> Chart:
+        steps = partial(linear, words=f"{unit} {{:.0f}}".format, whole=True)
+        return fitted(marks, steps, partial(linear, words="{:.2g}".format))
 
-    return [
-        panel(
-            "What staleness costs",
-            f"Reward of the demo's policy at each step, the mean of {study['seeds']} seeds, by the age of its"
-            f" training batches in versions. Before training it solves {percent(study['before'])} of held-out"
-            " words. With whole weights instead of deltas the run is the same at every version, bit for bit.",
-            "step",
-            (curve["reward"] for curve in study["curves"]),
-            [
-                f"{plural(curve['staleness'], 'version')} old: {percent(curve['solved'])} solved after"
-                for curve in study["curves"]
-            ],
-            trend=False,
-        ),
-        panel(
-            "A pretrained model",
-            "Reward of SmolLM2-135M at each sync, and its trend, on two tasks: to write a text backwards, and"
-            " Wordle. It had practised both for a few minutes. Trainer and replica shared two CPU cores;"
-            " at the end the replica's live weights were the trainer's, bit for bit.",
-            "sync",
-            tasks.values(),
-            list(map(ends, tasks)),
-            trend=True,
-        ),
-    ]
+    means = [Mark("line", css, line) for css, line in coloured(curve["reward"] for curve in study["curves"])]
+    syncs = [Mark("dots", css, line) for css, line in coloured(tasks.values())]
+    trends = [Mark("line", mark.colour, smooth(mark.points)) for mark in syncs]
+    tenths = {task: max(1, len(rewards) // 10) for task, rewards in tasks.items()}
+    ends = {task: (fmean(tasks[task][:n]), fmean(tasks[task][-n:])) for task, n in tenths.items()}
+    charts = {"staleness": drawn(means, "step"), "pretrained": drawn([*syncs, *trends], "sync")}
+    return {"study": study, "ends": ends, "charts": charts, "colours": _COLOURS}

@@ -1,5 +1,6 @@
 """The gate in front of an app, and its clients: a trainer with the key, and visitors from any address."""
 
+import asyncio
 import functools
 from collections.abc import Awaitable, Callable
 
@@ -42,6 +43,22 @@ def client(app, address: str = VISITOR, **options) -> httpx.AsyncClient:
     """A client at this address."""
     transport = httpx.ASGITransport(app, client=(address, 1))
     return httpx.AsyncClient(transport=transport, base_url="http://replica", **options)
+
+
+async def ask_raw(app, path: str, *received, headers: dict[str, str]) -> list:
+    """The messages of the answer to a POST of which `received` arrives, and then nothing more."""
+    arriving, sent = iter(received), []
+
+    async def receive():
+        return next(arriving, None) or await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message)
+
+    pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "headers": pairs}
+    await app({**scope, "query_string": b""}, receive, send)
+    return sent
 
 
 trainer = functools.partial(client, headers=RIGHT)

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from env_space.watch import Replica
 from inference_space.gate import BYTES_PER_TOKEN, MAX_BODY, OTHER_BYTES, Completions
-from tests.inference_space.asking import CONTEXT, RIGHT, gate, running, trainer
+from tests.inference_space.asking import CONTEXT, RIGHT, ask_raw, gate, running, trainer
 
 pytestmark = pytest.mark.finding(4)
 
@@ -141,21 +141,11 @@ def test_an_app_hears_that_its_client_has_gone():
             pass
         return Response("gone")
 
-    async def scenario():
-        received = iter([{"type": "http.request", "body": b'{"n": 1}'}, {"type": "http.disconnect"}])
-        sent = []
-
-        async def receive():
-            return next(received)
-
-        async def send(message):
-            sent.append(message)
-
-        path = "/v1/completions"
-        headers = {**RIGHT, "content-type": "application/json", "content-length": "8"}
-        pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "headers": pairs}
-        await gate(until_gone)({**scope, "query_string": b""}, receive, send)
-        return sent[-1]["body"]
-
-    assert running(scenario) == b"gone"
+    body = {"type": "http.request", "body": b'{"n": 1}'}
+    headers = RIGHT | {"content-type": "application/json", "content-length": "8"}
+    *_, last = running(
+        lambda: ask_raw(
+            gate(until_gone), "/v1/completions", body, {"type": "http.disconnect"}, headers=headers
+        )
+    )
+    assert last["body"] == b"gone"

@@ -6,16 +6,14 @@ import logging
 
 import pytest
 import uvicorn
-from fastapi import FastAPI
 
 from delta_weight_sync.store import open_bucket
 from inference_space import public_port
-from inference_space.dashboard import mount
 from inference_space.gate import DashboardCalls
 from space_guard.logs import LogLimit
 from tests.inference_space.asking import client, gate
 from tests.support.dashboard import KEY as OWNERS
-from tests.support.dashboard import RecordedControls
+from tests.support.dashboard import RecordedControls, mounted
 
 pytestmark = pytest.mark.finding(19)
 
@@ -27,11 +25,8 @@ INFINITE = b'{"data": [null, Infinity], "fn_index": %d, "session_hash": "a"}'
 
 @pytest.fixture
 def dashboard(tmp_path):
-    async def mounted() -> FastAPI:  # outside of a loop Gradio makes its own and leaves them open
-        bucket = open_bucket(f"file://{tmp_path}", create=True)
-        return mount(FastAPI(), bucket, None, controls=RecordedControls(), key=OWNERS)
-
-    return asyncio.run(mounted())
+    bucket = open_bucket(f"file://{tmp_path}", create=True)
+    return mounted(bucket, controls=RecordedControls(), key=OWNERS)
 
 
 def calls(events: dict[int, list[str]]) -> list[dict]:

@@ -7,7 +7,6 @@ import re
 import httpx
 import pytest
 import uvicorn
-from fastapi import FastAPI
 from markupsafe import Markup
 
 from delta_weight_sync.store import open_bucket
@@ -16,7 +15,7 @@ from inference_space.dashboard import routes
 from inference_space.dashboard.page import content_policy
 from inference_space.settings import SETUP
 from tests.inference_space.asking import client, gate
-from tests.support.dashboard import RecordedControls, served
+from tests.support.dashboard import RecordedControls, controlled, mounted
 
 pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
 from playwright.sync_api import Page, expect
@@ -24,12 +23,6 @@ from playwright.sync_api import Page, expect
 pytestmark = pytest.mark.finding(20)
 
 EVIL = {"X-Forwarded-Host": "evil.example", "X-Gradio-Server": "http://evil.example", "Host": "evil.example"}
-
-
-def dashboard(folder) -> FastAPI:
-    return routes.mount(
-        FastAPI(), open_bucket(f"file://{folder}", create=True), None, controls=RecordedControls(), key="k"
-    )
 
 
 def answers(app, *asked: tuple[str, str], **options) -> list[httpx.Response]:
@@ -41,12 +34,9 @@ def answers(app, *asked: tuple[str, str], **options) -> list[httpx.Response]:
 
 
 def gated(folder):
-    async def make():  # outside of a loop Gradio makes its own and leaves them open
-        before = gate()
-        before._app = dashboard(folder)
-        return before
-
-    return asyncio.run(make())
+    before, bucket = gate(), open_bucket(f"file://{folder}", create=True)
+    before._app = mounted(bucket, controls=RecordedControls(), key="k")
+    return before
 
 
 def test_every_answer_says_which_site_may_frame_it(tmp_path):
@@ -110,8 +100,8 @@ def test_the_page_works_within_its_policy_and_a_script_in_a_runs_data_does_not(
         "addEventListener('securitypolicyviolation',"
         " (event) => blocked.push(`${event.effectiveDirective} ${event.blockedURI}`))"
     )
-    with served(lambda _: dashboard(tmp_path)) as url:
-        page.goto(f"{url}/#owner")
+    with controlled(open_bucket(f"file://{tmp_path}", create=True), RecordedControls()) as url:
+        page.goto(f"{url}#owner")
         page.get_by_role("button", name="Pause following").click()
         expect(page.locator("#dws-owner-answer")).to_contain_text("Only the owner may do this")
         page.locator("[data-tab=bucket]").click()

@@ -77,17 +77,6 @@ def test_an_incomplete_head_ends_the_connection(said):
     assert running(scenario) is False
 
 
-def test_sending_slowly_does_not_extend_the_deadline():
-    async def scenario():
-        link = Link(Port())
-        for part in range(30):
-            link.send(ASK if part == 0 else b"X-Slow: 1\r\n")
-            await asyncio.sleep(1)
-        return link.open
-
-    assert running(scenario) is False
-
-
 def test_the_next_head_must_also_arrive_in_time():
     async def scenario():
         link = Link(Port())
@@ -139,19 +128,6 @@ def test_a_request_behind_another_one_ends_both():
         return link.open
 
     assert running(scenario) is False
-
-
-def test_a_head_is_limited_in_size():
-    async def scenario():
-        link = Link(Port())
-        link.send(ASK)
-        sent = 0
-        while link.open and sent < 4 * LIMITS.head_bytes:
-            link.send(b"X-Long: " + b"x" * 1000 + b"\r\n")
-            sent += 1000
-        return sent
-
-    assert running(scenario) <= LIMITS.head_bytes + 1000
 
 
 def test_the_longest_idle_visitor_is_evicted_and_no_trainer():

@@ -1,12 +1,16 @@
-"""vLLM is given the settings of its build, and a machine that cannot run it is named in one sentence."""
+"""The Space's arguments for vLLM, which its owner can override, and machines that cannot run it."""
 
 import logging
 import os
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from delta_weight_sync import gpu_build
 from delta_weight_sync.errors import EngineError
+from delta_weight_sync.signing import PUBLIC_KEY, new_pair
 from inference_space.settings import Settings
 from inference_space.vllm_server import VllmServer
 
@@ -16,14 +20,33 @@ def vllm(tmp_path) -> VllmServer:
     return VllmServer(Settings(bucket="file:///b", run="r", folder=str(tmp_path)))
 
 
+def arguments(vllm_args: str = "") -> Namespace:
+    settings = Settings(bucket="file:///nowhere", run="r", vllm_args=vllm_args)
+    return VllmServer._arguments(SimpleNamespace(_settings=settings), Path("checkpoint"))
+
+
 @pytest.mark.live
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM imports parts of torch that are deprecated
-@pytest.mark.parametrize("for_gpus", [True, False], ids=["gpu", "cpu"])
-def test_a_build_for_gpus_runs_with_cuda_graphs(vllm, tmp_path, monkeypatch, for_gpus):
-    monkeypatch.setattr(gpu_build, "is_installed", lambda: for_gpus)
-    arguments = vllm._arguments(tmp_path)
-    assert arguments.enforce_eager is not for_gpus
-    assert (arguments.kv_cache_memory_bytes is None) is for_gpus, "on a GPU vLLM measures what is left"
+class TestArguments:
+    def test_on_a_gpu_cuda_graphs_run_and_experts_keep_their_order(self, monkeypatch):
+        monkeypatch.setattr(gpu_build, "is_installed", lambda: True)
+        given = arguments()
+        assert (given.enforce_eager, given.moe_backend) == (False, "triton")
+        assert given.kv_cache_memory_bytes is None, "on a GPU vLLM measures what is left"
+        assert arguments("--moe-backend flashinfer_cutlass").moe_backend == "flashinfer_cutlass"
+
+    def test_on_a_cpu_the_cache_has_a_size_and_vllm_chooses_the_kernels(self, monkeypatch):
+        monkeypatch.setattr(gpu_build, "is_installed", lambda: False)
+        given = arguments()
+        assert (given.enforce_eager, given.moe_backend) == (True, "auto")
+        assert given.kv_cache_memory_bytes is not None
+
+    def test_a_chat_template_of_an_unsigned_bucket_is_not_run(self, monkeypatch):
+        monkeypatch.delenv(PUBLIC_KEY, raising=False)
+        assert "raise_exception" in arguments().chat_template
+        assert arguments("--chat-template {{messages}}").chat_template == "{{messages}}"
+        monkeypatch.setenv(PUBLIC_KEY, new_pair()[PUBLIC_KEY])
+        assert arguments().chat_template is None
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,15 @@ class RecordedControls:
         self.calls.append("heal")
 
 
+def mounted(bucket: Bucket, app: FastAPI | None = None, **options) -> FastAPI:
+    """A dashboard of `bucket` in an app; outside of a loop Gradio would make its own and leave them open."""
+
+    async def make() -> FastAPI:
+        return mount(app or FastAPI(), bucket, None, **options)
+
+    return asyncio.run(make())
+
+
 @contextmanager
 def controlled(bucket: Bucket, told: RecordedControls, key: str = KEY) -> Iterator[str]:
     """The URL of a dashboard of `bucket` whose owner's tab speaks to `told`."""

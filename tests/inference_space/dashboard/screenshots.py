@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image
@@ -27,15 +26,7 @@ OWNER = {"owner": ".view-owner ul"}
 TALLEST = {"run": 5400, "inside": 1400, "bucket": 1400, "explain": 4600, "owner": 900}  # pixels of a picture
 
 
-@dataclass(frozen=True)
-class Look:
-    """How a visitor looks at the page."""
-
-    device: str
-    scheme: str
-
-
-LOOKS = [Look(device, scheme) for device in SIZES for scheme in ("light", "dark")]
+LOOKS = [(device, scheme) for device in SIZES for scheme in ("light", "dark")]
 
 
 def main() -> None:
@@ -65,32 +56,31 @@ def _serving(bucket: str) -> Iterator[str]:
             server.terminate()
 
 
-def _photograph(browser: Browser, url: str, out: Path, look: Look, views: dict[str, str]) -> None:
-    width, height = SIZES[look.device]
-    with browser.new_context(
-        viewport={"width": width, "height": height}, color_scheme=look.scheme
-    ) as context:
+def _photograph(browser: Browser, url: str, out: Path, look: tuple[str, str], views: dict[str, str]) -> None:
+    device, scheme = look
+    width, height = SIZES[device]
+    with browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme) as context:
         page = context.new_page()
         page.goto(url)
         expect(page.locator("#dws-live figure").first).to_be_visible()
         if look == LOOKS[0] and "run" in views:
             _keep(page.screenshot(), height, out / "dashboard.png")
         for view, ready in views.items():
-            _open(page, view, ready)
-            path = out / f"dashboard-{view}-{look.device}-{look.scheme}.png"
+            open_view(page, view, ready)
+            if view == "explain":  # each animation plays while it is in sight: let it come to something
+                for scene in page.locator(".scene").all():
+                    scene.scroll_into_view_if_needed()
+                    page.wait_for_timeout(4000)
+            page.evaluate("scrollTo(0, 0)")
+            path = out / f"dashboard-{view}-{device}-{scheme}.png"
             _keep(page.screenshot(full_page=True), TALLEST[view], path)
 
 
-def _open(page: Page, view: str, ready: str) -> None:
+def open_view(page: Page, view: str, ready: str) -> None:
     page.locator(f"[data-tab={view}]").click()
     if view == "bucket":
         page.locator("[data-delta]").first.click()
     expect(page.locator(ready).first).to_be_visible()
-    if view == "explain":  # each animation plays while it is in sight: let it come to something
-        for scene in page.locator(".scene").all():
-            scene.scroll_into_view_if_needed()
-            page.wait_for_timeout(4000)
-    page.evaluate("scrollTo(0, 0)")
 
 
 def _keep(png: bytes, tallest: int, path: Path) -> None:

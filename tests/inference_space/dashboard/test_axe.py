@@ -16,6 +16,7 @@ pytest.importorskip("playwright.sync_api", reason="playwright drives the browser
 from playwright.sync_api import Browser, Page, expect
 
 from delta_weight_sync.store import Bucket
+from tests.inference_space.dashboard.screenshots import READY, open_view
 from tests.support.dashboard import KEY, REFUSED, RecordedControls, controlled
 from tests.support.real_run import games
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.long
 
 AXE = "axe-core@4.11.0"
-READY = {"run": "#dws-live .boards", "inside": ".heat", "bucket": ".opened", "explain": ".scene"}
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +56,10 @@ def test_nothing_serious(
     real.step(0.8, games())
     shown(real)
     with looking(browser, url, width, scheme) as page:
-        expect(page.locator("#dws-live h1")).to_have_text("v4 serving on 1/1 replica")
+        expect(page.locator("#dws-live .boards")).to_be_visible()
         page.add_script_tag(path=axe)
         for view, there in READY.items():
-            page.locator(f"[data-tab={view}]").click()
-            if view == "bucket":
-                page.locator("[data-delta]").first.click()
-            expect(page.locator(there).first).to_be_visible()
+            open_view(page, view, there)
             assert page.evaluate(_RUN) == [], view
 
 

@@ -61,8 +61,10 @@ def opened(page: Page, url: str) -> Page:
 
 
 @pytest.fixture
-def empty(bucket: object, shown: Shown) -> None:
+def example(page: Page, url: str, bucket: object, shown: Shown) -> Page:
+    """The tab while the bucket is empty."""
     shown(None)
+    return opened(page, url)
 
 
 def test_the_numbers_are_the_runs(page: Page, url: str, real: RealRun, shown: Shown) -> None:
@@ -84,8 +86,8 @@ def test_the_numbers_are_the_runs(page: Page, url: str, real: RealRun, shown: Sh
     expect(page.locator("[data-scene=rounding] .tally")).to_contain_text("tiny-qwen changed")
 
 
-def test_without_a_run_an_example_is_shown_and_its_table_holds(page: Page, url: str, empty: None) -> None:
-    opened(page, url)
+def test_without_a_run_an_example_is_shown_and_its_table_holds(example: Page) -> None:
+    page = example
     expect(page.locator(".whose button")).to_have_text(["an example: Qwen3-0.6B"])
     f, cells = Formulas(page), page.locator("[data-scene=sync] tbody tr td").all_inner_texts()
     whole, through = EXAMPLE.full_bytes / LINK, sum(s for _, s in f.bucket_sync(EXAMPLE, LINK))
@@ -96,8 +98,8 @@ def test_without_a_run_an_example_is_shown_and_its_table_holds(page: Page, url: 
     assert cells[8:10] == [size_text(count) for count in moved]
 
 
-def test_everything_answers_to_the_keyboard(page: Page, url: str, empty: None) -> None:
-    opened(page, url)
+def test_everything_answers_to_the_keyboard(example: Page) -> None:
+    page = example
     sync, landing, rounding = (
         page.locator(f"[data-scene={name}]") for name in ("sync", "landing", "rounding")
     )
@@ -120,8 +122,9 @@ def test_everything_answers_to_the_keyboard(page: Page, url: str, empty: None) -
 
 
 def test_where_motion_is_not_wanted_the_end_is_shown_and_nothing_moves(
-    browser: Browser, url: str, empty: None
+    browser: Browser, url: str, bucket: object, shown: Shown
 ) -> None:
+    shown(None)
     with browser.new_context(reduced_motion="reduce") as context:
         page = opened(context.new_page(), url)
         ship = page.locator("[data-scene=ship]")
@@ -138,8 +141,9 @@ def test_where_motion_is_not_wanted_the_end_is_shown_and_nothing_moves(
         assert page.locator(".view-explain").inner_html() in shown
 
 
-def test_an_animation_runs_while_it_is_in_sight(page: Page, url: str, empty: None) -> None:
+def test_an_animation_runs_while_it_is_in_sight(page: Page, url: str, bucket: object, shown: Shown) -> None:
     """The page's own clock is turned on: nothing has to be waited for to see that it stays."""
+    shown(None)
     page.clock.install()
     opened(page, url)
     page.locator("[data-scene=ship]").scroll_into_view_if_needed()
@@ -154,8 +158,8 @@ def test_an_animation_runs_while_it_is_in_sight(page: Page, url: str, empty: Non
     assert head.get_attribute("x1") != stopped
 
 
-def test_what_was_learned_with_the_project_is_drawn(page: Page, url: str, empty: None) -> None:
-    opened(page, url)
+def test_what_was_learned_with_the_project_is_drawn(example: Page) -> None:
+    page = example
     study, pretrained = page.locator(".learned").all()
     expect(study.locator("path.line")).to_have_count(3)
     expect(study.locator("path.line.bad")).to_be_visible()

@@ -11,9 +11,8 @@ import pytest
 pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
 from playwright.sync_api import Page, expect
 
-from delta_weight_sync.store import Bucket, open_bucket
+from delta_weight_sync.store import Bucket
 from delta_weight_sync.util import count_text, size_text
-from inference_space.dashboard.__main__ import main
 from inference_space.dashboard.export import export
 
 if TYPE_CHECKING:
@@ -58,13 +57,3 @@ def test_a_folder_shows_the_run_without_a_server(
     page.locator("[data-tab=explain]").click()
     expect(page.locator(".whose button").first).to_have_text("this run: tiny-qwen")
     assert {urlsplit(one).scheme for one in asked} <= {"file", "blob"}
-
-
-def test_an_impossible_export_ends_with_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bucket = open_bucket(f"file://{tmp_path}/bucket", create=True)
-    monkeypatch.setattr("sys.argv", ["dashboard", "--bucket", bucket.url, "--export", f"{tmp_path}/site"])
-    with pytest.raises(SystemExit, match="holds no run yet"):
-        main()
-    assert not (tmp_path / "site").exists()

@@ -129,6 +129,20 @@ def test_the_page_of_a_real_run_shows_what_was_published(
     assert live.locator("img").count() == 0
 
 
+def test_the_answer_itself_shows_the_run_without_any_script(
+    browser: Browser, url: str, real: RealRun, shown: Shown
+) -> None:
+    shown(real)
+    with browser.new_context(java_script_enabled=False, color_scheme="dark") as context:
+        page = context.new_page()
+        page.goto(url)
+        expect(page.locator("#dws.first h1")).to_have_text("v3 serving on 1/1 replica")
+        expect(page.locator("#dws.first dl")).to_contain_text("Per sync")
+        expect(page.locator("#dws.first figure")).to_have_count(9)
+        columns = page.locator("#dws.first .panels").evaluate("e => getComputedStyle(e).gridTemplateColumns")
+        assert len(columns.split()) == 3, "the style sheets came with it"
+
+
 def test_inside_a_delta_of_any_version(page: Page, url: str, real: RealRun, shown: Shown) -> None:
     shown(real)
     page.goto(f"{url}#inside")
@@ -152,6 +166,9 @@ def test_a_delta_is_opened_in_place_and_proven(
     bucket.put(real.reader.keys.delta(4, Writer(1, "0" * 32)), b"half of a delta that is being written")
     page.goto(f"{url}#bucket")
     view = page.locator(".view-bucket")
+    expect(view.locator(".lead")).to_contain_text(f"of run {real.reader.keys.run}")
+    expect(page.locator("#dws")).to_have_count(1)
+    expect(page.locator("#dws-live h1")).to_be_hidden()
     view.locator("[data-delta='4']").click()
     expect(view.get_by_role("alert")).to_contain_text("has no version 4")
     row = view.locator("tr", has_text="deltas/00000003.t1-")
@@ -180,11 +197,23 @@ def test_a_download_is_the_object_and_nothing_else_can_be_had(
         assert "can be downloaded here" in refused.text
 
 
+_WATCH = """window.blank = false
+let seen = false
+new MutationObserver(() => {
+  const there = Boolean(document.querySelector("#dws h1"))
+  window.blank ||= seen && !there
+  seen ||= there
+}).observe(document, { childList: true, subtree: true })"""
+
+
 def test_scrubbing_shows_the_run_as_it_was(page: Page, url: str, real: RealRun, shown: Shown) -> None:
     real.step(0.9)
     shown(real)
+    page.add_init_script(_WATCH)
     page.goto(url)
     expect(page.locator("#dws-live h1")).to_have_text("v4 serving on 1/1 replica")
+    expect(page.locator("#dws")).to_have_count(1)
+    assert page.evaluate("window.blank") is False, "the first paint was replaced without a blank moment"
     slider = page.get_by_label("Look back")
     slider.focus()
     page.keyboard.press("ArrowLeft")

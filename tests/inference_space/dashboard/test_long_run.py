@@ -42,7 +42,7 @@ def test_the_first_reading_takes_each_segment_once(bucket: CountedBucket, view: 
     segments = -(-(1 + VERSIONS * 5) // SEGMENT)
     assert bucket.asked["get"] <= segments + 6, "every segment, run.json, HEAD, and the newest manifest"
     assert view.progress
-    assert [(replica.version, replica.digest_ok) for replica in view.progress.replicas] == [
+    assert [(replica.status.version, replica.digest_ok) for replica in view.progress.replicas] == [
         (VERSIONS, True)
     ] * 3
     assert "v10000 serving on 3/3 replicas" in render(view)

@@ -51,7 +51,10 @@ def test_bytes_are_counted_from_version_1_and_anchors_count_as_sent() -> None:
 def test_a_commit_moves_its_replica_and_costs_the_slowest() -> None:
     commits = commit("x", 1, lag_s=4, pause_ms=7), commit("y", 1, lag_s=2, pause_ms=9)
     run = progress(sync(1, 30), *commits, sync(2, 30))
-    assert [(r.name, r.version, r.behind, r.lag_s) for r in run.replicas] == [("x", 1, 1, 4), ("y", 1, 1, 2)]
+    assert [(r.status.replica, r.status.version, r.behind, r.lag_s) for r in run.replicas] == [
+        ("x", 1, 1, 4),
+        ("y", 1, 1, 2),
+    ]
     assert (run.pause_ms, run.worst_pause_ms, run.lag_s) == (8, 9, 3)
     (newest, uncommitted), (first, slowest), _ = run.syncs
     assert (newest.version, uncommitted, first.version) == (2, None, 1)
@@ -71,7 +74,8 @@ def test_a_sync_on_the_clock_ends_with_the_last_replicas_commit() -> None:
 def test_what_a_replica_answers_replaces_what_was_known() -> None:
     down = status("x", None, state="down", error="no answer")
     (x,) = progress(sync(1, 9), commit("x", 1), down).replicas
-    assert (x.state, x.version, x.behind, x.digest_ok, x.error) == ("down", None, None, None, "no answer")
+    assert (x.status.state, x.status.version, x.status.error) == ("down", None, "no answer")
+    assert (x.behind, x.digest_ok) == (None, None)
     assert math.isnan(x.versions[-1][1]), "the staircase breaks off where a replica serves nothing"
 
 
@@ -83,12 +87,12 @@ def test_a_replicas_own_status_is_shown_in_place_of_the_logs() -> None:
     assert now
     assert now.replicas[1] == before.replicas[1], "of other replicas the log tells"
     mine = now.replicas[0]
-    assert (mine.version, mine.behind, mine.digest_ok, mine.error) == (2, 0, True, "disk full")
+    assert (mine.status.version, mine.status.error, mine.behind, mine.digest_ok) == (2, "disk full", 0, True)
     assert (mine.lag_s, mine.lags) == (before.replicas[0].lag_s, before.replicas[0].lags)
     assert mine.versions == (*before.replicas[0].versions, (now.last_t, 2))
     assert state.progress().replicas == before.replicas, "the run itself is as it was"
     new = state.progress(status("new", None, state="starting"))
-    assert [(r.name, r.state) for r in new.replicas if r.name == "new"] == [("new", "starting")]
+    assert [r.status.state for r in new.replicas if r.status.replica == "new"] == ["starting"]
 
 
 @pytest.mark.parametrize(("published", "ok"), [(DIGEST, True), ("b" * 16, False), (None, None)])
@@ -175,5 +179,5 @@ def test_names_of_replicas_fill_no_memory() -> None:
     events = [status(f"replica-{number}", 1) for number in range(5000)]
     run = progress(*events, *(status("x", 1 + version % 2) for version in range(5000)))
     assert len(run.replicas) == 128
-    assert {"replica-4999", "x"} <= {replica.name for replica in run.replicas}
+    assert {"replica-4999", "x"} <= {replica.status.replica for replica in run.replicas}
     assert max(len(replica.versions) for replica in run.replicas) <= 257
