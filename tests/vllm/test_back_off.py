@@ -17,7 +17,6 @@ import pytest
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import FileRef, Keys, Writer, reference
 from delta_weight_sync.store import open_bucket
-from delta_weight_sync.vllm.disk import CountingReader
 from delta_weight_sync.vllm.follower import Follower
 from tests.cli.drifting import RUN, Drifting
 from tests.vllm.quick_time import QuickTime, Restarted
@@ -39,7 +38,7 @@ def written(folder: Path, tokenizer: str = "{}") -> Drifting:
 
 def following(time: QuickTime, vllm: Restarted, folder: Path) -> Follower:
     """It looks once a second."""
-    return Follower(CountingReader(time, RUN), vllm, name="r", folder=folder / "r", poll_s=1.0)
+    return Follower(RunReader(time, RUN), vllm, name="r", folder=folder / "r", poll_s=1.0)
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ import pytest
 from delta_weight_sync.errors import ProtocolError
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.store import Bucket, open_bucket
-from delta_weight_sync.vllm.disk import CountingReader
 from delta_weight_sync.vllm.follower import Follower
 from tests.support.buckets import CountedBucket
 from tests.support.fake_vllm import Mortal, reaches, soon
@@ -36,7 +35,7 @@ def follower(
     bucket: Bucket, run: RealRun, vllm: Mortal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Follower]:
     monkeypatch.setattr("delta_weight_sync.watch.LONGEST_S", 0.05)
-    follower = Follower(CountingReader(bucket, "ordered"), vllm, name="r", folder=tmp_path / "r", poll_s=0.01)
+    follower = Follower(RunReader(bucket, "ordered"), vllm, name="r", folder=tmp_path / "r", poll_s=0.01)
     follower.start()
     reaches(follower, 3)
     yield follower
@@ -211,7 +210,7 @@ def test_an_old_version_of_a_long_run_is_found_by_one_listing(tmp_path: Path) ->
         run.publish(40_000, 2_000)
     run.log.close()
     counted = CountedBucket(bucket)
-    follower = Follower(CountingReader(counted, "long"), Mortal(), name="r", folder=tmp_path, poll_s=0.01)
+    follower = Follower(RunReader(counted, "long"), Mortal(), name="r", folder=tmp_path, poll_s=0.01)
     follower.commands.pin(2)
     assert follower.commands.pinned == RunReader(bucket, "long").find(2)
     assert counted.asked["list"] == 2, "HEADs and manifests"

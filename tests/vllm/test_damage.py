@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 
 from delta_weight_sync.errors import BucketUnreachableError
+from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import DeltaRef, FileRef, Manifest
 from delta_weight_sync.store import Bucket
-from delta_weight_sync.vllm.disk import CountingReader
 from delta_weight_sync.vllm.follower import Follower
 from tests.support.fake_vllm import PATIENCE_S, Mortal, reaches, soon
 from tests.support.real_run import RealRun
@@ -57,7 +57,7 @@ def follower(
 ) -> Iterator[Follower]:
     """Not started yet."""
     monkeypatch.setattr("delta_weight_sync.watch.LONGEST_S", 0.05)
-    reader = CountingReader(bucket, "hurt")
+    reader = RunReader(bucket, "hurt")
     follower = Follower(reader, vllm, name="r", folder=tmp_path / "r", poll_s=0.01)
     yield follower
     follower.stop()
@@ -198,7 +198,7 @@ def test_a_kept_anchor_that_is_damaged_starts_no_vllm_with_it(run, bucket, follo
     (kept,) = (tmp_path / "r" / "anchors").glob("*/model.safetensors")
     damaged = kept.read_bytes()[:-1] + b"?"
     kept.write_bytes(damaged)
-    again = Follower(CountingReader(bucket, "hurt"), vllm, name="r", folder=tmp_path / "r", poll_s=0.01)
+    again = Follower(RunReader(bucket, "hurt"), vllm, name="r", folder=tmp_path / "r", poll_s=0.01)
     again.start()
     reaches(again, 2)
     again.stop()

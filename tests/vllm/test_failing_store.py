@@ -13,8 +13,8 @@ from delta_weight_sync.errors import (
     BucketUnreachableError,
     ObjectMissingError,
 )
+from delta_weight_sync.reader import RunReader
 from delta_weight_sync.store import open_bucket
-from delta_weight_sync.vllm.disk import CountingReader
 from delta_weight_sync.vllm.follower import Follower
 from tests.cli.drifting import RUN, Drifting
 from tests.vllm.quick_time import QuickTime, Restarted
@@ -39,7 +39,7 @@ def time(run: Drifting, monkeypatch: pytest.MonkeyPatch) -> QuickTime:
 @pytest.fixture
 def follower(run: Drifting, time: QuickTime, tmp_path: Path) -> Follower:
     """It serves version 0, and looks once a second."""
-    reader = CountingReader(time, RUN)
+    reader = RunReader(time, RUN)
     follower = Follower(reader, Restarted(), name="r", folder=tmp_path / "r", poll_s=1.0)
     time.pass_for(2, follower)
     assert follower.serving == run.newest

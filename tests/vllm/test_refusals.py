@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from delta_weight_sync.errors import EngineError
+from delta_weight_sync.reader import RunReader
 from delta_weight_sync.store import Bucket, open_bucket
-from delta_weight_sync.vllm.disk import CountingReader
 from delta_weight_sync.vllm.follower import Follower
 from tests.support.buckets import CountedBucket
 from tests.support.fake_vllm import Mortal, reaches, soon
@@ -69,7 +69,7 @@ def follower(
 ) -> Iterator[Follower]:
     """Not started yet."""
     monkeypatch.setattr("delta_weight_sync.watch.LONGEST_S", 0.05)
-    reader = CountingReader(counted, "refused")
+    reader = RunReader(counted, "refused")
     follower = Follower(reader, vllm, name="r", folder=tmp_path / "r", poll_s=0.01)
     yield follower
     follower.stop()
