@@ -16,7 +16,7 @@ from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import DeltaRef, FileRef, Manifest
 from delta_weight_sync.store import Bucket
 from delta_weight_sync.vllm.follower import Follower
-from tests.support.fake_vllm import PATIENCE_S, Mortal, reaches, soon
+from tests.support.fake_vllm import PATIENCE_S, reaches, soon
 from tests.support.real_run import RealRun
 
 Damage = Callable[[Bucket, FileRef], None]
@@ -49,18 +49,6 @@ def run(bucket: Bucket) -> Iterator[RealRun]:
     run.step()
     yield run
     run.close()
-
-
-@pytest.fixture
-def follower(
-    bucket: Bucket, run: RealRun, vllm: Mortal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Follower]:
-    """Not started yet."""
-    monkeypatch.setattr("delta_weight_sync.watch.LONGEST_S", 0.05)
-    reader = RunReader(bucket, "hurt")
-    follower = Follower(reader, vllm, name="r", folder=tmp_path / "r", poll_s=0.01)
-    yield follower
-    follower.stop()
 
 
 def anchored(run: RealRun) -> Manifest:

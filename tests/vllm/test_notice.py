@@ -66,8 +66,3 @@ def test_a_poke_brings_the_next_version(follower: Follower, run: RealRun, vllm: 
     follower.poke()
     reaches(follower, 1)
     assert vllm.digest() == run.reader.manifest(1).digest
-
-
-def test_a_replica_that_waits_for_an_hour_ends_at_once(follower: Follower) -> None:
-    follower.stop()
-    assert not follower._thread.is_alive()

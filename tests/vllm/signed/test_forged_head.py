@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from hashlib import sha256
-from pathlib import Path
 
 import pytest
 
 from delta_weight_sync.checkpoint import read_bits
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.records import FileRef, Head, Writer
-from delta_weight_sync.store import Bucket, open_bucket
 from tests.cli.command import command
 from tests.support.fake_vllm import reaches
-from tests.support.real_run import RealRun
 from tests.vllm.thief import (
     NEWEST,
     OURS,
@@ -25,30 +21,11 @@ from tests.vllm.thief import (
     goes_on,
     refuses,
     renewed,
-    signed_run,
 )
 
 pytestmark = pytest.mark.finding(14)
 
 CLAIM = Writer(99, "e" * 32)
-
-
-@pytest.fixture
-def bucket(tmp_path: Path) -> Bucket:
-    return open_bucket(f"file://{tmp_path}/bucket", create=True)
-
-
-@pytest.fixture
-def thief(bucket: Bucket) -> Thief:
-    return Thief(bucket)
-
-
-@pytest.fixture
-def run(bucket: Bucket, thief: Thief, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealRun]:
-    """At version 3, signed; readers in this process believe its key only."""
-    monkeypatch.setattr("delta_weight_sync.watch.LONGEST_S", 0.05)
-    with signed_run(bucket, thief, monkeypatch) as run:
-        yield run
 
 
 def claim(thief: Thief, sign: Signs) -> None:
