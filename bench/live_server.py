@@ -21,8 +21,7 @@ import psutil
 
 from bench.memory import Memory
 from delta_weight_sync import gpu_build
-from delta_weight_sync.vllm import METHOD
-from delta_weight_sync.vllm.die_with_parent import die_with_parent
+from delta_weight_sync.vllm import METHOD, die_with_parent
 from trainer.demo.processes import free_port
 
 # What `vllm serve` calls. Not `-m`, nor a file: the engine's process would import it again.

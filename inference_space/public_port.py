@@ -19,9 +19,9 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from delta_weight_sync.reader import RunReader
 from delta_weight_sync.runlog import ReplicaReport
 from delta_weight_sync.store import open_bucket
-from delta_weight_sync.vllm.disk import CountingReader
 from delta_weight_sync.vllm.follower import Follower
 from inference_space import dashboard
 from inference_space.gate import Completions, DashboardCalls, Gate
@@ -63,7 +63,7 @@ class SpaceFollower(Follower):
 def create_app(settings: Settings) -> FastAPI:
     """The complete Space as one ASGI app; the follower and vLLM live as long as it does."""
     bucket, vllm, folder = open_bucket(settings.bucket), VllmServer(settings), Path(settings.folder)
-    reader = CountingReader(bucket, settings.run)
+    reader = RunReader(bucket, settings.run)
     follower = SpaceFollower(reader, vllm, name=settings.name, folder=folder, poll_s=settings.poll_s)
     vllm.follower = follower
 

@@ -131,9 +131,8 @@ def pin(owner: object, bits: dict[str, torch.Tensor], names: Sequence[str], devi
         _register(memory)
         weakref.finalize(owner, _unregister, memory).atexit = False  # the end of the process frees it anyway
     starts = [0, *ends[:-1]]
-    for name, start in reversed(
-        list(zip(names, starts, strict=True))
-    ):  # newest first, so that the heap shrinks
+    # Newest first, so that the heap shrinks.
+    for name, start in reversed(list(zip(names, starts, strict=True))):
         old = bits[name]
         bits[name] = memory[start : start + old.numel()].view(old.shape).copy_(old)
 

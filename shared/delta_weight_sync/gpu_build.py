@@ -48,10 +48,8 @@ def problem() -> str:
         )
     import torch
 
-    cuda, driver = (
-        torch.version.cuda or "0",
-        _driver_cuda(),
-    )  # a build runs on every driver of its major version
+    # A build runs on every driver of its major version.
+    cuda, driver = torch.version.cuda or "0", _driver_cuda()
     # With this variable vLLM's processes load newer libraries than the driver's (vllm/env_override.py).
     compatible = os.environ.get("VLLM_ENABLE_CUDA_COMPATIBILITY", "").strip().lower() in ("1", "true")
     if driver is None or driver // 1000 >= int(cuda.split(".")[0]) or compatible:

@@ -13,8 +13,7 @@ from unittest import mock
 from delta_weight_sync.checkpoint import read_bits
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.errors import CodecError, EngineError
-from delta_weight_sync.reader import apply_delta
-from delta_weight_sync.vllm.disk import CountingReader
+from delta_weight_sync.reader import RunReader, apply_delta
 from delta_weight_sync.vllm.follower import Follower
 from tests.chaos.trainer import Mortal
 from tests.chaos.truth import Truth
@@ -106,7 +105,7 @@ class Replica(Mortal):
         self._truth, self._lock = Truth(truth), threading.Lock()
         mock.patch("delta_weight_sync.watch.LONGEST_S", 0.05).start()
         self.engine = Memory(self._truth)
-        reader = CountingReader(self.open_bucket(url), RUN)
+        reader = RunReader(self.open_bucket(url), RUN)
         self._follower = Follower(reader, self.engine, name=folder.name, folder=folder, poll_s=poll_s)
         self._follower.start()
 

@@ -16,7 +16,7 @@ from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.resume._state import usable_states
 from delta_weight_sync.store import open_bucket
-from delta_weight_sync.vllm.disk import CountingReader, Layout
+from delta_weight_sync.vllm.disk import Layout
 from delta_weight_sync.watch import Watcher
 from inference_space.dashboard.data import Library
 from inference_space.dashboard.export import export
@@ -55,11 +55,10 @@ def command(url: str, scratch: Path, rng: Random) -> None:
 
 def follower(url: str, scratch: Path, rng: Random) -> None:
     """What a replica does before it stages a version: look, pass over what is damaged, fetch, rebuild."""
-    reader = CountingReader(open_bucket(url), RUN)
+    reader = RunReader(open_bucket(url), RUN)
     with contextlib.closing(Watcher(reader)) as watcher:
         manifest = watcher.poll()
         complaint = watcher.problem()
-    reader.expect(manifest, scratch)
     try:
         Layout(reader, scratch).put(manifest)
     except DeltaWeightSyncError:

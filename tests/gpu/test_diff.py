@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from delta_weight_sync import codec, digest
 from delta_weight_sync.checkpoint import to_bits
@@ -15,7 +14,7 @@ from delta_weight_sync.errors import CodecError
 from delta_weight_sync.gpu import counted
 from delta_weight_sync.publish.mirror import Found, Mirror
 from delta_weight_sync.publish.parts import Block, Part
-from tests.gpu.interpreted import kernels
+from tests.gpu.interpreted import Operations, kernels
 from tests.publish.test_mirror import LAYOUTS
 
 __all__ = ["kernels"]
@@ -208,16 +207,6 @@ def test_what_other_ranks_found_is_added(place):
     for name, kept in memory.items():
         np.testing.assert_array_equal(kept.numpy().view(np.uint16), mirror.bits(name))
     assert (mirror.digest - before - moved) % 2**64 == 0
-
-
-class Operations(TorchDispatchMode):
-    """Counts what torch does, without views, which launch nothing."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += not function.is_view
-        return function(*args, **(kwargs or {}))
 
 
 def cost(place: str, tensors: int) -> tuple[int, int, int]:

@@ -8,16 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from delta_weight_sync import codec
 from delta_weight_sync.digest import state_digest
 from delta_weight_sync.gpu import counted
 from delta_weight_sync.vllm import memory as memory_module
 from delta_weight_sync.vllm import worker
-from delta_weight_sync.vllm.routes import Geometry, Piece, Route, learn, ownership
+from delta_weight_sync.vllm.routes import Geometry, Piece, Route
 from delta_weight_sync.vllm.worker import Fallback, LiveWeights, Ranks
-from tests.gpu.interpreted import interpreted
+from tests.gpu.interpreted import Operations, interpreted
+from tests.support.live_weights import delta, live
 
 device_memory = interpreted("delta_weight_sync.vllm.gpu")
 Views = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
@@ -29,7 +28,7 @@ class Laid(torch.nn.Module):
     def __init__(self, views: Views) -> None:
         """`views`: name -> (shape, order of its dimensions in memory)."""
         super().__init__()
-        self.views = views
+        self.views, self.shapes = views, {name: shape for name, (shape, _) in views.items()}
         for name, (shape, order) in views.items():
             memory = torch.zeros([shape[dim] for dim in order], dtype=torch.bfloat16)
             self.register_parameter(name, torch.nn.Parameter(memory, requires_grad=False))
@@ -54,24 +53,11 @@ def on_a_device(monkeypatch):
     monkeypatch.setattr(worker, "memory_of", device_memory.DeviceMemory)
 
 
-def live(model: Laid) -> LiveWeights:
-    shapes = {name: shape for name, (shape, _) in model.views.items()}
-    learned = learn(model, shapes)
-    (owned,), _ = ownership(shapes, [learned.sources()])
-    return LiveWeights(learned.routes, owned, Fallback(model, {}), Ranks(1))
-
-
-def delta(path: Path, old: dict[str, np.ndarray], new: dict[str, np.ndarray]) -> Path:
-    patches = [codec.diff(name, old[name], new[name]) for name in old]
-    path.write_bytes(codec.encode(patches, old.__getitem__, base=0, version=1, encoding="fast"))
-    return path
-
-
 def commits_and_takes_back(
     folder: Path, model: Laid, old: dict[str, np.ndarray], new: dict[str, np.ndarray]
 ) -> None:
     model.load_weights((name, torch.from_numpy(bits).view(torch.bfloat16)) for name, bits in old.items())
-    weights = live(model)
+    weights = live(model, model.shapes)
     assert weights.digest() == state_digest(old)
     staged = weights.stage([delta(folder / "delta", old, new)], state_digest(old))
     assert staged.digest == state_digest(new)
@@ -120,21 +106,6 @@ def test_a_tensor_with_more_elements_than_a_row_can_number(tmp_path, monkeypatch
     commits_and_takes_back(tmp_path, Laid(views), old, new)
 
 
-class Operations(TorchDispatchMode):
-    """Counts what torch itself runs on a device; a tensor without contents and a view are no work."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += (
-            func._schema.name not in {"aten::empty.memory_format", "aten::empty", "aten::empty_like"}
-            and not func.is_view
-        )
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("tensors", [10, 20_000])
 def test_a_sync_takes_as_many_launches_and_waits_whatever_the_number_of_tensors(
     tmp_path, monkeypatch, tensors
@@ -166,16 +137,6 @@ class Nothing:
         return lambda *_, **__: None
 
 
-def test_the_digest_reads_each_weight_once(monkeypatch):
-    """By count: the lists of tiles and rows that it reads besides are small."""
-    size = 1 << 20
-    weights = live(Laid({"w": ((size,), (0,))}))
-    lists = sum(tiles.nbytes for tiles in weights._memory._tiles.values())
-    tables = weights._memory._rows.nbytes + weights._memory._inner.nbytes + weights._memory._cells.nbytes
-    assert sum(tiles[:, 2].sum() for tiles in weights._memory._tiles.values()) == size
-    assert 2 * size + lists + tables <= 1.1 * 2 * size
-
-
 def test_staging_has_a_stream_of_its_own_and_a_commit_is_on_vllms(tmp_path, monkeypatch):
     inside: list[bool] = []
     entered = [False]
@@ -189,7 +150,8 @@ def test_staging_has_a_stream_of_its_own_and_a_commit_is_on_vllms(tmp_path, monk
 
     rng = np.random.default_rng(3)
     old = {"w": rng.integers(0, 65536, (64, 64)).astype(np.uint16)}
-    weights = live(model := Laid({"w": ((64, 64), (0, 1))}))
+    model = Laid({"w": ((64, 64), (0, 1))})
+    weights = live(model, model.shapes)
     model.load_weights([("w", torch.from_numpy(old["w"]).view(torch.bfloat16))])
     plain = device_memory.launch
     monkeypatch.setattr(device_memory, "launch", lambda *a, **k: (inside.append(entered[0]), plain(*a, **k)))

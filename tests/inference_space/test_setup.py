@@ -14,10 +14,10 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
+from delta_weight_sync.reader import RunReader
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY
 from delta_weight_sync.store import Bucket, Listing, open_bucket
 from delta_weight_sync.store._notifications import Notifications
-from delta_weight_sync.vllm.disk import CountingReader
 from inference_space.app import main
 from inference_space.public_port import SpaceFollower
 from inference_space.settings import SETUP, Settings, find_problems
@@ -178,7 +178,7 @@ def following(url: str, folder, until) -> SpaceFollower:
     """A follower of the bucket at `url` that got as far as `until`, and has looked a few times more."""
     settings = Settings(bucket=url, run=f"run-{uuid4().hex}", poll_s=0.05, folder=str(folder))
     bucket = Looked(open_bucket(url))
-    reader = CountingReader(bucket, settings.run)
+    reader = RunReader(bucket, settings.run)
     follower = SpaceFollower(reader, VllmServer(settings), name="r", folder=folder, poll_s=0.05)
     follower.start()
     wait_until(lambda: until(follower))

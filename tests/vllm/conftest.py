@@ -1,11 +1,15 @@
-"""A folder as the bucket of a run, and a vLLM to follow it."""
+"""A folder as the bucket of a run, a vLLM, and a follower between them."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from delta_weight_sync.reader import RunReader
 from delta_weight_sync.store import Bucket, open_bucket
+from delta_weight_sync.vllm.follower import Follower
 from tests.support.fake_vllm import Mortal
+from tests.support.real_run import RealRun
 
 
 @pytest.fixture
@@ -16,3 +20,15 @@ def bucket(tmp_path: Path) -> Bucket:
 @pytest.fixture
 def vllm() -> Mortal:
     return Mortal()
+
+
+@pytest.fixture
+def follower(
+    bucket: Bucket, run: RealRun, vllm: Mortal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Follower]:
+    """Not started yet. It polls all the time and retries after moments."""
+    monkeypatch.setattr("delta_weight_sync.watch.LONGEST_S", 0.05)
+    reader = RunReader(bucket, run.reader.keys.run)
+    follower = Follower(reader, vllm, name="r", folder=tmp_path / "r", poll_s=0.01)
+    yield follower
+    follower.stop()

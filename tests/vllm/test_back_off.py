@@ -1,4 +1,4 @@
-"""What fails is tried ever more slowly, what is whole is not fetched again, nothing goes back.
+"""Failures are retried with growing pauses, complete files are not fetched again, nothing goes back.
 
 A damaged file of 1 kB had all weights fetched each three seconds, a HEAD that flips had vLLM started each
 time, and one stale read brought an old version back.
@@ -14,10 +14,15 @@ from pathlib import Path
 
 import pytest
 
+from delta_weight_sync.errors import (
+    AccessDeniedError,
+    BucketMissingError,
+    BucketUnreachableError,
+    ObjectMissingError,
+)
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import FileRef, Keys, Writer, reference
 from delta_weight_sync.store import open_bucket
-from delta_weight_sync.vllm.disk import CountingReader
 from delta_weight_sync.vllm.follower import Follower
 from tests.cli.drifting import RUN, Drifting
 from tests.vllm.quick_time import QuickTime, Restarted
@@ -39,7 +44,7 @@ def written(folder: Path, tokenizer: str = "{}") -> Drifting:
 
 def following(time: QuickTime, vllm: Restarted, folder: Path) -> Follower:
     """It looks once a second."""
-    return Follower(CountingReader(time, RUN), vllm, name="r", folder=folder / "r", poll_s=1.0)
+    return Follower(RunReader(time, RUN), vllm, name="r", folder=folder / "r", poll_s=1.0)
 
 
 @pytest.fixture
@@ -235,3 +240,85 @@ def test_a_run_that_was_started_over_is_followed_into_the_same_folder(run, time,
     assert time.follow(2, RUN, tmp_path / "kept").complaint == ""
     assert (tmp_path / "kept" / "current").resolve().name == "00000000"
     again.close()
+
+
+# A store that fails is asked about as often as one that works.
+
+Fault = Callable[[str, str], None]
+MINUTE, LOOKS = 60, 61
+
+
+@pytest.fixture
+def serving(run: Drifting, time: QuickTime, follower: Follower) -> Follower:
+    """It serves version 0."""
+    time.pass_for(2, follower)
+    assert follower.serving == run.newest
+    return follower
+
+
+def asked_in_a_minute(time: QuickTime, follower: Follower) -> int:
+    before = time.asked.total()
+    time.pass_for(MINUTE, follower)
+    return time.asked.total() - before
+
+
+def raises(error: Exception, *operations: str) -> Fault:
+    def fault(operation: str, key: str) -> None:
+        if not operations or operation in operations:
+            raise error
+
+    return fault
+
+
+@pytest.mark.parametrize(
+    "error", [BucketUnreachableError("503"), AccessDeniedError("403"), BucketMissingError("404")]
+)
+def test_a_store_that_refuses_everything(time, serving, error) -> None:
+    time.fault = raises(error)
+    assert asked_in_a_minute(time, serving) <= 7, "after 0, 1, 3, 7, 15 and 31 seconds"
+    time.fault = lambda operation, key: None
+    time.pass_for(64, serving)
+    assert serving.report(0).status.error is None, "and it is found again"
+
+
+@pytest.mark.parametrize("operation", ["get", "fetch"])
+def test_a_store_that_tells_of_a_version_and_does_not_hand_it_over(run, time, serving, operation) -> None:
+    time.fault = raises(BucketUnreachableError("503"), operation)
+    run.step()
+    assert asked_in_a_minute(time, serving) <= LOOKS + 7 * 8
+    time.fault = lambda operation, key: None
+    time.pass_for(64, serving)
+    assert serving.serving == run.newest
+
+
+def test_a_head_that_is_gone_or_damaged_while_nothing_is_new(run, time, serving) -> None:
+    head = head_of(run)
+    head.write_bytes(b"damaged")
+    assert asked_in_a_minute(time, serving) <= LOOKS + 10
+    assert "is not a valid Head" in (serving.report(0).status.error or "")
+    head.unlink()
+    assert asked_in_a_minute(time, serving) <= 2 * LOOKS + 10, "it is looked for"
+    assert serving.serving == run.newest
+
+
+def test_all_records_are_damaged_and_thousands_are_added(run, time, serving) -> None:
+    manifests = run.folder / "runs" / RUN / "manifests"
+    for path in (*manifests.iterdir(), *(run.folder / "runs" / RUN / "heads").iterdir()):
+        path.write_bytes(b"damaged")
+    for version in range(5000):
+        (manifests / f"{version:08d}.t9-00000000.json").write_bytes(b"{}")
+    assert asked_in_a_minute(time, serving) <= LOOKS + 7 * 140, "64 of them at most, seven times"
+    assert serving.serving == run.newest
+
+
+def test_a_store_that_hides_what_it_has_just_shown(run, time, serving) -> None:
+    """Each second another answer."""
+    run.step()
+
+    def fault(operation: str, key: str) -> None:
+        if operation in ("get", "fetch") and int(time.now) % 2:
+            raise ObjectMissingError(f"{key} does not exist")
+
+    time.fault = fault
+    assert asked_in_a_minute(time, serving) <= LOOKS + 20
+    assert serving.serving == run.newest

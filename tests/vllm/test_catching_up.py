@@ -9,13 +9,12 @@ from delta_weight_sync.prune import Keep, Pruner, prune
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import FileRef
 from delta_weight_sync.store import open_bucket
-from delta_weight_sync.vllm.disk import CountingReader
 from delta_weight_sync.vllm.follower import Follower
 from tests.cli.drifting import RUN, Drifting
 from tests.support.fake_vllm import Mortal, soon
 
 
-class Watched(CountingReader):
+class Watched(RunReader):
     """Notes what it fetches; `before` is called once, before the next file."""
 
     def __init__(self, url: str) -> None:

@@ -12,11 +12,11 @@ from unittest import mock
 import pytest
 
 from delta_weight_sync.errors import BucketUnreachableError
+from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import DeltaRef, FileRef, Manifest
 from delta_weight_sync.store import Bucket
-from delta_weight_sync.vllm.disk import CountingReader
 from delta_weight_sync.vllm.follower import Follower
-from tests.support.fake_vllm import PATIENCE_S, Mortal, reaches, soon
+from tests.support.fake_vllm import PATIENCE_S, reaches, soon
 from tests.support.real_run import RealRun
 
 Damage = Callable[[Bucket, FileRef], None]
@@ -49,18 +49,6 @@ def run(bucket: Bucket) -> Iterator[RealRun]:
     run.step()
     yield run
     run.close()
-
-
-@pytest.fixture
-def follower(
-    bucket: Bucket, run: RealRun, vllm: Mortal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Follower]:
-    """Not started yet."""
-    monkeypatch.setattr("delta_weight_sync.watch.LONGEST_S", 0.05)
-    reader = CountingReader(bucket, "hurt")
-    follower = Follower(reader, vllm, name="r", folder=tmp_path / "r", poll_s=0.01)
-    yield follower
-    follower.stop()
 
 
 def anchored(run: RealRun) -> Manifest:
@@ -198,7 +186,7 @@ def test_a_kept_anchor_that_is_damaged_starts_no_vllm_with_it(run, bucket, follo
     (kept,) = (tmp_path / "r" / "anchors").glob("*/model.safetensors")
     damaged = kept.read_bytes()[:-1] + b"?"
     kept.write_bytes(damaged)
-    again = Follower(CountingReader(bucket, "hurt"), vllm, name="r", folder=tmp_path / "r", poll_s=0.01)
+    again = Follower(RunReader(bucket, "hurt"), vllm, name="r", folder=tmp_path / "r", poll_s=0.01)
     again.start()
     reaches(again, 2)
     again.stop()

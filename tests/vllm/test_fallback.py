@@ -82,7 +82,7 @@ def test_a_commit_is_what_a_fresh_start_loads_and_an_undo_brings_all_back(loaded
     reload.do()
     assert memory(model) == memory(load(Model(), after))
     assert fallback.digest() == state_digest(after)
-    assert all(np.array_equal(fallback.bits(name), after[name]) for name in SHAPES)
+    assert all(np.array_equal(fallback.bits[name], after[name]) for name in SHAPES)
 
     reload.undo()
     assert memory(model) == before

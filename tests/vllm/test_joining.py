@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from delta_weight_sync.reader import RunReader
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.store._base import replacing
 from delta_weight_sync.store._files import FileBucket
-from delta_weight_sync.vllm.disk import CountingReader
 from delta_weight_sync.vllm.follower import Follower
 from inference_space.settings import Settings
 from inference_space.vllm_server import VllmServer
@@ -57,7 +57,7 @@ def follower(bucket: Slow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr("inference_space.vllm_server.VllmServer._arguments", lambda *_: None)
     run = RealRun(open_bucket(bucket.url), run="joined", width=256)
     settings = Settings(bucket=bucket.url, run="joined", folder=str(tmp_path))
-    vllm, reader = VllmServer(settings), CountingReader(bucket, "joined")
+    vllm, reader = VllmServer(settings), RunReader(bucket, "joined")
     follower = Follower(reader, vllm, name="r", folder=tmp_path, poll_s=1.0)
     follower.start()
     yield follower

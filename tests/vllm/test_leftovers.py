@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from delta_weight_sync.checkout import CheckpointFolder
+from delta_weight_sync.reader import RunReader
 from delta_weight_sync.store import open_bucket
-from delta_weight_sync.vllm.disk import SCRATCH_PREFIX, CountingReader, scratch_folder
+from delta_weight_sync.vllm.disk import SCRATCH_PREFIX, scratch_folder
 from delta_weight_sync.vllm.follower import Follower
 from tests.cli.drifting import RUN, Drifting
 from tests.support.fake_vllm import Mortal
@@ -78,7 +79,7 @@ def test_a_replica_removes_what_was_half_fetched_and_keeps_what_is_whole(tmp_pat
         (folder / LEFT).write_bytes(b"half")
     (coming / "config.json").write_bytes(b"whole")
     (tmp_path / "r" / "00000002.t1-00000000.safetensors").write_bytes(b"half a delta")
-    reader = CountingReader(open_bucket(run.url), RUN)
+    reader = RunReader(open_bucket(run.url), RUN)
     Follower(reader, Mortal(), name="r", folder=tmp_path / "r", poll_s=1.0)
     assert list(tmp_path.glob("r/**/.*.part")) + list(tmp_path.glob("r/*.safetensors")) == []
     assert (coming / "config.json").exists()
@@ -91,6 +92,6 @@ def test_follow_removes_what_was_half_built_before_it_looks(tmp_path) -> None:
     building = tmp_path / "kept" / ".building"
     building.mkdir(parents=True)
     (building / LEFT).write_bytes(b"half")
-    with CheckpointFolder(CountingReader(open_bucket(run.url), RUN), tmp_path / "kept"):
+    with CheckpointFolder(RunReader(open_bucket(run.url), RUN), tmp_path / "kept"):
         assert not building.exists()
     run.close()

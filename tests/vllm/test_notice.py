@@ -11,8 +11,8 @@ from uuid import uuid4
 
 import pytest
 
+from delta_weight_sync.reader import RunReader
 from delta_weight_sync.store import Bucket, open_bucket
-from delta_weight_sync.vllm.disk import CountingReader
 from delta_weight_sync.vllm.follower import Follower
 from tests.support.fake_vllm import Mortal, reaches, soon
 from tests.support.hubsim import HubSim
@@ -42,7 +42,7 @@ def run(request: pytest.FixtureRequest) -> Iterator[RealRun]:
 @pytest.fixture
 def follower(run: RealRun, vllm: Mortal, tmp_path: Path) -> Iterator[Follower]:
     bucket: Bucket = run.reader.bucket
-    follower = Follower(CountingReader(bucket, "told"), vllm, name="r", folder=tmp_path / "r", poll_s=HOUR)
+    follower = Follower(RunReader(bucket, "told"), vllm, name="r", folder=tmp_path / "r", poll_s=HOUR)
     follower.start()
     reaches(follower, 0)
     yield follower
@@ -66,8 +66,3 @@ def test_a_poke_brings_the_next_version(follower: Follower, run: RealRun, vllm: 
     follower.poke()
     reaches(follower, 1)
     assert vllm.digest() == run.reader.manifest(1).digest
-
-
-def test_a_replica_that_waits_for_an_hour_ends_at_once(follower: Follower) -> None:
-    follower.stop()
-    assert not follower._thread.is_alive()

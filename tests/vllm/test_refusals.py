@@ -1,13 +1,11 @@
 """What vLLM refuses for good is not tried again, nor fetched for, until something is different."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from delta_weight_sync.errors import EngineError
-from delta_weight_sync.store import Bucket, open_bucket
-from delta_weight_sync.vllm.disk import CountingReader
+from delta_weight_sync.store import Bucket
 from delta_weight_sync.vllm.follower import Follower
 from tests.support.buckets import CountedBucket
 from tests.support.fake_vllm import Mortal, reaches, soon
@@ -44,14 +42,14 @@ FULL = EngineError("OutOfMemoryError: no memory is left", "unexpected")
 
 
 @pytest.fixture
-def counted(tmp_path: Path) -> CountedBucket:
-    return CountedBucket(open_bucket(f"file://{tmp_path}/bucket", create=True))
+def bucket(bucket: Bucket) -> CountedBucket:
+    return CountedBucket(bucket)
 
 
 @pytest.fixture
-def run(counted: CountedBucket) -> Iterator[RealRun]:
+def run(bucket: CountedBucket) -> Iterator[RealRun]:
     """At version 2."""
-    run = RealRun(counted.bucket, run="refused", layers=1)
+    run = RealRun(bucket.bucket, run="refused", layers=1)
     run.step()
     run.step()
     yield run
@@ -63,22 +61,10 @@ def vllm() -> Refusing:
     return Refusing()
 
 
-@pytest.fixture
-def follower(
-    counted: Bucket, run: RealRun, vllm: Refusing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Follower]:
-    """Not started yet."""
-    monkeypatch.setattr("delta_weight_sync.watch.LONGEST_S", 0.05)
-    reader = CountingReader(counted, "refused")
-    follower = Follower(reader, vllm, name="r", folder=tmp_path / "r", poll_s=0.01)
-    yield follower
-    follower.stop()
-
-
-def turns(counted: CountedBucket, number: int = 5) -> None:
+def turns(bucket: CountedBucket, number: int = 5) -> None:
     """Wait until the follower has looked at HEAD so many times more."""
-    before = counted.asked["stat"]
-    soon(lambda: counted.asked["stat"] > before + number, "more turns")
+    before = bucket.asked["stat"]
+    soon(lambda: bucket.asked["stat"] > before + number, "more turns")
 
 
 def refuses(follower: Follower) -> None:
@@ -86,16 +72,16 @@ def refuses(follower: Follower) -> None:
 
 
 def test_a_model_that_no_delta_fits_is_tried_once(
-    follower: Follower, run: RealRun, vllm: Refusing, counted: CountedBucket
+    follower: Follower, run: RealRun, vllm: Refusing, bucket: CountedBucket
 ) -> None:
     vllm.unfit = UNFIT
     follower.start()
     refuses(follower)
-    fetched = counted.asked["fetch"]
+    fetched = bucket.asked["fetch"]
     run.step()
-    turns(counted)
+    turns(bucket)
     status = follower.report(0).status
-    assert (vllm.learned, vllm.starts, counted.asked["fetch"]) == (1, 1, fetched)
+    assert (vllm.learned, vllm.starts, bucket.asked["fetch"]) == (1, 1, fetched)
     assert status.state == "refused"
     assert "head.weight: vLLM changes it after loading" in (status.error or "")
 
@@ -138,22 +124,20 @@ def test_another_anchor_is_tried(follower: Follower, run: RealRun, vllm: Refusin
 
 
 def test_wrong_weights_are_laid_out_once_more_and_then_refused(
-    follower: Follower, run: RealRun, vllm: Refusing, counted: CountedBucket
+    follower: Follower, run: RealRun, vllm: Refusing, bucket: CountedBucket
 ) -> None:
     """What was laid out may have been damaged on this disk; after a second time the fault is elsewhere."""
     vllm.damaged = DAMAGED
     follower.start()
     refuses(follower)
-    fetched = counted.asked["fetch"]
+    fetched = bucket.asked["fetch"]
     assert (vllm.committed, fetched) == (2, 2 + 2 * 2), "an anchor's two files, which are kept; two deltas"
     run.step()
-    turns(counted)
-    assert (vllm.committed, counted.asked["fetch"]) == (2, fetched)
+    turns(bucket)
+    assert (vllm.committed, bucket.asked["fetch"]) == (2, fetched)
 
 
-def test_another_version_may_still_be_pinned(
-    follower: Follower, run: RealRun, vllm: Refusing, counted: CountedBucket
-) -> None:
+def test_another_version_may_still_be_pinned(follower: Follower, run: RealRun, vllm: Refusing) -> None:
     vllm.damaged = DAMAGED
     follower.start()
     refuses(follower)
@@ -172,11 +156,11 @@ def refuses_the_third(follower: Follower, run: RealRun, vllm: Refusing) -> None:
 
 
 def test_what_is_served_is_served_on_while_the_next_version_is_refused(
-    follower: Follower, run: RealRun, vllm: Refusing, counted: CountedBucket
+    follower: Follower, run: RealRun, vllm: Refusing, bucket: CountedBucket
 ) -> None:
     refuses_the_third(follower, run, vllm)
     committed = vllm.committed
-    turns(counted)
+    turns(bucket)
     assert vllm.committed == committed
     assert follower.report(0).status.state == "serving"
     assert vllm.digest() == run.reader.manifest(2).digest

@@ -1,12 +1,164 @@
 """Routes are learned from whatever copies a loader makes, and refused where writing would not be loading."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from delta_weight_sync import codec
 from delta_weight_sync.vllm import routes
 from delta_weight_sync.vllm.memory import HostMemory, Table, collect, of_patch
-from tests.vllm.loaders import SHAPES, Model, Reached, learn
+
+Load = Callable[["Model", torch.Tensor], object]
+
+
+def merged(model: "Model", tensor: torch.Tensor) -> None:
+    for first, part in zip((0, 4, 6), tensor.split([4, 2, 2]), strict=True):
+        model.wide.data.narrow(0, first, part.shape[0]).copy_(part)
+
+
+def stacked(model: "Model", tensor: torch.Tensor) -> None:
+    for expert, part in enumerate(tensor.chunk(3)):
+        model.experts.data[expert].narrow(0, 0, 4).copy_(part)
+
+
+def through_a_buffer(model: "Model", tensor: torch.Tensor) -> None:
+    buffer = torch.zeros(8, 6, dtype=torch.bfloat16)
+    buffer[:] = tensor
+    model.wide.data.copy_(buffer)
+
+
+def failing(model: "Model", tensor: torch.Tensor) -> None:
+    raise AssertionError("an odd shape")
+
+
+def failing_halfway(model: "Model", tensor: torch.Tensor) -> None:
+    model.experts.data.copy_(tensor.expand(3, 8, 6))
+    raise AssertionError("what comes next needs values")
+
+
+def exchanged(model: "Model", tensor: torch.Tensor) -> None:
+    model.wide.data = model.wide.data.clone()
+
+
+def replaced(model: "Model", tensor: torch.Tensor) -> None:
+    model.wide = torch.nn.Parameter(tensor, requires_grad=False)
+
+
+# Name of a tensor -> its shape, and what the loader does with it.
+COPIES: dict[str, tuple[tuple[int, ...], Load]] = {
+    "plain": ((8, 6), lambda model, t: model.wide.data.copy_(t)),
+    "rows": ((4, 6), lambda model, t: model.wide.data.narrow(0, 2, 4).copy_(t)),
+    "columns": ((8, 2), lambda model, t: model.wide.data[:, 1:3].copy_(t)),
+    "transposed": ((6, 8), lambda model, t: model.wide.data.copy_(t.t())),
+    "transposed_copy": ((6, 8), lambda model, t: model.wide.data.copy_(t.to("cpu").t().contiguous())),
+    "merged": ((8, 6), merged),
+    "stacked": ((12, 6), stacked),
+    "stacked_transposed": ((3, 6, 8), lambda model, t: model.experts.data.copy_(t.permute(0, 2, 1))),
+    "padded": ((5, 6), lambda model, t: (model.wide.data[:5].copy_(t), model.wide.data[5:].fill_(0))),
+    "padded_within_rows": (
+        (8, 4),
+        lambda model, t: (model.wide.data[:, :4].copy_(t), model.wide.data[:, 4:].zero_()),
+    ),
+    "cleared_first": ((5, 6), lambda model, t: (model.wide.data.zero_(), model.wide.data[:5].copy_(t))),
+    "twice": ((6,), lambda model, t: (model.long.data[:6].copy_(t), model.long.data[6:].copy_(t))),
+    "repeated": ((6,), lambda model, t: model.wide.data.copy_(t)),
+    "scalar": ((), lambda model, t: model.long.data[3].copy_(t)),
+}
+# The same for those that have no route, and why.
+OTHERS: dict[str, tuple[tuple[int, ...], Load, str]] = {
+    "dropped": ((8, 6), lambda model, t: None, "drops it"),
+    "scaled": ((8, 6), lambda model, t: model.wide.data.copy_(t * 2), "computes with it (aten.mul.Tensor)"),
+    "scaled_in_place": (
+        (8, 6),
+        lambda model, t: model.wide.data.copy_(t.clone().mul_(2)),
+        "computes with it (aten.mul_.Tensor)",
+    ),
+    "exponentiated": (
+        (8, 6),
+        lambda model, t: model.wide.data.copy_(t.float().exp()),
+        "computes with it (aten.exp.default)",
+    ),
+    "reordered": (
+        (8, 6),
+        lambda model, t: model.wide.data.copy_(t.view(2, 4, 6).transpose(0, 1).reshape(8, 6)),
+        "computes with it (aten._unsafe_view.default)",
+    ),
+    "concatenated": (
+        (4, 6),
+        lambda model, t: model.wide.data.copy_(torch.cat([t, t])),
+        "computes with it (aten.cat.default)",
+    ),
+    "through_a_buffer": ((8, 6), through_a_buffer, "computes with it (aten.copy_.default)"),
+    "added": ((8, 6), lambda model, t: model.wide.data.add_(t), "computes with it (aten.add_.Tensor)"),
+    "put_by_index": (
+        (8, 6),
+        lambda model, t: model.wide.data.index_put_((torch.tensor([1, 0, 2, 3, 4, 5, 6, 7]),), t),
+        "computes with it (aten.index_put_.default)",
+    ),
+    "filled": ((1,), lambda model, t: model.long.data.fill_(t.item()), "reads its values"),
+    "doubled_afterwards": (
+        (8, 6),
+        lambda model, t: (model.wide.data.copy_(t), model.wide.data[7].mul_(2)),
+        "writes to the same place again",
+    ),
+    "twice_to_one_place": (
+        (8, 6),
+        lambda model, t: (model.wide.data.copy_(t), model.wide.data.copy_(t)),
+        "writes to the same place again",
+    ),
+    "failing": ((8, 6), failing, "fails on a probe (AssertionError: an odd shape)"),
+}
+LOADS: dict[str, Load] = {name: load for name, (_, load, *_) in (COPIES | OTHERS).items()} | {
+    "failing_halfway": failing_halfway,
+    "exchanged": exchanged,
+    "replaced": replaced,
+    "derived": lambda model, t: model.experts.data.copy_(model.wide.data.expand(3, 8, 6) / 2),
+}
+
+
+class Model(torch.nn.Module):
+    """A loader that does with a tensor what `LOADS` says; "upper" and "lower" wait for each other."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.wide = torch.nn.Parameter(torch.randn(8, 6).to(dtype), requires_grad=False)
+        self.long = torch.nn.Parameter(torch.randn(12).to(dtype), requires_grad=False)
+        self.experts = torch.nn.Parameter(torch.randn(3, 8, 6).to(dtype), requires_grad=False)
+        self.seen: list[str] = []
+
+    @torch.no_grad()
+    def load_weights(self, weights) -> None:
+        waiting = {}
+        for name, tensor in weights:
+            self.seen.append(name)
+            if name in ("upper", "lower"):
+                waiting[name] = tensor
+            else:
+                LOADS[name.partition(".")[0]](self, tensor)
+        if len(waiting) == 2:
+            self.wide.data.copy_(torch.cat([waiting["upper"], waiting["lower"]]))
+            self.long.data.narrow(0, 0, 6).copy_(waiting["lower"][0])
+        for parameter in self.parameters():  # as vLLM's checks do, it reads
+            parameter.sum().item()
+
+
+class Reached(torch.nn.Module):
+    """The model with a loader that also touches every parameter, as loading all of a checkpoint does."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+
+    def load_weights(self, weights) -> None:
+        for parameter in self.model.parameters():
+            parameter.data.zero_()
+        self.model.load_weights(weights)
+
+
+def learn(model: Model, **shapes: tuple[int, ...]) -> routes.Learned:
+    """The routes of these tensors, as if the others were loaded, too."""
+    return routes.learn(Reached(model), shapes)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -32,19 +184,20 @@ def write(route: routes.Route, index: torch.Tensor, ulps: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", COPIES)
 def test_writing_through_a_route_is_loading(name, dtype):
     """In float32 parameters, too: a bf16 number is the upper half of the same number there."""
     model = Model(dtype)
-    tensor = torch.randn(SHAPES[name]).to(torch.bfloat16)
+    shape, _ = COPIES[name]
+    tensor = torch.randn(shape).to(torch.bfloat16)
     model.load_weights([(name, tensor)])
     before = {key: value.clone() for key, value in model.state_dict().items()}
 
-    learned = learn(model, name)
+    learned = learn(model, **{name: shape})
     assert not learned.unroutable
     for key, value in model.state_dict().items():
         assert torch.equal(bits(value), bits(before[key])), "learning writes nothing"
-    owned, _ = routes.ownership({name: SHAPES[name]}, [learned.sources()])
+    owned, _ = routes.ownership({name: shape}, [learned.sources()])
     route = learned.routes[name]
     assert torch.equal(route.read(owned[0][name]), bits(tensor)), "a route reads what was loaded"
 
@@ -57,29 +210,13 @@ def test_writing_through_a_route_is_loading(name, dtype):
         assert torch.equal(bits(value), bits(written[key]))
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("dropped", "drops it"),
-        ("scaled", "computes with it (aten.mul.Tensor)"),
-        ("scaled_in_place", "computes with it (aten.mul_.Tensor)"),
-        ("exponentiated", "computes with it (aten.exp.default)"),
-        ("reordered", "computes with it (aten._unsafe_view.default)"),
-        ("concatenated", "computes with it (aten.cat.default)"),
-        ("through_a_buffer", "computes with it (aten.copy_.default)"),
-        ("added", "computes with it (aten.add_.Tensor)"),
-        ("put_by_index", "computes with it (aten.index_put_.default)"),
-        ("filled", "reads its values"),
-        ("doubled_afterwards", "writes to the same place again"),
-        ("twice_to_one_place", "writes to the same place again"),
-        ("failing", "fails on a probe (AssertionError: an odd shape)"),
-    ],
-)
-def test_what_is_no_copy_has_a_reason_and_does_not_disturb_the_others(name, why):
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_copy_has_a_reason_and_does_not_disturb_the_others(name):
     model = Model()
-    shapes = {name: (4, 6) if name == "concatenated" else (1,) if name == "filled" else (8, 6), "scalar": ()}
+    shape, _, why = OTHERS[name]
+    shapes = {name: shape, "scalar": ()}
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    learned = routes.learn(Reached(model), shapes)
+    learned = learn(model, **shapes)
     owned, unroutable = routes.ownership(shapes, [learned.sources()])
     assert unroutable == {name: f"vLLM's loader {why}"}
     assert set(owned[0]) == {"scalar"}
@@ -88,14 +225,14 @@ def test_what_is_no_copy_has_a_reason_and_does_not_disturb_the_others(name, why)
 
 def test_tensors_that_are_joined_are_refused_together():
     """One of them is copied as well, which is not all that a change of it has to reach."""
-    learned = learn(Model(), "upper", "lower")
+    learned = learn(Model(), upper=(4, 6), lower=(4, 6))
     assert learned.unroutable == dict.fromkeys(
         ["upper", "lower"], "vLLM's loader computes with it (aten.cat.default)"
     )
 
 
 def test_half_precision_cannot_hold_the_bits():
-    learned = learn(Model(torch.float16), "plain")
+    learned = learn(Model(torch.float16), plain=(8, 6))
     assert learned.unroutable == {"plain": "vLLM's loader casts it to torch.float16"}
 
 
@@ -104,31 +241,21 @@ def test_a_loader_that_exchanges_parameters_is_refused_and_they_are_put_back(nam
     model = Model()
     before, parameter = model.wide.data.clone(), model.wide
     with pytest.raises(routes.RouteError, match="wide: vLLM's loader replaces this parameter"):
-        learn(model, name)
+        learn(model, **{name: (8, 6)})
     assert model.wide is parameter
     assert torch.equal(model.wide.data, before)
 
 
 def test_two_tensors_in_one_place_are_refused():
     with pytest.raises(routes.RouteError, match=r"plain\.1 and plain\.2 are one parameter"):
-        routes.learn(Reached(Model()), {"plain.1": (8, 6), "plain.2": (8, 6)})
+        learn(Model(), **{"plain.1": (8, 6), "plain.2": (8, 6)})
 
 
-def test_a_parameter_made_from_others_is_refused():
-    """Deltas would never reach it: vLLM made it after loading, from what they change."""
+@pytest.mark.parametrize("other", [{}, {"derived": (8, 6)}, {"failing": (8, 6)}], ids=str)
+def test_a_parameter_made_from_others_is_refused(other):
+    """By vLLM after loading, or by its loader. One odd tensor does not switch the check off for all."""
     with pytest.raises(routes.RouteError, match="experts: vLLM made it from other parameters"):
-        routes.learn(Model(), {"plain": (8, 6), "twice": (6,)})
-
-
-def test_so_is_one_that_the_loader_itself_makes_from_others():
-    with pytest.raises(routes.RouteError, match="experts: vLLM made it from other parameters"):
-        routes.learn(Model(), {"plain": (8, 6), "twice": (6,), "derived": (8, 6)})
-
-
-def test_a_loader_that_fails_before_it_touches_anything_excuses_nothing():
-    """One odd tensor must not switch the check off for all parameters."""
-    with pytest.raises(routes.RouteError, match="experts: vLLM made it from other parameters"):
-        routes.learn(Model(), {"plain": (8, 6), "twice": (6,), "failing": (8, 6)})
+        routes.learn(Model(), {"plain": (8, 6), "twice": (6,), **other})
 
 
 def test_what_a_failing_loader_had_in_hand_is_loaded_anew_with_it():
@@ -140,10 +267,10 @@ def test_what_a_failing_loader_had_in_hand_is_loaded_anew_with_it():
 def test_all_tensors_are_loaded_in_one_go():
     """18 000 experts one by one would take minutes."""
     model = Model()
-    learn(model, "plain", "scalar")
+    learn(model, plain=(8, 6), scalar=())
     assert model.seen == ["plain", "scalar"]
 
 
 def test_copying_works_again_after_learning():
-    learn(Model(), "failing")
+    learn(Model(), failing=(8, 6))
     assert torch.zeros(2).copy_(torch.ones(2)).sum() == 2

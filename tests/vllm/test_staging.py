@@ -2,22 +2,20 @@
 
 import copy
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import WEIGHTS, write_bits
 from delta_weight_sync.digest import state_digest
 from delta_weight_sync.errors import CodecError, WeightsChangedError
 from delta_weight_sync.vllm import memory as memory_module
 from delta_weight_sync.vllm import worker
 from delta_weight_sync.vllm.memory import collect
-from delta_weight_sync.vllm.routes import learn, ownership
-from delta_weight_sync.vllm.worker import Fallback, LiveWeights, Ranks
+from delta_weight_sync.vllm.worker import Ranks
 from tests.gpu.interpreted import interpreted
+from tests.support.live_weights import delta, live
 
 device_memory = interpreted("delta_weight_sync.vllm.gpu")
 SHAPES = {"q": (6, 8), "k": (3, 8), "v": (3, 8), "out": (8, 6), "norm": (8,)}
@@ -79,19 +77,6 @@ def memory(request, monkeypatch):
     return request.param
 
 
-def live(model: Model) -> LiveWeights:
-    learned = learn(model, SHAPES)
-    assert not learned.unroutable
-    (owned,), _ = ownership(SHAPES, [learned.sources()])
-    return LiveWeights(learned.routes, owned, Fallback(model, {}), Ranks(1))
-
-
-def delta(path: Path, old: dict[str, np.ndarray], new: dict[str, np.ndarray], encoding: str = "fast") -> Path:
-    patches = [codec.diff(name, old[name], new[name]) for name in old]
-    path.write_bytes(codec.encode(patches, old.__getitem__, base=0, version=1, encoding=encoding))
-    return path
-
-
 def assert_same(model: Model, state: dict[str, np.ndarray]) -> None:
     for mine, fresh in zip(model.memory(), load(state).memory(), strict=True):
         np.testing.assert_array_equal(mine, fresh)
@@ -107,14 +92,32 @@ class Failing:
         return self._write.do() + 1
 
 
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
+
+
+@pytest.fixture
+def state(rng):
+    return random_state(rng)
+
+
+@pytest.fixture
+def model(state):
+    return load(state)
+
+
+@pytest.fixture
+def weights(model):
+    return live(model, SHAPES)
+
+
 @pytest.mark.parametrize("deltas", [60, pytest.param(1000, marks=pytest.mark.long)])
-def test_many_deltas_with_undos_between_them_leave_what_a_fresh_load_would(tmp_path, deltas, memory):
+def test_many_deltas_with_undos_between_them_leave_what_a_fresh_load_would(
+    tmp_path, deltas, memory, rng, state, model, weights
+):
     if memory is device_memory.DeviceMemory:
         deltas //= 15  # a kernel that is interpreted takes its time
-    rng = np.random.default_rng(0)
-    state = random_state(rng)
-    model = load(state)
-    weights = live(model)
     path = tmp_path / "delta.safetensors"
     known = weights.digest()
     assert known == state_digest(state)
@@ -134,13 +137,10 @@ def test_many_deltas_with_undos_between_them_leave_what_a_fresh_load_would(tmp_p
     assert_same(model, state)
 
 
-def test_several_deltas_are_staged_as_one(tmp_path):
-    rng = np.random.default_rng(1)
-    states = [random_state(rng)]
+def test_several_deltas_are_staged_as_one(tmp_path, rng, state, model, weights):
+    states = [state]
     for _ in range(4):
         states.append(moved(rng, states[-1]))
-    model = load(states[0])
-    weights = live(model)
     paths = [
         delta(tmp_path / f"{i}.safetensors", states[i], states[i + 1], ("small", "fast")[i % 2])
         for i in range(4)
@@ -166,11 +166,7 @@ class Half:
         raise MemoryError("device lost")
 
 
-def test_a_failure_in_the_middle_of_the_writing_is_put_back(tmp_path):
-    rng = np.random.default_rng(2)
-    state = random_state(rng)
-    model = load(state)
-    weights = live(model)
+def test_a_failure_in_the_middle_of_the_writing_is_put_back(tmp_path, rng, state, model, weights):
     staged = weights.stage([delta(tmp_path / "d", state, moved(rng, state))], weights.digest())
     with pytest.raises(MemoryError):
         worker.commit([staged.steps[0], Half(staged.steps[1])], Ranks(1).agree)
@@ -179,11 +175,9 @@ def test_a_failure_in_the_middle_of_the_writing_is_put_back(tmp_path):
     assert weights.digest() == staged.digest
 
 
-def test_weights_that_someone_else_changed_are_noticed_before_anything_is_written(tmp_path):
-    rng = np.random.default_rng(3)
-    state = random_state(rng)
-    model = load(state)
-    weights = live(model)
+def test_weights_that_someone_else_changed_are_noticed_before_anything_is_written(
+    tmp_path, rng, state, model, weights
+):
     known = weights.digest()
     path = delta(tmp_path / "d", state, moved(rng, state))
     with torch.no_grad():
@@ -194,27 +188,24 @@ def test_weights_that_someone_else_changed_are_noticed_before_anything_is_writte
     assert all((a == b).all() for a, b in zip(before, model.memory(), strict=True))
 
 
-def test_a_delta_of_another_base_does_not_lead_to_its_digest(tmp_path):
-    rng = np.random.default_rng(4)
-    state, other = random_state(rng), random_state(rng)
-    weights = live(load(state))
+def test_a_delta_of_another_base_does_not_lead_to_its_digest(tmp_path, rng, weights):
+    other = random_state(rng)
     new = moved(rng, other)
     staged = weights.stage([delta(tmp_path / "d", other, new)], weights.digest())
     assert staged.digest != state_digest(new)
 
 
-def test_a_write_that_did_not_take_is_counted():
+def test_a_write_that_did_not_take_is_counted(weights):
     """No delta names an element twice; if one did, the reading back would tell."""
-    weights = live(load(random_state(np.random.default_rng(5))))
     twice = (0, np.array([3, 7, 7], np.int32), np.array([1, 2, 3], np.int16))
     write, _ = weights._memory.prepare(collect([twice], weights._table))
     assert write.do() == 1
 
 
-def test_a_checkpoint_is_staged_from_whatever_is_live(tmp_path):
-    rng = np.random.default_rng(6)
-    model, wanted = load(random_state(rng)), random_state(rng)
-    weights = live(model)
+@pytest.mark.parametrize("batch", [worker._BATCH, 7])
+def test_a_checkpoint_is_staged_from_whatever_is_live(tmp_path, monkeypatch, batch, rng, model, weights):
+    monkeypatch.setattr(worker, "_BATCH", batch)
+    wanted = random_state(rng)
     write_bits(SHAPES, wanted.__getitem__, tmp_path / WEIGHTS)
     staged = weights.stage_checkpoint(tmp_path)
     assert staged.digest == state_digest(wanted)

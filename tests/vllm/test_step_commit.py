@@ -103,15 +103,6 @@ def test_what_a_running_request_fills_later_is_not_found(cache):
     assert 0 < cache.found(TEXT[:300]) <= 176
 
 
-def test_forgetting_the_blocks_alone_would_not_do(cache):
-    """The case above without the salt: it is the one that the salt is for."""
-    running = cache.begin(TEXT[:150])
-    _step_commit.forget_prefixes(cache.manager, [])
-    cache.begin(TEXT[:176])
-    cache.generate(running, TEXT[150:300])
-    assert cache.found(TEXT[:300]) > 176
-
-
 def test_a_request_without_a_full_block_is_salted_too(cache):
     running = cache.begin(TEXT[:5])
     _step_commit.forget_prefixes(cache.manager, [running])

@@ -19,7 +19,6 @@ from delta_weight_sync.signing import (
     new_pair,
 )
 from delta_weight_sync.store import Bucket
-from delta_weight_sync.vllm.disk import CountingReader
 from delta_weight_sync.vllm.follower import Follower
 from tests.support.fake_vllm import Mortal, reaches, soon
 from tests.support.real_run import RealRun
@@ -100,7 +99,7 @@ def signed_run(bucket: Bucket, thief: Thief, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def following(bucket: Bucket, folder: Path) -> Follower:
-    reader = CountingReader(bucket, "signed", PublicKeys(PAIR[PUBLIC_KEY]))
+    reader = RunReader(bucket, "signed", PublicKeys(PAIR[PUBLIC_KEY]))
     follower = Follower(reader, Mortal(), name="r", folder=folder, poll_s=0.01)
     follower.start()
     return follower

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import psutil
 
-from delta_weight_sync.vllm.die_with_parent import die_with_parent
+from delta_weight_sync.vllm import die_with_parent
 
 _TIMEOUT_S = 15.0  # for a child to end on request
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -4,9 +4,8 @@ vLLM handles `collective_rpc` between two steps, so a call with op "commit" need
 succeeded on all workers, two things that vLLM leaves to a pause are done in the same slot:
 
 - Cached prefixes are forgotten. Running requests keep their keys and values (as in PipelineRL), but their
-blocks
-  are hashed with a secret salt of their own from then on: a new request never finds keys and values of older
-  weights, neither cached ones nor those that such a request fills later.
+  blocks are hashed with a secret salt of their own from then on: a new request never finds keys and values of
+  older weights, neither cached ones nor those that such a request fills later.
 - The label of new tokens changes. With async scheduling a step may be under way on the device; its results
   were computed with the old weights and keep the old label.
 
@@ -42,7 +41,6 @@ from delta_weight_sync import compat
 from delta_weight_sync.errors import CommitError
 from delta_weight_sync.vllm import METHOD
 
-_RPC = ["self", "method", "timeout", "args", "kwargs"]
 _STALE = "_versions_of_running_steps"  # our attribute of the engine core, see `_label_outputs`
 
 Answers = list[dict[str, Any]]
@@ -53,9 +51,11 @@ def install() -> None:
     """Patch this process's `EngineCore`, once. Raises `CompatibilityError` if it is not the tested one."""
     if EngineCore._attach_weight_version is _label_outputs:
         return
-    labels = ["self", "outputs"]
-    for function, known in ((EngineCore.collective_rpc, _RPC), (EngineCore._attach_weight_version, labels)):
-        if list(inspect.signature(function).parameters) != known:
+    for function, known in (
+        (EngineCore.collective_rpc, "self method timeout args kwargs"),
+        (EngineCore._attach_weight_version, "self outputs"),
+    ):
+        if " ".join(inspect.signature(function).parameters) != known:
             raise compat.changed("vllm", function.__qualname__)
     EngineCore.collective_rpc = _with_commits(EngineCore.collective_rpc)
     EngineCore._attach_weight_version = _label_outputs
@@ -121,7 +121,7 @@ def _stale(core: EngineCore) -> deque[str]:
 
 def forget_prefixes(manager: KVCacheManager, requests: Iterable[Request]) -> None:
     """Let no block that is cached now, or filled later by a begun one of `requests`, serve as a prefix."""
-    for pool in {id(pool): pool for pool in _pools(manager)}.values():
+    for pool in set(_pools(manager)):
         # The blocks are not touched: each drops its own note of its hash when the pool hands it out again.
         pool.cached_block_hash_to_block = BlockHashToBlockMap()
         pool.cached_block_hashes_by_block.clear()
@@ -129,36 +129,26 @@ def forget_prefixes(manager: KVCacheManager, requests: Iterable[Request]) -> Non
             pool.kv_event_queue.append(AllBlocksCleared())
     for request in requests:
         if request.num_computed_tokens:
-            _salt(request)
+            # A hash covers the tokens of all blocks before it but not the weights: with plain hashes, any new
+            # request that begins with the same tokens would find this request's blocks.
+            salt = os.urandom(16)
+            request.cache_salt = salt.hex()  # for a first block that is not full yet
+            request.block_hashes[:] = [salt + known[-16:] for known in request.block_hashes]
 
 
 def _pools(manager: KVCacheManager) -> list[BlockPool]:
     return [group.block_pool for group in manager.coordinator.single_type_managers]
 
 
-def _salt(request: Request) -> None:
-    """Give the request secret block hashes, past and future.
-
-    A hash covers the tokens of all blocks before it but not the weights: with plain hashes, any new request
-    that begins with the same tokens would find this request's blocks.
-    """
-    salt = os.urandom(16)
-    request.cache_salt = salt.hex()  # for a first block that is not full yet
-    request.block_hashes[:] = [salt + known[-16:] for known in request.block_hashes]
-
-
 def hindrance(core: EngineCore) -> str:
     """Why this engine would serve results of old weights, or ""."""
     try:
-        _refuse_other_caches(core)
-        if core.request_block_hasher is not None:
-            _try_to_forget(core)
+        return _other_caches(core) or (_unforgotten(core) if core.request_block_hasher else "")
     except Exception as error:  # noqa: BLE001 - whatever it is, no commit may be made
         return f"{error}"
-    return ""
 
 
-def _refuse_other_caches(core: EngineCore) -> None:
+def _other_caches(core: EngineCore) -> str:
     scheduler = core.scheduler
     problems = {
         "prefixes outside of vLLM; drop --kv-transfer-config": scheduler.connector,
@@ -168,12 +158,11 @@ def _refuse_other_caches(core: EngineCore) -> None:
             type(pool) is not BlockPool for pool in _pools(scheduler.kv_cache_manager)
         ),
     }
-    for what, present in problems.items():
-        if present:
-            raise CommitError(f"this vLLM would reuse results of old weights: it keeps {what}")
+    found = next((what for what, present in problems.items() if present), "")
+    return found and f"this vLLM would reuse results of old weights: it keeps {found}"
 
 
-def _try_to_forget(core: EngineCore) -> None:
+def _unforgotten(core: EngineCore) -> str:
     """A small test of everything above, on the engine's own cache, while nothing runs."""
     manager, size = core.scheduler.kv_cache_manager, core.scheduler.block_size
     old, new = _probe(core, "old", 2 * size), _probe(core, "new", 2 * size)
@@ -188,10 +177,9 @@ def _try_to_forget(core: EngineCore) -> None:
     for request in (old, new):
         manager.free(request)
     forget_prefixes(manager, [])
-    if not (0 < cached <= 2 * size and forgotten == 0 and 0 < reached <= 2 * size):
-        raise CommitError(
-            f"vLLM's prefix cache does not forget as in 0.32 (reused {cached}, {forgotten}, {reached} tokens)"
-        )
+    if 0 < cached <= 2 * size and forgotten == 0 and 0 < reached <= 2 * size:
+        return ""
+    return f"vLLM's prefix cache does not forget as in 0.32 (reused {cached}, {forgotten}, {reached} tokens)"
 
 
 def _probe(core: EngineCore, name: str, length: int) -> Request:

@@ -33,9 +33,7 @@ from delta_weight_sync.vllm.engine import TokenVersion
 Choices = list[CompletionOutput]
 _PATHS = ("/v1/", "/inference/")
 _LONGEST = 1 << 12  # bytes, of hundreds of commits; common clients refuse headers of more than 8190
-_prompts: ContextVar[list[Choices]] = ContextVar(
-    "prompts"
-)  # finished choices per prompt of this HTTP request
+_prompts: ContextVar[list[Choices]] = ContextVar("prompts")  # finished choices per prompt of an HTTP request
 
 
 class VersionHeaders:
@@ -71,21 +69,18 @@ def _headers(prompts: list[Choices], serving: Manifest | None) -> list[tuple[byt
     known = [label for spans in choices for span in spans if (label := TokenVersion.parse(span.version))]
     oldest = min(known) if known else TokenVersion.of(serving) if serving else None
     found = {f"x-policy-{name}": str(value) for name, value in (oldest._asdict() if oldest else {}).items()}
-    for name, text_of in (("versions", _version), ("syncs", _sync)):
-        text = ";".join(",".join(filter(None, map(text_of, spans))) for spans in choices)
+    for name in ("version", "sync"):
+        text = ";".join(",".join(filter(None, (_text(name, span) for span in spans))) for spans in choices)
         if 0 < len(text) < _LONGEST:
-            found[f"x-policy-{name}"] = text
+            found[f"x-policy-{name}s"] = text
     return [(name.encode(), value.encode()) for name, value in found.items()]
 
 
-def _version(span: Any) -> str:
+def _text(name: str, span: Any) -> str:
     label = TokenVersion.parse(span.version)
-    return f"{label.version if label else span.version}:{span.start}-{span.end}"
-
-
-def _sync(span: Any) -> str:
-    label = TokenVersion.parse(span.version)
-    return f"{label.sync}:{span.start}-{span.end}" if label else ""
+    if label is None and name == "sync":
+        return ""  # unpublished weights have none
+    return f"{getattr(label, name) if label else span.version}:{span.start}-{span.end}"
 
 
 def install() -> None:

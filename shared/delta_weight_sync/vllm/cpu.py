@@ -6,8 +6,7 @@
 2. It packs the experts of a mixture of experts (MoE), too. `install` leaves them as loaded and computes the
    chosen experts one after the other: exact and plain, slower than vLLM's packed kernel.
 3. It packs the weights of short convolutions (of gated delta nets, for example) in place. `install` leaves
-them
-   as loaded, and tells the kernels that use them.
+   them as loaded, and tells the kernels that use them.
 4. A seeded request with a split prefill rewinds its random generator by an offset that CPU generators do not
    have, which kills the engine. TRL seeds every request. `install` hides those generators in that step.
 5. vLLM inspects a model's class in another process, to avoid initializing CUDA here: ten seconds of importing
@@ -19,8 +18,6 @@ them
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +53,11 @@ def self_test(model: torch.nn.Module) -> None:
             raise RuntimeError(f"{name} does not compute from its weight; this vLLM needs another patch")
     if not layers:
         raise RuntimeError("found no CPU linear layer; this vLLM needs another patch")
-    for name, kind in _experts(model):
+    for name, module in model.named_modules():
+        moe = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if moe is None:
+            continue
+        kind = type(moe.fused_experts)
         if (kind.process_weights_after_loading, kind.apply) != (_keep_experts_live, apply_live_experts):
             raise RuntimeError(f"{name} computes from packed experts; this vLLM needs another patch")
 
@@ -82,19 +83,10 @@ class _LiveLinear:
 
 
 def _computes_from(linear: object, weight: torch.Tensor) -> bool:
-    if linear is functional.linear:  # a few layers that vLLM does not pack: it gets the weight in each call
-        return weight.numel() > 0
-    if not isinstance(linear, _LiveLinear) or weight.numel() == 0:
-        return False
-    return linear.memory.data_ptr() == weight.data_ptr() and linear.memory.shape == weight.shape
-
-
-def _experts(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Name and kernel class of each layer of experts."""
-    for name, module in model.named_modules():
-        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        if kernel is not None:
-            yield name, type(kernel.fused_experts)
+    if isinstance(linear, _LiveLinear):
+        return linear.memory.is_set_to(weight.data) and weight.numel() > 0
+    # A few layers that vLLM does not pack: they get the weight in each call.
+    return linear is functional.linear and weight.numel() > 0
 
 
 def _keep_experts_live(experts: Any, layer: torch.nn.Module) -> None:
@@ -118,16 +110,13 @@ def apply_live_experts(
     total = torch.zeros(output.shape, dtype=torch.float32)
     for expert in topk_ids.unique().tolist():
         token, choice = (topk_ids == expert).nonzero(as_tuple=True)
-        up = functional.linear(hidden_states[token], w1[expert], _bias(experts.w1_bias, expert))
-        down = functional.linear(_activated(activation, up), w2[expert], _bias(experts.w2_bias, expert))
+        up_bias, down_bias = (b if b is None else b[expert] for b in (experts.w1_bias, experts.w2_bias))
+        up = functional.linear(hidden_states[token], w1[expert], up_bias)
+        down = functional.linear(_activated(activation, up), w2[expert], down_bias)
         if not apply_router_weight_on_input:  # else the input has it already
             down = down * topk_weights[token, choice].unsqueeze(1)
         total.index_add_(0, token, down.float())
     output.copy_(total)
-
-
-def _bias(biases: torch.Tensor | None, expert: int) -> torch.Tensor | None:
-    return None if biases is None else biases[expert]
 
 
 def _activated(activation: Any, x: torch.Tensor) -> torch.Tensor:
@@ -138,15 +127,11 @@ def _activated(activation: Any, x: torch.Tensor) -> torch.Tensor:
         result = gate * torch.sigmoid(1.702 * gate) * (value + 1)
     else:
         gate, value = wide.chunk(2, dim=1)
-        result = _GATES[kind](gate) * value
+        if kind == "silu":
+            result = functional.silu(gate) * value
+        else:
+            result = functional.gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none") * value
     return result.to(x.dtype)
-
-
-_GATES: dict[str, Any] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-}
 
 
 def from_live_weight(convolve: Any) -> Any:

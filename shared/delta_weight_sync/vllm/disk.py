@@ -1,7 +1,7 @@
 """A replica's folders, and versions as checkpoints in them, where vLLM and its workers read them.
 
 The anchor stays on disk, so that healing and going back fetch a few deltas at most. A version is a copy of
-the anchor into which deltas are written; all workers map the same pages. The commit proves what it holds.
+the anchor with its deltas applied; all workers map the same pages. The commit proves its content.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final
 from delta_weight_sync.checkpoint import WEIGHTS, map_bits
 from delta_weight_sync.errors import ProtocolError, SettingsError
 from delta_weight_sync.reader import RunReader, apply_delta, checkpoint_errors, remove_other_files
-from delta_weight_sync.records import AnchorRef, FileRef, Manifest
+from delta_weight_sync.records import FileRef, Manifest
 
 SCRATCH_PREFIX: Final = "delta-weight-sync-replica-"
 _MARK: Final = ".alive"  # a file that stays locked while the process lives
@@ -27,32 +27,6 @@ _COMING = "coming"
 
 Shapes = dict[str, list[int]]
 """Checkpoint name -> shape."""
-
-
-class CountingReader(RunReader):
-    """A reader that counts the bytes it has fetched, including those of an unfinished file."""
-
-    _wanted, _fetched, _folder = 0, 0, Path("/nowhere")
-
-    def expect(self, manifest: Manifest, folder: Path) -> None:
-        """Count the download of this version to `folder`, from its anchor on."""
-        self._wanted, self._fetched, self._folder = manifest.recipe().size, 0, folder
-
-    def fetch(self, ref: FileRef, folder: Path) -> Path:
-        """As in `RunReader`."""
-        path = super().fetch(ref, folder)
-        self._fetched += ref.size
-        return path
-
-    def progress(self) -> str:
-        """Progress in megabytes, such as "27 of 269 MB", in tenths of the whole."""
-        try:
-            parts = sum(part.stat().st_size for part in self._folder.glob("**/.*.part"))
-        except FileNotFoundError:  # a file was finished, or its folder removed, meanwhile
-            parts = 0
-        share = _STEPS * min(self._fetched + parts, self._wanted) // max(self._wanted, 1)
-        digits = 0 if self._wanted >= 10e6 else 1
-        return f"{share * self._wanted / _STEPS / 1e6:.{digits}f} of {self._wanted / 1e6:.{digits}f} MB"
 
 
 def private_folder(folder: str, variable: str) -> Path:
@@ -107,9 +81,10 @@ def _is_left(folder: Path) -> bool:
 class Layout:
     """One anchor and one version below `folder`."""
 
-    def __init__(self, reader: CountingReader, folder: Path) -> None:
-        """Remove what a killed process left unfinished: deltas, downloads, a version. Whole files stay."""
+    def __init__(self, reader: RunReader, folder: Path) -> None:
+        """Remove what a killed process left unfinished: deltas, downloads, a version. Complete files stay."""
         self._reader, self._anchors, self._version = reader, folder / "anchors", folder / "checkpoint"
+        self._wanted = self._fetched = 0  # bytes of the version that `put` builds
         parts = (*folder.glob(".*.part"), *self._anchors.rglob(".*.part"))
         for left in (*parts, *folder.glob("*.safetensors")):
             left.unlink()
@@ -117,44 +92,63 @@ class Layout:
 
     def put(self, manifest: Manifest) -> tuple[Path, Shapes]:
         """Build a version; returns its folder and the shapes of its tensors."""
-        anchor = self._anchor(manifest)
-        shutil.rmtree(self._version, ignore_errors=True)
-        shutil.copytree(anchor, self._version)
-        with checkpoint_errors(manifest.anchor):
-            state = map_bits(self._version / WEIGHTS, "r+")
-        for ref in self._reader.recipe(manifest).deltas:
-            delta = self._reader.fetch(ref, self._version)
-            apply_delta(state, delta)
-            delta.unlink()
+        self._wanted, self._fetched = manifest.recipe().size, 0
+        try:
+            anchor = self._anchor(manifest)
+            shutil.rmtree(self._version, ignore_errors=True)
+            shutil.copytree(anchor, self._version)
+            with checkpoint_errors(manifest.anchor):
+                state = map_bits(self._version / WEIGHTS, "r+")
+            for ref in self._reader.recipe(manifest).deltas:
+                delta = self._fetch(ref, self._version)
+                apply_delta(state, delta)
+                delta.unlink()
+        finally:
+            self._wanted = 0
         return self._version, {name: list(bits.shape) for name, bits in state.items()}
 
     def done(self) -> None:
         """Remove the version's weights: they are live."""
         (self._version / WEIGHTS).unlink()
 
+    def progress(self) -> str:
+        """What `put` has fetched, such as "27 of 269 MB", in tenths of the whole; "" if it is not at work."""
+        if not (wanted := self._wanted):
+            return ""
+        try:
+            folders = (self._anchors, self._version)
+            parts = sum(part.stat().st_size for folder in folders for part in folder.glob("**/.*.part"))
+        except FileNotFoundError:  # a file was finished, or its folder removed, meanwhile
+            parts = 0
+        share = _STEPS * min(self._fetched + parts, wanted) // wanted
+        digits = 0 if wanted >= 10e6 else 1
+        return f"{share * wanted / _STEPS / 1e6:.{digits}f} of {wanted / 1e6:.{digits}f} MB"
+
+    def _fetch(self, ref: FileRef, folder: Path) -> Path:
+        path = self._reader.fetch(ref, folder)
+        self._fetched += ref.size
+        return path
+
     def _anchor(self, manifest: Manifest) -> Path:
         """The anchor's folder, named by its content; fetched again if missing or damaged since.
 
-        If a fetch fails, the files that are whole stay for the next try.
+        If a fetch fails, complete files stay for the next try.
         """
-        weights = next((ref for ref in manifest.anchor.files if ref.name == WEIGHTS), None)
+        anchor = manifest.anchor
+        weights = next((ref for ref in anchor.files if ref.name == WEIGHTS), None)
         if weights is None:
-            raise ProtocolError(f"the anchor of version {manifest.anchor.version} has no {WEIGHTS}")
+            raise ProtocolError(f"the anchor of version {anchor.version} has no {WEIGHTS}")
         kept, coming = self._anchors / weights.sha256, self._anchors / _COMING
-        if not all((path := kept / ref.name).is_file() and ref.is_in(path) for ref in manifest.anchor.files):
-            if kept.exists():
-                shutil.rmtree(coming, ignore_errors=True)
-                kept.rename(coming)
-            self._fetch(manifest.anchor, coming)
-            coming.rename(kept)
-        return kept
-
-    def _fetch(self, anchor: AnchorRef, coming: Path) -> None:
-        """The disk may have no room for two: other anchors are removed when only the weights are missing."""
+        if all((path := kept / ref.name).is_file() and ref.is_in(path) for ref in anchor.files):
+            return kept
+        if kept.exists():
+            shutil.rmtree(coming, ignore_errors=True)
+            kept.rename(coming)
         remove_other_files(coming, anchor)
         for ref in anchor.small_first():
-            if ref.name == WEIGHTS:
+            if ref is weights:  # the disk may have no room for those of two anchors
                 for other in self._anchors.iterdir():
                     if other != coming:
                         shutil.rmtree(other)
-            self._reader.fetch(ref, coming)
+            self._fetch(ref, coming)
+        return coming.rename(kept)

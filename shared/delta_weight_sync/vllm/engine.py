@@ -94,7 +94,7 @@ class Engine:
             Seconds of the pause, and seconds of the writing in it.
         """
         answers = self._ask("commit", digest=digest, label=label)
-        return max(float(answer.get("pause_s", 0.0)) for answer in answers), _longest("commit_s", answers)
+        return _longest("pause_s", answers), _longest("commit_s", answers)
 
     def relabel(self, label: str) -> None:
         """Put `label` on later tokens, for a version that changes no weights."""
@@ -107,12 +107,12 @@ class Engine:
         """
         self._ask("stage", **what)
         pause, longest = _POLL_S
-        answers = self._ask("staged", timeout_s=math.inf)
-        while not all(answer["done"] for answer in answers):
+        while True:
+            answers = self._ask("staged", timeout_s=math.inf)
+            if all(answer["done"] for answer in answers):
+                return _longest("stage_s", answers)
             time.sleep(pause)
             pause = min(1.5 * pause, longest)
-            answers = self._ask("staged", timeout_s=math.inf)
-        return _longest("stage_s", answers)
 
     def _ask(self, op: str, *, timeout_s: float = _TIMEOUT_S, **arguments: Any) -> list[dict[str, Any]]:
         """The answers of all workers of all engines; `EngineClient.collective_rpc` has only one engine's."""
@@ -140,4 +140,4 @@ class Engine:
 
 
 def _longest(name: str, answers: list[dict[str, Any]]) -> float:
-    return max(float(answer[name]) for answer in answers)
+    return max(float(answer.get(name, 0.0)) for answer in answers)

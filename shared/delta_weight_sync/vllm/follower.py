@@ -31,13 +31,10 @@ from delta_weight_sync.errors import (
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import AnchorRef, DeltaRef, Manifest
 from delta_weight_sync.runlog import CommitEvent, ReplicaEvent, ReplicaReport
-from delta_weight_sync.vllm.disk import CountingReader, Layout, Shapes
+from delta_weight_sync.vllm.disk import Layout, Shapes
 from delta_weight_sync.vllm.engine import Engine, TokenVersion
 from delta_weight_sync.watch import FIRST_S, Backoff, Watcher
 
-_KEPT_COMMITS = 256
-_FINAL = {RouteError.kind, CommitError.kind}  # this vLLM fails in the same way again
-_FINAL_IF_REPEATED = {CodecError.kind}  # the first time, the local copy may be damaged
 _VLLM = "vLLM"
 _log = logging.getLogger("delta_weight_sync")
 
@@ -46,7 +43,7 @@ Wanted = tuple[Manifest | None, AnchorRef, str]
 there, and the digest if a version is served already: the model then takes deltas, this version does not."""
 
 
-class RefusedVersions:
+class Refusals:
     """Joins that vLLM refused for good: a join fetches a checkpoint, so the same join is not tried again."""
 
     def __init__(self) -> None:
@@ -66,73 +63,14 @@ class RefusedVersions:
 
     def judge(self, error: EngineError) -> None:
         """Decide whether the join that was checked last, and failed with `error`, is refused from now on."""
-        suspected, self._suspect = self._suspect, self._wanted if error.kind in _FINAL_IF_REPEATED else None
-        repeated = self._suspect is not None and suspected == self._suspect
-        if self._wanted is not None and (repeated or error.kind in _FINAL):
+        if error.kind == CodecError.kind:  # the first time, the local copy may be damaged
+            final, self._suspect = self._suspect == self._wanted, self._wanted
+        else:  # this vLLM fails in the same way again
+            final, self._suspect = error.kind in (RouteError.kind, CommitError.kind), None
+        if self._wanted and final:
             other = "version" if self._wanted[2] else "anchor"
             until = f"not tried again until the run has another {other}, or the owner heals this replica"
             self._refused = self._wanted, RefusedError(f"{error}; {until}", error.kind)
-
-
-class StatusLog:
-    """What a replica reports: its state, what is wrong, and its last commits.
-
-    The follower's thread writes it, any thread reads it.
-    """
-
-    def __init__(self, replica: str) -> None:
-        self._replica, self._state, self._logged = replica, "starting", ""
-        self.error: str | None = None
-        self.signed_by: str | None = None  # the key that signed the served version
-        self._commits: deque[CommitEvent] = deque(maxlen=_KEPT_COMMITS)
-
-    def note(self, state: str | None = None, error: str | None = None) -> None:
-        """Set the error, and the state unless it is None."""
-        self._state, self.error = state or self._state, error
-
-    def complain(self, reason: str, state: str | None = None) -> None:
-        """Set the error, and log it unless it was the last one logged."""
-        reason = printable(reason)
-        self.note(state, reason)
-        if reason != self._logged:
-            _log.warning("replica %s: %s", self._replica, reason)
-            self._logged = reason
-
-    def commit(self, manifest: Manifest, *seconds: float, joined: bool) -> None:
-        """Add a commit; `seconds`: to fetch, to stage, of the pause, and of the writing in it."""
-        fetch_s, stage_s, pause_s, commit_s = seconds or (0.0, 0.0, 0.0, 0.0)
-        now = time.time()
-        event = CommitEvent(
-            t=now,
-            replica=self._replica,
-            version=manifest.version,
-            digest=manifest.digest,
-            lag_s=now - manifest.created_at,
-            fetch_s=fetch_s,
-            stage_s=stage_s,
-            pause_ms=1e3 * pause_s,
-            commit_ms=1e3 * commit_s,
-            joined=joined,
-        )
-        self._commits.append(event)
-        self.note("serving")
-
-    def report(self, serving: Manifest | None, progress: str, notice: str, after: int) -> ReplicaReport:
-        """The status, and the commits of versions newer than `after`.
-
-        `progress` of a download, or ""; `notice`: how the replica learns of new versions.
-        """
-        status = ReplicaEvent(
-            t=time.time(),
-            replica=self._replica,
-            state=f"{self._state}: {progress}" if progress else self._state,
-            version=serving.version if serving else None,
-            digest=serving.digest if serving else None,
-            error=self.error,
-            signed_by=self.signed_by if serving else None,
-        )
-        commits = tuple(commit for commit in list(self._commits) if commit.version > after)
-        return ReplicaReport(status=status, commits=commits, notice=notice)
 
 
 class Commands:
@@ -169,9 +107,7 @@ class Follower:
         commands: The owner's commands.
     """
 
-    def __init__(
-        self, reader: CountingReader, engine: Engine, *, name: str, folder: Path, poll_s: float
-    ) -> None:
+    def __init__(self, reader: RunReader, engine: Engine, *, name: str, folder: Path, poll_s: float) -> None:
         """Prepare to follow; `start` begins.
 
         Args:
@@ -184,16 +120,19 @@ class Follower:
         self.serving: Manifest | None = None
         self.commands = Commands(reader)
         self._reader, self._engine, self._folder, self._poll_s = reader, engine, folder, poll_s
-        self._status, self._layout, self._watcher = (
-            StatusLog(name),
+        self._layout, self._watcher, self._refused = (
             Layout(reader, folder),
             Watcher(reader, poll_s),
+            Refusals(),
         )
-        self._refused = RefusedVersions()
-        self._holding, self._starting = Backoff(), Backoff()
+        self._name, self._state, self._logged = name, "starting", ""
+        self._error: str | None = None
+        self._signed_by: str | None = None  # the key that signed the served version
+        self._commits = deque[CommitEvent](maxlen=256)
+        self._refused, self._holding, self._starting = Refusals(), Backoff(), Backoff()
         self._served_last: Manifest | None = None
         self._learned: Shapes = {}  # shapes of the tensors whose places vLLM knows
-        self._fetching = self._healing = False
+        self._healing = False
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
 
@@ -216,8 +155,19 @@ class Follower:
 
     def report(self, after: int) -> ReplicaReport:
         """What the replica is doing, and its remembered commits of versions newer than `after`."""
-        progress = self._reader.progress() if self._fetching else ""
-        return self._status.report(self.serving, progress, self._watcher.describe(), after)
+        serving = self.serving
+        progress = "" if serving else self._layout.progress()
+        status = ReplicaEvent(
+            t=time.time(),
+            replica=self._name,
+            state=f"{self._state}: {progress}" if progress else self._state,
+            version=serving.version if serving else None,
+            digest=serving.digest if serving else None,
+            error=self._error,
+            signed_by=self._signed_by if serving else None,
+        )
+        commits = tuple(commit for commit in list(self._commits) if commit.version > after)
+        return ReplicaReport(status=status, commits=commits, notice=self._watcher.describe())
 
     def explain(self, error: Exception | None) -> str:
         """The text to report for an error; called with None when all is well again. A Space overrides it."""
@@ -233,7 +183,7 @@ class Follower:
                     self.explain(None)
             except Exception as error:  # noqa: BLE001 - whatever it was: report it, keep serving, try again
                 refused = isinstance(error, RefusedError) and self.serving is None
-                self._status.complain(self.explain(error), "refused" if refused else None)
+                self._complain(self.explain(error), "refused" if refused else self._state)
                 wait_s = min(wait_s, FIRST_S)
             self._watcher.wait(wait_s)
 
@@ -262,7 +212,7 @@ class Follower:
     def _hold(self, manifest: Manifest) -> bool:
         """Serve this version and no other."""
         self._watcher.refresh()
-        if manifest == self.serving and not (self._status.error or self._healing):
+        if manifest == self.serving and not (self._error or self._healing):
             return True
         if not self._holding.allows(manifest.seal):
             return False
@@ -278,12 +228,12 @@ class Follower:
         try:
             taken = self._watcher.check(lambda newest: self._reach(newest, None))
         except NoVersionError:
-            self._status.note("waiting for the run's first version")
+            self._note("waiting for the run's first version")
             return True
         if taken and (problem := self._watcher.problem()):
-            self._status.complain(f"{problem}", "serving")
-        elif taken and self._status.error:
-            self._status.note("serving")
+            self._complain(f"{problem}", "serving")
+        elif taken and self._error:
+            self._note("serving")
         return taken
 
     def _reach(self, manifest: Manifest, held: Manifest | None) -> None:
@@ -301,7 +251,7 @@ class Follower:
             elif manifest != self.serving:
                 self._advance(manifest, self.serving)
             else:
-                self._status.note("serving")
+                self._note("serving")
         except RefusedError:
             self._healing = False
             raise
@@ -324,7 +274,7 @@ class Follower:
         except EngineError as error:  # the old weights are back, but they may not be what we believed
             if error.kind == WeightsChangedError.kind:
                 self.serving = None
-            self._status.note(error=f"version {manifest.version} was undone, healing: {error}")
+            self._note(self._state, f"version {manifest.version} was undone, healing: {error}")
             self._join(manifest)
 
     def _apply(self, manifest: Manifest, deltas: tuple[DeltaRef, ...]) -> None:
@@ -355,7 +305,9 @@ class Follower:
 
     def _join(self, manifest: Manifest) -> None:
         started = time.perf_counter()
-        folder, shapes = self._fetch_checkpoint(manifest)
+        if self.serving is None:
+            self._note(f"fetching version {manifest.version}")
+        folder, shapes = self._layout.put(manifest)
         fetch_s = time.perf_counter() - started
         try:
             self._prepare_engine(manifest, folder, shapes)
@@ -369,16 +321,6 @@ class Follower:
         self._refused.forget()
         self._layout.done()
         self._serve(manifest, fetch_s, stage_s, *seconds, joined=True)
-
-    def _fetch_checkpoint(self, manifest: Manifest) -> tuple[Path, Shapes]:
-        if self.serving is None:
-            self._status.note(f"fetching version {manifest.version}")
-        self._reader.expect(manifest, self._folder)
-        self._fetching = self.serving is None
-        try:
-            return self._layout.put(manifest)
-        finally:
-            self._fetching = False
 
     def _prepare_engine(self, manifest: Manifest, folder: Path, shapes: Shapes) -> None:
         """Have a vLLM that knows where the run's tensors are."""
@@ -403,12 +345,39 @@ class Follower:
             )
         self._starting.failed(_VLLM)  # a start counts as failed unless vLLM then lasts
         self.serving, self._learned = None, {}
-        self._status.note(f"starting vLLM with version {manifest.version}")
+        self._note(f"starting vLLM with version {manifest.version}")
         self._engine.start(folder)
 
-    # Report.
+    # Note what `report` reports.
+
+    def _note(self, state: str, error: str | None = None) -> None:
+        self._state, self._error = state, error
+
+    def _complain(self, reason: str, state: str) -> None:
+        """Note an error, and log it unless it was the last one logged."""
+        reason = printable(reason)
+        self._note(state, reason)
+        if reason != self._logged:
+            _log.warning("replica %s: %s", self._name, reason)
+            self._logged = reason
 
     def _serve(self, manifest: Manifest, *seconds: float, joined: bool = False) -> None:
-        self._status.signed_by = self._reader.signer(manifest)
+        """`seconds`: to fetch, to stage, of the pause, and of the writing in it."""
+        fetch_s, stage_s, pause_s, commit_s = seconds or (0.0, 0.0, 0.0, 0.0)
+        self._signed_by = self._reader.signer(manifest)
         self.serving = self._served_last = manifest
-        self._status.commit(manifest, *seconds, joined=joined)
+        now = time.time()
+        event = CommitEvent(
+            t=now,
+            replica=self._name,
+            version=manifest.version,
+            digest=manifest.digest,
+            lag_s=now - manifest.created_at,
+            fetch_s=fetch_s,
+            stage_s=stage_s,
+            pause_ms=1e3 * pause_s,
+            commit_ms=1e3 * commit_s,
+            joined=joined,
+        )
+        self._commits.append(event)
+        self._note("serving")

@@ -25,13 +25,14 @@ from numpy.typing import NDArray
 
 from delta_weight_sync.codec import Bits
 from delta_weight_sync.gpu import Clock, free_bytes, inner, launch, outer, read
-from delta_weight_sync.vllm import memory as columns
 from delta_weight_sync.vllm.memory import (
     ADDRESS,
+    COLUMNS,
     COUNTED,
     DIMS,
     EXPLICIT,
     FIRST,
+    SEED,
     SIZES,
     SOURCE,
     TARGET,
@@ -41,18 +42,14 @@ from delta_weight_sync.vllm.memory import (
     cut,
 )
 
-_BLOCK: tl.constexpr = tl.constexpr(1024)  # changes of a program
-_TILE: tl.constexpr = tl.constexpr(4096)  # elements of a program that hashes or reads
-_CELLS: tl.constexpr = tl.constexpr(256)  # over which programs spread their sums
-_COLUMNS: tl.constexpr = tl.constexpr(columns.COLUMNS)
-_DIMS: tl.constexpr = tl.constexpr(columns.DIMS)
-_ADDRESS: tl.constexpr = tl.constexpr(columns.ADDRESS)
-_SEED: tl.constexpr = tl.constexpr(columns.SEED)
-_COUNTED: tl.constexpr = tl.constexpr(columns.COUNTED)
-_FIRST: tl.constexpr = tl.constexpr(columns.FIRST)
-_SIZES: tl.constexpr = tl.constexpr(columns.SIZES)
-_SOURCE: tl.constexpr = tl.constexpr(columns.SOURCE)
-_TARGET: tl.constexpr = tl.constexpr(columns.TARGET)
+BLOCK = 1024  # changes of a program
+TILE = 4096  # elements of a program that hashes or reads
+CELLS = 256  # over which programs spread their sums
+_BLOCK, _TILE, _CELLS = tl.constexpr(BLOCK), tl.constexpr(TILE), tl.constexpr(CELLS)
+_COLUMNS, _DIMS = tl.constexpr(COLUMNS), tl.constexpr(DIMS)
+_ADDRESS, _SEED, _COUNTED = tl.constexpr(ADDRESS), tl.constexpr(SEED), tl.constexpr(COUNTED)
+_FIRST, _SIZES = tl.constexpr(FIRST), tl.constexpr(SIZES)
+_SOURCE, _TARGET = tl.constexpr(SOURCE), tl.constexpr(TARGET)
 
 
 @triton.jit
@@ -207,7 +204,6 @@ def check(rows: tl.tensor, blocks: tl.tensor, element: tl.tensor, new: tl.tensor
         tl.atomic_add(wrong, missed)
 
 
-BLOCK, TILE, CELLS = (int(each.value) for each in (_BLOCK, _TILE, _CELLS))
 _RUN = 16  # elements that share a factor of the digest, where the layout allows it
 _ALIGNED = 16  # bytes, of the beginnings of arrays: kernels are compiled again for another alignment
 
@@ -223,9 +219,7 @@ class DeviceMemory:
             self._cells = torch.zeros(CELLS, dtype=torch.int64, device=self._device)
             (self._rows,) = self._upload([table.rows])
             self._tiles = {run: self._upload([tiles])[0] for run, tiles in _tiles(table).items()}
-        if len(
-            table.rows
-        ):  # compile everything now, not in the first commit's pause: for a block without changes
+        if len(table.rows):  # compile now, not in the first commit's pause: for a block without changes
             nothing = np.array([[0, 0, 0, EXPLICIT]])
             write, _ = self.prepare(Changes(nothing, np.empty(0, np.int32), np.empty(0, np.int16)))
             write.do()
@@ -236,11 +230,8 @@ class DeviceMemory:
         with self._staging():
             self._cells.zero_()
             for run, tiles in self._tiles.items():
-                arguments = (self._rows, tiles, self._inner, self._cells)
-                if run == TILE:
-                    launch(digest_whole, len(tiles), *arguments)
-                else:
-                    launch(digest, len(tiles), *arguments, run=run)
+                kernel, constants = (digest_whole, {}) if run == TILE else (digest, {"run": run})
+                launch(kernel, len(tiles), self._rows, tiles, self._inner, self._cells, **constants)
             return self._sum()
 
     def read(self, parts: Rows) -> Bits:
@@ -259,9 +250,8 @@ class DeviceMemory:
         arrays = (changes.blocks(BLOCK), changes.element, changes.ulps)
         with self._staging():
             blocks, element, ulps = self._upload(arrays, also=changes.ulps.nbytes)
-            new = (
-                torch.empty_like(ulps) if ulps.device == self._device else self._pinned(len(ulps), ulps.dtype)
-            )
+            there = ulps.device == self._device
+            new = torch.empty_like(ulps) if there else self._pinned(len(ulps), ulps.dtype)
             self._cells.zero_()
             changed = (self._rows, blocks, element, ulps, new)
             launch(look, len(blocks), *changed, self._inner, self._cells)
@@ -278,9 +268,10 @@ class DeviceMemory:
             whole.numpy()[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
         if 2 * (starts[-1] + also) <= free_bytes(self._device):
             whole = whole.to(self._device, non_blocking=True)
+        kinds = [torch.from_numpy(np.empty(0, array.dtype)).dtype for array in arrays]
         return [
-            whole[start : start + array.nbytes].view(_kind(array)).view(array.shape)
-            for start, array in zip(starts, arrays, strict=False)
+            whole[start : start + array.nbytes].view(kind).view(array.shape)
+            for start, array, kind in zip(starts, arrays, kinds, strict=False)
         ]
 
     def _pinned(self, size: int, kind: torch.dtype) -> torch.Tensor:
@@ -325,10 +316,6 @@ class DeviceWrite:
     def _put(self, *, undo: bool) -> None:
         changed = (self._rows, self._blocks, self._element, self._ulps, self._new)
         launch(put, len(self._blocks), *changed, undo=undo)
-
-
-def _kind(array: NDArray[Any]) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, array.dtype)).dtype
 
 
 def _tiles(table: Table) -> dict[int, Rows]:

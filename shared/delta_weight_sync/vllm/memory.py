@@ -188,21 +188,23 @@ class Changes:
 
 
 def collect(found: Iterable[Found], table: Table) -> Changes:
-    """Everything that was found, in one."""
+    """Everything that was found, in one. A row may be found in several parts that do not overlap."""
     sparse, dense, elements = [], [], table.elements
     for row, element, ulps in found:
         if _DENSE * element.size > elements[row]:
-            every = np.zeros(int(elements[row]), np.int16)
-            every[element] = ulps
-            dense.append((row, every))
+            first = int(element[0])  # only the found part becomes dense: another part may change the rest
+            every = np.zeros(int(element[-1]) - first + 1, np.int16)
+            every[element - first] = ulps
+            dense.append((row, first, every))
         elif element.size:
             sparse.append((row, element, ulps))
-    rows = [row for row, *_ in sparse] + [row for row, _ in dense]
-    all_ulps = [ulps for *_, ulps in sparse] + [ulps for _, ulps in dense]
+    rows = [row for row, *_ in sparse] + [row for row, *_ in dense]
+    starts = [EXPLICIT for _ in sparse] + [first for _, first, _ in dense]
+    all_ulps = [ulps for *_, ulps in sparse] + [ulps for *_, ulps in dense]
     counts = np.array([ulps.size for ulps in all_ulps], np.int64)
-    starts = np.where(np.arange(len(rows)) < len(sparse), EXPLICIT, 0)
-    parts = np.stack([np.array(rows, np.int64), np.cumsum(counts) - counts, counts, starts], 1)
-    return Changes(parts, join([element for _, element, _ in sparse], np.int32), join(all_ulps, np.int16))
+    columns = (np.array(rows, np.int64), np.cumsum(counts) - counts, counts, np.array(starts, np.int64))
+    elements_of_sparse = join([element for _, element, _ in sparse], np.int32)
+    return Changes(np.stack(columns, 1), elements_of_sparse, join(all_ulps, np.int16))
 
 
 def of_patch(patch: Patch, table: Table) -> Iterator[Found]:

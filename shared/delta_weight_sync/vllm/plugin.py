@@ -23,8 +23,7 @@ def register() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.worker.worker_base import WorkerBase
 
-    from delta_weight_sync.vllm import METHOD, _step_commit, routes
-    from delta_weight_sync.vllm.die_with_parent import die_with_parent
+    from delta_weight_sync.vllm import METHOD, _step_commit, die_with_parent, routes
 
     parent = multiprocessing.parent_process()
     if parent and parent.pid:  # vLLM's engine and workers; the server belongs to whatever started vLLM

@@ -93,13 +93,6 @@ def joined(sizes: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, ...
     return list(zip(*(dims or [(1,) * (1 + len(strides))]), strict=True))
 
 
-def overlap(one: Geometry, other: Geometry, numel: int) -> bool:
-    """Whether two parts of a memory of `numel` elements share an element."""
-    if one.end <= other.offset or other.end <= one.offset:
-        return False
-    return bool((times_touched([one, other], numel) > 1).any())
-
-
 def times_touched(parts: Sequence[Geometry], numel: int) -> torch.Tensor:
     """How many parts hold each element: int32 [numel / n], one for every n elements that no part divides."""
     runs = [part.sizes[-1] if part.strides[-1] == 1 else 1 for part in parts]
@@ -136,7 +129,8 @@ def record(model: torch.nn.Module, shapes: Shapes) -> Recorder:
         recorder = Recorder(model, shapes)
         recorder.load([name for name in shapes if name not in failures])
         for name, (reason, touched) in failures.items():
-            recorder.excuse(name, reason, touched)
+            recorder.unroutable[name] = reason
+            recorder.reached |= touched  # whatever the loader touched is loaded again with this tensor
     recorder.check_reach()
     return recorder
 
@@ -160,6 +154,7 @@ class Recorder(TorchDispatchMode):
         copies: Per tensor its copies: (destination, source of the same shape).
         unroutable: Why some tensors do not arrive by copies alone.
         touched: Storages of the model that were written, or of which a view was taken.
+        reached: Storages of the model that loading fills.
     """
 
     def __init__(self, model: torch.nn.Module, shapes: Shapes) -> None:
@@ -178,7 +173,7 @@ class Recorder(TorchDispatchMode):
         }
         self._live = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._placed: dict[int, list[tuple[str, Geometry]]] = {}
-        self._reached: set[int] = set()
+        self.reached: set[int] = set()
         self._kept: list[torch.Tensor] = []  # a freed storage could be reused while its identity is a key
 
     def load(self, names: Iterable[str]) -> None:
@@ -186,17 +181,12 @@ class Recorder(TorchDispatchMode):
         with torch.no_grad(), _parameters_kept(self._model), self:
             self._model.load_weights(iter([(name, self._probes[name]) for name in names]))  # type: ignore[operator]
 
-    def excuse(self, name: str, reason: str, touched: set[int]) -> None:
-        """Give up a tensor whose loading fails; whatever the loader touched is loaded again with it."""
-        self.unroutable[name] = reason
-        self._reached |= touched
-
     def check_reach(self) -> None:
         """Raise `RouteError` if vLLM computes with anything that loading does not fill."""
         for name, parameter in self._model.named_parameters():
-            if parameter.numel() and storage_of(parameter) not in self._reached:
+            if parameter.numel() and storage_of(parameter) not in self.reached:
                 raise RouteError(f"{name}: vLLM made it from other parameters, which deltas would not repeat")
-        if sentence := stale(self._model, self._reached):
+        if sentence := stale(self._model, self.reached):
             raise RouteError(sentence)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -219,7 +209,7 @@ class Recorder(TorchDispatchMode):
     def _write(self, func: Any, args: Any, written: list[torch.Tensor], names: Names, how: str) -> None:
         """A write into the model's memory, which is recorded and not done."""
         if names or func in _FILLS:
-            self._reached.update(storage_of(tensor) for tensor in written)
+            self.reached.update(storage_of(tensor) for tensor in written)
         if not names:
             self._overwrite(written, "")
         elif func is not _ATEN.copy_.default or how:
@@ -237,12 +227,13 @@ class Recorder(TorchDispatchMode):
             numel = tensor.untyped_storage().nbytes() // tensor.element_size()
             part = part_of(tensor)
             for name, earlier in self._placed.get(storage_of(tensor), ()):
-                if overlap(earlier, part, numel):
-                    if by and by != name:
-                        raise RouteError(
-                            f"{name} and {by} are one parameter in vLLM; publish only one of them"
-                        )
-                    self._refuse((name,), "writes to the same place again")
+                if earlier.end <= part.offset or part.end <= earlier.offset:
+                    continue
+                if (times_touched([earlier, part], numel) <= 1).all():
+                    continue
+                if by and by != name:
+                    raise RouteError(f"{name} and {by} are one parameter in vLLM; publish only one of them")
+                self._refuse((name,), "writes to the same place again")
 
     def _follow(self, func: Any, args: Any, kwargs: Any, names: Names, how: str) -> Any:
         """An operation on bits of a probe, outside of the model's memory."""
@@ -543,21 +534,17 @@ def floating(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             name = path if key in ("_parameters", "_buffers") else f"{path}.{key}".lstrip(".")
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
                 yield name, value
-            elif depth < _DEPTH and id(value) not in met and not _opaque(value):
+            elif depth < _DEPTH and id(value) not in met and not isinstance(value, _OPAQUE):
                 met.add(id(value))
                 queue.append((name, value, depth if name == path else depth + 1))
 
 
-def _opaque(value: Any) -> bool:
-    return isinstance(value, _OPAQUE) or type(value).__module__.startswith(_COMPILERS)
-
-
-def _inside(holder: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(holder, dict):
-        return iter([(str(key), value) for key, value in holder.items()])
+def _inside(holder: Any) -> Iterable[tuple[Any, Any]]:
+    if type(holder).__module__.startswith(_COMPILERS):
+        return ()
     if isinstance(holder, list | tuple):
-        return ((str(number), value) for number, value in enumerate(holder))
-    return iter(list(getattr(holder, "__dict__", {}).items()))
+        return enumerate(holder)
+    return list((holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})).items())
 
 
 def _parameters(model: torch.nn.Module) -> dict[str, Bits]:

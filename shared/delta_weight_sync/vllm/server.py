@@ -19,7 +19,7 @@ import re
 import socket
 from argparse import Namespace
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -29,14 +29,13 @@ from delta_weight_sync.reader import open_run
 from delta_weight_sync.records import POLL_S
 from delta_weight_sync.runlog import ReplicaReport
 from delta_weight_sync.signing import PublicKeys
-from delta_weight_sync.vllm.disk import CountingReader, private_folder, scratch_folder
+from delta_weight_sync.vllm.disk import private_folder, scratch_folder
 from delta_weight_sync.vllm.engine import Engine
 from delta_weight_sync.vllm.follower import Follower
 
 PREFIX = "DELTA_WEIGHT_SYNC_"
 _KEY_HEADER = "x-delta-weight-sync-key"
 NOT_HERE = "the trainer's alone: unset it here, a replica needs the public half only"
-Kind = TypeVar("Kind", bound=BaseModel)
 
 
 class Settings(BaseModel):
@@ -55,7 +54,9 @@ class Settings(BaseModel):
     @field_validator("key")
     @classmethod
     def _sendable(cls, key: str) -> str:
-        return sendable(key)
+        if not re.fullmatch("[!-~]*", key):
+            raise ValueError("a header cannot hold it; use printable ASCII without spaces")
+        return key
 
     @field_validator("public_key")
     @classmethod
@@ -71,23 +72,16 @@ class Settings(BaseModel):
         return text
 
 
-def sendable(key: str) -> str:
-    """The key, if a header can hold it; raises `ValueError` otherwise."""
-    if not re.fullmatch("[!-~]*", key):
-        raise ValueError("a header cannot hold it; use printable ASCII without spaces")
-    return key
-
-
-def settings_from(kind: type[Kind], prefix: str, environ: Mapping[str, str]) -> Kind:
-    """Settings of a `kind` from the variables that begin with `prefix`; raises `SettingsError`."""
-    values = {key[len(prefix) :].lower(): value for key, value in environ.items() if key.startswith(prefix)}
+def settings_from(environ: Mapping[str, str]) -> Settings:
+    """The settings in `environ`. Raises `SettingsError`."""
+    values = {key[len(PREFIX) :].lower(): value for key, value in environ.items() if key.startswith(PREFIX)}
     try:
-        return kind.model_validate(values)
+        return Settings.model_validate(values)
     except ValidationError as error:
         known = {"missing": "not set", "extra_forbidden": "there is no such variable"}
         raise SettingsError(
             {  # without the value: it may be a secret
-                f"{prefix}{str(problem['loc'][0]).upper()}": known.get(problem["type"])
+                f"{PREFIX}{str(problem['loc'][0]).upper()}": known.get(problem["type"])
                 or problem["msg"].removeprefix("Value error, ").lower()
                 for problem in error.errors()
             }
@@ -108,7 +102,7 @@ class Endpoint:
             VersionHeaders, serving=lambda: getattr(getattr(app.state, "follower", None), "serving", None)
         )
         if f"{PREFIX}RUN" in os.environ:
-            settings = settings_from(Settings, PREFIX, os.environ)
+            settings = settings_from(os.environ)
             app.state.delta_weight_sync = settings
             app.include_router(_router(settings.key), prefix="/delta_weight_sync")
 
@@ -119,9 +113,8 @@ class Endpoint:
         if settings is None or embedded or engine_client.vllm_config.parallel_config._api_process_rank > 0:
             return
         folder = private_folder(settings.folder, f"{PREFIX}FOLDER") if settings.folder else scratch_folder()
-        reader = open_run(settings.run, public_key=settings.public_key or None)
         state.follower = Follower(
-            CountingReader(reader.bucket, reader.keys.run, reader.public_keys),
+            open_run(settings.run, public_key=settings.public_key or None),
             Engine(engine_client, asyncio.get_running_loop()),
             name=settings.name,
             folder=folder,

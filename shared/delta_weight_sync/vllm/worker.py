@@ -31,7 +31,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -50,16 +50,33 @@ from delta_weight_sync.errors import (
     kind_of,
 )
 from delta_weight_sync.vllm import cpu, routes
-from delta_weight_sync.vllm.memory import Changes, Found, HostMemory, Rows, Table, collect, of_patch, part_of
+from delta_weight_sync.vllm.memory import (
+    Found,
+    HostMemory,
+    HostWrite,
+    Table,
+    collect,
+    cut,
+    of_patch,
+    part_of,
+)
 from delta_weight_sync.vllm.routes import Route
 
+if TYPE_CHECKING:
+    from delta_weight_sync.vllm.gpu import DeviceMemory, DeviceWrite
+
 _TIMEOUT = timedelta(seconds=120)
-_BATCH = 1 << 26  # elements compared with a checkpoint at a time
+_BATCH = 1 << 25  # half of the elements that are compared with a checkpoint at a time, at most
 _log = logging.getLogger("delta_weight_sync")
 
 Answer = dict[str, Any]
 Elements = dict[str, tuple[Index, Bits]]
 """Checkpoint name -> flat positions int64 [n] and bf16 patterns uint16 [n]."""
+Memory: TypeAlias = "HostMemory | DeviceMemory"
+Step: TypeAlias = "HostWrite | DeviceWrite | Reload"
+"""One part of a commit. `do` writes, and returns how many elements do not have the new bits when they are
+read back; `undo` puts the old bits back, however far `do` came. `waited_s` is how long the last `do` stood
+behind earlier work of the device."""
 
 
 class Ranks:
@@ -97,20 +114,12 @@ class Ranks:
             raise WorkerError(next(f"rank {i}: {reason}" for i, reason in enumerate(reasons) if reason))
 
 
-class Step(Protocol):
-    """One part of a commit; `undo` must work however far `do` came."""
-
-    waited_s: float  # of the last `do`: how long it stood behind earlier work of the device
-
-    def do(self) -> int:
-        """Write the new bits; returns how many of them are not there when they are read back."""
-
-    def undo(self) -> None:
-        """Put the old bits back."""
-
-
 class Fallback:
-    """The host's copy of all tensors without a route; the same on every rank."""
+    """The host's copy of all tensors without a route; the same on every rank.
+
+    Attributes:
+        bits: Checkpoint name -> the tensor as it is now, in its shape. Only `write` changes it.
+    """
 
     def __init__(self, model: torch.nn.Module, bits: Mapping[str, Bits]) -> None:
         """Load the tensors once more to prove that this works.
@@ -123,7 +132,7 @@ class Fallback:
             RouteError: It fails or changes anything. The model is then damaged and must not be served.
         """
         self._model = model
-        self._bits = {name: tensor.copy() for name, tensor in bits.items()}
+        self.bits = {name: tensor.copy() for name, tensor in bits.items()}
         if not bits:
             return
         before, names = self._fingerprints(), ", ".join(bits)
@@ -134,29 +143,20 @@ class Fallback:
         if changed := [name for name, number in self._fingerprints().items() if number != before[name]]:
             raise RouteError(f"vLLM changed {changed[0]} after loading {names}; deltas cannot do that")
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor without a route."""
-        return {name: bits.shape for name, bits in self._bits.items()}
-
-    def bits(self, name: str) -> Bits:
-        """A tensor as it is now; do not change it."""
-        return self._bits[name]
-
     def digest(self) -> int:
         """These tensors' share of the state digest; only one rank may count it."""
-        return state_digest(self._bits)
+        return state_digest(self.bits)
 
     def stage(self, patches: Sequence[Patch]) -> Reload:
         """Prepare patches, all of tensors without a route."""
-        old = {p.name: (p.index, self._bits[p.name].reshape(-1)[p.index]) for p in patches}
+        old = {p.name: (p.index, self.bits[p.name].reshape(-1)[p.index]) for p in patches}
         new = {p.name: (p.index, old[p.name][1] + p.ulps) for p in patches}
         return Reload(self, old, new)
 
     def write(self, elements: Elements) -> None:
-        """Set bits in the copy; then load the model from it, if there were any."""
+        """Set bits in the copy; then load the model from it, if there are any."""
         for name, (index, bits) in elements.items():
-            self._bits[name].reshape(-1)[index] = bits
+            self.bits[name].reshape(-1)[index] = bits
         if elements:
             self._load()
 
@@ -164,7 +164,7 @@ class Fallback:
         """All in one call, as a loader may wait until it has several; copies, as it may work in place."""
         from vllm.model_executor.model_loader import checkpoint_weight_patch as native
 
-        copies = {name: torch.from_numpy(bits.copy()) for name, bits in self._bits.items()}
+        copies = {name: torch.from_numpy(bits.copy()) for name, bits in self.bits.items()}
         values = {name: bits.view(torch.bfloat16) for name, bits in copies.items()}
         patches = [
             native.CheckpointWeightPatch(name, tuple(tensor.shape), tensor.dtype, tensor.reshape(-1))
@@ -203,19 +203,6 @@ class Reload:
         return sum(change_digest(name, *self.old[name], self.new[name][1]) for name in self.new)
 
 
-class Memory(Protocol):
-    """The parameters of a table, on the host or on a device."""
-
-    def digest(self) -> int:
-        """This worker's share of the live parameters' digest, read from memory."""
-
-    def read(self, parts: Rows) -> Bits:
-        """Live bits of parts, int64 [p, 3]: row of the table, first element, number of elements."""
-
-    def prepare(self, changes: Changes) -> tuple[Step, int]:
-        """The step that writes the changes, and by how much it moves this worker's share of the digest."""
-
-
 @dataclass
 class Staged:
     """A commit that is ready; `digest` of the parameters after all of it is written."""
@@ -232,7 +219,8 @@ class LiveWeights:
     ) -> None:
         """`owned`: per tensor, the numbers of the pieces that this worker counts in the digest."""
         self._routes, self._owned, self._fallback, self._ranks = routes, owned, fallback, ranks
-        self.shapes = {name: routes[name].shape for name in owned} | fallback.shapes
+        kept = {name: bits.shape for name, bits in fallback.bits.items()}
+        self.shapes = {name: routes[name].shape for name in owned} | kept
         self._table = Table(routes, owned)
         self._memory = memory_of(self._table)
 
@@ -242,8 +230,8 @@ class LiveWeights:
 
     def bits(self, name: str) -> Bits:
         """One whole checkpoint tensor, on the host; every worker must ask for it."""
-        if name in self._fallback.shapes:
-            return self._fallback.bits(name)
+        if name in self._fallback.bits:
+            return self._fallback.bits[name]
         part = self._routes[name].read(self._owned[name])
         return self._ranks.whole(part).numpy().view(np.uint16).reshape(self.shapes[name])
 
@@ -264,14 +252,14 @@ class LiveWeights:
         """Prepare to write whatever differs from the checkpoint in `folder`."""
         # The file is not written; but numba would compile its kernels again for arrays that forbid writing.
         wanted = checkpoint.map_bits(folder / checkpoint.WEIGHTS, "r+")
-        pairs = ((name, self._fallback.bits(name), wanted[name]) for name in self._fallback.shapes)
-        reloaded = [patch for pair in pairs if (patch := codec.diff(*pair)).index.size]
+        patches = (codec.diff(name, bits, wanted[name]) for name, bits in self._fallback.bits.items())
+        reloaded = [patch for patch in patches if patch.index.size]
         return self._staged(self._differences(wanted), reloaded, self.digest())
 
     def _found(self, patches: Iterable[Patch], reloaded: list[Patch]) -> Iterator[Found]:
         """Changes in this worker's rows; patches of tensors without a route go to `reloaded`."""
         for patch in patches:
-            if patch.name in self._fallback.shapes:
+            if patch.name in self._fallback.bits:
                 reloaded.append(patch)
             else:
                 yield from of_patch(patch, self._table)
@@ -279,13 +267,14 @@ class LiveWeights:
     def _differences(self, wanted: dict[str, Bits]) -> Iterator[Found]:
         """Differences between this worker's rows and a checkpoint, a batch of rows at a time."""
         names = [name for name, rows in self._table.of.items() for _ in rows]
-        for batch in _batches(self._table.elements):
+        blocks = np.stack(cut(self._table.elements, _BATCH), 1)
+        batches = np.flatnonzero(np.diff(blocks[:, 2].cumsum() // _BATCH)) + 1
+        for batch in np.split(blocks, batches):
             live = self._memory.read(batch)
-            ends = np.cumsum(batch[:, 2])
-            for (row, first, count), ours in zip(batch, np.split(live, ends[:-1]), strict=True):
+            for (row, first, count), end in zip(batch.tolist(), batch[:, 2].cumsum(), strict=True):
                 theirs = part_of(self._table.rows[row], wanted[names[row]])[first : first + count]
-                index, ulps = codec.diff_flat(ours, theirs, int(first))
-                yield int(row), index.astype(np.int32), ulps.view(np.int16)
+                index, ulps = codec.diff_flat(live[end - count : end], theirs, first)
+                yield row, index.astype(np.int32), ulps.view(np.int16)
 
     def _staged(self, found: Iterable[Found], reloaded: list[Patch], live: int) -> Staged:
         write, moved = self._memory.prepare(collect(found, self._table))
@@ -303,36 +292,20 @@ def memory_of(table: Table) -> Memory:
     return DeviceMemory(table)
 
 
-def _batches(elements: Index) -> Iterator[Rows]:
-    """All elements of all rows, as parts for `Memory.read` of at most `_BATCH` elements together."""
-    batch: list[tuple[int, int, int]] = []
-    room = _BATCH
-    for row, size in enumerate(elements.tolist()):
-        for first in range(0, size, _BATCH):
-            count = min(_BATCH, size - first)
-            if count > room:
-                yield np.array(batch, np.int64)
-                batch, room = [], _BATCH
-            batch.append((row, first, count))
-            room -= count
-    if batch:
-        yield np.array(batch, np.int64)
-
-
 def commit(steps: Sequence[Step], agree: Callable[[BaseException | None], None]) -> None:
     """Write and check; if anything fails here or on another worker, undo everything and raise."""
     done: list[Step] = []
     failure: BaseException | None = None
     try:
-        try:
-            wrong = 0
-            for step in steps:
-                done.append(step)  # before it is written: half a write is undone as well
-                wrong += step.do()
-            if wrong:
-                raise CodecError(f"{wrong} elements are not what was written")
-        except BaseException as error:  # noqa: BLE001 - raised below, after every worker knows
-            failure = error
+        wrong = 0
+        for step in steps:
+            done.append(step)  # before it is written: half a write is undone as well
+            wrong += step.do()
+        if wrong:
+            raise CodecError(f"{wrong} elements are not what was written")
+    except BaseException as error:  # noqa: BLE001 - raised below, after every worker knows
+        failure = error
+    try:
         agree(failure)
         if failure:
             raise failure
@@ -368,7 +341,7 @@ class DeltaWorker:
         owned, unroutable = routes.ownership(shapes, self._ranks.gather(learned.sources()))
         for name, reason in unroutable.items():
             _log.warning("every commit loads %s again, which is slow: %s", name, reason)
-        loaded = checkpoint.read_bits(_folder(self._checkpoint)) if unroutable else ()
+        loaded = _read_checkpoint(self._checkpoint) if unroutable else ()
         fallback = Fallback(self._model, {name: bits for name, bits in loaded if name in unroutable})
         self._weights = LiveWeights(learned.routes, owned[self._ranks.rank], fallback, self._ranks)
         self._staged, self._digest = Staged(), self._weights.digest()
@@ -377,9 +350,11 @@ class DeltaWorker:
     def stage(self, deltas: Sequence[str] = (), checkpoint: str = "") -> Answer:
         """Begin to prepare a commit: of delta files in order, or of what differs from a checkpoint."""
         self._staged, self.staging = Staged(), Future()
-        work = partial(self._weights.stage, [Path(path) for path in deltas], self._digest)
-        if checkpoint:
-            work = partial(self._weights.stage_checkpoint, Path(checkpoint))
+        work = (
+            partial(self._weights.stage_checkpoint, Path(checkpoint))
+            if checkpoint
+            else partial(self._weights.stage, [Path(path) for path in deltas], self._digest)
+        )
         Thread(target=self._stage, args=(work, self.staging), name="stage", daemon=True).start()
         return {}
 
@@ -420,10 +395,10 @@ def call(worker: Any, op: str, **arguments: Any) -> Answer:
     return answer
 
 
-def _folder(checkpoint: str) -> Path:
+def _read_checkpoint(model: str) -> Iterator[tuple[str, Bits]]:
     """What vLLM loaded: a folder, or a model of the Hub, which is in the local cache."""
-    is_folder = Path(checkpoint).is_dir()
-    return Path(checkpoint if is_folder else snapshot_download(checkpoint, local_files_only=True))
+    is_folder = Path(model).is_dir()
+    return checkpoint.read_bits(Path(model if is_folder else snapshot_download(model, local_files_only=True)))
 
 
 def _failed(error: Exception) -> Answer:

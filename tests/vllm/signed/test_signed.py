@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
-from delta_weight_sync.records import Head, Manifest, Writer
+from delta_weight_sync.checkpoint import read_bits
+from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.records import FileRef, Head, Manifest, Writer
 from delta_weight_sync.vllm.follower import Follower
+from tests.cli.command import command
 from tests.support.fake_vllm import reaches, soon
 from tests.support.real_run import RealRun
 from tests.vllm.thief import (
@@ -19,11 +23,14 @@ from tests.vllm.thief import (
     THEIRS,
     Signs,
     Thief,
+    following,
     goes_on,
     refuses,
     renewed,
     unsigned,
 )
+
+CLAIM = Writer(99, "e" * 32)  # the last writer of the run, if it is believed
 
 
 def test_the_status_says_whose_versions_are_served(follower: Follower, run: RealRun) -> None:
@@ -46,13 +53,12 @@ def test_a_forged_writer_that_comes_after_the_trainer(
     follower: Follower, run: RealRun, thief: Thief, sign: Signs
 ) -> None:
     """Its HEAD is the last one: neither replica nor trainer gives way to it."""
-    writer = Writer(99, "e" * 32)
-    thief.put(thief.keys.head(writer), thief.version(sign, writer))
-    refuses(follower, thief.keys.head(writer), OURS)
+    thief.put(thief.keys.head(CLAIM), thief.version(sign, CLAIM))
+    refuses(follower, thief.keys.head(CLAIM), OURS)
     goes_on(follower, run)
     refuses_still = follower.report(0).status.error or ""
-    assert thief.keys.head(writer) in refuses_still
-    thief.bucket.delete([thief.keys.head(writer)])
+    assert thief.keys.head(CLAIM) in refuses_still
+    thief.bucket.delete([thief.keys.head(CLAIM)])
     soon(lambda: follower.report(0).status.error is None, "no error once it is gone")
 
 
@@ -60,16 +66,6 @@ def test_a_forged_writer_that_comes_after_the_trainer(
 def test_a_replayed_head(follower: Follower, run: RealRun, thief: Thief, version: int) -> None:
     thief.bucket.put(thief.head, thief.then(version, thief.head))
     refuses(follower, thief.head, f"went back from version {NEWEST} to {version}")
-    goes_on(follower, run)
-
-
-def test_a_head_replayed_while_nobody_looks_is_an_old_one_all_the_same(
-    follower: Follower, run: RealRun, thief: Thief
-) -> None:
-    follower.commands.pause()
-    thief.bucket.put(thief.head, thief.then(1, thief.head))
-    follower.commands.resume()
-    refuses(follower, thief.head, f"went back from version {NEWEST} to 1")
     goes_on(follower, run)
 
 
@@ -154,10 +150,55 @@ def test_a_delta_that_is_swapped_or_truncated(
 
 
 def test_a_forged_version_cannot_be_pinned(follower: Follower, run: RealRun, thief: Thief) -> None:
-    writer = Writer(99, "e" * 32)
     real = thief.manifest(2)
-    names = {"writer_term": writer.term, "writer": writer.id, "digest": "0" * 16}
-    thief.put(thief.keys.manifest(2, writer), THEIRS.sign(renewed(real, **names)))
+    names = {"writer_term": CLAIM.term, "writer": CLAIM.id, "digest": "0" * 16}
+    thief.put(thief.keys.manifest(2, CLAIM), THEIRS.sign(renewed(real, **names)))
     follower.commands.pin(2)
     reaches(follower, 2)
     assert follower.serving == real
+
+
+# A claim of the whole run, with a chat template that attacks whoever renders it.
+
+
+def claim(thief: Thief, sign: Signs) -> None:
+    """The newest version once more, by another writer, with another template."""
+    newest = thief.manifest(NEWEST)
+    template = b"{{ ''.__class__.__mro__ }}"
+    place = thief.keys.anchor(newest.anchor.version, CLAIM, "chat_template.jinja")
+    thief.bucket.put(place, template)
+    ours = FileRef(key=place, size=len(template), sha256=sha256(template).hexdigest())
+    files = (*newest.anchor.files, ours)
+    anchor = newest.anchor.model_copy(update={"files": files})
+    fields = {"anchor": anchor.model_dump(), "writer_term": CLAIM.term, "writer": CLAIM.id}
+    manifest = sign(renewed(newest, **fields))
+    ref = thief.put(thief.keys.manifest(NEWEST, CLAIM), manifest)
+    head = Head.model_validate_json(thief.bucket.get(thief.head))
+    names = {"manifest": ref, "writer_term": CLAIM.term, "writer": CLAIM.id}
+    thief.put(thief.keys.head(CLAIM), sign(renewed(head, **names)))
+
+
+@pytest.mark.finding(14)
+@pytest.mark.parametrize("sign", SIGNERS.values(), ids=SIGNERS)
+def test_a_replica_keeps_its_weights_and_its_template(follower, run, thief, tmp_path, sign) -> None:
+    claim(thief, sign)
+    refuses(follower, thief.keys.head(CLAIM), OURS)
+    goes_on(follower, run)
+    assert not list((tmp_path / "r").rglob("chat_template.jinja"))
+
+
+@pytest.mark.finding(14)
+@pytest.mark.parametrize("sign", SIGNERS.values(), ids=SIGNERS)
+def test_one_that_joins_and_a_folder_that_is_kept_take_the_trainers(
+    run, bucket, thief, tmp_path, sign
+) -> None:
+    claim(thief, sign)
+    follower = following(bucket, tmp_path / "r")
+    reaches(follower, NEWEST)
+    assert follower.serving == run.reader.manifest(NEWEST)
+    follower.stop()
+    words = ("--run", "signed", "--into", tmp_path / "kept", "--once")
+    assert command("follow", bucket.url, *words).code == 0
+    held = tmp_path / "kept" / "current"
+    assert to_hex(state_digest(dict(read_bits(held)))) == run.reader.manifest().digest
+    assert not (held / "chat_template.jinja").exists()

@@ -1,0 +1,25 @@
+"""A model's live weights as a replica's worker has them, and deltas for them."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from delta_weight_sync import codec
+from delta_weight_sync.vllm.routes import learn, ownership
+from delta_weight_sync.vllm.worker import Fallback, LiveWeights, Ranks
+
+State = dict[str, np.ndarray]
+
+
+def live(model: torch.nn.Module, shapes: dict[str, tuple[int, ...]]) -> LiveWeights:
+    learned = learn(model, shapes)
+    assert not learned.unroutable
+    (owned,), _ = ownership(shapes, [learned.sources()])
+    return LiveWeights(learned.routes, owned, Fallback(model, {}), Ranks(1))
+
+
+def delta(path: Path, old: State, new: State, encoding: codec.Encoding = "fast") -> Path:
+    patches = [codec.diff(name, old[name], new[name]) for name in old]
+    path.write_bytes(codec.encode(patches, old.__getitem__, base=0, version=1, encoding=encoding))
+    return path
