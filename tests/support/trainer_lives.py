@@ -83,9 +83,14 @@ def cpu_config(folder: Path, **options: Any) -> AsyncGRPOConfig:
 
 
 def live(
-    folder: Path, bucket: str, steps: int, die: Callable[[], None] = lambda: None, **others: Any
+    folder: Path,
+    bucket: str,
+    steps: int,
+    die: Callable[[], None] = lambda: None,
+    every: int = 1,
+    **others: Any,
 ) -> None:
-    """The command of `trainer.train`; `die` is called at each event. `others`: settings of the script."""
+    """The command of `trainer.train`, with a sync every `every` steps; `die` is called at each event."""
     script = Settings(
         model=str(folder / "base"),
         bucket=bucket,
@@ -98,6 +103,7 @@ def live(
     settings = cpu_config(
         folder / "trl",
         max_steps=steps,
+        weight_sync_steps=every,
         per_device_train_batch_size=BATCH,
         learning_rate=1e-3,
         lr_scheduler_type="linear",

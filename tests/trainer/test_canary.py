@@ -91,7 +91,7 @@ class Replica:
         return {
             "choices": [
                 {"index": index, "text": "", "logprobs": {"tokens": [], "token_logprobs": [None, *row, -0.1]}}
-                for index, row in reversed([*enumerate(found)])
+                for index, row in reversed([*enumerate(found.tolist())])
             ]
         }
 
@@ -140,7 +140,9 @@ def test_what_a_version_should_answer_is_what_its_checkout_computes(scene, promp
     for version, folder in published[1].items():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         with torch.inference_mode():
-            assert scene.reference.logprobs(version) == token_logprobs(model, torch.tensor(prompts))
+            assert torch.equal(
+                scene.reference.logprobs(version), token_logprobs(model, torch.tensor(prompts))
+            )
 
 
 def test_an_honest_replica_in_bf16_raises_no_alarm(scene, replica, published):

@@ -49,8 +49,8 @@ def test_a_group_and_its_rates_reach_the_log(tmp_path: Path) -> None:
     ):
         samples.put(one)
     log = RunLogWriter(bucket, "wordle")
-    recorder = StepRecorder(log)
-    seen = recorder.watch(samples)
+    recorder = StepRecorder(log, samples)
+    seen = recorder.samples
     assert [seen.get(timeout=60).group_id for _ in range(3)] == [1, 1, 2]
     assert seen.qsize() == 0, "everything else is the queue's"
     recorder.on_log(None, SimpleNamespace(global_step=7), None, {"reward": 0.7})
