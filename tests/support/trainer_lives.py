@@ -30,7 +30,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from delta_weight_sync import Publisher, open_run
 from delta_weight_sync.store._files import FileBucket
 from delta_weight_sync.trl.trainer import Progress
-from tests.support import tiny
+from examples import tiny_policy as tiny
 from trainer import rollouts, train
 from trainer.settings import Settings
 

@@ -17,7 +17,7 @@ from delta_weight_sync.checkout import CheckpointFolder
 from delta_weight_sync.reader import RunReader, open_run
 from delta_weight_sync.runlog import CanaryEvent, RunLogReader, RunLogWriter
 from delta_weight_sync.store import open_bucket
-from tests.support import tiny
+from examples import tiny_policy as tiny
 from trainer import canary
 from trainer.canary import LIMIT, TOKENS, Canary, Reference, prompts_of, token_logprobs
 from trainer.tasks import brevity, wordle

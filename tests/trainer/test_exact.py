@@ -25,7 +25,7 @@ from delta_weight_sync import Publisher, open_bucket, open_run
 from delta_weight_sync.runlog import RunLogReader, StepEvent
 from delta_weight_sync.trl import patches
 from delta_weight_sync.trl.trainer import BucketGRPOTrainer, live_weights
-from tests.support import tiny
+from examples import tiny_policy as tiny
 from tests.support.trainer_lives import cpu_config
 from trainer import exact, rollouts, train
 from trainer.exact import LogProbs, PastPolicy, Query

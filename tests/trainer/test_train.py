@@ -22,7 +22,7 @@ from delta_weight_sync.resume._state import usable_states
 from delta_weight_sync.runlog import DoneEvent, RunLogReader
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.trl.trainer import Progress
-from tests.support import tiny
+from examples import tiny_policy as tiny
 from tests.support.hubsim import HubSim
 from trainer.resume import SaveState
 from trainer.settings import Settings

@@ -81,7 +81,7 @@ def test_the_shipped_weights_are_small_and_bf16():
 
 
 def test_games_side_by_side_are_sampled_as_each_alone(model, tokens, monkeypatch):
-    """Of different lengths, and after one of them is gone; with the likeliest token in place of a random one."""
+    """Of different lengths, and after one of them is gone. The likeliest token is taken, not a random one."""
     generate = model.generate
     monkeypatch.setattr(model, "generate", lambda **options: generate(**options | {"do_sample": False}))
     words, together = [["crane", "slate"], ["ab"], ["speed"]], _Turns(model, tokens, 3)
