@@ -35,6 +35,7 @@ from delta_weight_sync.runlog import CanaryEvent, RunLogWriter
 from trainer import spaces
 from trainer.observe import ReplicaWatch
 from trainer.rollouts import MODEL_NAME
+from trainer.settings import Settings
 
 LIMIT = 1.0  # nats; an alarm above it. Three times the difference that bf16 makes for SmolLM2-135M
 PROMPTS, TOKENS = 4, 48  # number of prompts, and tokens of each
@@ -197,14 +198,10 @@ def ask(http: httpx.Client, url: str, prompts: list[list[int]]) -> Answer:
 
 @contextlib.contextmanager
 def start_canary(
-    publisher: Publisher,
-    watch: ReplicaWatch,
-    urls: Sequence[str],
-    base: str,
-    dataset: Dataset,
-    every_s: float,
+    settings: Settings, publisher: Publisher, watch: ReplicaWatch, dataset: Dataset
 ) -> Iterator[Canary | None]:
-    """Run a canary for the main rank's replicas; None without replicas or if `every_s` is 0."""
+    """Run a canary for the main rank's replicas; None without replicas or if `canary_s` is 0."""
+    base, urls, every_s = settings.model, settings.replicas, settings.canary_s
     if not (publisher.log and urls and every_s):
         yield None
         return

@@ -7,6 +7,7 @@ import itertools
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ class ObservedRollouts:
         self._samples = samples
         self._current: list[Any] = []  # the group that arrives now
         self._complete: list[Any] = []
-        self._games = self._solved = self._guesses = self._invalid = 0
+        self._seen = Counter[str]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._samples, name)
@@ -49,19 +50,17 @@ class ObservedRollouts:
         guesses = [match for answer in answers if (match := _GUESS.match(answer))]
         invalid = sum("not a word" in answer for answer in answers)
         if guesses or invalid:
-            self._games += 1
-            self._solved += any(set(guess[0][2::3]) == {"+"} for guess in guesses)
-            self._guesses += len(guesses) + invalid
-            self._invalid += invalid
+            solved = any(set(guess[0][2::3]) == {"+"} for guess in guesses)
+            self._seen.update(games=1, solved=solved, guesses=len(guesses) + invalid, invalid=invalid)
         return sample
 
     def rates(self) -> dict[str, float]:
         """Shares of solved games and of invalid guesses since the last call; empty without games."""
-        if not self._games:
+        seen, self._seen = self._seen, Counter()
+        if not seen["games"]:
             return {}
-        solved, invalid = self._solved / self._games, self._invalid / self._guesses
-        self._games = self._solved = self._guesses = self._invalid = 0
-        return {"games/solve_rate": solved, "games/invalid_rate": invalid}
+        invalid = seen["invalid"] / seen["guesses"]
+        return {"games/solve_rate": seen["solved"] / seen["games"], "games/invalid_rate": invalid}
 
     def group(self) -> tuple[str, tuple[Rollout, ...]]:
         """Prompt and rollouts of the newest complete group; empty unless it is new since the last call."""

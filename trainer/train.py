@@ -36,7 +36,8 @@ from delta_weight_sync.records import Manifest
 from delta_weight_sync.runlog import DoneEvent
 from delta_weight_sync.trl import patches
 from delta_weight_sync.trl.trainer import BucketGRPOTrainer, Progress
-from trainer import canary, exact, resume, rollouts
+from trainer import exact, resume, rollouts
+from trainer.canary import start_canary
 from trainer.observe import Pokes, ReplicaWatch, StepRecorder
 from trainer.settings import Settings
 from trainer.spaces import Spaces, SpacesUnavailableError
@@ -124,14 +125,12 @@ class Lead:
     ) -> None:
         """Start watching the replicas; `stack` ends that."""
         assert publisher.log
-        self.log, urls = publisher.log, settings.replicas
-        self.watch = stack.enter_context(contextlib.closing(ReplicaWatch(urls, self.log)))
+        self.log = publisher.log
+        self.watch = stack.enter_context(contextlib.closing(ReplicaWatch(settings.replicas, self.log)))
         self.worker = rollouts.make_worker(
             settings, config, task, writer_term=publisher.writer_term, progress=progress
         )
-        self.canary = stack.enter_context(
-            canary.start_canary(publisher, self.watch, urls, settings.model, task.dataset, settings.canary_s)
-        )
+        self.canary = stack.enter_context(start_canary(settings, publisher, self.watch, task.dataset))
 
     def finish(self, newest: Manifest, digest: str, stopped_by: Literal["steps", "time"]) -> None:
         """Log the end of the run, and wait until the replicas serve its last version."""

@@ -119,38 +119,29 @@ def post(url: str) -> object:
     return contextvars.copy_context().run(asyncio.run, ask())
 
 
-def send_all(hosts: Hosts, folder: Path, replica: str, env: str) -> None:
-    for send in every_request(folder, f"https://{replica}", f"https://{env}", lambda: hosts.poked.wait(60.0)):
-        send()
-
-
 def carried(requests: list[dict[str, str]]) -> set[tuple[str | None, str | None]]:
     """Key and token of each request."""
     return {(request.get("x-space-key"), request.get("authorization")) for request in requests}
 
 
 @pytest.mark.finding(1)
-def test_a_strangers_environment_gets_no_key_and_no_token(hosts, tmp_path):
-    send_all(hosts, tmp_path / "bucket", OWN, STRANGER)
-    assert len(hosts.asked[STRANGER]) >= 3
-    assert carried(hosts.asked[STRANGER]) == {(None, None)}
+@pytest.mark.parametrize(
+    ("replica", "env", "env_key"),
+    [(OWN, STRANGER, None), (STRANGER, OWN, None), (OWN, STRANGER, "the-key-that-the-stranger-gave-me")],
+    ids=["a stranger's environment", "a mistyped replica", "an environment with a key of its own"],
+)
+def test_a_stranger_gets_no_key_and_no_token(hosts, tmp_path, monkeypatch, replica, env, env_key):
+    if env_key:
+        monkeypatch.setenv("ENV_KEY", env_key)
+    for send in every_request(
+        tmp_path / "bucket", f"https://{replica}", f"https://{env}", lambda: hosts.poked.wait(60.0)
+    ):
+        send()
+    assert len(hosts.asked[replica]) >= 4
+    assert len(hosts.asked[env]) >= 3
+    assert carried(hosts.asked[STRANGER]) == {(env_key, None)}
     assert not [secret for secret in SECRETS if secret in str(hosts.asked[STRANGER])]
-    assert len(hosts.asked[OWN]) >= 4
     assert carried(hosts.asked[OWN]) == {(KEY, f"Bearer {READ}")}, "only the Hub gets the token that writes"
-
-
-@pytest.mark.finding(1)
-def test_a_replica_whose_name_was_mistyped_gets_no_key_and_no_token(hosts, tmp_path):
-    send_all(hosts, tmp_path / "bucket", STRANGER, OWN)
-    assert carried(hosts.asked[STRANGER]) == {(None, None)}
-    assert carried(hosts.asked[OWN]) == {(KEY, f"Bearer {READ}")}
-
-
-@pytest.mark.finding(1)
-def test_a_strangers_environment_may_have_a_key_of_its_own(hosts, tmp_path, monkeypatch):
-    monkeypatch.setenv("ENV_KEY", "the-key-that-the-stranger-gave-me")
-    send_all(hosts, tmp_path / "bucket", OWN, STRANGER)
-    assert carried(hosts.asked[STRANGER]) == {("the-key-that-the-stranger-gave-me", None)}
 
 
 @pytest.mark.finding(1)
