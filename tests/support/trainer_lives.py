@@ -114,7 +114,7 @@ def live(
     with (
         mock.patch.object(train, "TrlParser", return_value=parser),
         mock.patch.object(rollouts, "make_worker", lambda *_, progress, **__: Recorded(steps, progress)),
-        mock.patch.object(Publisher, "publish", _one_by_one(Publisher.publish)),
+        mock.patch.object(Publisher, "publish", one_by_one(Publisher.publish)),
         mock.patch.object(FileBucket, "put", _around(FileBucket.put, die)),
         mock.patch("delta_weight_sync.store._files._write", _in_halves(die)),
         mock.patch.object(torch.optim.AdamW, "step", _around(torch.optim.AdamW.step, die)),
@@ -122,7 +122,7 @@ def live(
         train.main()
 
 
-def _one_by_one(publish: Callable[..., None]) -> Callable[..., None]:
+def one_by_one(publish: Callable[..., None]) -> Callable[..., None]:
     """Each hand-over is a version, so that runs can be compared."""
 
     def publish_and_wait(publisher: Publisher, *arguments: Any) -> None:

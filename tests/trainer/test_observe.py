@@ -3,8 +3,6 @@
 import contextlib
 import queue
 import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +10,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from delta_weight_sync.runlog import RunLogReader, RunLogWriter, StepEvent
 from delta_weight_sync.store import open_bucket
+from tests.support.http_server import Request, answering
 from trainer import observe
 from trainer.observe import Pokes, StepRecorder
 
@@ -31,33 +30,13 @@ class Replica:
     def is_poked(self) -> bool:
         return self.came.acquire(timeout=60.0)
 
-    @contextlib.contextmanager
-    def serving(self) -> Iterator[str]:
-        replica = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                replica.asked.append((self.path, self.headers["x-space-key"]))
-                replica.came.release()
-                replica.gate.wait(60.0)
-                if replica.hangs_up:
-                    raise ConnectionAbortedError
-                self.send_response(200)
-                self.send_header("content-length", "0")
-                self.end_headers()
-
-            def log_message(self, *_: object) -> None: ...
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            self.gate.set()
-            server.shutdown()
-            thread.join()
-            server.server_close()
+    def answer(self, request: Request) -> tuple[int, dict[str, str], bytes]:
+        self.asked.append((request.path, request.headers.get("x-space-key", "")))
+        self.came.release()
+        self.gate.wait(60.0)
+        if self.hangs_up:
+            raise ConnectionAbortedError
+        return 200, {}, b""
 
 
 def test_every_replica_is_poked_though_one_is_gone_and_one_is_slow(monkeypatch):
@@ -65,7 +44,7 @@ def test_every_replica_is_poked_though_one_is_gone_and_one_is_slow(monkeypatch):
     monkeypatch.setenv("SPACE_KEY", KEY)
     well, slow = Replica(), Replica()
     slow.gate.clear()
-    with well.serving() as url, slow.serving() as slow_url:
+    with answering(well.answer) as url, answering(slow.answer) as slow_url:
         monkeypatch.setenv("SPACES", f"{url} {slow_url}")
         sent = Pokes(["http://127.0.0.1:9", slow_url, url])
         for _ in range(3):
@@ -82,7 +61,7 @@ def test_every_replica_is_poked_though_one_is_gone_and_one_is_slow(monkeypatch):
 
 def test_a_replica_that_hangs_up_is_poked_again():
     replica = Replica(hangs_up=True)
-    with replica.serving() as url, contextlib.closing(Pokes([url])) as sent:
+    with answering(replica.answer) as url, contextlib.closing(Pokes([url])) as sent:
         for _ in range(2):
             sent.send()
             assert replica.is_poked()
