@@ -4,7 +4,9 @@ python examples/tiny_policy.py policy
 """
 
 import sys
+from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl.chat_template_utils import qwen3_chat_template
@@ -12,8 +14,11 @@ from trl.chat_template_utils import qwen3_chat_template
 PAD, END = "<|endoftext|>", "<|im_end|>"
 
 
-def build(folder: str) -> None:
-    """Write a bf16 checkpoint with a byte-level tokenizer and Qwen3's chat template."""
+def build(folder: str | Path, tie: bool = True, seed: int = 0) -> None:
+    """Write a bf16 checkpoint with a byte-level tokenizer and Qwen3's chat template.
+
+    `tie` shares embedding and head. The same arguments give the same bits.
+    """
     vocabulary = [PAD, END, "<|im_start|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     core = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(vocabulary)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -30,12 +35,16 @@ def build(folder: str) -> None:
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=2048,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tie,
+        initializer_range=0.1,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -18,12 +18,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 import torch
 from datasets import Dataset
-from pydantic import BaseModel, Field
+from pydantic import AliasPath, BaseModel, Field, FiniteFloat
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from delta_weight_sync import DeltaWeightSyncError, Publisher
@@ -35,10 +35,11 @@ from delta_weight_sync.runlog import CanaryEvent, RunLogWriter
 from trainer import spaces
 from trainer.observe import ReplicaWatch
 from trainer.rollouts import MODEL_NAME
+from trainer.settings import Settings
 
 LIMIT = 1.0  # nats; an alarm above it. Three times the difference that bf16 makes for SmolLM2-135M
 PROMPTS, TOKENS = 4, 48  # number of prompts, and tokens of each
-Logprobs = list[list[float]]  # per prompt, of each token but the first
+Logprobs = torch.Tensor  # float32 [prompts, tokens - 1]: of each token but the first
 _REST = 20  # a comparison is followed by a rest of this many times its duration
 _TIMEOUT_S, _JOIN_S = 30.0, 5.0  # of a request; and how long `close` waits for a comparison
 _TRANSIENT = (DeltaWeightSyncError, OSError, httpx.HTTPError, ValueError, KeyError)
@@ -81,9 +82,8 @@ class Reference:
 
 def token_logprobs(model: Any, prompts: torch.Tensor) -> Logprobs:
     """Logprob of every token but the first, for prompts int64 [n, tokens]."""
-    logits = model(input_ids=prompts).logits[:, :-1].float()
-    found: Logprobs = logits.log_softmax(-1).gather(2, prompts[:, 1:, None])[..., 0].tolist()
-    return found
+    logits: torch.Tensor = model(input_ids=prompts).logits[:, :-1].float()
+    return logits.log_softmax(-1).gather(2, prompts[:, 1:, None])[..., 0]
 
 
 class Answer(NamedTuple):
@@ -129,7 +129,7 @@ class Canary:
             for url in self._urls:
                 with contextlib.suppress(*_TRANSIENT):  # `ReplicaWatch` reports replicas that are gone
                     answers.append(ask(self._http, url, self._prompts))
-            for answer in sorted(answers):
+            for answer in sorted(answers, key=lambda answer: answer.version):
                 if answer.version >= self._newest and not self._closed.is_set():  # going back costs an anchor
                     self._check(answer)
 
@@ -153,13 +153,9 @@ class Canary:
             self._warned = warning
             return
         name, version = self._name_of(answer.url), answer.version
-        found: dict[str, Any] = {
-            "replica": name,
-            "version": version,
-            "difference": difference,
-            "limit": LIMIT,
-        }
-        self._log.append(CanaryEvent(t=time.time(), **found))
+        self._log.append(
+            CanaryEvent(t=time.time(), replica=name, version=version, difference=difference, limit=LIMIT)
+        )
         if difference > LIMIT:
             _log.warning(
                 f"canary: {name} says that it serves version {version}, but its logprobs are off by"
@@ -169,17 +165,12 @@ class Canary:
     def _difference(self, answer: Answer) -> float:
         expected = self._expected(answer.version)
         self._newest = max(self._newest, answer.version)
-        pairs = zip(expected, answer.logprobs, strict=True)
-        return max(abs(a - b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True))
-
-
-class _Tokens(BaseModel):
-    token_logprobs: list[Annotated[float, Field(allow_inf_nan=False)] | None]
+        return (expected - answer.logprobs).abs().max().item()
 
 
 class _Choice(BaseModel):
     index: int
-    logprobs: _Tokens
+    logprobs: list[FiniteFloat | None] = Field(validation_alias=AliasPath("logprobs", "token_logprobs"))
 
 
 class _Completion(BaseModel):
@@ -199,34 +190,27 @@ def ask(http: httpx.Client, url: str, prompts: list[list[int]]) -> Answer:
     ).raise_for_status()
     (version,) = set(re.findall(r"(\w+):\d+-\d+", answer.headers["x-policy-versions"]))
     choices = sorted(_Completion.model_validate_json(answer.content).choices, key=lambda choice: choice.index)
-    return Answer(int(version), url, [_of_prompt(c, len(p)) for c, p in zip(choices, prompts, strict=True)])
-
-
-def _of_prompt(choice: _Choice, tokens: int) -> list[float]:
-    found = [value for value in choice.logprobs.token_logprobs[1:tokens] if value is not None]
-    if len(found) != tokens - 1:
-        raise ValueError(f"the replica returned {len(found)} logprobs for a prompt of {tokens} tokens")
-    return found
+    found = [choice.logprobs[1:TOKENS] for choice in choices]
+    if any(None in row or len(row) != TOKENS - 1 for row in found) or len(found) != len(prompts):
+        raise ValueError(f"the replica did not return {TOKENS} logprobs for each of {len(prompts)} prompts")
+    return Answer(int(version), url, torch.tensor(found))
 
 
 @contextlib.contextmanager
 def start_canary(
-    publisher: Publisher,
-    watch: ReplicaWatch,
-    urls: Sequence[str],
-    base: str,
-    dataset: Dataset,
-    every_s: float,
+    settings: Settings, publisher: Publisher, watch: ReplicaWatch, dataset: Dataset
 ) -> Iterator[Canary | None]:
-    """Run a canary for the main rank's replicas; None without replicas or if `every_s` is 0."""
+    """Run a canary for the main rank's replicas; None without replicas or if `canary_s` is 0."""
+    base, urls, every_s = settings.model, settings.replicas, settings.canary_s
     if not (publisher.log and urls and every_s):
         yield None
         return
-    reader = publisher.reader
-    prompts = prompts_of(dataset, AutoTokenizer.from_pretrained(base))
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-        checkpoints = stack.enter_context(CheckpointFolder(reader, Path(folder)))
+    reader, prompts = publisher.reader, prompts_of(dataset, AutoTokenizer.from_pretrained(base))
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        CheckpointFolder(reader, Path(folder)) as checkpoints,
+    ):
         expected = Reference(base, reader, checkpoints, prompts).logprobs
         canary = Canary(urls, prompts, expected, publisher.log, watch.name_of, every_s)
-        yield stack.enter_context(contextlib.closing(canary))
+        with contextlib.closing(canary):
+            yield canary

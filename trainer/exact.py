@@ -216,17 +216,17 @@ class ExactSamples:
         """Record how the engine's log-probabilities differ from the trainer's at the same weights."""
         if not samples:
             return
-        off = [s.old_log_probs - theirs for s, theirs in zip(samples, engine, strict=True)]
-        masks = [of_one_version(sample) for sample in samples]
-        pure = np.concatenate([d[own] for d, own in zip(off, masks, strict=True)]).astype(np.float64)
-        mixed = [d[trained(s) & ~own] for d, s, own in zip(off, samples, masks, strict=True)]
+        off = np.concatenate([s.old_log_probs - theirs for s, theirs in zip(samples, engine, strict=True)])
+        off = off.astype(np.float64)
+        own, one_version = (np.concatenate([*map(f, samples)]) for f in (trained, of_one_version))
+        pure, mixed = off[one_version], off[own & ~one_version]
         if pure.size:
             self._record("exact/mismatch_mean", (np.abs(pure).sum(), pure.size))
             self._record("exact/mismatch_max", float(np.abs(pure).max()))
             self._record("exact/mismatch_ratio", (np.exp(pure).sum(), pure.size))
             self._record("exact/mismatch_kl", ((np.exp(pure) - 1 - pure).sum(), pure.size))
-        if count := sum(map(len, mixed)):
-            self._record("exact/mixed_mean", (float(np.abs(np.concatenate(mixed)).sum()), count))
+        if mixed.size:
+            self._record("exact/mixed_mean", (np.abs(mixed).sum(), mixed.size))
 
     def _record(self, name: str, value: float | tuple[float, int]) -> None:
         """As TRL's metrics: it adds totals, takes the maximum of maxima, and divides sums by counts."""

@@ -7,6 +7,7 @@ import itertools
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ class ObservedRollouts:
         self._samples = samples
         self._current: list[Any] = []  # the group that arrives now
         self._complete: list[Any] = []
-        self._games = self._solved = self._guesses = self._invalid = 0
+        self._seen = Counter[str]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._samples, name)
@@ -49,19 +50,17 @@ class ObservedRollouts:
         guesses = [match for answer in answers if (match := _GUESS.match(answer))]
         invalid = sum("not a word" in answer for answer in answers)
         if guesses or invalid:
-            self._games += 1
-            self._solved += any(set(guess[0][2::3]) == {"+"} for guess in guesses)
-            self._guesses += len(guesses) + invalid
-            self._invalid += invalid
+            solved = any(set(guess[0][2::3]) == {"+"} for guess in guesses)
+            self._seen.update(games=1, solved=solved, guesses=len(guesses) + invalid, invalid=invalid)
         return sample
 
     def rates(self) -> dict[str, float]:
         """Shares of solved games and of invalid guesses since the last call; empty without games."""
-        if not self._games:
+        seen, self._seen = self._seen, Counter()
+        if not seen["games"]:
             return {}
-        solved, invalid = self._solved / self._games, self._invalid / self._guesses
-        self._games = self._solved = self._guesses = self._invalid = 0
-        return {"games/solve_rate": solved, "games/invalid_rate": invalid}
+        invalid = seen["invalid"] / seen["guesses"]
+        return {"games/solve_rate": seen["solved"] / seen["games"], "games/invalid_rate": invalid}
 
     def group(self) -> tuple[str, tuple[Rollout, ...]]:
         """Prompt and rollouts of the newest complete group; empty unless it is new since the last call."""
@@ -96,35 +95,41 @@ def _number(value: Any) -> float | None:
 
 
 class StepRecorder(TrainerCallback):
-    """Copies TRL's metrics into the run's log, and every few seconds a group of rollouts."""
+    """Copies TRL's metrics into the run's log, and every few seconds a group of rollouts.
 
-    def __init__(self, log: RunLogWriter) -> None:
+    Attributes:
+        samples: TRL's queue of samples, recorded; use it in place of the queue that was given.
+    """
+
+    def __init__(self, log: RunLogWriter, samples: Any) -> None:
+        self.samples = ObservedRollouts(samples)
         self._log = log
-        self._rollouts: ObservedRollouts | None = None
         self._group_due = 0.0
-
-    def watch(self, samples: Any) -> ObservedRollouts:
-        """Record what is taken from this queue of samples; use the result in its place."""
-        self._rollouts = ObservedRollouts(samples)
-        return self._rollouts
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
     ) -> None:
         """Append one event for each logged step that has a reward."""
-        numbers = {key: _number(value) for key, value in (logs or {}).items()}
-        found = ((key, number) for key, number in numbers.items() if number is not None)
+        numbers = ((key, _number(value)) for key, value in (logs or {}).items())
+        found = ((key, number) for key, number in numbers if number is not None)
         metrics = dict(itertools.islice(found, METRICS - _RATES))
         if "reward" not in metrics:
             return
+        metrics |= self.samples.rates()
         prompt, rollouts = "", tuple[Rollout, ...]()
-        if self._rollouts:
-            metrics |= self._rollouts.rates()
-            if time.monotonic() >= self._group_due:
-                prompt, rollouts = self._rollouts.group()
-                self._group_due = time.monotonic() + _GROUP_EVERY_S
-        figures: dict[str, Any] = {"t": time.time(), "step": state.global_step, "reward": metrics["reward"]}
-        self._log.append(StepEvent(**figures, metrics=metrics, prompt=prompt, rollouts=rollouts))
+        if time.monotonic() >= self._group_due:
+            prompt, rollouts = self.samples.group()
+            self._group_due = time.monotonic() + _GROUP_EVERY_S
+        self._log.append(
+            StepEvent(
+                t=time.time(),
+                step=state.global_step,
+                reward=metrics["reward"],
+                metrics=metrics,
+                prompt=prompt,
+                rollouts=rollouts,
+            )
+        )
 
 
 class ReplicaWatch:
@@ -147,8 +152,7 @@ class ReplicaWatch:
 
     def name_of(self, url: str) -> str:
         """Name that the replica at `url` gives itself; the URL before its first answer."""
-        known = self._last.get(url)
-        return known.replica if known else url
+        return self._last[url].replica if url in self._last else url
 
     def wait_for(self, version: int, timeout_s: float = 120.0) -> bool:
         """Wait until every replica serves `version`; False after `timeout_s`."""
@@ -170,9 +174,10 @@ class ReplicaWatch:
         except (httpx.HTTPError, ValidationError) as error:
             reason = f"{url} does not answer ({type(error).__name__})"
             name = self.name_of(url)
-            unknown: dict[str, Any] = {"state": "unreachable", "version": None, "digest": None}
-            unreachable = ReplicaEvent(t=time.time(), replica=name, error=reason, **unknown)
-            return ReplicaReport(status=unreachable, commits=())
+            status = ReplicaEvent(
+                t=time.time(), replica=name, state="unreachable", version=None, digest=None, error=reason
+            )
+            return ReplicaReport(status=status, commits=())
 
     def _get(self, url: str) -> bytes:
         """The answer; empty if it is too long for a report."""
@@ -208,9 +213,11 @@ class Pokes:
         self._http = httpx.Client(timeout=POKE_TIMEOUT_S)
         self._closed = False
         self._due = [threading.Event() for _ in urls]
-        jobs = [(url, spaces.headers(url), due) for url, due in zip(urls, self._due, strict=True)]
         self._threads = [
-            threading.Thread(target=self._poke, args=job, name="poke", daemon=True) for job in jobs
+            threading.Thread(
+                target=self._poke, args=(url, spaces.headers(url), due), name="poke", daemon=True
+            )
+            for url, due in zip(urls, self._due, strict=True)
         ]
         for thread in self._threads:
             thread.start()

@@ -13,8 +13,11 @@ from transformers import TrainerCallback
 
 from delta_weight_sync import Publisher
 from delta_weight_sync.errors import StateError
+from delta_weight_sync.records import Manifest
 from delta_weight_sync.resume import optimizer
 from delta_weight_sync.trl.trainer import BucketGRPOTrainer, Progress, live_weights
+
+_TIMEOUT_S = 600.0
 
 
 def find_progress(publisher: Publisher, *, fresh: bool) -> Progress | None:
@@ -54,32 +57,58 @@ class Restore(TrainerCallback):
 
 
 class SaveState(TrainerCallback):
-    """Saves the trainer's state after the first sync of a run, then after every `every` syncs."""
+    """Saves the trainer's state after the first sync of a run, after every `every` syncs, and at the end.
+
+    A state belongs to a version, so the last steps are published first if no sync followed them.
+    """
 
     def __init__(self, publisher: Publisher, trainer: BucketGRPOTrainer, every: int) -> None:
         self._publisher, self._trainer, self._every = publisher, trainer, every
         self._syncs = 0  # since the state that was saved last
         self._synced = False  # the weights are those of the last sync
+        self._in_step = True  # the weights belong to no version
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save the state of a new run, after TRL's first sync."""
         if self._publisher.resumed_from is None:
             self._synced, self._syncs = True, 1
-            self.save()
+            self._save()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The step changes the weights."""
-        self._synced = False
+        self._synced, self._in_step = False, True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Count TRL's sync, if this step had one."""
         self._trainer.groups.trained(args.gradient_accumulation_steps)
-        self._synced = state.global_step % args.weight_sync_steps == 0
+        self._synced, self._in_step = state.global_step % args.weight_sync_steps == 0, False
         self._syncs += self._synced
         if self._syncs >= self._every:
-            self.save()
+            self._save()
 
-    def save(self) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Publish the steps since the last sync."""
+        self._sync()
+
+    def finish(self, timeout_s: float = _TIMEOUT_S) -> Manifest:
+        """Publish what is pending, and start to save the last state; returns the newest manifest.
+
+        Raises:
+            TimeoutError: It takes longer than `timeout_s`.
+            DeltaWeightSyncError: What stopped the publisher.
+        """
+        self._sync()  # a signal between two steps ends training without `on_train_end`
+        newest = self._publisher.flush(timeout_s)
+        self._save()
+        return newest
+
+    def _sync(self) -> None:
+        if not (self._synced or self._in_step):
+            self._synced = True
+            self._syncs += 1
+            self._trainer._sync_weight()
+
+    def _save(self) -> None:
         """Copy the state if it is that of a sync and not saved yet, unless another is still on its way."""
         if self._synced and self._syncs:
             now, extra = self._trainer.callback_handler, dataclasses.asdict(self._trainer.progress())

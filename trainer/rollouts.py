@@ -114,8 +114,7 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
         self._rows: dict[str, list[tuple[int, TokenSyncs]]] = {}  # by rollout id, until they are scored
         # TRL would derive schemas and compile the template in each turn, which costs more than a request.
         if self.environment_factories is not None:
-            schemas = {name: [*map(get_json_schema, tools)] for name, tools in self._env_tools.items()}
-            self._env_tools = schemas
+            self._env_tools = {name: [*map(get_json_schema, t)] for name, t in self._env_tools.items()}
         if template := getattr(self.tokenizer, "response_template", None):
             self.tokenizer.response_template = load_response_template(template)
 
@@ -147,7 +146,11 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
         samples = await super()._score_group(group)
         ids = [sequences[0].rollout_id for sequences in group.completions_sequences if sequences]
         rows = [row for rollout_id in ids for row in self._rows.pop(rollout_id)]
-        return [_traced(sample, *row) for sample, row in zip(samples, rows, strict=True)]
+        traced = []
+        for sample, (oldest, syncs) in zip(samples, rows, strict=True):
+            known = {field.name: getattr(sample, field.name) for field in fields(RolloutSample)}
+            traced.append(TracedSample(**known | {"model_version": oldest}, token_syncs=syncs))
+        return traced
 
     async def _post(
         self, path: str, payload: dict[str, Any], timeout: float, max_retries: int = 3
@@ -181,11 +184,6 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
             _conversation.get().add_headers(response.headers, self._writer_term, inherited)
             answer: dict[str, Any] = await response.json()
             return answer
-
-
-def _traced(sample: RolloutSample, oldest: int, syncs: TokenSyncs) -> TracedSample:
-    known = {field.name: getattr(sample, field.name) for field in fields(RolloutSample)}
-    return TracedSample(**known | {"model_version": oldest}, token_syncs=syncs)
 
 
 class Syncs(ctypes.Structure):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 from delta_weight_sync.codec import Encoding
 from delta_weight_sync.publish.mirror import Place
@@ -29,8 +29,8 @@ class Settings:
     task: str = _option("wordle", f"What to train on: {', '.join(TASKS)}.")
     env_url: str = _option("", "URL of the Wordle Space (task 'wordle').")
     prompt: str = _option(wordle.PROMPT, "Prompt of each game (task 'wordle').")
-    encoding: str = _option("fast", "Encoding of deltas: 'fast' or 'small'.")
-    mirror: str = _option("host", "Memory that holds the published bits: 'host' or 'device'.")
+    encoding: Encoding = field(default="fast", metadata={"help": "Encoding of deltas."})
+    mirror: Place = field(default="host", metadata={"help": "Memory that holds the published bits."})
     keep: str = _option(
         "", "How much of the run stays in the bucket, such as '20GB' or '7d'; by default all."
     )
@@ -46,9 +46,6 @@ class Settings:
     exact_old_policy: bool = _option(False, "Compute old log-probabilities with each token's exact weights.")
 
     def __post_init__(self) -> None:
-        for option, choices in (("encoding", get_args(Encoding)), ("mirror", get_args(Place))):
-            if (value := getattr(self, option)) not in choices:
-                raise SystemExit(f"--{option} must be one of {', '.join(choices)}; it is {value!r}")
         for option, least in (("minutes", 0), ("norm_learning_rate", 0), ("state_every", 1), ("canary_s", 0)):
             if (number := getattr(self, option)) < least:
                 raise SystemExit(f"--{option} must be at least {least}; it is {number}")

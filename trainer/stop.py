@@ -16,15 +16,12 @@ from typing import Any, Self
 import torch
 from transformers import TrainerCallback
 
-from delta_weight_sync.trl.trainer import BucketGRPOTrainer
-
 GRACE_S = 10.0  # to finish the step in progress
 LIMIT_S = 30.0  # from the signal to the end of the process
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stop(TrainerCallback):
-    """Handles signals and the time limit, and publishes the last steps when training ends.
+    """Handles signals and the time limit. It must be the last callback.
 
     In a trainer of one process, a signal between two steps raises `KeyboardInterrupt` immediately. Several
     ranks stop after the same step. A second signal has no effect.
@@ -37,23 +34,17 @@ class Stop(TrainerCallback):
         self._until = time.monotonic() + 60 * minutes if minutes else math.inf
         self._alone, self._in_step, self._deadline = alone, False, 0.0
         self._previous: dict[int, Any] = {}
-        self._trainer: BucketGRPOTrainer | None = None
 
     def __enter__(self) -> Self:
-        for number in _SIGNALS:
-            self._previous[number] = signal.signal(number, self._receive)
-        self._previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._interrupt)
+        handlers = {signal.SIGTERM: self._receive, signal.SIGINT: self._receive}
+        for number, handler in (handlers | {signal.SIGALRM: self._interrupt}).items():
+            self._previous[number] = signal.signal(number, handler)
         return self
 
     def __exit__(self, *_: object) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-
-    def attach(self, trainer: BucketGRPOTrainer) -> None:
-        """Add this callback to the trainer, after all others: what they do belongs to the step."""
-        self._trainer = trainer
-        trainer.add_callback(self)
 
     @property
     def left_s(self) -> float:
@@ -84,15 +75,13 @@ class Stop(TrainerCallback):
             torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX)
             found = shared.tolist()
         self.out_of_time = bool(found[1])
-        if found[0] and not self.signal:  # by another rank
-            self._note(found[0])
-        if self.signal or self.out_of_time:
+        if found[0]:
+            if not self.signal:  # another rank received it
+                self._note(found[0])
+            signal.setitimer(signal.ITIMER_REAL, self.left_s)
+        if any(found):
             control.should_training_stop = True
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Publish the steps since the last sync, unless a signal leaves no time for it."""
-        if self._trainer and state.global_step % args.weight_sync_steps and not self.signal:
-            self._trainer._sync_weight()
+        self._in_step = control.should_training_stop  # the last sync follows
 
     def _note(self, number: int) -> None:
         self.signal, self._deadline = number, time.monotonic() + LIMIT_S

@@ -9,7 +9,7 @@ HTTPS. After each optimizer step the changed weights go to the bucket, and the r
 Every few syncs the trainer's state goes there too. However a trainer ends, the same command resumes the run.
 
 To change the reward or the prompts, write a module in `trainer/tasks`. The sampling is in the configuration
-(`trainer/configs`) and in `rollouts`. `open_run` decides how versions are published.
+(`trainer/configs`) and in `rollouts`.
 
 For several processes write `accelerate launch --use_fsdp --fsdp_version 2 -m` instead of `python -m`. Only
 the main rank then publishes and talks to replicas. The other ranks train, report the changes in their shards,
@@ -23,7 +23,7 @@ import logging
 import signal
 import sys
 import time
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from transformers import AutoTokenizer
@@ -31,14 +31,13 @@ from trl import TrlParser
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from delta_weight_sync import DeltaWeightSyncError, Publisher
-from delta_weight_sync.codec import Encoding
-from delta_weight_sync.publish.mirror import Place
 from delta_weight_sync.publish.sharding import Peers, Weights
 from delta_weight_sync.records import Manifest
 from delta_weight_sync.runlog import DoneEvent
 from delta_weight_sync.trl import patches
 from delta_weight_sync.trl.trainer import BucketGRPOTrainer, Progress
-from trainer import canary, exact, resume, rollouts
+from trainer import exact, resume, rollouts
+from trainer.canary import start_canary
 from trainer.observe import Pokes, ReplicaWatch, StepRecorder
 from trainer.settings import Settings
 from trainer.spaces import Spaces, SpacesUnavailableError
@@ -76,7 +75,17 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(stop)
         pokes = stack.enter_context(contextlib.closing(Pokes(replicas)))
-        publisher = stack.enter_context(open_run(settings, peers, pokes))
+        publisher = stack.enter_context(
+            Publisher(  # the run, opened on all ranks; the main rank becomes its writer
+                f"{settings.bucket}#{settings.run}",
+                settings.model,
+                encoding=settings.encoding,
+                mirror=settings.mirror,
+                keep=settings.keep or None,
+                peers=peers,
+                on_version=pokes.send,
+            )
+        )
         progress = resume.find_progress(publisher, fresh=settings.fresh)
         if progress and 0 < (last := config.max_steps) <= progress.trainer["global_step"]:
             print(f"already trained to step {last}: raise --max_steps, or start again with --fresh")
@@ -85,18 +94,19 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
         trainer = make_trainer(settings, config, task, publisher, lead, progress)
         states = resume.SaveState(publisher, trainer, settings.state_every)
         trainer.add_callback(states)
-        stop.attach(trainer)  # last, because what other callbacks do belongs to the step
+        trainer.add_callback(stop)  # last, because what other callbacks do belongs to the step
 
         with stop.interruptible():
-            publisher.publish_base(trainer.weights(), _FIRST_SYNC)  # version 0, unless the run has it
+            # Version 0, unless the run has it; a run of another model ends here.
+            publisher.publish_base(trainer.weights(), _FIRST_SYNC)
             with peers.fail_together():
                 spaces.wait()  # until a replica serves a version
             trainer.begin()  # each sync calls `Publisher.publish`
 
         if stop.signal:
             sys.exit(finish_early(publisher, states, stop))
-        digest, newest = publisher.digest(trainer.weights()), publisher.flush()
-        states.save()  # leaving the block waits until it is in the bucket
+        newest = states.finish()  # leaving the block waits until the state is in the bucket
+        digest = publisher.digest(trainer.weights())
         if lead:
             lead.finish(newest, digest, stopped_by="time" if stop.out_of_time else "steps")
 
@@ -115,20 +125,12 @@ class Lead:
     ) -> None:
         """Start watching the replicas; `stack` ends that."""
         assert publisher.log
-        self.log, urls = publisher.log, settings.replicas
-        self.watch = stack.enter_context(contextlib.closing(ReplicaWatch(urls, self.log)))
+        self.log = publisher.log
+        self.watch = stack.enter_context(contextlib.closing(ReplicaWatch(settings.replicas, self.log)))
         self.worker = rollouts.make_worker(
             settings, config, task, writer_term=publisher.writer_term, progress=progress
         )
-        self.canary = stack.enter_context(
-            canary.start_canary(publisher, self.watch, urls, settings.model, task.dataset, settings.canary_s)
-        )
-
-    def record(self, trainer: BucketGRPOTrainer) -> None:
-        """Copy the trainer's metrics and some of its rollouts into the run's log."""
-        recorder = StepRecorder(self.log)
-        trainer.add_callback(recorder)
-        trainer.rollout_queue = recorder.watch(trainer.rollout_queue)
+        self.canary = stack.enter_context(start_canary(settings, publisher, self.watch, task.dataset))
 
     def finish(self, newest: Manifest, digest: str, stopped_by: Literal["steps", "time"]) -> None:
         """Log the end of the run, and wait until the replicas serve its last version."""
@@ -139,19 +141,6 @@ class Lead:
         if self.canary:
             self.canary.compare()
         print(f"published version {newest.version}, digest {digest}", flush=True)
-
-
-def open_run(settings: Settings, peers: Peers, pokes: Pokes) -> Publisher:
-    """Open the run on all ranks. The main rank becomes its writer and notifies replicas of each version."""
-    return Publisher(
-        f"{settings.bucket}#{settings.run}",
-        settings.model,
-        encoding=cast(Encoding, settings.encoding),
-        mirror=cast(Place, settings.mirror),
-        keep=settings.keep or None,
-        peers=peers,
-        on_version=pokes.send,
-    )
 
 
 def make_trainer(
@@ -185,7 +174,9 @@ def make_trainer(
     if settings.exact_old_policy:
         exact.enable(trainer, publisher)
     if lead:
-        lead.record(trainer)
+        recorder = StepRecorder(lead.log, trainer.rollout_queue)
+        trainer.rollout_queue = recorder.samples
+        trainer.add_callback(recorder)
     return trainer
 
 
@@ -212,8 +203,7 @@ class PolicyTrainer(BucketGRPOTrainer):
 def finish_early(publisher: Publisher, states: resume.SaveState, stop: Stop) -> int:
     """After a signal, publish what is pending and save the state in the time left; returns the exit code."""
     try:
-        newest = publisher.flush(stop.left_s)
-        states.save()
+        newest = states.finish(stop.left_s)
         publisher.flush(stop.left_s)
         outcome = f"version {newest.version} is published and the state is saved"
     except (DeltaWeightSyncError, TimeoutError) as error:

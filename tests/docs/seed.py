@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from delta_weight_sync import Publisher
-from tests.support import tiny
+from examples import tiny_policy as tiny
 
 RUN, VERSIONS = "demo", 9
 

@@ -18,10 +18,10 @@ import psutil
 import pytest
 
 from delta_weight_sync.signing import PUBLIC_KEY, new_pair
+from examples import tiny_policy as tiny
 from tests.live.asking import HEADERS, KEY
 from tests.live.replica import PATIENCE_S, SMALL_CACHE, Replica
 from tests.live.run import Trainer
-from tests.support import tiny
 
 pytestmark = [pytest.mark.live, pytest.mark.long]
 

@@ -8,10 +8,10 @@ import psutil
 import pytest
 
 from delta_weight_sync.signing import PUBLIC_KEY, new_pair
+from examples import tiny_policy as tiny
 from tests.live.asking import KEY
 from tests.live.replica import SMALL_CACHE, Replica
 from tests.live.run import Trainer
-from tests.support import tiny
 
 TOKEN = "hf_plantedToken"
 BLOCK = 32  # the smallest that vLLM's CPU kernels like; prefixes are shared in whole blocks

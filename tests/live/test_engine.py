@@ -16,7 +16,7 @@ import pytest
 from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import WEIGHTS, read_bits, write_bits
 from delta_weight_sync.digest import state_digest, to_hex
-from tests.support import tiny
+from examples import tiny_policy as tiny
 
 BLOCK = 32
 ENVIRONMENT = {

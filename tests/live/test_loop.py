@@ -12,8 +12,8 @@ import pytest
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.runlog import DoneEvent, RunLogReader, StepEvent
 from delta_weight_sync.store import open_bucket
+from examples import tiny_policy as tiny
 from tests.live.replica import Replica
-from tests.support import tiny
 
 pytestmark = [pytest.mark.live, pytest.mark.long]
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from delta_weight_sync.reader import RunReader
+from examples import tiny_policy as tiny
 from tests.live.replica import SMALL_CACHE, Replica
 from tests.live.run import Trainer, greedy, update
-from tests.support import tiny
 
 pytestmark = [pytest.mark.live, pytest.mark.long]  # three processes import vLLM, each time
 

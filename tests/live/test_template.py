@@ -5,9 +5,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from examples import tiny_policy as tiny
 from tests.live.replica import PATIENCE_S, Replica
 from tests.live.run import Trainer, greedy
-from tests.support import tiny
 
 pytestmark = [pytest.mark.live, pytest.mark.long, pytest.mark.finding(14)]
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from delta_weight_sync import DeltaWeightSyncError, Publisher, RunReader, open_run
 from delta_weight_sync.checkpoint import read_bits, to_bits
-from delta_weight_sync.errors import CheckpointError
+from delta_weight_sync.errors import CheckpointError, CodecError
 from delta_weight_sync.store import open_bucket
 
 SHAPES = {"embed.weight": (30, 4), "tower.weight": (7, 5), "tower.norm": (5,), "norm.weight": (4,)}
@@ -156,4 +156,7 @@ def test_version_0_can_be_published_before_training(url, base):
         publisher.publish(weights.items(), 2)
     with Publisher(url) as publisher:
         publisher.publish_base(weights.items(), 1)
+        weights["embed.weight"] = weights["embed.weight"][1:]
+        with pytest.raises(CodecError, match=r"embed\.weight of shape .* start a new run for a new model"):
+            publisher.publish_base(weights.items(), 1)
     assert [(m.version, m.sync) for m in open_run(url).versions()] == [(1, 2), (0, 1)]

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from delta_weight_sync import Publisher
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.digest import state_digest, to_hex
-from tests.support import tiny
+from examples import tiny_policy as tiny
 
 
 def write_run(url: str, base: Path, versions: int, run: str = "test") -> list[str]:

@@ -30,7 +30,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from delta_weight_sync import Publisher, open_run
 from delta_weight_sync.store._files import FileBucket
 from delta_weight_sync.trl.trainer import Progress
-from tests.support import tiny
+from examples import tiny_policy as tiny
 from trainer import rollouts, train
 from trainer.settings import Settings
 
@@ -83,9 +83,14 @@ def cpu_config(folder: Path, **options: Any) -> AsyncGRPOConfig:
 
 
 def live(
-    folder: Path, bucket: str, steps: int, die: Callable[[], None] = lambda: None, **others: Any
+    folder: Path,
+    bucket: str,
+    steps: int,
+    die: Callable[[], None] = lambda: None,
+    every: int = 1,
+    **others: Any,
 ) -> None:
-    """The command of `trainer.train`; `die` is called at each event. `others`: settings of the script."""
+    """The command of `trainer.train`, with a sync every `every` steps; `die` is called at each event."""
     script = Settings(
         model=str(folder / "base"),
         bucket=bucket,
@@ -98,6 +103,7 @@ def live(
     settings = cpu_config(
         folder / "trl",
         max_steps=steps,
+        weight_sync_steps=every,
         per_device_train_batch_size=BATCH,
         learning_rate=1e-3,
         lr_scheduler_type="linear",
@@ -108,7 +114,7 @@ def live(
     with (
         mock.patch.object(train, "TrlParser", return_value=parser),
         mock.patch.object(rollouts, "make_worker", lambda *_, progress, **__: Recorded(steps, progress)),
-        mock.patch.object(Publisher, "publish", _one_by_one(Publisher.publish)),
+        mock.patch.object(Publisher, "publish", one_by_one(Publisher.publish)),
         mock.patch.object(FileBucket, "put", _around(FileBucket.put, die)),
         mock.patch("delta_weight_sync.store._files._write", _in_halves(die)),
         mock.patch.object(torch.optim.AdamW, "step", _around(torch.optim.AdamW.step, die)),
@@ -116,7 +122,7 @@ def live(
         train.main()
 
 
-def _one_by_one(publish: Callable[..., None]) -> Callable[..., None]:
+def one_by_one(publish: Callable[..., None]) -> Callable[..., None]:
     """Each hand-over is a version, so that runs can be compared."""
 
     def publish_and_wait(publisher: Publisher, *arguments: Any) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-from tests.support import tiny
+from examples import tiny_policy as tiny
 from tests.support.trainer_lives import cpu_config
 from trainer import rollouts, train
 from trainer.settings import Settings

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,8 @@ from delta_weight_sync.checkout import CheckpointFolder
 from delta_weight_sync.reader import RunReader, open_run
 from delta_weight_sync.runlog import CanaryEvent, RunLogReader, RunLogWriter
 from delta_weight_sync.store import open_bucket
-from tests.support import tiny
+from examples import tiny_policy as tiny
+from tests.support.http_server import Request, answering
 from trainer import canary
 from trainer.canary import LIMIT, TOKENS, Canary, Reference, prompts_of, token_logprobs
 from trainer.tasks import brevity, wordle
@@ -59,26 +59,10 @@ def prompts(base: Path) -> list[list[int]]:
 class Replica:
     """Answers as a vLLM does, computed in bf16 from the weights that it was given."""
 
+    url: str
+
     def __init__(self) -> None:
         self.before_answer: Callable[[], object] = lambda: None
-        replica = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                replica.before_answer()
-                content = json.dumps(replica.answer(asked["prompt"])).encode()
-                self.send_response(200)
-                self.send_header("x-policy-versions", replica.spans)
-                self.send_header("content-length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, *_: object) -> None: ...
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def serve(self, version: int, folder: Path) -> None:
         """These weights, under this label."""
@@ -86,25 +70,21 @@ class Replica:
         self.spans = f"{version}:0-1;{version}:0-1"
 
     @torch.inference_mode()
-    def answer(self, prompts: list[list[int]]) -> object:
-        found = token_logprobs(self.model, torch.tensor(prompts))
-        return {
-            "choices": [
-                {"index": index, "text": "", "logprobs": {"tokens": [], "token_logprobs": [None, *row, -0.1]}}
-                for index, row in reversed([*enumerate(found)])
-            ]
-        }
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
+    def answer(self, request: Request) -> tuple[int, dict[str, str], bytes]:
+        self.before_answer()
+        found = token_logprobs(self.model, torch.tensor(json.loads(request.body)["prompt"])).tolist()
+        choices = [
+            {"index": index, "text": "", "logprobs": {"tokens": [], "token_logprobs": [None, *row, -0.1]}}
+            for index, row in reversed([*enumerate(found)])
+        ]
+        return 200, {"x-policy-versions": self.spans}, json.dumps({"choices": choices}).encode()
 
 
 @pytest.fixture
 def replica() -> Iterator[Replica]:
     replica = Replica()
-    yield replica
-    replica.close()
+    with answering(replica.answer) as replica.url:
+        yield replica
 
 
 class Scene:
@@ -140,7 +120,9 @@ def test_what_a_version_should_answer_is_what_its_checkout_computes(scene, promp
     for version, folder in published[1].items():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         with torch.inference_mode():
-            assert scene.reference.logprobs(version) == token_logprobs(model, torch.tensor(prompts))
+            assert torch.equal(
+                scene.reference.logprobs(version), token_logprobs(model, torch.tensor(prompts))
+            )
 
 
 def test_an_honest_replica_in_bf16_raises_no_alarm(scene, replica, published):
@@ -203,9 +185,7 @@ def test_a_model_that_is_not_the_runs_is_said_once(published, prompts, tmp_path,
 def test_one_that_is_gone_or_behind_keeps_nobody_from_being_compared(
     prompts, base, published, tmp_path, replica
 ):
-    gone = Replica()
-    gone.close()
-    scene = Scene([gone.url, replica.url], prompts, base, published[0], tmp_path)
+    scene = Scene(["http://127.0.0.1:9", replica.url], prompts, base, published[0], tmp_path)
     try:
         replica.serve(2, published[1][2])
         assert [event.replica for event in scene.compare()] == ["two"]

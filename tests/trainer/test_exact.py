@@ -25,8 +25,8 @@ from delta_weight_sync import Publisher, open_bucket, open_run
 from delta_weight_sync.runlog import RunLogReader, StepEvent
 from delta_weight_sync.trl import patches
 from delta_weight_sync.trl.trainer import BucketGRPOTrainer, live_weights
-from tests.support import tiny
-from tests.support.trainer_lives import cpu_config
+from examples import tiny_policy as tiny
+from tests.support.trainer_lives import cpu_config, one_by_one
 from trainer import exact, rollouts, train
 from trainer.exact import LogProbs, PastPolicy, Query
 from trainer.rollouts import UNKNOWN, TracedSample
@@ -281,18 +281,14 @@ def trained_on(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
         place = getattr(patches, module)
         monkeypatch.setattr(place, name, getattr(place, name))  # as it was, after this test
     found: list[np.ndarray] = []
-    loss, publish = BucketGRPOTrainer.compute_loss, Publisher.publish
+    loss = BucketGRPOTrainer.compute_loss
 
     def seen(trainer, model, inputs, *rest, **options):
         found.append(inputs["old_log_probs"].numpy().reshape(BATCH, TOKENS - PROMPT))
         return loss(trainer, model, inputs, *rest, **options)
 
-    def one_by_one(publisher, *arguments):
-        publish(publisher, *arguments)
-        publisher._outbox.flush()
-
     monkeypatch.setattr(BucketGRPOTrainer, "compute_loss", seen)
-    monkeypatch.setattr(Publisher, "publish", one_by_one)
+    monkeypatch.setattr(Publisher, "publish", one_by_one(Publisher.publish))
     return found
 
 

@@ -1,71 +1,50 @@
-"""Pokes reach every replica with the key; a slow or missing replica delays no other."""
-
-from __future__ import annotations
+"""Pokes reach every replica with the key, and samples and their rates reach the run's log."""
 
 import contextlib
+import queue
 import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
-import pytest
+import numpy as np
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
+from delta_weight_sync.runlog import RunLogReader, RunLogWriter, StepEvent
+from delta_weight_sync.store import open_bucket
+from tests.support.http_server import Request, answering
 from trainer import observe
-from trainer.observe import Pokes
+from trainer.observe import Pokes, StepRecorder
 
 KEY = "the-key-of-this-deployment"
+CRANE, PLUMB = "c1-r2?a3+n4-e5-", "p1+l2+u3+m4+b5+"
 
 
 class Replica:
     """Takes pokes; while `gate` is closed it does not answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, hangs_up: bool = False) -> None:
         self.asked: list[tuple[str, str]] = []
+        self.hangs_up = hangs_up
         self.gate, self.came = threading.Event(), threading.Semaphore(0)
         self.gate.set()
-
-    def take(self, path: str, key: str) -> None:
-        self.asked.append((path, key))
-        self.came.release()
-        self.gate.wait(60.0)
 
     def is_poked(self) -> bool:
         return self.came.acquire(timeout=60.0)
 
-
-@contextlib.contextmanager
-def serving(replica: Replica) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            replica.take(self.path, self.headers["x-space-key"])
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            """Say nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        replica.gate.set()
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    def answer(self, request: Request) -> tuple[int, dict[str, str], bytes]:
+        self.asked.append((request.path, request.headers.get("x-space-key", "")))
+        self.came.release()
+        self.gate.wait(60.0)
+        if self.hangs_up:
+            raise ConnectionAbortedError
+        return 200, {}, b""
 
 
-@pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPACE_KEY", KEY)
-
-
-def test_every_replica_is_poked_though_one_is_gone_and_one_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_replica_is_poked_though_one_is_gone_and_one_is_slow(monkeypatch):
     monkeypatch.setattr(observe, "POKE_TIMEOUT_S", 60.0)
+    monkeypatch.setenv("SPACE_KEY", KEY)
     well, slow = Replica(), Replica()
     slow.gate.clear()
-    with serving(well) as url, serving(slow) as slow_url:
+    with answering(well.answer) as url, answering(slow.answer) as slow_url:
         monkeypatch.setenv("SPACES", f"{url} {slow_url}")
         sent = Pokes(["http://127.0.0.1:9", slow_url, url])
         for _ in range(3):
@@ -80,17 +59,50 @@ def test_every_replica_is_poked_though_one_is_gone_and_one_is_slow(monkeypatch: 
     assert len(slow.asked) == 2
 
 
-def test_a_refusal_is_ignored() -> None:
-    class Refusing(Replica):
-        def take(self, path: str, key: str) -> None:
-            super().take(path, key)
-            raise ConnectionAbortedError  # hang up
+def test_a_replica_that_hangs_up_is_poked_again():
+    replica = Replica(hangs_up=True)
+    with answering(replica.answer) as url, contextlib.closing(Pokes([url])) as sent:
+        for _ in range(2):
+            sent.send()
+            assert replica.is_poked()
 
-    replica = Refusing()
-    with serving(replica) as url:
-        sent = Pokes([url])
-        sent.send()
-        assert replica.is_poked()
-        sent.send()
-        assert replica.is_poked()
-        sent.close()
+
+def sample(group: int, reward: float, *turns: tuple[str, str]) -> RolloutSample:
+    messages: list[dict] = []
+    for word, answer in turns:
+        call = {"type": "function", "function": {"name": "guess", "arguments": {"word": word}}}
+        messages += [{"role": "assistant", "content": "", "tool_calls": [call]}]
+        messages += [{"role": "tool", "name": "guess", "content": answer}]
+    none = np.zeros(0)
+    return RolloutSample(
+        prompt=[{"role": "user", "content": "Play <b>Wordle</b>."}],
+        completion=messages,
+        input_ids=none,
+        completion_mask=none,
+        old_log_probs=none,
+        advantage=0.0,
+        model_version=3,
+        group_id=group,
+        metrics={"reward": reward},
+    )
+
+
+def test_a_group_and_its_rates_reach_the_log(tmp_path):
+    bucket = open_bucket(f"file://{tmp_path}/bucket", create=True)
+    samples: queue.Queue[RolloutSample] = queue.Queue()
+    samples.put(sample(1, 1.5, ("crane", CRANE), ("plumb", PLUMB)))
+    samples.put(sample(1, 0.2, ("zzzzz", "zzzzz: not a word"), ("crane", CRANE)))
+    samples.put(sample(2, 0.4, ("crane", CRANE)))
+    log = RunLogWriter(bucket, "wordle")
+    recorder = StepRecorder(log, samples)
+    assert [recorder.samples.get(timeout=60).group_id for _ in range(3)] == [1, 1, 2]
+    assert recorder.samples.qsize() == 0, "everything else is the queue's"
+    recorder.on_log(None, SimpleNamespace(global_step=7), None, {"reward": 0.7})
+    log.close()
+
+    (step,) = RunLogReader(bucket, "wordle").poll()
+    assert isinstance(step, StepEvent)
+    assert (step.step, step.prompt) == (7, "Play <b>Wordle</b>.")
+    assert [(rollout.reward, rollout.sync) for rollout in step.rollouts] == [(1.5, 3), (0.2, 3)]
+    assert step.rollouts[0].turns == (("crane", CRANE), ("plumb", PLUMB))
+    assert step.metrics == {"reward": 0.7, "games/solve_rate": 1 / 3, "games/invalid_rate": 1 / 5}

@@ -6,9 +6,7 @@ import contextvars
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +15,8 @@ import pytest
 
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.store import open_bucket
+from tests.support.http_server import Request
+from tests.support.http_server import answering as serving
 from tests.support.tls_hosts import OWN, STRANGER, Hosts, answering
 from trainer import observe, rollouts, spaces
 from trainer.observe import ReplicaWatch
@@ -43,35 +43,18 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
 
 
 @contextlib.contextmanager
-def server(status: int = 200, body: object = None, headers: dict[str, str] | None = None) -> Iterator[tuple]:
+def server(status: int = 200, body: object = None) -> Iterator[tuple[str, list[dict[str, str]]]]:
     """A Space that always gives the same answer; yields its URL and the headers of each request."""
     asked: list[dict[str, str]] = []
+    content = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+    kind = {"content-type": "application/json" if b"{" in content else "text/html"}
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            asked.append({name.lower(): value for name, value in self.headers.items()})
-            self.rfile.read(int(self.headers.get("content-length", 0)))
-            content = body.encode() if isinstance(body, str) else json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("content-type", "application/json" if "{" in content.decode() else "text/html")
-            for name, value in (headers or {}).items():
-                self.send_header(name, value)
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+    def answer(request: Request) -> tuple[int, dict[str, str], bytes]:
+        asked.append(request.headers)
+        return status, kind, content
 
-        do_POST = do_DELETE = do_GET  # noqa: N815 - the names that http.server looks for
-
-        def log_message(self, *_):
-            """Log nothing."""
-
-    serving = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=serving.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{serving.server_port}", asked
-    finally:
-        serving.shutdown()
-        serving.server_close()
+    with serving(answer) as url:
+        yield url, asked
 
 
 def every_request(
@@ -119,38 +102,29 @@ def post(url: str) -> object:
     return contextvars.copy_context().run(asyncio.run, ask())
 
 
-def send_all(hosts: Hosts, folder: Path, replica: str, env: str) -> None:
-    for send in every_request(folder, f"https://{replica}", f"https://{env}", lambda: hosts.poked.wait(60.0)):
-        send()
-
-
 def carried(requests: list[dict[str, str]]) -> set[tuple[str | None, str | None]]:
     """Key and token of each request."""
     return {(request.get("x-space-key"), request.get("authorization")) for request in requests}
 
 
 @pytest.mark.finding(1)
-def test_a_strangers_environment_gets_no_key_and_no_token(hosts, tmp_path):
-    send_all(hosts, tmp_path / "bucket", OWN, STRANGER)
-    assert len(hosts.asked[STRANGER]) >= 3
-    assert carried(hosts.asked[STRANGER]) == {(None, None)}
+@pytest.mark.parametrize(
+    ("replica", "env", "env_key"),
+    [(OWN, STRANGER, None), (STRANGER, OWN, None), (OWN, STRANGER, "the-key-that-the-stranger-gave-me")],
+    ids=["a stranger's environment", "a mistyped replica", "an environment with a key of its own"],
+)
+def test_a_stranger_gets_no_key_and_no_token(hosts, tmp_path, monkeypatch, replica, env, env_key):
+    if env_key:
+        monkeypatch.setenv("ENV_KEY", env_key)
+    for send in every_request(
+        tmp_path / "bucket", f"https://{replica}", f"https://{env}", lambda: hosts.poked.wait(60.0)
+    ):
+        send()
+    assert len(hosts.asked[replica]) >= 4
+    assert len(hosts.asked[env]) >= 3
+    assert carried(hosts.asked[STRANGER]) == {(env_key, None)}
     assert not [secret for secret in SECRETS if secret in str(hosts.asked[STRANGER])]
-    assert len(hosts.asked[OWN]) >= 4
     assert carried(hosts.asked[OWN]) == {(KEY, f"Bearer {READ}")}, "only the Hub gets the token that writes"
-
-
-@pytest.mark.finding(1)
-def test_a_replica_whose_name_was_mistyped_gets_no_key_and_no_token(hosts, tmp_path):
-    send_all(hosts, tmp_path / "bucket", STRANGER, OWN)
-    assert carried(hosts.asked[STRANGER]) == {(None, None)}
-    assert carried(hosts.asked[OWN]) == {(KEY, f"Bearer {READ}")}
-
-
-@pytest.mark.finding(1)
-def test_a_strangers_environment_may_have_a_key_of_its_own(hosts, tmp_path, monkeypatch):
-    monkeypatch.setenv("ENV_KEY", "the-key-that-the-stranger-gave-me")
-    send_all(hosts, tmp_path / "bucket", OWN, STRANGER)
-    assert carried(hosts.asked[STRANGER]) == {("the-key-that-the-stranger-gave-me", None)}
 
 
 @pytest.mark.finding(1)

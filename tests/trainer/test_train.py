@@ -1,23 +1,30 @@
 """`python -m trainer.train`: its settings, the end of training, its own learning rate, and its processes."""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO
 
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from delta_weight_sync import open_run
+from delta_weight_sync.resume._state import usable_states
 from delta_weight_sync.runlog import DoneEvent, RunLogReader
 from delta_weight_sync.store import open_bucket
-from tests.support import tiny
+from delta_weight_sync.trl.trainer import Progress
+from examples import tiny_policy as tiny
 from tests.support.hubsim import HubSim
+from trainer.resume import SaveState
 from trainer.settings import Settings
 from trainer.stop import LIMIT_S
 from trainer.train import main
@@ -31,8 +38,9 @@ from pathlib import Path
 from tests.support.trainer_lives import live
 
 folder, timed, rated = Path(sys.argv[1]), *sys.argv[2:]
-live(folder, timed, 3, minutes=1e-6)
-live(folder, timed, 3)
+live(folder, timed, 4, every=2, minutes=1e-6)
+live(folder, timed, 3, every=2)
+live(folder, timed, 3, every=2)  # it has nothing left to do
 live(folder, rated, 1, norm_learning_rate=0.05)
 live(folder, rated, 2, norm_learning_rate=0.05)
 """
@@ -41,8 +49,6 @@ live(folder, rated, 2, norm_learning_rate=0.05)
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
-        ({"encoding": "zip"}, "--encoding must be one of fast, small; it is 'zip'"),
-        ({"mirror": "disk"}, "--mirror must be one of host, device; it is 'disk'"),
         ({"minutes": -1.0}, "--minutes must be at least 0; it is -1"),
         ({"norm_learning_rate": -1.0}, "--norm_learning_rate must be at least 0; it is -1"),
         ({"state_every": 0}, "--state_every must be at least 1; it is 0"),
@@ -113,12 +119,82 @@ def ends(url: str) -> list[DoneEvent]:
 
 @pytest.mark.live
 def test_training_ends_with_its_time_and_resumes_without_that_limit(buckets):
-    """The time is over before the first step, which is made all the same; everything is published."""
+    """The limit is over before the first step. A last step without a sync is published and saved as well."""
     early, late = ends(buckets[0])
     assert (early.version, early.stopped_by) == (1, "time")
-    assert (late.version, late.stopped_by) == (3, "steps")
+    assert (late.version, late.stopped_by) == (3, "steps"), "step 1 is not made again"
     run = open_run(buckets[0])
     assert [run.manifest(done.version).digest for done in (early, late)] == [early.digest, late.digest]
+    assert [record.version for record, _ in usable_states(run)] == [3, 1]
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("fresh", [True, False])
+def test_another_model_than_the_runs_is_refused_before_the_wait_for_spaces(buckets, base, tmp_path, fresh):
+    shutil.copytree(base, tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    code = (
+        "import sys; from pathlib import Path; from unittest import mock;"
+        "from tests.support.trainer_lives import live; from trainer.spaces import Spaces;"
+        "wait = mock.patch.object(Spaces, 'wait', side_effect=AssertionError('waited')); wait.start();"
+        f"live(Path(sys.argv[1]), sys.argv[2], 9, fresh={fresh})"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path), buckets[0]]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("trainer: parameter lm_head.weight of shape")
+    assert last.endswith("is not part of the run; start a new run for a new model")
+
+
+class Steps:
+    """A trainer and its publisher, as far as `SaveState` knows them; keeps what was synced and saved."""
+
+    resumed_from = None
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.groups = SimpleNamespace(trained=lambda _: None)
+        self.callback_handler = SimpleNamespace(
+            model=torch.nn.Linear(1, 1), lr_scheduler=None, optimizer=None
+        )
+
+    def _sync_weight(self) -> None:
+        self.done.append("sync")
+
+    def progress(self) -> Progress:
+        return Progress(1, {}, 0, ())
+
+    def flush(self, timeout_s: float) -> None: ...
+
+    def save_state(self, *_: object, **__: object) -> bool:
+        self.done.append("save")
+        return True
+
+
+@pytest.mark.parametrize(
+    ("steps", "cut", "done"),
+    [
+        (0, False, ["save"]),
+        (3, False, ["save", "sync", "save"]),
+        (4, False, ["save", "save"]),
+        (3, True, ["save"]),
+    ],
+    ids=["none", "no sync after the last", "a sync after the last", "cut within a step"],
+)
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_the_state_at_the_end_is_that_of_the_last_step(steps, cut, done, interrupted):
+    trainer, args = Steps(), SimpleNamespace(weight_sync_steps=2, gradient_accumulation_steps=1)
+    states = SaveState(trainer, trainer, every=20)
+    states.on_train_begin(args, None, None)
+    for step in range(1, steps + 1):
+        states.on_step_begin(args, None, None)
+        if not (cut and step == steps):
+            states.on_step_end(args, SimpleNamespace(global_step=step), None)
+    if not interrupted:
+        states.on_train_end(args, None, None)
+    states.finish()
+    assert trainer.done == done
 
 
 @pytest.mark.live

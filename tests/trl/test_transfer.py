@@ -16,7 +16,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from delta_weight_sync import BucketWeightTransfer, open_run
 from delta_weight_sync.checkpoint import read_bits, to_bits
 from delta_weight_sync.trl import patches
-from tests.support import tiny
+from examples import tiny_policy as tiny
 
 STEPS = 3
 

@@ -13,7 +13,6 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,11 +104,34 @@ def _run(processes: Processes, name: str, folder: Path, port: int, minutes: floa
     command = trainer_command(policy, model, bucket_url, replica_url, env_url)
     command += ["--minutes", f"{progress.left_s * _TRAINING / 60:.3f}"]
     processes.start("trainer", command, TRAINER_ENVIRONMENT | keys, may_end=True)
-    run_url = f"{bucket_url}#{RUN}"
-    held_out = _HeldOut(processes, folder, run_url, env_url if policy.uses_env else "", readers)
-    _follow(processes, progress, RunLogReader(open_bucket(bucket_url), RUN), held_out)
-    learned = gain(held_out.result("before"), held_out.result("after"))
-    summary = summarize(progress.events, name, learned, progress.seconds)
+
+    def measure(when: str, version: int) -> None:
+        """Start to measure a version on held-out tasks, unless that was started before."""
+        if not processes.log(when).exists():
+            held_out = ["trainer.tasks.held_out", "--run", f"{bucket_url}#{RUN}", "--version", str(version)]
+            held_out += [
+                "--env_url",
+                env_url if policy.uses_env else "",
+                "--out",
+                str(folder / f"{when}.json"),
+            ]
+            processes.start(when, held_out, readers, may_end=True)
+
+    reader = RunLogReader(open_bucket(bucket_url), RUN)
+    trained = False
+    while not trained:
+        trained = processes.finished("trainer")
+        progress.show(reader.poll())
+        if progress.newest is not None:
+            measure("before", 0)
+        time.sleep(_POLL_S)
+    assert progress.newest is not None
+    measure("after", progress.newest)
+    while not (processes.finished("before") and processes.finished("after")):
+        time.sleep(_POLL_S)
+
+    before, after = (json.loads((folder / f"{when}.json").read_text()) for when in ("before", "after"))
+    summary = summarize(progress.events, name, gain(before, after), progress.seconds)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(f"\n{table(summary, policy.learned)}\n\nall figures: {folder}/summary.json", flush=True)
     if not summary["verified"]:
@@ -117,47 +139,6 @@ def _run(processes: Processes, name: str, folder: Path, port: int, minutes: floa
     if sys.stdout.isatty():
         print(f"the dashboard stays up at {replica_url} - press Ctrl-C to end it", flush=True)
         threading.Event().wait()
-
-
-def _follow(processes: Processes, progress: Progress, reader: RunLogReader, held_out: _HeldOut) -> None:
-    """Show progress until training has ended and the first and the last version are measured."""
-    while not processes.finished("trainer"):
-        progress.show(reader.poll())
-        if progress.newest is not None:
-            held_out.start("before", 0)
-        time.sleep(_POLL_S)
-    progress.show(reader.poll())
-    assert progress.newest is not None
-    held_out.start("before", 0)
-    held_out.start("after", progress.newest)
-    while not (processes.finished("before") and processes.finished("after")):
-        time.sleep(_POLL_S)
-
-
-@dataclass(frozen=True)
-class _HeldOut:
-    """Measures versions on held-out tasks, each in a process of its own."""
-
-    processes: Processes
-    folder: Path
-    run: str
-    env_url: str
-    environment: Mapping[str, str]
-
-    def start(self, name: str, version: int) -> None:
-        """Start measuring, unless this name was started before."""
-        if not self.processes.log(name).exists():
-            command = ["trainer.tasks.held_out", "--run", self.run, "--version", str(version)]
-            command += ["--env_url", self.env_url, "--out", str(self._file(name))]
-            self.processes.start(name, command, self.environment, may_end=True)
-
-    def result(self, name: str) -> list[float]:
-        """How well each task was solved, 0 to 1."""
-        solved: list[float] = json.loads(self._file(name).read_text())
-        return solved
-
-    def _file(self, name: str) -> Path:
-        return self.folder / f"held-out-{name}.json"
 
 
 def _checkpoint(name: str, folder: Path, progress: Progress) -> Path:

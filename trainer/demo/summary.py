@@ -97,13 +97,20 @@ def summarize(
     done = next((e for e in reversed(events) if isinstance(e, DoneEvent)), None)
     rewards = [e.reward for e in events if isinstance(e, StepEvent) and e.reward is not None]
     tenth = max(1, len(rewards) // 10)
+    versions = []
+    for version, sync in sorted(syncs.items()):
+        names = ("version", "payload_bytes", "anchor_bytes", "changed", "diff_s", "publish_s")
+        figures = {name: getattr(sync, name) for name in names} | {"sparsity": 1 - sync.changed / sync.total}
+        # None if no replica patched this version in: it joined at it, or skipped it.
+        commit = commits.get(version)
+        versions.append(figures | {n: getattr(commit, n, None) for n in ("pause_ms", "commit_ms", "lag_s")})
     return {
         "model": model,
         "syncs": len(syncs) - 1 if syncs else 0,  # version 0 is the base, not a sync
         "full_bytes": max((s.full_bytes for s in syncs.values()), default=0),
         "steps": len(rewards),
-        "reward_first": sum(rewards[:tenth]) / tenth if rewards else None,
-        "reward_last": sum(rewards[-tenth:]) / tenth if rewards else None,
+        "reward_first": mean(rewards[:tenth]) if rewards else None,
+        "reward_last": mean(rewards[-tenth:]) if rewards else None,
         "solved_held_out": held_out,
         "seconds": seconds,
         "stopped_by": done.stopped_by if done else None,
@@ -112,15 +119,8 @@ def summarize(
             {"name": name, "version": r.version, "digest": r.digest} for name, r in replicas.items()
         ],
         "verified": done is not None and held == {(done.version, done.digest)},
-        "versions": [_version(sync, commits.get(version)) for version, sync in sorted(syncs.items())],
+        "versions": versions,
     }
-
-
-def _version(sync: SyncEvent, commit: CommitEvent | None) -> dict[str, Any]:
-    names = ("version", "payload_bytes", "anchor_bytes", "changed", "diff_s", "publish_s")
-    figures = {name: getattr(sync, name) for name in names} | {"sparsity": 1.0 - sync.changed / sync.total}
-    # None if no replica patched this version in: it joined at it, or skipped it.
-    return figures | {name: getattr(commit, name, None) for name in ("pause_ms", "commit_ms", "lag_s")}
 
 
 def gain(before: Sequence[float], after: Sequence[float]) -> dict[str, Any]:
@@ -131,25 +131,20 @@ def gain(before: Sequence[float], after: Sequence[float]) -> dict[str, Any]:
     return {"before": mean(before), "after": mean(after), "games": len(gains), "interval": interval}
 
 
-def learned(held_out: Mapping[str, Any], what: str) -> str:
-    """One line: `what` before and after training, with its confidence interval."""
-    low, high = (100 * bound for bound in held_out["interval"])
-    return (
-        f"{what}: {100 * held_out['before']:.1f} % -> {100 * held_out['after']:.1f} %"
-        f" of {held_out['games']} ({low:+.1f} to {high:+.1f} points with 95 % confidence)"
-    )
-
-
 def table(summary: dict[str, Any], what: str) -> str:
     """Format the figures of `summarize` for a terminal; `what` was measured on held-out tasks."""
     deltas = [v for v in summary["versions"] if v["version"] > 0 and v["changed"]]
     limit = "step limit" if summary["stopped_by"] == "steps" else "time limit"
+    held_out = summary["solved_held_out"]
+    low, high = (100 * bound for bound in held_out["interval"])
+    learned = f"{what}: {100 * held_out['before']:.1f} % -> {100 * held_out['after']:.1f} %"
+    learned += f" of {held_out['games']} ({low:+.1f} to {high:+.1f} points with 95 % confidence)"
     rows = [
         ("model", f"{summary['model']}, {size_text(summary['full_bytes'])} in bf16"),
         ("time", f"{summary['seconds']:.0f} s; ended by its {limit}"),
         ("syncs", f"{summary['syncs']} in {summary['steps']} steps"),
         ("reward", f"{summary['reward_first']:.3f} -> {summary['reward_last']:.3f}"),
-        ("learned", learned(summary["solved_held_out"], what)),
+        ("learned", learned),
     ]
     if deltas:
         payload = _median(deltas, "payload_bytes")

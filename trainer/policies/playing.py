@@ -27,7 +27,6 @@ class Game:
     number: int
     ids: list[int]
     own: list[int] = field(default_factory=list)  # positions of the tokens that the policy sampled
-    read: int = 0  # number of tokens that the policy has read
     guesses: list[str] = field(default_factory=list)
     solved: bool = False
     over: bool = False
@@ -40,86 +39,68 @@ Referee = Callable[[Sequence[tuple[int, str]]], Sequence[Reply]]
 def play(
     model: PreTrainedModel, tokens: WordleTokens, games: int, referee: Referee, generator: torch.Generator
 ) -> list[Game]:
-    """Play games side by side, sampling at temperature 1."""
-    played = [Game(number, list(tokens.prompt)) for number in range(games)]
-    reader, running = _Reader(model, tokens.pad, games), played
-    while running:
-        begun = [len(game.ids) for game in running]
-        _sample_turns(reader, tokens, running, generator)
-        turns = [game.ids[start:] for game, start in zip(running, begun, strict=True)]
-        _take_turns(running, turns, tokens, referee)
-        left = [i for i, game in enumerate(running) if not game.over]
-        running = [running[i] for i in left]
-        reader.keep(left)
+    """Play games side by side, sampling at temperature 1; `generator` decides what is sampled."""
+    played = running = [Game(number, list(tokens.prompt)) for number in range(games)]
+    turns = _Turns(model, tokens, games)
+    with torch.random.fork_rng():
+        torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
+        while running:
+            called: list[tuple[Game, str]] = []
+            for game, turn in zip(running, turns.sample([game.ids for game in running]), strict=True):
+                game.own += range(len(game.ids), len(game.ids) + len(turn))
+                game.ids += turn
+                if (word := tokens.called_word(turn)) is None:
+                    game.over = True
+                else:
+                    called.append((game, word))
+            replies = referee([(game.number, word) for game, word in called])
+            for (game, word), reply in zip(called, replies, strict=True):
+                game.guesses.append(word)
+                game.ids += tokens.response(reply.observation)
+                game.over, game.solved = reply.done, reply.solved
+            turns.keep([place for place, game in enumerate(running) if not game.over])
+            running = [game for game in running if not game.over]
     return played
 
 
-def _sample_turns(
-    reader: _Reader, tokens: WordleTokens, games: Sequence[Game], generator: torch.Generator
-) -> None:
-    """Append one turn to each game, up to its first stop token."""
-    live = list(games)
-    for _ in range(TURN_TOKENS):
-        chances = reader.read(games).softmax(-1)
-        sampled = torch.multinomial(chances, 1, generator=generator)[:, 0].tolist()
-        drawn = {game.number: token for game, token in zip(games, sampled, strict=True)}
-        for game in live:
-            game.own.append(len(game.ids))
-            game.ids.append(drawn[game.number])
-        live = [game for game in live if game.ids[-1] not in tokens.stops]
-        if not live:
-            return
+class _Turns:
+    """Samples the next turn of several games, whose keys and values it keeps; masked tokens pad them."""
 
-
-def _take_turns(
-    games: Sequence[Game], turns: Sequence[list[int]], tokens: WordleTokens, referee: Referee
-) -> None:
-    """Append the referee's replies."""
-    words = [tokens.called_word(turn) for turn in turns]
-    called = [(game, word) for game, word in zip(games, words, strict=True) if word is not None]
-    for game, word in zip(games, words, strict=True):
-        game.over = word is None
-    replies = referee([(game.number, word) for game, word in called])
-    for (game, word), reply in zip(called, replies, strict=True):
-        game.guesses.append(word)
-        game.ids += tokens.response(reply.observation)
-        game.over, game.solved = reply.done, reply.solved
-
-
-class _Reader:
-    """Keys and values of games side by side, padded to equal lengths with masked tokens."""
-
-    def __init__(self, model: PreTrainedModel, pad: int, games: int) -> None:
-        self._model, self._pad = model, pad
+    def __init__(self, model: PreTrainedModel, tokens: WordleTokens, games: int) -> None:
+        self._model, self._tokens = model, tokens
         self._cache = DynamicCache(config=model.config)
-        self._mask = torch.zeros(games, 0, dtype=torch.long)
+        self._ids, self._mask = torch.zeros(2, games, 0, dtype=torch.long)
 
-    @torch.no_grad()
-    def read(self, games: Sequence[Game]) -> torch.Tensor:
-        """Read the new tokens of each game; returns float32 logits [games, vocabulary].
-
-        They are meaningless for a game with fewer new tokens than the longest: its turn has ended.
-        """
-        rows = [game.ids[game.read :] for game in games]
-        width = max(map(len, rows))
-        ids = torch.tensor([[self._pad] * (width - len(row)) + row for row in rows])
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-        self._mask = torch.cat([self._mask, mask], 1)
-        for game in games:
-            game.read = len(game.ids)
-        output = self._model(
-            input_ids=ids,
+    def sample(self, games: Sequence[list[int]]) -> list[list[int]]:
+        """Sample one turn of each game, given its tokens, up to its first stop token."""
+        self._append([ids[read:] for ids, read in zip(games, self._mask.sum(1).tolist(), strict=True)])
+        width = self._ids.shape[1]
+        output = self._model.generate(
+            input_ids=self._ids,
             attention_mask=self._mask,
-            position_ids=(self._mask.cumsum(1)[:, -width:] - 1).clamp(min=0),
             past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
+            max_new_tokens=TURN_TOKENS,
+            do_sample=True,
+            top_k=0,
+            top_p=1.0,
+            temperature=1.0,
+            eos_token_id=self._tokens.stops,
+            pad_token_id=self._tokens.pad,
         )
-        logits: torch.Tensor = output.logits[:, -1].float()
-        return logits
+        new = output[:, width:]
+        stops = torch.isin(new, torch.tensor(self._tokens.stops)).long()
+        own = stops.cumsum(1) - stops == 0
+        self._ids, self._mask = output, torch.cat([self._mask, own.long()], 1)
+        return [row[kept].tolist() for row, kept in zip(new, own, strict=True)]
 
     def keep(self, games: Sequence[int]) -> None:
         """Drop all other games."""
         chosen = torch.tensor(games, dtype=torch.long)
-        self._mask = self._mask[chosen]
+        self._ids, self._mask = self._ids[chosen], self._mask[chosen]
         self._cache.batch_select_indices(chosen)
+
+    def _append(self, rows: Sequence[list[int]]) -> None:
+        width = max(map(len, rows))
+        ids = torch.tensor([[self._tokens.pad] * (width - len(row)) + row for row in rows])
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+        self._ids, self._mask = torch.cat([self._ids, ids], 1), torch.cat([self._mask, mask], 1)

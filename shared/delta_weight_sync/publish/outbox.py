@@ -303,6 +303,16 @@ class Outbox:
             self._failure = error  # the mirror may hold changes that are lost: no version may follow
             raise
 
+    def require_same_model(self, weights: Weights) -> None:
+        """Raise `CodecError` for a weight that the run does not have, or has in another shape."""
+        shapes = self.mirror.shapes
+        for name, tensor in weights:
+            if shapes.get(name) != tensor.shape:
+                raise CodecError(
+                    f"parameter {name} of shape {tuple(tensor.shape)} is not part of the run; start a new run"
+                    " for a new model"
+                )
+
     def flush(self, timeout_s: float = 600.0) -> Manifest:
         """Wait until every sync is published; returns the newest manifest. Raises as `publish`."""
         with self._changed:

@@ -138,12 +138,18 @@ class Publisher:
         return self._outbox.pending.repeated.newest if self._outbox else 0
 
     def publish_base(self, weights: Weights, step: int = 0) -> None:
-        """Publish version 0 of a new run; do nothing if the run has versions.
+        """Publish version 0 of a new run; a run that has versions must be of this model.
 
         For a trainer that publishes before it shards its model: only the main rank needs the weights. The
         first `publish` adds a version only if it differs.
+
+        Raises:
+            CodecError: The run is of another model.
         """
         if not self._peers.exchange(self._outbox is not None and not self._outbox.mirror)[0]:
+            with self._peers.fail_together():
+                if self._outbox:
+                    self._outbox.require_same_model(weights)
             return
         parts = gathered(weights, first=True, main=self._peers.main)
         with self._peers.fail_together(parts):

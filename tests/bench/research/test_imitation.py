@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from bench.research import imitation
 from bench.research.wordle_policy import read_words, secrets_of
-from tests.support import tiny
+from examples import tiny_policy as tiny
 from trainer.policies import smollm2
 from trainer.policies.tokens import CHAT_TEMPLATE, build_tokenizer
 

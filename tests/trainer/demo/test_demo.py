@@ -35,23 +35,19 @@ def demo(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[
     )
 
 
-def wait_for_children(process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
-    """The demo's processes, once there are that many."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline and process.poll() is None:
-        children = psutil.Process(process.pid).children(recursive=True)
-        if len(children) >= count:
-            return children
-        time.sleep(0.1)
-    raise AssertionError(f"the demo started too little: {process.communicate()}")
-
-
 def wait_for(process: subprocess.Popen[str], done: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not done():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def wait_for_children(process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
+    """The demo's processes, once there are that many."""
+    parent = psutil.Process(process.pid)
+    wait_for(process, lambda: len(parent.children(recursive=True)) >= count)
+    return parent.children(recursive=True)
 
 
 @pytest.mark.full

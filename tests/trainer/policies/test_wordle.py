@@ -12,7 +12,7 @@ import trainer.policies
 from env_space import game as env
 from env_space.game import rules_from
 from env_space.settings import Settings
-from trainer.policies.playing import Game, Reply, _Reader, play
+from trainer.policies.playing import Reply, _Turns, play
 from trainer.policies.tokens import WordleTokens
 
 SHIPPED = Path(trainer.policies.__file__).parent / "wordle-tiny"
@@ -80,24 +80,17 @@ def test_the_shipped_weights_are_small_and_bf16():
     assert sum(file.stat().st_size for file in SHIPPED.iterdir()) < 3_000_000
 
 
-def test_games_side_by_side_are_read_as_each_alone(model, tokens):
-    """Of different lengths, and after one of them is gone."""
-    texts = [["crane", "slate"], ["ab"], ["speed"]]
-    reader = _Reader(model, tokens.pad, 3)
-    rows = [Game(number, list(tokens.prompt)) for number in range(3)]
-    reader.read(rows)
-    for row, words in zip(rows, texts, strict=True):
-        row.ids += [token for word in words for token in tokens.call(word)]
-    assert_read_alike(model, reader, rows)
-    reader.keep([0, 2])
-    rows = [rows[0], rows[2]]
-    for row in rows:
-        row.ids += tokens.response("c1-r2?a3+n4-e5-")[row.number :]
-    assert_read_alike(model, reader, rows)
-
-
-def assert_read_alike(model, reader, rows):
-    together = reader.read(rows)
-    for row, logits in zip(rows, together, strict=True):
-        alone = model(input_ids=torch.tensor([row.ids])).logits[0, -1]
-        assert torch.allclose(alone, logits, atol=1e-3)
+def test_games_side_by_side_are_sampled_as_each_alone(model, tokens, monkeypatch):
+    """Of different lengths, and after one of them is gone. The likeliest token is taken, not a random one."""
+    generate = model.generate
+    monkeypatch.setattr(model, "generate", lambda **options: generate(**options | {"do_sample": False}))
+    words, together = [["crane", "slate"], ["ab"], ["speed"]], _Turns(model, tokens, 3)
+    games = [sum(map(tokens.call, some), list(tokens.prompt)) for some in words]
+    for chosen in ([0, 1, 2], [0, 2]):
+        games = [games[place] for place in chosen]
+        together.keep(chosen)
+        turns = together.sample(games)
+        assert turns == [_Turns(model, tokens, 1).sample([game])[0] for game in games]
+        games = [
+            game + turn + tokens.response("c1-r2?a3+n4-e5-") for game, turn in zip(games, turns, strict=True)
+        ]

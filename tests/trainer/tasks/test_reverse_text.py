@@ -6,7 +6,7 @@ from string import ascii_lowercase
 import pytest
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
-from tests.support import tiny
+from examples import tiny_policy as tiny
 from trainer.policies.tokens import build_tokenizer
 from trainer.settings import Settings
 from trainer.tasks import make_task, reverse_text

@@ -1,11 +1,7 @@
 """The game as TRL sees it, against the real environment service on loopback."""
 
 import asyncio
-import os
 import pickle
-import subprocess
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -15,34 +11,9 @@ import pytest
 from env_space.app import create_app
 from env_space.settings import Settings
 from tests.support.serving import serving
-from trainer.demo.processes import free_port
+from trainer.demo.__main__ import env_settings
+from trainer.demo.processes import Processes, free_port
 from trainer.tasks.wordle import WordleEnv, make_dataset
-
-
-class EnvSpace:
-    """`python -m env_space.app` on loopback."""
-
-    def __init__(self) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        settings = {"WORDLE_HOST": "127.0.0.1", "WORDLE_PORT": str(self.port), "WORDLE_ANSWERS": "128"}
-        command = [sys.executable, "-m", "env_space.app"]
-        self._process = subprocess.Popen(command, env={**os.environ, **settings}, stderr=subprocess.DEVNULL)
-        for _ in range(3000):
-            try:
-                httpx.get(f"{self.url}/health", timeout=1.0).raise_for_status()
-                return
-            except httpx.TransportError:
-                time.sleep(0.1)
-        raise AssertionError("the environment did not start")
-
-    def stop(self) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -119,21 +90,19 @@ def test_an_instance_is_reused_for_the_next_game(url, words):
 
 
 @pytest.mark.full
-def test_a_restarted_environment_fails_its_games_but_not_the_run(words):
-    space = EnvSpace()
-    space.start()
-    try:
-        env = WordleEnv(space.url)
-        env.reset(seed=1)
-        guess(env, "zzzzz")
-        space.stop()
-        with ThreadPoolExecutor(1) as pool:
-            lost = pool.submit(guess, env, words[0])  # waits for the server to come back
-            space.start()
-            with pytest.raises(ValueError, match="session"):
-                lost.result(timeout=300)
+def test_a_restarted_environment_fails_its_games_but_not_the_run(words, tmp_path):
+    port = free_port()
+    env = WordleEnv(f"http://127.0.0.1:{port}")
+    settings = env_settings(port) | {"WORDLE_ANSWERS": "128"}
+    env.reset(seed=1)
+    with Processes(tmp_path) as space:
+        space.start("env", ["env_space.app"], settings)
+        guess(env, "zzzzz")  # waits until the server is up
+    with ThreadPoolExecutor(1) as pool, Processes(tmp_path) as space:
+        lost = pool.submit(guess, env, words[0])  # waits for the server to come back
+        space.start("env", ["env_space.app"], settings)
+        with pytest.raises(ValueError, match="session"):
+            lost.result(timeout=300)
         assert reward(env) is None, "not scored, rather than scored wrongly"
         env.reset(seed=2)
         assert guess(env, words[0])
-    finally:
-        space.stop()

@@ -1,0 +1,45 @@
+"""An HTTP server on loopback whose answers a function of the test gives."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import NamedTuple
+
+
+class Request(NamedTuple):
+    """What was asked; the names of headers are lower-case."""
+
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+
+@contextmanager
+def answering(answer: Callable[[Request], tuple[int, dict[str, str], bytes]]) -> Iterator[str]:
+    """Its URL; `answer` gives status, headers and content. If it raises, the server hangs up."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            body = self.rfile.read(int(headers.get("content-length", 0)))
+            status, more, content = answer(Request(self.path, headers, body))
+            self.send_response(status)
+            for name, value in (more | {"content-length": str(len(content))}).items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_POST = do_DELETE = do_GET  # noqa: N815 - the names that http.server looks for
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
