@@ -18,7 +18,7 @@ from starlette.websockets import WebSocketDisconnect
 
 from inference_space import gate as gates
 from inference_space.gate import ARRIVING, Gate, find_route
-from space_guard.admission import Lane, RateLimit
+from space_guard.limits import Lane, RateLimit
 from space_guard.requests import Refusal
 from tests import idle_time
 from tests.inference_space.asking import (
