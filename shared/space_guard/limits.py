@@ -68,30 +68,24 @@ class Limits:
     keep_active: bool  # whether a visitor's connection is safe from eviction while it is being answered
 
 
-class _Visitors:
-    """The connections that have not shown the key, at most `limit` of them.
+class _Visitors(dict["_Connection", None]):
+    """The connections that have not shown the key, at most `limit` of them; quiet longest first.
 
     One more evicts the connection that has been quiet longest, so a new client always gets in and a client
     with the key stays.
     """
 
     def __init__(self, limit: int) -> None:
+        super().__init__()
         self._limit = limit
-        self._quiet: dict[_Connection, None] = {}  # quiet longest first
-
-    def __len__(self) -> int:
-        return len(self._quiet)
 
     def add(self, connection: _Connection) -> None:
-        self.remove(connection)
-        self._quiet[connection] = None
-        if len(self._quiet) > self._limit:
-            oldest = next(iter(self._quiet))
-            self.remove(oldest)
+        self.pop(connection, None)
+        self[connection] = None
+        if len(self) > self._limit:
+            oldest = next(iter(self))
+            del self[oldest]
             oldest.transport.abort()
-
-    def remove(self, connection: _Connection) -> None:
-        self._quiet.pop(connection, None)
 
 
 class _Connection(HttpToolsProtocol):
@@ -116,13 +110,13 @@ class _Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_clock()
-        self._visitors.remove(self)
+        self._visitors.pop(self, None)
         super().connection_lost(exc)
 
     def handle_websocket_upgrade(self) -> None:
         """Hand the connection to the WebSocket protocol; a client without the key is refused there."""
         self._stop_clock()
-        self._visitors.remove(self)
+        self._visitors.pop(self, None)
         super().handle_websocket_upgrade()
 
     def data_received(self, data: bytes) -> None:
@@ -154,7 +148,7 @@ class _Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._known = self._known or has_key(self._key, self.headers)
         if self._known or self._limits.keep_active:
-            self._visitors.remove(self)
+            self._visitors.pop(self, None)
         if not self._limits.covers_body:
             self._stop_clock()
         super().on_headers_complete()

@@ -115,7 +115,7 @@ def _print_deleted(oldest: Manifest) -> None:
 
 def _log(arguments: Arguments) -> None:
     reader = opened(arguments)
-    oldest = manifest = reader.manifest()
+    manifest: Manifest | None = reader.manifest()
     print(f"{'version':>7}  {'published':19}  {'payload':>12}  {'changed':>9}  digest            anchor")
     while manifest:
         anchor = "yes" if manifest.anchor.version == manifest.version else ""
