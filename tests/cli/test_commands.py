@@ -101,14 +101,6 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(finished, tmp_path):
     assert len(result.complaint.splitlines()) == 1
 
 
-def test_a_fault_ends_the_real_command_with_one_line_and_no_traceback(finished):
-    words = [sys.executable, "-m", "delta_weight_sync", "show", finished[0], "--version", "99"]
-    result = subprocess.run(words, capture_output=True, text=True)
-    assert result.returncode == 1
-    assert result.stderr.startswith("delta-weight-sync show: run 'test' in ")
-    assert len(result.stderr.splitlines()) == 1
-
-
 def test_a_reader_that_has_seen_enough_is_no_fault(finished):
     words = f"{sys.executable} -m delta_weight_sync log {finished[0]} | true"
     shell = ["bash", "-o", "pipefail", "-c", words]

@@ -325,14 +325,6 @@ def test_a_signal_while_a_version_is_built_leaves_nothing_of_it(run, folder, tur
     assert not (folder / ".building").exists()
 
 
-def test_one_process_keeps_a_folder(run, folder, turns):
-    seen = []
-    turns(lambda: seen.append(follow(run, folder, "--once")))
-    follow(run, folder)
-    assert seen[0].code == 1
-    assert seen[0].complaint.startswith(f"delta-weight-sync follow: another process keeps {folder}")
-
-
 def test_what_is_not_ours_stays(run, folder):
     (folder / "00000007").mkdir(parents=True)
     (folder / "00000007" / "precious").write_text("mine")
