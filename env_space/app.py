@@ -31,12 +31,9 @@ from env_space.messages import MOVE, Closed, Guess, Opened, Opening, refusals
 from env_space.sessions import Origin, Session, Sessions
 from env_space.settings import PREFIX, Settings, settings_from
 from env_space.watch import MAX_WATCHED, MAX_WATCHED_EACH
-from space_guard.admission import PROXIES, client_address
-from space_guard.connections import Limits, limited_http
-from space_guard.logs import log_as_json
+from space_guard.limits import PROXIES, Limits, client_address, limited_http, log_as_json
 from space_guard.requests import FRAMING, KEY_HEADER, SAFE_HEADERS, BodyLimit, given_key, has_key, problem
-from space_guard.settings import Problems, SettingsError, key_problem, listen_address
-from space_guard.setup_page import NEW_KEY, Need, Setup
+from space_guard.setup import NEW_KEY, Need, Problems, SettingsError, Setup, key_problem, listen_address
 
 MAX_BODY_BYTES = 16 * 1024
 LIMITS = Limits(

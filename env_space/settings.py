@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from space_guard.settings import HeaderText, read_settings
+from space_guard.setup import HeaderText, read_settings
 
 __all__ = ["PREFIX", "Settings", "settings_from"]
 

@@ -19,7 +19,7 @@ from env_space.game import MAX_GUESSES, GameError, Rules
 from env_space.messages import MOVE, refusals
 from env_space.sessions import Origin, Session, Sessions
 from env_space.settings import Settings
-from space_guard.admission import client_address
+from space_guard.limits import client_address
 from space_guard.requests import KEY_HEADER
 
 # Watched games at the same time, in total and per address: they use the replica's time.

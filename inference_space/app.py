@@ -18,7 +18,7 @@ def main() -> None:
     from delta_weight_sync.errors import DeltaWeightSyncError
     from inference_space.public_port import create_app, listen
     from inference_space.settings import PREFIX, SETUP, Settings, find_problems, settings_from
-    from space_guard.settings import SettingsError, listen_address
+    from space_guard.setup import SettingsError, listen_address
 
     os.umask(0o077)  # its files, and the sockets of vLLM's engine in /tmp, are for this user alone
     log.setLevel(logging.INFO)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from space_guard.admission import Admission, Client, Lane, RateLimit, client_address
+from space_guard.limits import Admission, Client, Lane, RateLimit, client_address
 from space_guard.requests import (
     CLOSE,
     FRAMING,

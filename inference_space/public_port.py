@@ -27,12 +27,9 @@ from inference_space import dashboard
 from inference_space.gate import Completions, DashboardCalls, Gate
 from inference_space.settings import SETUP, Settings, access_problems
 from inference_space.vllm_server import VllmServer
-from space_guard.admission import PROXIES, Lane
-from space_guard.connections import Limits, limited_http
-from space_guard.logs import LogLimit
+from space_guard.limits import PROXIES, Lane, Limits, LogLimit, limited_http
 from space_guard.requests import Refusal, openai_error
-from space_guard.settings import Problems
-from space_guard.setup_page import SetupPage
+from space_guard.setup import Problems, SetupPage
 
 INFERENCE = {"/v1/models": "GET", "/v1/completions": "POST", "/v1/chat/completions": "POST"}
 LIMITS = Limits(

@@ -17,8 +17,16 @@ from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, PublicKeys
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.store.hub import FAILURES
 from delta_weight_sync.vllm.server import NOT_HERE
-from space_guard.settings import HeaderText, Problems, SettingsError, key_problem, read_settings
-from space_guard.setup_page import NEW_KEY, Need, Setup
+from space_guard.setup import (
+    NEW_KEY,
+    HeaderText,
+    Need,
+    Problems,
+    SettingsError,
+    Setup,
+    key_problem,
+    read_settings,
+)
 
 PREFIX = "REPLICA_"
 TOKENS = "https://huggingface.co/settings/tokens"

@@ -106,11 +106,8 @@ SIZES: Final[dict[Trainer, Sizes]] = {
         small=(0.6033, 0.5717, 0.5454, 0.5452, 0.5473, 0.5364),
     ),
 }
-MERGED: Final = {
-    1: 1.0,
-    8: 4.93,
-    64: 16.1,
-}  # versions in a jump -> changes relative to one version; section joining
+# Versions in a jump -> changes relative to one version; section joining.
+MERGED: Final = {1: 1.0, 8: 4.93, 64: 16.1}
 _TABLE_BYTES: Final = 75.0  # of a delta file's header per tensor that it lists
 _WEIGHTS_PER_TENSOR: Final = 1.4e6  # of the measured models; larger models have larger tensors
 
@@ -281,7 +278,8 @@ class Plan:
             return WINDOW_S * (per_hour / _HOUR_S + asked.replicas / SAFETY_S)
 
         self.file_requests, self.api_requests = requests("files", _POLLS), requests("api", 0)
-        self.space = smallest_space(REPLICA_BYTES * params)
+        fitting = [n for n in GPUS if 1e9 * HARDWARE[n].gpus * HARDWARE[n].gpu_gb >= REPLICA_BYTES * params]
+        self.space = min(fitting, key=lambda name: HARDWARE[name].usd_per_hour, default=None)
         self.replicas_usd_hour = HARDWARE[self.space].usd_per_hour * asked.replicas if self.space else None
         day_tb = 24 * self.stored_hour / 1e12
         self.storage_usd_month = PRIVATE_USD_TB_MONTH * max(day_tb - INCLUDED_TB, 0.0)  # a day's bucket
@@ -296,9 +294,3 @@ class Plan:
 def encode_s(params: float, changes: float, encoding: Encoding) -> float:
     """Seconds of one core to encode a delta."""
     return (_TRIED if changes > _DENSE * params else 1.0) * ENCODE[encoding].seconds(params, changes)
-
-
-def smallest_space(memory: float) -> str | None:
-    """The cheapest flavour with this much GPU memory (bytes); None if no Space has it."""
-    fitting = [name for name in GPUS if 1e9 * HARDWARE[name].gpus * HARDWARE[name].gpu_gb >= memory]
-    return min(fitting, key=lambda name: HARDWARE[name].usd_per_hour, default=None)

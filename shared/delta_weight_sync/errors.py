@@ -1,33 +1,7 @@
-"""The exceptions of the library, in one tree.
+"""The exceptions of the library, in one tree under `DeltaWeightSyncError`.
 
-Every error that the library raises on purpose is a `DeltaWeightSyncError`. Its message is one sentence that
-names the fix. Each class has a `kind`, a short stable name, which crosses process boundaries.
-
-    DeltaWeightSyncError
-        ConfigError                  an option, an environment variable or a folder cannot be used
-            SettingsError            several environment variables
-            KeyFormatError           a signing or public key
-            FolderError              the folder that `follow` writes to
-            MissingExtraError        a package is not installed
-        CheckpointError              a checkpoint is missing, or a run cannot start from it
-        BucketError                  an operation on the bucket failed
-            ObjectMissingError, BucketMissingError, AccessDeniedError, BucketUnreachableError
-        ProtocolError                an object of the run is not what the wire format allows
-            SignatureError           it is not signed by a trusted key
-            NoVersionError           the run has no version yet
-        CodecError                   a delta file is damaged, or does not fit
-        FencedError                  another trainer took over the run
-        PeerError                    another process of this trainer failed
-        StateError                   a trainer state cannot be saved or restored
-        UndoLogError                 the undo log does not reach that far back
-        EngineError                  vLLM refused or lost a call
-            TooSoonError, RefusedError
-        CompatibilityError           this release of vLLM or TRL is not the tested one
-        RouteError                   deltas cannot be written into this model
-        CommitError                  this vLLM cannot take weights between two steps
-        WeightsChangedError          something other than a commit wrote to the live weights
-        WorkerError                  another worker of this replica failed
-        CommandError, BisectError    `delta-weight-sync` commands
+A message is one sentence that names the fix. The `kind` of a class is a short, stable name that crosses
+process boundaries; a class without one of its own has that of its base.
 """
 
 from __future__ import annotations
@@ -47,14 +21,16 @@ class DeltaWeightSyncError(Exception):
 
     kind: ClassVar[str] = "error"
 
+    def __init_subclass__(cls, kind: str = "") -> None:
+        super().__init_subclass__()
+        cls.kind = kind or cls.kind
+
     def __str__(self) -> str:
         return printable(super().__str__()[:_LONGEST])[:_LONGEST]
 
 
-class ConfigError(DeltaWeightSyncError, ValueError):
+class ConfigError(DeltaWeightSyncError, ValueError, kind="config"):
     """An option, an environment variable or a folder cannot be used."""
-
-    kind = "config"
 
 
 class SettingsError(ConfigError):
@@ -82,98 +58,68 @@ class MissingExtraError(ConfigError, ImportError):
         )
 
 
-class CheckpointError(DeltaWeightSyncError, FileNotFoundError):
+class CheckpointError(DeltaWeightSyncError, FileNotFoundError, kind="checkpoint"):
     """A checkpoint is missing, or a run cannot start from it."""
 
-    kind = "checkpoint"
 
-
-class BucketError(DeltaWeightSyncError, RuntimeError):
+class BucketError(DeltaWeightSyncError, RuntimeError, kind="bucket"):
     """An operation on a bucket failed. Messages never hold a token."""
 
-    kind = "bucket"
 
-
-class ObjectMissingError(BucketError):
+class ObjectMissingError(BucketError, kind="object-missing"):
     """The bucket has no object with this key."""
 
-    kind = "object-missing"
 
-
-class BucketMissingError(BucketError):
+class BucketMissingError(BucketError, kind="bucket-missing"):
     """The bucket does not exist, or is hidden from this token."""
 
-    kind = "bucket-missing"
 
-
-class AccessDeniedError(BucketError):
+class AccessDeniedError(BucketError, kind="access-denied"):
     """The credentials are missing, wrong or not sufficient. A retry does not help."""
 
-    kind = "access-denied"
 
-
-class BucketUnreachableError(BucketError):
+class BucketUnreachableError(BucketError, kind="bucket-unreachable"):
     """The store gave no usable answer after several tries. A retry may help."""
 
-    kind = "bucket-unreachable"
 
-
-class ProtocolError(DeltaWeightSyncError, ValueError):
+class ProtocolError(DeltaWeightSyncError, ValueError, kind="protocol"):
     """An object of the run is not what the wire format allows; the message names the object and why."""
 
-    kind = "protocol"
 
-
-class SignatureError(ProtocolError):
+class SignatureError(ProtocolError, kind="signature"):
     """No trusted key signed a record; the message names the trusted keys."""
 
-    kind = "signature"
 
-
-class NoVersionError(ProtocolError):
+class NoVersionError(ProtocolError, kind="no-version"):
     """The run has not published a version yet."""
 
-    kind = "no-version"
 
-
-class CodecError(DeltaWeightSyncError, ValueError):
+class CodecError(DeltaWeightSyncError, ValueError, kind="codec"):
     """A delta file is not what a publisher writes. Nothing of it is applied."""
 
-    kind = "codec"
 
-
-class FencedError(DeltaWeightSyncError, RuntimeError):
+class FencedError(DeltaWeightSyncError, RuntimeError, kind="fenced"):
     """Another trainer took over the run; this one must stop publishing."""
 
-    kind = "fenced"
 
-
-class PeerError(DeltaWeightSyncError, RuntimeError):
+class PeerError(DeltaWeightSyncError, RuntimeError, kind="peer"):
     """Another process of this trainer failed, so this one stops too."""
 
-    kind = "peer"
 
-
-class StateError(DeltaWeightSyncError, RuntimeError):
+class StateError(DeltaWeightSyncError, RuntimeError, kind="state"):
     """A trainer state cannot be saved, or this trainer cannot resume from it."""
 
-    kind = "state"
 
-
-class UndoLogError(DeltaWeightSyncError, LookupError):
+class UndoLogError(DeltaWeightSyncError, LookupError, kind="undo-log"):
     """The undo log does not reach back to this sync."""
 
-    kind = "undo-log"
 
-
-class EngineError(DeltaWeightSyncError, RuntimeError):
+class EngineError(DeltaWeightSyncError, RuntimeError, kind="engine"):
     """vLLM refused or lost a call.
 
     Attributes:
         kind: The `kind` of the error that a worker raised, or "engine".
     """
-
-    kind = "engine"
 
     def __init__(self, message: str, kind: str = "") -> None:
         super().__init__(message)
@@ -189,46 +135,32 @@ class RefusedError(EngineError):
     """vLLM cannot take this version. The follower waits for another version or for the owner."""
 
 
-class CompatibilityError(DeltaWeightSyncError, RuntimeError):
+class CompatibilityError(DeltaWeightSyncError, RuntimeError, kind="compatibility"):
     """This release of vLLM or TRL is not the tested one; the message names both and the fix."""
 
-    kind = "compatibility"
 
-
-class RouteError(DeltaWeightSyncError, RuntimeError):
+class RouteError(DeltaWeightSyncError, RuntimeError, kind="route"):
     """Deltas cannot be written into this model; the message names the tensor or parameter."""
 
-    kind = "route"
 
-
-class CommitError(DeltaWeightSyncError, RuntimeError):
+class CommitError(DeltaWeightSyncError, RuntimeError, kind="commit"):
     """This vLLM, or its configuration, cannot take weights between two steps."""
 
-    kind = "commit"
 
-
-class WeightsChangedError(DeltaWeightSyncError, RuntimeError):
+class WeightsChangedError(DeltaWeightSyncError, RuntimeError, kind="weights-changed"):
     """Something other than a commit wrote to the live weights."""
 
-    kind = "weights-changed"
 
-
-class WorkerError(DeltaWeightSyncError, RuntimeError):
+class WorkerError(DeltaWeightSyncError, RuntimeError, kind="worker"):
     """Another worker of this replica failed; the message is that worker's."""
 
-    kind = "worker"
 
-
-class CommandError(DeltaWeightSyncError):
+class CommandError(DeltaWeightSyncError, kind="command"):
     """Your command failed."""
 
-    kind = "command"
 
-
-class BisectError(DeltaWeightSyncError):
+class BisectError(DeltaWeightSyncError, kind="bisect"):
     """`bisect` cannot name a first bad version."""
-
-    kind = "bisect"
 
 
 def kind_of(error: BaseException) -> str:

@@ -46,9 +46,7 @@ MAX_JSON_BYTES = 8 << 20  # of one record
 MAX_ASSETS: Final = 256  # files of one anchor
 LARGEST: Final = 1e15  # largest measured number, in any unit
 STRIDES: Final = (8, 64)  # versions that a jump spans
-ANCHOR_PAYS: Final = (
-    0.5  # model sizes of deltas after an anchor: a join costs at most 1.5 times the newest anchor
-)
+ANCHOR_PAYS: Final = 0.5  # model sizes of deltas after an anchor: a join costs at most 1.5 anchors
 MAX_FILES: Final = 128  # deltas after an anchor, however small they are
 WINDOW: Final = 64  # newest versions whose deltas a manifest always names
 RUN_NAME: Final = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"

@@ -14,8 +14,10 @@ only when a key is set.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -25,8 +27,6 @@ from delta_weight_sync.records import FORMAT, Sealed
 SIGNING_KEY: Final = "DELTA_WEIGHT_SYNC_SIGNING_KEY"
 PUBLIC_KEY: Final = "DELTA_WEIGHT_SYNC_PUBLIC_KEY"
 _SECRET, _PUBLIC = "ed25519_secret_", "ed25519_public_"
-_BYTES = 32  # of either key
-_FINGERPRINT = 16  # hex digits
 Kind = TypeVar("Kind", bound=Sealed)
 
 
@@ -66,8 +66,8 @@ class PublicKeys:
     """
 
     def __init__(self, text: str = "") -> None:
-        self._words = tuple(word.strip() for word in text.split(",") if word.strip())
-        self._keys = {word: _parsed(word, _PUBLIC, PUBLIC_KEY) for word in self._words}
+        words = (word.strip() for word in text.split(",") if word.strip())
+        self._keys = {word: _parsed(word, _PUBLIC, PUBLIC_KEY) for word in words}
 
     @classmethod
     def load(cls, given: str | Path | None = None) -> PublicKeys:
@@ -82,13 +82,13 @@ class PublicKeys:
         return cls(_word(given, PUBLIC_KEY, _PUBLIC))
 
     def __contains__(self, public: str) -> bool:
-        return public in self._words
+        return public in self._keys
 
     def __bool__(self) -> bool:
-        return bool(self._words)
+        return bool(self._keys)
 
     def __str__(self) -> str:
-        return " or ".join(map(fingerprint, self._words))
+        return " or ".join(map(fingerprint, self._keys))
 
     def signer(self, record: Sealed, key: str) -> str | None:
         """The fingerprint of the key that signed `record`, or None if no key is trusted.
@@ -96,10 +96,15 @@ class PublicKeys:
         Raises:
             SignatureError: No trusted key signed the record at `key`.
         """
-        if not self._words:
+        if not self:
             return None
+        from cryptography.exceptions import InvalidSignature
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
         for word, public in self._keys.items():
-            if _verifies(public, record):
+            with suppress(InvalidSignature, ValueError):  # ValueError: the signature is not hex digits
+                signature = bytes.fromhex(record.signature)
+                Ed25519PublicKey.from_public_bytes(public).verify(signature, _message(record))
                 return fingerprint(word)
         what = f"was not signed by {self}" if record.signature else f"has no signature; {self} must sign it"
         raise SignatureError(
@@ -149,7 +154,7 @@ def writer_keys(signing_key: str | Path | None = None) -> tuple[SigningKey | Non
 
 def fingerprint(public: str) -> str:
     """The short name of a public key: its first 16 hex digits."""
-    return public.removeprefix(_PUBLIC)[:_FINGERPRINT]
+    return public.removeprefix(_PUBLIC)[:16]
 
 
 def make_keys(file: Path) -> str:
@@ -162,36 +167,24 @@ def make_keys(file: Path) -> str:
     pair = new_pair()
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        file.touch(mode=0o600, exist_ok=False)
     except FileExistsError:
         raise KeyFormatError(
             f"{file} exists, and a lost key cannot be made again: name another file"
         ) from None
-    with os.fdopen(descriptor, "w") as out:
-        out.writelines(f"{name}={word}\n" for name, word in pair.items())
+    file.write_text("".join(f"{name}={word}\n" for name, word in pair.items()))
     return pair[PUBLIC_KEY]
 
 
 def new_pair() -> dict[str, str]:
     """A new pair of keys as the trainer's two variables. Readers get only the second."""
-    secret = _SECRET + secrets.token_hex(_BYTES)
+    secret = _SECRET + secrets.token_hex(32)
     return {SIGNING_KEY: secret, PUBLIC_KEY: SigningKey(secret).public}
 
 
 def _message(record: Sealed) -> bytes:
     """The signed bytes: the seal after a prefix that no other use of the key would sign."""
     return f"{FORMAT} {record.seal}".encode()
-
-
-def _verifies(public: bytes, record: Sealed) -> bool:
-    from cryptography.exceptions import InvalidSignature
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-
-    try:
-        Ed25519PublicKey.from_public_bytes(public).verify(bytes.fromhex(record.signature), _message(record))
-    except (InvalidSignature, ValueError):  # ValueError: no hex digits
-        return False
-    return True
 
 
 def _word(given: str | Path, variable: str, kind: str) -> str:
@@ -210,10 +203,10 @@ def _word(given: str | Path, variable: str, kind: str) -> str:
 
 def _parsed(text: str, kind: str, variable: str) -> bytes:
     """The 32 bytes of a key. The error does not quote the text, which may be a secret."""
-    digits = text.strip().removeprefix(kind)
-    if digits == text.strip() or len(digits) != 2 * _BYTES or not set(digits) <= set("0123456789abcdef"):
+    found = re.fullmatch(f"{kind}([0-9a-f]{{64}})", text.strip())
+    if not found:
         raise KeyFormatError(
-            f"{variable} is not a key: a key is {kind} and {2 * _BYTES} hex digits, as"
-            " `delta-weight-sync keygen FILE` writes it"
+            f"{variable} is not a key: a key is {kind} and 64 hex digits, as `delta-weight-sync keygen FILE`"
+            " writes it"
         )
-    return bytes.fromhex(digits)
+    return bytes.fromhex(found[1])

@@ -1,1 +1,1 @@
-"""Guards both Spaces: connections, admission, request bodies, settings, logs and the setup page."""
+"""Guards both Spaces: requests and their limits, settings and the setup page."""

@@ -9,7 +9,6 @@ import torch
 
 from delta_weight_sync.checkpoint import WEIGHTS
 from delta_weight_sync.reader import RunReader, open_run
-from delta_weight_sync.store import open_bucket
 from tests.cli.command import Result, command
 from tests.cli.drifting import Drifting
 
@@ -112,16 +111,6 @@ def test_what_cannot_be_found_is_one_sentence(broken, words, sentence):
     assert result.complaint.startswith("delta-weight-sync bisect: ")
     assert sentence in result.complaint
     assert len(result.complaint.splitlines()) == 1
-
-
-def test_a_version_that_was_deleted_is_named(run):
-    for _ in range(3):
-        run.step()
-    bucket = open_bucket(run.url)
-    bucket.delete([info.key for info in bucket.list("runs/") if "/manifests/00000000." in info.key])
-    result = command("bisect", run.url, "--eval", "true {path}", "--good", 0)
-    assert (result.code, len(result.complaint.splitlines())) == (1, 1)
-    assert "no longer has version 0; the oldest available is 1" in result.complaint
 
 
 def test_blame_shows_what_was_planted_first(broken):

@@ -11,7 +11,6 @@ from delta_weight_sync.checkpoint import read_bits, to_bits
 from delta_weight_sync.cli import COMMANDS
 from delta_weight_sync.cli.commands import utc
 from delta_weight_sync.digest import state_digest, to_hex
-from delta_weight_sync.errors import printable
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.store import open_bucket
 from tests.cli.command import Result, command
@@ -102,14 +101,6 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(finished, tmp_path):
     assert len(result.complaint.splitlines()) == 1
 
 
-def test_a_fault_ends_the_real_command_with_one_line_and_no_traceback(finished):
-    words = [sys.executable, "-m", "delta_weight_sync", "show", finished[0], "--version", "99"]
-    result = subprocess.run(words, capture_output=True, text=True)
-    assert result.returncode == 1
-    assert result.stderr.startswith("delta-weight-sync show: run 'test' in ")
-    assert len(result.stderr.splitlines()) == 1
-
-
 def test_a_reader_that_has_seen_enough_is_no_fault(finished):
     words = f"{sys.executable} -m delta_weight_sync log {finished[0]} | true"
     shell = ["bash", "-o", "pipefail", "-c", words]
@@ -129,32 +120,10 @@ sys.exit(" and ".join(sorted({{"torch", "numba", "huggingface_hub"}} & set(sys.m
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_explains_itself(name, capsys):
-    assert command(name, "--help").code == 0
-    assert COMMANDS[name][1:] in " ".join(command(name, "--help").output.split())
-
-
-def test_names_from_a_bucket_cannot_write_control_codes(writes):
-    evil = "layer\x1b[2J\x07\r\n\u202egnp.weight"
-    run = writes(tensors={evil: (80, 80), "norm.weight": (8,)})
-    run.step()
-    output = command("show", run.url).output
-    assert evil not in output
-    assert r"layer\x1b[2J\x07\r\n\u202egnp.weight [80, 80]" in output
-    assert output.replace("\n", "").isprintable()
-
-
-def test_a_complaint_cannot_write_control_codes(tmp_path):
-    for name in ("a\x1b]0;owned\x07", "b\nc"):
-        (tmp_path / "runs" / name).mkdir(parents=True)
-        (tmp_path / "runs" / name / "x").touch()
-    complaint = command("log", tmp_path.as_uri()).complaint
-    assert "it holds none" in complaint
-    assert complaint.removesuffix("\n").isprintable()
-
-
-def test_what_is_printable_stays():
-    assert printable("größer, 模型 weight") == "größer, 模型 weight"
+def test_every_command_explains_itself(name):
+    result = command(name, "--help")
+    assert result.code == 0
+    assert COMMANDS[name][1:] in " ".join(result.output.split())
 
 
 def test_a_time_that_no_calendar_has_is_no_fault():

@@ -16,7 +16,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 import env_space
 from env_space.app import create_app
 from env_space.settings import Settings
-from space_guard.admission import PROXIES
+from space_guard.limits import PROXIES
 from trainer.demo.processes import free_port
 
 ROOT = Path(env_space.__file__).parent.parent

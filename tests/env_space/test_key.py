@@ -14,7 +14,7 @@ from websockets.sync.client import connect
 from env_space.app import MAX_PLAYED, create_app
 from env_space.settings import Settings, settings_from
 from env_space.watch import replica_headers
-from space_guard.settings import SettingsError
+from space_guard.setup import SettingsError
 from tests.browser import watched_page
 from tests.env_space.service import (
     BRIDE,

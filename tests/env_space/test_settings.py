@@ -5,7 +5,7 @@ import pytest
 
 from env_space.app import SETUP, find_problems
 from env_space.settings import Settings, settings_from
-from space_guard.settings import SettingsError
+from space_guard.setup import SettingsError
 from tests.env_space.service import PATIENCE_S, Space, sentence
 
 

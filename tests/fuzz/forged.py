@@ -56,19 +56,19 @@ def forged(rng: Random) -> tuple[str, Files]:
     return kind, files
 
 
-def _newest(files: Files, kind: str) -> str:
+def newest(files: Files, kind: str) -> str:
     return max(key for key in files if f"/{kind}/" in key)
 
 
 def _head(files: Files, rng: Random) -> None:
-    key = _newest(files, "heads")
+    key = newest(files, "heads")
     files[key] = _record(files[key], rng)
 
 
 def _manifest(files: Files, rng: Random) -> None:
-    key = _newest(files, "manifests")
+    key = newest(files, "manifests")
     files[key] = _record(files[key], rng)
-    _pin(files, key)
+    pin(files, key)
 
 
 def _description(files: Files, rng: Random) -> None:
@@ -77,7 +77,7 @@ def _description(files: Files, rng: Random) -> None:
 
 
 def _log(files: Files, rng: Random) -> None:
-    key = _newest(files, "log")
+    key = newest(files, "log")
     lines = files[key].split(b"\n")
     for _ in range(rng.choice((1, 1, 3))):
         at = rng.randrange(len(lines))
@@ -86,12 +86,12 @@ def _log(files: Files, rng: Random) -> None:
 
 
 def _delta(files: Files, rng: Random) -> None:
-    _named(files, _newest(files, "deltas"), lambda content: mutate(content, rng))
+    named(files, newest(files, "deltas"), lambda content: mutate(content, rng))
 
 
 def _anchor(files: Files, rng: Random) -> None:
     change = rng.choice((mutate_header, mutate_raw))
-    _named(files, next(k for k in files if k.endswith("model.safetensors")), lambda c: change(c, rng))
+    named(files, next(k for k in files if k.endswith("model.safetensors")), lambda c: change(c, rng))
 
 
 def _name(files: Files, rng: Random) -> None:
@@ -141,20 +141,20 @@ def _leaf(tree: Any, rng: Random) -> None:
         tree[key] = rng.choice(_TEXTS if isinstance(tree[key], str) else _NUMBERS)
 
 
-def _named(files: Files, key: str, change: Callable[[bytes], bytes]) -> None:
+def named(files: Files, key: str, change: Callable[[bytes], bytes]) -> None:
     files[key] = change(files[key])
-    manifest = _newest(files, "manifests")
+    manifest = newest(files, "manifests")
     tree = json.loads(files[manifest])
     del tree["seal"]
     for ref in (*tree["deltas"], *tree["jumps"], *tree["anchor"]["files"]):
         if ref["key"] == key:
             ref.update(_reference(files[key]))
     files[manifest] = json.dumps(tree).encode()
-    _pin(files, manifest)
+    pin(files, manifest)
 
 
-def _pin(files: Files, manifest: str) -> None:
-    key = _newest(files, "heads")
+def pin(files: Files, manifest: str) -> None:
+    key = newest(files, "heads")
     head = json.loads(files[key])
     del head["seal"]
     head["manifest"].update(_reference(files[manifest]))

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from inference_space.gate import Completions, DashboardCalls, Gate
-from space_guard.admission import Lane
+from space_guard.limits import Lane
 from tests import idle_time
 
 KEY = "correct-horse-battery-staple"

@@ -10,7 +10,7 @@ import uvicorn
 from delta_weight_sync.store import open_bucket
 from inference_space import public_port
 from inference_space.gate import DashboardCalls
-from space_guard.logs import LogLimit
+from space_guard.limits import LogLimit
 from tests.inference_space.asking import client, gate
 from tests.support.dashboard import KEY as OWNERS
 from tests.support.dashboard import RecordedControls, mounted

@@ -10,7 +10,7 @@ import pytest
 
 import inference_space
 from inference_space.settings import settings_from
-from space_guard.settings import SettingsError
+from space_guard.setup import SettingsError
 
 GOOD = {"REPLICA_BUCKET": "file:///b", "REPLICA_RUN": "demo"}
 

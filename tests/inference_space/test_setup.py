@@ -22,7 +22,7 @@ from inference_space.app import main
 from inference_space.public_port import SpaceFollower
 from inference_space.settings import SETUP, Settings, find_problems
 from inference_space.vllm_server import VllmServer
-from space_guard.setup_page import SetupPage
+from space_guard.setup import SetupPage
 from tests.support.hubsim import HubSim
 from trainer.demo.processes import free_port
 

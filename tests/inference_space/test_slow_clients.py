@@ -9,7 +9,7 @@ from uvicorn import Config
 from uvicorn.server import ServerState
 
 from inference_space.public_port import KEEP_ALIVE_S, LIMITS, MAX_VISITORS
-from space_guard.connections import limited_http
+from space_guard.limits import limited_http
 from tests.inference_space.asking import KEY, gate, running
 
 pytestmark = pytest.mark.finding(6)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from inference_space.gate import RATE
-from space_guard.admission import RateLimit
+from space_guard.limits import RateLimit
 from space_guard.requests import Refusal
 from tests.inference_space.asking import OTHER, VISITOR, client, gate, running, trainer
 

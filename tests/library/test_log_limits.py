@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from delta_weight_sync.errors import ProtocolError
-from delta_weight_sync.records import Manifest, parse
 from delta_weight_sync.runlog import (
     LINE,
     SEGMENT,
@@ -27,7 +25,8 @@ from delta_weight_sync.runlog import (
     StepEvent,
 )
 from delta_weight_sync.store import Bucket, open_bucket
-from tests.support.records import commit, manifest_of, status, sync
+from delta_weight_sync.store._files import FileBucket
+from tests.support.records import commit, status, sync
 from trainer import observe
 from trainer.observe import ReplicaWatch
 
@@ -206,11 +205,36 @@ def test_strange_objects_beside_the_log_leave_no_gap_in_it(bucket: Bucket) -> No
     assert read(bucket) == ([sync(0, 9)], 0)
 
 
-@pytest.mark.parametrize("field", ["created_at", "born"])
-@pytest.mark.parametrize("value", [float("inf"), float("nan"), -1.0, 1e300])
-def test_a_manifest_without_a_time_is_refused(field: str, value: float) -> None:
-    """Its replicas would say that they took it over so many seconds after it."""
-    fields = json.loads(manifest_of(1, 0).to_bytes()) | {field: value}
-    del fields["seal"]
-    with pytest.raises(ProtocolError, match=f"not a valid Manifest: {field}"):
-        parse(Manifest, json.dumps(fields).encode(), "manifests/1")
+class Meeting(FileBucket):
+    """A bucket where an upload waits a little for another one to begin."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url, create=True)
+        self.at_once, self._second = 0, threading.Semaphore(0)
+
+    def put(self, key: str, data: bytes | Path) -> None:
+        self.at_once += 1
+        if self.at_once > 1:
+            self._second.release()
+        elif self._second.acquire(timeout=0.3):
+            self.met = True
+        super().put(key, data)
+        self.at_once -= 1
+
+    met = False
+
+
+def test_two_threads_that_flush_write_one_after_the_other(tmp_path: Path) -> None:
+    """Otherwise the older lines may end up on top of the newer ones."""
+    bucket = Meeting(f"file://{tmp_path}")
+    log = RunLogWriter(bucket, "test", every_s=3600)
+    for version in range(3):
+        log.append(DoneEvent(t=0.0, version=version, digest="0" * 16))
+        flushing = threading.Thread(target=log.flush)
+        flushing.start()
+        log.append(DoneEvent(t=1.0, version=version, digest="0" * 16))
+        log.flush()
+        flushing.join()
+    log.close()
+    assert not bucket.met
+    assert len(list(RunLogReader(bucket, "test").poll())) == 6

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from delta_weight_sync import Publisher, open_run
+from delta_weight_sync.checkout import CheckpointFolder
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.errors import ConfigError
 from delta_weight_sync.prune import GRACE_S, Keep, Pruner, Survey, prune
@@ -205,10 +206,20 @@ def test_a_publisher_prunes_only_what_no_reader_can_need(tmp_path, monkeypatch):
         run.settle()
     assert len(list(RunReader(open_bucket(run.url), RUN).versions())) == 21
     monkeypatch.setattr(run.outbox.shortcuts._pruner, "_grace_s", 0.0)
-    for _ in range(8):
-        run.step()
-        run.settle()
-    assert len(list(RunReader(open_bucket(run.url), RUN).versions())) <= 9
+    reader = RunReader(open_bucket(run.url), RUN)
+    with (
+        CheckpointFolder(reader, tmp_path / "often") as often,
+        CheckpointFolder(reader, tmp_path / "rarely") as rarely,
+    ):
+        for step in range(30):
+            run.step()
+            run.settle()
+            often.update(reader.manifest())
+            if step % 13 == 3:
+                rarely.update(reader.manifest())  # its deltas were deleted meanwhile
+    assert often.held == run.newest
+    assert len(list(reader.versions())) <= 9
+    builds(reader, run.newest.version, tmp_path / "joins")
     run.close()
     assert GRACE_S == HOUR
 

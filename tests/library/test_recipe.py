@@ -64,17 +64,6 @@ def test_no_way_is_cheaper(at, size, deltas, version, held):
         assert found.size == min(way.size for way in ways)
 
 
-@pytest.mark.parametrize("held", [None, 3, 7, 99])
-def test_a_version_that_leads_nowhere_is_joined_from_the_anchor(held):
-    way = cheapest_recipe(anchor(8, 100), [delta(8, 9, 5)], 9, held)
-    assert way is not None
-    assert (way.anchor, [d.version for d in way.deltas]) == (anchor(8, 100), [9])
-
-
-def test_what_one_has_already_costs_nothing():
-    assert cheapest_recipe(anchor(4, 100), [], 4, 4) == Recipe(None, ())
-
-
 def test_of_equal_bytes_fewer_files_are_taken():
     ones, jump = [delta(v, v + 1, 10) for v in range(8)], delta(0, 8, 80)
     way = cheapest_recipe(anchor(0, 1), [*ones, jump], 8, None)

@@ -5,69 +5,31 @@ import json
 import pytest
 
 from delta_weight_sync.errors import ProtocolError
-from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Head, Keys, Manifest, Writer, parse
+from delta_weight_sync.records import Head, Keys, Manifest, Writer, parse
+from tests.support.records import manifest_of
 
 SHA = "0" * 64
 KEYS = Keys("demo")
 WRITER = Writer(1, "0" * 32)
 
 
-def anchor(version: int) -> AnchorRef:
-    key = KEYS.anchor(version, WRITER, "model.safetensors")
-    return AnchorRef(version=version, files=(FileRef(key=key, size=9, sha256=SHA),))
-
-
-def delta(version: int) -> DeltaRef:
-    return DeltaRef(
-        key=KEYS.delta(version, WRITER), size=1, sha256=SHA, base=version - 1, version=version, changed=1
-    )
-
-
-def manifest(version: int, at: int, deltas: list[int]) -> Manifest:
-    return Manifest(
-        run="demo",
-        born=0.0,
-        version=version,
-        writer_term=1,
-        writer=WRITER.id,
-        sync=1,
-        created_at=0.0,
-        digest="0" * 16,
-        anchor=anchor(at),
-        deltas=tuple(delta(v) for v in deltas),
-        jumps=(),
-        parent=FileRef(key=KEYS.manifest(version - 1, WRITER), size=1, sha256=SHA) if version else None,
-        changed=1,
-        total=100,
-        full_bytes=200,
-    )
-
-
 def test_a_manifest_survives_the_wire():
-    original = manifest(5, 3, [2, 3, 4, 5])
+    original = manifest_of(5, 3)
     assert parse(Manifest, original.to_bytes(), "key") == original
-
-
-def test_the_way_from_any_version():
-    newest = manifest(5, 3, [2, 3, 4, 5])
-    assert [d.version for d in newest.recipe(3).deltas] == [4, 5]
-    assert [d.version for d in newest.recipe(1).deltas] == [2, 3, 4, 5]
-    assert newest.recipe(5) == (None, ())
-    assert newest.recipe(0) == newest.recipe() == (anchor(3), newest.deltas[2:]), (
-        "only the anchor leads from there"
-    )
-    assert newest.recipe(6).anchor, "a version that this run never had"
 
 
 @pytest.mark.parametrize("deltas", [[1, 3], [3], [4, 5], [2, 1]])
 def test_a_chain_with_a_gap_is_refused(deltas):
+    good, delta = manifest_of(3, 1).model_dump(exclude={"seal"}), manifest_of(3, 2).deltas[0]
+    found = [delta.model_copy(update={"base": v - 1, "version": v}) for v in deltas]
     with pytest.raises(ValueError, match=r"do not lead|nothing leads"):
-        manifest(3, 1, deltas)
+        Manifest(**good | {"deltas": found})
 
 
 def test_a_delta_leads_forward():
+    delta = manifest_of(3, 2).deltas[0]
     with pytest.raises(ValueError, match="leads from version 3 back to 3"):
-        delta(3).model_validate(delta(3).model_dump() | {"base": 3})
+        delta.model_validate(delta.model_dump() | {"base": 3})
 
 
 @pytest.mark.parametrize(
@@ -101,4 +63,14 @@ def test_a_run_name_is_one_plain_word(run):
 
 def test_half_a_json_is_refused():
     with pytest.raises(ProtocolError, match="not a valid Manifest"):
-        parse(Manifest, manifest(0, 0, []).to_bytes()[:-5], "runs/demo/manifests/0")
+        parse(Manifest, manifest_of(0, 0).to_bytes()[:-5], "runs/demo/manifests/0")
+
+
+@pytest.mark.finding(11)
+@pytest.mark.parametrize("field", ["created_at", "born"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -1.0, 1e300])
+def test_a_manifest_without_a_time_is_refused(field, value):
+    """Its replicas would report that they took the version so many seconds later."""
+    record = json.loads(manifest_of(1, 0).to_bytes()) | {field: value, "seal": ""}
+    with pytest.raises(ProtocolError, match=f"not a valid Manifest: {field}"):
+        parse(Manifest, json.dumps(record).encode(), "manifests/1")

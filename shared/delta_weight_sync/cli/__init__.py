@@ -56,7 +56,8 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,  # an epilog keeps its lines
         )
         if name in words[:1]:
-            own = name in _OWN_MODULES
-            module = importlib.import_module(f"delta_weight_sync.cli.{name if own else 'commands'}")
-            getattr(module, "configure" if own else f"configure_{name}")(command)
+            if name in _OWN_MODULES:
+                importlib.import_module(f"delta_weight_sync.cli.{name}").configure(command)
+            else:
+                importlib.import_module("delta_weight_sync.cli.commands").configure(command, name)
     return parser

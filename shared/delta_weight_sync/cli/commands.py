@@ -1,7 +1,6 @@
 """The commands log, show, verify, checkout, blame, gc and keygen.
 
-`configure_<name>` adds the arguments of a command and sets its `run`. The codec is imported only by the
-commands that decode deltas.
+The codec is imported only by the commands that decode deltas.
 """
 
 from __future__ import annotations
@@ -22,12 +21,51 @@ from delta_weight_sync import checkpoint
 from delta_weight_sync.checkpoint import Bits
 from delta_weight_sync.errors import NoVersionError, ProtocolError, printable
 from delta_weight_sync.reader import RunReader, checkpoint_errors, open_run, require_digest
-from delta_weight_sync.records import AnchorRef, DeltaRef, Manifest
+from delta_weight_sync.records import DeltaRef, Manifest
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, make_keys
 
 Parser = argparse.ArgumentParser
 Arguments = argparse.Namespace
 _BLAMED: Final = 20  # tensors that `blame` lists
+_BLAME: Final = """\
+For each tensor: how many of its weights changed, their share, and how far they moved in units of the last
+place of bf16. Compare with another version of the run to find what is wrong: a tensor that changed
+completely, or weights that moved far."""
+_GC: Final = """\
+The oldest versions go first. These always stay: all files that the newest version's manifest names, the
+files that versions of the last hour before it need, and objects younger than that. So you can run it while a
+trainer and replicas use the run. A deleted version can no longer be checked out, pinned or verified.
+
+A trainer deletes old versions itself with Publisher(..., keep="20GB")."""
+_KEYGEN: Final = f"""\
+FILE holds {SIGNING_KEY} and {PUBLIC_KEY}, and only you can read it. The trainer
+needs both, replicas and other readers only the second:
+
+  set -a; . FILE; set +a"""
+
+
+def configure(parser: Parser, name: str) -> None:
+    """Add the arguments of the command `name`, and the function that runs it."""
+    if name == "keygen":
+        parser.add_argument("file", type=Path, metavar="FILE", help="file to write; it must not exist")
+        parser.epilog = _KEYGEN
+        parser.set_defaults(run=lambda arguments: print(f"{PUBLIC_KEY}={make_keys(arguments.file)}"))
+        return
+    runs = {"log": _log, "show": _show, "verify": _verify, "checkout": _checkout, "blame": _blame, "gc": _gc}
+    parser.set_defaults(run=runs[name])
+    add_run(parser)
+    if name in ("show", "checkout"):
+        parser.add_argument("--version", type=int, metavar="N", help="default: the newest")
+    if name == "checkout":
+        parser.add_argument("--out", type=Path, metavar="FOLDER", required=True, help="folder to write")
+    elif name == "blame":
+        parser.add_argument("version", type=int, metavar="VERSION", help="its number")
+        parser.epilog = _BLAME
+    elif name == "gc":
+        keep = "how much to keep: 20GB, 500MB, 7d or 12h"
+        parser.add_argument("--keep", metavar="SIZE|AGE", required=True, help=keep)
+        parser.add_argument("--dry-run", action="store_true", help="print what would be deleted, and why")
+        parser.epilog = _GC
 
 
 def add_run(parser: Parser) -> None:
@@ -65,21 +103,9 @@ def utc(t: float) -> str:
         return "????-??-?? ??:??:??"
 
 
-def _add_version(parser: Parser) -> None:
-    parser.add_argument("--version", type=int, metavar="N", help="default: the newest")
-
-
 def _payload(manifest: Manifest) -> int:
     """Bytes that a version added to the bucket: its delta, or the files of version 0."""
     return sum(file.size for file in manifest.deltas[-1:] or manifest.anchor.files)
-
-
-def _versions(reader: RunReader) -> Iterator[Manifest]:
-    """Every version that was not deleted, newest first. Raises `NoVersionError` if there is none."""
-    manifest: Manifest | None = reader.manifest()
-    while manifest:
-        yield manifest
-        manifest = reader.parent(manifest)
 
 
 def _print_deleted(oldest: Manifest) -> None:
@@ -87,36 +113,17 @@ def _print_deleted(oldest: Manifest) -> None:
         print(f"older versions were deleted; {oldest.version} is the oldest available")
 
 
-def configure_log(parser: Parser) -> None:
-    """The arguments of `log`."""
-    add_run(parser)
-    parser.set_defaults(run=_log)
-
-
 def _log(arguments: Arguments) -> None:
-    manifests = _versions(opened(arguments))
-    manifest = next(manifests)  # a run without versions gets an error and no titles
+    reader = opened(arguments)
+    manifest: Manifest | None = reader.manifest()
     print(f"{'version':>7}  {'published':19}  {'payload':>12}  {'changed':>9}  digest            anchor")
-    print(_log_line(manifest))
-    for manifest in manifests:
-        print(_log_line(manifest))
-    _print_deleted(manifest)
-
-
-def _log_line(manifest: Manifest) -> str:
-    anchor = "yes" if manifest.anchor.version == manifest.version else ""
-    share = f"{100 * (1 - manifest.sparsity):.3f} %"
-    return (
-        f"{manifest.version:7}  {utc(manifest.created_at)}  {_payload(manifest):12,}  {share:>9}"
-        f"  {manifest.digest}  {anchor}"
-    )
-
-
-def configure_show(parser: Parser) -> None:
-    """The arguments of `show`."""
-    add_run(parser)
-    _add_version(parser)
-    parser.set_defaults(run=_show)
+    while manifest:
+        anchor = "yes" if manifest.anchor.version == manifest.version else ""
+        share = f"{100 * (1 - manifest.sparsity):.3f} %"
+        place = f"{manifest.version:7}  {utc(manifest.created_at)}"
+        print(f"{place}  {_payload(manifest):12,}  {share:>9}  {manifest.digest}  {anchor}")
+        oldest, manifest = manifest, reader.parent(manifest)
+    _print_deleted(oldest)
 
 
 def _show(arguments: Arguments) -> None:
@@ -149,17 +156,14 @@ def _show(arguments: Arguments) -> None:
         print(f"{tensor.changes:10,}  {tensor.numel:12,}  {tensor.group:5}  {name} {list(tensor.shape)}")
 
 
-def configure_verify(parser: Parser) -> None:
-    """The arguments of `verify`."""
-    add_run(parser)
-    parser.set_defaults(run=_verify)
-
-
 def _verify(arguments: Arguments) -> None:
     """Rebuild every version, oldest first; end at the first that is not what was published."""
     reader = opened(arguments)
     reader.require_intact()
-    manifests = sorted(_versions(reader), key=lambda manifest: manifest.version)
+    manifests = [reader.manifest()]
+    while older := reader.parent(manifests[-1]):
+        manifests.append(older)
+    manifests.reverse()
     with tempfile.TemporaryDirectory() as folder:
         for manifest in _verified(reader, manifests, Path(folder)):
             print(f"version {manifest.version} ok, digest {manifest.digest}", flush=True)
@@ -184,20 +188,16 @@ def _verified(reader: RunReader, manifests: list[Manifest], folder: Path) -> Ite
         else:
             state = reader.checkout(manifest, folder)
         if anchor := anchors.get(manifest.version):
-            _verify_anchor(reader, anchor, manifest, folder)
+            for ref in anchor.files:
+                reader.fetch(ref, folder)
+            with checkpoint_errors(anchor):
+                bits = checkpoint.map_bits(folder / checkpoint.WEIGHTS)
+            require_digest(bits, manifest)
         for jump in jumps.values():
             if jump.base == manifest.version:
                 _verify_jump(reader, jump, state, by_version[jump.version], folder)
         yield manifest
     reader.checkout(manifests[-1], folder)
-
-
-def _verify_anchor(reader: RunReader, anchor: AnchorRef, manifest: Manifest, folder: Path) -> None:
-    for ref in anchor.files:
-        reader.fetch(ref, folder)
-    with checkpoint_errors(anchor):
-        bits = checkpoint.map_bits(folder / checkpoint.WEIGHTS)
-    require_digest(bits, manifest)
 
 
 def _verify_jump(
@@ -208,30 +208,11 @@ def _verify_jump(
     require_digest(copy, target)
 
 
-def configure_checkout(parser: Parser) -> None:
-    """The arguments of `checkout`."""
-    add_run(parser)
-    _add_version(parser)
-    parser.add_argument("--out", type=Path, metavar="FOLDER", required=True, help="folder to write")
-    parser.set_defaults(run=_checkout)
-
-
 def _checkout(arguments: Arguments) -> None:
     reader = opened(arguments)
     manifest = reader.manifest(arguments.version)
     reader.checkout(manifest, arguments.out)
     print(f"version {manifest.version} (digest {manifest.digest}) is in {arguments.out}")
-
-
-def configure_blame(parser: Parser) -> None:
-    """The arguments of `blame`."""
-    add_run(parser)
-    parser.add_argument("version", type=int, metavar="VERSION", help="its number")
-    parser.epilog = """\
-For each tensor: how many of its weights changed, their share, and how far they moved in units of the last
-place of bf16. Compare with another version of the run to find what is wrong: a tensor that changed
-completely, or weights that moved far."""
-    parser.set_defaults(run=_blame)
 
 
 def _blame(arguments: Arguments) -> None:
@@ -266,22 +247,6 @@ def _blame(arguments: Arguments) -> None:
         print(f"{len(tensors) - _BLAMED} more tensors changed by smaller shares")
 
 
-def configure_gc(parser: Parser) -> None:
-    """The arguments of `gc`."""
-    add_run(parser)
-    parser.add_argument(
-        "--keep", metavar="SIZE|AGE", required=True, help="how much to keep: 20GB, 500MB, 7d or 12h"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print what would be deleted, and why")
-    parser.epilog = """\
-The oldest versions go first. These always stay: all files that the newest version's manifest names, the
-files that versions of the last hour before it need, and objects younger than that. So you can run it while a
-trainer and replicas use the run. A deleted version can no longer be checked out, pinned or verified.
-
-A trainer deletes old versions itself with Publisher(..., keep="20GB")."""
-    parser.set_defaults(run=_gc)
-
-
 def _gc(arguments: Arguments) -> None:
     from delta_weight_sync.prune import Keep, Pruner, prune
     from delta_weight_sync.util import size_text
@@ -302,14 +267,3 @@ def _gc(arguments: Arguments) -> None:
     if survey.kept > keep.size:
         stay += f", which is more than {keep}: the newest version and the last hour need it"
     print(f"{len(survey.delete)} objects {done}, {size_text(survey.freed)}; {stay}")
-
-
-def configure_keygen(parser: Parser) -> None:
-    """The arguments of `keygen`."""
-    parser.add_argument("file", type=Path, metavar="FILE", help="file to write; it must not exist")
-    parser.epilog = f"""\
-FILE holds {SIGNING_KEY} and {PUBLIC_KEY}, and only you can read it. The trainer
-needs both, replicas and other readers only the second:
-
-  set -a; . FILE; set +a"""
-    parser.set_defaults(run=lambda arguments: print(f"{PUBLIC_KEY}={make_keys(arguments.file)}"))

@@ -1,0 +1,314 @@
+"""Limits on what clients may use: connections, capacity, requests per second and log lines.
+
+A trainer is known by the key. A visitor is known by the network address. No visitor, and not all visitors
+together, can take the capacity that a trainer needs.
+
+Connections have limits of their own because uvicorn waits without limit for a request's head. Its own options
+end a connection after an answer (`timeout_keep_alive`) or, under load, refuse every client
+(`limit_concurrency`), a trainer included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import sys
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from ipaddress import IPv6Address, ip_address, ip_network
+from typing import Any
+
+from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from space_guard.requests import Refusal, has_key
+
+__all__ = ["PROXIES", "Admission", "Client", "Lane", "Limits", "LogLimit", "RateLimit", "client_address"]
+__all__ += ["limited_http", "log_as_json"]
+
+Client = str | None  # a visitor's address, or None for a client with the key
+
+# Where the Hub's proxies are: this machine and the private networks of RFC 1918, 4193 and 6598. uvicorn
+# (`forwarded_allow_ips`) takes the last address of X-Forwarded-For that is not one of them as the client's. A
+# client can only forge what stands before it.
+PROXIES = "127.0.0.0/8,::1,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16,100.64.0.0/10,fc00::/7"
+
+
+def client_address(scope: Scope) -> str:
+    """The client's address for limits. For IPv6 it is the /64 network, because one customer has all of it."""
+    host, _ = scope.get("client") or ("", 0)
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return "unknown"
+    if isinstance(address, IPv6Address):
+        return str(address.ipv4_mapped or ip_network((address.packed, 64), strict=False))
+    return str(address)
+
+
+MAX_HEADERS = 100
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one connection may use."""
+
+    request_s: float  # for a request, from connecting or from the first byte of a later request
+    covers_body: bool  # whether request_s covers the body too, or only the head
+    unread_s: float  # within which the client must read some of its answer
+    head_bytes: int  # of a request without its body
+    pipelined: int  # requests that may wait behind the one that is being answered
+    keep_active: bool  # whether a visitor's connection is safe from eviction while it is being answered
+
+
+class _Visitors(dict["_Connection", None]):
+    """The connections that have not shown the key, at most `limit` of them; quiet longest first.
+
+    One more evicts the connection that has been quiet longest, so a new client always gets in and a client
+    with the key stays.
+    """
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def add(self, connection: _Connection) -> None:
+        self.pop(connection, None)
+        self[connection] = None
+        if len(self) > self._limit:
+            oldest = next(iter(self))
+            del self[oldest]
+            oldest.transport.abort()
+
+
+class _Connection(HttpToolsProtocol):
+    """uvicorn's HTTP protocol with limits. If `key` is empty, a client is known after its first request."""
+
+    def __init__(self, *, limits: Limits, visitors: _Visitors, key: str, **given: Any) -> None:
+        super().__init__(**given)
+        self._limits, self._visitors, self._key = limits, visitors, key
+        self._known = False  # has shown the key
+        self._deadline: asyncio.TimerHandle | None = None
+        self._complete = True  # no request has begun without ending
+        self._head = 0  # bytes received of the current request, without its body
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        opened = transport.get_extra_info("socket")
+        if opened is not None and opened.family in (socket.AF_INET, socket.AF_INET6):
+            # The kernel ends a connection whose client reads nothing for this long, even while it closes.
+            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._limits.unread_s * 1000))
+        self._visitors.add(self)
+        self._start_clock()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_clock()
+        self._visitors.pop(self, None)
+        super().connection_lost(exc)
+
+    def handle_websocket_upgrade(self) -> None:
+        """Hand the connection to the WebSocket protocol; a client without the key is refused there."""
+        self._stop_clock()
+        self._visitors.pop(self, None)
+        super().handle_websocket_upgrade()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse, and refuse a head that is too large."""
+        if self._complete:
+            self._start_clock()
+        self._head += len(data)
+        super().data_received(data)
+        if self._complete:
+            self._head = 0
+        elif self._head > self._limits.head_bytes and not self.transport.is_closing():
+            limit = f"Send at most {self._limits.head_bytes} bytes."
+            self.send_400_response(f"The head of the request is too large. {limit}")
+
+    def on_message_begin(self) -> None:
+        """uvicorn answers an error raised here or below with 400."""
+        if self._answering() and len(self.pipeline) >= self._limits.pipelined:
+            raise ValueError("too many requests before the answer to the first")
+        self._complete = False
+        self._start_clock()
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Count headers and trailers."""
+        if len(self.headers) >= MAX_HEADERS:
+            raise ValueError("too many headers")
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._known = self._known or has_key(self._key, self.headers)
+        if self._known or self._limits.keep_active:
+            self._visitors.pop(self, None)
+        if not self._limits.covers_body:
+            self._stop_clock()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._head -= len(body)  # the app limits the body itself
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._complete = True
+        self._stop_clock()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """The connection is quiet from now on."""
+        if not self._known and not self.transport.is_closing():
+            self._visitors.add(self)
+        super().on_response_complete()
+
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _start_clock(self) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(self._limits.request_s, self._late)
+
+    def _stop_clock(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _late(self) -> None:
+        self._deadline = None
+        if self.transport.is_closing() or (self._complete and self._answering()):
+            return
+        if self._complete:
+            self.transport.close()  # nothing came: a browser's spare connection needs no answer
+        else:
+            late = f"The request did not arrive within {self._limits.request_s:g} s."
+            self.send_400_response(f"{late} Send it again.")
+
+
+def limited_http(limits: Limits, max_visitors: int, key: str) -> Any:
+    """The value of uvicorn's option `http`: a protocol with these limits for one server."""
+    return partial(_Connection, limits=limits, visitors=_Visitors(max_visitors), key=key)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Requests that share limits."""
+
+    capacity: int  # units in use at the same time
+    seconds: float | None  # how long one request may take; None: no limit
+
+    def shares(self, client: Client) -> dict[str, int]:
+        """The counters that a request of `client` adds to, each with its maximum.
+
+        A quarter is reserved for clients with the key, and one visitor gets at most a quarter.
+        """
+        if client is None:
+            return {"all": self.capacity}
+        quarter = self.capacity // 4
+        visitors = {"visitors": self.capacity - quarter, f"visitor {client}": max(1, quarter)}
+        return {"all": self.capacity, **visitors}
+
+
+class Admission:
+    """Admits requests to lanes. A request in a lane that is not listed is not limited."""
+
+    def __init__(self, lanes: Mapping[str, Lane]) -> None:
+        self._lanes = lanes
+        self._used: Counter[tuple[str, str]] = Counter()
+
+    def seconds(self, name: str) -> float | None:
+        """How long a request in the lane may take, None for no limit."""
+        return self._lanes[name].seconds if name in self._lanes else None
+
+    @contextmanager
+    def admit(self, name: str, client: Client, units: int) -> Iterator[None]:
+        """Hold `units` of the lane. Raises `Refusal` if the lane, or the client's share of it, is full."""
+        shares = self._lanes[name].shares(client) if name in self._lanes else {}
+        if any(self._used[name, counter] + units > limit for counter, limit in shares.items()):
+            raise Refusal.retry("too many requests of this kind are being answered")
+        for counter in shares:
+            self._used[name, counter] += units
+        try:
+            yield
+        finally:
+            for counter in shares:
+                self._used[name, counter] -= units
+                if not self._used[name, counter]:
+                    del self._used[name, counter]  # or every address would stay
+
+
+class RateLimit:
+    """A token bucket per visitor: cost per second, and the burst allowed after a quiet time."""
+
+    _MAX_CLIENTS = 4096  # the client whose last request is oldest is forgotten first
+
+    def __init__(self, per_second: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._unit_s, self._ahead_s, self._clock = 1 / per_second, burst / per_second, clock
+        self._paid_until: OrderedDict[str, float] = OrderedDict()
+
+    def spend(self, client: Client, cost: float) -> None:
+        """Charge a visitor; raises `Refusal` if it spends too fast. A client with the key pays nothing."""
+        if client is None:
+            return
+        now = self._clock()
+        until = max(now, self._paid_until.get(client, now)) + cost * self._unit_s
+        if until > now + self._ahead_s:
+            raise Refusal.retry("your address sends too many requests")
+        self._paid_until[client] = until
+        self._paid_until.move_to_end(client)
+        if len(self._paid_until) > self._MAX_CLIENTS:
+            self._paid_until.popitem(last=False)
+
+
+class LogLimit(logging.Filter):
+    """A rate limit for a log, in total or per line of code. The next minute says how many were dropped."""
+
+    def __init__(
+        self, per_minute: int, *, per_source: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__()
+        self._limit, self._per_source, self._clock = per_minute, per_source, clock
+        self._minute, self._seen, self._dropped = 0, Counter[object](), Counter[object]()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the record is written."""
+        minute = int(self._clock() / 60)
+        if minute != self._minute:
+            over = {source: seen - self._limit for source, seen in self._seen.items() if seen > self._limit}
+            self._minute, self._seen, self._dropped = minute, Counter(), Counter(over)
+        source = (record.pathname, record.lineno) if self._per_source else None
+        if dropped := self._dropped.pop(source, 0):
+            record.msg = f"({dropped} similar lines were dropped) {record.msg}"
+        self._seen[source] += 1
+        return self._seen[source] <= self._limit
+
+
+class JsonLines(logging.Formatter):
+    """A record as one line of JSON; `extra={"fields": {...}}` adds to it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, without its end."""
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def log_as_json(per_minute: int) -> None:
+    """Write every log record of the process to standard error as JSON, `per_minute` of each source line."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    handler.addFilter(LogLimit(per_minute, per_source=True))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
