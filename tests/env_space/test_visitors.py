@@ -16,7 +16,7 @@ from env_space.game import MAX_STORED, Game, guesses
 from env_space.sessions import Origin, Sessions
 from env_space.settings import Settings
 from env_space.watch import MAX_WATCHED, MAX_WATCHED_EACH
-from space_guard.admission import PROXIES
+from space_guard.limits import PROXIES
 from tests.env_space.service import PATIENCE_S, answering, guess, seen_from, sentence, service, start
 from tests.env_space.test_sessions import TTL_S, Clock
 
