@@ -19,8 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from delta_weight_sync import Publisher
-from delta_weight_sync.publish.mirror import Mirror
-from delta_weight_sync.publish.parts import Part
+from delta_weight_sync.publish.mirror import Mirror, Part
 from tests import forked
 
 STEPS = 4

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from delta_weight_sync.codec import Bits, Index, Patch
 from delta_weight_sync.digest import BLOCK, change_digest, seed
 from delta_weight_sync.gpu import SideStream, inner, launch, outer, read
-from delta_weight_sync.publish.parts import Part
+from delta_weight_sync.publish.mirror import Part
 from delta_weight_sync.util import kernel
 
 COUNTS = 8192  # more than the changes of a tile

@@ -220,8 +220,8 @@ class Publisher:
         found, self._found = self._found, None
         assert found is not None
         live = dict(weights)
-        found.restore(live.items(), optimizer, others)
-        if found.files.published_whole and self.digest(live.items()) != found.record.digest:
+        found.restore(live, optimizer, others)
+        if found.published_whole and self.digest(live.items()) != found.record.digest:
             raise StateError(
                 f"the restored weights are not those of version {found.record.version}: call `save_state`"
                 " right after `publish`"

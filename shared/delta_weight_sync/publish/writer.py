@@ -167,7 +167,9 @@ class RunWriter:
 
     def put_anchor(self, version: int, weights_file: Path) -> AnchorRef:
         """Store every tensor of `version` in full, with the files that make it a checkpoint."""
-        weights = self._put_file(weights_file, self.keys.anchor(version, self.writer, weights_file.name))
+        weights = put_file(
+            self.bucket, weights_file, self.keys.anchor(version, self.writer, weights_file.name)
+        )
         self._asset_refs = self._asset_refs or self._put_assets(version)
         return AnchorRef(version=version, files=(weights, *self._asset_refs))
 
@@ -176,7 +178,7 @@ class RunWriter:
             known = self.newest.anchor.files if self.newest else ()
             return [file for file in known if not file.name.endswith(".safetensors")]
         return [
-            self._put_file(path, self.keys.anchor(version, self.writer, path.name))
+            put_file(self.bucket, path, self.keys.anchor(version, self.writer, path.name))
             for path in sorted(self.assets.iterdir())
             if path.is_file() and path.suffix != ".safetensors"
         ]
@@ -304,12 +306,14 @@ class RunWriter:
             self._require_ownership()  # a successor may have removed it before the store showed it
             raise
 
-    def _put_file(self, path: Path, key: str) -> FileRef:
-        with path.open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        self.bucket.put(key, path)
-        return FileRef(key=key, size=path.stat().st_size, sha256=sha256)
-
     def _reference(self, manifest: Manifest) -> FileRef:
         writer = Writer(manifest.writer_term, manifest.writer)
         return reference(self.keys.manifest(manifest.version, writer), manifest)
+
+
+def put_file(bucket: Bucket, path: Path, key: str) -> FileRef:
+    """Store a local file, and pin it by its content."""
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    bucket.put(key, path)
+    return FileRef(key=key, size=path.stat().st_size, sha256=sha256)

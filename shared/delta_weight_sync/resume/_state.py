@@ -27,21 +27,19 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from delta_weight_sync.codec import Bits
 from delta_weight_sync.errors import CodecError, ObjectMissingError, ProtocolError, StateError
 from delta_weight_sync.publish.outbox import Outbox, RepeatedSyncs
-from delta_weight_sync.publish.parts import held_block, is_block, local
-from delta_weight_sync.publish.sharding import Peers, Weights
-from delta_weight_sync.publish.writer import RunWriter
+from delta_weight_sync.publish.sharding import Peers, Weights, held_block, is_block, local
+from delta_weight_sync.publish.writer import RunWriter, put_file
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import Count, Digest, FileRef, Manifest, Sealed, Time, Writer
 from delta_weight_sync.resume import optimizer as parts
-from delta_weight_sync.resume._files import write_tensors
 from delta_weight_sync.resume.optimizer import Tensors, as_json, to_host
 
-PublishedBits = Callable[[str, torch.Size], Bits]
 _NOTE = {"weights", "optimizer", "random", "others"}
 _LOW, _PUBLISHED, _WHOLE = "low", "published", "whole"  # how a weight is saved
 _DTYPES = {_LOW: torch.float32, _PUBLISHED: torch.bfloat16}
@@ -126,7 +124,11 @@ class StateSaver:
         if manifest is None:
             return
         name = self._reader.keys.state(manifest.version, sync, Writer(manifest.writer_term, manifest.writer))
-        refs = self._peers.exchange(self._put(snapshot, f"{name}/rank-{self._peers.rank}.safetensors"))
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "state"
+            snapshot.write(path)
+            own_file = put_file(self._reader.bucket, path, f"{name}/rank-{self._peers.rank}.safetensors")
+        refs = self._peers.exchange(own_file)
         if self._writer:
             record = StateRecord(
                 run=manifest.run,
@@ -140,13 +142,6 @@ class StateSaver:
             )
             self._reader.bucket.put(f"{name}.json", self._writer.signed(record).to_bytes())
             _prune(self._reader, name)
-
-    def _put(self, snapshot: Snapshot, key: str) -> FileRef:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "state"
-            sha256 = snapshot.write(path)
-            self._reader.bucket.put(key, path)
-            return FileRef(key=key, size=path.stat().st_size, sha256=sha256)
 
 
 def _prune(reader: RunReader, newest: str) -> None:
@@ -167,15 +162,15 @@ class Snapshot:
     tensors: Tensors
     note: dict[str, Any]
 
-    def write(self, path: Path) -> str:
-        """Write a `.safetensors` file and free the masters on the way; returns the sha256."""
+    def write(self, path: Path) -> None:
+        """Write a `.safetensors` file, and free the masters on the way."""
         for name in list(self.masters):
             rest = parts.split(self.masters.pop(name).reshape(-1).numpy())
             self.tensors[f"low/{name}"] = torch.from_numpy(rest.low.view(np.int16))
             if rest.odd.size:
                 self.tensors[f"index/{name}"] = torch.from_numpy(rest.odd)
                 self.tensors[f"words/{name}"] = torch.from_numpy(rest.words.view(np.int32))
-        return write_tensors(self.tensors, json.dumps(self.note), path)
+        save_file(self.tensors, path, {"note": json.dumps(self.note)})
 
 
 def take_snapshot(
@@ -210,49 +205,57 @@ def _kind(name: str, tensor: torch.Tensor, published: Container[str]) -> str:
     return _WHOLE
 
 
-class StateFiles:
-    """The state files of this rank and of the main rank, which holds what all ranks share."""
+class FoundState:
+    """A whole state in local files.
 
-    def __init__(self, path: Path, main: Path) -> None:
-        """Raises `ProtocolError` for a file that is not a state."""
-        self.note = _note(path)
-        self._main = _note(main)
+    Args:
+        record: The state's record.
+        peers: The processes that restore it together.
+        path: The file of this rank.
+        main: The file of the main rank, which holds what all ranks share.
+        bits: Gives the weights of the state's version; None on ranks other than the main one.
+
+    Raises:
+        ProtocolError: A file is not a state.
+    """
+
+    def __init__(
+        self, record: StateRecord, peers: Peers, path: Path, main: Path, bits: Callable[[str], Bits] | None
+    ) -> None:
+        self.record, self._peers, self._bits = record, peers, bits
+        self._note, self._main = _note(path), _note(main)
         self._files = list(dict.fromkeys((main, path)))
 
     @property
     def published_whole(self) -> bool:
         """Whether the version holds every weight of the state."""
-        return all(kind != _WHOLE for kind, _ in self.note["weights"].values())
+        return all(kind != _WHOLE for kind, _ in self._note["weights"].values())
 
     def restore(
-        self,
-        weights: Weights,
-        published: PublishedBits,
-        optimizer: torch.optim.Optimizer,
-        others: dict[str, Stateful],
+        self, live: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, others: dict[str, Stateful]
     ) -> None:
-        """Restore the state; every rank calls `published` for the full bits of each weight.
-
-        Raises `StateError` if the model, the optimizer or the others are not those that were saved.
-        """
-        live = dict(weights)
-        self._require_same(live, others)
-        tensors: Tensors = {}  # this rank's replace the main rank's
-        for path in self._files:
-            with safe_open(path, framework="pt") as file:
-                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        with torch.no_grad():
-            for name, tensor in live.items():
-                self._restore_weight(name, tensor, tensors, published)
-        own, main = self.note["optimizer"], self._main["optimizer"]
-        merged = {"values": main["values"] | own["values"], "on_host": {*main["on_host"], *own["on_host"]}}
-        parts.put_optimizer(optimizer, tensors, own | merged)
-        for name, other in others.items():
-            other.load_state_dict(self.note["others"][name])
-        parts.put_random_state(tensors, self.note["random"])
+        """Restore the state on all ranks alike; raises `StateError` if it does not fit this trainer."""
+        with self._peers.fail_together():
+            self._require_same(live, others)
+            tensors: Tensors = {}  # this rank's replace the main rank's
+            for path in self._files:
+                with safe_open(path, framework="pt") as file:
+                    tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            with torch.no_grad():
+                for name, tensor in live.items():
+                    self._restore_weight(name, tensor, tensors)
+            own, main = self._note["optimizer"], self._main["optimizer"]
+            merged = {
+                "values": main["values"] | own["values"],
+                "on_host": {*main["on_host"], *own["on_host"]},
+            }
+            parts.put_optimizer(optimizer, tensors, own | merged)
+            for name, other in others.items():
+                other.load_state_dict(self._note["others"][name])
+            parts.put_random_state(tensors, self._note["random"])
 
     def _require_same(self, live: dict[str, torch.Tensor], others: dict[str, Stateful]) -> None:
-        kinds = self.note["weights"]
+        kinds = self._note["weights"]
         if strange := live.keys() ^ kinds.keys():
             where = "only in the model" if min(strange) in live else "only in the state"
             raise StateError(f"{min(strange)} is {where}: train the model that was saved, or start again")
@@ -267,19 +270,18 @@ class StateFiles:
                 raise StateError(
                     f"{name} was {then} when the state was saved and is {now}: use --dtype {then}"
                 )
-        if strange := others.keys() ^ self.note["others"].keys():
+        if strange := others.keys() ^ self._note["others"].keys():
             raise StateError(
                 f"the state was saved with another {min(strange)}: use the old one, or start again"
             )
 
-    def _restore_weight(
-        self, name: str, tensor: torch.Tensor, tensors: Tensors, published: PublishedBits
-    ) -> None:
-        own, kind = local(tensor), self.note["weights"][name][0]
+    def _restore_weight(self, name: str, tensor: torch.Tensor, tensors: Tensors) -> None:
+        own, kind = local(tensor), self._note["weights"][name][0]
         if kind == _WHOLE:
             new = tensors[f"whole/{name}"]
         else:
-            bits = np.array(published(name, tensor.shape)[held_block(tensor).at], order="C")
+            published = self._peers.share(self._bits(name) if self._bits else None, tensor.shape)
+            bits = np.array(published[held_block(tensor).at], order="C")
             new = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
             if kind == _LOW:
                 new = _master(name, bits, tensors)
@@ -311,27 +313,6 @@ def _master(name: str, bits: Bits, tensors: Tensors) -> torch.Tensor:
 
 def _other_layout(name: str) -> StateError:
     return StateError(f"{name} is not sharded as it was when it was saved: start as many processes")
-
-
-@dataclass(frozen=True)
-class FoundState:
-    """A whole state in local files; `bits` gives the weights of its version, on the main rank."""
-
-    record: StateRecord
-    peers: Peers
-    files: StateFiles
-    bits: Callable[[str], Bits] | None
-
-    def restore(
-        self, weights: Weights, optimizer: torch.optim.Optimizer, others: dict[str, Stateful]
-    ) -> None:
-        """Restore the state on all ranks alike; raises `StateError` if it does not fit this trainer."""
-
-        def published(name: str, shape: torch.Size) -> Bits:
-            return self.peers.share(self.bits(name) if self.bits else None, shape)
-
-        with self.peers.fail_together():
-            self.files.restore(weights, published, optimizer, others)
 
 
 def find_state(reader: RunReader, outbox: Outbox | None, peers: Peers, folder: Path) -> FoundState | None:
@@ -404,14 +385,14 @@ def _fetched(
 ) -> FoundState | None:
     try:
         own = reader.fetch(record.ranks[peers.rank], folder)
-        files = StateFiles(own, own if peers.main else reader.fetch(record.ranks[0], folder))
+        main = own if peers.main else reader.fetch(record.ranks[0], folder)
         bits: Callable[[str], Bits] | None = None
         if outbox and outbox.mirror and record.version == outbox.version:
             bits = outbox.mirror.bits
         elif outbox:
             manifest = next(manifest for manifest in reader.versions() if manifest.version == record.version)
             bits = reader.checkout(manifest, folder / "version").__getitem__
+        return FoundState(record, peers, own, main, bits)
     except _DAMAGED as error:
         _log.warning("the state of version %d is skipped: %s", record.version, error)
         return None
-    return FoundState(record, peers, files, bits)
