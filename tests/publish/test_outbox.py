@@ -287,7 +287,7 @@ def test_what_is_pending_is_taken_back_by_one_walk_over_it():
 
     old, names = np.zeros(2, np.uint16), [f"expert.{i}" for i in range(2000)]
     once = [Walked(codec.diff(name, old + step, old + step + 1) for name in names) for step in (0, 1)]
-    pending = [PendingUpdate(patches, digest=0, sync=0, created_at=0.0, diff_s=0.0) for patches in once]
+    pending = [PendingUpdate(patches, digest="", sync=0, created_at=0.0, diff_s=0.0) for patches in once]
     for name in names:
         np.testing.assert_array_equal(published_bits(old + 2, name, reversed(pending)), old)
     assert [patches.times for patches in once] == [1, 1]

@@ -135,7 +135,7 @@ class Publisher:
     @property
     def repeated_sync(self) -> int:
         """The newest sync that this trainer and the run's earlier one did alike; 0 if there is none."""
-        return self._outbox.pending.repeated.newest if self._outbox else 0
+        return self._outbox.repeated.newest if self._outbox else 0
 
     def publish_base(self, weights: Weights, step: int = 0) -> None:
         """Publish version 0 of a new run; do nothing if the run has versions.
@@ -149,7 +149,7 @@ class Publisher:
         with self._peers.fail_together(parts):
             if self._outbox:
                 self._outbox.publish(parts, step)
-                self._outbox.pending.repeated = RepeatedSyncs({step: self._outbox.flush().digest})
+                self._outbox.repeated = RepeatedSyncs({step: self._outbox.flush().digest})
             else:
                 for _ in parts:
                     pass
@@ -186,7 +186,7 @@ class Publisher:
         """
         if self._outbox is None:
             raise ConfigError("only the main rank can keep an undo log: call `keep_undo_log` if `is_main`")
-        self._outbox.pending.undo_log = log = UndoLog(self.sync, syncs)
+        self._outbox.undo_log = log = UndoLog(self.sync, syncs)
         return log
 
     def find_state(self) -> StateRecord | None:

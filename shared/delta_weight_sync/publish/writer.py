@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from delta_weight_sync.checkpoint import WEIGHTS, Bits
+from delta_weight_sync.checkpoint import WEIGHTS
 from delta_weight_sync.errors import BucketError, FencedError, ObjectMissingError, ProtocolError
 from delta_weight_sync.reader import Kind, Problems, RunReader
 from delta_weight_sync.records import (
@@ -113,9 +113,7 @@ class RunWriter:
         self._pending = self._considered = _Pending()  # what was pending when that version was decided
         self._damage = _DamageCheck(self.reader)
         self._started = time.time()
-        self.on_version: Callable[[Manifest], object] = lambda _: (
-            None
-        )  # called with each version once it is real
+        self.on_version: Callable[[Manifest], object] | None = None  # called once a version is real
         self.newest: Manifest | None = None
         others = self.reader.writers()
         self.writer = Writer.after(others)
@@ -148,10 +146,6 @@ class RunWriter:
             return None
         last = self.reader.rebuild_head(Writer(head.writer_term, head.writer))
         return self.reader.resolve(last if last and last.rank > head.rank else head)
-
-    def resume(self, folder: Path) -> dict[str, Bits] | None:
-        """The weights of the newest version, also written to `folder`; None if the run has no version yet."""
-        return self.reader.checkout(self.newest, folder) if self.newest else None
 
     def anchor_is_due(self) -> bool:
         """Whether a new anchor pays, because a new replica would fetch too much after the newest one."""
@@ -277,7 +271,8 @@ class RunWriter:
             jumps = tuple(jump for jump in self._pending.jumps if jump not in self._considered.jumps)
             anchor = self._pending.anchor
             self._pending = _Pending(jumps, None if anchor == self._considered.anchor else anchor)
-        self.on_version(manifest)
+        if self.on_version:
+            self.on_version(manifest)
         return manifest
 
     def _require_ownership(self) -> None:

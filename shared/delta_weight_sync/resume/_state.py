@@ -332,7 +332,7 @@ def find_state(reader: RunReader, outbox: Outbox | None, peers: Peers, folder: P
             found = _fetched(reader, outbox, record, peers, folder)
         if all(peers.exchange(found is not None)):
             if outbox:
-                outbox.pending.repeated = RepeatedSyncs(_repeated(record, later))
+                outbox.repeated = RepeatedSyncs(_repeated(record, later))
             return found
     with peers.fail_together():
         newest = reader.newest() if outbox else None
@@ -342,7 +342,7 @@ def find_state(reader: RunReader, outbox: Outbox | None, peers: Peers, folder: P
                 " start again from the base (`--fresh`), or from a checkout of the newest version"
             )
         if newest and outbox:
-            outbox.pending.repeated = RepeatedSyncs({newest.sync: newest.digest})
+            outbox.repeated = RepeatedSyncs({newest.sync: newest.digest})
     return None
 
 
