@@ -50,12 +50,7 @@ def test_ranks_that_rise_publish_what_they_would_have(layout, size, tmp_path):
     objects = [info.key.rpartition("/")[0] for info in states if not info.key.endswith(".json")]
     assert sorted(objects) == sorted([*folders] * size)
     assert len(folders) == 2
-
-
-@pytest.mark.full
-def test_a_state_of_two_ranks_is_not_for_one(tmp_path):
-    ranks.spawn(2, "fsdp", tmp_path, ["resume"])
-    with pytest.raises(StateError, match="saved by 2 processes, not 1: start as many again"):
+    with pytest.raises(StateError, match=f"saved by {size} processes, not 1: start as many again"):
         ranks.resume("whole", tmp_path / "resume")
 
 

@@ -24,11 +24,11 @@ from delta_weight_sync.reader import RunReader, split_run
 from delta_weight_sync.records import Manifest
 from delta_weight_sync.resume._state import (
     FoundState,
+    Snapshot,
     Stateful,
     StateRecord,
     StateSaver,
     find_state,
-    take_snapshot,
 )
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.signing import writer_keys
@@ -258,7 +258,7 @@ class Publisher:
         if not all(self._peers.exchange(ready)):
             return False
         with self._peers.fail_together():
-            snapshot = take_snapshot(weights, self._published, optimizer, others, main=self._peers.main)
+            snapshot = Snapshot(weights, self._published, optimizer, others, main=self._peers.main)
         first = self.resumed_from is None and not self._saver.used
         self._saver.save(snapshot, self.sync, extra or {})
         if first:

@@ -196,8 +196,18 @@ class Peers:
 
     def receive(self) -> list[Patch]:
         """On rank 0: what the other ranks found."""
-        tables = self.exchange([])
-        return [patch for rank, table in enumerate(tables) if table for patch in self._from(rank, table)]
+        patches: list[Patch] = []
+        for rank, table in enumerate(self.exchange([])):
+            if not table:
+                continue
+            ends = np.cumsum([count for _, _, count in table])
+            index, ulps = np.empty(ends[-1], np.int64), np.empty(ends[-1], np.uint16)
+            with _lost_contact():
+                for column in (index, ulps) if index.size else ():
+                    dist.recv(_wire(column), rank, group=self._group)
+            columns = zip(table, np.split(index, ends[:-1]), np.split(ulps, ends[:-1]), strict=True)
+            patches += [Patch(name, shape, at, change) for (name, shape, _), at, change in columns]
+        return patches
 
     def share(self, bits: Bits | None, shape: Sequence[int]) -> Bits:
         """Rank 0's `bits`, uint16 of `shape`, on every rank."""
@@ -208,15 +218,6 @@ class Peers:
         with _lost_contact():
             dist.broadcast(_wire(column.reshape(-1)), 0, group=self._group)
         return column
-
-    def _from(self, rank: int, table: list[tuple[str, tuple[int, ...], int]]) -> list[Patch]:
-        ends = np.cumsum([count for _, _, count in table])
-        index, ulps = np.empty(ends[-1], np.int64), np.empty(ends[-1], np.uint16)
-        with _lost_contact():
-            for column in (index, ulps) if index.size else ():
-                dist.recv(_wire(column), rank, group=self._group)
-        columns = zip(table, np.split(index, ends[:-1]), np.split(ulps, ends[:-1]), strict=True)
-        return [Patch(name, shape, at, change) for (name, shape, _), at, change in columns]
 
 
 def _wire(column: Index | Bits) -> torch.Tensor:

@@ -20,7 +20,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -154,47 +153,52 @@ def _prune(reader: RunReader, newest: str) -> None:
         reader.bucket.delete([key for key in gone if not key.endswith(".json")])
 
 
-@dataclass
 class Snapshot:
-    """One rank's copies, on the host: float32 `masters` by name, other tensors, and a `note` of JSON."""
+    """Copies of one rank's part of the state, on the host.
 
-    masters: Tensors
-    tensors: Tensors
-    note: dict[str, Any]
+    Args:
+        weights: Every tensor that training changes.
+        published: The names in versions.
+        optimizer: Its memory is copied.
+        others: Schedules and scalers by name.
+        main: Whether this rank copies what all ranks share.
+
+    Raises:
+        StateError: A value cannot be saved.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        published: Container[str],
+        optimizer: torch.optim.Optimizer,
+        others: dict[str, Stateful],
+        *,
+        main: bool,
+    ) -> None:
+        kinds: dict[str, tuple[str, list[int]]] = {}
+        copies: dict[str, Tensors] = {_LOW: {}, _WHOLE: {}}
+        for name, tensor in weights:
+            kind = _kind(name, tensor, published)
+            kinds[name] = kind, list(tensor.shape)
+            if kind in copies and (main or isinstance(tensor, DTensor)):
+                copies[kind][name] = to_host(tensor, name)
+        moments, optimizer_note = parts.take_optimizer(optimizer, main=main)
+        random, random_note = parts.take_random_state()
+        states = {name: as_json(other.state_dict(), f"the {name}") for name, other in others.items()}
+        self._masters = copies[_LOW]
+        self._tensors = {f"whole/{n}": tensor for n, tensor in copies[_WHOLE].items()} | moments | random
+        self._note = {"weights": kinds, "optimizer": optimizer_note, "random": random_note, "others": states}
 
     def write(self, path: Path) -> None:
         """Write a `.safetensors` file, and free the masters on the way."""
-        for name in list(self.masters):
-            rest = parts.split(self.masters.pop(name).reshape(-1).numpy())
-            self.tensors[f"low/{name}"] = torch.from_numpy(rest.low.view(np.int16))
+        for name in list(self._masters):
+            rest = parts.split(self._masters.pop(name).reshape(-1).numpy())
+            self._tensors[f"low/{name}"] = torch.from_numpy(rest.low.view(np.int16))
             if rest.odd.size:
-                self.tensors[f"index/{name}"] = torch.from_numpy(rest.odd)
-                self.tensors[f"words/{name}"] = torch.from_numpy(rest.words.view(np.int32))
-        save_file(self.tensors, path, {"note": json.dumps(self.note)})
-
-
-def take_snapshot(
-    weights: Weights,
-    published: Container[str],
-    optimizer: torch.optim.Optimizer,
-    others: dict[str, Stateful],
-    *,
-    main: bool,
-) -> Snapshot:
-    """Copy this rank's part of the state; `published`: names in versions. Raises `StateError`."""
-    kinds: dict[str, tuple[str, list[int]]] = {}
-    copies: dict[str, Tensors] = {_LOW: {}, _WHOLE: {}}
-    for name, tensor in weights:
-        kind = _kind(name, tensor, published)
-        kinds[name] = kind, list(tensor.shape)
-        if kind in copies and (main or isinstance(tensor, DTensor)):
-            copies[kind][name] = to_host(tensor, name)
-    moments, optimizer_note = parts.take_optimizer(optimizer, main=main)
-    random, random_note = parts.take_random_state()
-    whole = {f"whole/{name}": tensor for name, tensor in copies[_WHOLE].items()}
-    states = {name: as_json(other.state_dict(), f"the {name}") for name, other in others.items()}
-    note = {"weights": kinds, "optimizer": optimizer_note, "random": random_note, "others": states}
-    return Snapshot(copies[_LOW], whole | moments | random, note)
+                self._tensors[f"index/{name}"] = torch.from_numpy(rest.odd)
+                self._tensors[f"words/{name}"] = torch.from_numpy(rest.words.view(np.int32))
+        save_file(self._tensors, path, {"note": json.dumps(self._note)})
 
 
 def _kind(name: str, tensor: torch.Tensor, published: Container[str]) -> str:
