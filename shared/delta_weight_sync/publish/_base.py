@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import shutil
@@ -51,7 +50,7 @@ class Base:
             for path in self.folder.glob(pattern):
                 if path.is_file() and path.suffix not in (".py", ".safetensors"):
                     shutil.copyfile(path, folder / path.name)
-        config = copy.deepcopy(self._config)
+        config = self._config
         for part in (config, *(part for part in config.values() if isinstance(part, dict))):
             if part is config or {"dtype", "torch_dtype"} & part.keys():
                 part.pop("torch_dtype", None)

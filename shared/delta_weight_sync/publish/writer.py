@@ -42,45 +42,6 @@ class _Pending(NamedTuple):
     anchor: AnchorRef | None = None
 
 
-class _DamageCheck:
-    """Whether the files of the newest version are still in the bucket as they were published.
-
-    One listing now and then. Only the files besides the weights are read, once; the writer has written or
-    read the others itself.
-    """
-
-    def __init__(self, reader: RunReader) -> None:
-        self._reader = reader
-        self._seen: dict[str, ObjectInfo | None] = {}  # files of the newest version, as they were listed
-        self._at = 0  # the last version without damage
-
-    def finds_damage(self, newest: Manifest) -> bool:
-        """Whether a file of the newest version is gone or has changed; asked again until none is."""
-        if newest.version < self._at + _EVERY:
-            return False
-        there = {info.key: info for info in self._reader.bucket.list(self._reader.keys.folder)}
-        files = newest.recipe().files
-        seen = {file.key: there.get(file.key) for file in files}
-        damaged = any(self._is_damaged(file, seen[file.key]) for file in files)
-        if not damaged:
-            self._seen, self._at = seen, newest.version
-        return damaged
-
-    def _is_damaged(self, file: FileRef, now: ObjectInfo | None) -> bool:
-        if now is None or now.size != file.size:
-            return True
-        if before := self._seen.get(file.key):
-            return now.etag != before.etag
-        if isinstance(file, DeltaRef) or file.name == WEIGHTS:
-            return False
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                self._reader.fetch(file, Path(folder))
-        except (ProtocolError, ObjectMissingError):
-            return True
-        return False
-
-
 class RunWriter:
     """The one writer of a run. A crash between any two writes leaves the previous HEAD valid.
 
@@ -111,7 +72,8 @@ class RunWriter:
         self._decided: Manifest | None = None  # the next version, until the store has taken it
         self._lock = threading.Lock()
         self._pending = self._considered = _Pending()  # what was pending when that version was decided
-        self._damage = _DamageCheck(self.reader)
+        self._listed: dict[str, ObjectInfo | None] = {}  # files of the newest version, when they were checked
+        self._intact = 0  # the last version whose files were all as they were published
         self._started = time.time()
         self.on_version: Callable[[Manifest], object] | None = None  # called once a version is real
         self.newest: Manifest | None = None
@@ -152,12 +114,42 @@ class RunWriter:
         newest, (jumps, anchor) = self.newest, self._pending
         if newest is None or anchor:
             return False
-        if self._damage.finds_damage(newest):
+        if self._finds_damage(newest):
             self._asset_refs = []  # the next anchor stores these files again
             return True
         recipe = cheapest_recipe(newest.anchor, (*newest.deltas, *newest.jumps, *jumps), newest.version, None)
         behind = recipe.deltas if recipe else ()
         return sum(d.size for d in behind) > ANCHOR_PAYS * newest.full_bytes or len(behind) >= MAX_FILES
+
+    def _finds_damage(self, newest: Manifest) -> bool:
+        """Whether a file of the newest version is gone or has changed; asked again until none is.
+
+        One listing now and then. Only the files besides the weights are read, once; the writer has written or
+        read the others itself.
+        """
+        if newest.version < self._intact + _EVERY:
+            return False
+        there = {info.key: info for info in self.bucket.list(self.keys.folder)}
+        files = newest.recipe().files
+        listed = {file.key: there.get(file.key) for file in files}
+        damaged = any(self._is_damaged(file, listed[file.key]) for file in files)
+        if not damaged:
+            self._listed, self._intact = listed, newest.version
+        return damaged
+
+    def _is_damaged(self, file: FileRef, now: ObjectInfo | None) -> bool:
+        if now is None or now.size != file.size:
+            return True
+        if before := self._listed.get(file.key):
+            return now.etag != before.etag
+        if isinstance(file, DeltaRef) or file.name == WEIGHTS:
+            return False
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                self.reader.fetch(file, Path(folder))
+        except (ProtocolError, ObjectMissingError):
+            return True
+        return False
 
     def put_anchor(self, version: int, weights_file: Path) -> AnchorRef:
         """Store every tensor of `version` in full, with the files that make it a checkpoint."""

@@ -154,17 +154,9 @@ def _prune(reader: RunReader, newest: str) -> None:
 
 
 class Snapshot:
-    """Copies of one rank's part of the state, on the host.
+    """Copies of one rank's part of the state, on the host; `published` are the names in versions.
 
-    Args:
-        weights: Every tensor that training changes.
-        published: The names in versions.
-        optimizer: Its memory is copied.
-        others: Schedules and scalers by name.
-        main: Whether this rank copies what all ranks share.
-
-    Raises:
-        StateError: A value cannot be saved.
+    Raises `StateError` if a value cannot be saved.
     """
 
     def __init__(
@@ -210,17 +202,10 @@ def _kind(name: str, tensor: torch.Tensor, published: Container[str]) -> str:
 
 
 class FoundState:
-    """A whole state in local files.
+    """A whole state in local files: those of this rank and of the `main` rank, which holds what all share.
 
-    Args:
-        record: The state's record.
-        peers: The processes that restore it together.
-        path: The file of this rank.
-        main: The file of the main rank, which holds what all ranks share.
-        bits: Gives the weights of the state's version; None on ranks other than the main one.
-
-    Raises:
-        ProtocolError: A file is not a state.
+    `bits` gives the weights of the state's version, on the main rank. Raises `ProtocolError` for a file that
+    is not a state.
     """
 
     def __init__(
