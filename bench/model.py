@@ -18,8 +18,7 @@ from bench.results import SCRATCH
 from delta_weight_sync import codec
 from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.digest import tensor_digest
-from delta_weight_sync.publish.mirror import Mirror
-from delta_weight_sync.publish.parts import Block, Part
+from delta_weight_sync.publish.mirror import Block, Mirror, Part
 from delta_weight_sync.vllm import worker
 from delta_weight_sync.vllm.memory import Changes, Table, collect, of_patch
 from delta_weight_sync.vllm.routes import Geometry, Piece, Route

@@ -71,7 +71,7 @@ def _taken_back() -> dict[str, Any]:
     for count in _TENSORS:
         bits = torch.zeros(64, dtype=torch.int16).numpy().view("uint16")
         patch = [codec.diff(f"t{i}", bits, bits + 1) for i in range(count)]
-        pending = [PendingUpdate(patch, 0, step, 0.0, 0.0) for step in (2, 1)]
+        pending = [PendingUpdate(patch, "", step, 0.0, 0.0) for step in (2, 1)]
         started = time.perf_counter()
         for i in range(count):
             published_bits(bits, f"t{i}", pending)

@@ -8,8 +8,7 @@ import torch
 
 from bench.gpu_check.model import Replica
 from delta_weight_sync.gpu import Counts, counted
-from delta_weight_sync.publish.mirror import Mirror
-from delta_weight_sync.publish.parts import Block, Part
+from delta_weight_sync.publish.mirror import Block, Mirror, Part
 
 _ELEMENTS = 1 << 18
 _MOST_LAUNCHES, _MOST_WAITS = 20, 3

@@ -10,8 +10,7 @@ import torch
 from bench.gpu_check.model import Replica
 from bench.model import memory_of
 from delta_weight_sync.digest import state_digest
-from delta_weight_sync.publish.mirror import Mirror
-from delta_weight_sync.publish.parts import Block, Part
+from delta_weight_sync.publish.mirror import Block, Mirror, Part
 from delta_weight_sync.vllm.memory import collect
 from delta_weight_sync.vllm.worker import commit
 

@@ -12,8 +12,7 @@ import torch
 
 from bench.deltas import qwen_shapes
 from bench.gpu_check.model import Replica, Shapes, shapes_8b, shapes_experts
-from delta_weight_sync.publish.mirror import Mirror
-from delta_weight_sync.publish.parts import Block, Part
+from delta_weight_sync.publish.mirror import Block, Mirror, Part
 
 _REPEATS = 7
 _SHARE = 0.6  # of a copy's bandwidth that digest and diff have to reach

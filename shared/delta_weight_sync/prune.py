@@ -109,52 +109,69 @@ class Pruner:
         newest = self._reader.newest()  # before the listing: objects that a writer adds meanwhile are newer
         if newest is None:
             return None
-        objects = _Objects(self._reader, newest, self._grace_s)
-        kept = objects.permanent(spare)
-        size, oldest = objects.size(kept), newest.version
+        infos = {info.key: info for info in self._reader.bucket.list(self._reader.keys.folder)}
+        states = [found for key in infos if (found := state_version(key)) is not None]
+        oldest_state = min([*states, newest.version])  # a trainer may resume from this version
+        writer = str(Writer(newest.writer_term, newest.writer))
+        young = max((info.written or 0.0 for info in infos.values()), default=0.0) - self._grace_s
+
+        def is_young(key: str) -> bool:
+            """Whether it was written within the grace period, or the store does not say or list it yet."""
+            info = infos.get(key)
+            return info is None or info.written is None or info.written > young
+
+        def lasts(key: str) -> bool:
+            """Whether it is no part of a version, or may be part of one that is being published."""
+            part = version_key(key)
+            if part is None or is_young(key):
+                return True
+            return part.writer == writer and part.version > newest.version
+
+        def size_of(keys: Iterable[str]) -> int:
+            return sum(infos[key].size for key in keys if key in infos)
+
+        kept = {*spare, *filter(lasts, infos)}
+        size, oldest = size_of(kept), newest.version
         limit, since = self._keep.size - reserve, newest.created_at - self._keep.age_s
         for version in self._versions(newest):
-            whole = version.number == newest.version or objects.is_young(version.key)
-            must = whole or version.number >= objects.oldest_state
+            whole = version.number == newest.version or is_young(version.key)
+            must = whole or version.number >= oldest_state
             more = {version.key, *(version.names if whole else version.needs)} - kept
-            if not must and (size + objects.size(more) > limit or version.created_at < since):
+            if not must and (size + size_of(more) > limit or version.created_at < since):
                 break
             kept |= more
-            size, oldest = size + objects.size(more), version.number
-        self._forget(oldest)
-        return Survey(tuple(objects.doomed(kept, oldest)), size, oldest, newest.version)
+            size, oldest = size + size_of(more), version.number
+        self._read = {key: version for key, version in self._read.items() if version.number >= oldest}
+        self._keys = {key: key for version in self._read.values() for key in version.names}
+        doomed = [(part, infos[key]) for key in infos.keys() - kept if (part := version_key(key))]
+        # The oldest first, but manifests before all else: without its manifest a version is gone.
+        doomed.sort(key=lambda one: (one[0].kind != "manifests", one[0], one[1].key))
+        why = "no version that stays needs it", f"older than version {oldest}"
+        delete = tuple(Doomed(info, why[part.version < oldest]) for part, info in doomed)
+        return Survey(delete, size, oldest, newest.version)
 
     def _versions(self, newest: Manifest) -> Iterator[_Version]:
         """As `RunReader.versions`, but reads each manifest once."""
-        version: _Version | None = self._remember(newest)
-        while version:
+        version = self._remember(newest)
+        yield version
+        while parent := version.parent:
+            try:
+                known = self._read.get(parent.key)
+                version = known or self._remember(self._reader.read_manifest(parent))
+            except ObjectMissingError:
+                return
             yield version
-            version = self._before(version.parent)
-
-    def _before(self, parent: FileRef | None) -> _Version | None:
-        if parent is None:
-            return None
-        if known := self._read.get(parent.key):
-            return known
-        try:
-            return self._remember(self._reader.read_manifest(parent))
-        except ObjectMissingError:
-            return None
 
     def _remember(self, manifest: Manifest) -> _Version:
         writer = Writer(manifest.writer_term, manifest.writer)
         key = self._reader.keys.manifest(manifest.version, writer)
-        needs, names = (self._once(files) for files in (manifest.recipe().files, manifest.files))
+        needs, names = (
+            tuple(self._keys.setdefault(file.key, file.key) for file in files)
+            for files in (manifest.recipe().files, manifest.files)
+        )
         version = _Version(manifest.version, manifest.created_at, key, manifest.parent, needs, names)
         self._read[key] = version
         return version
-
-    def _once(self, files: Iterable[FileRef]) -> tuple[str, ...]:
-        return tuple(self._keys.setdefault(file.key, file.key) for file in files)
-
-    def _forget(self, oldest: int) -> None:
-        self._read = {key: version for key, version in self._read.items() if version.number >= oldest}
-        self._keys = {key: key for version in self._read.values() for key in version.names}
 
 
 def prune(bucket: Bucket, survey: Survey) -> None:
@@ -162,41 +179,3 @@ def prune(bucket: Bucket, survey: Survey) -> None:
     keys = [doomed.info.key for doomed in survey.delete]
     for start in range(0, len(keys), _AT_ONCE):
         bucket.delete(keys[start : start + _AT_ONCE])
-
-
-class _Objects:
-    """The objects of a run."""
-
-    def __init__(self, reader: RunReader, newest: Manifest, grace_s: float) -> None:
-        self._newest = newest
-        self._infos = {info.key: info for info in reader.bucket.list(reader.keys.folder)}
-        states = [version for key in self._infos if (version := state_version(key)) is not None]
-        self.oldest_state = min([*states, newest.version])  # a trainer may resume from this version
-        self._young = max((info.written or 0.0 for info in self._infos.values()), default=0.0) - grace_s
-
-    def is_young(self, key: str) -> bool:
-        """Whether it was written within the grace period, or the store does not say or list it yet."""
-        info = self._infos.get(key)
-        return info is None or info.written is None or info.written > self._young
-
-    def permanent(self, spare: Collection[str]) -> set[str]:
-        """The keys that stay in any case: no part of a version, or perhaps being published."""
-        return set(spare) | {key for key in self._infos if self._lasts(key)}
-
-    def _lasts(self, key: str) -> bool:
-        part, newest = version_key(key), self._newest
-        if part is None or self.is_young(key):
-            return True
-        return part.writer == str(Writer(newest.writer_term, newest.writer)) and part.version > newest.version
-
-    def size(self, keys: Collection[str]) -> int:
-        """Bytes of the existing objects among `keys`."""
-        return sum(self._infos[key].size for key in keys if key in self._infos)
-
-    def doomed(self, kept: Collection[str], oldest: int) -> Iterator[Doomed]:
-        """The other objects, oldest first. Manifests come first: without its manifest a version is gone."""
-        rest = [(part, key) for key in self._infos.keys() - kept if (part := version_key(key))]
-        for part, key in sorted(rest, key=lambda one: (one[0].kind != "manifests", *one)):
-            old = part.version < oldest
-            why = f"older than version {oldest}" if old else "no version that stays needs it"
-            yield Doomed(self._infos[key], why)

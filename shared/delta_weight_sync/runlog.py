@@ -144,7 +144,9 @@ class RunLogWriter:
 
     def __init__(self, bucket: Bucket, run: str, *, every_s: float = 1.0) -> None:
         self._bucket, self._keys, self._every_s = bucket, Keys(run), every_s
-        self._segment = self._first_free()
+        there = {info.key for info in bucket.list(self._keys.log)}
+        # The first free number, because a reader would wait forever for a missing segment.
+        self._segment = next(n for n in itertools.count() if self._keys.segment(n) not in there)
         self._lines: list[bytes] = []  # of the newest segment, and what comes after it
         self._written = 0
         self._lock, self._writing, self._closed = threading.Lock(), threading.Lock(), threading.Event()
@@ -174,15 +176,12 @@ class RunLogWriter:
                     del self._lines[:full]
                 self._segment, self._written = self._segment + 1, 0
 
-    def _first_free(self) -> int:
-        """The first free number: a reader would wait forever for a missing segment."""
-        there = {info.key for info in self._bucket.list(self._keys.log)}
-        return next(number for number in itertools.count() if self._keys.segment(number) not in there)
-
     def _write_segment(self) -> int:
         """Write new events of the newest segment. Returns its number of events if it is full, else 0."""
         with self._lock:
-            lines, more = self._lines[: (count := _fitting(self._lines))], len(self._lines) > count
+            sizes = itertools.accumulate(len(line) + 1 for line in self._lines[:SEGMENT])
+            count = sum(size <= SEGMENT_BYTES for size in sizes)  # that fit into one segment
+            lines, more = self._lines[:count], len(self._lines) > count
         if count > self._written:
             self._bucket.put(self._keys.segment(self._segment), b"\n".join(lines))
             self._written = count
@@ -220,26 +219,17 @@ class RunLogReader:
         info = self._bucket.stat(self._keys.segment(self._segment))
         if info is None or info.etag == self._etag:
             return
-        for line in self._lines()[self._seen :]:
+        try:
+            data = self._bucket.get(self._keys.segment(self._segment))
+        except ProtocolError:  # far too large
+            data = b"?"
+        for line in data.split(b"\n", SEGMENT)[self._seen :]:  # the last one holds the excess
             self._seen += 1
             if event := _event(line):
                 yield event
             elif line:
                 self.skipped += 1
         self._etag = info.etag
-
-    def _lines(self) -> list[bytes]:
-        try:
-            data = self._bucket.get(self._keys.segment(self._segment))
-        except ProtocolError:  # far too large
-            return [b"?"]
-        return data.split(b"\n", SEGMENT)  # the last one holds the excess
-
-
-def _fitting(lines: list[bytes]) -> int:
-    """How many of the lines fit into one segment."""
-    sizes = itertools.accumulate(len(line) + 1 for line in lines[:SEGMENT])
-    return sum(size <= SEGMENT_BYTES for size in sizes)
 
 
 def _event(line: bytes) -> Event | None:

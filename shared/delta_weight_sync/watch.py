@@ -71,10 +71,7 @@ class Watcher:
         # Failures to get an answer, to find a version behind the HEADs, and to use a version.
         self._asking, self._finding, self._using = (Backoff() for _ in range(3))
         self._answered = False
-        self._head_floor: Rank | None
-        self._floor: Rank | None
-        self.reset()
-        self._head_floor = self._floor = seen.rank if seen else None
+        self.reset(seen.rank if seen else None)
 
     def refresh(self) -> None:
         """Poll now and treat any version as new, but still refuse versions older than one seen before."""
@@ -85,11 +82,11 @@ class Watcher:
         self._found: dict[str, str] = {}  # key -> etag of each HEAD
         self._used: dict[str, str] | None = None  # `_found` when its version was used
 
-    def reset(self) -> None:
-        """Accept whatever HEAD says now, including an older version."""
+    def reset(self, floor: Rank | None = None) -> None:
+        """Accept whatever HEAD says now, including an older version, but none older than `floor`."""
         self.refresh()
         self._asking.reset()
-        self._head_floor, self._floor = None, None
+        self._head_floor, self._floor = floor, floor
 
     def check(self, use: Callable[[Manifest], object]) -> bool:
         """Poll if it is time to, and call `use` with a new version. Raises as `poll` and `use`.

@@ -12,8 +12,7 @@ from delta_weight_sync import codec, digest
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.errors import CodecError
 from delta_weight_sync.gpu import counted
-from delta_weight_sync.publish.mirror import Found, Mirror
-from delta_weight_sync.publish.parts import Block, Part
+from delta_weight_sync.publish.mirror import Block, Found, Mirror, Part
 from tests.gpu.interpreted import Operations, kernels
 from tests.publish.test_mirror import LAYOUTS
 

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from delta_weight_sync import Publisher
 from delta_weight_sync.publish.mirror import Mirror
-from delta_weight_sync.publish.parts import Part
 from tests import forked
 
 STEPS = 4
@@ -162,20 +161,13 @@ def _failing(fault: list[str]) -> int | None:
 
 
 def _send(publisher: Publisher, model: Model, fails: bool) -> None:
-    """With a fault at one parameter, while the other ranks go on to the next ones."""
-    whole = mock.patch.object(Mirror, "add", _out_of_memory(Mirror.add) if fails else Mirror.add)
-    part = mock.patch.object(Mirror, "_check", _out_of_memory(Mirror._check) if fails else Mirror._check)
-    with whole, part:
+    """With a fault at this rank's first parameter, while the other ranks go on to the next ones."""
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    with mock.patch.multiple(Mirror, add=fail, _check=fail) if fails else contextlib.nullcontext():
         publisher.publish(model.named_parameters())
-
-
-def _out_of_memory(method: Any) -> Any:
-    def fail_at_wide(mirror: Mirror, what: str | Part, *rest: Any) -> Any:
-        if "wide" in (what, getattr(what, "name", "")):
-            raise MemoryError("no room for wide")
-        return method(mirror, what, *rest)
-
-    return fail_at_wide
 
 
 def spawn(size: int, layout: str, folder: Path, jobs: list[str]) -> list[list[str]]:
@@ -192,26 +184,20 @@ def spawn(size: int, layout: str, folder: Path, jobs: list[str]) -> list[list[st
 
 
 def _rank(rank: int, size: int, layout: str, folder: Path, jobs: list[str]) -> None:
-    layout, _, kernels = layout.partition("+")
-    with _forced() if kernels else contextlib.nullcontext():
-        _work(rank, size, layout, folder, jobs)
-
-
-def _forced() -> contextlib.AbstractContextManager[None]:
-    from tests.gpu.interpreted import forced  # imports Triton
-
-    return forced()
-
-
-def _work(rank: int, size: int, layout: str, folder: Path, jobs: list[str]) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    with (folder / f"results-{rank}").open("w") as results:
+    layout, _, kernels = layout.partition("+")
+    with contextlib.ExitStack() as stack:
+        if kernels:
+            from tests.gpu.interpreted import forced  # imports Triton
+
+            stack.enter_context(forced())
+        store = dist.FileStore(f"{folder}/store", size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        results = stack.enter_context((folder / f"results-{rank}").open("w"))
         for job in jobs:
             try:
                 work = resume(layout, folder / job) if job == "resume" else run(layout, folder / job, job)
                 print(work, file=results)
             except Exception as error:  # noqa: BLE001 - the test reads it
                 print(f"{type(error).__name__}: {error}", file=results)
-    dist.destroy_process_group()
+        dist.destroy_process_group()

@@ -7,8 +7,7 @@ import torch
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.codec import Patch
 from delta_weight_sync.digest import tensor_digest
-from delta_weight_sync.publish.mirror import Mirror
-from delta_weight_sync.publish.parts import Block, Part
+from delta_weight_sync.publish.mirror import Block, Mirror, Part
 
 ODD = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, -1e-40, 3.0])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

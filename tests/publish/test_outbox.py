@@ -5,7 +5,7 @@ In a folder; where a failure or HEAD matters, in every kind of store. What a sto
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
@@ -75,21 +75,15 @@ class Run:
 @pytest.fixture
 def make_run(assets: Path, tmp_path: Path) -> Iterator[Callable[[], Run]]:
     """Trainers of one run in a folder."""
-    with runs(f"file://{tmp_path}/bucket", assets) as make:
-        yield make
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(closing(Run(f"file://{tmp_path}/bucket", assets)))
 
 
 @pytest.fixture
 def make_run_anywhere(assets: Path, bucket_url: str) -> Iterator[Callable[[], Run]]:
     """The same in each kind of store."""
-    with runs(bucket_url, assets) as make:
-        yield make
-
-
-@contextmanager
-def runs(url: str, assets: Path) -> Iterator[Callable[[], Run]]:
     with ExitStack() as stack:
-        yield lambda: stack.enter_context(closing(Run(url, assets)))
+        yield lambda: stack.enter_context(closing(Run(bucket_url, assets)))
 
 
 def rebuilt(run: Run, tmp_path: Path, version: int | None = None) -> str:
@@ -97,42 +91,11 @@ def rebuilt(run: Run, tmp_path: Path, version: int | None = None) -> str:
     return to_hex(state_digest(state))
 
 
-def test_every_version_can_be_rebuilt_from_the_bucket(make_run, tmp_path):
-    run, policy, digests = make_run(), Policy(), []
-    for _ in range(4):
-        run.publish(policy)
-        run.outbox.flush()
-        digests.append(policy.digest())
-        policy.step()
-    assert [rebuilt(run, tmp_path, v) for v in range(4)] == digests
-    assert (tmp_path / "out3" / "config.json").exists()
-
-
-def test_a_sync_without_changes_is_a_version_without_changes(make_run, tmp_path):
-    run, policy = make_run(), Policy()
-    run.publish(policy)
-    run.publish(policy)
-    manifest = run.outbox.flush()
-    assert (manifest.version, manifest.changed, manifest.sync) == (1, 0, 2)
-    assert rebuilt(run, tmp_path) == policy.digest()
-
-
-def test_changes_that_go_back_and_forth_are_not_lost(make_run, tmp_path):
-    """With several steps per sync a per-step mask would lose them; the diff is against what was published."""
-    run, policy = make_run(), Policy()
-    run.publish(policy)
-    before = {name: t.clone() for name, t in policy.weights.items()}
-    policy.step(0.1)
-    run.publish(policy)
-    for name, t in policy.weights.items():
-        t.copy_(before[name])
-    run.publish(policy)
-    run.outbox.flush()
-    assert rebuilt(run, tmp_path) == policy.digest()
-
-
 def test_a_slow_link_skips_versions_and_loses_nothing(make_run, tmp_path, monkeypatch):
-    """The trainer hands over nineteen times while one upload is under way: they are one version."""
+    """The trainer hands over nineteen times while one upload is under way: they are one version.
+
+    Some weights come back to the bits that are published, so that adding up masks of changes would not do.
+    """
     run, policy = make_run(), Policy()
     run.publish(policy)
     put, uploading, link = run.bucket.put, threading.Event(), threading.Event()
@@ -161,7 +124,7 @@ def test_a_slow_link_skips_versions_and_loses_nothing(make_run, tmp_path, monkey
 @pytest.mark.parametrize("part", ["deltas/", "manifests/", "heads/"])
 @pytest.mark.parametrize("stored", [False, True], ids=["lost", "stored-but-unanswered"])
 def test_a_failing_upload_is_repeated_and_nothing_is_lost(
-    make_run_anywhere, tmp_path, monkeypatch, part, stored
+    make_run_anywhere, tmp_path, monkeypatch, caplog, part, stored
 ):
     run, policy = make_run_anywhere(), Policy()
     run.publish(policy)
@@ -183,6 +146,7 @@ def test_a_failing_upload_is_repeated_and_nothing_is_lost(
     manifest = run.outbox.flush()
     assert rebuilt(run, tmp_path) == policy.digest()
     assert [m.version for m in run.reader.versions()] == list(range(manifest.version, -1, -1))
+    assert "the link is down; trying again" in caplog.text
 
 
 def test_a_published_version_never_changes_its_content(make_run_anywhere, monkeypatch):
@@ -222,6 +186,7 @@ def test_a_second_trainer_takes_over_and_the_first_is_fenced_off(make_run_anywhe
     second.publish(policy)
     manifest = second.outbox.flush()
     assert (manifest.version, manifest.writer_term) == (2, 2)
+    assert 0 < manifest.changed < manifest.total, "it continues from the published bits"
     first.publish(Policy(seed=1))
     with pytest.raises(FencedError, match="taken over by another trainer"):
         first.outbox.flush()
@@ -248,21 +213,6 @@ def test_a_run_whose_files_are_damaged_goes_on_with_a_new_anchor(make_run, tmp_p
     assert "the next one will be an anchor" in caplog.text
 
 
-def test_a_resumed_run_continues_from_the_published_bits(make_run, tmp_path):
-    run, policy = make_run(), Policy()
-    for _ in range(3):
-        run.publish(policy)
-        run.outbox.flush()
-        policy.step()
-    run.close()
-    resumed = make_run()
-    resumed.publish(policy)
-    manifest = resumed.outbox.flush()
-    assert manifest.version == 3
-    assert 0 < manifest.changed < manifest.total
-    assert rebuilt(resumed, tmp_path) == policy.digest()
-
-
 def test_anchors_keep_the_way_in_short(make_run, tmp_path):
     run, policy = make_run(), Policy()
     for _ in range(12):
@@ -287,7 +237,7 @@ def test_what_is_pending_is_taken_back_by_one_walk_over_it():
 
     old, names = np.zeros(2, np.uint16), [f"expert.{i}" for i in range(2000)]
     once = [Walked(codec.diff(name, old + step, old + step + 1) for name in names) for step in (0, 1)]
-    pending = [PendingUpdate(patches, digest=0, sync=0, created_at=0.0, diff_s=0.0) for patches in once]
+    pending = [PendingUpdate(patches, digest="", sync=0, created_at=0.0, diff_s=0.0) for patches in once]
     for name in names:
         np.testing.assert_array_equal(published_bits(old + 2, name, reversed(pending)), old)
     assert [patches.times for patches in once] == [1, 1]
@@ -328,26 +278,6 @@ def test_a_first_version_that_failed_is_not_followed_by_a_second(make_run, monke
     with pytest.raises(BucketUnreachableError):
         run.publish(policy)
     assert run.reader.newest() is None
-
-
-def test_what_goes_wrong_in_the_background_is_logged(make_run, monkeypatch, caplog):
-    run, policy, down = make_run(), Policy(), [True]
-    run.publish(policy)
-    put = run.bucket.put
-
-    def failing_once(key: str, data: bytes | Path) -> None:
-        if "/deltas/" in key and down.pop() if down else False:
-            raise BucketUnreachableError(f"{key}: the link is down")
-        put(key, data)
-
-    monkeypatch.setattr(run.bucket, "put", failing_once)
-    monkeypatch.setattr("delta_weight_sync.publish.outbox._RETRY_S", 0.05)
-    policy.step()
-    run.publish(policy)
-    run.outbox.flush()
-    said = [r.getMessage() for r in caplog.records if r.name == "delta_weight_sync"]
-    assert len(said) == 1
-    assert said[0].endswith("the link is down; trying again")
 
 
 def test_the_log_tells_what_was_published(make_run):

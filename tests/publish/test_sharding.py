@@ -50,12 +50,7 @@ def test_ranks_that_rise_publish_what_they_would_have(layout, size, tmp_path):
     objects = [info.key.rpartition("/")[0] for info in states if not info.key.endswith(".json")]
     assert sorted(objects) == sorted([*folders] * size)
     assert len(folders) == 2
-
-
-@pytest.mark.full
-def test_a_state_of_two_ranks_is_not_for_one(tmp_path):
-    ranks.spawn(2, "fsdp", tmp_path, ["resume"])
-    with pytest.raises(StateError, match="saved by 2 processes, not 1: start as many again"):
+    with pytest.raises(StateError, match=f"saved by {size} processes, not 1: start as many again"):
         ranks.resume("whole", tmp_path / "resume")
 
 
@@ -63,7 +58,7 @@ def test_a_state_of_two_ranks_is_not_for_one(tmp_path):
 def test_a_fault_on_one_rank_stops_all_with_its_sentence(tmp_path):
     """In the base, where ranks gather tensors in full, and later, where they send what changed."""
     first, second = ranks.spawn(2, "fsdp", tmp_path, ["fast:0:0", "fast:1:0", "fast:0:2", "fast:1:2"])
-    own, told = "MemoryError: no room for wide", "PeerError: rank {} of the trainer stopped the run: {}"
+    own, told = "MemoryError: no room", "PeerError: rank {} of the trainer stopped the run: {}"
     assert first == [own, told.format(1, own), own, told.format(1, own)]
     assert second == [told.format(0, own), own, told.format(0, own), own]
 

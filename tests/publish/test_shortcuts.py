@@ -1,6 +1,5 @@
 """Jumps over several versions and anchors: made beside the publisher, named by a later version, exact."""
 
-import logging
 import threading
 from pathlib import Path
 
@@ -99,11 +98,14 @@ def test_a_jump_merged_from_patches_is_the_difference_of_two_checkpoints(
     assert made[0] == made[1] == made[2]
 
 
-def test_a_short_jump_takes_no_copy_of_the_checkpoint_and_decodes_nothing(run, monkeypatch):
+def test_a_short_jump_takes_no_copy_of_the_checkpoint_and_decodes_nothing(run, tmp_path, monkeypatch):
     monkeypatch.setattr("delta_weight_sync.publish.shortcuts.apply_delta", None)
     steps(run, 18)
     assert spans(run.newest.jumps)[-2:] == [(0, 8), (8, 16)]
     assert not (run.outbox.shortcuts.folder / "from-8").exists()
+    jump = run.newest.jumps[-1]
+    delta = Delta(reader(run).fetch(jump, tmp_path))
+    assert (delta.base, delta.version, delta.changes) == (8, 16, jump.changed)
 
 
 def test_where_a_manifest_is_damaged_nothing_is_deleted_and_jumps_go_on(tmp_path, caplog):
@@ -119,17 +121,6 @@ def test_where_a_manifest_is_damaged_nothing_is_deleted_and_jumps_go_on(tmp_path
         assert manifest.name in caplog.text
     finally:
         run.close()
-
-
-def test_a_jump_says_what_it_joins(run, tmp_path):
-    steps(run, 9)
-    (jump,) = run.newest.jumps
-    delta = Delta(reader(run).fetch(jump, tmp_path))
-    assert (
-        (delta.base, delta.version, delta.changes)
-        == (jump.base, jump.version, jump.changed)
-        == (0, 8, jump.changed)
-    )
 
 
 @pytest.mark.parametrize("part", ["/jumps/", "/anchors/"])
@@ -218,19 +209,8 @@ def test_the_next_trainer_goes_on_with_jumps_of_its_own(run, tmp_path):
     resumed.close()
 
 
-def test_closing_waits_for_no_shortcut(tmp_path, caplog):
-    """Nobody would name it; and no file of it is left on this machine."""
-    caplog.set_level(logging.WARNING)
-    run = Drifting(tmp_path / "bucket")
-    folder = run.outbox.shortcuts.folder
-    for _ in range(9):
-        run.step()
-    run.close()
-    assert not folder.exists()
-    assert caplog.text == ""
-
-
-def test_closing_does_not_wait_for_an_upload_that_hangs(tmp_path, monkeypatch, request):
+def test_closing_does_not_wait_for_an_upload_that_hangs(tmp_path, monkeypatch, request, caplog):
+    """No manifest would name the jump; and no file of it is left on this machine."""
     monkeypatch.setattr("delta_weight_sync.publish.shortcuts._CLOSING_S", 0.01)
     run = Drifting(tmp_path / "bucket")
     uploading, link, put = threading.Event(), threading.Event(), run.outbox._writer.bucket.put
@@ -248,3 +228,4 @@ def test_closing_does_not_wait_for_an_upload_that_hangs(tmp_path, monkeypatch, r
     assert uploading.wait(PATIENCE_S)
     run.close()
     assert not run.outbox.shortcuts.folder.exists()
+    assert caplog.text == ""

@@ -84,14 +84,11 @@ def url(tmp_path: Path) -> str:
     return f"{(tmp_path / 'bucket').as_uri()}#run"
 
 
-def life(url: str, base: Path, last: int, every: int = 1, **options: Any) -> Loop:
+def life(url: str, base: Path, last: int, every: int = 1, **options: Any) -> None:
     """A trainer that comes to step `last` and is gone; what it drew before is not what the next one draws."""
     with contextlib.closing(Loop(url, base, **options)) as loop:
         loop.run(last, every)
-    torch.manual_seed(last)
-    np.random.seed(last)
-    random.seed(last)
-    return loop
+    seed(last)
 
 
 def versions(url: str) -> list[tuple[int, int, str]]:
@@ -107,24 +104,21 @@ def undisturbed(base: Path, tmp_path: Path) -> list[tuple[int, int, str]]:
     return versions(url)
 
 
-def seed() -> None:
-    torch.manual_seed(1)
-    np.random.seed(1)
-    random.seed(1)
+def seed(number: int = 1) -> None:
+    torch.manual_seed(number)
+    np.random.seed(number)
+    random.seed(number)
 
 
-def test_lives_one_after_the_other_publish_what_one_publishes(url, base, undisturbed):
-    for last in (1, 2, 4, STEPS):
-        life(url, base, last)
+@pytest.mark.parametrize(
+    ("lasts", "every"), [((1, 2, 4, STEPS), 1), ((3, 5, 5, STEPS), 4)], ids=["all states", "repeating steps"]
+)
+def test_lives_one_after_the_other_publish_what_one_publishes(url, base, undisturbed, lasts, every):
+    """With a state every fourth step, each life repeats up to three that are not published twice."""
+    for last in lasts:
+        life(url, base, last, every)
     assert versions(url) == undisturbed
     assert len(undisturbed) == STEPS + 1
-
-
-def test_what_an_older_state_leads_to_again_is_not_published_twice(url, base, undisturbed):
-    """States every fourth step: each life repeats up to three."""
-    for last in (3, 5, 5, STEPS):
-        life(url, base, last, every=4)
-    assert versions(url) == undisturbed
 
 
 def test_from_the_first_deviation_on_it_is_published(url, base, undisturbed):
@@ -198,16 +192,13 @@ def test_another_trainer_is_refused_with_what_differs(url, base):
         life(url, base, 3, lr=0.1)
     with pytest.raises(StateError, match=r"1\.weight had shape \[40, 8\] when it was saved"):
         life(url, base, 3, wide=41)
-    loop = Loop(url, base)
-    loop.model.double()
-    with pytest.raises(StateError, match=r"0\.weight was float32 when the state was saved and is float64"):
-        loop.restore()
-    loop.close()
-    loop = Loop(url, base)
-    loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=1e-2)
-    with pytest.raises(StateError, match="the optimizer's class was AdamW"):
-        loop.restore()
-    loop.close()
+    with contextlib.closing(Loop(url, base)) as loop:
+        loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=1e-2)
+        with pytest.raises(StateError, match="the optimizer's class was AdamW"):
+            loop.restore()
+        loop.model.double()
+        with pytest.raises(StateError, match=r"0\.weight was float32 .* and is float64"):
+            loop.restore()
 
 
 def test_a_run_without_states_is_not_begun_again_by_mistake(url, base):

@@ -29,12 +29,20 @@ class Base:
 
     def __init__(self, source: str | Path) -> None:
         """Find the checkpoint; raises `CheckpointError`."""
-        self.folder = Path(source) if Path(source).is_dir() else _download(str(source))
-        self.name = self.folder.resolve().name if Path(source).is_dir() else str(source)
+        try:  # a trainer that loaded a model has it in the Hub's local cache already
+            given = Path(source) if Path(source).is_dir() else None
+            self.folder = given or Path(snapshot_download(str(source), allow_patterns=[*_FILES, _WEIGHTS]))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"base {str(source)!r} is neither a folder nor a model of the Hub that can be read here:"
+                f" {str(error).splitlines()[0]}"
+            ) from error
+        self.name = given.resolve().name if given else str(source)
         if not (self.folder / "config.json").is_file():
             raise CheckpointError(
                 f"{self.name} holds no config.json; name the folder of a checkpoint as base"
             )
+        self._config: dict[str, Any] = json.loads((self.folder / "config.json").read_text())
 
     def write_files(self, folder: Path) -> None:
         """Copy the files a server needs; the config says bfloat16, the dtype of published weights."""
@@ -42,7 +50,7 @@ class Base:
             for path in self.folder.glob(pattern):
                 if path.is_file() and path.suffix not in (".py", ".safetensors"):
                     shutil.copyfile(path, folder / path.name)
-        config = self._config()
+        config = self._config
         for part in (config, *(part for part in config.values() if isinstance(part, dict))):
             if part is config or {"dtype", "torch_dtype"} & part.keys():
                 part.pop("torch_dtype", None)
@@ -57,7 +65,7 @@ class Base:
         """
         paths = sorted(self.folder.glob(_WEIGHTS))
         stored = {name: shape for path in paths for name, shape in shapes_in(path).items()}
-        config = self._config()
+        config = self._config
         tied = config.get("tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings"))
         if tied and _HEAD not in trained:  # some checkpoints store a head that is the embedding
             stored.pop(_HEAD, None)
@@ -71,18 +79,3 @@ class Base:
             )
         for path in paths:
             yield from read_tensors(path, missing & shapes_in(path).keys())
-
-    def _config(self) -> dict[str, Any]:
-        config: dict[str, Any] = json.loads((self.folder / "config.json").read_text())
-        return config
-
-
-def _download(model: str) -> Path:
-    """The model in the Hub's local cache, where the trainer that loaded it has it already."""
-    try:
-        return Path(snapshot_download(model, allow_patterns=[*_FILES, _WEIGHTS]))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"base {model!r} is neither a folder nor a model of the Hub that can be read here:"
-            f" {str(error).splitlines()[0]}"
-        ) from error

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from delta_weight_sync.codec import Bits, Index, Patch
 from delta_weight_sync.digest import BLOCK, change_digest, seed
 from delta_weight_sync.gpu import SideStream, inner, launch, outer, read
-from delta_weight_sync.publish.parts import Part
+from delta_weight_sync.publish.mirror import Part
 from delta_weight_sync.util import kernel
 
 COUNTS = 8192  # more than the changes of a tile
@@ -36,6 +36,7 @@ KINDS = {torch.bfloat16: tl.int16, torch.float32: tl.float32, torch.float16: tl.
 _ALIGNED = 16  # bytes that a thread reads in one load
 _ROOM = 64  # changes per tile that always fit: 1.6 %
 Mirrors = Mapping[str, torch.Tensor]  # int16, in memory that the device can read
+Key = list[tuple[object, ...]]
 
 
 @triton.jit
@@ -152,18 +153,18 @@ def _unpack_tile(found: NDArray[np.int32], first: int, index: Index, ulps: Bits)
 class _Tiles:
     """The table of all tensors on one device, and what the host needs to read the kernels' answer.
 
-    `count`: tiles. `blocks`: int64 [count], the tile's block in its tensor. `ends`: int64 [tensors], tiles of
-    a tensor and all before it.
+    `key`: what the table depends on. `count`: tiles. `blocks`: int64 [count], the tile's block in its tensor.
+    `ends`: int64 [tensors], tiles of a tensor and all before it. `room`: how many changes fit.
     """
 
-    def __init__(self, parts: Sequence[Part], mirrors: Mirrors, device: torch.device) -> None:
+    def __init__(self, key: Key, parts: Sequence[Part], mirrors: Mirrors, device: torch.device) -> None:
         rows = [_entries(part, mirrors[part.name]) for part in parts]
         table = np.concatenate(rows)
         start, stop = table[:, 2], table[:, 3]
         tiles = np.where(stop > start, -(-stop // BLOCK) - start // BLOCK, 0)
         first = np.cumsum(tiles) - tiles
         owner = np.repeat(np.arange(len(table), dtype=np.int32), tiles)
-        self.device, self.count = device, owner.size
+        self.key, self.device, self.count = key, device, owner.size
         self.blocks: Index = (start // BLOCK - first)[owner] + np.arange(self.count)
         of_tensor = np.repeat(np.arange(len(parts)), [len(part) for part in rows])
         self.ends: Index = np.cumsum(np.bincount(of_tensor, tiles, len(parts)).astype(np.int64))
@@ -171,6 +172,11 @@ class _Tiles:
         self.owners = torch.from_numpy(owner).to(device)
         dtypes = np.array([list(KINDS).index(part.tensor.dtype) for part in parts], np.int64)
         self.launches = self._launches(table, owner, dtypes[of_tensor])
+        self.make_room(0)
+
+    def make_room(self, changes: int) -> None:
+        """Expect about as many changes as the last comparison found."""
+        self.room = max(self.count * _ROOM, int(changes) * 5 // 4)
 
     def _launches(
         self, table: Index, owner: NDArray[np.int32], dtypes: Index
@@ -203,18 +209,6 @@ def _entries(part: Part, mirror: torch.Tensor) -> Index:
     return rows
 
 
-class _Table:
-    """The tiles of some parts, for as long as `key` stays the same; `room`: how many changes fit."""
-
-    def __init__(self, key: Sequence[tuple[object, ...]], tiles: _Tiles) -> None:
-        self.key, self.tiles = key, tiles
-        self.make_room(0)
-
-    def make_room(self, changes: int) -> None:
-        """Expect about as many changes as the last comparison found."""
-        self.room = max(self.tiles.count * _ROOM, int(changes) * 5 // 4)
-
-
 @dataclass(frozen=True)
 class Changes:
     """The differences from the mirrors, one patch per part, and the change of the digest.
@@ -235,19 +229,18 @@ class DeviceDiff:
     def __init__(self, device: torch.device) -> None:
         self.side_stream = SideStream(device)
         self._device = device
-        self._tables: dict[str, _Table] = {}  # by the name of the first part
+        self._tables: dict[str, _Tiles] = {}  # by the name of the first part
 
     def find(self, parts: Sequence[Part], mirrors: Mirrors) -> Changes:
         """Find what changed in the parts, of any float dtype and layout; writes nothing."""
         readable = [_readable(part) for part in parts]  # copies stay in memory until they are compared
         with torch.accelerator.device_index(self._device.index):
-            table = self._table(readable, mirrors)
-            tiles = table.tiles
-            book, found, notes = self._compare(table)
+            tiles = self._table(readable, mirrors)
+            book, found, notes = self._compare(tiles)
             if notes[0] > found.numel():
-                table.make_room(notes[0])
-                book, found, notes = self._compare(table)
-            table.make_room(notes[0])
+                tiles.make_room(notes[0])
+                book, found, notes = self._compare(tiles)
+            tiles.make_room(notes[0])
             packed = read(found[: notes[0]]).numpy()
         index, ulps = np.empty(notes[0], np.int64), np.empty(notes[0], np.uint16)
         unpack(notes[TOTALS.value :], packed, tiles.blocks, index, ulps)
@@ -282,23 +275,22 @@ class DeviceDiff:
             for p, bits in zip(patches, parts, strict=True)
         )
 
-    def _table(self, parts: Sequence[Part], mirrors: Mirrors) -> _Table:
+    def _table(self, parts: Sequence[Part], mirrors: Mirrors) -> _Tiles:
         """The last table, if no tensor has moved since."""
-        key = [
+        key: Key = [
             (p.name, p.block, p.tensor.dtype, p.tensor.data_ptr(), mirrors[p.name].data_ptr()) for p in parts
         ]
         table = self._tables.get(parts[0].name)
         if table is None or table.key != key:
-            table = self._tables[parts[0].name] = _Table(key, _Tiles(parts, mirrors, self._device))
+            table = self._tables[parts[0].name] = _Tiles(key, parts, mirrors, self._device)
         return table
 
-    def _compare(self, table: _Table) -> tuple[torch.Tensor, torch.Tensor, Index]:
-        tiles, room = table.tiles, table.room
+    def _compare(self, tiles: _Tiles) -> tuple[torch.Tensor, torch.Tensor, Index]:
         book = torch.zeros(TOTALS.value + tiles.count, dtype=torch.int64, device=self._device)
-        found = torch.empty(room, dtype=torch.int32, device=self._device)
+        found = torch.empty(tiles.room, dtype=torch.int32, device=self._device)
         for dtype, whole, which in tiles.launches:
             given = tiles.entries, tiles.owners, which, inner(self._device), _nan(dtype, self._device)
-            launch(find, which.numel(), *given, book, found, room, kind=KINDS[dtype], whole=whole)
+            launch(find, which.numel(), *given, book, found, tiles.room, kind=KINDS[dtype], whole=whole)
         return book, found, read(book).numpy()
 
 

@@ -8,17 +8,17 @@ leave the GPU. Parameters on the host are cast and compared a chunk at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
 
 from delta_weight_sync import codec, digest
-from delta_weight_sync.codec import Bits, Patch
+from delta_weight_sync.codec import Bits, Index, Patch
 from delta_weight_sync.errors import CodecError
-from delta_weight_sync.publish.parts import Part
 
 if TYPE_CHECKING:  # needs Triton, which only a GPU build of torch installs
     from delta_weight_sync.publish._gpu import Changes, DeviceDiff
@@ -26,6 +26,56 @@ if TYPE_CHECKING:  # needs Triton, which only a GPU build of torch installs
 Place = Literal["host", "device"]
 _CHUNK = 1 << 18  # elements; the cast chunk stays in the cache
 _HELD = 1 << 30  # bytes of gathered or merged tensors that may wait for one comparison
+
+
+@dataclass(frozen=True)
+class Block:
+    """A box of a parameter: the parameter's shape, where the box begins, and its own shape."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Self:
+        """The whole parameter."""
+        return cls(tuple(shape), (0,) * len(shape), tuple(shape))
+
+    @property
+    def at(self) -> tuple[slice, ...]:
+        """The box as an index into the parameter."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.extent, strict=True))
+
+    def stretches(self) -> tuple[Index, int]:
+        """Where the box's stretches of memory begin in the parameter, int64 [n], and their length."""
+        rest = range(1, len(self.shape) + 1)
+        outer = next((d for d in rest if self.extent[d:] == self.shape[d:]), 1) - 1
+        length = math.prod(self.extent[outer:])
+        return self.positions(np.arange(0, math.prod(self.extent), max(1, length))), length
+
+    def positions(self, index: Index) -> Index:
+        """Convert row-major positions in the box to row-major positions in the parameter."""
+        if self.extent == self.shape:
+            return index
+        if self.extent[1:] == self.shape[1:]:  # whole rows, as FSDP2 shards by default
+            return index + self.offset[0] * math.prod(self.shape[1:])
+        inside = np.unravel_index(index, self.extent)
+        where = tuple(i + o for i, o in zip(inside, self.offset, strict=True))
+        return np.ravel_multi_index(where, self.shape).astype(np.int64)
+
+
+class Part(NamedTuple):
+    """What this rank compares of a parameter.
+
+    Attributes:
+        tensor: The elements of the block, in the block's shape.
+        lasting: `tensor` is the parameter's own memory, not a copy made for this sync.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    block: Block
+    lasting: bool
 
 
 @dataclass(frozen=True)
@@ -47,7 +97,6 @@ class Mirror:
     def __init__(self, place: Place = "host") -> None:
         self._place = place
         self._bits: dict[str, torch.Tensor] = {}  # int16, the parameter's shape, contiguous
-        self._shapes: dict[str, tuple[int, ...]] = {}
         self._devices: dict[torch.device, DeviceDiff] = {}
         self._reachable: set[str] = set()  # by the kernels that compare the parameter
         self.digest = 0
@@ -58,7 +107,7 @@ class Mirror:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter."""
-        return dict(self._shapes)
+        return {name: tuple(bits.shape) for name, bits in self._bits.items()}
 
     @property
     def total(self) -> int:
@@ -70,7 +119,6 @@ class Mirror:
         cast = tensor.detach().to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
         bits = cast.view(torch.int16)
         self._bits[name] = bits if self._place == "device" else bits.cpu()
-        self._shapes[name] = tuple(bits.shape)
         self.digest += digest.tensor_digest(name, self._bits[name].cpu().numpy().view(np.uint16))
 
     def bits(self, name: str) -> Bits:
@@ -82,7 +130,7 @@ class Mirror:
 
     def digest_without(self, names: set[str]) -> int:
         """Digest of the parameters that are not in `names`."""
-        return sum(digest.tensor_digest(name, self.bits(name)) for name in self._shapes.keys() - names)
+        return sum(digest.tensor_digest(name, self.bits(name)) for name in self._bits.keys() - names)
 
     def find(self, parts: Iterable[Part]) -> Found:
         """Find what changed in the parts, of any float dtype, since the last sync; writes nothing.
@@ -132,7 +180,7 @@ class Mirror:
             self.digest += self._on(device).take(some, self._bits)
 
     def _check(self, part: Part) -> None:
-        shape, block = self._shapes[part.name], part.block
+        shape, block = tuple(self._bits[part.name].shape), part.block
         if block.shape != shape or block.extent != part.tensor.shape:
             raise CodecError(f"{part.name}: shape changed from {shape} to {block.shape} within a run")
 
@@ -169,7 +217,7 @@ def has_kernels(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
-def diff_flat(old: torch.Tensor, new: torch.Tensor) -> tuple[codec.Index, Bits]:
+def diff_flat(old: torch.Tensor, new: torch.Tensor) -> tuple[Index, Bits]:
     """(index, ulps) where flat bf16 bits `old` (int16) differ from `new` (any float), both on the host."""
     found = []
     for start in range(0, old.numel(), _CHUNK):

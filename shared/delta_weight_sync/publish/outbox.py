@@ -17,7 +17,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -40,7 +40,7 @@ from delta_weight_sync.errors import (
     UndoLogError,
 )
 from delta_weight_sync.prune import Keep
-from delta_weight_sync.publish.mirror import Found, Mirror, Place
+from delta_weight_sync.publish.mirror import Mirror, Place
 from delta_weight_sync.publish.sharding import Weights, own_parts, union
 from delta_weight_sync.publish.shortcuts import Shortcuts
 from delta_weight_sync.publish.writer import RunWriter
@@ -106,7 +106,12 @@ class UndoLog:
 
     def add(self, sync: int, patches: Iterable[Patch]) -> None:
         """Append the next sync and what it changed."""
-        self._steps.append([_change(patch) for patch in patches])
+        step = []
+        for patch in patches:
+            small = patch.numel <= np.iinfo(np.int32).max
+            positions = torch.from_numpy(patch.index.astype(np.int32 if small else np.int64))
+            step.append(_Change(patch.name, positions, torch.from_numpy(patch.ulps.view(np.int16).copy())))
+        self._steps.append(step)
         self.syncs.append(sync)
         if len(self._steps) > self._keep:
             del self._steps[0], self.syncs[0]
@@ -152,18 +157,12 @@ def bf16_bits(weights: torch.Tensor) -> torch.Tensor:
     return weights.detach().view(-1).view(torch.int16)[stride - 1 :: stride]
 
 
-def _change(patch: Patch) -> _Change:
-    small = patch.numel <= np.iinfo(np.int32).max
-    index = torch.from_numpy(patch.index.astype(np.int32 if small else np.int64))
-    return _Change(patch.name, index, torch.from_numpy(patch.ulps.view(np.int16).copy()))
-
-
 @dataclass(frozen=True)
 class PendingUpdate:
     """What one version will hold: the patches since the last published one, and the digest they lead to."""
 
     patches: list[Patch]
-    digest: int
+    digest: str
     sync: int
     created_at: float  # unix seconds
     diff_s: float
@@ -177,52 +176,6 @@ class PendingUpdate:
         """Both updates as one."""
         patches, diff_s = codec.merge(self.patches, later.patches), self.diff_s + later.diff_s
         return PendingUpdate(patches, later.digest, later.sync, later.created_at, diff_s)
-
-
-class PendingUpdates:
-    """The syncs that wait to be published, merged to one update, except that a pinned one stays by itself.
-
-    While a resumed trainer repeats what is in the bucket, they are held back.
-    """
-
-    def __init__(self) -> None:
-        self.repeated = RepeatedSyncs({})
-        self.undo_log: UndoLog | None = None
-        self.held = False
-        self._updates: list[PendingUpdate] = []  # oldest first
-        self._pinned: int | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self._updates) and not self.held
-
-    def newest_first(self) -> Iterator[PendingUpdate]:
-        """All updates, including those that are held back."""
-        return reversed(self._updates)
-
-    def add(self, new: PendingUpdate) -> None:
-        """Add the newest sync."""
-        if self.undo_log:
-            self.undo_log.add(new.sync, new.patches)
-        if self._updates and self._updates[-1].digest != self._pinned:
-            new = self._updates.pop().then(new)
-        self._updates.append(new)
-        self.held = self.repeated.holds_back(new.sync, to_hex(new.digest))
-        if self.held and not any(patch.index.size for patch in new.patches):
-            self._updates.clear()  # these are the newest published bits
-
-    def pin(self, digest: int) -> None:
-        """Let the update with this digest become a version, whatever follows it."""
-        self._pinned = digest
-
-    def pop(self) -> PendingUpdate:
-        """Take the oldest."""
-        return self._updates.pop(0)
-
-    def put_back(self, job: PendingUpdate) -> None:
-        """Return an update that could not be published."""
-        if self._updates and job.digest != self._pinned:
-            job = job.then(self._updates.pop(0))
-        self._updates.insert(0, job)
 
 
 def published_bits(bits: Bits, name: str, pending: Iterable[PendingUpdate | None]) -> Bits:
@@ -244,6 +197,11 @@ class Outbox:
         mirror: Memory of the published bits.
         untrained: Gives the model's other tensors, from the shapes of those in the first sync.
         keep: How much of the run stays in the bucket; None for all of it.
+
+    Attributes:
+        repeated: What a resumed trainer repeats. Meanwhile, its updates are held back.
+        undo_log: Gets the changes of every sync, if it is set.
+        shortcuts: What makes jumps and anchors.
     """
 
     def __init__(
@@ -258,6 +216,8 @@ class Outbox:
     ) -> None:
         self._writer, self._log, self._encoding, self._untrained = writer, log, encoding, untrained
         self.mirror = Mirror(mirror)  # with nothing pending, the newest version
+        self.repeated = RepeatedSyncs({})
+        self.undo_log: UndoLog | None = None
         self._names: set[str] = set()  # tensors of every sync
         self.shortcuts = Shortcuts(writer, encoding, keep)
         try:
@@ -267,7 +227,8 @@ class Outbox:
             raise
         self._anchor = writer.newest.anchor.version if writer.newest else -1  # the newest that was logged
         self._encoded = b""  # the delta file of the version that is being published
-        self.pending = PendingUpdates()
+        self._updates: list[PendingUpdate] = []  # oldest first; merged into one, but a pinned one stays alone
+        self._held = False  # the updates may lead to a version that the bucket has
         self._pinned: tuple[str, Manifest | None] = "", None  # digest, and its version once it is published
         self._busy, self._closed = False, False
         self._failure: BaseException | None = None
@@ -316,9 +277,7 @@ class Outbox:
     def flush(self, timeout_s: float = 600.0) -> Manifest:
         """Wait until every sync is published; returns the newest manifest. Raises as `publish`."""
         with self._changed:
-            idle = self._changed.wait_for(
-                lambda: self._failure or not (self._busy or self.pending), timeout_s
-            )
+            idle = self._changed.wait_for(lambda: self._failure or self._idle(), timeout_s)
         self._raise_failure()
         if not idle or self._writer.newest is None:
             raise TimeoutError(
@@ -337,12 +296,11 @@ class Outbox:
     def pin(self) -> bool:
         """Make the last sync a version of its own; False if it is held back, as the bucket has it already."""
         with self._changed:
-            digest, newest = self.mirror.digest, self._writer.newest
-            there = newest and newest.digest == to_hex(digest) and not (self._busy or self.pending)
-            if self.pending.held and not there:
+            digest, newest = to_hex(self.mirror.digest), self._writer.newest
+            there = newest and newest.digest == digest and self._idle()
+            if self._held and not there:
                 return False
-            self.pending.pin(digest)
-            self._pinned = to_hex(digest), newest if there else None
+            self._pinned = digest, newest if there else None
             return True
 
     def pinned(self) -> Manifest | None:
@@ -353,32 +311,24 @@ class Outbox:
 
     def _resume(self) -> None:
         """Start from the newest version. If it is damaged, the next sync publishes the whole model."""
+        if self._writer.newest is None:
+            return
         try:
-            published = self._writer.resume(self.shortcuts.folder) or {}
+            published = self._writer.reader.checkout(self._writer.newest, self.shortcuts.folder)
         except (ProtocolError, CodecError, ObjectMissingError, SafetensorError) as error:
             _log.warning("the newest version cannot be rebuilt, the next one will be an anchor: %s", error)
             return
         for name, bits in published.items():
             self.mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16))
-        if published and self.version is not None:
-            self.shortcuts.restart(self.version)
+        self.shortcuts.restart(self._writer.newest.version)
+
+    def _idle(self) -> bool:
+        return not self._busy and (self._held or not self._updates)
 
     def _add(self, weights: Weights, sync: int, remote_patches: Callable[[], list[Patch]]) -> None:
         started, created_at = time.perf_counter(), time.time()
-        # Without the lock, because the diff waits until the steps that are queued on a GPU are done.
-        found, remote, patches = self._diff(weights, remote_patches)
-        with self._changed:
-            self.mirror.keep(found)
-            self.mirror.take(remote)
-            diff_s = time.perf_counter() - started
-            self.pending.add(PendingUpdate(patches, self.mirror.digest, sync, created_at, diff_s))
-            self._changed.notify_all()
-
-    def _diff(
-        self, weights: Weights, remote_patches: Callable[[], list[Patch]]
-    ) -> tuple[Found, list[Patch], list[Patch]]:
-        """What this rank found, what the others found, and both by tensor; only reads the mirror."""
         by_name: dict[str, list[Patch]] = {}
+        # Without the lock, because the diff waits until the steps that are queued on a GPU are done.
         found = self.mirror.find(own_parts(weights, self.mirror.shapes, by_name))
         self._names = self._names or set(by_name)
         if missing := self._names - by_name.keys():
@@ -386,7 +336,21 @@ class Outbox:
         remote = remote_patches()
         for patch in (*found.patches, *remote):
             by_name[patch.name].append(patch)
-        return found, remote, [patch for parts in by_name.values() for patch in union(parts)]
+        patches = [patch for parts in by_name.values() for patch in union(parts)]
+        with self._changed:
+            self.mirror.keep(found)
+            self.mirror.take(remote)
+            diff_s = time.perf_counter() - started
+            new = PendingUpdate(patches, to_hex(self.mirror.digest), sync, created_at, diff_s)
+            if self.undo_log:
+                self.undo_log.add(sync, patches)
+            if self._updates and self._updates[-1].digest != self._pinned[0]:
+                new = self._updates.pop().then(new)
+            self._updates.append(new)
+            self._held = self.repeated.holds_back(sync, new.digest)
+            if self._held and not any(patch.index.size for patch in new.patches):
+                self._updates.clear()  # these are the newest published bits
+            self._changed.notify_all()
 
     def _publish_base(self, weights: Weights, sync: int) -> None:
         started, created_at = time.perf_counter(), time.time()
@@ -395,38 +359,28 @@ class Outbox:
         self._names = set(self.mirror.shapes)
         for name, bits in self._untrained(self.mirror.shapes) if self._untrained else ():
             self.mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16))
-        base = PendingUpdate([], self.mirror.digest, sync, created_at, time.perf_counter() - started)
+        base = PendingUpdate([], to_hex(self.mirror.digest), sync, created_at, time.perf_counter() - started)
         version = 0 if self.version is None else self.version + 1
         self._write(self.shortcuts.path)
         self._commit(base, None, self._writer.put_anchor(version, self.shortcuts.path), 0.0)
         self.shortcuts.restart(version)
 
     def _run(self) -> None:
-        while job := self._next():
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._closed or (self._updates and not self._held and not self._failure)
+                )
+                if self._closed:
+                    return
+                self._busy, job = True, self._updates.pop(0)
             try:
-                self._attempt(job)
+                self._publish(job)
             except Exception as error:  # noqa: BLE001 - raised again in the trainer's thread
                 self._failure = error
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
-
-    def _attempt(self, job: PendingUpdate) -> None:
-        try:
-            self._publish(job)
-        except (AccessDeniedError, BucketMissingError):
-            raise  # a retry does not help
-        except BucketError as error:
-            _log.warning("not published yet: %s; trying again", error)
-            self._settle(job)
-
-    def _next(self) -> PendingUpdate | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or (self.pending and not self._failure))
-            if self._closed:
-                return None
-            self._busy = True
-            return self.pending.pop()
 
     def _publish(self, job: PendingUpdate) -> None:
         version, started = (self.version or 0) + 1, time.perf_counter()
@@ -435,8 +389,14 @@ class Outbox:
             job.patches, old, base=version - 1, version=version, encoding=self._encoding
         )
         encode_s = time.perf_counter() - started
-        delta = self._writer.put_delta(version, self._encoded, sum(p.index.size for p in job.patches))
-        self._commit(job, delta, None, encode_s)
+        try:
+            delta = self._writer.put_delta(version, self._encoded, sum(p.index.size for p in job.patches))
+            self._commit(job, delta, None, encode_s)
+        except (AccessDeniedError, BucketMissingError):
+            raise  # a retry does not help
+        except BucketError as error:
+            _log.warning("not published yet: %s; trying again", error)
+            self._settle(job)
 
     def _write(self, path: Path) -> None:
         """Write the published weights as a file. A sync at the same time waits for the copy of one tensor."""
@@ -445,7 +405,7 @@ class Outbox:
     def _before(self, job: PendingUpdate | None, name: str) -> Bits:
         """A tensor's bits without the pending updates, and without `job`."""
         with self._changed:
-            return published_bits(self.mirror.bits(name), name, [*self.pending.newest_first(), job])
+            return published_bits(self.mirror.bits(name), name, [*reversed(self._updates), job])
 
     def _settle(self, job: PendingUpdate) -> None:
         """After a failure, finish the version if it was decided; otherwise send its changes with the next."""
@@ -456,13 +416,15 @@ class Outbox:
                     self._report(manifest, job, 0.0)
                     return
                 with self._changed:
-                    self.pending.put_back(job)
+                    if self._updates and job.digest != self._pinned[0]:
+                        job = job.then(self._updates.pop(0))
+                    self._updates.insert(0, job)
                 return
 
     def _commit(
         self, job: PendingUpdate, delta: DeltaRef | None, anchor: AnchorRef | None, encode_s: float
     ) -> None:
-        digest, total = to_hex(job.digest), self.mirror.total
+        digest, total = job.digest, self.mirror.total
         manifest = self._writer.commit(
             delta, anchor, digest=digest, sync=job.sync, total=total, created_at=job.created_at
         )

@@ -24,11 +24,11 @@ from delta_weight_sync.reader import RunReader, split_run
 from delta_weight_sync.records import Manifest
 from delta_weight_sync.resume._state import (
     FoundState,
+    Snapshot,
     Stateful,
     StateRecord,
     StateSaver,
     find_state,
-    take_snapshot,
 )
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.signing import writer_keys
@@ -135,7 +135,7 @@ class Publisher:
     @property
     def repeated_sync(self) -> int:
         """The newest sync that this trainer and the run's earlier one did alike; 0 if there is none."""
-        return self._outbox.pending.repeated.newest if self._outbox else 0
+        return self._outbox.repeated.newest if self._outbox else 0
 
     def publish_base(self, weights: Weights, step: int = 0) -> None:
         """Publish version 0 of a new run; a run that has versions must be of this model.
@@ -155,7 +155,7 @@ class Publisher:
         with self._peers.fail_together(parts):
             if self._outbox:
                 self._outbox.publish(parts, step)
-                self._outbox.pending.repeated = RepeatedSyncs({step: self._outbox.flush().digest})
+                self._outbox.repeated = RepeatedSyncs({step: self._outbox.flush().digest})
             else:
                 for _ in parts:
                     pass
@@ -192,7 +192,7 @@ class Publisher:
         """
         if self._outbox is None:
             raise ConfigError("only the main rank can keep an undo log: call `keep_undo_log` if `is_main`")
-        self._outbox.pending.undo_log = log = UndoLog(self.sync, syncs)
+        self._outbox.undo_log = log = UndoLog(self.sync, syncs)
         return log
 
     def find_state(self) -> StateRecord | None:
@@ -226,8 +226,8 @@ class Publisher:
         found, self._found = self._found, None
         assert found is not None
         live = dict(weights)
-        found.restore(live.items(), optimizer, others)
-        if found.files.published_whole and self.digest(live.items()) != found.record.digest:
+        found.restore(live, optimizer, others)
+        if found.published_whole and self.digest(live.items()) != found.record.digest:
             raise StateError(
                 f"the restored weights are not those of version {found.record.version}: call `save_state`"
                 " right after `publish`"
@@ -264,7 +264,7 @@ class Publisher:
         if not all(self._peers.exchange(ready)):
             return False
         with self._peers.fail_together():
-            snapshot = take_snapshot(weights, self._published, optimizer, others, main=self._peers.main)
+            snapshot = Snapshot(weights, self._published, optimizer, others, main=self._peers.main)
         first = self.resumed_from is None and not self._saver.used
         self._saver.save(snapshot, self.sync, extra or {})
         if first:

@@ -10,24 +10,58 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 from collections.abc import Container, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.codec import Bits, Index, Patch
 from delta_weight_sync.digest import change_digest
 from delta_weight_sync.errors import CodecError, PeerError
-from delta_weight_sync.publish.mirror import Mirror, Place
-from delta_weight_sync.publish.parts import Block, Part, is_block, local, own_block
+from delta_weight_sync.publish.mirror import Block, Mirror, Part, Place
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 _TIMEOUT = datetime.timedelta(hours=2)  # rank 0 uploads the base and waits for a replica in the meantime
 _CHUNK = 1 << 20  # elements that are hashed at a time
+
+
+def own_block(tensor: torch.Tensor, *, main: bool) -> Block | None:
+    """The block of a parameter that this rank diffs; None if another rank diffs it.
+
+    The main rank diffs tensors that every rank holds in full. If a mesh dimension holds copies of a block,
+    its first rank diffs it.
+    """
+    if not is_block(tensor):
+        return Block.whole(tensor.shape) if main else None
+    here = tensor.device_mesh.get_coordinate() or ()
+    is_copy = any(p.is_replicate() and at for p, at in zip(tensor.placements, here, strict=False))
+    block = held_block(tensor)
+    return None if is_copy or not math.prod(block.extent) else block
+
+
+def held_block(tensor: torch.Tensor) -> Block:
+    """The block of a parameter on this rank, for a tensor that is whole or `is_block`."""
+    if not isinstance(tensor, DTensor):
+        return Block.whole(tensor.shape)
+    place = tensor.device_mesh, tensor.placements
+    extent, offset = compute_local_shape_and_global_offset(tensor.shape, *place)
+    return Block(tuple(tensor.shape), offset, extent)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a parameter on this rank, without a gradient."""
+    return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def is_block(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Whether each rank holds a plain block, not a strided or partial one; all ranks agree."""
+    return isinstance(tensor, DTensor) and all(type(p) in (Shard, Replicate) for p in tensor.placements)
 
 
 class Shards:
@@ -162,8 +196,18 @@ class Peers:
 
     def receive(self) -> list[Patch]:
         """On rank 0: what the other ranks found."""
-        tables = self.exchange([])
-        return [patch for rank, table in enumerate(tables) if table for patch in self._from(rank, table)]
+        patches: list[Patch] = []
+        for rank, table in enumerate(self.exchange([])):
+            if not table:
+                continue
+            ends = np.cumsum([count for _, _, count in table])
+            index, ulps = np.empty(ends[-1], np.int64), np.empty(ends[-1], np.uint16)
+            with _lost_contact():
+                for column in (index, ulps) if index.size else ():
+                    dist.recv(_wire(column), rank, group=self._group)
+            columns = zip(table, np.split(index, ends[:-1]), np.split(ulps, ends[:-1]), strict=True)
+            patches += [Patch(name, shape, at, change) for (name, shape, _), at, change in columns]
+        return patches
 
     def share(self, bits: Bits | None, shape: Sequence[int]) -> Bits:
         """Rank 0's `bits`, uint16 of `shape`, on every rank."""
@@ -174,15 +218,6 @@ class Peers:
         with _lost_contact():
             dist.broadcast(_wire(column.reshape(-1)), 0, group=self._group)
         return column
-
-    def _from(self, rank: int, table: list[tuple[str, tuple[int, ...], int]]) -> list[Patch]:
-        ends = np.cumsum([count for _, _, count in table])
-        index, ulps = np.empty(ends[-1], np.int64), np.empty(ends[-1], np.uint16)
-        with _lost_contact():
-            for column in (index, ulps) if index.size else ():
-                dist.recv(_wire(column), rank, group=self._group)
-        columns = zip(table, np.split(index, ends[:-1]), np.split(ulps, ends[:-1]), strict=True)
-        return [Patch(name, shape, at, change) for (name, shape, _), at, change in columns]
 
 
 def _wire(column: Index | Bits) -> torch.Tensor:

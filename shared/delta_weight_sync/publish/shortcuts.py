@@ -105,23 +105,19 @@ class Shortcuts:
 
     def restart(self, version: int, write: Callable[[Path], object] | None = None) -> None:
         """Begin at the newest version, whose weights are at `path` or are written there by `write`."""
-        try:
-            if write:
+        if write:
+            try:
                 write(self.path)
-        except OSError as error:
-            self._complain(error)
-            return
+            except OSError as error:
+                self._complain(error)
+                return
         self._version = version
         for start in self._starts:
             start.version = -1
         self.lost = False
 
     def add(
-        self,
-        manifest: Manifest,
-        patches: Sequence[Patch],
-        delta: bytes,
-        write: Callable[[Path], object],
+        self, manifest: Manifest, patches: Sequence[Patch], delta: bytes, write: Callable[[Path], object]
     ) -> None:
         """A version was published: its patches, the same as a delta file, and what writes its weights."""
         if self.lost and manifest.version % _RESTART_EVERY == 0 and self.idle(0):
@@ -160,30 +156,25 @@ class Shortcuts:
         self._scratch.cleanup()
 
     def _run(self) -> None:
-        while published := self._next():
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._published)
+                if self._closed:
+                    return
+                self._busy = True
+                manifest, change = self._published.popleft()
+                self._waiting -= 0 if isinstance(change, Path) else nbytes(change)
             try:
-                self._follow(*published)
-            except _ClosedError:
-                return
+                self._follow(manifest, change)
             except BucketError as error:  # tried again with the next version
                 self._complain(error)
             except Exception as error:  # noqa: BLE001 - the run continues without shortcuts
                 with self._changed:
                     self._lose(error)
-            del published  # its patches
+            del change  # its patches
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
-
-    def _next(self) -> tuple[Manifest, Sequence[Patch] | Path] | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._published)
-            if self._closed:
-                return None
-            self._busy = True
-            manifest, change = self._published.popleft()
-            self._waiting -= 0 if isinstance(change, Path) else nbytes(change)
-            return manifest, change
 
     def _lose(self, error: Exception) -> None:
         self.lost, self._waiting = True, 0
@@ -202,12 +193,11 @@ class Shortcuts:
                 start.begin(self._version, self.path)
             start.add(patches, self.path, _budget(manifest))
         bits = map_bits(self.path, "r+")
+        for patch in patches or ():
+            codec.apply(patch, bits[patch.name])
         if isinstance(change, Path):
             apply_delta(bits, change)
             change.unlink()
-        else:
-            for patch in change:
-                codec.apply(patch, bits[patch.name])
         self._version = manifest.version
         if len(self._published) > _BEHIND:
             return
@@ -229,13 +219,13 @@ class Shortcuts:
             nonlocal changed
             for patch in patches:
                 if self._closed:
-                    raise _ClosedError
+                    raise RuntimeError("the publisher ends, and no manifest would name this jump")
                 changed += patch.index.size
                 yield patch
 
-        span = {"base": start.version, "version": self._version}
-        data = codec.encode(counted(), old, encoding=self._encoding, **span)
-        self._writer.add_jump(start.version, self._version, data, changed)
+        base, version = start.version, self._version
+        data = codec.encode(counted(), old, base=base, version=version, encoding=self._encoding)
+        self._writer.add_jump(base, version, data, changed)
         start.begin(self._version, self.path)
 
     def _prune(self, newest: Manifest) -> None:
@@ -252,10 +242,6 @@ class Shortcuts:
             self._came = survey.kept + survey.freed - self._stayed if self._stayed else 0
             self._stayed = survey.kept
             prune(self._writer.bucket, survey)
-
-
-class _ClosedError(Exception):
-    """The publisher ends."""
 
 
 def nbytes(patches: Iterable[Patch]) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from delta_weight_sync.checkpoint import WEIGHTS, Bits
+from delta_weight_sync.checkpoint import WEIGHTS
 from delta_weight_sync.errors import BucketError, FencedError, ObjectMissingError, ProtocolError
 from delta_weight_sync.reader import Kind, Problems, RunReader
 from delta_weight_sync.records import (
@@ -40,45 +40,6 @@ class _Pending(NamedTuple):
 
     jumps: tuple[DeltaRef, ...] = ()
     anchor: AnchorRef | None = None
-
-
-class _DamageCheck:
-    """Whether the files of the newest version are still in the bucket as they were published.
-
-    One listing now and then. Only the files besides the weights are read, once; the writer has written or
-    read the others itself.
-    """
-
-    def __init__(self, reader: RunReader) -> None:
-        self._reader = reader
-        self._seen: dict[str, ObjectInfo | None] = {}  # files of the newest version, as they were listed
-        self._at = 0  # the last version without damage
-
-    def finds_damage(self, newest: Manifest) -> bool:
-        """Whether a file of the newest version is gone or has changed; asked again until none is."""
-        if newest.version < self._at + _EVERY:
-            return False
-        there = {info.key: info for info in self._reader.bucket.list(self._reader.keys.folder)}
-        files = newest.recipe().files
-        seen = {file.key: there.get(file.key) for file in files}
-        damaged = any(self._is_damaged(file, seen[file.key]) for file in files)
-        if not damaged:
-            self._seen, self._at = seen, newest.version
-        return damaged
-
-    def _is_damaged(self, file: FileRef, now: ObjectInfo | None) -> bool:
-        if now is None or now.size != file.size:
-            return True
-        if before := self._seen.get(file.key):
-            return now.etag != before.etag
-        if isinstance(file, DeltaRef) or file.name == WEIGHTS:
-            return False
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                self._reader.fetch(file, Path(folder))
-        except (ProtocolError, ObjectMissingError):
-            return True
-        return False
 
 
 class RunWriter:
@@ -111,11 +72,10 @@ class RunWriter:
         self._decided: Manifest | None = None  # the next version, until the store has taken it
         self._lock = threading.Lock()
         self._pending = self._considered = _Pending()  # what was pending when that version was decided
-        self._damage = _DamageCheck(self.reader)
+        self._listed: dict[str, ObjectInfo | None] = {}  # files of the newest version, when they were checked
+        self._intact = 0  # the last version whose files were all as they were published
         self._started = time.time()
-        self.on_version: Callable[[Manifest], object] = lambda _: (
-            None
-        )  # called with each version once it is real
+        self.on_version: Callable[[Manifest], object] | None = None  # called once a version is real
         self.newest: Manifest | None = None
         others = self.reader.writers()
         self.writer = Writer.after(others)
@@ -149,25 +109,53 @@ class RunWriter:
         last = self.reader.rebuild_head(Writer(head.writer_term, head.writer))
         return self.reader.resolve(last if last and last.rank > head.rank else head)
 
-    def resume(self, folder: Path) -> dict[str, Bits] | None:
-        """The weights of the newest version, also written to `folder`; None if the run has no version yet."""
-        return self.reader.checkout(self.newest, folder) if self.newest else None
-
     def anchor_is_due(self) -> bool:
         """Whether a new anchor pays, because a new replica would fetch too much after the newest one."""
         newest, (jumps, anchor) = self.newest, self._pending
         if newest is None or anchor:
             return False
-        if self._damage.finds_damage(newest):
+        if self._finds_damage(newest):
             self._asset_refs = []  # the next anchor stores these files again
             return True
         recipe = cheapest_recipe(newest.anchor, (*newest.deltas, *newest.jumps, *jumps), newest.version, None)
         behind = recipe.deltas if recipe else ()
         return sum(d.size for d in behind) > ANCHOR_PAYS * newest.full_bytes or len(behind) >= MAX_FILES
 
+    def _finds_damage(self, newest: Manifest) -> bool:
+        """Whether a file of the newest version is gone or has changed; asked again until none is.
+
+        One listing now and then. Only the files besides the weights are read, once; the writer has written or
+        read the others itself.
+        """
+        if newest.version < self._intact + _EVERY:
+            return False
+        there = {info.key: info for info in self.bucket.list(self.keys.folder)}
+        files = newest.recipe().files
+        listed = {file.key: there.get(file.key) for file in files}
+        damaged = any(self._is_damaged(file, listed[file.key]) for file in files)
+        if not damaged:
+            self._listed, self._intact = listed, newest.version
+        return damaged
+
+    def _is_damaged(self, file: FileRef, now: ObjectInfo | None) -> bool:
+        if now is None or now.size != file.size:
+            return True
+        if before := self._listed.get(file.key):
+            return now.etag != before.etag
+        if isinstance(file, DeltaRef) or file.name == WEIGHTS:
+            return False
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                self.reader.fetch(file, Path(folder))
+        except (ProtocolError, ObjectMissingError):
+            return True
+        return False
+
     def put_anchor(self, version: int, weights_file: Path) -> AnchorRef:
         """Store every tensor of `version` in full, with the files that make it a checkpoint."""
-        weights = self._put_file(weights_file, self.keys.anchor(version, self.writer, weights_file.name))
+        weights = put_file(
+            self.bucket, weights_file, self.keys.anchor(version, self.writer, weights_file.name)
+        )
         self._asset_refs = self._asset_refs or self._put_assets(version)
         return AnchorRef(version=version, files=(weights, *self._asset_refs))
 
@@ -176,7 +164,7 @@ class RunWriter:
             known = self.newest.anchor.files if self.newest else ()
             return [file for file in known if not file.name.endswith(".safetensors")]
         return [
-            self._put_file(path, self.keys.anchor(version, self.writer, path.name))
+            put_file(self.bucket, path, self.keys.anchor(version, self.writer, path.name))
             for path in sorted(self.assets.iterdir())
             if path.is_file() and path.suffix != ".safetensors"
         ]
@@ -275,7 +263,8 @@ class RunWriter:
             jumps = tuple(jump for jump in self._pending.jumps if jump not in self._considered.jumps)
             anchor = self._pending.anchor
             self._pending = _Pending(jumps, None if anchor == self._considered.anchor else anchor)
-        self.on_version(manifest)
+        if self.on_version:
+            self.on_version(manifest)
         return manifest
 
     def _require_ownership(self) -> None:
@@ -304,12 +293,14 @@ class RunWriter:
             self._require_ownership()  # a successor may have removed it before the store showed it
             raise
 
-    def _put_file(self, path: Path, key: str) -> FileRef:
-        with path.open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        self.bucket.put(key, path)
-        return FileRef(key=key, size=path.stat().st_size, sha256=sha256)
-
     def _reference(self, manifest: Manifest) -> FileRef:
         writer = Writer(manifest.writer_term, manifest.writer)
         return reference(self.keys.manifest(manifest.version, writer), manifest)
+
+
+def put_file(bucket: Bucket, path: Path, key: str) -> FileRef:
+    """Store a local file, and pin it by its content."""
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    bucket.put(key, path)
+    return FileRef(key=key, size=path.stat().st_size, sha256=sha256)

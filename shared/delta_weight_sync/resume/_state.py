@@ -20,28 +20,25 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from delta_weight_sync.codec import Bits
 from delta_weight_sync.errors import CodecError, ObjectMissingError, ProtocolError, StateError
 from delta_weight_sync.publish.outbox import Outbox, RepeatedSyncs
-from delta_weight_sync.publish.parts import held_block, is_block, local
-from delta_weight_sync.publish.sharding import Peers, Weights
-from delta_weight_sync.publish.writer import RunWriter
+from delta_weight_sync.publish.sharding import Peers, Weights, held_block, is_block, local
+from delta_weight_sync.publish.writer import RunWriter, put_file
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import Count, Digest, FileRef, Manifest, Sealed, Time, Writer
 from delta_weight_sync.resume import optimizer as parts
-from delta_weight_sync.resume._files import write_tensors
 from delta_weight_sync.resume.optimizer import Tensors, as_json, to_host
 
-PublishedBits = Callable[[str, torch.Size], Bits]
 _NOTE = {"weights", "optimizer", "random", "others"}
 _LOW, _PUBLISHED, _WHOLE = "low", "published", "whole"  # how a weight is saved
 _DTYPES = {_LOW: torch.float32, _PUBLISHED: torch.bfloat16}
@@ -126,7 +123,11 @@ class StateSaver:
         if manifest is None:
             return
         name = self._reader.keys.state(manifest.version, sync, Writer(manifest.writer_term, manifest.writer))
-        refs = self._peers.exchange(self._put(snapshot, f"{name}/rank-{self._peers.rank}.safetensors"))
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "state"
+            snapshot.write(path)
+            own_file = put_file(self._reader.bucket, path, f"{name}/rank-{self._peers.rank}.safetensors")
+        refs = self._peers.exchange(own_file)
         if self._writer:
             record = StateRecord(
                 run=manifest.run,
@@ -141,13 +142,6 @@ class StateSaver:
             self._reader.bucket.put(f"{name}.json", self._writer.signed(record).to_bytes())
             _prune(self._reader, name)
 
-    def _put(self, snapshot: Snapshot, key: str) -> FileRef:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "state"
-            sha256 = snapshot.write(path)
-            self._reader.bucket.put(key, path)
-            return FileRef(key=key, size=path.stat().st_size, sha256=sha256)
-
 
 def _prune(reader: RunReader, newest: str) -> None:
     """Delete all states before the one that precedes `newest`, the name of a whole state; records first."""
@@ -159,47 +153,44 @@ def _prune(reader: RunReader, newest: str) -> None:
         reader.bucket.delete([key for key in gone if not key.endswith(".json")])
 
 
-@dataclass
 class Snapshot:
-    """One rank's copies, on the host: float32 `masters` by name, other tensors, and a `note` of JSON."""
+    """Copies of one rank's part of the state, on the host; `published` are the names in versions.
 
-    masters: Tensors
-    tensors: Tensors
-    note: dict[str, Any]
+    Raises `StateError` if a value cannot be saved.
+    """
 
-    def write(self, path: Path) -> str:
-        """Write a `.safetensors` file and free the masters on the way; returns the sha256."""
-        for name in list(self.masters):
-            rest = parts.split(self.masters.pop(name).reshape(-1).numpy())
-            self.tensors[f"low/{name}"] = torch.from_numpy(rest.low.view(np.int16))
+    def __init__(
+        self,
+        weights: Weights,
+        published: Container[str],
+        optimizer: torch.optim.Optimizer,
+        others: dict[str, Stateful],
+        *,
+        main: bool,
+    ) -> None:
+        kinds: dict[str, tuple[str, list[int]]] = {}
+        copies: dict[str, Tensors] = {_LOW: {}, _WHOLE: {}}
+        for name, tensor in weights:
+            kind = _kind(name, tensor, published)
+            kinds[name] = kind, list(tensor.shape)
+            if kind in copies and (main or isinstance(tensor, DTensor)):
+                copies[kind][name] = to_host(tensor, name)
+        moments, optimizer_note = parts.take_optimizer(optimizer, main=main)
+        random, random_note = parts.take_random_state()
+        states = {name: as_json(other.state_dict(), f"the {name}") for name, other in others.items()}
+        self._masters = copies[_LOW]
+        self._tensors = {f"whole/{n}": tensor for n, tensor in copies[_WHOLE].items()} | moments | random
+        self._note = {"weights": kinds, "optimizer": optimizer_note, "random": random_note, "others": states}
+
+    def write(self, path: Path) -> None:
+        """Write a `.safetensors` file, and free the masters on the way."""
+        for name in list(self._masters):
+            rest = parts.split(self._masters.pop(name).reshape(-1).numpy())
+            self._tensors[f"low/{name}"] = torch.from_numpy(rest.low.view(np.int16))
             if rest.odd.size:
-                self.tensors[f"index/{name}"] = torch.from_numpy(rest.odd)
-                self.tensors[f"words/{name}"] = torch.from_numpy(rest.words.view(np.int32))
-        return write_tensors(self.tensors, json.dumps(self.note), path)
-
-
-def take_snapshot(
-    weights: Weights,
-    published: Container[str],
-    optimizer: torch.optim.Optimizer,
-    others: dict[str, Stateful],
-    *,
-    main: bool,
-) -> Snapshot:
-    """Copy this rank's part of the state; `published`: names in versions. Raises `StateError`."""
-    kinds: dict[str, tuple[str, list[int]]] = {}
-    copies: dict[str, Tensors] = {_LOW: {}, _WHOLE: {}}
-    for name, tensor in weights:
-        kind = _kind(name, tensor, published)
-        kinds[name] = kind, list(tensor.shape)
-        if kind in copies and (main or isinstance(tensor, DTensor)):
-            copies[kind][name] = to_host(tensor, name)
-    moments, optimizer_note = parts.take_optimizer(optimizer, main=main)
-    random, random_note = parts.take_random_state()
-    whole = {f"whole/{name}": tensor for name, tensor in copies[_WHOLE].items()}
-    states = {name: as_json(other.state_dict(), f"the {name}") for name, other in others.items()}
-    note = {"weights": kinds, "optimizer": optimizer_note, "random": random_note, "others": states}
-    return Snapshot(copies[_LOW], whole | moments | random, note)
+                self._tensors[f"index/{name}"] = torch.from_numpy(rest.odd)
+                self._tensors[f"words/{name}"] = torch.from_numpy(rest.words.view(np.int32))
+        save_file(self._tensors, path, {"note": json.dumps(self._note)})
 
 
 def _kind(name: str, tensor: torch.Tensor, published: Container[str]) -> str:
@@ -210,49 +201,50 @@ def _kind(name: str, tensor: torch.Tensor, published: Container[str]) -> str:
     return _WHOLE
 
 
-class StateFiles:
-    """The state files of this rank and of the main rank, which holds what all ranks share."""
+class FoundState:
+    """A whole state in local files: those of this rank and of the `main` rank, which holds what all share.
 
-    def __init__(self, path: Path, main: Path) -> None:
-        """Raises `ProtocolError` for a file that is not a state."""
-        self.note = _note(path)
-        self._main = _note(main)
+    `bits` gives the weights of the state's version, on the main rank. Raises `ProtocolError` for a file that
+    is not a state.
+    """
+
+    def __init__(
+        self, record: StateRecord, peers: Peers, path: Path, main: Path, bits: Callable[[str], Bits] | None
+    ) -> None:
+        self.record, self._peers, self._bits = record, peers, bits
+        self._note, self._main = _note(path), _note(main)
         self._files = list(dict.fromkeys((main, path)))
 
     @property
     def published_whole(self) -> bool:
         """Whether the version holds every weight of the state."""
-        return all(kind != _WHOLE for kind, _ in self.note["weights"].values())
+        return all(kind != _WHOLE for kind, _ in self._note["weights"].values())
 
     def restore(
-        self,
-        weights: Weights,
-        published: PublishedBits,
-        optimizer: torch.optim.Optimizer,
-        others: dict[str, Stateful],
+        self, live: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, others: dict[str, Stateful]
     ) -> None:
-        """Restore the state; every rank calls `published` for the full bits of each weight.
-
-        Raises `StateError` if the model, the optimizer or the others are not those that were saved.
-        """
-        live = dict(weights)
-        self._require_same(live, others)
-        tensors: Tensors = {}  # this rank's replace the main rank's
-        for path in self._files:
-            with safe_open(path, framework="pt") as file:
-                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        with torch.no_grad():
-            for name, tensor in live.items():
-                self._restore_weight(name, tensor, tensors, published)
-        own, main = self.note["optimizer"], self._main["optimizer"]
-        merged = {"values": main["values"] | own["values"], "on_host": {*main["on_host"], *own["on_host"]}}
-        parts.put_optimizer(optimizer, tensors, own | merged)
-        for name, other in others.items():
-            other.load_state_dict(self.note["others"][name])
-        parts.put_random_state(tensors, self.note["random"])
+        """Restore the state on all ranks alike; raises `StateError` if it does not fit this trainer."""
+        with self._peers.fail_together():
+            self._require_same(live, others)
+            tensors: Tensors = {}  # this rank's replace the main rank's
+            for path in self._files:
+                with safe_open(path, framework="pt") as file:
+                    tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            with torch.no_grad():
+                for name, tensor in live.items():
+                    self._restore_weight(name, tensor, tensors)
+            own, main = self._note["optimizer"], self._main["optimizer"]
+            merged = {
+                "values": main["values"] | own["values"],
+                "on_host": {*main["on_host"], *own["on_host"]},
+            }
+            parts.put_optimizer(optimizer, tensors, own | merged)
+            for name, other in others.items():
+                other.load_state_dict(self._note["others"][name])
+            parts.put_random_state(tensors, self._note["random"])
 
     def _require_same(self, live: dict[str, torch.Tensor], others: dict[str, Stateful]) -> None:
-        kinds = self.note["weights"]
+        kinds = self._note["weights"]
         if strange := live.keys() ^ kinds.keys():
             where = "only in the model" if min(strange) in live else "only in the state"
             raise StateError(f"{min(strange)} is {where}: train the model that was saved, or start again")
@@ -267,19 +259,18 @@ class StateFiles:
                 raise StateError(
                     f"{name} was {then} when the state was saved and is {now}: use --dtype {then}"
                 )
-        if strange := others.keys() ^ self.note["others"].keys():
+        if strange := others.keys() ^ self._note["others"].keys():
             raise StateError(
                 f"the state was saved with another {min(strange)}: use the old one, or start again"
             )
 
-    def _restore_weight(
-        self, name: str, tensor: torch.Tensor, tensors: Tensors, published: PublishedBits
-    ) -> None:
-        own, kind = local(tensor), self.note["weights"][name][0]
+    def _restore_weight(self, name: str, tensor: torch.Tensor, tensors: Tensors) -> None:
+        own, kind = local(tensor), self._note["weights"][name][0]
         if kind == _WHOLE:
             new = tensors[f"whole/{name}"]
         else:
-            bits = np.array(published(name, tensor.shape)[held_block(tensor).at], order="C")
+            published = self._peers.share(self._bits(name) if self._bits else None, tensor.shape)
+            bits = np.array(published[held_block(tensor).at], order="C")
             new = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
             if kind == _LOW:
                 new = _master(name, bits, tensors)
@@ -313,27 +304,6 @@ def _other_layout(name: str) -> StateError:
     return StateError(f"{name} is not sharded as it was when it was saved: start as many processes")
 
 
-@dataclass(frozen=True)
-class FoundState:
-    """A whole state in local files; `bits` gives the weights of its version, on the main rank."""
-
-    record: StateRecord
-    peers: Peers
-    files: StateFiles
-    bits: Callable[[str], Bits] | None
-
-    def restore(
-        self, weights: Weights, optimizer: torch.optim.Optimizer, others: dict[str, Stateful]
-    ) -> None:
-        """Restore the state on all ranks alike; raises `StateError` if it does not fit this trainer."""
-
-        def published(name: str, shape: torch.Size) -> Bits:
-            return self.peers.share(self.bits(name) if self.bits else None, shape)
-
-        with self.peers.fail_together():
-            self.files.restore(weights, published, optimizer, others)
-
-
 def find_state(reader: RunReader, outbox: Outbox | None, peers: Peers, folder: Path) -> FoundState | None:
     """Find the newest state that a run can resume from, with its objects in `folder`; None for a new run.
 
@@ -351,7 +321,7 @@ def find_state(reader: RunReader, outbox: Outbox | None, peers: Peers, folder: P
             found = _fetched(reader, outbox, record, peers, folder)
         if all(peers.exchange(found is not None)):
             if outbox:
-                outbox.pending.repeated = RepeatedSyncs(_repeated(record, later))
+                outbox.repeated = RepeatedSyncs(_repeated(record, later))
             return found
     with peers.fail_together():
         newest = reader.newest() if outbox else None
@@ -361,7 +331,7 @@ def find_state(reader: RunReader, outbox: Outbox | None, peers: Peers, folder: P
                 " start again from the base (`--fresh`), or from a checkout of the newest version"
             )
         if newest and outbox:
-            outbox.pending.repeated = RepeatedSyncs({newest.sync: newest.digest})
+            outbox.repeated = RepeatedSyncs({newest.sync: newest.digest})
     return None
 
 
@@ -404,14 +374,14 @@ def _fetched(
 ) -> FoundState | None:
     try:
         own = reader.fetch(record.ranks[peers.rank], folder)
-        files = StateFiles(own, own if peers.main else reader.fetch(record.ranks[0], folder))
+        main = own if peers.main else reader.fetch(record.ranks[0], folder)
         bits: Callable[[str], Bits] | None = None
         if outbox and outbox.mirror and record.version == outbox.version:
             bits = outbox.mirror.bits
         elif outbox:
             manifest = next(manifest for manifest in reader.versions() if manifest.version == record.version)
             bits = reader.checkout(manifest, folder / "version").__getitem__
+        return FoundState(record, peers, own, main, bits)
     except _DAMAGED as error:
         _log.warning("the state of version %d is skipped: %s", record.version, error)
         return None
-    return FoundState(record, peers, files, bits)

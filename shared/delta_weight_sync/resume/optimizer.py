@@ -23,10 +23,17 @@ from torch.distributed.tensor import DTensor
 from delta_weight_sync.checkpoint import Bits, to_nearest
 from delta_weight_sync.codec import Index
 from delta_weight_sync.errors import StateError
-from delta_weight_sync.publish.parts import local
-from delta_weight_sync.resume._files import storable
+from delta_weight_sync.publish.sharding import local
 
 _HOST, _DEVICE = "random/torch", "random/device"
+_MOVES = ("params", "lr")  # keys of a parameter group that may differ: the parameters, and a schedule's rate
+_MIDDLE = 0x8000
+_CHUNK = 1 << 16  # elements at a time; the scratch space stays in the cache
+_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool} | {
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+}  # that a state can hold
+Tensors = dict[str, torch.Tensor]
+Words = NDArray[np.uint32]
 
 
 def take_random_state() -> tuple[dict[str, torch.Tensor], Any]:
@@ -48,11 +55,6 @@ def put_random_state(tensors: dict[str, torch.Tensor], note: Any) -> None:
     torch.random.set_rng_state(tensors[_HOST])
     if _DEVICE in tensors:
         torch.cuda.set_rng_state(tensors[_DEVICE])
-
-
-Words = NDArray[np.uint32]
-_MIDDLE = 0x8000
-_CHUNK = 1 << 16  # elements at a time; the scratch space stays in the cache
 
 
 class Rest(NamedTuple):
@@ -88,13 +90,6 @@ def masters(published: Bits, rest: Rest) -> NDArray[np.float32]:
     words = join(published, rest.low)
     words[rest.odd] = rest.words
     return words.view(np.float32)
-
-
-Tensors = dict[str, torch.Tensor]
-_MOVES = (
-    "params",
-    "lr",
-)  # keys of a parameter group that may differ: the parameters, and what a schedule changes
 
 
 def take_optimizer(optimizer: torch.optim.Optimizer, *, main: bool) -> tuple[Tensors, Any]:
@@ -134,7 +129,7 @@ def put_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.
 
 def to_host(tensor: torch.Tensor, what: str) -> torch.Tensor:
     """A copy on the host of this rank's part of `tensor`. Raises `StateError` for a special tensor type."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, DTensor) or not storable(tensor):
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, DTensor) or tensor.dtype not in _DTYPES:
         raise StateError(
             f"{what} is a {type(tensor).__name__} of {tensor.dtype}, which a state cannot hold; use an"
             " optimizer that keeps plain tensors, or train without states"

@@ -43,9 +43,7 @@ class BucketWeightTransfer:
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish TRL's parameters, whole tensors under checkpoint names; returns after the diff."""
-        if (
-            self._publisher is None
-        ):  # another `train()` of the same trainer, in which TRL does not open it again
+        if self._publisher is None:  # in another `train()` of the same trainer, TRL does not open it again
             self.init_weight_transfer()
         assert self._publisher is not None
         self._syncs += 1
