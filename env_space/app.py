@@ -80,7 +80,7 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) 
     """The service with an empty store; games age by `clock`, in seconds.
 
     Raises:
-        ValueError: There are fewer answers than `settings.answers`.
+        ValueError: The word list has fewer words than `settings.answers`.
     """
     rules, metrics = rules_from(settings), pages.Metrics()
 
@@ -245,7 +245,8 @@ def _explain(found: Mapping[str, Any]) -> str:
 
 
 def server_options(key: str = "", games: int = 0, limits: Limits = LIMITS) -> dict[str, Any]:
-    """uvicorn's options. Visitors' connections leave room for two per game of `games` in play."""
+    """uvicorn's options. The limit on connections without the key leaves room for two connections per game of
+    `games`."""
     visitors = max(MAX_VISITORS, games)
     wanted = visitors + 2 * games
     connections = _open_files(wanted + _SPARE_FILES) - _SPARE_FILES

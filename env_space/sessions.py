@@ -43,7 +43,7 @@ class Session:
         return "gave_up" if self.game.gave_up else "lost"
 
     def play(self, turn: int, word: str) -> Move:
-        """Play `word` as move number `turn`, or repeat the answer if that is what was played there.
+        """Play `word` as move number `turn`, or repeat its result if the same word was played as that move.
 
         Raises GameError for another word in a played turn, for a skipped turn, and after the end.
         """

@@ -32,7 +32,8 @@ from space_guard.requests import (
 
 BODY_S = 60.0  # seconds within which a request's body must arrive
 ARRIVING = Lane(64 << 20, BODY_S)  # its units are bytes of bodies that are still arriving
-# What one address may spend: per second, and after a pause. A route costs about its milliseconds.
+# The budget of one address: cost per second, and the most at once. A route costs about the milliseconds it
+# takes.
 RATE = (200.0, 2000.0)
 
 
@@ -46,7 +47,8 @@ class RequestBody:
 
 @dataclass(frozen=True)
 class Route:
-    """A route that passes. `path` is a regular expression for the whole path, `body` names its reader."""
+    """A route that the gate lets pass. `path` is a regular expression for the whole path, `lane` names the
+    limit of concurrent requests that applies, `body` names the entry of `readers` that checks the body."""
 
     path: str
     method: str = "GET"
@@ -68,8 +70,9 @@ ROUTES = (
     # one quota of requests.
     Route("/delta_weight_sync/poke", "POST", keyed=True),
     Route("/dashboard/(frame|inside|bucket|delta|verify|explain|object)", lane="reading", cost=5.0),
-    # Only the routes of Gradio that the page needs. An event carries plain values only; the events of the
-    # owner's tab are refused behind the gate without the key or the owner's login.
+    # Only the routes of Gradio that the page needs. An event carries plain values only. The events of the
+    # owner's tab pass here; the dashboard refuses them unless the visitor has the key or is logged in as the
+    # owner.
     Route(f"/(assets|static){_FILE}"),
     Route(r"/(theme\.css|favicon\.ico)"),
     Route(r"/gradio_api/heartbeat/\w{1,40}", lane="open pages"),
@@ -80,8 +83,8 @@ ROUTES = (
 _MISSING = "this needs the Space's key: send its REPLICA_KEY in the header X-Space-Key"
 _WRONG = "the key in X-Space-Key is not this Space's: compare it with its REPLICA_KEY"
 
-# The headers that an app behind the gate needs: not the key or a token; not the origin, with which Gradio
-# would let any site read its answers; and not the host, which a client can set to anything.
+# The headers that an app behind the gate needs: not the key or a token; not the origin, for which Gradio
+# would add headers that let any site read its answers; and not the host, which a client can set to anything.
 _PASSED_ON = frozenset(
     b"accept accept-encoding accept-language content-type cookie if-none-match user-agent".split()
 )
@@ -92,10 +95,11 @@ _POLICY = (b"content-security-policy", f"default-src 'none'; {FRAMING}".encode()
 
 
 class Gate:
-    """ASGI middleware. Without a `key` keyed routes are open, for a machine that is not reachable by others.
+    """ASGI middleware. If there is no `key`, keyed routes are open to everyone: only for a machine that
+    others cannot reach.
 
     Args:
-        readers: Check the bodies of routes, by `Route.body`.
+        readers: What checks request bodies, by the name in `Route.body`.
         open_inference: Visitors may use keyed routes too, and still cannot take a trainer's capacity.
         rate: The rate limit of visitors.
     """
@@ -166,7 +170,8 @@ class Gate:
             if announced != 0:
                 raise Refusal(413, "the body is too large: this route takes none", CLOSE)
             return RequestBody()
-        # A browser sends this type to another site only after asking, and the answer is no.
+        # Before a browser sends this type to another site, it asks by a CORS preflight, which the gate
+        # refuses.
         if not headers.get(b"content-type", b"").startswith(b"application/json"):
             raise Refusal(415, "the body must be JSON: send it with Content-Type: application/json", CLOSE)
         reader = self._readers[route.body]
@@ -200,9 +205,9 @@ def _with_headers(message: Message) -> Message:
 
 # vLLM accepts much more from callers that it trusts. A request that costs minutes or gigabytes is not passed
 # on. vLLM itself checks what is cheap to check: types, logprobs, lengths in tokens.
-BYTES_PER_TOKEN = 16  # of a body, per token of the context: a token id takes 8, an escaped sign 6 to 12
+BYTES_PER_TOKEN = 16  # of a body, per token of the context: a token id takes 8, an escaped character 6 to 12
 OTHER_BYTES = 64 << 10  # for everything else in a body
-MAX_BODY = 8 << 20  # bytes, while the context is unknown or longer than that
+MAX_BODY = 8 << 20  # bytes: the limit while the context is unknown, and the most for any context
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 1024  # as many strings as OpenAI takes; characters of all together
 MAX_CHOICES = 128  # that an answer is chosen from
 MAX_GRAMMAR = 16 << 10  # bytes of a grammar, and of the fields that vLLM makes one from
@@ -224,7 +229,7 @@ class Completions:
     """Validates completion requests: known fields, context length, batch size.
 
     Attributes:
-        context: The tokens that the model reads, None before that is known.
+        context: The model's context length in tokens, None while it is not known.
         batch: Completions that one request may ask for.
     """
 
@@ -254,7 +259,7 @@ class Completions:
         if len(stops) > MAX_STOPS or characters > MAX_STOP_CHARACTERS:
             limit = f"{MAX_STOPS} strings, of {MAX_STOP_CHARACTERS} characters together"
             raise ValueError(f"stop is too long: at most {limit}")
-        # A template may count up to a number, so it gets none.
+        # A chat template may loop up to a number that it gets, for minutes, so it gets none.
         options = asked.get("chat_template_kwargs")
         for value in options.values() if isinstance(options, dict) else ():
             if not (isinstance(value, bool | None) or (isinstance(value, str) and len(value) <= 64)):
@@ -282,7 +287,7 @@ def _check_size(name: str, value: Any) -> None:
         raise ValueError(f"{name} is too long: at most {MAX_ENTRIES} entries")
 
 
-Kind = Literal["text", "number", "kept"]  # "kept": the server has it, whatever is sent
+Kind = Literal["text", "number", "kept"]  # "kept": the server holds the value and ignores what is sent
 MAX_TEXT = 1024  # characters
 MAX_NUMBER = 1 << 53
 _NO_CALL = "an event of the dashboard is a JSON object with its number, inputs and session: reload the page"
@@ -303,7 +308,7 @@ class _Call(BaseModel):
 class DashboardCalls:
     """Validates calls of the dashboard's events.
 
-    Gradio accepts a file's description in place of any value, and fetches what it names, such as a URL from
+    Gradio accepts a file's description in place of any value, and fetches what it names, such as a URL, from
     this machine. It also logs a traceback for a value that does not fit. So only plain values reach Gradio.
 
     Attributes:

@@ -24,7 +24,8 @@ POKE_TIMEOUT_S = 5.0
 _POLL_S = 1.0
 _MAX_REPORT, _BLOCK = 1 << 20, 1 << 16  # bytes of a replica's answer, and of one read
 _GUESS = re.compile(r"(?:[a-z]\d[+?-])+")
-_GROUP, _TURNS, _CHARACTERS, _GROUP_EVERY_S = 16, 16, 600, 5.0  # so that an event fits into a log line
+_GROUP, _TURNS, _CHARACTERS = 16, 16, 600  # of an event, so that it fits into a log line
+_GROUP_EVERY_S = 5.0
 _RATES = 2  # metrics that `ObservedRollouts.rates` adds
 
 

@@ -1,4 +1,4 @@
-"""Stops training in order: at the end of its steps or its time, on SIGTERM, and on Ctrl-C.
+"""Stops training cleanly: when its steps or its time are used up, on SIGTERM, or on Ctrl-C.
 
 A step in progress is finished first, because weights in the middle of a step belong to no version. Then there
 is time to publish what is pending and to save the state. A step that takes too long is abandoned.
@@ -23,8 +23,8 @@ LIMIT_S = 30.0  # from the signal to the end of the process
 class Stop(TrainerCallback):
     """Handles signals and the time limit. It must be the last callback.
 
-    In a trainer of one process, a signal between two steps raises `KeyboardInterrupt` immediately. Several
-    ranks stop after the same step. A second signal has no effect.
+    In a trainer of one process, a signal between two steps raises `KeyboardInterrupt` immediately. All ranks
+    stop after the same step. A second signal has no effect.
     """
 
     def __init__(self, minutes: float, *, alone: bool) -> None:

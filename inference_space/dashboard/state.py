@@ -28,13 +28,13 @@ from delta_weight_sync.runlog import (
 POINTS = 300  # of a curve: more than a screen shows
 FRAMES = 60  # moments of a run that can be looked back at
 LATELY = 20  # optimizer steps in a recent mean
-UNSETTLED = 64  # newest versions, which replicas may still be taking over
+UNSETTLED = 64  # newest versions, which replicas may still commit
 _ROWS = 12  # of the table of syncs
-_WINDOW = 24  # versions in the staircase
+_WINDOW = 24  # versions in the chart of each replica's version over time (the staircase)
 _STEPS = 256  # of a replica's staircase
 _REPLICAS = 128  # shown; the one silent for longest makes room
 _MEDIANS = 1 << 16  # values up to which a median is exact
-# The curves of a run. Their points are (version, value), from "reward" on (step, value).
+# The curves of a run. Points are (version, value) before "reward" in this list, and (step, value) after it.
 _CURVES = (
     "deltas",  # bytes
     "anchors",  # bytes
@@ -111,9 +111,9 @@ class Progress:
 class Curve:
     """A curve of at most `POINTS` points, however many are added.
 
-    A full curve joins its points in pairs; from then on each of them stands for twice as many. It is their
-    mean; with `peaks` its height is their maximum, so that spikes survive. The curve ends with the newest
-    point.
+    A full curve joins its points in pairs; from then on each drawn point stands for twice as many. It lies at
+    their mean; with `peaks`, its height is their maximum, so that spikes survive. The curve ends with the
+    newest point.
     """
 
     def __init__(self, *, peaks: bool = False) -> None:
@@ -348,7 +348,8 @@ def moments(newest: int) -> list[int]:
 
 
 def _stride(newest: int) -> int:
-    """Versions from one moment to the next; it doubles, so that moments stay moments as a run goes on."""
+    """Versions from one moment to the next. It only doubles, so each moment was one when the run was
+    shorter."""
     step = 1
     while newest / step > FRAMES - 1:
         step *= 2
@@ -365,7 +366,8 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def _insert(ordered: list[float], value: float) -> None:
-    """Insert `value` in order; when there are too many values, drop every second but the largest."""
+    """Insert `value` in order; when there are too many values, drop every second one, but never the
+    largest."""
     insort(ordered, value)
     if len(ordered) > _MEDIANS:
         del ordered[-2::-2]

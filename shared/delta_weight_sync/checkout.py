@@ -6,8 +6,8 @@
     DIR/.building/               the version that is being built
 
 A reader never sees a torn version. Each version is a copy of the one before with the changes written into
-it: it costs its deltas to fetch and one copy on the disk. Changing the old file in place would save little:
-if one weight in a hundred changes, almost every page of the file changes.
+it: an update downloads only the deltas, and copies the checkpoint once on the disk. Changing the old file in
+place would save little: if one weight in a hundred changes, almost every page of the file changes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from delta_weight_sync.records import POLL_S, Manifest, parse
 from delta_weight_sync.watch import Watcher, newest
 
 RECORD: Final = "delta_weight_sync.json"  # the manifest, next to the weights: which version a folder holds
-_WAIT_S: Final = 1.0  # at most between two checks whether to stop
+_WAIT_S: Final = 1.0  # seconds: the longest wait before checking whether to stop
 _log = logging.getLogger(__name__)
 
 
@@ -50,7 +50,8 @@ class FollowedVersion:
 
     Attributes:
         manifest: Its manifest.
-        path: Its own folder, an ordinary Hugging Face checkpoint. It stays until the version after the next.
+        path: Its own folder, an ordinary Hugging Face checkpoint. It stays while the next version is the
+        newest; the update after that removes it.
     """
 
     manifest: Manifest
@@ -147,7 +148,7 @@ def follow(
     """
     if isinstance(run, RunReader) and public_key is not None:
         raise ConfigError(
-            "public_key belongs to the URL of a run: open the run with this key, or give its URL"
+            "public_key applies only if `run` is a URL: pass the key to open_run, or pass the run's URL"
         )
     stopped = threading.Event()
 
@@ -214,8 +215,8 @@ def updates(
 def build(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersion | None) -> None:
     """Write a version to `into` and verify its digest. Complete files of a failed try are used again.
 
-    If that takes fewer bytes than an anchor, the version is a copy of the held one with the changes written
-    into it. `held` may be any version. Raises as `CheckpointFolder.update`.
+    If the deltas from the held version are fewer bytes than the way from the anchor, copy the held version
+    and write the changes into the copy. `held` may be any version. Raises as `CheckpointFolder.update`.
     """
     if held is None or not _patched(reader, manifest, into, held):
         remove_other_files(into, manifest.anchor)
@@ -224,9 +225,10 @@ def build(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersi
 
 
 def _patched(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersion) -> bool:
-    """Build from the held version. False if that does not lead there, or an anchor is cheaper.
+    """Build from the held version. Return False if it must be built from its anchor.
 
-    That happens if the run was restarted, or if another program wrote into the held version.
+    That is so if the anchor is cheaper, if no deltas lead from the held version, or if they do not result in
+    the published digest, because the run was restarted or another program wrote into the held version.
     """
     recipe = reader.recipe(manifest, held.version)
     same_assets = {*_assets(held.manifest).items()} == {*_assets(manifest).items()}
@@ -277,7 +279,9 @@ class CheckpointFolder:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise FolderError(f"another process keeps {folder}: end it, or name another folder") from None
+                raise FolderError(
+                    f"another process is following into {folder}: stop that process, or choose another folder"
+                ) from None
             if self._current.is_dir() and not self._current.is_symlink():
                 raise FolderError(f"{self._current} is a folder, not a link of ours: name another folder")
             self._clear()

@@ -124,7 +124,7 @@ def _token(setup: Setup) -> str:
 
 def _space_token(setup: Setup) -> str:
     if not setup.space_token and setup.spaces and not any(space.private for space in setup.spaces):
-        return "not set here: the Spaces have theirs, and public Spaces need none"
+        return "not set on this machine: only a trainer of private Spaces needs it here"
     hub.require_read_only(setup.api, setup.space_token)
     return "SPACE_HF_TOKEN is read-only"
 
@@ -252,8 +252,8 @@ def _replica_gpu(setup: Setup) -> str:
         fitting = [name for name in room if room[name] >= need]
         cheapest = min(fitting, key=lambda name: HARDWARE[name].usd_per_hour, default="")
         raise DeployError(
-            f"{setup.model} needs {need / _GB:.0f} GB and vLLM takes {here / _GB:.0f} GB of {setup.hardware};"
-            f" use {f'--hardware {cheapest}' if cheapest else 'a smaller model'}"
+            f"{setup.model} needs {need / _GB:.0f} GB, but vLLM can use only {here / _GB:.0f} GB of"
+            f" {setup.hardware}; use {f'--hardware {cheapest}' if cheapest else 'a smaller model'}"
         )
     return f"{setup.model} needs {need / _GB:.1f} of {here / _GB:.0f} GB on {setup.hardware}"
 

@@ -2,8 +2,9 @@
 
 A stream is little-endian 64-bit words, filled from the lowest bit. A Rice section with parameter k holds all
 remainders (k bits each), then all quotients in unary (q zeros and a one): Rice & Plaunt (1971). Distances
-between independent events are geometric; for them it is within 3 % of the entropy. The Exp-Golomb code with
-parameter k of v is, with w = v + 2^k of n bits: n - k - 1 zeros, a one, the low n - 1 bits of w.
+between independent events are geometric; for them a Rice code is within 3 % of the entropy. To encode v with
+an Exp-Golomb code of parameter k, let w = v + 2^k have n bits; write n - k - 1 zeros, a one, and the low n -
+1 bits of w.
 
 A sequence ("band") of items, some of which are events, is coded as its runs: the items between two events.
 Up to eight bands are read side by side. If more than half of a band's items are events, the other items are
@@ -25,7 +26,7 @@ from delta_weight_sync.util import kernel
 
 MAX_K = 40
 MAX_GOLOMB = 14
-FAR = 1 << 62  # a run that no sequence reaches the end of
+FAR = 1 << 62  # a run longer than any sequence: there is no further event
 REMAINDER, QUOTIENT, END, K, LEFT, RUN, FLIPPED = range(7)  # rows of a reader's state
 Words = NDArray[np.uint64]
 Numbers = NDArray[np.int64]
@@ -96,7 +97,7 @@ def _put_remainders(numbers: Numbers, k: int, words: Words, at: int) -> None:
 
 @kernel
 def _peek(words: Words, at: int) -> np.uint64:
-    """64 bits from bit `at`; the word after that of `at` must be readable."""
+    """64 bits from bit `at`. The word that holds `at` and the next word must exist."""
     number, shift = np.uint64(at) >> np.uint64(6), np.uint64(at) & np.uint64(63)
     after = words[number + np.uint64(1)] << np.uint64(1)
     return words[number] >> shift | after << (np.uint64(63) - shift)
@@ -180,7 +181,7 @@ def to_bytes(words: Words, bits: int) -> NDArray[np.uint8]:
 
 
 class Section(NamedTuple):
-    """One band of a stream: `events` Rice codes with parameter `k` in `bits` bits."""
+    """One band of a stream: `events` coded items, as Rice codes with parameter `k` in `bits` bits."""
 
     events: int
     k: int
@@ -189,7 +190,8 @@ class Section(NamedTuple):
 
 
 def encode_runs(bands: Sequence[Numbers], totals: Sequence[int]) -> tuple[list[Section], NDArray[np.uint8]]:
-    """Code the run before each event, `bands[b]`, of the `totals[b]` items of each band."""
+    """Encode bands: `bands[b]` is the run before each event of band b, `totals[b]` the number of its
+    items."""
     flips = [2 * runs.size > total for runs, total in zip(bands, totals, strict=True)]
     flipped = zip(bands, totals, flips, strict=True)
     coded = [_others(runs, total) if flip else runs for runs, total, flip in flipped]
@@ -295,13 +297,13 @@ def flat_walk(words: Words, state: State, numel: int, index: Index) -> int:
 
 
 def finished(state: State) -> bool:
-    """Whether every event was read and reached."""
+    """Whether every coded item was read, and none lies beyond the items walked."""
     return bool((state[LEFT] == 0).all() and (state[RUN] > FAR >> 1).all())
 
 
 @kernel
 def _others(runs: Numbers, total: int) -> Numbers:
-    """The runs before each item that is not an event."""
+    """For each item that is not an event: the number of events directly before it."""
     out = np.empty(total - runs.size, np.int64)
     count, events, passed = 0, 0, 0
     for run in runs:

@@ -37,8 +37,8 @@ REQUEST_TIMEOUT = 10.0  # seconds; by default the client waits without end
 LONGEST_PAUSE = 10  # seconds that a server may ask the client to wait; by default the client waits for hours
 FAILURES = (OSError, RuntimeError, ValueError, HTTPError, EntryNotFoundError)  # what the libraries raise
 
-# hf_xet has no other parameters. At its defaults it retries for up to five minutes. Its read timeout must
-# stay at two minutes per attempt: it also runs while a block of 64 MB is being sent.
+# Only these two settings of hf_xet shorten its retries. By default it retries for up to five minutes. Its
+# read timeout must stay at two minutes per attempt: it also runs while a block of 64 MB is being sent.
 XET_SETTINGS = {"HF_XET_CLIENT_RETRY_BASE_DELAY": "2s", "HF_XET_CLIENT_RETRY_MAX_DURATION": "16s"}
 
 _BUCKET = re.compile(r"/buckets/([^/]+/[^/]+)(?:/|$)(?!events$)")
@@ -89,7 +89,7 @@ def _limit_pause(response: Any) -> None:
     """Shorten the pause that a busy server asks for: the client would sleep all of it."""
     asked = response.headers.get("retry-after", "")
     if _bucket_of(response.request) and response.status_code in (429, 503):
-        response.headers.pop("ratelimit", None)  # the same wish in other words
+        response.headers.pop("ratelimit", None)  # this header asks for a pause, too
         response.headers["retry-after"] = str(min(int(asked), LONGEST_PAUSE)) if asked.isdigit() else ""
 
 
@@ -151,12 +151,12 @@ class HubBucket(_base.Bucket):
         self._api.batch_bucket_files(self._id, add=[(data, self._path(key))])
 
     def _stat(self, key: str) -> _base.ObjectInfo:
-        """One HEAD request."""
+        """One request with the HTTP method HEAD."""
         found = self._api.get_bucket_file_metadata(self._id, self._path(key))
         return _base.ObjectInfo(key, found.size, found.xet_file_data.file_hash)
 
     def _list(self, prefix: str) -> Iterator[_base.ObjectInfo]:
-        """The Hub matches prefixes letter by letter, so this filters again."""
+        """The Hub matches prefixes as plain text: "a/b" also finds "a/bc/x". Keep what lies in the folder."""
         folder = self._folder + prefix
         for entry in self._api.list_bucket_tree(self._id, folder.rstrip("/"), recursive=True):
             if entry.type == "file" and entry.path.startswith(folder):
@@ -170,7 +170,7 @@ class HubBucket(_base.Bucket):
     def _explain(self, error: Exception, place: str, write: bool) -> errors.BucketError:
         if isinstance(error, EntryNotFoundError):
             return errors.ObjectMissingError(f"{place} does not exist")
-        # Xet's builtin errors do not distinguish a refusal from an outage; the Hub's own answer does.
+        # hf_xet raises Python's built-in errors, which do not tell a refusal from an outage: ask the Hub.
         cause = error if isinstance(error, HTTPError) else self._probe(write)
         if isinstance(cause, HfHubHTTPError):
             return self._refusal(cause, place, write)
@@ -210,7 +210,7 @@ class HubBucket(_base.Bucket):
             )
         if status in (408, 429) or status >= 500:
             return errors.BucketUnreachableError(
-                f"the Hub answered {status} for {place}, also after several tries: try again later"
+                f"the Hub still answered {status} for {place} after several tries: try again later"
             )
         return errors.BucketError(f"the Hub refused {place} ({_reason(error)}): correct the request")
 
