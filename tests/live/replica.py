@@ -112,3 +112,11 @@ class Replica:
                 pass
             time.sleep(0.2)
         raise AssertionError(f"no {what}: {last}; see {self.folder}")
+
+
+def engine_of(replica: Replica) -> psutil.Process:
+    """The process of its vLLM's engine."""
+    family = psutil.Process(replica.pid).children(recursive=True)
+    return next(
+        process for process in family if "EngineCore" in " ".join([process.name(), *process.cmdline()])
+    )

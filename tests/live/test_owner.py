@@ -10,8 +10,7 @@ pytest.importorskip("playwright.sync_api", reason="playwright drives the browser
 from playwright.sync_api import Page, expect
 
 from tests.live.asking import KEY
-from tests.live.conftest import engine_of
-from tests.live.replica import Replica, soon
+from tests.live.replica import Replica, engine_of, soon
 from tests.live.run import Trainer, greedy
 from tests.support.dashboard import REFUSED
 
