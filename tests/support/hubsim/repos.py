@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from itertools import pairwise
 from typing import Any
 
 from .common import HubError, entry_missing, now
@@ -59,11 +58,6 @@ class Blob:
         content = self.pointer if self.sha256 else self.content
         return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
-    def to_json(self) -> dict[str, Any]:
-        """The description of a file that `repo_info` reads."""
-        lfs = {"sha256": self.sha256, "size": self.size, "pointerSize": len(self.pointer)}
-        return {"size": self.size, "blobId": self.oid} | ({"lfs": lfs} if self.sha256 else {})
-
 
 def blob(content: bytes) -> Blob:
     return Blob(len(content), content)
@@ -77,9 +71,6 @@ class Commit:
     title: str
     files: dict[str, Blob]
     date: str = field(default_factory=now)
-
-    def below(self, path: str) -> dict[str, Blob]:
-        return {name: file for name, file in self.files.items() if f"{name}/".startswith(f"{path}/")}
 
 
 @dataclass
@@ -127,30 +118,27 @@ class RepoState:
             raise entry_missing()
         return self.at(revision).files[path]
 
-    def last_change(self, revision: str, path: str) -> Commit:
-        """The commit that gave a file its content, or a folder that of some file in it."""
-        tip = self.at(revision)
-        commits = next(commits for commits in self.branches.values() if tip in commits)
-        for before, after in reversed([*pairwise(commits[: commits.index(tip) + 1])]):
-            if before.below(path) != after.below(path):
-                return after
-        return commits[0]
-
     def text(self, path: str) -> str:
         file = self.files.get(path)
         return file.content.decode(errors="replace") if file else ""
 
-    def to_json(self, revision: str = "main", *, blobs: bool = False) -> dict[str, Any]:
-        """What `model_info` and its siblings read; with `blobs` there is more about each file."""
+    def to_json(self, revision: str) -> dict[str, Any]:
+        """What `model_info` and its siblings read."""
         commit = self.at(revision)
-        described = {"id": self.id, "author": self.id.split("/")[0], "private": self.private}
-        times = {"createdAt": self.created_at, "lastModified": commit.date, "sha": commit.oid}
-        files = sorted(commit.files.items())
-        siblings = [{"rfilename": path} | (file.to_json() if blobs else {}) for path, file in files]
-        rest = {"gated": self.gated, "disabled": False, "likes": 0, "tags": [], "siblings": siblings}
-        return (
-            described | times | rest | ({"modelId": self.id, "downloads": 0} if self.kind == "models" else {})
-        )
+        return {
+            "id": self.id,
+            "author": self.id.split("/")[0],
+            "private": self.private,
+            "createdAt": self.created_at,
+            "lastModified": commit.date,
+            "sha": commit.oid,
+            "gated": self.gated,
+            "disabled": False,
+            "likes": 0,
+            "downloads": 0,
+            "tags": [],
+            "siblings": [{"rfilename": path} for path in sorted(commit.files)],
+        }
 
 
 def check_path(path: str) -> str:
