@@ -18,8 +18,7 @@ import psutil
 import pytest
 
 from delta_weight_sync.signing import PUBLIC_KEY, new_pair
-from tests.live.asking import HEADERS, KEY
-from tests.live.replica import PATIENCE_S, SMALL_CACHE, Replica
+from tests.live.replica import HEADERS, KEY, PATIENCE_S, SMALL_CACHE, Replica
 from tests.live.run import Trainer
 from tests.support import tiny
 

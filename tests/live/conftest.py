@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from delta_weight_sync.signing import PUBLIC_KEY, new_pair
-from tests.live.asking import KEY
-from tests.live.replica import SMALL_CACHE, Replica
+from tests.live.replica import KEY, SMALL_CACHE, Replica
 from tests.live.run import Trainer
 from tests.support import tiny
 

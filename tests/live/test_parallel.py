@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from delta_weight_sync.reader import RunReader
-from tests.live.replica import SMALL_CACHE, Replica
-from tests.live.run import Trainer, greedy, update
+from tests.live.replica import SMALL_CACHE, Replica, greedy
+from tests.live.run import Trainer, update
 from tests.support import tiny
 
 pytestmark = [pytest.mark.live, pytest.mark.long]  # three processes import vLLM, each time

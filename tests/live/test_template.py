@@ -5,8 +5,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.live.replica import PATIENCE_S, Replica
-from tests.live.run import Trainer, greedy
+from tests.live.replica import PATIENCE_S, Replica, greedy
+from tests.live.run import Trainer
 from tests.support import tiny
 
 pytestmark = [pytest.mark.live, pytest.mark.long, pytest.mark.finding(14)]

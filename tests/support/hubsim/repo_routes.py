@@ -51,11 +51,14 @@ def repo_routes(hub: Hub) -> APIRouter:
 
     @routes.post("/api/validate-yaml")
     async def validate(asked: dict[str, str]) -> JSONResponse:
+        card: dict[str, Any] = {}
         try:
-            wrong = card_errors(parse_card(asked["content"]), asked["repoType"])
+            card = parse_card(asked["content"])
+            wrong = card_errors(card, asked["repoType"])
         except yaml.YAMLError as error:
             wrong = [f"Invalid YAML: {error}"]
-        answer = {"errors": [{"message": message} for message in wrong], "warnings": []}
+        warnings = [] if card else [{"message": "empty or missing yaml metadata in repo card"}]
+        answer = {"errors": [{"message": message} for message in wrong], "warnings": warnings}
         return JSONResponse(answer, 400 if wrong else 200)
 
     @routes.post(API + "/branch/{branch}")
@@ -75,8 +78,8 @@ def repo_routes(hub: Hub) -> APIRouter:
 
     @routes.get(API)
     @routes.get(API + "/revision/{revision}")
-    async def info(repo: viewer, revision: str = "main") -> dict[str, Any]:
-        return hub.info(repo, revision)
+    async def info(repo: viewer, revision: str = "main", blobs: bool = False) -> dict[str, Any]:
+        return hub.info(repo, revision, blobs=blobs)
 
     @routes.get(API + "/auth-check")
     async def may_read(repo: reader) -> None:
@@ -103,11 +106,24 @@ def repo_routes(hub: Hub) -> APIRouter:
 
     @routes.post(API + "/paths-info/{revision}")
     async def paths_info(
-        repo: reader, revision: str, paths: Annotated[list[str], Form()]
+        repo: reader,
+        revision: str,
+        paths: Annotated[list[str], Form()],
+        expand: Annotated[bool, Form()] = False,
     ) -> list[dict[str, Any]]:
         files = repo.at(revision).files
         known = [path for path in paths if path in files or path in folders(files)]
-        return [_described(hub, repo, revision, path) for path in known]
+        found = [_described(hub, repo, revision, path) for path in known]
+        if expand:
+            found = [
+                {**one, "lastCommit": repo.last_change(one["path"], revision).to_json()} for one in found
+            ]
+        return found
+
+    @routes.get(API + "/commits/{revision}")
+    async def commits(repo: reader, revision: str) -> list[dict[str, Any]]:
+        newest_first = reversed(repo.branches.get(revision, []))
+        return [{**commit.to_json(), "message": "", "authors": []} for commit in newest_first]
 
     @routes.post(API + "/preupload/{revision}")
     async def preupload(repo: writer, revision: str, asked: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from typing import Any
 
 from .common import HubError, entry_missing, now
@@ -58,6 +59,11 @@ class Blob:
         content = self.pointer if self.sha256 else self.content
         return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
+    def to_json(self) -> dict[str, Any]:
+        """The description of a file that `repo_info` reads."""
+        lfs = {"sha256": self.sha256, "size": self.size, "pointerSize": len(self.pointer)}
+        return {"size": self.size, "blobId": self.oid} | ({"lfs": lfs} if self.sha256 else {})
+
 
 def blob(content: bytes) -> Blob:
     return Blob(len(content), content)
@@ -71,6 +77,12 @@ class Commit:
     title: str
     files: dict[str, Blob]
     date: str = field(default_factory=now)
+
+    def below(self, path: str) -> dict[str, Blob]:
+        return {name: file for name, file in self.files.items() if f"{name}/".startswith(f"{path}/")}
+
+    def to_json(self) -> dict[str, Any]:
+        return {"id": self.oid, "title": self.title, "date": self.date}
 
 
 @dataclass
@@ -118,13 +130,26 @@ class RepoState:
             raise entry_missing()
         return self.at(revision).files[path]
 
+    def last_change(self, path: str, revision: str) -> Commit:
+        """The commit that gave a file its content, or a folder that of some file in it."""
+        tip = self.at(revision)
+        commits = next(commits for commits in self.branches.values() if tip in commits)
+        for before, after in reversed([*pairwise(commits[: commits.index(tip) + 1])]):
+            if before.below(path) != after.below(path):
+                return after
+        return commits[0]
+
     def text(self, path: str) -> str:
         file = self.files.get(path)
         return file.content.decode(errors="replace") if file else ""
 
-    def to_json(self, revision: str) -> dict[str, Any]:
-        """What `model_info` and its siblings read."""
+    def to_json(self, revision: str, *, blobs: bool = False) -> dict[str, Any]:
+        """What `model_info` and its siblings read; with `blobs` there is more about each file."""
         commit = self.at(revision)
+        siblings = [
+            {"rfilename": path, **(file.to_json() if blobs else {})}
+            for path, file in sorted(commit.files.items())
+        ]
         return {
             "id": self.id,
             "author": self.id.split("/")[0],
@@ -137,7 +162,7 @@ class RepoState:
             "likes": 0,
             "downloads": 0,
             "tags": [],
-            "siblings": [{"rfilename": path} for path in sorted(commit.files)],
+            "siblings": siblings,
         }
 
 
