@@ -85,10 +85,6 @@ def repo_routes(hub: Hub) -> APIRouter:
     async def may_read(repo: reader) -> None:
         """Answers, or refuses: the reader is looked up."""
 
-    @routes.get(API + "/auth-check/write")
-    async def may_write(repo: writer) -> None:
-        """The same for a writer."""
-
     @routes.put(API + "/settings")
     async def settings(repo: writer, wish: dict[str, Any]) -> None:
         repo.visibility = visibility(wish, repo.visibility)
