@@ -1,4 +1,4 @@
-"""A part that plays in a process of its own, which may die at any time, and how it is spoken to."""
+"""A part of the play in a process of its own, which may die at any time."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ class Actor:
 
 def _serve(pipe: Connection, environ: dict[str, str], role: Callable[..., Any], arguments: Any) -> None:
     os.environ.update(environ)
-    logging.disable()  # each fault is told of by the director
+    logging.disable()  # the director prints each fault
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the director, who then ends all
     part = role(*arguments)
     while True:
         try:
             method, words = pipe.recv()
         except (EOFError, ConnectionError):
-            return
+            method = ""
         if not method:
             return
         try:
@@ -114,6 +114,8 @@ def _serve(pipe: Connection, environ: dict[str, str], role: Callable[..., Any], 
 
 
 class Local:
+    """The same in this process."""
+
     alive = True
 
     def __init__(self, part: Any) -> None:

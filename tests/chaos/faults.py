@@ -6,23 +6,25 @@ import contextlib
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from tests.chaos.actor import Died, Failed
 from tests.chaos.faulty import Fault
-from tests.chaos.members import Trainers
-from tests.chaos.scene import DAY_S, NotStruck, NotSurvived, Scene, Strike
+from tests.chaos.scene import NotStruck, NotSurvived, Scene, Strike, Trainers
 from tests.chaos.vandal import DAMAGES, KINDS
 
+DAY_S = 86400.0
 UPLOADS = ("put", "list", "delete")
+FETCHES, LOOKS = ("get", "fetch"), ("stat", "list", "get")
 
 
-def trainer_operation(what: str, *, reads: bool = False, times: int = 1) -> Strike:
+def trainer_operation(what: str, times: int = 1) -> Strike:
     def strike(scene: Scene, rng: Random) -> str:
         nth = rng.randint(1, 6)
-        ops = ("get", "list", "fetch") if reads else UPLOADS if what not in ("tear", "flip") else ("put",)
+        ops = ("put",) if what in ("tear", "flip") else UPLOADS
         count = rng.randint(1, times)
         scene.trainer.first("arm", Fault(what, nth, count, ops))
         with contextlib.suppress(Died, Failed):
@@ -39,9 +41,9 @@ def trainer_operation(what: str, *, reads: bool = False, times: int = 1) -> Stri
 
 def opening(what: str) -> Strike:
     def strike(scene: Scene, rng: Random) -> str:
-        nth, ops = rng.randint(1, 8), ("put", "list", "delete", "get")
+        nth = rng.randint(1, 8)
         scene.replace_trainer(opened=False)
-        scene.trainer.first("arm_later", Fault(what, nth, 2, ops))
+        scene.trainer.first("arm_later", Fault(what, nth, 2, (*UPLOADS, "get")))
         scene.open_trainer()
         with contextlib.suppress(Died, Failed):
             scene.trainer.first("arm", None)
@@ -52,7 +54,7 @@ def opening(what: str) -> Strike:
 
 def trainer_disk_change(scene: Scene, rng: Random) -> str:
     nth = rng.randint(1, 12)
-    scene.trainer.first("die_writing", nth, (str(scene.place.folder),))
+    scene.trainer.first("die_writing", nth, str(scene.place.folder))
     with contextlib.suppress(Died, Failed):
         for _ in range(12):
             scene.trainer.step(large=rng.random() < 0.3)
@@ -84,20 +86,19 @@ def trainer_disk_full(scene: Scene, rng: Random) -> str:
 
 
 def second(scene: Scene, rng: Random) -> str:
-    """The one that was there must be told, and its version must not count."""
-    other = scene.new_trainer()
+    """The first one must be notified, and its version must not count."""
+    first, scene.trainer = scene.trainer, scene.new_trainer()
     try:
-        other.open()
-        _must_be_fenced(scene)
+        scene.trainer.open()
+        _must_be_fenced(first)
     finally:
-        scene.trainer.kill()
-        scene.trainer = other
+        first.kill()
     return "a second trainer takes over"
 
 
-def _must_be_fenced(scene: Scene) -> None:
+def _must_be_fenced(trainer: Trainers) -> None:
     try:
-        published = scene.trainer.step()
+        published = trainer.step()
     except Failed as error:
         if error.kind not in ("FencedError", "PeerError"):
             raise NotSurvived(f"the fenced trainer says {error}") from None
@@ -110,10 +111,9 @@ def three(scene: Scene, rng: Random) -> str:
     others = [scene.new_trainer(), scene.new_trainer()]
     trainers = [scene.trainer, *others]
     for other in others:
-        for rank in other.ranks:
-            rank.send("open")
-    opened = [_opened(other) for other in others]
-    published = [trainer for trainer in trainers if _publishes(trainer)]
+        other.send("open")
+    opened = [_works(other.answers) for other in others]
+    published = [trainer for trainer in trainers if _works(trainer.step)]
     if len(published) > 1:
         raise NotSurvived(f"{len(published)} trainers own the run")
     scene.trainer = published[0] if published else trainers[0]
@@ -123,18 +123,9 @@ def three(scene: Scene, rng: Random) -> str:
     return f"three trainers, {sum(opened)} of the two new ones opened the run"
 
 
-def _opened(trainer: Trainers) -> bool:
+def _works(action: Callable[[], object]) -> bool:
     try:
-        for rank in trainer.ranks:
-            rank.answer()
-    except (Died, Failed):
-        return False
-    return True
-
-
-def _publishes(trainer: Trainers) -> bool:
-    try:
-        trainer.step()
+        action()
     except (Died, Failed):
         return False
     return True
@@ -152,9 +143,8 @@ def follower_operation(what: str, ops: tuple[str, ...], times: int = 1) -> Strik
 
 def follower_disk_change(scene: Scene, rng: Random) -> str:
     member, nth = scene.choose(rng, "process", "kept"), rng.randint(1, 12)
-    member.actor.call("die_writing", nth, (str(member.folder),))
-    rejoin = (lambda: None) if member.kind == "kept" else (lambda: member.actor.call("heal"))
-    scene.until_struck(lambda: not member.actor.alive, rejoin)
+    member.actor.call("die_writing", nth, str(member.folder))
+    scene.until_struck(lambda: not member.actor.alive, member)
     return f"kill -9 of {member.name} at disk change {nth}"
 
 
@@ -172,7 +162,7 @@ def follower_disk_full(scene: Scene, rng: Random) -> str:
     member = scene.choose(rng, "process", "kept")
     member.actor.call("fill_disk", True)
     if member.kind == "process" and rng.random() < 0.7:
-        member.actor.call("heal")  # a whole version is laid out
+        member.heal()  # a whole version is laid out
     scene.publish(large=True)
     time.sleep(0.2)
     scene.check(member)
@@ -212,21 +202,19 @@ def anchor_on_disk(scene: Scene, rng: Random) -> str:
     member = scene.choose(rng, "local", "process")
     if not member.actor.call("damage_anchor"):
         raise NotStruck
-    member.actor.call("heal")
+    member.heal()
     return f"the anchor that {member.name} keeps is damaged, and it is healed"
 
 
 def rejoin(scene: Scene, rng: Random) -> str:
     member = scene.choose(rng, "local", "process", "kept")
-    member.end()
-    member.lose_disk()
-    member.start()
+    scene.rejoin(member)
     return f"{member.name} joins on another machine"
 
 
 def disk_while_down(scene: Scene, rng: Random) -> str:
     member = scene.choose(rng, "process", "kept")
-    member.end(signal.SIGKILL)
+    member.killed()
     member.damage_disk(rng)
     return f"the disk of {member.name} is damaged while it is down"
 
@@ -240,10 +228,9 @@ def damaged(kind: str) -> Strike:
         key = scene.vandal.call("damage", kind, how, rng.randrange(1 << 30))
         if key is None:
             raise NotStruck
-        join = rng.random() < 0.5
-        if join:
-            rejoin(scene, rng)
-        return f"{key} {how}{', and one joins' if join else ''}"
+        if rng.random() < 0.5:
+            return f"{key} {how}, and {rejoin(scene, rng)}"
+        return f"{key} {how}"
 
     return strike
 
@@ -288,7 +275,6 @@ def away(scene: Scene, rng: Random) -> str:
     return "the bucket's folder is away for a while"
 
 
-FETCHES, LOOKS = ("get", "fetch"), ("stat", "list", "get")
 _DEATHS = ("kill before", "kill within", "kill after", "term before", "term after")
 ANYWHERE: dict[str, Strike] = {
     **{f"trainer {what}": trainer_operation(what) for what in _DEATHS},

@@ -1,44 +1,38 @@
-"""A bucket of which chosen operations go wrong."""
+"""What goes wrong within one process: operations of its bucket, its disk, its clock, its life."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from delta_weight_sync.errors import BucketError, BucketUnreachableError, ObjectMissingError
+from delta_weight_sync.store import open_bucket
 
 STALL_S = 0.3
-READS = ("get", "fetch", "list", "stat")
+SMALL_FILE = 600  # bytes that a file may have while the disk is full
+WRITES = {"open", "os.rename", "os.remove", "os.mkdir", "os.symlink", "shutil.copyfile", "shutil.rmtree"}
+SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
 
 
-@dataclass(frozen=True)
-class Fault:
-    """The `nth` of the operations to come that are among `ops` goes wrong, and `times - 1` after it."""
+class Fault(NamedTuple):
+    """The `nth` of the next operations that are among `ops` goes wrong, and `times - 1` after it."""
 
     what: str
-    nth: int = 1
-    times: int = 1
-    ops: tuple[str, ...] = ("put", "get", "fetch", "list", "delete")
-    where: str = ""  # a part of the key
-
-
-@dataclass(frozen=True)
-class Op:
-    name: str
-    key: str
-    real: Callable[[], Any]
-    data: bytes | Path | None = None  # to put, or the file to fetch to
+    nth: int
+    times: int
+    ops: tuple[str, ...]
 
 
 class Faulty:
-    """A bucket in front of a real one. What the run's log asks for never fails: it is not the protocol."""
+    """A bucket in front of a real one. Operations on the run's log never fail: it is not the protocol."""
 
     def __init__(self, bucket: Any) -> None:
         self._bucket, self.url = bucket, bucket.url
@@ -53,133 +47,75 @@ class Faulty:
             self._fault, self._seen, self.struck = fault, 0, 0
 
     def put(self, key: str, data: bytes | Path) -> None:
-        self._do(Op("put", key, lambda: self._bucket.put(key, data), data))
+        self._do("put", key, lambda: self._bucket.put(key, data), data)
 
-    def get(self, key: str) -> bytes:
-        found: bytes = self._do(Op("get", key, lambda: self._bucket.get(key)))
-        return found
+    def get(self, key: str) -> Any:
+        return self._do("get", key, lambda: self._bucket.get(key))
 
-    def fetch(self, key: str, dest: Path, limit: int) -> str:
-        sha256: str = self._do(Op("fetch", key, lambda: self._bucket.fetch(key, dest, limit), dest))
-        return sha256
+    def fetch(self, key: str, dest: Path, limit: int) -> Any:
+        return self._do("fetch", key, lambda: self._bucket.fetch(key, dest, limit), dest)
 
     def stat(self, key: str) -> Any:
-        return self._do(Op("stat", key, lambda: self._bucket.stat(key)))
+        return self._do("stat", key, lambda: self._bucket.stat(key))
 
     def list(self, prefix: str) -> Any:
-        return self._do(Op("list", prefix, lambda: self._bucket.list(prefix)))
+        return self._do("list", prefix, lambda: self._bucket.list(prefix))
 
     def delete(self, keys: Sequence[str]) -> None:
-        self._do(Op("delete", "", lambda: self._bucket.delete(keys)))
+        self._do("delete", "", lambda: self._bucket.delete(keys))
 
     def __getattr__(self, name: str) -> Any:  # what only some stores can do
         return getattr(self._bucket, name)
 
-    def _do(self, op: Op) -> Any:
-        fault = self._due(op)
-        if fault is None:
-            answer = op.real()
-            if op.name in ("get", "list", "stat"):
-                answers = self._before.setdefault((op.name, op.key), [])
-                self._before[op.name, op.key] = [*answers, answer][-2:]
+    def _do(self, op: str, key: str, real: Callable[[], Any], data: bytes | Path | None = None) -> Any:
+        """The answer of `real`, unless a fault is due. `data`: what to put, or the file to fetch to."""
+        what = self._due(op, key)
+        if not what:
+            answer = real()
+            if op in ("get", "list", "stat"):
+                self._before[op, key] = [*self._before.get((op, key), ()), answer][-2:]
             return answer
-        return EFFECTS[fault.what](self, op)
+        if what == "stale" and (op, key) in self._before:  # as of a store that is behind
+            return self._before[op, key][0]
+        if what == "hide" and op in ("get", "fetch"):
+            raise ObjectMissingError(f"{self.url}/{key} does not exist")
+        if what in ("tear", "flip", "kill within") and op == "put":
+            return self._put_damaged(what, key, _bytes(data))
+        if what in ("kill before", "kill within", "term before"):
+            die(SIGNALS[what[:4]])
+        if what == "stall":
+            time.sleep(STALL_S)
+        answer = None if what == "refuse" else real()
+        if what in ("kill after", "term after"):
+            die(SIGNALS[what[:4]])
+        if what in ("refuse", "lose answer"):
+            raise BucketUnreachableError(f"{self.url}/{key} answered 503 to {op}: try again later")
+        if what == "hide" and op == "list":
+            return answer[:-1]
+        if what in ("tear", "flip") and op == "get":
+            return _damaged(what, answer)
+        if what in ("tear", "flip") and isinstance(data, Path):
+            data.write_bytes(damaged := _damaged(what, data.read_bytes()))
+            return hashlib.sha256(damaged).hexdigest()
+        return answer
 
-    def _due(self, op: Op) -> Fault | None:
+    def _due(self, op: str, key: str) -> str | None:
         with self._lock:
             fault = self._fault
-            if fault is None or op.name not in fault.ops or fault.where not in op.key or "/log/" in op.key:
+            if fault is None or op not in fault.ops or "/log/" in key:
                 return None
             self._seen += 1
             if not fault.nth <= self._seen < fault.nth + fault.times:
                 return None
             self.struck += 1
-            return fault
+            return fault.what
 
-    def stale(self, op: Op) -> Any:
-        """The answer before the last one, as of a store that is behind."""
-        answers = self._before.get((op.name, op.key))
-        return answers[0] if answers else op.real()
-
-    def tear(self, op: Op) -> Any:
-        if op.name == "put":
-            self._bucket.put(op.key, _bytes(op.data)[: len(_bytes(op.data)) // 2])
-            raise BucketError(f"{self.url}/{op.key} has half of its bytes: upload it again")
-        return self._changed(op, lambda data: data[: len(data) // 2])
-
-    def flip(self, op: Op) -> Any:
-        if op.name == "put":
-            return self._bucket.put(op.key, _flipped(_bytes(op.data)))
-        return self._changed(op, _flipped)
-
-    def _changed(self, op: Op, change: Callable[[bytes], bytes]) -> Any:
-        answer = op.real()
-        if op.name == "fetch" and isinstance(op.data, Path):
-            op.data.write_bytes(data := change(op.data.read_bytes()))
-            return hashlib.sha256(data).hexdigest()
-        return change(answer) if op.name == "get" else answer
-
-    def refuse(self, op: Op) -> Any:
-        raise BucketUnreachableError(f"{self.url}/{op.key} answered 503 to {op.name}: try again later")
-
-    def lose_answer(self, op: Op) -> Any:
-        """It is done, and nobody is told."""
-        op.real()
-        return self.refuse(op)
-
-    def stall(self, op: Op) -> Any:
-        time.sleep(STALL_S)
-        return op.real()
-
-    def hide(self, op: Op) -> Any:
-        if op.name in ("get", "fetch"):
-            raise ObjectMissingError(f"{self.url}/{op.key} does not exist")
-        answer = op.real()
-        return answer[:-1] if op.name == "list" else answer
-
-
-def die(how: signal.Signals) -> None:
-    os.kill(os.getpid(), how)
-    time.sleep(5)  # a signal to be handled by the main thread needs it to run
-
-
-def _before(how: signal.Signals) -> Callable[[Faulty, Op], Any]:
-    def effect(_: Faulty, op: Op) -> Any:
-        die(how)
-        return op.real()
-
-    return effect
-
-
-def _after(how: signal.Signals) -> Callable[[Faulty, Op], Any]:
-    def effect(_: Faulty, op: Op) -> Any:
-        answer = op.real()
-        die(how)
-        return answer
-
-    return effect
-
-
-def _within(bucket: Faulty, op: Op) -> Any:
-    if op.name == "put":
-        bucket._bucket.put(op.key, _bytes(op.data)[: len(_bytes(op.data)) // 2])
-    die(signal.SIGKILL)
-
-
-EFFECTS: dict[str, Callable[[Faulty, Op], Any]] = {
-    "kill before": _before(signal.SIGKILL),
-    "kill within": _within,
-    "kill after": _after(signal.SIGKILL),
-    "term before": _before(signal.SIGTERM),
-    "term after": _after(signal.SIGTERM),
-    "refuse": Faulty.refuse,
-    "lose answer": Faulty.lose_answer,
-    "stall": Faulty.stall,
-    "tear": Faulty.tear,
-    "flip": Faulty.flip,
-    "stale": Faulty.stale,
-    "hide": Faulty.hide,
-}
+    def _put_damaged(self, what: str, key: str, data: bytes) -> None:
+        self._bucket.put(key, _damaged(what, data))
+        if what == "kill within":
+            die(signal.SIGKILL)
+        if what == "tear":
+            raise BucketError(f"{self.url}/{key} has half of its bytes: upload it again")
 
 
 def _bytes(data: bytes | Path | None) -> bytes:
@@ -187,6 +123,74 @@ def _bytes(data: bytes | Path | None) -> bytes:
     return data if isinstance(data, bytes) else data.read_bytes()
 
 
-def _flipped(data: bytes) -> bytes:
+def _damaged(what: str, data: bytes) -> bytes:
+    """One bit flipped, or the first half."""
     middle = len(data) // 2
-    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :] if data else data
+    if what == "flip" and data:
+        return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+    return data[:middle]
+
+
+def die(how: signal.Signals) -> None:
+    os.kill(os.getpid(), how)
+    time.sleep(5)  # a signal to be handled by the main thread needs it to run
+
+
+class Mortal:
+    """A part of the play whose bucket, disk, clock and process can be made to fail."""
+
+    _hooked = False
+
+    def __init__(self) -> None:
+        self.bucket: Faulty | None = None
+        self._later: Fault | None = None
+        self._left, self._folders = 0, ("",)
+        self._real_time = time.time
+
+    def open_bucket(self, url: str, **how: Any) -> Faulty:
+        """In place of the library's own: one bucket for all, which faults are armed on."""
+        self.bucket = self.bucket or Faulty(open_bucket(url, **how))
+        self.bucket.arm(self._later)
+        return self.bucket
+
+    def arm_later(self, fault: Fault) -> None:
+        self._later = fault
+
+    def arm(self, fault: Fault | None) -> None:
+        if self.bucket:
+            self.bucket.arm(fault)
+
+    def struck(self) -> int:
+        return self.bucket.struck if self.bucket else 0
+
+    def jump(self, seconds: float) -> None:
+        time.time = lambda: self._real_time() + seconds
+
+    def fill_disk(self, full: bool) -> None:
+        """Files cannot become larger than `SMALL_FILE` bytes: writing them fails midway."""
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE if full else hard, hard))
+
+    def die_writing(self, nth: int, folder: str) -> None:
+        """`kill -9` just before the nth change of this folder."""
+        # A bucket names its files relative to the folder that they are in.
+        self._left, self._folders = nth, (folder, ".")
+        if not self._hooked:
+            sys.addaudithook(self._audit)
+            self._hooked = True
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self._left or event not in WRITES:
+            return
+        path = str(arguments[0])
+        if not path.startswith(self._folders) or (path.startswith(".") and not path.endswith(".part")):
+            return
+        if event == "open" and not _writes(*arguments[1:]):
+            return
+        self._left -= 1
+        if not self._left:
+            die(signal.SIGKILL)
+
+
+def _writes(mode: str | None, flags: int) -> bool:
+    return bool(flags & os.O_CREAT) if mode is None else "w" in mode or "+" in mode

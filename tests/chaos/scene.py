@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import signal
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from random import Random
+from typing import Any, NamedTuple
 
-from tests.chaos.actor import Actor, Died, Failed
+from tests.chaos.actor import Actor, Died, Failed, Local
 from tests.chaos.faulty import Fault
-from tests.chaos.members import Member, Place, Trainers
-from tests.chaos.replica import Claim
-from tests.chaos.trainer import Published
-from tests.chaos.truth import Truth
+from tests.chaos.followers import Claim, Kept, Living, Replica, read_kept
+from tests.chaos.trainer import Published, Trainer
+from tests.chaos.truth import RUN, Truth
 from tests.chaos.vandal import Vandal
+from tests.support.hubsim import HubSim
 
-DAY_S = 86400.0
 GRACE_S = 0.3, 1.0  # between two versions of a run that recovers: at first, at most
 TRIES = 30
-BETWEEN_S = 3.0  # between a commit, whose bits are checked at once, and what is said of it, on a busy machine
+BETWEEN_S = 3.0  # between a commit, whose bits are checked immediately, and its report, on a busy machine
 
 
 class NotSurvived(Exception):  # noqa: N818
@@ -28,6 +32,132 @@ class NotStruck(Exception):  # noqa: N818
     """The fault did not happen; another one is drawn."""
 
 
+class Place(NamedTuple):
+    """Where a scene plays."""
+
+    url: str
+    folder: Path
+    environ: Mapping[str, str]
+    hub: HubSim | None = None
+    poll_s: float = 0.01
+    base: Path | None = None  # the checkpoint that the trainer begins with, if vLLM has to read it
+
+    @property
+    def truth(self) -> Path:
+        return self.folder / "truth"
+
+
+class Trainers:
+    """One trainer: a process, or one for each of its ranks."""
+
+    def __init__(self, place: Place, seed: int, ranks: int) -> None:
+        folder, url = place.folder / "trainer", f"{place.url}#{RUN}"
+        temporary, meeting = place.folder / "tmp", str(place.folder / f"ranks-{seed}")
+        temporary.mkdir(exist_ok=True)
+        self.ranks = [
+            Actor(
+                *(Trainer, url, folder, place.truth, seed, (rank, ranks, meeting), place.base),
+                environ={**place.environ, "TMPDIR": str(temporary)},
+            )
+            for rank in range(ranks)
+        ]
+
+    def open(self) -> None:
+        self.call("open")
+
+    def step(self, *, large: bool = False, full: bool = False) -> Published:
+        published: Published = self.call("step", large, full)[0]
+        return published
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        self.send(method, *arguments)
+        return self.answers()
+
+    def send(self, method: str, *arguments: Any) -> None:
+        for rank in self.ranks:
+            rank.send(method, *arguments)
+
+    def answers(self) -> list[Any]:
+        return [rank.answer() for rank in self.ranks]
+
+    def first(self, method: str, *arguments: Any) -> Any:
+        """The first rank's answer: that one alone writes to the bucket."""
+        return self.ranks[0].call(method, *arguments)
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+
+    def close(self) -> None:
+        self.send("close")
+        for rank in self.ranks:
+            with contextlib.suppress(Died, Failed):
+                rank.answer()
+            rank.close()
+
+
+class Member:
+    """A follower. Its kind: "local" (in this process), "process", "kept" (the command) or "vllm"."""
+
+    def __init__(self, name: str, kind: str, place: Place) -> None:
+        self.name, self.kind, self.place = name, kind, place
+        self.actor: Any = None
+        self.folder = place.folder / name
+        self.starts = 0  # of its vLLM that there are reasons for
+        self.tainted: int | None = None  # the version during which its memory was changed behind its back
+
+    def start(self) -> None:
+        self.folder.mkdir(exist_ok=True)
+        self.starts, self.tainted = 1, None
+        url, environ, poll_s = self.place.url, self.place.environ, self.place.poll_s
+        if self.kind == "local":
+            self.actor = Local(Replica(url, self.folder, self.place.truth, poll_s))
+        elif self.kind == "process":
+            self.actor = Actor(Replica, url, self.folder, self.place.truth, poll_s, environ=environ)
+        elif self.kind == "kept":
+            self.actor = Actor(Kept, url, self.folder, poll_s, environ=environ)
+        else:
+            self.actor = Living(url, self.folder, environ)
+
+    def claim(self) -> Claim | None:
+        """What it says; None if that cannot be known."""
+        if self.kind == "kept":
+            return read_kept(self.folder)
+        with contextlib.suppress(Died):
+            claim: Claim | None = self.actor.call("claim")
+            return claim
+        return None
+
+    def heal(self) -> None:
+        """Let it fetch a whole version; the command cannot be asked to."""
+        if self.kind != "kept":
+            self.actor.call("heal")
+
+    def revive(self) -> bool:
+        if self.actor.alive:
+            return False
+        self.actor.kill()
+        self.start()
+        return True
+
+    def killed(self) -> None:
+        self.actor.signal(signal.SIGKILL)
+        self.actor.process.join(30)
+        self.actor.kill()
+
+    def damage_disk(self, rng: Random) -> None:
+        """A bit of a file that it kept changes while it does not run, and it starts."""
+        claim = self.claim() if self.kind == "kept" else None
+        files = [path for path in self.folder.rglob("*.safetensors") if path.is_file()]
+        if files:
+            path = rng.choice(sorted(files))
+            data = bytearray(path.read_bytes())
+            data[-1 - rng.randrange(100)] ^= 1
+            path.write_bytes(data)
+        self.start()
+        self.tainted = claim.version if claim else None  # until it has looked
+
+
 class Scene:
     """Everything is waited for, and not for ever."""
 
@@ -35,7 +165,7 @@ class Scene:
         """`cast`: the kind of each follower by its name."""
         self.patience_s = patience_s
         self.place, self._ranks, self._trainers = place, ranks, 0
-        self.truth, self.wrong = Truth(place.truth), []
+        self.truth, self.wrong = Truth(place.truth), list[str]()
         self.notes: list[str] = []
         self.vandal = Actor(Vandal, place.url, environ=place.environ)
         self.trainer = self.new_trainer()
@@ -54,7 +184,7 @@ class Scene:
         return Trainers(self.place, self._trainers, self._ranks)
 
     def open_trainer(self) -> None:
-        """Let the trainer take the run over, another one where it dies."""
+        """Let the trainer take the run over; if it dies, another one."""
         for _ in range(TRIES):
             try:
                 return self.trainer.open()
@@ -70,7 +200,7 @@ class Scene:
             self.open_trainer()
 
     def publish(self, *, large: bool = False, full: bool = False) -> Published:
-        """The next version, by a new trainer where this one is no more."""
+        """The next version; if the trainer fails, by a new one."""
         for _ in range(TRIES):
             try:
                 return self.trainer.step(large=large, full=full)
@@ -95,22 +225,18 @@ class Scene:
 
     def _all_at(self, published: Published, patience: float) -> bool:
         deadline = time.monotonic() + patience
-        while not self._are_at(published):
+        while [member for member in self.members if not self._is_at(member, published)]:
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.005)
         return True
 
-    def _are_at(self, published: Published) -> bool:
-        """Whether each of them is; each is asked, and started again where it is dead."""
-        there = [self._is_at(member, published) for member in self.members]
-        return all(there)
-
     def _is_at(self, member: Member, published: Published) -> bool:
+        """Whether it serves that version; if it is dead, it is started again."""
         if member.revive():
             self.notes.append(f"{member.name} was started again")
         claim = self.check(member)
-        return claim is not None and (claim.version, claim.digest) == (published.version, published.digest)
+        return claim is not None and (claim.version, claim.digest) == published
 
     def check(self, member: Member) -> Claim | None:
         """The invariant: what is held has the digest of what was handed over as the claimed version."""
@@ -122,27 +248,25 @@ class Scene:
                 raise NotSurvived(f"{member.name} cannot say what it does: {error}") from None
             if claim is None or claim.version is None or claim.version == member.tainted:
                 return claim
-            told = self._told(member, claim)
-            if claim.held == claim.digest == told and not claim.wrong:
+            if member.kind == "vllm":
+                handed_over = claim.digest if self.truth.holds(claim.digest) else None
+            else:
+                handed_over = self.truth.digest(claim.writer, claim.sync)
+            if claim.held == claim.digest == handed_over and not claim.wrong:
                 return claim
             if time.monotonic() > deadline:
-                self.wrong.append(f"{member.name} claims {claim}, handed over was {told}")
+                self.wrong.append(f"{member.name} claims {claim}, handed over was {handed_over}")
                 return claim
             time.sleep(0.005)
-
-    def _told(self, member: Member, claim: Claim) -> str | None:
-        if member.kind == "vllm":
-            return claim.digest if self.truth.holds(claim.digest) else None
-        return self.truth.digest(claim.writer, claim.sync)
 
     def _claims(self) -> dict[str, Claim | None]:
         return {member.name: member.claim() for member in self.members}
 
-    def until_struck(self, struck: Callable[[], bool], force: Callable[[], object] | None = None) -> None:
-        """Publish until the fault has happened; `force` is tried halfway."""
+    def until_struck(self, struck: Callable[[], bool], member: Member) -> None:
+        """Publish until the fault has happened; halfway, the follower is healed."""
         for attempt in range(12):
-            if attempt == 6 and force:
-                force()
+            if attempt == 6:
+                member.heal()
             self.publish()
             deadline = time.monotonic() + 0.15
             while time.monotonic() < deadline:
@@ -161,17 +285,19 @@ class Scene:
             except Died:
                 return True
 
-        def join() -> None:
-            if member.kind != "kept":
-                member.actor.call("heal")
-
-        self.until_struck(struck, join)
+        self.until_struck(struck, member)
 
     def choose(self, rng: Random, *kinds: str) -> Member:
         return rng.choice([member for member in self.members if not kinds or member.kind in kinds])
 
+    def rejoin(self, member: Member) -> None:
+        """It ends, and starts on another machine."""
+        member.actor.close()
+        shutil.rmtree(member.folder, ignore_errors=True)
+        member.start()
+
     def close(self) -> None:
-        """End all; raises `AssertionError` where something does not end."""
+        """End all; raises `AssertionError` if something does not end."""
         for member in self.members:
             if member.actor:
                 member.actor.close()
@@ -180,4 +306,4 @@ class Scene:
 
 
 Strike = Callable[[Scene, Random], str]
-"""Lets one thing go wrong, and says what it was; raises `NotStruck` where it cannot, and `NotSurvived`."""
+"""Lets one thing go wrong, and says what it was; raises `NotStruck` if it cannot, and `NotSurvived`."""

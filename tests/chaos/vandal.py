@@ -1,16 +1,15 @@
-"""Whoever may write to the bucket and should not: objects are deleted, damaged, or put back as they were."""
+"""A stranger with write access to the bucket: deletes, damages, or puts back objects."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-from collections.abc import Callable
 from random import Random
 
 from delta_weight_sync.errors import DeltaWeightSyncError, ProtocolError
+from delta_weight_sync.prune import Keep, Pruner, prune
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.store import open_bucket
-from tests.chaos.replica import RUN
+from tests.chaos.truth import RUN
 
 KINDS = ("heads/", "manifests/", "deltas/", "anchors/", "run.json", "log/")
 DAMAGES = ("deleted", "torn", "empty", "flipped", "swapped")
@@ -37,7 +36,7 @@ class Vandal:
         return key
 
     def damage(self, kind: str, how: str, rng_seed: int) -> str | None:
-        """Damage one of the five newest objects of a kind; returns its key, None where there is none."""
+        """Damage one of the five newest objects of a kind; returns its key, None if there is none."""
         rng = Random(rng_seed)
         there = [info.key for info in self._bucket.list(self._folder)]
         needed = set(self._needed(kind)) & set(there)  # an earlier fault may have deleted what is needed
@@ -49,14 +48,16 @@ class Vandal:
             self._bucket.delete([key])
             return key
         data = self._bucket.get(key)
-        other = self._bucket.get(keys[0]) if how == "swapped" and keys[0] != key else b"{}"
-        changes: dict[str, Callable[[], bytes]] = {
-            "torn": lambda: data[: len(data) // 2],
-            "empty": lambda: b"",
-            "flipped": lambda: data[: len(data) // 2] + b"\0" + data[len(data) // 2 + 1 :],
-            "swapped": lambda: other,
-        }
-        self._bucket.put(key, changes[how]())
+        middle = len(data) // 2
+        if how == "torn":
+            data = data[:middle]
+        elif how == "empty":
+            data = b""
+        elif how == "flipped":
+            data = data[:middle] + b"\0" + data[middle + 1 :]
+        else:
+            data = self._bucket.get(keys[0]) if keys[0] != key else b"{}"
+        self._bucket.put(key, data)
         return key
 
     def _needed(self, kind: str) -> list[str]:
@@ -74,15 +75,11 @@ class Vandal:
         self._bucket.delete([info.key for info in self._bucket.list(self._folder)])
 
     def collect(self) -> None:
-        """Delete all that nobody needs any more: here that is all but the last second.
-
-        Where an earlier fault damaged a manifest, it names that one and deletes nothing.
-        """
-        pruning = importlib.import_module("delta_weight_sync.prune")
-        pruner = pruning.Pruner(RunReader(self._bucket, RUN), pruning.Keep.parse("1KB"), grace_s=1.0)
+        """Delete what is older than a second and not needed; nothing if a manifest is damaged."""
+        pruner = Pruner(RunReader(self._bucket, RUN), Keep.parse("1KB"), grace_s=1.0)
         with contextlib.suppress(ProtocolError):
             if survey := pruner.survey():
-                pruning.prune(self._bucket, survey)
+                prune(self._bucket, survey)
 
     def close(self) -> None:
         pass

@@ -9,9 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import delta_weight_sync.cli.follow  # noqa: F401
-import tests.chaos.kept
-import tests.chaos.replica
+import tests.chaos.followers
 import tests.chaos.trainer
 import tests.chaos.vandal  # noqa: F401
 from delta_weight_sync import codec

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from delta_weight_sync import RunReader, open_run
-from tests.live.served import served
+from tests.live.replica import served
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ALONE = {

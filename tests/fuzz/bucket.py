@@ -3,17 +3,14 @@
 Every one must end well or with a sentence, and all of them together in little memory.
 """
 
-import argparse
-import faulthandler
 import logging
 import resource
 import signal
-import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 from random import Random
 
+from tests.fuzz import command
 from tests.fuzz.forged import forged, sound, written
 from tests.fuzz.readers import READERS, check
 
@@ -21,23 +18,11 @@ SECONDS_PER_CASE = 60  # more is a hang, on any machine
 MEMORY = 400 << 20  # bytes that all cases may take beyond what a sound run takes
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="tests.fuzz.bucket", description=__doc__)
-    parser.add_argument("--cases", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    memory = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
-    print(f"the case in hand is in {folder}", flush=True)
-    started = time.monotonic()
-    counts = fuzz(options.cases, options.seed, folder)
-    print(f"{counts.total()} cases in {time.monotonic() - started:.0f} s: {dict(sorted(counts.items()))}")
-
-
 def fuzz(cases: int, seed: int, folder: Path) -> Counter[str]:
     """How many cases of each kind each reader was content with, or refused."""
     rng, counts = Random(seed), Counter[str]()
-    _silence()
+    logging.getLogger("delta_weight_sync").addHandler(logging.NullHandler())
+    logging.getLogger("delta_weight_sync").propagate = False
     before = _warmed_up(folder)
     _limit_memory()
     for number in range(cases):
@@ -74,12 +59,5 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
-def _silence() -> None:
-    logging.getLogger("delta_weight_sync").addHandler(logging.NullHandler())
-    logging.getLogger("delta_weight_sync").propagate = False
-
-
 if __name__ == "__main__":
-    faulthandler.enable()
-    faulthandler.register(signal.SIGALRM, chain=True)  # says where a case hangs, then ends
-    main()
+    command(__doc__, 100_000, fuzz)

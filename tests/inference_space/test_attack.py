@@ -19,8 +19,7 @@ import pytest
 
 from delta_weight_sync.signing import PUBLIC_KEY, new_pair
 from examples import tiny_policy as tiny
-from tests.live.asking import HEADERS, KEY
-from tests.live.replica import PATIENCE_S, SMALL_CACHE, Replica
+from tests.live.replica import HEADERS, KEY, PATIENCE_S, SMALL_CACHE, Replica
 from tests.live.run import Trainer
 
 pytestmark = [pytest.mark.live, pytest.mark.long]

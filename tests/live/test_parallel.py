@@ -6,8 +6,8 @@ import pytest
 
 from delta_weight_sync.reader import RunReader
 from examples import tiny_policy as tiny
-from tests.live.replica import SMALL_CACHE, Replica
-from tests.live.run import Trainer, greedy, update
+from tests.live.replica import SMALL_CACHE, Replica, greedy
+from tests.live.run import Trainer, update
 
 pytestmark = [pytest.mark.live, pytest.mark.long]  # three processes import vLLM, each time
 

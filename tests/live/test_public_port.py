@@ -13,10 +13,9 @@ import httpx
 import psutil
 import pytest
 
-from tests.live.asking import HEADERS as RIGHT
-from tests.live.asking import KEY
 from tests.live.conftest import TOKEN
-from tests.live.replica import Replica
+from tests.live.replica import HEADERS as RIGHT
+from tests.live.replica import KEY, Replica
 
 pytestmark = pytest.mark.live
 

@@ -12,9 +12,8 @@ from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import Head, Manifest, Writer, reference
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, SigningKey, fingerprint, new_pair
 from tests.live.conftest import BLOCK, CONTEXT, PAIR
-from tests.live.replica import Replica, soon
-from tests.live.run import Trainer, greedy, update
-from tests.live.served import Served, served
+from tests.live.replica import KEY, Replica, Server, greedy, served, soon
+from tests.live.run import Trainer, update
 
 pytestmark = pytest.mark.live
 
@@ -42,26 +41,31 @@ def test_live_weights_answer_as_freshly_loaded_ones(trainer: Trainer, replica: R
         _goes_where_it_is_told(vllm, trainer, {version: answers[version] for version in (first, newest)})
 
 
-def _goes_where_it_is_told(vllm: Served, trainer: Trainer, answers: dict[int, Any]) -> None:
+def order(vllm: Server, what: str, **parameters: Any) -> httpx.Response:
+    headers = {"X-Delta-Weight-Sync-Key": KEY}
+    return httpx.post(f"{vllm.url}/delta_weight_sync/{what}", params=parameters, headers=headers)
+
+
+def _goes_where_it_is_told(vllm: Server, trainer: Trainer, answers: dict[int, Any]) -> None:
     """Back over several versions, healed there, on again, and with the next version: all in one vLLM."""
     first, newest = answers
     history = {manifest.version: manifest.digest for manifest in RunReader(trainer.bucket, "live").versions()}
-    assert vllm.order("pin", version=first).status_code == 200
+    assert order(vllm, "pin", version=first).status_code == 200
     assert vllm.wait_for(first)["digest"] == history[first]
     assert greedy(vllm.url) == answers[first], "as the other replica did when that was the newest"
-    healed = len(vllm.report()["commits"])
-    assert vllm.order("heal").status_code == 200
-    soon(lambda: len(vllm.report()["commits"]) > healed)
-    assert vllm.report()["status"]["digest"] == history[first]
-    assert vllm.order("pin", version=newest + 1).status_code == 404
-    assert vllm.order("resume").status_code == 200
+    healed = len(vllm.status()["commits"])
+    assert order(vllm, "heal").status_code == 200
+    soon(lambda: len(vllm.status()["commits"]) > healed)
+    assert vllm.status()["status"]["digest"] == history[first]
+    assert order(vllm, "pin", version=newest + 1).status_code == 404
+    assert order(vllm, "resume").status_code == 200
     assert vllm.wait_for(newest)["digest"] == history[newest]
     assert greedy(vllm.url) == answers[newest]
     trainer.step()
     version = trainer.publish()
     assert vllm.wait_for(version)["digest"] == trainer.writer.newest.digest
-    assert not vllm.report(after=newest)["commits"][0]["joined"], "by its delta"
-    assert vllm.order("poke").status_code == 200
+    assert not vllm.status(after=newest)["commits"][0]["joined"], "by its delta"
+    assert order(vllm, "poke").status_code == 200
     for control in ("pause", "poke"):
         assert httpx.post(f"{vllm.url}/delta_weight_sync/{control}").status_code == 401
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from delta_weight_sync.publish.outbox import Outbox
-from tests.live.conftest import engine_of
+from tests.live.replica import engine_of
 
 pytestmark = pytest.mark.live
 

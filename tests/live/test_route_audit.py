@@ -19,8 +19,8 @@ from starlette.routing import Mount
 
 from delta_weight_sync.store import open_bucket
 from inference_space import dashboard
-from tests.live.asking import HEADERS as RIGHT
-from tests.live.asking import KEY
+from tests.live.replica import HEADERS as RIGHT
+from tests.live.replica import KEY
 
 pytestmark = pytest.mark.live
 

@@ -6,8 +6,8 @@ import httpx
 import pytest
 
 from examples import tiny_policy as tiny
-from tests.live.replica import PATIENCE_S, Replica
-from tests.live.run import Trainer, greedy
+from tests.live.replica import PATIENCE_S, Replica, greedy
+from tests.live.run import Trainer
 
 pytestmark = [pytest.mark.live, pytest.mark.long, pytest.mark.finding(14)]
 

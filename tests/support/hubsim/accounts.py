@@ -1,4 +1,4 @@
-"""Who asks: users, organizations, access tokens with their roles, and what each of them may do."""
+"""Users, organizations, access tokens with their roles, and what each of them may do."""
 
 from dataclasses import dataclass, field
 from hashlib import sha1
@@ -27,9 +27,6 @@ class Account:
             "name": self.name,
             "fullname": self.name.title(),
             "canPay": self.can_pay,
-            "billingMode": "postpaid",
-            "periodEnd": None,
-            "avatarUrl": f"/avatars/{self.name}.svg",
         }
 
 
@@ -54,15 +51,12 @@ class Token:
     def to_json(self, name: str) -> dict[str, Any]:
         described = {"displayName": name, "role": self.role, "createdAt": self.created_at}
         if self.role == "fineGrained":
-            described["fineGrained"] = {"canReadGatedRepos": True, "global": [], "scoped": self._scoped()}
+            scoped = [
+                {"entity": dict(zip(("type", "name"), place.split(":"), strict=True)), "permissions": may}
+                for place, may in self.scopes.items()
+            ]
+            described["fineGrained"] = {"canReadGatedRepos": True, "global": [], "scoped": scoped}
         return {"type": "access_token", "accessToken": described}
-
-    def _scoped(self) -> list[dict[str, Any]]:
-        places = [(place.split(":"), permissions) for place, permissions in self.scopes.items()]
-        return [
-            {"entity": {"_id": "0" * 24, "type": kind, "name": name}, "permissions": permissions}
-            for (kind, name), permissions in places
-        ]
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 import json
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Request, Response
+from fastapi import APIRouter, Depends, Header, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from .buckets import BucketState, feed, place
 from .common import HubError, entry_missing
-from .store import Hub, is_private
+from .store import Hub, visibility
 from .xet import ranged, unpacked, xet_headers, xet_token
 
 PAGE = 1000
@@ -19,6 +19,14 @@ Auth = Annotated[str | None, Header()]
 
 def bucket_routes(hub: Hub) -> APIRouter:
     """Routes that make, show, change and delete buckets and what they hold."""
+
+    async def readable(owner: str, name: str, authorization: Auth = None) -> BucketState:
+        return hub.bucket(f"{owner}/{name}", authorization)
+
+    async def writable(owner: str, name: str, authorization: Auth = None) -> BucketState:
+        return hub.bucket(f"{owner}/{name}", authorization, write=True)
+
+    reader, writer = Annotated[BucketState, Depends(readable)], Annotated[BucketState, Depends(writable)]
     routes = APIRouter()
 
     @routes.post(API)
@@ -28,22 +36,31 @@ def bucket_routes(hub: Hub) -> APIRouter:
         hub.accounts.caller(authorization).must_write("bucket", owner)
         if bucket_id in hub.buckets:
             raise HubError(409, "You already created this bucket", url=where)
-        private = is_private(await request.json(), hub.accounts.accounts[owner])
+        private = visibility(await request.json(), hub.accounts.accounts[owner].visibility) == "private"
         hub.buckets[bucket_id] = BucketState(bucket_id, private)
         return {"id": bucket_id, "url": f"{request.base_url}{where}"}
 
     @routes.put(API + "/settings")
-    async def settings(owner: str, name: str, wish: dict[str, Any], authorization: Auth = None) -> None:
-        hub.bucket(f"{owner}/{name}", authorization, write=True).private = wish["private"]
+    async def settings(bucket: writer, wish: dict[str, Any]) -> None:
+        bucket.private = wish["private"]
+
+    @routes.post("/api/repos/move")
+    async def move(wish: dict[str, str], authorization: Auth = None) -> None:
+        source, target = wish["fromRepo"], wish["toRepo"]
+        hub.accounts.caller(authorization).must_write("bucket", target.split("/")[0])
+        if target in hub.buckets:
+            raise HubError(409, f"{target} exists already")
+        bucket = hub.bucket(source, authorization, write=True)
+        bucket.id = target
+        hub.buckets[target] = hub.buckets.pop(source)
 
     @routes.delete(API, status_code=204)
-    async def delete(owner: str, name: str, authorization: Auth = None) -> None:
-        hub.bucket(f"{owner}/{name}", authorization, write=True)
-        del hub.buckets[f"{owner}/{name}"]
+    async def delete(bucket: writer) -> None:
+        del hub.buckets[bucket.id]
 
     @routes.get(API)
-    async def info(owner: str, name: str, authorization: Auth = None) -> dict[str, Any]:
-        return hub.bucket(f"{owner}/{name}", authorization).to_json()
+    async def info(bucket: reader) -> dict[str, Any]:
+        return bucket.to_json()
 
     @routes.get("/api/buckets/{owner}")
     async def browse(owner: str, search: str = "", authorization: Auth = None) -> list[dict[str, Any]]:
@@ -52,57 +69,44 @@ def bucket_routes(hub: Hub) -> APIRouter:
         return [bucket.to_json() for bucket in seen if search in bucket.id]
 
     @routes.get(API + "/events")
-    async def events(
-        owner: str, name: str, cursor: str | None = None, since: str = "", authorization: Auth = None
-    ) -> StreamingResponse:
-        bucket = hub.bucket(f"{owner}/{name}", authorization)
+    async def events(bucket: reader, cursor: str | None = None, since: str = "") -> StreamingResponse:
         sent = place(bucket, cursor, hub.feed)
         return StreamingResponse(feed(bucket, sent, since, hub.feed), media_type="text/event-stream")
 
     @routes.get(API + "/tree")
     @routes.get(API + "/tree/{prefix:path}")
     async def tree(
-        owner: str,
-        name: str,
-        request: Request,
-        prefix: str = "",
-        recursive: bool = True,
-        cursor: int = 0,
-        authorization: Auth = None,
+        bucket: reader, request: Request, prefix: str = "", recursive: bool = True, cursor: int = 0
     ) -> JSONResponse:
-        found = hub.bucket(f"{owner}/{name}", authorization).tree(prefix, recursive=recursive)
+        found = bucket.tree(prefix, recursive=recursive)
         more = str(request.url.include_query_params(cursor=cursor + PAGE))
         headers = {"Link": f'<{more}>; rel="next"'} if cursor + PAGE < len(found) else None
         return JSONResponse(found[cursor : cursor + PAGE], headers=headers)
 
     @routes.post(API + "/paths-info")
-    async def paths_info(
-        owner: str, name: str, asked: dict[str, list[str]], authorization: Auth = None
-    ) -> list[dict[str, Any]]:
-        files = hub.bucket(f"{owner}/{name}", authorization).files
-        return [files[path].to_json(path) for path in asked["paths"] if path in files]
+    async def paths_info(bucket: reader, asked: dict[str, list[str]]) -> list[dict[str, Any]]:
+        return [bucket.files[path].to_json(path) for path in asked["paths"] if path in bucket.files]
 
     @routes.post(API + "/batch")
-    async def batch(owner: str, name: str, request: Request, authorization: Auth = None) -> JSONResponse:
-        bucket = hub.bucket(f"{owner}/{name}", authorization, write=True)
+    async def batch(bucket: writer, request: Request) -> JSONResponse:
         operations = [json.loads(line) for line in (await request.body()).splitlines()]
         failed = [failure for operation in operations if (failure := _apply(hub, bucket, operation))]
         counts = {"processed": len(operations), "succeeded": len(operations) - len(failed)}
         answer = {"success": not failed, **counts, "failed": failed}
         return JSONResponse(answer, 422 if failed and not counts["succeeded"] else 200)
 
-    @routes.get("/api/buckets/{owner}/{name}/xet-{kind}-token")
-    async def token(
-        owner: str, name: str, kind: str, request: Request, authorization: Auth = None
-    ) -> JSONResponse:
-        hub.bucket(f"{owner}/{name}", authorization, write=kind == "write")
-        return xet_token(request, kind)
+    @routes.get(API + "/xet-read-token")
+    async def read_token(bucket: reader, request: Request) -> JSONResponse:
+        return xet_token(request, "read")
+
+    @routes.get(API + "/xet-write-token")
+    async def write_token(bucket: writer, request: Request) -> JSONResponse:
+        return xet_token(request, "write")
 
     @routes.api_route("/buckets/{owner}/{name}/resolve/{path:path}", methods=["GET", "HEAD"])
-    def resolve(  # in a thread, as it may have to ask this very server for the content
-        owner: str, name: str, path: str, request: Request, authorization: Auth = None, range: Auth = None
+    def resolve(  # in a thread: it may have to ask this very server for the content
+        bucket: reader, path: str, request: Request, range: Auth = None
     ) -> Response:
-        bucket = hub.bucket(f"{owner}/{name}", authorization)
         if (file := bucket.files.get(path)) is None:
             raise entry_missing()
         headers = xet_headers(request, f"api/buckets/{bucket.id}/xet-read-token", file.xet_hash, file.size)

@@ -89,7 +89,7 @@ class FaultMiddleware:
         self.app, self.plan, self.label = app, plan, label
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        send = _stamping(send)
+        send = _with(send, {"Date": http_date(), "X-Request-Id": f"Root=1-{uuid4().hex}"})
         if scope["type"] != "http" or scope["path"].startswith("/_sim"):
             return await self.app(scope, receive, send)
         request = self.label(scope)
@@ -137,29 +137,17 @@ def _with(send: Send, headers: dict[str, str]) -> Send:
     return add
 
 
-def _stamping(send: Send) -> Send:
-    """A `send` that puts a date and a number on an answer."""
-
-    async def stamp(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            more = [(b"date", http_date().encode()), (b"x-request-id", b"Root=1-%s" % uuid4().hex.encode())]
-            message["headers"] = [*message.get("headers", ()), *more]
-        await send(message)
-
-    return stamp
-
-
 SPACE = "/spaces/{owner}/{name}"
 
 
 class SpaceChange(BaseModel, extra="forbid"):
-    stage: str | None = None  # enter it immediately
-    ahead: tuple[str, ...] = ()  # the stages after it, one for each look
+    """What a test changes. The first three count before the Space exists, too."""
+
     builds: tuple[str, ...] | None = None  # the stages of each later build
     error: str = ""  # message of the stages that end in ERROR, now or in those builds
-    upstream: str | None = None  # URL of the process that answers for the app while it is RUNNING
     host: str | None = None  # URL that the Hub names as the app's, instead of the simulator's own port for it
-    live_logs: bool | None = None  # keep log streams open
+    stage: str | None = None  # enter it immediately
+    upstream: str | None = None  # URL of the process that answers for the app while it is RUNNING
 
 
 class NewModel(BaseModel, extra="forbid"):
@@ -212,20 +200,29 @@ def control_routes(hub: Hub, plan: Plan) -> APIRouter:
     @routes.get(SPACE)
     async def see(owner: str, name: str) -> dict[str, Any]:
         space = hub.spaces[f"{owner}/{name}"]
-        settings = {
-            kind: {key: one.value for key, one in getattr(space, kind).items()}
-            for kind in ("variables", "secrets")
-        }
-        commits = [commit.title for commit in space.repo.commits]
         files = {path: file.content.decode(errors="replace") for path, file in space.repo.files.items()}
-        plain = {
-            key: value for key, value in vars(space).items() if key not in ("repo", "variables", "secrets")
+        return {
+            **{key: value for key, value in vars(space).items() if key != "repo"},
+            "variables": {key: one.value for key, one in space.variables.items()},
+            "secrets": {key: one.value for key, one in space.secrets.items()},
+            "commits": [commit.title for commit in space.repo.commits],
+            "files": files,
+            "visibility": space.repo.visibility,
         }
-        return {**plain, **settings, "commits": commits, "files": files, "visibility": space.repo.visibility}
 
     @routes.patch(SPACE)
     async def change(owner: str, name: str, wish: SpaceChange) -> None:
-        _change(hub, f"{owner}/{name}", wish)
+        name = f"{owner}/{name}"
+        if wish.builds is not None:
+            hub.builds[name] = Builds(wish.builds, wish.error)
+        if wish.host is not None:
+            hub.hosts[name] = wish.host
+        if space := hub.spaces.get(name):
+            space.builds = hub.builds.get(name, space.builds)
+            space.host = hub.hosts.get(name, space.host)
+            space.upstream = wish.upstream or space.upstream
+            if wish.stage is not None:
+                space.enter(wish.stage, error=wish.error)
 
     @routes.post(SPACE + "/logs/{kind}")
     async def log(owner: str, name: str, kind: str, line: str) -> None:
@@ -240,18 +237,3 @@ def control_routes(hub: Hub, plan: Plan) -> APIRouter:
         hub.buckets[f"{owner}/{name}"].end_feeds(politely=politely)
 
     return routes
-
-
-def _change(hub: Hub, name: str, wish: SpaceChange) -> None:
-    if wish.builds is not None:
-        hub.builds[name] = Builds(wish.builds, wish.error)
-    if wish.host is not None:
-        hub.hosts[name] = wish.host
-    if (space := hub.spaces.get(name)) is None:
-        return
-    space.builds = hub.builds.get(name, Builds())
-    for key in ("upstream", "host", "live_logs"):
-        if (value := getattr(wish, key)) is not None:
-            setattr(space, key, value)
-    if wish.stage is not None:
-        space.enter(wish.stage, ahead=wish.ahead, error=wish.error)

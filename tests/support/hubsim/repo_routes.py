@@ -5,7 +5,7 @@ import json
 from typing import Annotated, Any
 
 import yaml
-from fastapi import APIRouter, Body, Form, Header, Request, Response
+from fastapi import APIRouter, Body, Depends, Form, Header, Request, Response
 from fastapi.responses import JSONResponse
 
 from .common import HubError, entry_missing
@@ -15,10 +15,25 @@ from .store import PLURAL, Hub, create, full_name, url_path, visibility
 from .xet import ranged, unpacked, xet_headers, xet_token
 
 Auth = Annotated[str | None, Header()]
+CONFLICT = "The branch was updated since you opened this page. Please refresh and try again."
+API = "/api/{kind}/{owner}/{name}"
+LARGE = 10 << 20  # bytes from which on a text file goes to the Xet storage, as every binary file does
 
 
 def repo_routes(hub: Hub) -> APIRouter:
-    """Routes that make, show, change and delete repositories; those of their files are elsewhere."""
+    """Routes that make, show, change and delete repositories and their files."""
+
+    async def visible(kind: str, owner: str, name: str, authorization: Auth = None) -> RepoState:
+        return hub.repo(kind, f"{owner}/{name}", authorization)
+
+    async def readable(owner: str, name: str, kind: str = "models", authorization: Auth = None) -> RepoState:
+        return hub.readable(kind, f"{owner}/{name}", authorization)
+
+    async def writable(kind: str, owner: str, name: str, authorization: Auth = None) -> RepoState:
+        return hub.repo(kind, f"{owner}/{name}", authorization, write=True)
+
+    viewer, reader = Annotated[RepoState, Depends(visible)], Annotated[RepoState, Depends(readable)]
+    writer = Annotated[RepoState, Depends(writable)]
     routes = APIRouter()
 
     @routes.post("/api/repos/create")
@@ -36,27 +51,18 @@ def repo_routes(hub: Hub) -> APIRouter:
 
     @routes.post("/api/validate-yaml")
     async def validate(asked: dict[str, str]) -> JSONResponse:
+        card: dict[str, Any] = {}
         try:
-            wrong = card_errors(parse_card(asked["content"]), asked["repoType"])
+            card = parse_card(asked["content"])
+            wrong = card_errors(card, asked["repoType"])
         except yaml.YAMLError as error:
             wrong = [f"Invalid YAML: {error}"]
-        empty = (
-            []
-            if parse_card(asked["content"])
-            else [{"message": "empty or missing yaml metadata in repo card"}]
-        )
-        answer = {"errors": [{"message": message} for message in wrong], "warnings": empty}
+        warnings = [] if card else [{"message": "empty or missing yaml metadata in repo card"}]
+        answer = {"errors": [{"message": message} for message in wrong], "warnings": warnings}
         return JSONResponse(answer, 400 if wrong else 200)
 
-    @routes.post("/api/repos/move")
-    async def move(wish: dict[str, Any], authorization: Auth = None) -> None:
-        hub.move(wish.get("type") or "model", wish["fromRepo"], wish["toRepo"], authorization)
-
-    @routes.post("/api/{kind}/{owner}/{name}/branch/{branch}")
-    async def add_branch(
-        kind: str, owner: str, name: str, branch: str, wish: dict[str, Any], authorization: Auth = None
-    ) -> None:
-        repo = hub.repo(kind, f"{owner}/{name}", authorization, write=True)
+    @routes.post(API + "/branch/{branch}")
+    async def add_branch(repo: writer, branch: str, wish: dict[str, Any]) -> None:
         if branch in repo.branches:
             raise HubError(409, f"Reference already exists: refs/heads/{branch}")
         repo.branches[branch] = [repo.at(wish.get("startingPoint") or "main")]
@@ -67,134 +73,85 @@ def repo_routes(hub: Hub) -> APIRouter:
     ) -> list[dict[str, Any]]:
         seen = [repo for repo in hub.visible(kind, authorization) if search in repo.id]
         seen = [repo for repo in seen if author in ("", repo.id.split("/")[0])]
-        return [{key: value for key, value in hub.info(repo).items() if key != "siblings"} for repo in seen][
-            :limit
-        ]
+        shown = [hub.info(repo) for repo in seen[:limit]]
+        return [{key: value for key, value in info.items() if key != "siblings"} for info in shown]
 
-    @routes.get("/api/{kind}/{owner}/{name}")
-    @routes.get("/api/{kind}/{owner}/{name}/revision/{revision}")
-    async def info(
-        kind: str,
-        owner: str,
-        name: str,
-        revision: str = "main",
-        blobs: bool = False,
-        authorization: Auth = None,
-    ) -> dict[str, Any]:
-        return hub.info(hub.repo(kind, f"{owner}/{name}", authorization), revision, blobs=blobs)
+    @routes.get(API)
+    @routes.get(API + "/revision/{revision}")
+    async def info(repo: viewer, revision: str = "main", blobs: bool = False) -> dict[str, Any]:
+        return hub.info(repo, revision, blobs=blobs)
 
-    @routes.get("/api/{kind}/{owner}/{name}/auth-check")
-    async def may_read(kind: str, owner: str, name: str, authorization: Auth = None) -> None:
-        hub.readable(kind, f"{owner}/{name}", authorization)
+    @routes.get(API + "/auth-check")
+    async def may_read(repo: reader) -> None:
+        """Answers, or refuses: the reader is looked up."""
 
-    @routes.get("/api/{kind}/{owner}/{name}/auth-check/write")
-    async def may_write(kind: str, owner: str, name: str, authorization: Auth = None) -> None:
-        hub.repo(kind, f"{owner}/{name}", authorization, write=True)
-
-    @routes.put("/api/{kind}/{owner}/{name}/settings")
-    async def settings(
-        kind: str, owner: str, name: str, request: Request, authorization: Auth = None
-    ) -> None:
-        repo, wish = hub.repo(kind, f"{owner}/{name}", authorization, write=True), await request.json()
+    @routes.put(API + "/settings")
+    async def settings(repo: writer, wish: dict[str, Any]) -> None:
         repo.visibility = visibility(wish, repo.visibility)
         repo.gated = wish.get("gated", repo.gated)
 
     @routes.get(API + "/tree/{revision}")
     @routes.get(API + "/tree/{revision}/{folder:path}")
     async def tree(
-        kind: str,
-        owner: str,
-        name: str,
-        revision: str,
-        folder: str = "",
-        recursive: bool = False,
-        expand: bool = False,
-        authorization: Auth = None,
+        repo: reader, revision: str, folder: str = "", recursive: bool = False
     ) -> list[dict[str, Any]]:
-        repo = hub.readable(kind, f"{owner}/{name}", authorization)
         found = listing(repo.at(revision).files, folder.rstrip("/"), recursive=recursive)
         if folder and not found:
             raise entry_missing(f"{folder} does not exist on {revision}")
-        return [_described(hub, repo, revision, path, expand=expand) for path in found]
+        return [_described(hub, repo, revision, path) for path in found]
 
     @routes.post(API + "/paths-info/{revision}")
     async def paths_info(
-        kind: str,
-        owner: str,
-        name: str,
+        repo: reader,
         revision: str,
         paths: Annotated[list[str], Form()],
         expand: Annotated[bool, Form()] = False,
-        authorization: Auth = None,
     ) -> list[dict[str, Any]]:
-        repo = hub.readable(kind, f"{owner}/{name}", authorization)
         files = repo.at(revision).files
         known = [path for path in paths if path in files or path in folders(files)]
-        return [_described(hub, repo, revision, path, expand=expand) for path in known]
+        found = [_described(hub, repo, revision, path) for path in known]
+        if expand:
+            found = [
+                {**one, "lastCommit": repo.last_change(one["path"], revision).to_json()} for one in found
+            ]
+        return found
 
     @routes.get(API + "/commits/{revision}")
-    async def commits(
-        kind: str, owner: str, name: str, revision: str, authorization: Auth = None
-    ) -> list[dict[str, Any]]:
-        repo = hub.readable(kind, f"{owner}/{name}", authorization)
+    async def commits(repo: reader, revision: str) -> list[dict[str, Any]]:
         newest_first = reversed(repo.branches.get(revision, []))
-        plain = [{"id": commit.oid, "title": commit.title, "date": commit.date} for commit in newest_first]
-        return [{**commit, "message": "", "authors": []} for commit in plain]
+        return [{**commit.to_json(), "message": "", "authors": []} for commit in newest_first]
 
     @routes.post(API + "/preupload/{revision}")
-    async def preupload(
-        kind: str, owner: str, name: str, revision: str, asked: dict[str, Any], authorization: Auth = None
-    ) -> dict[str, Any]:
-        repo = hub.repo(kind, f"{owner}/{name}", authorization, write=True)
+    async def preupload(repo: writer, revision: str, asked: dict[str, Any]) -> dict[str, Any]:
         ignore = asked.get("gitIgnore") or repo.text(".gitignore")
         return {"files": [_upload_mode(repo, revision, file, ignore) for file in asked["files"]]}
 
     @routes.post(API + "/commit/{revision}")
-    async def commit(
-        kind: str, owner: str, name: str, revision: str, request: Request, authorization: Auth = None
-    ) -> dict[str, Any]:
-        repo = hub.repo(kind, f"{owner}/{name}", authorization, write=True)
+    async def commit(repo: writer, revision: str, request: Request) -> dict[str, Any]:
         header, *operations = [json.loads(line) for line in (await request.body()).splitlines()]
         before = _tip(repo, revision, header["value"].get("parentCommit"))
-        after = apply(before.files, _with_content(hub, operations))
+        contents = [{**operation, "blob": _added(hub, operation)} for operation in operations]
+        after = apply(before.files, contents)
         made = repo.commit(header["value"]["summary"], after, revision)
-        if kind == "spaces" and revision == "main":
+        if repo.kind == "spaces" and revision == "main":
             hub.spaces[repo.id].pushed()
-        url = f"{request.base_url}{'' if kind == 'models' else f'{kind}/'}{repo.id}/commit/{made.oid}"
+        url = f"{request.base_url}{url_path(repo.kind, repo.id)}/commit/{made.oid}"
         return {"success": True, "commitOid": made.oid, "commitUrl": url, "hookOutput": ""}
 
     @routes.get(API + "/xet-read-token/{revision}")
-    async def read_token(
-        kind: str, owner: str, name: str, request: Request, authorization: Auth = None
-    ) -> JSONResponse:
-        hub.readable(kind, f"{owner}/{name}", authorization)
+    async def read_token(repo: reader, request: Request) -> JSONResponse:
         return xet_token(request, "read")
 
     @routes.get(API + "/xet-write-token/{revision}")
-    async def write_token(
-        kind: str, owner: str, name: str, request: Request, authorization: Auth = None
-    ) -> JSONResponse:
-        hub.repo(kind, f"{owner}/{name}", authorization, write=True)
+    async def write_token(repo: writer, request: Request) -> JSONResponse:
         return xet_token(request, "write")
 
-    def resolve(
-        owner: str,
-        name: str,
-        revision: str,
-        path: str,
-        request: Request,
-        kind: str = "models",
-        authorization: Auth = None,
-        range: Range = None,
-    ) -> Response:
-        repo = hub.readable(kind, f"{owner}/{name}", authorization)
+    def resolve(repo: reader, revision: str, path: str, request: Request, range: Auth = None) -> Response:
         commit, file = repo.at(revision), repo.file(revision, path)
         headers = {"X-Repo-Commit": commit.oid, "ETag": f'"{file.sha256 or file.oid}"'}
         if file.sha256:
-            xet_hash, api_path = (
-                hub.cas.by_sha256[file.sha256],
-                f"api/{kind}/{repo.id}/xet-read-token/{commit.oid}",
-            )
+            xet_hash = hub.cas.by_sha256[file.sha256]
+            api_path = f"api/{repo.kind}/{repo.id}/xet-read-token/{commit.oid}"
             headers |= xet_headers(request, api_path, xet_hash, file.size)
         if request.method == "HEAD":
             return Response(headers=headers | {"Content-Length": str(file.size)})
@@ -208,12 +165,6 @@ def repo_routes(hub: Hub) -> APIRouter:
         routes.add_api_route(pattern, resolve, methods=["GET", "HEAD"])
 
     return routes
-
-
-Range = Annotated[str | None, Header()]
-LARGE = 10 << 20  # bytes from which on a text file goes to the Xet storage, as every binary file does
-API = "/api/{kind}/{owner}/{name}"
-CONFLICT = "The branch was updated since you opened this page. Please refresh and try again."
 
 
 def _upload_mode(repo: RepoState, revision: str, asked: dict[str, Any], ignore: str) -> dict[str, Any]:
@@ -235,12 +186,8 @@ def _tip(repo: RepoState, branch: str, parent: str | None) -> Commit:
     return tip
 
 
-def _with_content(hub: Hub, operations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The operations with a `blob` where they add something."""
-    return [{**operation, "blob": _added(hub, operation)} for operation in operations]
-
-
 def _added(hub: Hub, operation: dict[str, Any]) -> Blob | None:
+    """The content of the file that an operation adds."""
     value = operation["value"]
     if operation["key"] == "file":
         return blob(base64.b64decode(value["content"]))
@@ -251,16 +198,13 @@ def _added(hub: Hub, operation: dict[str, Any]) -> Blob | None:
     return Blob(hub.cas.size(xet_hash), sha256=value["oid"])
 
 
-def _described(hub: Hub, repo: RepoState, revision: str, path: str, *, expand: bool) -> dict[str, Any]:
-    """A file or a folder of a listing; to `expand` it is to add its last commit."""
+def _described(hub: Hub, repo: RepoState, revision: str, path: str) -> dict[str, Any]:
+    """A file or a folder of a listing."""
     file = repo.at(revision).files.get(path)
-    shown: dict[str, Any] = {"type": "directory", "path": path, "oid": "0" * 40, "size": 0}
-    if file:
-        shown |= {"type": "file", "oid": file.oid, "size": file.size}
-    if file and file.sha256:
+    if not file:
+        return {"type": "directory", "path": path, "oid": "0" * 40, "size": 0}
+    shown: dict[str, Any] = {"type": "file", "path": path, "oid": file.oid, "size": file.size}
+    if file.sha256:
         lfs = {"oid": file.sha256, "size": file.size, "pointerSize": len(file.pointer)}
         shown |= {"lfs": lfs, "xetHash": hub.cas.by_sha256[file.sha256]}
-    if expand:
-        commit = repo.last_change(revision, path)
-        shown["lastCommit"] = {"id": commit.oid, "title": commit.title, "date": commit.date}
     return shown

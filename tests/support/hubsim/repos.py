@@ -81,6 +81,9 @@ class Commit:
     def below(self, path: str) -> dict[str, Blob]:
         return {name: file for name, file in self.files.items() if f"{name}/".startswith(f"{path}/")}
 
+    def to_json(self) -> dict[str, Any]:
+        return {"id": self.oid, "title": self.title, "date": self.date}
+
 
 @dataclass
 class RepoState:
@@ -127,7 +130,7 @@ class RepoState:
             raise entry_missing()
         return self.at(revision).files[path]
 
-    def last_change(self, revision: str, path: str) -> Commit:
+    def last_change(self, path: str, revision: str) -> Commit:
         """The commit that gave a file its content, or a folder that of some file in it."""
         tip = self.at(revision)
         commits = next(commits for commits in self.branches.values() if tip in commits)
@@ -140,17 +143,27 @@ class RepoState:
         file = self.files.get(path)
         return file.content.decode(errors="replace") if file else ""
 
-    def to_json(self, revision: str = "main", *, blobs: bool = False) -> dict[str, Any]:
+    def to_json(self, revision: str, *, blobs: bool = False) -> dict[str, Any]:
         """What `model_info` and its siblings read; with `blobs` there is more about each file."""
         commit = self.at(revision)
-        described = {"id": self.id, "author": self.id.split("/")[0], "private": self.private}
-        times = {"createdAt": self.created_at, "lastModified": commit.date, "sha": commit.oid}
-        files = sorted(commit.files.items())
-        siblings = [{"rfilename": path} | (file.to_json() if blobs else {}) for path, file in files]
-        rest = {"gated": self.gated, "disabled": False, "likes": 0, "tags": [], "siblings": siblings}
-        return (
-            described | times | rest | ({"modelId": self.id, "downloads": 0} if self.kind == "models" else {})
-        )
+        siblings = [
+            {"rfilename": path, **(file.to_json() if blobs else {})}
+            for path, file in sorted(commit.files.items())
+        ]
+        return {
+            "id": self.id,
+            "author": self.id.split("/")[0],
+            "private": self.private,
+            "createdAt": self.created_at,
+            "lastModified": commit.date,
+            "sha": commit.oid,
+            "gated": self.gated,
+            "disabled": False,
+            "likes": 0,
+            "downloads": 0,
+            "tags": [],
+            "siblings": siblings,
+        }
 
 
 def check_path(path: str) -> str:

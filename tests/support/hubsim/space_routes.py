@@ -1,8 +1,6 @@
 """The Hub's endpoints that only Spaces have, as huggingface_hub calls them."""
 
-import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 import httpx
@@ -13,21 +11,21 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from .common import HubError
-from .spaces import SpaceState, catalogue
-from .store import Hub, check_plan, create, url_path
+from .spaces import SpaceState
+from .store import Hub, check_plan
 
 Auth = Annotated[str | None, Header()]
 API = "/api/spaces/{owner}/{name}"
 
 
 def space_routes(hub: Hub) -> APIRouter:
-    def read(owner: str, name: str, authorization: Auth = None) -> SpaceState:
+    async def readable(owner: str, name: str, authorization: Auth = None) -> SpaceState:
         return hub.space(f"{owner}/{name}", authorization)
 
-    def write(owner: str, name: str, authorization: Auth = None) -> SpaceState:
+    async def writable(owner: str, name: str, authorization: Auth = None) -> SpaceState:
         return hub.space(f"{owner}/{name}", authorization, write=True)
 
-    reader, writer = Annotated[SpaceState, Depends(read)], Annotated[SpaceState, Depends(write)]
+    reader, writer = Annotated[SpaceState, Depends(readable)], Annotated[SpaceState, Depends(writable)]
     routes = APIRouter()
 
     @routes.get(API + "/runtime")
@@ -44,15 +42,6 @@ def space_routes(hub: Hub) -> APIRouter:
         space.restart(factory=factory)
         return space.runtime()
 
-    @routes.post(API + "/dev-mode")
-    async def dev_mode(space: writer, wish: dict[str, Any]) -> dict[str, Any]:
-        space.dev_mode = wish["enabled"]
-        return space.runtime()
-
-    @routes.get("/api/spaces/hardware")
-    async def offered() -> list[dict[str, Any]]:
-        return catalogue()
-
     @routes.post(API + "/hardware")
     async def request_hardware(space: writer, wish: dict[str, Any]) -> dict[str, Any]:
         check_plan(hub.accounts.accounts[space.id.split("/")[0]], space.sdk, {"hardware": wish["flavor"]})
@@ -67,78 +56,33 @@ def space_routes(hub: Hub) -> APIRouter:
         space.sleep_time = wish["seconds"]
         return space.runtime()
 
-    """Variables, which every reader of the Space sees, and secrets, whose names only a writer does."""
+    def add(kind: str, seer: Any) -> None:
+        def shown(space: SpaceState) -> dict[str, Any]:
+            return {key: one.to_json(secret=kind == "secrets") for key, one in getattr(space, kind).items()}
 
-    readers = {"variables": reader, "secrets": writer}
-
-    def shown(space: SpaceState, kind: str) -> dict[str, Any]:
-        return {key: one.to_json(secret=kind == "secrets") for key, one in getattr(space, kind).items()}
-
-    def add(kind: str) -> None:
         @routes.get(f"{API}/{kind}")
-        async def read(space: readers[kind]) -> dict[str, Any]:
-            return shown(space, kind)
+        async def read(space: seer) -> dict[str, Any]:
+            return shown(space)
 
         @routes.post(f"{API}/{kind}")
         async def put(space: writer, wish: dict[str, Any]) -> dict[str, Any]:
             space.set(kind, wish["key"], wish["value"], wish.get("description"))
-            return shown(space, kind)
+            return shown(space)
 
         @routes.delete(f"{API}/{kind}")
         async def delete(space: writer, wish: Annotated[dict[str, Any], Body()]) -> dict[str, Any]:
             space.unset(kind, wish["key"])
-            return shown(space, kind)
+            return shown(space)
 
-    add("variables")
-    add("secrets")
+    add("variables", reader)  # every reader of the Space sees them
+    add("secrets", writer)  # only a writer sees their names
 
     @routes.get(API + "/logs/{kind}")
-    async def logs(space: writer, kind: str) -> StreamingResponse:
-        return StreamingResponse(_events(space, kind), media_type="text/event-stream")
-
-    @routes.put(API + "/volumes")
-    async def put(space: writer, wish: dict[str, Any]) -> None:
-        space.volumes = wish["volumes"]
-        space.start()
-
-    @routes.delete(API + "/volumes")
-    async def delete(space: writer) -> None:
-        if not space.volumes:
-            raise HubError(400, "This Space has no volumes")
-        space.volumes = []
-        space.start()
-
-    @routes.post(API + "/duplicate")
-    async def duplicate(
-        space: reader, wish: dict[str, Any], request: Request, authorization: Auth = None
-    ) -> dict[str, Any]:
-        made = copy_space(hub, space, wish, authorization)
-        return {"url": f"{request.base_url}{url_path('spaces', made.id)}", "filesCopyPending": False}
+    async def logs(space: writer, kind: str) -> Response:
+        lines = "".join(f"data: {json.dumps(event)}\n\n" for event in space.logs[kind])
+        return Response(lines, media_type="text/event-stream")
 
     return routes
-
-
-async def _events(space: SpaceState, kind: str) -> AsyncIterator[str]:
-    """The log so far, and new lines while the test keeps the stream open, as the real Hub always does."""
-    sent = 0
-    while True:
-        for event in space.logs[kind][sent:]:
-            yield f"data: {json.dumps(event)}\n\n"
-            sent += 1
-        if not space.live_logs:
-            return
-        await asyncio.sleep(0.05)
-
-
-def copy_space(hub: Hub, source: SpaceState, wish: dict[str, Any], who: str | None) -> SpaceState:
-    """Files and variables come along, secrets do not, and the hardware is free unless asked for."""
-    copied = [{"key": one.key, "value": one.value} for one in source.variables.values()]
-    variables = [*copied, *(wish.get("variables") or [])]
-    wish = {"visibility": source.repo.visibility, **wish, "sdk": source.sdk, "variables": variables}
-    repo = create(hub, "spaces", wish["repository"], wish, who)
-    repo.commit(f"Duplicate from {source.id}", dict(source.repo.files))
-    hub.spaces[repo.id].build()
-    return hub.spaces[repo.id]
 
 
 RUNNING = ("RUNNING", "RUNNING_BUILDING", "RUNNING_APP_STARTING")
@@ -146,6 +90,8 @@ HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "host", "content-
 
 
 class AppProxy:
+    """The apps of all Spaces, each at a port of its own."""
+
     def __init__(self, hub: Hub) -> None:
         self.hub = hub
         self.client = httpx.AsyncClient(timeout=None, trust_env=False)
@@ -156,8 +102,8 @@ class AppProxy:
         return next((space for space in self.hub.spaces.values() if space.address == url), None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
-        await (await self._answer(request))(scope, receive, send)
+        answer = await self._answer(Request(scope, receive))
+        await answer(scope, receive, send)
 
     async def _answer(self, request: Request) -> Response:
         space = self.space_at(request.scope)
@@ -177,7 +123,9 @@ class AppProxy:
         return True
 
     async def _forward(self, upstream: str, request: Request) -> Response:
-        url = httpx.URL(upstream).copy_with(raw_path=request.scope["raw_path"] + _query(request))
+        query = request.scope["query_string"]
+        raw_path = request.scope["raw_path"] + (b"?" + query if query else b"")
+        url = httpx.URL(upstream).copy_with(raw_path=raw_path)
         headers = [(key, value) for key, value in request.headers.items() if key not in HOP_BY_HOP]
         asked = self.client.build_request(request.method, url, headers=headers, content=await request.body())
         try:
@@ -188,10 +136,6 @@ class AppProxy:
         return StreamingResponse(
             answer.aiter_raw(), answer.status_code, passed, background=BackgroundTask(answer.aclose)
         )
-
-
-def _query(request: Request) -> bytes:
-    return b"?" + request.scope["query_string"] if request.scope["query_string"] else b""
 
 
 def _page(status: int, text: str) -> HTMLResponse:

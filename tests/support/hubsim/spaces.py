@@ -1,4 +1,4 @@
-"""The machines that a Space can ask for, and what an hour of each costs (huggingface.co/pricing)."""
+"""Spaces: their card, settings, and the stages they go through."""
 
 import re
 from dataclasses import dataclass, field
@@ -12,51 +12,10 @@ from .repos import RepoState
 CPU_BASIC = "cpu-basic"
 TWO_DAYS = 48 * 3600  # seconds without a visit after which a Space on cpu-basic sleeps
 
-# flavor -> name, CPUs, memory, GPUs, model of GPU, its memory, US dollars an hour
-_FLAVORS: dict[str, tuple[str, str, str, int, str, str, float]] = {
-    CPU_BASIC: ("CPU Basic", "2 vCPU", "16 GB", 0, "", "", 0.0),
-    "cpu-upgrade": ("CPU Upgrade", "8 vCPU", "32 GB", 0, "", "", 0.03),
-    "t4-small": ("Nvidia T4 - small", "4 vCPU", "15 GB", 1, "T4", "16 GB", 0.40),
-    "t4-medium": ("Nvidia T4 - medium", "8 vCPU", "30 GB", 1, "T4", "16 GB", 0.60),
-    "l4x1": ("1x Nvidia L4", "8 vCPU", "30 GB", 1, "L4", "24 GB", 0.80),
-    "l4x4": ("4x Nvidia L4", "48 vCPU", "186 GB", 4, "L4", "96 GB", 3.80),
-    "l40sx1": ("1x Nvidia L40S", "8 vCPU", "62 GB", 1, "L40S", "48 GB", 1.80),
-    "a10g-small": ("Nvidia A10G - small", "4 vCPU", "15 GB", 1, "A10G", "24 GB", 1.00),
-    "a10g-large": ("Nvidia A10G - large", "12 vCPU", "46 GB", 1, "A10G", "24 GB", 1.50),
-    "a100-large": ("Nvidia A100 - large", "12 vCPU", "142 GB", 1, "A100", "80 GB", 2.50),
-}
-
-
-def is_flavor(flavor: str) -> bool:
-    return flavor in _FLAVORS
-
-
-def catalogue() -> list[dict[str, Any]]:
-    """What `list_spaces_hardware` reads."""
-    return [_described(flavor) for flavor in _FLAVORS]
-
-
-def _described(flavor: str) -> dict[str, Any]:
-    name, cpu, ram, count, model, vram, dollars = _FLAVORS[flavor]
-    accelerator = {
-        "type": "gpu",
-        "model": model,
-        "quantity": str(count),
-        "vram": vram,
-        "manufacturer": "Nvidia",
-    }
-    return {
-        "name": flavor,
-        "prettyName": name,
-        "cpu": cpu,
-        "ram": ram,
-        "accelerator": accelerator if count else None,
-        "unitCostMicroUSD": round(dollars / 60 * 1e6),
-        "unitCostUSD": dollars / 60,
-        "unitLabel": "minute",
-    }
-
-
+FLAVORS = (
+    *(CPU_BASIC, "cpu-upgrade", "t4-small", "t4-medium", "l4x1", "l4x4", "l40sx1"),
+    *("a10g-small", "a10g-large", "a100-large"),
+)
 COLORS = ("red", "yellow", "green", "blue", "indigo", "purple", "pink", "gray")
 SDKS = ("gradio", "docker", "static", "streamlit")
 
@@ -82,7 +41,7 @@ def _space_errors(card: dict[str, Any]) -> list[str]:
         found.append(f'"sdk" must be one of [{", ".join(SDKS)}]')
     if len(card.get("short_description", "")) > 60:
         found.append('"short_description" length must be less than or equal to 60 characters long')
-    if not is_flavor(card.get("suggested_hardware", "cpu-basic")):
+    if card.get("suggested_hardware", CPU_BASIC) not in FLAVORS:
         found.append('"suggested_hardware" must be a known flavor')
     return found
 
@@ -136,15 +95,9 @@ class SpaceState:
     sleep_time: int | None = None  # seconds; on cpu-basic it is fixed
     variables: dict[str, Setting] = field(default_factory=dict)
     secrets: dict[str, Setting] = field(default_factory=dict)
-    volumes: list[dict[str, Any]] = field(default_factory=list)
-    dev_mode: bool = False
     logs: dict[str, list[dict[str, str]]] = field(default_factory=lambda: {"build": [], "run": []})
-    live_logs: bool = False  # keep log streams open for lines to come
     upstream: str = ""  # URL of the process that a test runs for its app
-    host: str = ""  # URL of the app that the Hub names; `address` by default
-
-    def __post_init__(self) -> None:
-        self.host = self.host or self.address
+    host: str = ""  # URL of the app that the Hub names
 
     @property
     def id(self) -> str:
@@ -160,7 +113,7 @@ class SpaceState:
             self.start()
 
     def enter(self, stage: str, *, ahead: tuple[str, ...] = (), error: str = "") -> None:
-        """Be in `stage` at once, and later in those `ahead`."""
+        """Be in `stage` now, and later in those `ahead`."""
         self.stage, self.ahead, self.error = stage, list(ahead), error
         self._arrived()
 
@@ -169,9 +122,8 @@ class SpaceState:
             self._begin(START)
 
     def build(self) -> None:
-        self.log(
-            "build", f"===== Build Queued at {now()} / Commit SHA: {self.repo.commits[-1].oid[:7]} ====="
-        )
+        commit = self.repo.commits[-1].oid[:7]
+        self.log("build", f"===== Build Queued at {now()} / Commit SHA: {commit} =====")
         self._begin(self.builds.stages, self.builds.error)
 
     def restart(self, *, factory: bool = False) -> None:
@@ -181,7 +133,7 @@ class SpaceState:
             self._begin(START)
 
     def visit(self) -> str:
-        """Somebody opens the app: the stage in which they find it. A sleeping Space wakes up."""
+        """A client opens the app: returns the stage it finds. A sleeping Space wakes up."""
         seen = self.stage
         if seen == "SLEEPING":
             self._begin(START)
@@ -213,15 +165,13 @@ class SpaceState:
 
     def runtime(self) -> dict[str, Any]:
         """What `get_space_runtime` reads."""
-        hardware = {"current": self.hardware, "requested": self.requested}
-        domain = {"domain": self.host.split("//")[-1], "isCustom": False, "stage": "READY"}
-        shown = {"stage": self.stage, "hardware": hardware, "storage": None, "gcTimeout": self._gc_timeout()}
-        rest = {"devMode": self.dev_mode, "replicas": {"requested": 1}, "domains": [domain], "sdk": self.sdk}
-        error = {"errorMessage": self.error} if self.error and self.stage.endswith("ERROR") else {}
-        return shown | rest | error | ({"volumes": self.volumes} if self.volumes else {})
-
-    def _gc_timeout(self) -> int | None:
-        return TWO_DAYS if self.requested == CPU_BASIC else self.sleep_time
+        shown = {
+            "stage": self.stage,
+            "hardware": {"current": self.hardware, "requested": self.requested},
+            "gcTimeout": TWO_DAYS if self.requested == CPU_BASIC else self.sleep_time,
+            "sdk": self.sdk,
+        }
+        return shown | ({"errorMessage": self.error} if self.stage.endswith("ERROR") and self.error else {})
 
     def _arrived(self) -> None:
         if self.stage == "APP_STARTING":

@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from .accounts import READ, Account, Accounts, Caller
+from .accounts import READ, Account, Accounts
 from .buckets import BucketState, Feed
 from .common import HubError, repo_missing
 from .repos import KINDS, RepoState, blob
-from .spaces import CPU_BASIC, README, Builds, SpaceState, is_flavor
+from .spaces import CPU_BASIC, FLAVORS, README, Builds, SpaceState
 from .xet import Cas
 
 Who = str | None  # an Authorization header
@@ -51,9 +51,14 @@ class Hub:
     def readable(self, kind: str, name: str, who: Who) -> RepoState:
         """A repository whose files the caller may read: not gated, or open to the caller."""
         repo = self.repo(kind, name, who)
-        if repo.gated and not self._past_gate(repo, self.accounts.caller(who)):
-            raise _gated(repo, anonymous=not who)
-        return repo
+        caller = self.accounts.caller(who)
+        granted = caller.account is not None and caller.account.name in repo.granted
+        if not repo.gated or granted or caller.belongs_to(name.split("/")[0]):
+            return repo
+        message = f"Access to {KINDS[kind]} {name} is restricted"
+        if caller.anonymous:
+            raise HubError(401, f"{message}. You must have access to it and be authenticated.", "GatedRepo")
+        raise HubError(403, f"{message} and you are not in the authorized list.", "GatedRepo")
 
     def space(self, name: str, who: Who, *, write: bool = False) -> SpaceState:
         self.repo("spaces", name, who, write=write)
@@ -81,37 +86,12 @@ class Hub:
         shown = repo.to_json(revision, blobs=blobs)
         return shown | self.spaces[repo.id].to_json() if repo.kind == "spaces" else shown
 
-    def move(self, kind: str, source: str, target: str, who: Who) -> None:
-        self.accounts.caller(who).must_write(kind, target.split("/")[0])
-        if target in self.buckets if kind == "bucket" else (f"{kind}s", target) in self.repos:
-            raise HubError(409, f"{target} exists already")
-        if kind == "bucket":
-            self.bucket(source, who, write=True).id = target
-            self.buckets[target] = self.buckets.pop(source)
-            return
-        plural = f"{kind}s"
-        self.repo(plural, source, who, write=True).id = target
-        self.repos[plural, target] = self.repos.pop((plural, source))
-        if kind == "space":
-            self.spaces[target] = self.spaces.pop(source)
-
     def new_address(self) -> str:
-        """The URL of a Space to be: one that no other Space has."""
+        """A URL that no Space has yet."""
         taken = {space.address for space in self.spaces.values()}
         if free := [address for address in self.addresses if address not in taken]:
             return free[0]
         raise HubError(500, f"the simulator has ports for {len(self.addresses)} Spaces, and all are taken")
-
-    def _past_gate(self, repo: RepoState, caller: Caller) -> bool:
-        owner = caller.belongs_to(repo.id.split("/")[0])
-        return owner or (caller.account is not None and caller.account.name in repo.granted)
-
-
-def _gated(repo: RepoState, *, anonymous: bool) -> HubError:
-    message = f"Access to {KINDS[repo.kind]} {repo.id} is restricted"
-    if anonymous:
-        return HubError(401, f"{message}. You must have access to it and be authenticated.", "GatedRepo")
-    return HubError(403, f"{message} and you are not in the authorized list.", "GatedRepo")
 
 
 PLURAL = {kind: plural for plural, kind in KINDS.items()}
@@ -138,11 +118,6 @@ def visibility(wish: dict[str, Any], default: str) -> str:
     return wish.get("visibility") or default
 
 
-def is_private(wish: dict[str, Any], owner: Account) -> bool:
-    """The same, where there are only two."""
-    return visibility(wish, owner.visibility) == "private"
-
-
 def create(hub: Hub, kind: str, name: str, wish: dict[str, Any], who: Who) -> RepoState:
     """Make what a request asks for; refuse callers without the right or the plan, and taken names."""
     hub.accounts.caller(who).must_write(KINDS[kind], name.split("/")[0])
@@ -161,7 +136,7 @@ def create(hub: Hub, kind: str, name: str, wish: dict[str, Any], who: Who) -> Re
 def check_plan(owner: Account, sdk: str, wish: dict[str, Any]) -> None:
     """Free accounts may not host an app on free machines; paid machines need a payment method."""
     flavor = wish.get("hardware") or CPU_BASIC
-    if not is_flavor(flavor):
+    if flavor not in FLAVORS:
         raise HubError(400, f'"hardware" {flavor} is not a known flavor')
     if flavor != CPU_BASIC and not owner.can_pay:
         raise HubError(403, NO_CARD)
@@ -176,22 +151,11 @@ def url_path(kind: str, name: str) -> str:
 def _new_space(hub: Hub, repo: RepoState, wish: dict[str, Any]) -> SpaceState:
     readme = README.format(repo.id.split("/")[1], wish["sdk"])
     repo.commits[0].files["README.md"] = blob(readme.encode())
-    space = SpaceState(
-        repo,
-        wish["sdk"],
-        hub.new_address(),
-        builds=hub.builds.get(repo.id, Builds()),
-        host=hub.hosts.get(repo.id, ""),
-    )
-    configure(space, wish)
-    return space
-
-
-def configure(space: SpaceState, wish: dict[str, Any]) -> None:
-    """Apply the settings that creation and duplication can bring along."""
+    space = SpaceState(repo, wish["sdk"], hub.new_address(), builds=hub.builds.get(repo.id, Builds()))
+    space.host = hub.hosts.get(repo.id, space.address)
     space.requested = wish.get("hardware") or CPU_BASIC
     space.sleep_time = wish.get("sleepTimeSeconds")
-    space.volumes = wish.get("volumes") or []
     for kind in ("variables", "secrets"):
         for setting in wish.get(kind) or []:
             space.set(kind, setting["key"], setting["value"], setting.get("description"))
+    return space

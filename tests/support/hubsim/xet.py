@@ -181,10 +181,7 @@ def cas_routes(cas: Cas) -> APIRouter:
 
     @routes.get("/data/{name}")
     async def data(name: str, range: Range = "bytes=0-") -> Response:
-        content = (cas.root / name).read_bytes()
-        start, stop = parse_range(range, len(content))
-        headers = {"Content-Range": f"bytes {start}-{stop - 1}/{len(content)}"}
-        return Response(content[start:stop], 206, headers, media_type="application/octet-stream")
+        return ranged((cas.root / name).read_bytes(), range, {})
 
     return routes
 

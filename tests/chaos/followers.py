@@ -1,0 +1,208 @@
+"""The three kinds of followers: one over a stand-in for vLLM, the command `follow`, and a real vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import httpx
+import psutil
+from safetensors import SafetensorError
+
+from delta_weight_sync.checkout import RECORD, updates
+from delta_weight_sync.checkpoint import WEIGHTS, map_bits
+from delta_weight_sync.cli import main
+from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.errors import CodecError, EngineError, ProtocolError
+from delta_weight_sync.reader import RunReader
+from delta_weight_sync.records import Manifest, parse
+from delta_weight_sync.vllm.follower import Follower
+from tests.chaos.faulty import Mortal
+from tests.chaos.truth import RUN, Truth
+from tests.live import replica as live
+from tests.support import fake_vllm
+
+
+class Claim(NamedTuple):
+    """What a follower says, and the digest of what it holds; `starts`: of its vLLM."""
+
+    version: int | None
+    writer: str
+    sync: int
+    digest: str
+    held: str
+    starts: int = 0
+    state: str = "serving"
+    error: str | None = None
+    wrong: tuple[str, ...] = ()
+
+
+class Engine(fake_vllm.Mortal):
+    """A vLLM that fails if asked to. After each commit it must hold something that a trainer handed over."""
+
+    def __init__(self, truth: Truth) -> None:
+        super().__init__()
+        self._truth, self.wrong = truth, list[str]()
+        self.fails: str | None = None  # the kind of the next commit's error
+
+    def serves(self, checkpoint: Path) -> bool:
+        return self._alive and _assets(checkpoint) == self._assets
+
+    def start(self, checkpoint: Path) -> None:
+        self._assets = _assets(checkpoint)
+        super().start(checkpoint)
+
+    def learn(self, shapes: dict[str, list[int]]) -> str:
+        self._trusted = super().learn(shapes)
+        return self._trusted
+
+    def stage(self, deltas: Sequence[Path]) -> float:
+        if self.digest() != self._trusted:
+            raise EngineError("the live weights are not those that were committed", "weights-changed")
+        try:
+            return super().stage(deltas)
+        except CodecError as error:
+            raise EngineError(f"{error}", "codec") from None
+
+    def commit(self, digest: str, label: str) -> tuple[float, float]:
+        if kind := self.fails:
+            self.fails = None
+            raise EngineError(f"{kind}: an injected failure, undone", kind)
+        found = to_hex(state_digest(self._new))
+        if found != digest:
+            raise EngineError(f"the delta leads to {found}, published was {digest}", "codec")
+        times = super().commit(digest, label)
+        self._trusted = digest
+        if not self._truth.holds(self.digest()):
+            self.wrong.append(f"{label} was committed, and no trainer handed over {self.digest()}")
+        return times
+
+
+def _assets(checkpoint: Path) -> dict[str, str]:
+    files = (path for path in checkpoint.iterdir() if path.suffix != ".safetensors")
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+class Replica(Mortal):
+    """The real follower of a replica, over an `Engine`."""
+
+    def __init__(self, url: str, folder: Path, truth: Path, poll_s: float) -> None:
+        super().__init__()
+        self.folder, self.engine = folder, Engine(Truth(truth))
+        mock.patch("delta_weight_sync.watch.LONGEST_S", 0.05).start()
+        reader = RunReader(self.open_bucket(url), RUN)
+        self._follower = Follower(reader, self.engine, name=folder.name, folder=folder, poll_s=poll_s)
+        self._follower.start()
+
+    def claim(self) -> Claim:
+        serving, status = self._follower.serving, self._follower.report(1 << 60).status
+        said = self.engine.starts, status.state, status.error, tuple(self.engine.wrong)
+        if serving is None:
+            return Claim(None, "", 0, "", "", *said)
+        held = self.engine.digest()
+        return Claim(serving.version, serving.writer, serving.sync, serving.digest, held, *said)
+
+    def fail_commit(self, kind: str) -> None:
+        self.engine.fails = kind
+
+    def flip_memory(self) -> None:
+        next(iter(self.engine.bits.values())).reshape(-1)[0] ^= 1
+
+    def kill_vllm(self) -> None:
+        self.engine.kill()
+
+    def damage_anchor(self) -> bool:
+        """One bit of the anchor that is kept on the disk; False if none is."""
+        for path in (self.folder / "anchors").glob("*/model.safetensors"):
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+            return True
+        return False
+
+    def heal(self) -> None:
+        self._follower.commands.heal()
+
+    def close(self) -> None:
+        self._follower.stop()
+
+
+class Kept(Mortal):
+    """`delta-weight-sync follow`, in a thread: faults are armed by the main one."""
+
+    def __init__(self, url: str, folder: Path, poll_s: float) -> None:
+        super().__init__()
+        null = os.open(os.devnull, os.O_WRONLY)  # a log on the disk that is full would end it
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        quick = functools.partial(updates, poll_s=poll_s)
+        mock.patch("delta_weight_sync.cli.follow.updates", quick).start()
+        mock.patch("delta_weight_sync.watch.LONGEST_S", 4 * poll_s).start()
+        mock.patch("delta_weight_sync.reader.open_bucket", self.open_bucket).start()
+        mock.patch("delta_weight_sync.cli.follow._ended_by_signals", contextlib.nullcontext).start()
+        words = ["follow", f"{url}#{RUN}", "--into", str(folder)]
+        threading.Thread(target=self._follow, args=[words], daemon=True).start()
+
+    def _follow(self, words: list[str]) -> None:
+        try:
+            main(words)
+        finally:
+            os._exit(1)  # it should never end by itself: the director sees a death
+
+    def close(self) -> None:
+        """It ends with its process."""
+
+
+def read_kept(folder: Path) -> Claim | None:
+    """What a reader of the folder sees; None before there is a version, and where it was replaced."""
+    try:
+        place = (folder / "current").resolve(strict=True)
+        manifest = parse(Manifest, (place / RECORD).read_bytes(), RECORD)
+        held = to_hex(state_digest(map_bits(place / WEIGHTS)))
+    except (FileNotFoundError, ProtocolError, SafetensorError):
+        return None
+    return Claim(manifest.version, manifest.writer, manifest.sync, manifest.digest, held)
+
+
+class Living:
+    """A replica with a real vLLM, asked over HTTP. `call` and `alive` are those of an `Actor`."""
+
+    def __init__(self, url: str, folder: Path, environ: Mapping[str, str]) -> None:
+        self._replica = live.Replica(url, RUN, folder, environ=environ)
+        self._replica.start()
+
+    @property
+    def alive(self) -> bool:
+        return psutil.pid_exists(self._replica.pid)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self, method)(*arguments)
+
+    def claim(self) -> Claim | None:
+        """Its digest is that of its live weights: each commit reads them back."""
+        try:
+            status = self._replica.status(1 << 60)["status"]
+        except (httpx.HTTPError, OSError):
+            return None
+        digest = status["digest"] or ""
+        return Claim(status["version"], "", 0, digest, digest, 1, status["state"], status["error"])
+
+    def kill_vllm(self) -> None:
+        """-9 to its engine; returns when it is known that it died."""
+        live.engine_of(self._replica).send_signal(signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while (claim := self.claim()) and claim.version is not None:
+            assert time.monotonic() < deadline, "it does not notice that its vLLM is dead"
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        self._replica.stop()
