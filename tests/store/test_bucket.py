@@ -175,10 +175,3 @@ def test_a_url_that_names_no_bucket_is_refused_with_an_example(url: str) -> None
     with pytest.raises(BucketError, match=r"write (hf|s3)://") as caught:
         open_bucket(url)
     assert repr(url) in str(caught.value)
-
-
-def test_a_crashed_upload_into_a_folder_is_no_object(tmp_path: Path) -> None:
-    bucket = open_bucket(f"file://{tmp_path}")
-    bucket.put("runs/HEAD", b"x")
-    (tmp_path / "runs" / ".0a1b.part").write_bytes(b"half of an upload")
-    assert keys(bucket, "") == ["runs/HEAD"]

@@ -192,13 +192,6 @@ def test_an_upload_may_show_a_little_late(
     assert bucket.get("other") == b"new!"
 
 
-def test_a_wrong_byte_from_the_storage_is_not_noticed_so_readers_compare_sha256(
-    bucket: Bucket, hub: HubSim
-) -> None:
-    hub.fault("GET /cas/data/", flip=9)
-    assert bucket.get(KEY) != b"old"
-
-
 def test_a_reply_that_repeats_the_token_is_not_passed_on(
     bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
