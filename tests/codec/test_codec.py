@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from bench.research.entropy import limits
 from delta_weight_sync import codec
 from delta_weight_sync.errors import CodecError
 
@@ -196,19 +197,6 @@ def test_a_delta_explains_itself_to_safe_open(tmp):
     assert json.loads(metadata["groups"])[0]["mode"] in ("gaps", "mask")
 
 
-def entropy(*groups: tuple[int, int]) -> float:
-    """Bits of telling which `hits` of `count` items were hit, independently, for each group."""
-    total = 0.0
-    for count, hits in groups:
-        total -= sum(n * np.log2(n / count) for n in (hits, count - hits) if n)
-    return total
-
-
-def value_entropy(ulps: np.ndarray) -> float:
-    _, counts = np.unique(ulps, return_counts=True)
-    return float(-(counts * np.log2(counts / counts.sum())).sum())
-
-
 def test_sizes_are_near_the_entropy_of_the_changes(tmp):
     """`fast` within 3 % of the limit of independent changes, `small` within 6 % of that given exponents."""
     rng = np.random.default_rng(3)
@@ -216,14 +204,9 @@ def test_sizes_are_near_the_entropy_of_the_changes(tmp):
     new = {"w": stepped(rng, old["w"], 2.2e-7)}
     patch = codec.diff("w", old["w"], new["w"])
     assert 0.009 < patch.index.size / old["w"].size < 0.013
-    exponents = (old["w"] >> 7) & 0xFF
-    counts, hits = np.bincount(exponents, minlength=256), np.bincount(exponents[patch.index], minlength=256)
-    fast = entropy((old["w"].size, patch.index.size)) + value_entropy(patch.ulps)
-    small = entropy(*zip(counts.tolist(), hits.tolist(), strict=True)) + sum(
-        value_entropy(patch.ulps[exponents[patch.index] == e]) for e in np.flatnonzero(hits)
-    )
-    assert delta_file(tmp, old, new, "fast").stat().st_size * 8 < 1.03 * fast
-    assert delta_file(tmp, old, new, "small").stat().st_size * 8 < 1.06 * small
+    bound = limits(old, [patch])
+    for encoding, most in (("fast", 1.03 * bound.independent), ("small", 1.06 * bound.by_exponent)):
+        assert delta_file(tmp, old, new, encoding).stat().st_size < most * patch.index.size
 
 
 def test_encoding_looks_at_each_of_many_tensors_a_few_times(monkeypatch):

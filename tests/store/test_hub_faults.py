@@ -11,18 +11,10 @@ import pytest
 from delta_weight_sync.errors import AccessDeniedError, BucketError, BucketUnreachableError
 from delta_weight_sync.store import Bucket, open_bucket
 from delta_weight_sync.store import hub as hub_bucket
+from tests.support.buckets import KEY, OPERATIONS, every_operation
 from tests.support.hubsim import HubSim
 
-KEY = "runs/demo/HEAD"
-OPERATIONS = {
-    "put": lambda bucket: bucket.put(KEY, b"new"),
-    "get": lambda bucket: bucket.get(KEY),
-    "stat": lambda bucket: bucket.stat(KEY),
-    "list": lambda bucket: bucket.list("runs/"),
-    "delete": lambda bucket: bucket.delete([KEY]),
-}
 Operation = Callable[[Bucket], object]
-every_operation = pytest.mark.parametrize("operate", OPERATIONS.values(), ids=OPERATIONS.keys())
 writing = pytest.mark.parametrize("operate", [OPERATIONS["put"], OPERATIONS["delete"]], ids=["put", "delete"])
 
 
