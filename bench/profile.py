@@ -26,7 +26,6 @@ _PARTS = {  # functions of `groups` -> what they do
     "band_walk": "walk and position bits",
     "encode_runs": "position and value bits",
     "_encode_values": "values",
-    "_restore_signs": "value bits",
     "_enlarge": "value bits",
 }
 _REST = "gathering and the rest"

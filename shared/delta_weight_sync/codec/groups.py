@@ -242,9 +242,10 @@ def _decode_values(
     group: Group, rows: Sequence[TensorRow], streams: Streams, positions: Iterable[tuple[Index, Band]]
 ) -> Iterator[tuple[Index, Bits]]:
     """(index, ULPs) of one tensor after the other, given the positions and bands of its changes."""
-    signs, changes = streams["signs"], sum(row.changes for row in rows)
-    if signs.size != (changes + 7) // 8:
-        raise CodecError(f"{signs.size} bytes of signs for {changes} changes")
+    changes = sum(row.changes for row in rows)
+    if streams["signs"].size != (changes + 7) // 8:
+        raise CodecError(f"{streams['signs'].size} bytes of signs for {changes} changes")
+    negative = np.unpackbits(streams["signs"], count=changes, bitorder="little")
     sizes, at = np.zeros((3, len(group.sizes)), np.int64), 0  # next bit, end, parameter
     for band, (k, bits) in enumerate(group.sizes):
         if not (0 <= k <= MAX_GOLOMB and 0 <= bits <= 8 * streams["sizes"].size - at):
@@ -255,8 +256,7 @@ def _decode_values(
     words, state = open_runs(group.large, streams["large"], "large changes")
     first = 0
     for index, band_of in positions:
-        ulps = np.empty(index.size, np.uint16)
-        _restore_signs(signs, first, ulps)
+        ulps = 1 - 2 * negative[first : first + index.size].astype(np.uint16)  # as if each were one ULP
         first += index.size
         large = np.empty(min(ulps.size, int((sizes[1] - sizes[0]).sum())), np.int64)
         bands = np.zeros(large.size, np.uint8)
@@ -274,15 +274,6 @@ def _decode_values(
 def _as_weights(band_of: Band) -> Bits:
     """bf16 bits whose exponents are the bands."""
     return np.left_shift(band_of, 7, dtype=np.uint16)
-
-
-@kernel
-def _restore_signs(signs: Band, first: int, ulps: Bits) -> None:
-    """Every change as if it were by one ULP."""
-    for j in range(ulps.size):
-        at = np.uint64(first + j)
-        negative = (signs[at >> np.uint64(3)] >> np.uint8(at & np.uint64(7))) & np.uint8(1)
-        ulps[j] = np.uint16(1) - np.uint16(2) * np.uint16(negative)
 
 
 @kernel
