@@ -170,7 +170,7 @@ def _encode_all(mode: Mode, patches: Sequence[Patch], old: Old) -> Streams:
         parts.append(part)
     content = np.concatenate(parts)
     if mode == "dense":  # 0, -1, +1, -2 -> 0, 1, 2, 3: small moves of either sign have a zero high byte
-        content = (content << 1) ^ (0 - (content >> 15))
+        content = ((content << 1) ^ -(content >> 15)).astype(np.uint16)
     return {"low": _pack(content.astype(np.uint8)), "high": _pack((content >> 8).astype(np.uint8))}
 
 
@@ -180,9 +180,9 @@ def _decode_all(
     """(index, ULPs) of one tensor after the other, in the modes that hold every element."""
     count = sum(row.numel for row in rows)
     low, high = (_unpack(streams[key], count).astype(np.uint16) for key in ("low", "high"))
-    content = low | (high << 8)
+    content = (low | (high << 8)).astype(np.uint16)
     if mode == "dense":
-        content = (content >> 1) ^ (0 - (content & 1))
+        content = ((content >> 1) ^ -(content & 1)).astype(np.uint16)
     first = 0
     for row in rows:
         part = content[first : first + row.numel]
