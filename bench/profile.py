@@ -1,15 +1,16 @@
 """Where encoding `small` spends its time: seconds of its parts, each without what it calls.
 
-The parts are functions of the codec, timed from outside. `walk alone` is what is left when next to nothing
-changed: passing the old weights once and sorting them into bands, which no coding of the changes can avoid.
+The parts are functions of the codec, timed from outside on one thread. `walk alone` is what is left when next
+to nothing changed: passing the old weights once and sorting them into bands, which no coding of the changes
+can avoid.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -17,15 +18,15 @@ from unittest import mock
 from bench.change import Change
 from bench.results import SCRATCH
 from delta_weight_sync import codec
-from delta_weight_sync.codec import Patch, bits, groups, positions
+from delta_weight_sync.codec import Patch, groups
 
-_PARTS: dict[str, tuple[Any, str]] = {
-    "choose bands": (positions, "choose_limits"),
-    "walk": (positions, "band_runs"),
-    "walk and position bits": (positions, "band_walk"),
-    "position and value bits": (bits, "encode"),
-    "values": (groups, "encode"),
-    "value bits": (groups.Reader, "read"),
+_PARTS = {  # functions of `groups` -> what they do
+    "choose_limits": "choose bands",
+    "band_runs": "walk",
+    "band_walk": "walk and position bits",
+    "encode_runs": "position and value bits",
+    "_encode_values": "values",
+    "_enlarge": "value bits",
 }
 _REST = "gathering and the rest"
 _REPEATS = 3
@@ -46,8 +47,7 @@ def measure(change: Change) -> dict[str, Any]:
 
 def _best(change: Change, work: Callable[[Change], object]) -> dict[str, float]:
     (SCRATCH / "profile.safetensors").write_bytes(change.encode("small"))
-    runs_ = [_profile(functools.partial(work, change)) for _ in range(_REPEATS)]
-    best = min(runs_, key=lambda run: sum(run.values()))
+    best = min((_profile(work, change) for _ in range(_REPEATS)), key=lambda seconds: sum(seconds.values()))
     return {part: round(s, 4) for part, s in best.items()} | {"total": round(sum(best.values()), 4)}
 
 
@@ -64,49 +64,32 @@ def _first_only(patch: Patch) -> Patch:
     return replace(patch, index=patch.index[:1], ulps=patch.ulps[:1])
 
 
-class _Clock:
-    """Adds elapsed time to the part that runs: one part at a time, the innermost."""
+def _profile(work: Callable[[Change], object], change: Change) -> dict[str, float]:
+    """Seconds by part; while a part runs, the part that called it does not."""
+    seconds = defaultdict[str, float](float)
+    running, since = [_REST], time.process_time()
 
-    def __init__(self) -> None:
-        self.totals: dict[str, float] = {}
-        self._running, self._since = [_REST], time.process_time()
-
-    def _book(self) -> None:
+    def book() -> None:
+        nonlocal since
         now = time.process_time()
-        part = self._running[-1]
-        self.totals[part] = self.totals.get(part, 0.0) + now - self._since
-        self._since = now
+        seconds[running[-1]] += now - since
+        since = now
 
-    @contextlib.contextmanager
-    def inside(self, part: str) -> Iterator[None]:
-        """Time the block as `part`."""
-        self._book()
-        self._running.append(part)
-        try:
-            yield
-        finally:
-            self._book()
-            self._running.pop()
+    def timed(function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def wrapped(*arguments: Any) -> Any:
+            book()
+            running.append(part)
+            result = function(*arguments)
+            book()
+            running.pop()
+            return result
 
-    def stop(self) -> dict[str, float]:
-        """Seconds by part."""
-        self._book()
-        return self.totals
+        return wrapped
 
-
-def _profile(work: Callable[[], object]) -> dict[str, float]:
     with contextlib.ExitStack() as patches:
-        clock = _Clock()
-        for part, (owner, name) in _PARTS.items():
-            timed = _timed(getattr(owner, name), part, clock)
-            patches.enter_context(mock.patch.object(owner, name, timed))
-        work()
-        return clock.stop()
-
-
-def _timed(function: Callable[..., Any], part: str, clock: _Clock) -> Callable[..., Any]:
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with clock.inside(part):
-            return function(*args, **kwargs)
-
-    return wrapped
+        patches.enter_context(mock.patch("delta_weight_sync.util.THREADS", 1))
+        for name, part in _PARTS.items():
+            patches.enter_context(mock.patch.object(groups, name, timed(getattr(groups, name), part)))
+        work(change)
+        book()
+    return seconds

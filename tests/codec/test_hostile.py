@@ -129,31 +129,37 @@ def test_numbers_of_the_table_are_whole_and_not_negative(path, value):
         refusal(path, parts)
 
 
-@pytest.mark.parametrize("tensors", [[0] * 99, [["w", [""] * 99, 1, 0]], [["w", [], 1, *[0] * 99]]])
-def test_a_table_of_errors_is_one_error(path, tensors):
+_ERRORS = ["x"] * 99
+_GROUPS = [
+    {"mode": "gaps", field: parameters}
+    for field in ("limits", "gaps", "large", "sizes")
+    for parameters in (_ERRORS, [[0] * 99], [[0, 0, False, ""]] * 99)
+]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "groups"),
+    [
+        ([0] * 99, []),
+        ([["w", [""] * 99, 1, 0]], []),
+        ([["w", [], 1, *[0] * 99]], []),
+        *(([["w", [8], 1, 0]], [one]) for one in _GROUPS),
+    ],
+)
+def test_many_errors_of_a_table_are_one_error(path, tensors, groups):
     """An error report of each takes hundreds of bytes of memory for two bytes of the file."""
-    cause: Any = refusal(path, with_groups(tensors, [])).__cause__
+    cause: Any = refusal(path, with_groups(tensors, groups)).__cause__
     assert cause.error_count() == 1
 
 
-@pytest.mark.parametrize("parameters", [["x"] * 99, [[0] * 99], [[0, 0, False, ""]] * 99])
-def test_groups_of_errors_are_one_error(path, parameters):
-    for field in ("limits", "gaps", "large", "sizes"):
-        parts = with_groups([["w", [8], 1, 0]], [{"mode": "gaps", field: parameters}])
-        cause: Any = refusal(path, parts).__cause__
-        assert cause.error_count() == 1
-
-
-def test_an_error_repeats_no_pages_of_the_file(path):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("\x1b[31mgo\n\x07ld", r"it changes \x1b[31mgo\n\x07ld [30, 50]"), ("x" * 100_000, "xxx")],
+)
+def test_an_error_repeats_no_pages_and_no_terminal_codes_of_the_file(path, name, said):
     parts = take_apart(seeds()["gaps"])
-    parts.metadata["format"] = "x" * 100_000
-    assert len(str(refusal(path, parts))) < 400
-
-
-def test_an_error_has_no_terminal_codes_of_the_file(path):
-    parts = take_apart(seeds()["gaps"])
-    parts.metadata["tensors"][0][0] = "\x1b[31mgo\n\x07ld"
-    assert r"it changes \x1b[31mgo\n\x07ld [30, 50]" in str(refusal(path, parts))
+    parts.metadata["tensors"][0][0] = name
+    assert said in str(refusal(path, parts))
 
 
 def test_groups_without_tensors_are_refused(path):

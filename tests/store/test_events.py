@@ -10,8 +10,9 @@ from uuid import uuid4
 import pytest
 
 from delta_weight_sync.errors import BucketError
-from delta_weight_sync.store import Bucket, _events, open_bucket
-from delta_weight_sync.store._events import HubNotifications
+from delta_weight_sync.store import Bucket, open_bucket
+from delta_weight_sync.store import hub as hub_store
+from delta_weight_sync.store.hub import HubNotifications
 from tests.support.hubsim import HubSim
 
 HEADS, HEAD = "runs/demo/heads/", "runs/demo/heads/00000001.json"
@@ -22,7 +23,7 @@ FEED = "GET /api/buckets/.*/events"
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next connection does not wait for seconds."""
-    monkeypatch.setattr(_events, "_pause_s", lambda failures: 0.01)
+    monkeypatch.setattr(hub_store, "_pause_s", lambda failures: 0.01)
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def test_a_refused_cursor_is_not_sent_again(notice: HubNotifications, bucket: Bu
 def test_a_connection_on_which_nothing_comes_is_given_up(
     notice: HubNotifications, bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_events, "SILENCE_S", 0.2)
+    monkeypatch.setattr(hub_store, "SILENCE_S", 0.2)
     hub.feed(silent=True)
     hub.end_feeds(name(bucket), politely=False)
     until(lambda: connections(hub, bucket) >= 4, "further connections, each given up")
@@ -149,7 +150,7 @@ def test_a_feed_that_reports_nothing_is_left_for_long(
     until(lambda: notice.due(0.01), "once more, as the first connection reported a change")
     until(lambda: notice.due(0.01), "a look for safety")
     notice.confirm()
-    until(lambda: _events.LONGEST_PAUSE_S in pauses, "a long pause")
+    until(lambda: hub_store.LONGEST_FEED_PAUSE_S in pauses, "a long pause")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +180,7 @@ def test_a_hub_that_asks_for_a_pause_gets_it(
     monkeypatch.setattr(notice._done, "wait", pauses.append)
     assert notice.due(HOUR)
     is_connected(notice)
-    assert pauses[:3] == [44.0, 280.0, _events.LONGEST_PAUSE_S]
+    assert pauses[:3] == [44.0, 280.0, hub_store.LONGEST_FEED_PAUSE_S]
     notice.close()
 
 
@@ -192,10 +193,10 @@ def test_close_ends_a_silent_connection(notice: HubNotifications, hub: HubSim, b
 
 def test_connections_end_less_and_less_often_while_they_do_not_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    pauses = [_events._pause_s(failures) for failures in range(1, 12)]
+    pauses = [hub_store._pause_s(failures) for failures in range(1, 12)]
     assert 2.5 <= pauses[0] <= 5.0
-    assert pauses[-1] >= _events.LONGEST_PAUSE_S / 2
-    assert max(pauses) <= _events.LONGEST_PAUSE_S
+    assert pauses[-1] >= hub_store.LONGEST_FEED_PAUSE_S / 2
+    assert max(pauses) <= hub_store.LONGEST_FEED_PAUSE_S
 
 
 def test_a_shared_quota_slows_polling_and_ends_in_a_pause(

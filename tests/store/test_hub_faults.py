@@ -11,18 +11,10 @@ import pytest
 from delta_weight_sync.errors import AccessDeniedError, BucketError, BucketUnreachableError
 from delta_weight_sync.store import Bucket, open_bucket
 from delta_weight_sync.store import hub as hub_bucket
+from tests.support.buckets import KEY, OPERATIONS, every_operation
 from tests.support.hubsim import HubSim
 
-KEY = "runs/demo/HEAD"
-OPERATIONS = {
-    "put": lambda bucket: bucket.put(KEY, b"new"),
-    "get": lambda bucket: bucket.get(KEY),
-    "stat": lambda bucket: bucket.stat(KEY),
-    "list": lambda bucket: bucket.list("runs/"),
-    "delete": lambda bucket: bucket.delete([KEY]),
-}
 Operation = Callable[[Bucket], object]
-every_operation = pytest.mark.parametrize("operate", OPERATIONS.values(), ids=OPERATIONS.keys())
 writing = pytest.mark.parametrize("operate", [OPERATIONS["put"], OPERATIONS["delete"]], ids=["put", "delete"])
 
 
@@ -190,13 +182,6 @@ def test_an_upload_may_show_a_little_late(
     hub.fault("HEAD .*/resolve/", times=1, status=404, headers={"X-Error-Code": "EntryNotFound"})
     bucket.put("other", b"new!")
     assert bucket.get("other") == b"new!"
-
-
-def test_a_wrong_byte_from_the_storage_is_not_noticed_so_readers_compare_sha256(
-    bucket: Bucket, hub: HubSim
-) -> None:
-    hub.fault("GET /cas/data/", flip=9)
-    assert bucket.get(KEY) != b"old"
 
 
 def test_a_reply_that_repeats_the_token_is_not_passed_on(

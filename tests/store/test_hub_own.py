@@ -52,46 +52,40 @@ NOT_HERE = {  # test -> why it does not pass
 }
 
 
-def pip(*command: str) -> None:
+def pip(*command: str | Path) -> None:
     """Run pip; without PyPI there is nothing to test here."""
-    quick = ["--quiet", "--retries", "1", "--disable-pip-version-check"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", *command, *quick], capture_output=True, text=True, check=False
-    )
+    whole = [
+        sys.executable,
+        "-m",
+        "pip",
+        *command,
+        "--quiet",
+        "--retries",
+        "1",
+        "--disable-pip-version-check",
+    ]
+    done = subprocess.run(whole, capture_output=True, text=True, check=False)
     if "from versions: none" in done.stderr:
         pytest.skip("PyPI, from where huggingface_hub's own tests come, cannot be reached")
     assert done.returncode == 0, done.stderr
 
 
-def fetch(folder: Path) -> None:
-    """Put the tests of the installed release into `folder` as the package hub_tests."""
-    pip(
-        "download",
-        "--no-binary",
-        ":all:",
-        "--no-deps",
-        "--no-build-isolation",
-        "--dest",
-        str(folder),
-        PACKAGE,
-    )
-    pip("install", "--no-deps", "--target", str(folder / "lib"), "pytest-mock==3.15.1")
-    (source,) = folder.glob("*.tar.gz")
-    with tarfile.open(source) as archive:
-        archive.extractall(folder, filter="data")
-    shutil.move(folder / source.name.removesuffix(".tar.gz") / "tests", folder / "hub_tests")
-    (folder / "hub_tests" / "__init__.py").touch()
-
-
 @pytest.fixture(scope="module")
 def own_tests(request: pytest.FixtureRequest) -> Path:
-    """A folder with the package hub_tests; made once and kept in pytest's cache."""
+    """A folder with the tests of the installed release as package hub_tests; kept in pytest's cache."""
     folder = Path(request.config.cache.mkdir(PACKAGE))
     done = folder / "complete"
     if not done.exists():
         shutil.rmtree(folder)
         folder.mkdir()
-        fetch(folder)
+        source_only = ("--no-binary", ":all:", "--no-deps", "--no-build-isolation")
+        pip("download", *source_only, "--dest", folder, PACKAGE)
+        pip("install", "--no-deps", "--target", folder / "lib", "pytest-mock==3.15.1")
+        (source,) = folder.glob("*.tar.gz")
+        with tarfile.open(source) as archive:
+            archive.extractall(folder, filter="data")
+        shutil.move(folder / source.name.removesuffix(".tar.gz") / "tests", folder / "hub_tests")
+        (folder / "hub_tests" / "__init__.py").touch()
         done.touch()
     shutil.copy(CONFTEST, folder / "hub_tests" / "conftest.py")
     return folder
@@ -103,47 +97,35 @@ def accounts(hub: HubSim, folder: Path) -> None:
     hub.add_account("victor", type="org")
     hub.add_account("user", orgs=["victor"])
     hub.add_account(known["ENTERPRISE_ORG"], type="org", visibility="private")
-    for user, token in (
-        ("USER", "TOKEN"),
-        ("OTHER_USER", "OTHER_TOKEN"),
-        ("ENTERPRISE_USER", "ENTERPRISE_TOKEN"),
-    ):
-        orgs = [known["ENTERPRISE_ORG"]] if user == "ENTERPRISE_USER" else []
-        hub.add_account(known[user], orgs=orgs)
-        hub.add_token(known[token], user=known[user])
+    for prefix, orgs in (("", []), ("OTHER_", []), ("ENTERPRISE_", [known["ENTERPRISE_ORG"]])):
+        hub.add_account(known[f"{prefix}USER"], orgs=orgs)
+        hub.add_token(known[f"{prefix}TOKEN"], user=known[f"{prefix}USER"])
     hub.add_token("hf_fake_token", user="user")
     api = HfApi(endpoint=hub.url, token="hf_fake_token")
     api.create_repo("victor/static-space", repo_type="space", space_sdk="static")
 
 
-def outcomes(report: Path) -> dict[str, str]:
-    """Test -> passed, or what else a JUnit report says of it."""
-    found = {}
-    for case in ElementTree.parse(report).iter("testcase"):
-        name = f"{case.get('classname')}.{case.get('name')}".removeprefix("hub_tests.")
-        found[name] = next(
-            (child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed"
-        )
-    return found
-
-
-def run(hub: HubSim, folder: Path, scratch: Path) -> dict[str, str]:
-    """Run the tests in a process of their own: name -> outcome. What it prints stays in `scratch`."""
+def run(hub: HubSim, folder: Path, scratch: Path) -> dict[str, bool]:
+    """Run the tests in a process of their own: name -> passed. What it prints stays in `scratch`."""
     environment = {**os.environ, **hub.env(scratch / "home", token=""), "PYTHONPATH": str(folder / "lib")}
-    report, left_out = scratch / "report.xml", f"hub_tests/test_hf_api.py::{LEFT_OUT}"
+    report = scratch / "report.xml"
     plain = ["-c", os.devnull, f"--rootdir={folder}", "-p", "no:cacheprovider"]
-    options = [*plain, f"--junitxml={report}", f"--deselect={left_out}"]
-    tests = [str(folder / "hub_tests" / name) for name in TESTS]
+    options = [*plain, f"--junitxml={report}", f"--deselect=hub_tests/test_hf_api.py::{LEFT_OUT}"]
+    tests = [folder / "hub_tests" / name for name in TESTS]
     with (scratch / "output.txt").open("w") as output:
         command = [sys.executable, "-m", "pytest", "-q", *options, *tests]
         subprocess.run(command, cwd=folder, env=environment, stdout=output, stderr=output, check=False)
-    return outcomes(report)
+    passed = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        name = f"{case.get('classname')}.{case.get('name')}".removeprefix("hub_tests.")
+        passed[name] = all(case.find(tag) is None for tag in ("failure", "error", "skipped"))
+    return passed
 
 
 @pytest.mark.long
 def test_the_clients_own_tests_pass(own_tests: Path, tmp_path: Path) -> None:
     with HubSim(tmp_path / "hub") as hub:
         accounts(hub, own_tests)
-        found = run(hub, own_tests, tmp_path)
-    assert {name for name, outcome in found.items() if outcome != "passed"} == NOT_HERE.keys()
-    assert len(found) == PASSED + len(NOT_HERE)
+        passed = run(hub, own_tests, tmp_path)
+    assert {name for name in passed if not passed[name]} == NOT_HERE.keys()
+    assert len(passed) == PASSED + len(NOT_HERE)

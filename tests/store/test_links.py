@@ -101,8 +101,8 @@ def test_the_bucket_itself_may_be_behind_a_link(bucket: Bucket, tmp_path: Path) 
 
 
 def test_names_that_are_not_keys_are_not_listed(bucket: Bucket, tmp_path: Path) -> None:
-    """Reading such a key is refused: one such name would hide every run."""
-    for name in ("runs/a b/run.json", "runs/\x1b[2J/run.json", "runs/é/run.json"):
+    """Reading such a key is refused: one such name would hide every run. An upload that crashed has one."""
+    for name in ("runs/q/.0a1b.part", "runs/a b/run.json", "runs/\x1b[2J/run.json", "runs/é/run.json"):
         path = tmp_path / "bucket" / name
         path.parent.mkdir()
         path.write_bytes(b"{}")

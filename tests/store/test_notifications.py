@@ -45,77 +45,73 @@ def looks(
     return count
 
 
+@pytest.fixture
+def live(notice: Notifications, clock: Clock) -> Notifications:
+    """Of a store that reports changes, and has reported none for a while."""
+    notice._set_live(True)
+    looks(notice, clock, 10.0)
+    return notice
+
+
 def test_without_news_it_looks_once_per_interval(notice: Notifications, clock: Clock) -> None:
     assert looks(notice, clock, 300.0) == 300
     assert looks(notice, clock, 300.0, turn_s=0.25) == 300
     assert looks(notice, clock, 300.0, poll_s=5.0) == 60
 
 
-def test_a_store_that_reports_changes_is_polled_for_safety_only(notice: Notifications, clock: Clock) -> None:
-    notice._set_live(True)
-    looks(notice, clock, 10.0)
-    assert looks(notice, clock, 10 * SAFETY_S) == 10
-    notice._set_live(False)
-    assert looks(notice, clock, 60.0) == 60, "no more notifications"
+def test_a_store_that_reports_changes_is_polled_for_safety_only(live: Notifications, clock: Clock) -> None:
+    assert looks(live, clock, 10 * SAFETY_S) == 10
+    live._set_live(False)
+    assert looks(live, clock, 60.0) == 60, "no more notifications"
 
 
 def test_a_notification_causes_a_look_in_the_same_turn_and_one_more(
-    notice: Notifications, clock: Clock
+    live: Notifications, clock: Clock
 ) -> None:
-    notice._set_live(True)
-    looks(notice, clock, 10.0)
-    notice.wake()
-    assert notice.due(1.0)
-    assert not notice.due(1.0)
-    assert looks(notice, clock, 10.0) == 1, "the store may show the change a moment later"
+    live.wake()
+    assert live.due(1.0)
+    assert not live.due(1.0)
+    assert looks(live, clock, 10.0) == 1, "the store may show the change a moment later"
 
 
 def test_after_a_look_that_failed_the_next_one_does_not_wait_for_news(
-    notice: Notifications, clock: Clock
+    live: Notifications, clock: Clock
 ) -> None:
-    notice._set_live(True)
-    looks(notice, clock, 10.0)
-    notice.distrust()
-    assert looks(notice, clock, 5.0) == 1
+    live.distrust()
+    assert looks(live, clock, 5.0) == 1
 
 
-def test_a_store_that_misses_a_notification_is_polled(notice: Notifications, clock: Clock) -> None:
-    notice._set_live(True)
-    looks(notice, clock, 10.0)
-    notice.wake()
-    assert notice.due(1.0)
-    notice.confirm()
-    assert notice.describe(1.0) == "notified by the store", "it did notify"
+def test_a_store_that_misses_a_notification_is_polled(live: Notifications, clock: Clock) -> None:
+    live.wake()
+    assert live.due(1.0)
+    live.confirm()
+    assert live.describe(1.0) == "notified by the store", "it did notify"
     clock.now += 1.0
-    assert notice.due(1.0)
-    notice.confirm()
-    assert notice.describe(1.0) == "notified by the store", "the store showed it a little later"
+    assert live.due(1.0)
+    live.confirm()
+    assert live.describe(1.0) == "notified by the store", "the store showed it a little later"
     clock.now += SAFETY_S
-    assert notice.due(1.0)
-    notice.confirm()
-    assert notice.describe(1.0) == "polls every 1 s"
+    assert live.due(1.0)
+    live.confirm()
+    assert live.describe(1.0) == "polls every 1 s"
 
 
-def test_pokes_bring_one_look_per_interval_however_many_they_are(notice: Notifications, clock: Clock) -> None:
-    notice._set_live(True)
-    looks(notice, clock, 10.0)
-    notice.poke()
-    assert notice.due(1.0), "without a wait"
+def test_pokes_bring_one_look_per_interval_however_many_they_are(live: Notifications, clock: Clock) -> None:
+    live.poke()
+    assert live.due(1.0), "without a wait"
     count = 0
     for _ in range(1000):
-        notice.poke()
-        count += notice.due(1.0)
+        live.poke()
+        count += live.due(1.0)
         clock.now += 0.01
     assert count <= 11, "in ten seconds"
 
 
-def test_a_poke_that_comes_too_early_is_answered_later(notice: Notifications, clock: Clock) -> None:
-    notice._set_live(True)
-    looks(notice, clock, 10.0)
+def test_a_poke_that_comes_too_early_is_answered_later(live: Notifications, clock: Clock) -> None:
     for _ in range(2):
-        notice.poke()
-        notice.due(1.0)
-    assert looks(notice, clock, 3.0) == 2, "for the second poke, and once more"
+        live.poke()
+        live.due(1.0)
+    assert looks(live, clock, 3.0) == 2, "for the second poke, and once more"
 
 
 @pytest.mark.parametrize("ring", [Notifications.poke, Notifications.wake, Notifications.close])

@@ -1,11 +1,23 @@
-"""Buckets that count what is asked of them."""
+"""Buckets that count what is asked of them, and what can be asked of one."""
 
 from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from delta_weight_sync.store import Bucket
+
+KEY = "runs/demo/HEAD"
+OPERATIONS = {
+    "put": lambda bucket: bucket.put(KEY, b"new"),
+    "get": lambda bucket: bucket.get(KEY),
+    "stat": lambda bucket: bucket.stat(KEY),
+    "list": lambda bucket: bucket.list(""),
+    "delete": lambda bucket: bucket.delete([KEY]),
+}
+every_operation = pytest.mark.parametrize("operate", OPERATIONS.values(), ids=OPERATIONS.keys())
 
 
 class CountedBucket:

@@ -151,7 +151,8 @@ def encode(
     described: list[Group] = []
     streams: Streams = {}
     sparse: list[Mode] = ["bands", "gaps"] if encoding == "small" else ["gaps"]
-    for members, (group, coded) in in_order(groups.encode_smallest, groups.encode_jobs(changed, old, sparse)):
+    jobs = groups.encode_jobs(changed, old, sparse)
+    for members, (group, coded) in in_order(lambda job: (job[1], groups.encode_smallest(*job)), jobs):
         table += [TensorRow(p.name, p.shape, p.index.size, len(described)) for p in members]
         streams |= {f"{len(described)}.{key}": stream for key, stream in coded.items()}
         described.append(group)

@@ -8,13 +8,11 @@
 
 A tensor without changes is not listed. The first three modes say by how much the changes move in streams of
 their own: a sign bit each, which changes are large (more than one ULP), and how large. A new mode is an
-entry of `Mode`, `LAYOUTS` and `_WORDS`, and a branch each of `encode_group`, `decode_group` and
-`_other_modes`.
+entry of `Mode` and `LAYOUTS`, and a branch each of `encode_group`, `decode_group` and `_other_modes`.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
@@ -71,25 +69,21 @@ _ZSTD_LEVEL = 1
 class Layout(NamedTuple):
     """What a group of a mode has: lengths of its limits, gaps, large and sizes; and what it reads."""
 
+    words: str
     rows: tuple[int, int, int, int]
     streams: tuple[str, ...]
     reads_old: bool = False
 
 
 _VALUES = ("signs", "large", "sizes")
+_ONE_BAND, _EIGHT_BANDS = (0, 1, 1, 1), (BANDS - 1, BANDS, BANDS, BANDS)
+_BY_MAGNITUDE = "distances within eight bands of magnitude, cut at exponents {}"
 LAYOUTS: dict[Mode, Layout] = {
-    "gaps": Layout((0, 1, 1, 1), ("gaps", *_VALUES)),
-    "bands": Layout((BANDS - 1, BANDS, BANDS, BANDS), ("gaps", *_VALUES), reads_old=True),
-    "mask": Layout((0, 0, 1, 1), ("mask", *_VALUES)),
-    "dense": Layout((0, 0, 0, 0), ("low", "high")),
-    "raw": Layout((0, 0, 0, 0), ("low", "high"), reads_old=True),
-}
-_WORDS: dict[Mode, str] = {
-    "gaps": "distances between changes",
-    "bands": "distances within eight bands of magnitude, cut at exponents {}",
-    "mask": "one bit per element, compressed",
-    "dense": "the difference of every element, compressed",
-    "raw": "the new bits of every element, compressed",
+    "gaps": Layout("distances between changes", _ONE_BAND, ("gaps", *_VALUES)),
+    "bands": Layout(_BY_MAGNITUDE, _EIGHT_BANDS, ("gaps", *_VALUES), reads_old=True),
+    "mask": Layout("one bit per element, compressed", (0, 0, 1, 1), ("mask", *_VALUES)),
+    "dense": Layout("the difference of every element, compressed", (0, 0, 0, 0), ("low", "high")),
+    "raw": Layout("the new bits of every element, compressed", (0, 0, 0, 0), ("low", "high"), reads_old=True),
 }
 
 
@@ -109,7 +103,7 @@ class Group(BaseModel):
 
     def explain(self) -> str:
         """What the mode means, in words."""
-        return f"{self.mode}: {_WORDS[self.mode].format(list(self.limits))}"
+        return f"{self.mode}: {LAYOUTS[self.mode].words.format(list(self.limits))}"
 
 
 class TensorRow(NamedTuple):
@@ -133,12 +127,8 @@ class TensorRow(NamedTuple):
 
 def encode_group(mode: Mode, patches: Sequence[Patch], old: Old) -> tuple[Group, Streams]:
     """Code a group of tensors in `mode`; `old` gives the bits of a tensor's base."""
-    if mode == "dense":
-        parts = [np.zeros(p.numel, np.uint16) for p in patches]
-        return Group(mode=mode), _pack_values(_zigzag(_added(parts, patches)))
-    if mode == "raw":
-        parts = [old(p.name).reshape(-1).copy() for p in patches]
-        return Group(mode=mode), _pack_values(_added(parts, patches))
+    if mode in ("dense", "raw"):
+        return Group(mode=mode), _encode_all(mode, patches, old)
     ulps = join([p.ulps for p in patches], np.uint16)
     indices, sizes = [p.index for p in patches], [p.numel for p in patches]
     bands, band_of = 1, np.zeros(ulps.size, np.uint8)
@@ -164,28 +154,42 @@ def decode_group(group: Group, rows: Sequence[TensorRow], streams: Streams, old:
     if lengths != LAYOUTS[group.mode].rows:  # the kernels rely on it
         raise CodecError(f"a group of mode {group.mode} has {lengths} bands, not {LAYOUTS[group.mode].rows}")
     if group.mode in ("dense", "raw"):
-        yield from _decode_all(group.mode, rows, streams, old)
-        return
-    values = _ValueReader(group, streams, sum(row.changes for row in rows))
-    for row, (index, band_of) in zip(rows, _positions(group, rows, streams, old), strict=True):
-        yield Patch(row.name, row.shape, index, values.read(band_of))
-    if not values.finished():
-        raise CodecError("the values do not end with the last change")
+        changes = _decode_all(group.mode, rows, streams, old)
+    else:
+        changes = _decode_values(group, rows, streams, _positions(group, rows, streams, old))
+    for row, (index, ulps) in zip(rows, changes, strict=True):
+        yield Patch(row.name, row.shape, index, ulps)
 
 
-def _decode_all(mode: Mode, rows: Sequence[TensorRow], streams: Streams, old: Old) -> Iterator[Patch]:
-    """Decode the modes that hold every element."""
+def _encode_all(mode: Mode, patches: Sequence[Patch], old: Old) -> Streams:
+    """Code every element, as two planes of bytes."""
+    parts = []
+    for patch in patches:
+        part = old(patch.name).reshape(-1).copy() if mode == "raw" else np.zeros(patch.numel, np.uint16)
+        part[patch.index] += patch.ulps
+        parts.append(part)
+    content = np.concatenate(parts)
+    if mode == "dense":  # 0, -1, +1, -2 -> 0, 1, 2, 3: small moves of either sign have a zero high byte
+        content = ((content << 1) ^ -(content >> 15)).astype(np.uint16)
+    return {"low": _pack(content.astype(np.uint8)), "high": _pack((content >> 8).astype(np.uint8))}
+
+
+def _decode_all(
+    mode: Mode, rows: Sequence[TensorRow], streams: Streams, old: Old
+) -> Iterator[tuple[Index, Bits]]:
+    """(index, ULPs) of one tensor after the other, in the modes that hold every element."""
     count = sum(row.numel for row in rows)
     low, high = (_unpack(streams[key], count).astype(np.uint16) for key in ("low", "high"))
     content = (low | (high << 8)).astype(np.uint16)
-    content = _unzigzag(content) if mode == "dense" else content
+    if mode == "dense":
+        content = ((content >> 1) ^ -(content & 1)).astype(np.uint16)
     first = 0
     for row in rows:
         part = content[first : first + row.numel]
         ulps = part if mode == "dense" else part - old(row.name).reshape(-1)
         index = np.flatnonzero(ulps)
         row.require(index.size)
-        yield Patch(row.name, row.shape, index, ulps[index])
+        yield index, ulps[index]
         first += row.numel
 
 
@@ -194,8 +198,10 @@ def _positions(
 ) -> Iterator[tuple[Index, Band]]:
     """(index, band of each change) of one tensor after the other."""
     if group.mode == "mask":
-        masks = _unpack_mask(streams["mask"], [row.numel for row in rows])
-        for row, index in zip(rows, masks, strict=True):
+        ends = np.cumsum([row.numel for row in rows])
+        mask = np.unpackbits(_unpack(streams["mask"], (ends[-1] + 7) // 8), count=ends[-1], bitorder="little")
+        for row, part in zip(rows, np.split(mask, ends[:-1]), strict=True):
+            index = np.flatnonzero(part)
             row.require(index.size)
             yield index, np.zeros(index.size, np.uint8)
         return
@@ -220,8 +226,7 @@ def _encode_values(ulps: Bits, band_of: Band, bands: int) -> tuple[dict[str, Any
     if bands > 1:
         runs, changes, _ = band_runs([_as_weights(band_of)], [at], _BY_BAND)
     else:
-        runs, changes = [np.empty(at.size, np.int64)], [band_of.size]
-        flat_runs(at, band_of.size, 0, runs[0])
+        runs, changes = [np.diff(at, prepend=-1) - 1], [band_of.size]
     large, where = encode_runs(runs, changes)
     amounts = np.minimum(ulps[at], 0 - ulps[at]).astype(np.int64) - 2
     parts = by_band(amounts, band_of[at], bands)
@@ -233,54 +238,42 @@ def _encode_values(ulps: Bits, band_of: Band, bands: int) -> tuple[dict[str, Any
     return {"large": large, "sizes": sizes}, {"signs": signs, "large": where, "sizes": to_bytes(words, bit)}
 
 
-class _ValueReader:
-    """Reads by how much the changes of a group move, tensor after tensor."""
-
-    def __init__(self, group: Group, streams: Streams, changes: int) -> None:
-        if streams["signs"].size != (changes + 7) // 8:
-            raise CodecError(f"{streams['signs'].size} bytes of signs for {changes} changes")
-        self._signs, self._read = streams["signs"], 0
-        self._sizes = np.zeros((3, len(group.sizes)), np.int64)  # next bit, end, parameter
-        at = 0
-        for band, (k, bits) in enumerate(group.sizes):
-            if not (0 <= k <= MAX_GOLOMB and 0 <= bits <= 8 * streams["sizes"].size - at):
-                raise CodecError(f"a section of {bits} bits does not fit its stream")
-            self._sizes[:, band] = (at, at + bits, k)
-            at += bits
-        self._size_words = to_words(streams["sizes"])
-        self._words, self._large = open_runs(group.large, streams["large"], "large changes")
-
-    def read(self, band_of: Band) -> Bits:
-        """The ULPs of the next `band_of.size` changes."""
-        ulps = np.empty(band_of.size, np.uint16)
-        _restore_signs(self._signs, self._read, ulps)
-        large = np.empty(min(ulps.size, int((self._sizes[1] - self._sizes[0]).sum())), np.int64)
+def _decode_values(
+    group: Group, rows: Sequence[TensorRow], streams: Streams, positions: Iterable[tuple[Index, Band]]
+) -> Iterator[tuple[Index, Bits]]:
+    """(index, ULPs) of one tensor after the other, given the positions and bands of its changes."""
+    changes = sum(row.changes for row in rows)
+    if streams["signs"].size != (changes + 7) // 8:
+        raise CodecError(f"{streams['signs'].size} bytes of signs for {changes} changes")
+    negative = np.unpackbits(streams["signs"], count=changes, bitorder="little")
+    sizes, at = np.zeros((3, len(group.sizes)), np.int64), 0  # next bit, end, parameter
+    for band, (k, bits) in enumerate(group.sizes):
+        if not (0 <= k <= MAX_GOLOMB and 0 <= bits <= 8 * streams["sizes"].size - at):
+            raise CodecError(f"a section of {bits} bits does not fit its stream")
+        sizes[:, band] = (at, at + bits, k)
+        at += bits
+    size_words = to_words(streams["sizes"])
+    words, state = open_runs(group.large, streams["large"], "large changes")
+    first = 0
+    for index, band_of in positions:
+        ulps = 1 - 2 * negative[first : first + index.size].astype(np.uint16)  # as if each were one ULP
+        first += index.size
+        large = np.empty(min(ulps.size, int((sizes[1] - sizes[0]).sum())), np.int64)
         bands = np.zeros(large.size, np.uint8)
-        if self._large.shape[1] > 1:
-            found = band_walk(self._words, self._large, _as_weights(band_of), *_BY_BAND, large, bands)
+        if len(group.large) > 1:
+            found = band_walk(words, state, _as_weights(band_of), *_BY_BAND, large, bands)
         else:
-            found = flat_walk(self._words, self._large, band_of.size, large)
-        if found < 0 or not _enlarge(self._size_words, self._sizes, large[:found], bands, ulps):
+            found = flat_walk(words, state, band_of.size, large)
+        if found < 0 or not _enlarge(size_words, sizes, large[:found], bands, ulps):
             raise CodecError("the sizes of the large changes are damaged")
-        self._read += ulps.size
-        return ulps
-
-    def finished(self) -> bool:
-        return finished(self._large) and bool((self._sizes[0] == self._sizes[1]).all())
+        yield index, ulps
+    if not finished(state) or (sizes[0] != sizes[1]).any():
+        raise CodecError("the values do not end with the last change")
 
 
 def _as_weights(band_of: Band) -> Bits:
     """bf16 bits whose exponents are the bands."""
     return np.left_shift(band_of, 7, dtype=np.uint16)
-
-
-@kernel
-def _restore_signs(signs: Band, first: int, ulps: Bits) -> None:
-    """Every change as if it were by one ULP."""
-    for j in range(ulps.size):
-        at = np.uint64(first + j)
-        negative = (signs[at >> np.uint64(3)] >> np.uint8(at & np.uint64(7))) & np.uint8(1)
-        ulps[j] = np.uint16(1) - np.uint16(2) * np.uint16(negative)
 
 
 @kernel
@@ -305,27 +298,6 @@ def _flat_runs(patches: Sequence[Patch]) -> Index:
     return out
 
 
-def _added(parts: list[Bits], patches: Sequence[Patch]) -> Bits:
-    """The flat parts in one array, each with its patch added."""
-    for part, patch in zip(parts, patches, strict=True):
-        part[patch.index] += patch.ulps
-    return np.concatenate(parts)
-
-
-def _zigzag(ulps: Bits) -> Bits:
-    """0, -1, +1, -2, ... -> 0, 1, 2, 3, ...: small moves of either sign have a zero high byte."""
-    return ((ulps << 1) ^ (0 - (ulps >> 15)).astype(np.uint16)).astype(np.uint16)
-
-
-def _unzigzag(values: Bits) -> Bits:
-    return ((values >> 1) ^ (0 - (values & 1)).astype(np.uint16)).astype(np.uint16)
-
-
-def _pack_values(values: Bits) -> Streams:
-    """uint16 values as two planes of bytes."""
-    return {"low": _pack(values.astype(np.uint8)), "high": _pack((values >> 8).astype(np.uint8))}
-
-
 def _pack_mask(indices: Sequence[Index], sizes: Sequence[int]) -> Bytes:
     """One bit per element, tensor after tensor, row-major, lowest bit first."""
     mask, first = np.zeros(sum(sizes), np.bool_), 0
@@ -333,12 +305,6 @@ def _pack_mask(indices: Sequence[Index], sizes: Sequence[int]) -> Bytes:
         mask[first + index] = True
         first += size
     return _pack(np.packbits(mask, bitorder="little"))
-
-
-def _unpack_mask(frame: Bytes, sizes: Sequence[int]) -> list[Index]:
-    packed = _unpack(frame, (sum(sizes) + 7) // 8)
-    mask = np.unpackbits(packed, count=sum(sizes), bitorder="little")
-    return [np.flatnonzero(mask[a:b]) for a, b in itertools.pairwise(np.cumsum([0, *sizes]))]
 
 
 def _pack(content: Bytes) -> Bytes:
@@ -352,10 +318,9 @@ def _unpack(frame: Bytes, size: int) -> Bytes:
     return np.frombuffer(zstandard.ZstdDecompressor().decompress(frame.tobytes()), np.uint8)
 
 
-EncodeJob = tuple[Sequence[Mode], list[Patch], Old]
-
-
-def encode_jobs(patches: Iterable[Patch], old: Old, sparse: Sequence[Mode]) -> Iterator[EncodeJob]:
+def encode_jobs(
+    patches: Iterable[Patch], old: Old, sparse: Sequence[Mode]
+) -> Iterator[tuple[Sequence[Mode], list[Patch], Old]]:
     """The modes that compete for each group, its members, and their old bits.
 
     Consecutive tensors whose smallest mode is the same form a group; few changes are `sparse`.
@@ -364,7 +329,7 @@ def encode_jobs(patches: Iterable[Patch], old: Old, sparse: Sequence[Mode]) -> I
     modes, elements = sparse, 0
     for patch in patches:
         others = _other_modes(patch)
-        mode = _smallest([*sparse, *others], [patch], old)[0].mode if others else sparse[0]
+        mode = encode_smallest([*sparse, *others], [patch], old)[0].mode if others else sparse[0]
         best = sparse if mode in sparse else [mode]
         if members and (best != modes or elements >= GROUP_ELEMENTS):
             yield modes, members, read_old(modes, members, old)
@@ -376,12 +341,7 @@ def encode_jobs(patches: Iterable[Patch], old: Old, sparse: Sequence[Mode]) -> I
         yield modes, members, read_old(modes, members, old)
 
 
-def encode_smallest(job: EncodeJob) -> tuple[list[Patch], tuple[Group, Streams]]:
-    """The members of a group, and how they are coded."""
-    return job[1], _smallest(*job)
-
-
-def _smallest(modes: Sequence[Mode], patches: Sequence[Patch], old: Old) -> tuple[Group, Streams]:
+def encode_smallest(modes: Sequence[Mode], patches: Sequence[Patch], old: Old) -> tuple[Group, Streams]:
     """A group in the mode that takes the fewest bytes; of equals the last one."""
     best = encode_group(modes[0], patches, old)
     for mode in modes[1:]:

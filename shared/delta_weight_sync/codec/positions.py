@@ -12,7 +12,6 @@ its rank within its band (reading).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +22,7 @@ from delta_weight_sync.codec.bits import FLIPPED, MAX_K, State, Words, walk
 from delta_weight_sync.util import kernel
 
 Band = NDArray[np.uint8]
+Cut = tuple[NDArray[np.int8], Band]
 _WEIGHTS, _CHANGES = 1 << 16, 1 << 15  # of a group, about, from which the rates are estimated
 _NEIGHBOURS = 64  # weights sampled at a time: memory comes in lines anyway
 _BLOCKS = 64  # of a chunk: as many as `at_most` compares
@@ -32,17 +32,13 @@ _AHEAD = 2  # positions written for a block that may have fewer
 _NEVER = np.int16(0x7FFF)  # more than a chunk has weights
 
 
-class Cut(NamedTuple):
-    """`limits`: int8 [7], minus 128, as `lanes.split` takes them. `table`: uint8 [256], exponent -> band."""
-
-    limits: NDArray[np.int8]
-    table: Band
-
-
 def cut(limits: Sequence[int]) -> Cut:
-    """The bands between seven ascending exponents."""
+    """The bands between seven ascending exponents.
+
+    That is int8 [7], the limits minus 128 as `_lanes.split` takes them, and uint8 [256], exponent -> band.
+    """
     table = np.searchsorted(np.asarray(limits), np.arange(256), side="right")
-    return Cut((np.asarray(limits) - 128).astype(np.int8), table.astype(np.uint8))
+    return (np.asarray(limits) - 128).astype(np.int8), table.astype(np.uint8)
 
 
 def choose_limits(olds: Sequence[Bits], patches: Sequence[Patch]) -> list[int]:
@@ -293,9 +289,7 @@ def _list(marked: Words, first: int, index: Index, found: int) -> int:
         if end > index.size:
             return -1
         start = first + block * LANES
-        if (
-            found + _AHEAD <= index.size
-        ):  # without a branch on their number, which would often be mispredicted
+        if found + _AHEAD <= index.size:  # a branch on their number would often be mispredicted
             for j in range(_AHEAD):
                 index[found + j] = start + lowest(word)
                 word &= word - np.uint64(1)

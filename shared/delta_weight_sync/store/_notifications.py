@@ -113,9 +113,7 @@ class Notifications:
         """Ask for a look from outside; however many pokes come, they cause one look per interval at most."""
         with self._changed:
             self._poked = True
-            if (
-                self._clock() - self._poke_answered >= self._interval
-            ):  # otherwise the next turn is soon enough
+            if self._clock() - self._poke_answered >= self._interval:  # else the next turn is soon enough
                 self._awake = True
                 self._changed.notify_all()
 
