@@ -162,7 +162,7 @@ class Game:
         self.moves: list[Move] = []
         self.solved = self.gave_up = False
         self.turns = self.invalid = self.repeated = 0  # guesses: all, and the wasted ones
-        self._closest = (0, 0)  # greens and yellows of the best guess, so a wasted guess adds no letters
+        self._closest = (0, 0)  # greens and yellows of the best guess; a wasted guess does not change them
         self._valid, self._hard_mode = valid, hard_mode
         self._invalid_cost, self._repeated_cost = invalid_cost, repeated_cost
 
@@ -243,8 +243,8 @@ class Rules:
         """The game whose secret `seed` selects. Raises GameError if `split` has no words."""
         words = self.train if split == "train" else self.held_out
         if not words:
-            without = f"No answer is held out of {len(self.train)}"
-            raise GameError(422, f"{without}; WORDLE_ANSWERS={HELD_OUT} holds out one.")
+            without = f"With {len(self.train)} answers none is held out"
+            raise GameError(422, f"{without}: set WORDLE_ANSWERS to at least {HELD_OUT}.")
         given = self.settings
         return Game(
             secret_for(seed, words),

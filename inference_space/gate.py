@@ -32,8 +32,8 @@ from space_guard.requests import (
 
 BODY_S = 60.0  # seconds within which a request's body must arrive
 ARRIVING = Lane(64 << 20, BODY_S)  # its units are bytes of bodies that are still arriving
-# The budget of one address: cost per second, and the most at once. A route costs about the milliseconds it
-# takes.
+# The budget of one address: cost per second, and the most that it can save up. A route costs about the
+# milliseconds it takes.
 RATE = (200.0, 2000.0)
 
 

@@ -162,7 +162,8 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
                 return await self._request(f"{url}{path}", payload, timeout)
             except _RETRIED as error:
                 status = getattr(error, "status", 0)
-                if 400 <= status < 500 and status != 429:  # others may come from a replica that wakes
+                # A replica that is waking up may give any other status: try again.
+                if 400 <= status < 500 and status != 429:
                     raise RequestRefusedError(f"{url} refused a rollout's request: {error}") from error
                 if time.monotonic() > deadline:
                     raise SpacesUnavailableError(f"{url} does not answer: {error}") from error
@@ -238,7 +239,7 @@ def make_worker(
     """Build the worker that TRL would build from `config`, for the replicas, resuming from `progress`."""
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
     inflight = config.max_inflight_tasks
-    if inflight < 0:  # TRL's own rule: no more than can be trained on before it is too old
+    if inflight < 0:  # TRL's own rule: no more samples than can be trained on before they are too old
         batch = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
         inflight = max(config.max_staleness, 1) * batch
     same = (  # options that TRL's worker calls by the same names

@@ -63,7 +63,10 @@ def main() -> None:
 def train(settings: Settings, config: AsyncGRPOConfig) -> None:
     """Train one run, from the base policy or from where it ended, to its last version."""
     if config.token_budget is None:  # TRL would ask a replica, which cannot serve before version 0 exists
-        raise SystemExit("--token_budget is missing: the most tokens of prompt and answers; see configs/")
+        raise SystemExit(
+            "--token_budget is missing: set the most tokens of one forward pass, or 0 for no limit;"
+            " see trainer/configs/"
+        )
     patches.install()
     stop = Stop(settings.minutes, alone=config.world_size == 1)
     task, peers = make_task(settings, config), Peers()
@@ -151,7 +154,7 @@ def make_trainer(
     lead: Lead | None,
     progress: Progress | None,
 ) -> PolicyTrainer:
-    """Build TRL's trainer. It publishes at each sync, and restores the state of `progress` as it begins."""
+    """Build TRL's trainer. It publishes at each sync; when training begins, it restores `progress`."""
 
     def on_sync(weights: Weights, number: int) -> None:
         publisher.publish(weights, number)

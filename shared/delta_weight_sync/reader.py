@@ -44,8 +44,8 @@ from delta_weight_sync.signing import PublicKeys
 from delta_weight_sync.store import Bucket, Listing, ObjectInfo, open_bucket
 
 _TRIES = 5  # to read a HEAD that a new writer removes meanwhile
-_MAX_UNSIGNED = 16  # manifests to skip: with the wrong key all of them are refused
-_MAX_DAMAGED = 64  # manifests to skip: a forged key can name any version
+_MAX_UNSIGNED = 16  # refused manifests after which a search ends: a wrong public key refuses all
+_MAX_DAMAGED = 64  # manifests that a search tries: a forged object key can name any version
 Kind = TypeVar("Kind", bound=Sealed)
 Problems = dict[str, Exception]
 """The records that were skipped on the way to a valid one: key -> error."""
@@ -111,7 +111,9 @@ class RunReader:
         return self.resolve(head) if head else None
 
     def manifest(self, version: int | None = None) -> Manifest:
-        """The manifest of `version`, by default the newest, found along HEAD's chain of hashes.
+        """The manifest of `version`, by default the newest.
+
+        It is found by following `parent` from the newest manifest; each step is checked by sha256.
 
         Raises:
             NoVersionError: The run has not published this version.
@@ -130,7 +132,8 @@ class RunReader:
     def find(self, version: int) -> Manifest:
         """The manifest of `version`, found by one listing however long the run is.
 
-        HEAD's hashes do not cover the result: the digest of the weights must prove it.
+        No chain of hashes leads from HEAD to the result: the caller must check the digest of the weights that
+        it builds.
 
         Raises:
             ProtocolError: The run has no such version, or no trusted key signed it.
@@ -174,7 +177,7 @@ class RunReader:
         return self.read(Manifest, ref.key, ref)
 
     def recipe(self, manifest: Manifest, held: int | None = None) -> Recipe:
-        """As `Manifest.recipe`, but around files that could not be read, if possible."""
+        """As `Manifest.recipe`, but if possible without files that could not be read."""
         return manifest.recipe_without(self._unreadable, held) or manifest.recipe(held)
 
     def readable(self, manifest: Manifest) -> Manifest | None:

@@ -279,7 +279,7 @@ def test_no_training_game_has_a_held_out_secret_and_the_other_way_round():
 
 def test_without_held_out_words_such_a_game_is_refused_with_a_sentence():
     refusal = service(answers=9).post("/sessions", json={"seed": 1, "split": "held_out"})
-    assert sentence(refusal, 422) == "No answer is held out of 9; WORDLE_ANSWERS=10 holds out one."
+    assert sentence(refusal, 422) == "With 9 answers none is held out: set WORDLE_ANSWERS to at least 10."
 
 
 def test_another_process_plays_the_same_game_for_the_same_seed():

@@ -249,7 +249,7 @@ def test_the_table_states_its_assumptions(capsys):
         "no GPU was measured",
         "200 ranks",
         "what-if",
-        "the Hub includes 8",
+        "the Hub includes 8 times",
         "egress at your price",
     ):
         assert stated in printed

@@ -51,6 +51,21 @@ def test_live_experts_compute_what_packed_ones_do(kind, weighted_before, biased)
     assert error < 0.01 * size, "bf16 rounds to 1/256, at other places in the two"
 
 
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+@pytest.mark.parametrize("tile", [1 << 20, 40 * HIDDEN], ids=["one tile", "three tiles"])
+def test_a_layer_in_float32_computes_from_the_live_weight(monkeypatch, tile, biased):
+    monkeypatch.setattr(cpu, "_TILE", tile)
+    monkeypatch.setattr(cpu, "_float32_is_faster", lambda: True)
+    torch.manual_seed(0)
+    x, weight, bias = bf16(TOKENS, HIDDEN), torch.nn.Parameter(bf16(INNER, HIDDEN)), bf16(INNER)
+    layer = cpu._LiveLinear(weight)
+    for _ in range(2):
+        exact = x.double() @ weight.data.double().T + (bias.double() if biased else 0)
+        result = layer(x, weight, bias if biased else None)
+        torch.testing.assert_close(result, exact.to(torch.bfloat16), rtol=1 / 128, atol=1e-4)
+        weight.data[3:5] += 1  # a commit
+
+
 @pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="only there vLLM packs these weights")
 def test_a_convolution_from_the_live_weight_is_that_from_the_packed_one():
     torch.manual_seed(0)

@@ -81,7 +81,7 @@ def explained(what: str, variable: str = "HF_TOKEN") -> Iterator[None]:
             " then run the same command again"
         ) from error
     except UnicodeEncodeError:
-        raise DeployError(f"{variable} holds a letter that no token has; copy it from {TOKENS}") from None
+        raise DeployError(f"{variable} has a character that no token has; copy it from {TOKENS}") from None
     except ValueError as error:  # the client itself refuses to send the request
         raise DeployError(f"{what}: {_one_line(error)}") from error
 

@@ -82,13 +82,14 @@ def _assumptions(plan: Plan) -> list[str]:
     """What the prediction rests on, as sentences."""
     asked, shares, threads = plan.question, cost.SIZES[plan.question.trainer].shares, cost.TWO_THREADS
     made, taken = cost.PUBLISHING, cost.TAKING
+    gpu, polls = f"{cost.GPU_BYTES / 1e9:.0f} GB", cost.WINDOW_S / POLL_S
     text = f"""\
-seconds are those of an AMD EPYC's core per thread (`make bench`); no GPU was measured
-the trainer has a rank per {cost.GPU_BYTES / 1e9:.0f} GB at {cost.TRAINER_BYTES:.0f} bytes per weight
-a replica has a worker per {cost.GPU_BYTES / 1e9:.0f} GB at {cost.REPLICA_BYTES:.1f} bytes per weight
+times assume one core of an AMD EPYC for each thread (`make bench`); no GPU was measured
+the trainer needs {cost.TRAINER_BYTES:.0f} bytes per weight, and has one rank for every {gpu} of that
+a replica needs {cost.REPLICA_BYTES:.1f} bytes per weight, and has one worker for every {gpu} of that
 each machine has a link of {size_text(asked.link)}/s, and the store serves all of them simultaneously
 requests take no time; the publisher makes {made["all"]} per version, each replica {taken["all"]}
-the Hub's events notify replicas; one that polls requests {cost.WINDOW_S / POLL_S:.0f} files in 5 minutes
+the Hub's events notify replicas; a replica without them makes {polls:.0f} requests for files in 5 minutes
 changes are spread like those of the measured models; clustered changes make smaller files
 prices as of {cost.PRICES_READ_ON}: huggingface.co/pricing, /storage and /docs/hub/spaces-gpus
 private storage is ${cost.PRIVATE_USD_TB_MONTH:.0f} per TB and month beyond {cost.INCLUDED_TB:.0f} TB"""
@@ -108,7 +109,7 @@ private storage is ${cost.PRIVATE_USD_TB_MONTH:.0f} per TB and month beyond {cos
 def _table(plan: Plan) -> str:
     """The prediction as text, with its assumptions."""
     asked, size, time, smaller = plan.question, size_text, time_text, f"{plan.full / plan.delta:.0f}"
-    threads = _count(plan.threads, "thread")
+    threads, workers = _count(plan.threads, "thread"), _count(plan.replica_workers, "worker")
     slow = "the replicas set" if plan.replica_versions_hour < plan.publisher_versions_hour else "rank 0 sets"
     pace = "every step" if asked.steps_per_hour else f"{slow} the pace"
     if plan.steps_per_version > 1.005:
@@ -117,7 +118,7 @@ def _table(plan: Plan) -> str:
         pace = "each replica falls behind and takes several deltas together"
     ratio = plan.egress_hour / plan.stored_hour
     no_price = ", and has no price for more" if ratio > cost.EGRESS_RATIO else ""
-    included = f"the Hub includes {cost.EGRESS_RATIO:.0f}{no_price}"
+    included = f"the Hub includes {cost.EGRESS_RATIO:.0f} times{no_price}"
     spaces = f"none|no Space has {size(cost.REPLICA_BYTES * asked.params)} of GPU memory"
     if plan.replicas_usd_hour is not None:
         spaces = f"${plan.replicas_usd_hour:,.2f}/h|{asked.replicas} x {plan.space}"
@@ -131,7 +132,7 @@ encode|{time(plan.encode_s)}|in the background, {threads} of rank 0
 upload|{time(plan.upload_s)}|in the background
 notification|{time(plan.notification_s)}|half of a poll interval; less with events or pokes
 fetch|{time(plan.fetch_s)}|generation goes on
-decode and stage|{time(plan.stage_s)}|meanwhile; {_count(plan.replica_workers, "worker")}, {threads} each
+decode and stage|{time(plan.stage_s)}|generation goes on; {workers}, {threads} each
 commit|{time(plan.commit_s)}|generation waits
 hand-over to serving|{time(plan.hand_over_to_serving_s)}
 
@@ -145,7 +146,7 @@ a replica that joins late (an anchor every {plan.anchor_every} versions)
 anchor|{time(plan.join_anchor_s)}|{size(plan.full)}
 jumps and deltas|{time(plan.join_deltas_s)}|halfway to the next anchor; fetch, decode, apply
 rebuild the checkpoint|{time(plan.join_rebuild_s)}|read, prove by digest, write
-before vLLM starts|{time(plan.join_s)}|at worst {time(plan.join_worst_s)}
+total, before vLLM starts|{time(plan.join_s)}|at worst {time(plan.join_worst_s)}
 
 storage and money
 bucket grows by|{size(plan.stored_hour)}/h|nothing is deleted unless you ask for it

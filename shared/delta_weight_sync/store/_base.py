@@ -1,8 +1,8 @@
 """A bucket: its interface, and what the stores share.
 
-A key is relative to the bucket's URL, parts joined by "/". Every method raises a `BucketError` whose message
-is one sentence with the fix, and nothing else, except `OSError` if a local file to upload cannot be read and
-`ProtocolError` for an object that is larger than its reader allows, which is not read. No method judges
+A key is relative to the bucket's URL, parts joined by "/". A method that fails raises a `BucketError`, whose
+message is one sentence with the fix. There are two exceptions: `OSError` if a local file to upload cannot be
+read, and `ProtocolError` if an object is larger than its reader allows; it is then not read. No method judges
 content: readers compare the sha256.
 """
 
@@ -23,7 +23,7 @@ from delta_weight_sync.errors import BucketError, DeltaWeightSyncError, ObjectMi
 from delta_weight_sync.store._notifications import Notifications
 
 SMALL: Final = 8 << 20  # bytes that `get` reads at most; every record of a run is smaller
-_PART = r"(?!\.)[!-.0-\[\]-~]+"  # printable ASCII but "/" and the backslash; no dot in front
+_PART = r"(?!\.)[!-.0-\[\]-~]+"  # printable ASCII except space, "/" and the backslash; no dot at its start
 _KEY = re.compile(f"{_PART}(/{_PART})*")
 
 
@@ -45,7 +45,7 @@ class Bucket(ABC):
 
     url: str
     _failures: ClassVar[tuple[type[Exception], ...]]  # what the store's libraries raise
-    _settle_pauses: ClassVar[tuple[float, ...]] = (0.0,)  # seconds before each look for an upload
+    _settle_pauses: ClassVar[tuple[float, ...]] = (0.0,)  # seconds before each check of an upload
 
     def put(self, key: str, data: bytes | Path) -> None:
         """Store an object, whole or not at all; replaces an older one and checks the stored size."""
@@ -70,7 +70,7 @@ class Bucket(ABC):
     def fetch(self, key: str, dest: Path, limit: int) -> str:
         """Download an object of at most `limit` bytes to `dest`, creating its folder.
 
-        A file that is there already survives any failure.
+        If it fails, a file that is already at `dest` stays as it was.
 
         Returns:
             The sha256 of the bytes that were written, as 64 hex digits.
@@ -88,7 +88,7 @@ class Bucket(ABC):
     def list(self, prefix: str) -> Listing:
         """All objects below the folder `prefix` ("runs/demo/", or "" for everything), sorted by key.
 
-        Each says when it was written. Objects whose name is not a key are left out.
+        Each has its time in `written` if the store knows it. Objects whose name is not a key are left out.
         """
         check_prefix(prefix)
         try:
@@ -105,7 +105,7 @@ class Bucket(ABC):
     def notifications(self, prefix: str) -> Notifications:
         """Notifications of changes below the folder `prefix`. Close them after use."""
         check_prefix(prefix)
-        return Notifications()  # by the clock
+        return Notifications()  # none ever comes: the caller polls
 
     @abstractmethod
     def _put(self, key: str, data: bytes | Path) -> None:

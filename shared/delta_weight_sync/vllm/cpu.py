@@ -2,7 +2,7 @@
 
 1. After loading, the backend packs every Linear into an opaque oneDNN handle and drops the weight (embeddings
    compute from a packed copy), so that later writes to the weight change nothing. `install` makes it compute
-   from the live weight.
+   from the live weight; in float32 if that is faster, as on CPUs without AVX-512.
 2. It packs the experts of a mixture of experts (MoE), too. `install` leaves them as loaded and computes the
    chosen experts one after the other: exact and plain, slower than vLLM's packed kernel.
 3. It packs the weights of short convolutions (of gated delta nets, for example) in place. `install` leaves
@@ -18,6 +18,8 @@
 from __future__ import annotations
 
 import operator
+import time
+from functools import cache
 from typing import Any
 
 import torch
@@ -62,6 +64,8 @@ def self_test(model: torch.nn.Module) -> None:
             raise RuntimeError(f"{name} computes from packed experts; this vLLM needs another patch")
 
 
+_FEW = 2  # rows of an input up to which bf16 is as fast on every CPU
+_TILE = 1 << 20  # elements of a weight that are float32 at a time: they fit into a CPU's cache
 _stock_dispatch: Any = None
 
 
@@ -79,7 +83,44 @@ class _LiveLinear:
         self.memory = weight.data
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return functional.linear(x, self.memory, bias)
+        return _linear(x, self.memory, bias)
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    few = x.numel() <= _FEW * x.shape[-1]
+    if few or x.dtype is not torch.bfloat16 or not _float32_is_faster():
+        return functional.linear(x, weight, bias)
+    return linear_in_float32(x, weight, bias)
+
+
+def linear_in_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`x @ weight.T + bias` of bf16 tensors, multiplied in float32, a tile of `weight`'s rows at a time."""
+    wide, rows = x.float(), max(1, _TILE // weight.shape[1])
+    if len(weight) <= rows:
+        return functional.linear(wide, weight.float(), None if bias is None else bias.float()).to(x.dtype)
+    out = x.new_empty(*x.shape[:-1], len(weight))
+    for start in range(0, len(weight), rows):
+        part = slice(start, start + rows)
+        out[..., part] = functional.linear(
+            wide, weight[part].float(), None if bias is None else bias[part].float()
+        )
+    return out
+
+
+@cache
+def _float32_is_faster() -> bool:
+    """Whether this CPU multiplies bf16 so slowly (without AVX-512) that float32 pays; measured once."""
+    weight, x = torch.ones(256, 256, dtype=torch.bfloat16), torch.ones(16, 256, dtype=torch.bfloat16)
+
+    def seconds(linear: Any) -> float:
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            linear(x, weight, None)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    return seconds(functional.linear) > 1.5 * seconds(linear_in_float32)
 
 
 def _computes_from(linear: object, weight: torch.Tensor) -> bool:

@@ -192,7 +192,7 @@ def test_the_next_up_finishes_an_interrupted_one(world: World, api):
         ("SPACE_HF_TOKEN", "hf_write", ["SPACE_HF_TOKEN may write", "type Read"]),
         ("SPACE_HF_TOKEN", "hf_team", ["SPACE_HF_TOKEN may write", "type Read"]),
         ("SPACE_HF_TOKEN", "hf_expired", ["SPACE_HF_TOKEN", "does not know this token"]),
-        ("SPACE_HF_TOKEN", "hf_r\u00e9ad", ["SPACE_HF_TOKEN holds a letter that no token has"]),
+        ("SPACE_HF_TOKEN", "hf_r\u00e9ad", ["SPACE_HF_TOKEN has a character that no token has"]),
         ("HF_TOKEN", "hf_read", ["may not create anything for user", "type Write"]),
         ("HF_TOKEN", "hf_team", ["may not create anything for user", "type Write"]),
         ("HF_TOKEN", "hf_expired", ["does not know this token", "HF_TOKEN"]),
