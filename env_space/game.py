@@ -16,7 +16,7 @@ MAX_STORED = 32  # characters stored of a guess: a policy may write a novel, and
 HELD_OUT = 10  # one answer in ten is held out
 
 SOLVED, EARLY = 1.0, 0.05  # the reward for solving, and for each guess left over
-LETTERS = 0.2  # for all letters of the closest guess; a yellow counts half a green
+LETTERS = 0.2  # for a best guess that is all green; each green earns an equal part, each yellow half of one
 GAVE_UP = 0.2
 
 GREEN, YELLOW, GREY = "+", "?", "-"
@@ -81,7 +81,8 @@ class Move:
 def feedback(guess: str, secret: str) -> str:
     """Mark each letter of `guess`: '+' in place, '?' elsewhere, '-' absent.
 
-    A letter earns as many marks as the secret has of it: greens first, then yellows from the left.
+    A letter gets at most as many greens and yellows as it occurs in the secret: greens first, then yellows
+    from the left.
     """
     unmatched = Counter(s for g, s in zip(guess, secret, strict=True) if g != s)
     marks = []
@@ -148,7 +149,7 @@ def quote(word: str) -> str:
 
 
 class Game:
-    """Six guesses at one secret. Every guess costs a turn; only valid ones earn letters."""
+    """Six guesses at one secret. Every guess costs a turn; only valid ones earn reward for letters."""
 
     def __init__(
         self,
@@ -209,7 +210,7 @@ class Game:
     def reward_parts(self) -> RewardParts:
         """What the game has earned so far."""
         greens, yellows = self._closest
-        # "0.0 -" instead of a sign, so that no cost is 0.0 and not -0.0.
+        # Subtract from 0.0 instead of negating: without a cost the result is then 0.0, not -0.0.
         return RewardParts(
             solved=SOLVED + EARLY * (MAX_GUESSES - self.turns) if self.solved else 0.0,
             greens=LETTERS * greens / len(self.secret),
@@ -256,7 +257,8 @@ class Rules:
 
 
 def rules_from(settings: Settings) -> Rules:
-    """The rules that `settings` describe. Raises ValueError if there are fewer answers."""
+    """The rules that `settings` describe. Raises ValueError if there are fewer answers than
+    `settings.answers`."""
     words = answers(settings.answers, settings.length)
     trained = len(words) - len(words) // HELD_OUT
     return Rules(words[:trained], words[trained:], settings)

@@ -1,9 +1,11 @@
-"""OpenEnv's protocol: one game per WebSocket at `/ws`, and the routes by which its tools know an environment.
+"""OpenEnv's protocol: one game per WebSocket at `/ws`, and the HTTP routes by which OpenEnv's tools recognise
+an environment.
 
 It is implemented here because the `openenv` package installs a hundred others. The tests run its real client
 and its validation command against this module. The texts are those of the public OpenEnv Wordle environment,
 so that its clients understand them: the guess stands in square brackets, and the marks are the letters G, Y
-and X on a line below "Feedback:". "You attempted an invalid move" means that a guess earned nothing.
+and X on a line below "Feedback:". "You attempted an invalid move" means that the guess was
+invalid: it used up a turn and got no marks.
 """
 
 import asyncio

@@ -14,7 +14,8 @@ log = logging.getLogger("delta_weight_sync")
 
 
 def main() -> None:
-    """Start the Space. If it is not set up, it says so: on the Hub on its page, elsewhere as it exits."""
+    """Start the Space. If a setting is missing or wrong, it says which: on the Hub in a web page, elsewhere
+    in the message with which it exits."""
     from delta_weight_sync.errors import DeltaWeightSyncError
     from inference_space.public_port import create_app, listen
     from inference_space.settings import PREFIX, SETUP, Settings, find_problems, settings_from
@@ -39,7 +40,8 @@ def main() -> None:
 def exit_on_sigterm() -> None:
     """Make SIGTERM an ordinary exit, so that temporary folders are removed.
 
-    Call it before uvicorn's server, which raises SIGTERM again after it has stopped.
+    Call it before uvicorn starts: after it has stopped, uvicorn restores this handler and raises SIGTERM
+    again.
     """
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 

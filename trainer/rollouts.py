@@ -86,7 +86,8 @@ class Conversation:
         self._turns.append(TurnRecord(prompt_ids, output_ids, syncs.tolist()))
 
     def rows(self, fork_threshold: int) -> list[tuple[int, TokenSyncs]]:
-        """For each sample that TRL makes of it: the conversation's oldest sync, and those of its tokens."""
+        """For each sample that TRL makes of this conversation: its oldest sync, and the sync of each token of
+        the sample."""
         sequences, _ = trl_worker._chain_to_sequences(self._turns, "", fork_threshold)
         found = [(np.array(s.completion_mask) == 1, np.array(s.old_log_probs)) for s in sequences]
         return [(min(self._oldest), np.where(own, syncs, UNKNOWN).astype(np.int64)) for own, syncs in found]
@@ -210,9 +211,9 @@ class ReplicaRolloutWorker(trl_worker.AsyncRolloutWorker):
     def stop(self) -> None:
         """End the child process, without TRL's stalls.
 
-        A child that is blocked on a full queue does not exit, so the queues are drained. Daemon threads do
-        what may never return: setting an event on which a dead child waited, and reading a message that a
-        killed child has not finished.
+        A child that is blocked on a full queue does not exit, so the queues are drained. Daemon threads make
+        two calls that may block forever: setting an event on which a child waited when it died, and reading a
+        message that a killed child did not finish.
         """
         process, self._process = self._process, None
         if process is None or not process.is_alive():

@@ -48,7 +48,8 @@ _FIRST_SYNC = 1  # TRL's number of the sync before the first step
 
 
 def main() -> None:
-    """Parse the command line and train. A fault outside this program ends it with one sentence."""
+    """Parse the command line and train. An error with a cause outside this program ends it with one sentence
+    instead of a traceback."""
     logging.basicConfig(format="%(name)s: %(message)s")
     settings, config = TrlParser((Settings, AsyncGRPOConfig)).parse_args_and_config()
     try:
@@ -61,7 +62,7 @@ def main() -> None:
 
 
 def train(settings: Settings, config: AsyncGRPOConfig) -> None:
-    """Train one run, from the base policy or from where it ended, to its last version."""
+    """Train one run, from the base policy or from its newest saved state, to its last version."""
     if config.token_budget is None:  # TRL would ask a replica, which cannot serve before version 0 exists
         raise SystemExit(
             "--token_budget is missing: set the most tokens of one forward pass, or 0 for no limit;"
@@ -97,7 +98,7 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
         trainer = make_trainer(settings, config, task, publisher, lead, progress)
         states = resume.SaveState(publisher, trainer, settings.state_every)
         trainer.add_callback(states)
-        trainer.add_callback(stop)  # last, because what other callbacks do belongs to the step
+        trainer.add_callback(stop)  # last: the step ends only when the other callbacks are done
 
         with stop.interruptible():
             # Version 0, unless the run has it; a run of another model ends here.
@@ -184,10 +185,10 @@ def make_trainer(
 
 
 class PolicyTrainer(BucketGRPOTrainer):
-    """Trains norms and biases at `norm_rate`, or if it is 0 at the `learning_rate` of all other weights.
+    """Trains norms and biases at `norm_rate`. If that is 0, at `learning_rate` like all other weights.
 
-    Norms are a thousandth of the weights and decide how confident a policy is. With a rate of its own for
-    them, a policy can grow more confident, the first thing that RL teaches, while few other weights change.
+    Norms are a thousandth of the weights and decide how confident a policy is. With a learning rate of their
+    own, a policy can become more confident, the first thing that RL teaches, while few other weights change.
     """
 
     def __init__(self, *, norm_rate: float, **kwargs: Any) -> None:
@@ -197,7 +198,7 @@ class PolicyTrainer(BucketGRPOTrainer):
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """Build TRL's optimizer, and set the rate of the norms."""
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
-        for group in optimizer.param_groups:  # TRL has a group of its own for weights without decay
+        for group in optimizer.param_groups:  # TRL puts weights without weight decay into a separate group
             if self._norm_rate and all(weight.ndim == 1 for weight in group["params"]):
                 group["lr"] = self._norm_rate
         return optimizer

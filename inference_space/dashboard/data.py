@@ -133,7 +133,8 @@ class RunCache:
         own, problem = None, None
         try:
             if self._own_status:
-                own = self._own_status().model_copy(update={"t": 0.0})  # or every second were news
+                # Without its time: that alone would make every refresh look like a change.
+                own = self._own_status().model_copy(update={"t": 0.0})
             self._read(own)
         except DeltaWeightSyncError as error:
             problem = str(error)
@@ -237,9 +238,10 @@ Answer = TypeVar("Answer")
 
 
 class AnswerCache(Generic[Question, Answer]):
-    """Works out each answer once, one at a time, and keeps the answers used last.
+    """Works out each answer once, one at a time, and keeps the most recently used answers.
 
-    A `ProtocolError` or a `CodecError` is an answer too: it is raised without work for `FAILED_S` seconds.
+    A `ProtocolError` or a `CodecError` is kept like an answer: for `FAILED_S` seconds it is raised again
+    without a new attempt.
     """
 
     def __init__(
@@ -249,7 +251,8 @@ class AnswerCache(Generic[Question, Answer]):
         weigh: Callable[[Answer], int] = lambda _: 1,
         clock: Clock = time.monotonic,
     ) -> None:
-        """Keep answers that weigh at most `room` together, and the newest whatever it weighs."""
+        """Keep the most recently used answers whose weights sum to at most `room`; the newest is kept even if
+        it weighs more."""
         self._work, self._room, self._weigh, self._clock = work, room, weigh, clock
         # Answer, weight, and until when it holds.
         self._kept: OrderedDict[Question, tuple[Answer | Exception, float, float]] = OrderedDict()
@@ -309,7 +312,8 @@ class Library:
         return name
 
     def objects(self) -> Listing:
-        """List the run's objects, at most `LIST_EVERY_S` seconds old, or older once the rate limit is met."""
+        """List the run's objects, at most `LIST_EVERY_S` seconds old, or older while the rate limit is
+        exceeded."""
         with self._lock:
             at, run, listing = self._listed
             if run == self.run and self._clock() - at <= LIST_EVERY_S:
@@ -383,7 +387,8 @@ class RateLimitError(BucketError):
 class RateLimitedBucket:
     """A bucket as visitors read it, with a limit on calls and one on bytes in `WINDOW_S` seconds.
 
-    What was not used is available in one burst. The bucket cannot be written.
+    Unused allowance is saved, up to one window's worth, and can be spent in one burst. The bucket cannot be
+    written.
     """
 
     def __init__(self, bucket: Bucket, clock: Clock = time.monotonic) -> None:
@@ -398,7 +403,7 @@ class RateLimitedBucket:
         return self._bucket.get(key)
 
     def fetch(self, key: str, dest: Path, limit: int) -> str:
-        """Download an object; `limit` counts as its bytes."""
+        """Download an object; all of `limit` is charged to the byte allowance, whatever the object's size."""
         self._spend(1, limit)
         return self._bucket.fetch(key, dest, limit)
 

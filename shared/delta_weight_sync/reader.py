@@ -63,9 +63,9 @@ def open_run(url: str, run: str | None = None, *, public_key: str | Path | None 
     Args:
         url: URL of the bucket, with `#<run>` if the bucket holds several runs.
         run: Name of the run, instead of the one in the URL.
-        public_key: Refuse versions that this key did not sign: `ed25519_public_` and 64 hex digits, several
-            separated by commas, or a file that `delta-weight-sync keygen` wrote. By default
-            DELTA_WEIGHT_SYNC_PUBLIC_KEY; without any key, signatures are not checked.
+        public_key: The trusted key: versions that it did not sign are refused. `ed25519_public_` and 64 hex
+            digits, several such keys separated by commas, or a file that `delta-weight-sync keygen` wrote.
+            By default DELTA_WEIGHT_SYNC_PUBLIC_KEY; without any key, signatures are not checked.
 
     Raises:
         ProtocolError: No run is named and the bucket does not hold exactly one.
@@ -90,8 +90,8 @@ def open_run(url: str, run: str | None = None, *, public_key: str | Path | None 
 class RunReader:
     """The reading half of the protocol.
 
-    Every record is checked: complete, of this run, pinned by the record that names it, and signed if there
-    are trusted keys.
+    Every record is checked: complete, of this run, equal to the sha256 in the record that names it, and
+    signed if there are trusted keys.
 
     Args:
         bucket: The bucket that holds the run.
@@ -241,7 +241,8 @@ class RunReader:
         return self.public_keys.signer(manifest, f"the manifest of version {manifest.version}")
 
     def require_intact(self) -> None:
-        """Raise `ProtocolError` or `ObjectMissingError` if the owner's HEAD or its manifest is damaged."""
+        """Raise `ProtocolError` or `ObjectMissingError` if the HEAD of the run's last writer, or its
+        manifest, is damaged."""
         if writers := self.writers():
             head = self.head_of(writers[-1])
             if head.manifest:
@@ -304,7 +305,8 @@ class RunReader:
                 if problems is not None:
                     problems.update(skipped)
                 return head
-        raise BucketUnreachableError(f"{self.bucket.url}/{self.keys.heads} lists missing objects: try again")
+        place = f"{self.bucket.url}/{self.keys.heads}"
+        raise BucketUnreachableError(f"the listing of {place} names HEADs that are gone: try again")
 
     def _last_valid(self, below: Writer | None, floor: Rank | None, skipped: Problems) -> Head | None:
         for writer in reversed(self.writers()):
@@ -356,7 +358,8 @@ class RunReader:
         return None
 
     def resolve(self, head: Head, problems: Problems | None = None) -> Manifest | None:
-        """The manifest that `head` names, or the newest complete version's if that one is damaged or missing.
+        """The manifest that `head` names, or that of the newest complete version if `head` names a damaged or
+        missing one.
 
         `problems` receives the manifest that was skipped.
         """
@@ -373,7 +376,8 @@ class RunReader:
             return self.read_manifest(rebuilt.manifest)
 
     def read_listed(self, key: str) -> Manifest:
-        """The manifest at a listed key, which no record pins. Its content must match the key."""
+        """The manifest at a key found by listing. No record names its sha256, so its content must match
+        the key."""
         manifest = self.read(Manifest, key)
         if key != self.keys.manifest(manifest.version, Writer(manifest.writer_term, manifest.writer)):
             raise ProtocolError(f"{key} holds the manifest of another version: it was not used")
@@ -420,7 +424,8 @@ def _manifests(keys: Iterable[str]) -> Iterator[tuple[ManifestKey, str]]:
 
 
 def remove_other_files(folder: Path, anchor: AnchorRef) -> None:
-    """Create `folder` if needed, and remove everything that has no name of a file of `anchor`."""
+    """Create `folder` if needed, and remove all subfolders, and all files that are not named like a file of
+    `anchor`."""
     folder.mkdir(parents=True, exist_ok=True)
     names = {ref.name for ref in anchor.files}
     for path in folder.iterdir():

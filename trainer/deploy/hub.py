@@ -153,7 +153,7 @@ class Account:
         return paying
 
     def _permissions(self, owner: str | None = None) -> set[str]:
-        """Those of a fine-grained token on the owner's repositories, or on all."""
+        """The permissions of a fine-grained token on the owner's repositories, or on all."""
         scopes = self._grants.get("scoped", ())
         wanted = [scope for scope in scopes if owner in (None, scope["entity"].get("name"))]
         return {permission for scope in wanted for permission in scope["permissions"]}
@@ -333,7 +333,8 @@ def _update(api: HfApi, plan: SpacePlan, space: Space, secrets: Secrets, change:
 
 
 def _upload(api: HfApi, plan: SpacePlan, remote: Mapping[str, str], change: Change) -> bool:
-    """Change all files that differ in one commit, and so in one build; False if none differs."""
+    """In one commit, and so one build, upload the files that differ and delete those that are gone;
+    False if none differs."""
     local = {path: source.read_bytes() for path, source in files(plan.folder).items()}
     changed = [
         path
@@ -352,7 +353,8 @@ def _upload(api: HfApi, plan: SpacePlan, remote: Mapping[str, str], change: Chan
 def wait_until_healthy(
     api: HfApi, waiting: list[Space], secrets: tuple[str, ...], say: Callable[[str], None]
 ) -> None:
-    """Block until the apps of these Spaces are up, and report each change of their states without `secrets`.
+    """Block until the apps of these Spaces are up, and report each change of their states, with `secrets`
+    masked.
 
     A replica that waits for the run's first version is up. Raises `DeployError` for a Space that fails, or is
     not up within an hour.
@@ -411,7 +413,7 @@ def table(found: list[Space]) -> str:
         usd, version, digest = price(space.hardware), "-", "-"
         now, total = now + (usd or 0.0) * space.billed, total + (usd or 0.0)
         cost, hardware = "?" if usd is None else f"{usd * space.billed:.2f}", space.hardware or "-"
-        if space.billed and not space.repo_id.endswith("-env"):  # a request to another one would wake it
+        if space.billed and not space.repo_id.endswith("-env"):  # a request would wake a sleeping Space
             try:
                 _, version, digest = served(space)
             except DeployError:

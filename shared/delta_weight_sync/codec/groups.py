@@ -6,9 +6,9 @@
     dense   the difference of every element through zstd                  needs nothing
     raw     the new bits of every element through zstd                    needs the old weights (for the ULPs)
 
-A tensor without changes is not listed. The first three modes say by how much the changes move in streams of
-their own: a sign bit each, which changes are large (more than one ULP), and how large. A new mode is an
-entry of `Mode` and `LAYOUTS`, and a branch each of `encode_group`, `decode_group` and `_other_modes`.
+A tensor without changes is not listed. The first three modes have separate streams for the size of the
+changes: a sign bit each, which changes are large (more than one ULP), and how large. A new mode is an entry
+of `Mode` and `LAYOUTS`, and a branch each of `encode_group`, `decode_group` and `_other_modes`.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ Old = Callable[[str], Bits]
 Bytes = NDArray[np.uint8]
 Streams = dict[str, Bytes]
 Item = TypeVar("Item")
-Many = Annotated[tuple[Item, ...], FailFast()]  # a hostile list of a million errors is one error
+Many = Annotated[tuple[Item, ...], FailFast()]  # ends at the first bad item: a list could have a million
 
 GROUP_ELEMENTS = 1 << 25  # a group ends with the tensor that reaches this many elements
-_CLUSTERED = 4.0  # times as many neighbours as independent changes would have: worth a bitmask
+_CLUSTERED = 4.0  # times as many adjacent changes as independent ones would have: worth a bitmask
 _UP, _DOWN = np.uint16(1), np.uint16(0xFFFF)
 _BY_BAND = cut(range(1, BANDS))  # of weights whose exponents are bands
 _ZSTD_LEVEL = 1
@@ -91,7 +91,7 @@ class Group(BaseModel):
     """How the tensors of one group are coded: what a reader needs besides the streams.
 
     `gaps` and `large` are rows of `bits.Section`, `sizes` rows (Exp-Golomb parameter, bits), each by band.
-    They are plain tuples, because each surplus item of a named tuple would be an error of its own.
+    They are plain tuples, because pydantic reports each surplus item of a named tuple as a separate error.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -126,7 +126,8 @@ class TensorRow(NamedTuple):
 
 
 def encode_group(mode: Mode, patches: Sequence[Patch], old: Old) -> tuple[Group, Streams]:
-    """Code a group of tensors in `mode`; `old` gives the bits of a tensor's base."""
+    """Code a group of tensors in `mode`; `old` gives the bits of a tensor at the version where the patches
+    start."""
     if mode in ("dense", "raw"):
         return Group(mode=mode), _encode_all(mode, patches, old)
     ulps = join([p.ulps for p in patches], np.uint16)
@@ -283,7 +284,7 @@ def _enlarge(words: Words, sizes: State, large: Index, bands: Band, ulps: Bits) 
     for i in range(large.size):
         band = bands[i]
         extra, sizes[0, band] = take_golomb(words, sizes[0, band], sizes[1, band], sizes[2, band])
-        ulps[large[i]] *= np.uint16(extra + 2)  # times one or minus one, which is 2^16 - 1 here
+        ulps[large[i]] *= np.uint16(extra + 2)  # times one or minus one; 65535 stands for -1 modulo 2^16
         good &= 0 <= extra <= 32766
     return good
 
@@ -323,7 +324,8 @@ def encode_jobs(
 ) -> Iterator[tuple[Sequence[Mode], list[Patch], Old]]:
     """The modes that compete for each group, its members, and their old bits.
 
-    Consecutive tensors whose smallest mode is the same form a group; few changes are `sparse`.
+    Consecutive tensors for which the same mode is smallest are put into one group. The modes in `sparse`
+    count as one here, and tensors with few changes use only them.
     """
     members: list[Patch] = []
     modes, elements = sparse, 0
@@ -342,7 +344,7 @@ def encode_jobs(
 
 
 def encode_smallest(modes: Sequence[Mode], patches: Sequence[Patch], old: Old) -> tuple[Group, Streams]:
-    """A group in the mode that takes the fewest bytes; of equals the last one."""
+    """A group in the mode that takes the fewest bytes; if several are equal, the last of them."""
     best = encode_group(modes[0], patches, old)
     for mode in modes[1:]:
         if _least_bytes(mode, patches) <= _bytes(best):
@@ -375,6 +377,7 @@ def _other_modes(patch: Patch) -> list[Mode]:
 
 
 def read_old(modes: Sequence[Mode], tensors: Iterable[TensorRow | Patch], old: Old) -> Old:
-    """`old` for another thread, read in this one: `old` may take a lock, or ask other ranks in turn."""
+    """A lookup like `old` for other threads. The bits are read now, in this thread: `old` may take a lock, or
+    ask other ranks in a fixed order."""
     needed = any(LAYOUTS[mode].reads_old for mode in modes)
     return {tensor.name: old(tensor.name) for tensor in tensors if needed}.__getitem__
