@@ -122,7 +122,7 @@ def _add_status(app: FastAPI, follower: Follower) -> None:
 
 
 class Inference:
-    """ASGI middleware: passes the inference routes to vLLM, before FastAPI's layers, which cost as much."""
+    """ASGI middleware: passes inference routes to vLLM around FastAPI's layers, to save their cost."""
 
     def __init__(self, app: ASGIApp, *, vllm: VllmServer, follower: Follower) -> None:
         self._app, self._vllm, self._follower = app, vllm, follower

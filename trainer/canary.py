@@ -47,7 +47,7 @@ _log = logging.getLogger("trainer")
 
 
 def prompts_of(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """The first different prompts of a task as token ids, each cut or repeated to `TOKENS` tokens."""
+    """The first distinct prompts of a task as token ids, each cut or repeated to `TOKENS` tokens."""
     found: dict[tuple[int, ...], None] = {}
     for row in dataset:
         ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
@@ -143,7 +143,7 @@ class Canary:
     def _check(self, answer: Answer) -> None:
         try:
             difference = self._difference(answer)
-            if difference > LIMIT:  # once, this may be a commit in the middle of a prompt
+            if difference > LIMIT:  # a commit in the middle of a prompt may cause this once
                 answer = ask(self._http, answer.url, self._prompts)
                 difference = self._difference(answer)
         except _TRANSIENT as error:

@@ -5,8 +5,8 @@ therefore asks all of them before the trainer uploads version 0. An error that w
 wrong URL, key or token, ends the run with a sentence that names the fix.
 
 The environment variable `SPACES` lists the trainer's own Spaces. Only they receive a key and a token, so that
-a mistyped URL receives none. A rollout worker in a process of its own inherits these variables and sends the
-same. No secret is part of a URL, an option or a log line, and no request follows a redirect.
+a mistyped URL receives none. A rollout worker in a process of its own inherits the environment and sends the
+same credentials. No secret is part of a URL, an option or a log line, and no request follows a redirect.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def probe(url: str, kind: Kind) -> Answer:
         cause: BaseException | None = error
         while cause and not isinstance(cause, socket.gaierror):
             cause = cause.__cause__ or cause.__context__
-        if isinstance(cause, OSError) and cause.errno == socket.EAI_NONAME:  # other errors may pass
+        if isinstance(cause, OSError) and cause.errno == socket.EAI_NONAME:  # others may be temporary
             raise SpacesUnavailableError(f"{url}: there is no such host; check {_OPTION[kind]}") from error
         return Answer(f"not reachable ({type(error).__name__})")
     answer = _app_answer(response, kind) or _hub_answer(response, url, kind)

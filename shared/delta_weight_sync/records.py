@@ -46,7 +46,7 @@ MAX_JSON_BYTES = 8 << 20  # of one record
 MAX_ASSETS: Final = 256  # files of one anchor
 LARGEST: Final = 1e15  # largest measured number, in any unit
 STRIDES: Final = (8, 64)  # versions that a jump spans
-ANCHOR_PAYS: Final = 0.5  # model sizes of deltas after an anchor: a join costs at most 1.5 anchors
+ANCHOR_PAYS: Final = 0.5  # deltas of this many model sizes call for an anchor: a join costs at most 1.5
 MAX_FILES: Final = 128  # deltas after an anchor, however small they are
 WINDOW: Final = 64  # newest versions whose deltas a manifest always names
 RUN_NAME: Final = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
@@ -311,7 +311,7 @@ class Manifest(Sealed):
     version: Count
     writer_term: Count
     writer: WriterId
-    sync: Count  # the trainer's count of weight syncs whose weights this version holds
+    sync: Count  # the trainer's number of the sync whose weights this version holds
     created_at: Time  # unix seconds when the trainer handed over the weights
     digest: Digest
     anchor: AnchorRef

@@ -176,7 +176,7 @@ class Watcher:
         """Read the etags of the HEADs. True if only the known HEAD was requested."""
         bucket, self._polls = self._reader.bucket, self._polls + 1
         known = bucket.stat(self._key) if self._key and self._polls % _LIST_EVERY else None
-        # If news is expected and the known HEAD has none, it may be another writer's.
+        # If news is expected and the known HEAD did not change, another writer's HEAD may have it.
         if known and not (self._notifications.expected and known.etag == (self._used or {}).get(self._key)):
             self._found = self._found | {self._key: known.etag}
             return True
@@ -193,7 +193,7 @@ class Watcher:
         return None
 
     def _owner_head(self) -> Head | None:
-        """The owner's HEAD. Without any HEAD, the whole run is listed only now and then."""
+        """HEAD of the writer that owns the run. Without any HEAD, the run is listed only now and then."""
         if self._empty > 1 and self._empty % _LIST_EVERY != 1:
             return None
         self._skipped_heads = {}

@@ -60,7 +60,7 @@ MAX_HEADERS = 100
 class Limits:
     """What one connection may use."""
 
-    request_s: float  # for a request, from connecting or from the first byte of a later request
+    request_s: float  # for a request to arrive: from connecting, or from the first byte of a later request
     covers_body: bool  # whether request_s covers the body too, or only the head
     unread_s: float  # within which the client must read some of its answer
     head_bytes: int  # of a request without its body
@@ -96,7 +96,7 @@ class _Connection(HttpToolsProtocol):
         self._limits, self._visitors, self._key = limits, visitors, key
         self._known = False  # has shown the key
         self._deadline: asyncio.TimerHandle | None = None
-        self._complete = True  # no request has begun without ending
+        self._complete = True  # no request is only partly received
         self._head = 0  # bytes received of the current request, without its body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -293,7 +293,7 @@ class JsonLines(logging.Formatter):
     """A record as one line of JSON; `extra={"fields": {...}}` adds to it."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end."""
+        """The line, without the newline."""
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),

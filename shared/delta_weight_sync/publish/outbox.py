@@ -49,7 +49,7 @@ from delta_weight_sync.runlog import RunLogWriter, SyncEvent
 
 Untrained = Callable[[Mapping[str, tuple[int, ...]]], Iterable[tuple[str, Bits]]]
 _RETRY_S = 2.0
-_STRIDES = {torch.float32: 2, torch.bfloat16: 1}  # in 16-bit units, between the bf16 halves of weights
+_STRIDES = {torch.float32: 2, torch.bfloat16: 1}  # 16-bit units from one weight's bf16 bits to the next's
 _log = logging.getLogger("delta_weight_sync")
 
 
@@ -57,12 +57,12 @@ class RepeatedSyncs:
     """The syncs that a resumed trainer repeats: the bucket has them, so they are not published again.
 
     Args:
-        published: Digest by sync, of the versions that the trainer reaches again if it does the same.
+        published: Digest by sync, of the versions that come again if the trainer repeats its steps exactly.
     """
 
     def __init__(self, published: Mapping[int, str]) -> None:
         self._published = published
-        self.newest = min(published, default=0)  # the newest sync that both trainers did alike
+        self.newest = min(published, default=0)  # the newest sync with equal weights in both trainers
 
     def holds_back(self, sync: int, digest: str) -> bool:
         """Whether this sync is in the bucket, or may lead to one that is. False for ever once one differs."""
@@ -194,8 +194,8 @@ class Outbox:
         writer: The run's writer.
         log: The run's log.
         encoding: Encoding of deltas, see `delta_weight_sync.codec`.
-        mirror: Memory of the published bits.
-        untrained: Gives the model's other tensors, from the shapes of those in the first sync.
+        mirror: Which memory holds the published bits.
+        untrained: Given the shapes of the tensors in the first sync, returns the model's other tensors.
         keep: How much of the run stays in the bucket; None for all of it.
 
     Attributes:
@@ -408,7 +408,7 @@ class Outbox:
             return published_bits(self.mirror.bits(name), name, [*reversed(self._updates), job])
 
     def _settle(self, job: PendingUpdate) -> None:
-        """After a failure, finish the version if it was decided; otherwise send its changes with the next."""
+        """After a failure, finish a version whose commit began; otherwise send its changes with the next."""
         while not self._closed:
             time.sleep(_RETRY_S)
             with contextlib.suppress(BucketError):
@@ -431,7 +431,7 @@ class Outbox:
         self._report(manifest, job, encode_s)
 
     def _report(self, manifest: Manifest, job: PendingUpdate, encode_s: float) -> None:
-        """Log a version that is real, and let shortcuts follow it."""
+        """Log a version that is in the bucket, and hand it to `shortcuts`."""
         anchor_bytes = manifest.anchor.files[0].size if manifest.anchor.version != self._anchor else 0
         self._anchor = manifest.anchor.version
         self._log.append(

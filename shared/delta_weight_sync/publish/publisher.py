@@ -68,7 +68,7 @@ class Publisher:
         base: The checkpoint that the policy was loaded from, a folder or the id of a model on the Hub. A new
             run needs it: config, tokenizer and untrained weights come from it.
         encoding: Encoding of deltas, "fast" or "small"; see `delta_weight_sync.codec`.
-        mirror: Memory of the published bits, "host" or (on a GPU) "device".
+        mirror: Which memory holds the published bits, "host" or (on a GPU) "device".
         keep: How much of the run stays in the bucket, such as "20GB" or "7d"; by default all of it.
         signing_key: The key that signs every version, or the file that `delta-weight-sync keygen` wrote. By
             default the key in DELTA_WEIGHT_SYNC_SIGNING_KEY, if that is set.
@@ -134,14 +134,14 @@ class Publisher:
 
     @property
     def repeated_sync(self) -> int:
-        """The newest sync that this trainer and the run's earlier one did alike; 0 if there is none."""
+        """The newest sync whose weights this trainer and the run's earlier one share; 0 if there is none."""
         return self._outbox.repeated.newest if self._outbox else 0
 
     def publish_base(self, weights: Weights, step: int = 0) -> None:
-        """Publish version 0 of a new run; a run that has versions must be of this model.
+        """Publish version 0 of a new run; for a run that has versions, only check that it is of this model.
 
         For a trainer that publishes before it shards its model: only the main rank needs the weights. The
-        first `publish` adds a version only if it differs.
+        first `publish` adds a version only if the weights have changed.
 
         Raises:
             CodecError: The run is of another model.
@@ -185,7 +185,7 @@ class Publisher:
                 self._peers.send(self._shards.changes(parts))
 
     def keep_undo_log(self, syncs: int) -> UndoLog:
-        """After `publish`, on the main rank: log what the newest `syncs` syncs change from here on.
+        """From here on, log what the newest `syncs` syncs changed; on the main rank, after `publish`.
 
         Raises:
             ConfigError: This is not the main rank, the only one that knows all changes.
@@ -196,7 +196,7 @@ class Publisher:
         return log
 
     def find_state(self) -> StateRecord | None:
-        """Find the newest state to resume from, also as `resumed_from`; None for a new run.
+        """Find the newest state to resume from and set `resumed_from` to it; None for a new run.
 
         From here on, versions that the earlier trainer published after that state are not published again.
         Every rank reads the bucket.
@@ -250,12 +250,12 @@ class Publisher:
 
         Args:
             weights: Every tensor that training changes, under the names of `publish`.
-            optimizer: Its memory is saved.
+            optimizer: Its state, such as moments, is saved.
             extra: JSON of your own, such as the number of samples used.
             **others: Learning rate schedule, gradient scaler.
 
         Returns:
-            False while another state is on its way, or if the bucket has these weights already.
+            False while another state is on its way, or while it repeats syncs that the bucket has already.
 
         Raises:
             StateError: A value cannot be saved.

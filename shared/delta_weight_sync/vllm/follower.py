@@ -40,7 +40,7 @@ _log = logging.getLogger("delta_weight_sync")
 
 Wanted = tuple[Manifest | None, AnchorRef, str]
 """What to serve: the version that the owner holds the replica at (None: the newest), the anchor that leads
-there, and the digest if a version is served already: the model then takes deltas, this version does not."""
+there, and the digest if a version is served already: a refusal then concerns this version, not the model."""
 
 
 class Refusals:
@@ -329,7 +329,7 @@ class Follower:
         if shapes != self._learned:
             found = self._engine.learn(shapes)
             if started and found != manifest.digest:
-                self._engine.stop()  # otherwise what it reads wrongly would pass for an older version
+                self._engine.stop()  # or the next try would take this digest for an older version's
                 raise EngineError(
                     f"vLLM has just loaded {manifest.digest}, and {found} is where deltas would go; "
                     "serve another model",
@@ -362,7 +362,7 @@ class Follower:
             self._logged = reason
 
     def _serve(self, manifest: Manifest, *seconds: float, joined: bool = False) -> None:
-        """`seconds`: to fetch, to stage, of the pause, and of the writing in it."""
+        """`seconds`: of fetching, of staging, of the pause, and of writing during the pause."""
         fetch_s, stage_s, pause_s, commit_s = seconds or (0.0, 0.0, 0.0, 0.0)
         self._signed_by = self._reader.signer(manifest)
         self.serving = self._served_last = manifest

@@ -11,8 +11,8 @@ The plugin gives every vLLM worker one method, which the follower calls on all o
 Answers are plain data, because vLLM's messages are; {"error", "kind"} reports a failure. Staging hashes the
 live parameters, which proves that nothing has touched them since the last commit, and computes the digest
 that the changes lead to. A commit whose digest would be wrong writes nothing; one that fails on any worker is
-undone bit for bit on all of them. For `waited_s` a commit stood behind the step that was under way: that is
-not a pause.
+undone bit for bit on all of them. `waited_s` is how long a commit waited for the step that was under way,
+which is not a pause.
 
 Tensors without a route: a few loaders compute with a tensor (cast it to float32, concatenate, reorder)
 instead of copying it. The model then does not hold the checkpoint's bits, so they can be neither patched in
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from delta_weight_sync.vllm.gpu import DeviceMemory, DeviceWrite
 
 _TIMEOUT = timedelta(seconds=120)
-_BATCH = 1 << 25  # half of the elements that are compared with a checkpoint at a time, at most
+_BATCH = 1 << 25  # at most twice as many elements are compared with a checkpoint at a time
 _log = logging.getLogger("delta_weight_sync")
 
 Answer = dict[str, Any]
@@ -161,7 +161,7 @@ class Fallback:
             self._load()
 
     def _load(self) -> None:
-        """All in one call, as a loader may wait until it has several; copies, as it may work in place."""
+        """All in one call, as a loader may need several together; as copies, as it may change them."""
         from vllm.model_executor.model_loader import checkpoint_weight_patch as native
 
         copies = {name: torch.from_numpy(bits.copy()) for name, bits in self.bits.items()}
@@ -205,7 +205,7 @@ class Reload:
 
 @dataclass
 class Staged:
-    """A commit that is ready; `digest` of the parameters after all of it is written."""
+    """A commit that is ready; `digest` is that of the parameters once all of it is written."""
 
     digest: int = 0
     steps: list[Step] = field(default_factory=list)
