@@ -83,7 +83,7 @@ class PastPolicy:
         return self._log is not None and sync in self._log.syncs
 
     def keep_up(self) -> None:
-        """After a sync, leave the oldest one: the next sync will drop it."""
+        """After a sync, move off the oldest kept sync, which the next one will drop."""
         assert self._log
         if self._log.syncs[0] == self.sync != self._log.syncs[-1]:
             self.roll(self._log.syncs[1])
@@ -128,7 +128,7 @@ def forward(model: torch.nn.Module, packed: dict[str, torch.Tensor]) -> torch.Te
 
 
 def enable(trainer: BucketGRPOTrainer, publisher: Publisher) -> None:
-    """Give this trainer of one process, before it trains, exact old policies."""
+    """Give this single-process trainer exact old policies; call it before training."""
     config = trainer.args
     if config.world_size > 1:
         raise SystemExit("--exact_old_policy needs a trainer of one process: start it with `python -m`")
@@ -148,7 +148,7 @@ class _FollowSyncs(TrainerCallback):
         self._trainer, self._publisher, self._past = trainer, publisher, past
 
     def on_train_begin(self, args: AsyncGRPOConfig, state: Any, control: Any, **_: Any) -> None:
-        # As many syncs as a sample may be old, and the one that is dropped next.
+        # Undo as many syncs as a sample may be old, and one more, since the oldest is dropped next.
         self._past.begin(self._trainer.model, self._publisher.keep_undo_log(args.max_staleness + 1))
 
     def on_step_end(self, args: AsyncGRPOConfig, state: Any, control: Any, **_: Any) -> None:
@@ -245,7 +245,7 @@ def syncs_of(sample: TracedSample) -> set[int]:
 
 
 def of_one_version(sample: TracedSample) -> Mask:
-    """Trained tokens whose answer had no commit before them: their keys and values are of one version."""
+    """Trained tokens with no commit earlier in their answer: their keys and values are of one version."""
     own = trained(sample)
     begins = own & ~np.concatenate([[False], own[:-1]])
     answer = np.maximum.accumulate(np.where(begins, np.arange(len(own)), 0))

@@ -1,4 +1,4 @@
-"""Deletes the oldest versions of a run, within a budget of bytes or age.
+"""Deletes the oldest versions of a run, until the rest fits a budget of bytes or age.
 
 This is safe while a writer and readers use the run. These always stay:
 

@@ -4,7 +4,7 @@ The publisher signs the seal of each manifest and HEAD with an Ed25519 key that 
 the matching public key refuse every record without its signature. A seal covers the kind of the record, the
 run and all other fields, including the sha256 of every file. Keys are one word of text each:
 
-    DELTA_WEIGHT_SYNC_SIGNING_KEY=ed25519_secret_<64 hex digits>     the trainer's only
+    DELTA_WEIGHT_SYNC_SIGNING_KEY=ed25519_secret_<64 hex digits>     only for the trainer
     DELTA_WEIGHT_SYNC_PUBLIC_KEY=ed25519_public_<64 hex digits>      the readers'; separate several by commas
 
 Without the first, nothing is signed. Without the second, no signature is checked. `cryptography` is imported

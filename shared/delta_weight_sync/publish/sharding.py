@@ -35,7 +35,7 @@ def own_block(tensor: torch.Tensor, *, main: bool) -> Block | None:
     """The block of a parameter that this rank diffs; None if another rank diffs it.
 
     The main rank diffs tensors that every rank holds in full. If a mesh dimension holds copies of a block,
-    its first rank diffs it.
+    the first rank along it diffs the block.
     """
     if not is_block(tensor):
         return Block.whole(tensor.shape) if main else None
@@ -95,7 +95,7 @@ class Shards:
                 raise CodecError(
                     f"{name} is not sharded as it was at the first sync; restart the trainer to continue"
                 )
-            if block:  # the mirror holds this block only, so that it is a whole parameter there
+            if block:  # the mirror holds only this block, as if it were a whole parameter
                 whole = Block.whole(local(tensor).shape)
                 yield Part(name, local(tensor), whole, isinstance(tensor, torch.nn.Parameter))
 
@@ -116,7 +116,8 @@ def own_parts(weights: Weights, known: Container[str], names: dict[str, list[Pat
 
 
 def gathered(weights: Weights, *, first: bool, main: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights, in full on the main rank: all at the `first` sync, later those that are not a block.
+    """The weights; the main rank gets in full all of them at the `first` sync, later those that are not a
+    block.
 
     A collective, so every rank must take it to its end. The other ranks get their own part of each tensor.
     """
@@ -173,7 +174,8 @@ class Peers:
 
     @contextlib.contextmanager
     def fail_together(self, weights: Iterable[object] = ()) -> Iterator[None]:
-        """Run a block that fails on all ranks if it fails on one; `weights` is then taken to its end."""
+        """Run a `with` body that fails on all ranks if it fails on one; `weights` is then iterated to its
+        end."""
         try:
             yield
         except PeerError:

@@ -31,7 +31,7 @@ from delta_weight_sync.reader import apply_delta, require_digest
 from delta_weight_sync.records import STRIDES, Manifest
 
 _BEHIND: Final = 16  # versions that may wait here before jumps are skipped
-_RESTART_EVERY: Final = 64  # versions, after the disk was full
+_RESTART_EVERY: Final = 64  # versions between retries, after a full disk
 _CLOSING_S: Final = 5.0
 _SMALLEST: Final = 1 << 24  # bytes of patches that always stay in memory
 _SHARE: Final = 3  # beyond that, they take at most a third of the bf16 model
@@ -229,7 +229,7 @@ class Shortcuts:
         start.begin(self._version, self.path)
 
     def _prune(self, newest: Manifest) -> None:
-        """Make room until the next pruning: for an anchor and twice what the last interval added."""
+        """Prune so that an anchor and twice what the last interval added still fit until the next pruning."""
         if self._pruner is None:
             return
         room = newest.full_bytes + 2 * self._came

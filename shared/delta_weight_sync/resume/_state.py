@@ -144,7 +144,7 @@ class StateSaver:
 
 
 def _prune(reader: RunReader, newest: str) -> None:
-    """Delete all states before the one that precedes `newest`, the name of a whole state; records first."""
+    """Delete all states older than the one before `newest`, the name of a complete state; records first."""
     listing = [info.key for info in reader.bucket.list(reader.keys.states)]
     older = [key.removesuffix(".json") for key in listing if key.endswith(".json") and key < f"{newest}.json"]
     if older:
@@ -154,7 +154,7 @@ def _prune(reader: RunReader, newest: str) -> None:
 
 
 class Snapshot:
-    """Copies of one rank's part of the state, on the host; `published` are the names in versions.
+    """Copies of one rank's part of the state, on the host; `published` names the weights that versions hold.
 
     Raises `StateError` if a value cannot be saved.
     """
@@ -360,7 +360,7 @@ def usable_states(reader: RunReader) -> Iterator[tuple[StateRecord, list[Manifes
 def _repeated(record: StateRecord, later: list[Manifest]) -> dict[int, str]:
     """Digest by sync of what a trainer publishes if it resumes from `record` and does the same again.
 
-    `later` is newest first. It may hold versions that a resumed trainer left behind by doing something else.
+    `later` is newest first. It may hold versions that a resumed trainer did not repeat; they are left out.
     """
     line: list[Manifest] = []
     for manifest in later:

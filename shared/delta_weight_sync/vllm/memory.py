@@ -38,7 +38,7 @@ Found = tuple[int, Elements, Ulps]
 
 DIMS = 4
 EXPLICIT = -1  # see `Changes`
-MOST = (1 << 31) - (1 << 16)  # elements of a row: numbers, and those of a last padded block, are int32
+MOST = (1 << 31) - (1 << 16)  # elements of a row: their numbers must fit int32, also in a last padded block
 
 # The columns. Sizes and strides have DIMS columns each, outer dimension first, padded in front with ones.
 ADDRESS = 0  # of element 0, in bytes
@@ -50,13 +50,14 @@ SOURCE = SIZES + DIMS  # strides in the checkpoint tensor, in elements
 TARGET = SOURCE + DIMS  # strides in memory, in elements of 2 bytes
 COLUMNS = TARGET + DIMS
 
-_DENSE = 2  # if one in two elements changes, a piece takes less memory as all of its elements
+_DENSE = 2  # if more than one in two elements change, storing every element takes less memory
 _NO_BLOCK = np.uint64(1 << 63)
 _NEAR = 4096  # changes that are read back while they are still in the cache
 
 
 class Table:
-    """`rows`: int64 [pieces, COLUMNS]; `of`: checkpoint name -> numbers of its rows; one device's memory."""
+    """`rows`: int64 [pieces, COLUMNS]; `of`: checkpoint name -> numbers of its rows. All memory is on one
+    device."""
 
     def __init__(self, routes: Mapping[str, Route], owned: Mapping[str, Sequence[int]]) -> None:
         """`owned`: per tensor, the numbers of the pieces that this worker counts in the digest."""
@@ -93,7 +94,7 @@ def _rows(name: str, piece: Piece, *, counted: bool) -> Iterator[Row]:
 
 
 def _parts(sizes: Ints, source: Ints, target: Ints) -> Iterator[tuple[int, Ints, tuple[Ints, Ints], int]]:
-    """(position of the first element, sizes, strides, place of the first element) of small enough parts."""
+    """(first position in the tensor, sizes, strides, first place in memory) of small enough parts."""
     if len(sizes) <= DIMS and np.prod(sizes, dtype=object) <= MOST:
         yield 0, sizes, (source, target), 0
         return
@@ -122,7 +123,7 @@ def find(row: Row, index: Index) -> tuple[Elements, Index | slice]:
 
 @kernel
 def _counted_from(first: int, index: Index) -> Elements:
-    """In one pass, as there are many positions, and of twice the size."""
+    """Subtract and narrow to int32 in one pass, since there are many positions."""
     element = np.empty(index.size, np.int32)
     for j in range(index.size):
         element[j] = index[j] - first
@@ -155,7 +156,7 @@ def part_of(row: Row, tensor: Bits) -> Bits:
 
 
 def cut(counts: Index, size: int) -> tuple[Index, Index, Index]:
-    """Cut parts of `counts` elements into blocks of at most `size`: per block part, place in it, elements."""
+    """Cut parts of `counts` elements into blocks of at most `size`: per block: part, offset in it, count."""
     pieces = -(-counts // size)
     part = np.repeat(np.arange(len(counts)), pieces)
     offset = (np.arange(len(part)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * size
@@ -188,7 +189,8 @@ class Changes:
 
 
 def collect(found: Iterable[Found], table: Table) -> Changes:
-    """Everything that was found, in one. A row may be found in several parts that do not overlap."""
+    """Everything that was found, as one `Changes`. A row may be found in several parts that do not
+    overlap."""
     sparse, dense, elements = [], [], table.elements
     for row, element, ulps in found:
         if _DENSE * element.size > elements[row]:

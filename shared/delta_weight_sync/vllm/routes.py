@@ -79,7 +79,8 @@ def part_of(tensor: torch.Tensor) -> Geometry:
 
 
 def joined(sizes: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, ...]]:
-    """The same elements in fewer dimensions, outer first by the first strides: [sizes, strides, ...].
+    """The same elements in fewer dimensions, sorted by the first strides, largest first: [sizes, strides,
+    ...].
 
     Drops dimensions of one element, and merges those that are contiguous in all the strides.
     """
@@ -94,7 +95,8 @@ def joined(sizes: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, ...
 
 
 def times_touched(parts: Sequence[Geometry], numel: int) -> torch.Tensor:
-    """How many parts hold each element: int32 [numel / n], one for every n elements that no part divides."""
+    """How many parts hold each element: int32 [numel / n], one for each run of n elements that no part
+    splits."""
     runs = [part.sizes[-1] if part.strides[-1] == 1 else 1 for part in parts]
     steps = [step for part in parts for step in (part.offset, *part.strides[:-1])]
     unit = math.gcd(numel, *runs, *steps)
@@ -130,7 +132,7 @@ def record(model: torch.nn.Module, shapes: Shapes) -> Recorder:
         recorder.load([name for name in shapes if name not in failures])
         for name, (reason, touched) in failures.items():
             recorder.unroutable[name] = reason
-            recorder.reached |= touched  # whatever the loader touched is loaded again with this tensor
+            recorder.reached |= touched  # loading this tensor again refills whatever the loader touched
     recorder.check_reach()
     return recorder
 
@@ -249,7 +251,8 @@ class Recorder(TorchDispatchMode):
         except RuntimeError:
             if func not in _VIEWS:
                 raise
-            result = func(args[0].contiguous(), *args[1:])  # a view of a reordered copy, which was not made
+            # A view of a contiguous copy that was skipped above.
+            result = func(args[0].contiguous(), *args[1:])
         new = [tensor for tensor in _tensors(result) if storage_of(tensor) not in self._origin]
         self._trace(new, names, how or str(func))
         return result
@@ -315,7 +318,7 @@ class Piece:
             parameter the bf16 patterns are every other element.
         source: The part in the row-major checkpoint tensor.
         target: The same elements, in the same dimensions, in `memory`.
-        whole: The part is the entire tensor, and both positions are the same number.
+        whole: The part is the entire tensor, and each element has the same position in `memory`.
     """
 
     memory: torch.Tensor
@@ -392,7 +395,7 @@ def ownership(
         Per rank {name: numbers of its pieces}, and {name: reason} of the tensors without a route.
 
     Raises:
-        RouteError: Parts overlap otherwise, or leave elements of a tensor out.
+        RouteError: Parts overlap without being equal, or leave elements of a tensor out.
     """
     owned: list[dict[str, tuple[int, ...]]] = [{} for _ in ranks]
     unroutable: dict[str, str] = {}
@@ -444,7 +447,7 @@ class _Watched:
     """A model before loading: path -> the tensor, which keeps its memory alive, and its bits."""
 
     before: dict[str, tuple[torch.Tensor, Bits]] = field(default_factory=dict)
-    changed: str = ""  # a parameter that has other bits after the steps behind loading
+    changed: str = ""  # a parameter whose bits the steps after loading changed
 
 
 _watched: WeakKeyDictionary[torch.nn.Module, _Watched] = WeakKeyDictionary()
