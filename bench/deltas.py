@@ -13,13 +13,13 @@ from bench import replay, updates
 from bench.change import Change
 from bench.replay import CHUNK, Step, Update
 from bench.results import ROOT
+from bench.shapes import Shapes, qwen_shapes
 from delta_weight_sync import codec
 from delta_weight_sync.codec import Bits, Patch
 
 _STORED = ROOT.parent / "shared" / "data" / "deltas"
 LATE, GRID, BF16 = "fp32 master, late", "fp32 master, from bf16", "bf16 weights"
 STEPS: dict[str, Step] = {LATE: replay.late, GRID: replay.grid, BF16: replay.bf16}
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 def stored() -> Iterator[Change]:
@@ -84,38 +84,6 @@ def _drawn(pool: torch.Tensor, count: int) -> tuple[torch.Tensor, Update]:
 def _thinned(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Every 61st element of all tensors: a stride that no matrix is periodic in."""
     return torch.cat([tensor.reshape(-1)[::61] for tensor in tensors.values()])
-
-
-def qwen_shapes(
-    layers: int = 28,
-    vocabulary: int = 151936,
-    hidden: int = 1024,
-    heads: int = 2048,
-    kv: int = 1024,
-    inner: int = 3072,
-) -> dict[str, tuple[int, ...]]:
-    """Checkpoint tensors of a Qwen3, whose head is its embeddings: of 0.6B, or with other sizes of another.
-
-    `heads` and `kv`: rows of the projections to queries and to keys; `inner`: of the MLP, 0 for none.
-    """
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
-    layer = {
-        "self_attn.q_proj": (heads, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, heads),
-        "self_attn.q_norm": (128,),
-        "self_attn.k_norm": (128,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-    }
-    for number in range(layers):
-        parts = {f"model.layers.{number}.{part}.weight": shape for part, shape in layer.items()}
-        shapes |= {name: shape for name, shape in parts.items() if math.prod(shape)}
-    return {**shapes, "model.norm.weight": (hidden,)}
 
 
 def _pool() -> torch.Tensor:

@@ -11,6 +11,7 @@ from bench import competitors, deltas
 from bench.change import Change
 from bench.research.entropy import limits
 from bench.results import SCRATCH, Results
+from bench.shapes import qwen_shapes
 from bench.timing import summary, take_turns
 from delta_weight_sync import codec
 from delta_weight_sync.codec import Encoding, Patch
@@ -23,9 +24,9 @@ _ROUNDS = 3
 
 def run(results: Results) -> dict[str, Any]:
     """Both sweeps, on parts of the Qwen3-0.6B-shaped set."""
-    part = deltas.qwen_shapes(*PARTS["63 M"])
+    part = qwen_shapes(*PARTS["63 M"])
     with_changes = [measure(deltas.qwen(share=share, shapes=part)) for share in SHARES]
-    with_size = [measure(deltas.qwen(shapes=deltas.qwen_shapes(*part))) for part in PARTS.values()]
+    with_size = [measure(deltas.qwen(shapes=qwen_shapes(*part))) for part in PARTS.values()]
     return {"changes": with_changes, "size": with_size}
 
 

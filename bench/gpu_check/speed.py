@@ -10,8 +10,8 @@ from typing import Literal
 
 import torch
 
-from bench.deltas import qwen_shapes
-from bench.gpu_check.model import Replica, Shapes, shapes_8b, shapes_experts
+from bench.gpu_check.model import Replica
+from bench.shapes import Shapes, qwen_shapes, shapes_8b, shapes_experts
 from delta_weight_sync.publish.mirror import Block, Mirror, Part
 
 _REPEATS = 7

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from bench import competitors, deltas, links, readme, replay, tables, targets, timing
+from bench import competitors, links, readme, replay, tables, targets, timing
 from bench.change import Change
 from bench.research.entropy import limits as entropy_limits
+from bench.shapes import qwen_shapes
 from delta_weight_sync import codec
 
 
@@ -67,7 +68,7 @@ def test_an_adapter_has_two_matrices_per_layer():
 
 
 def test_the_shapes_of_qwen3():
-    shapes = deltas.qwen_shapes()
+    shapes = qwen_shapes()
     assert len(shapes) == 310
     assert sum(math.prod(shape) for shape in shapes.values()) == 596_049_920
 

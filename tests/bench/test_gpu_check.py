@@ -21,6 +21,42 @@ command._as_on_a_device()
 print(next(exact.lines(torch.device("cpu"))))
 """
 
+ONLY = """
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.metadata import distribution, packages_distributions
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+def add(name):
+    home = canonicalize_name(name)
+    if home not in allowed and home in installed:
+        allowed.add(home)
+        for need in map(Requirement, distribution(home).requires or ()):
+            if need.marker is None or need.marker.evaluate({"extra": ""}):
+                add(need.name)
+
+class Blocker(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        homes = set(map(canonicalize_name, packages.get(name.partition(".")[0], ())))
+        if homes and not homes & allowed:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+packages, allowed = packages_distributions(), set()
+installed = {canonicalize_name(home) for homes in packages.values() for home in homes}
+for name in ("delta-weight-sync", "torch", "triton"):
+    add(name)
+sys.meta_path.insert(0, Blocker())
+from bench.gpu_check import __main__ as command, counts, environment, exact, speed
+print(*command._replica())
+"""
+
+
+def test_the_checks_of_kernels_need_only_the_packages_that_the_command_names():
+    said = subprocess.run([sys.executable, "-c", ONLY], capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.strip().endswith("is not installed: no replica was tried")
+
 
 @pytest.mark.long  # what it checks, tests/gpu does piece by piece
 def test_without_a_gpu_the_kernels_are_interpreted():
