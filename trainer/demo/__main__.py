@@ -105,32 +105,21 @@ def _run(processes: Processes, name: str, folder: Path, port: int, minutes: floa
     command += ["--minutes", f"{progress.left_s * _TRAINING / 60:.3f}"]
     processes.start("trainer", command, TRAINER_ENVIRONMENT | keys, may_end=True)
 
-    def measure(when: str, version: int) -> None:
-        """Start to measure a version on held-out tasks, unless that was started before."""
-        if not processes.log(when).exists():
-            held_out = ["trainer.tasks.held_out", "--run", f"{bucket_url}#{RUN}", "--version", str(version)]
-            held_out += [
-                "--env_url",
-                env_url if policy.uses_env else "",
-                "--out",
-                str(folder / f"{when}.json"),
-            ]
-            processes.start(when, held_out, readers, may_end=True)
-
     reader = RunLogReader(open_bucket(bucket_url), RUN)
-    trained = False
-    while not trained:
-        trained = processes.finished("trainer")
+    while not (trained := processes.finished("trainer")) or progress.newest is None:
         progress.show(reader.poll())
-        if progress.newest is not None:
-            measure("before", 0)
-        time.sleep(_POLL_S)
-    assert progress.newest is not None
-    measure("after", progress.newest)
-    while not (processes.finished("before") and processes.finished("after")):
+        time.sleep(0 if trained else _POLL_S)
+    progress.show(reader.poll())
+    progress.say(f"measuring versions 0 and {progress.newest}: {policy.learned}")
+    measured = {"before": 0, "after": progress.newest}  # side by side, and not while training needs the cores
+    for when, version in measured.items():
+        held_out = ["trainer.tasks.held_out", "--run", f"{bucket_url}#{RUN}", "--version", str(version)]
+        held_out += ["--env_url", env_url if policy.uses_env else "", "--out", str(folder / f"{when}.json")]
+        processes.start(when, held_out, readers, may_end=True)
+    while not all(map(processes.finished, measured)):
         time.sleep(_POLL_S)
 
-    before, after = (json.loads((folder / f"{when}.json").read_text()) for when in ("before", "after"))
+    before, after = (json.loads((folder / f"{when}.json").read_text()) for when in measured)
     summary = summarize(progress.events, name, gain(before, after), progress.seconds)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(f"\n{table(summary, policy.learned)}\n\nall figures: {folder}/summary.json", flush=True)

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from datasets import Dataset
-from trl.experimental.async_grpo import AsyncGRPOConfig
 
 if TYPE_CHECKING:
+    from trl.experimental.async_grpo import AsyncGRPOConfig
+
     from trainer.settings import Settings
 
 TASKS = ("wordle", "reverse_text", "brevity")

@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
-from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from trainer.tasks import Task
 
 if TYPE_CHECKING:
+    from trl.experimental.async_grpo import AsyncGRPOConfig
+
     from trainer.settings import Settings
 
 SCALE = 64  # tokens at which the reward reaches zero

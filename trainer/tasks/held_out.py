@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import tempfile
 from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
@@ -96,6 +97,7 @@ def main() -> None:
     parser.add_argument("--env_url", default="", help="URL of the Wordle Space; reverse-text without it")
     parser.add_argument("--out", required=True, type=Path, help="file to write")
     options = parser.parse_args()
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))  # two versions are measured side by side
     reader = open_run(options.run)
     with tempfile.TemporaryDirectory() as folder:
         reader.checkout(reader.manifest(options.version), Path(folder))

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 from datasets import Dataset
-from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from trainer import spaces
 from trainer.tasks import Task, prompts_needed
 
 if TYPE_CHECKING:
+    from trl.experimental.async_grpo import AsyncGRPOConfig
+
     from trainer.settings import Settings
 
 PROMPT = """You are playing Wordle. Find the secret five-letter word in at most six guesses.
