@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -18,6 +20,7 @@ from safetensors import SafetensorError
 from delta_weight_sync import checkpoint
 from delta_weight_sync.checkpoint import Bits
 from delta_weight_sync.errors import (
+    BucketError,
     BucketUnreachableError,
     NoVersionError,
     ObjectMissingError,
@@ -104,6 +107,9 @@ class RunReader:
         self.keys = Keys(run)
         self.public_keys = PublicKeys.load() if public_keys is None else public_keys
         self._unreadable = set[str]()  # keys of files that were missing or damaged when they were fetched
+        self._ahead: dict[
+            str, Future[bytes]
+        ] = {}  # by key: objects that are fetched before they are asked for
 
     def newest(self) -> Manifest | None:
         """The newest version's manifest, or None before the first version."""
@@ -187,6 +193,36 @@ class RunReader:
             found = self.parent(found)
         return found
 
+    def fetch_ahead(self, held: Manifest) -> None:
+        """Begin to fetch what the version after `held` needs, while its HEAD is read: the keys are known.
+
+        Nothing is trusted earlier than otherwise: HEAD pins the manifest by its sha256, and it the delta.
+        """
+        version, writer = held.version + 1, Writer(held.writer_term, held.writer)
+        self._ahead = {
+            key: self._begin(key)
+            for key in (self.keys.manifest(version, writer), self.keys.delta(version, writer))
+        }
+
+    def _begin(self, key: str) -> Future[bytes]:
+        future: Future[bytes] = Future()
+
+        def get() -> None:
+            try:
+                future.set_result(self.bucket.get(key))
+            except Exception as error:  # noqa: BLE001 - who needs the object asks for it again
+                future.set_exception(error)
+
+        threading.Thread(target=get, name="fetch-ahead", daemon=True).start()
+        return future
+
+    def _fetched_ahead(self, key: str) -> bytes | None:
+        """An object that was fetched ahead, once."""
+        if future := self._ahead.pop(key, None):
+            with contextlib.suppress(BucketError, ProtocolError):
+                return future.result()
+        return None
+
     def fetch(self, ref: FileRef, folder: Path) -> Path:
         """Download a file and check its size and sha256. A complete local copy is not fetched again.
 
@@ -198,7 +234,11 @@ class RunReader:
         if path.is_file() and ref.is_in(path):
             return path
         try:
-            if self.bucket.fetch(ref.key, path, ref.size) != ref.sha256:
+            if data := self._fetched_ahead(ref.key):
+                ref.check(data)
+                folder.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+            elif self.bucket.fetch(ref.key, path, ref.size) != ref.sha256:
                 path.unlink()
                 raise ref.damaged()
         except (ObjectMissingError, ProtocolError):
@@ -390,7 +430,7 @@ class RunReader:
             SignatureError: No trusted key signed it.
             ProtocolError: It is damaged, or belongs to another run.
         """
-        data = self.bucket.get(key)
+        data = self._fetched_ahead(key) or self.bucket.get(key)
         if ref:
             ref.check(data)
         record = parse(kind, data, key)

@@ -71,6 +71,7 @@ class Watcher:
         # Failures to get an answer, to find a version behind the HEADs, and to use a version.
         self._asking, self._finding, self._using = (Backoff() for _ in range(3))
         self._answered = False
+        self._newest = seen
         self.reset(seen.rank if seen else None)
 
     def refresh(self) -> None:
@@ -156,6 +157,8 @@ class Watcher:
         self._asking.reset()
         if self._found == self._used or not self._finding.allows(self._found):
             return None
+        if known and self._newest:
+            self._reader.fetch_ahead(self._newest)
         head = (self._known_head() if known else None) or self._owner_head()
         skipped: Problems = {}
         manifest = self._reader.resolve(head, skipped) if head else None
@@ -166,7 +169,7 @@ class Watcher:
         if self._floor and manifest.rank < self._floor:
             raise went_back(f"run {self._reader.keys.run!r}", manifest.version, self._floor)
         self._key = self._reader.keys.head(Writer(head.writer_term, head.writer))
-        self._head_floor, self._floor = head.rank, manifest.rank
+        self._head_floor, self._floor, self._newest = head.rank, manifest.rank, manifest
         self._skipped = self._skipped_heads | skipped
         self._notifications.confirm()
         _log.debug("found version %d of run %s", manifest.version, self._reader.keys.run)

@@ -2,7 +2,7 @@
 
 The trainer waits for the diff only, which compares its weights with `mirror`, the newest synced bits. A
 background thread encodes and uploads. While it is busy, later syncs are merged into one pending update, so a
-slow link skips versions instead of queueing them. A failed upload is merged into the next one. At all times
+slow link skips versions instead of queueing them. A failed upload is repeated until it succeeds. At all times
 
     published bits  +  the update in flight  +  the pending updates  =  mirror
 
@@ -408,17 +408,11 @@ class Outbox:
             return published_bits(self.mirror.bits(name), name, [*reversed(self._updates), job])
 
     def _settle(self, job: PendingUpdate) -> None:
-        """After a failure, finish a version whose commit began; otherwise send its changes with the next."""
+        """Repeat a commit that failed. A part of it may be in the bucket, so the version stays the same."""
         while not self._closed:
             time.sleep(_RETRY_S)
             with contextlib.suppress(BucketError):
-                if manifest := self._writer.confirm():
-                    self._report(manifest, job, 0.0)
-                    return
-                with self._changed:
-                    if self._updates and job.digest != self._pinned[0]:
-                        job = job.then(self._updates.pop(0))
-                    self._updates.insert(0, job)
+                self._report(self._writer.confirm(), job, 0.0)
                 return
 
     def _commit(

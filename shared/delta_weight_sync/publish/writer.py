@@ -70,6 +70,7 @@ class RunWriter:
         self.bucket, self.keys, self.model, self.assets = bucket, self.reader.keys, model, assets
         self._asset_refs: list[FileRef] = []
         self._decided: Manifest | None = None  # the next version, until the store has taken it
+        self._delta: tuple[str, bytes] | None = None  # key and content of its delta
         self._lock = threading.Lock()
         self._pending = self._considered = _Pending()  # what was pending when that version was decided
         self._listed: dict[str, ObjectInfo | None] = {}  # files of the newest version, when they were checked
@@ -89,14 +90,14 @@ class RunWriter:
         not count. After Lamport's bakery algorithm (Communications of the ACM 17, 1974).
         """
         newest = self._last_of_others()
-        self._put_head(newest)
+        self._put([self._head(newest)])
         try:
             self._require_ownership()
         except FencedError:
             self.bucket.delete([self.keys.head(self.writer)])
             raise
         if (latest := self._last_of_others()) != newest:
-            self._put_head(latest)
+            self._put([self._head(latest)])
         # Replicas poll the HEAD that they know: its absence tells them of this writer.
         self.bucket.delete([self.keys.head(other) for other in others])
         return latest
@@ -170,17 +171,15 @@ class RunWriter:
         ]
 
     def put_delta(self, version: int, data: bytes, changed: int) -> DeltaRef:
-        """Store the delta that leads to `version`."""
-        return self._put_delta(self.keys.delta(version, self.writer), data, version - 1, version, changed)
-
-    def _put_delta(self, key: str, data: bytes, base: int, version: int, changed: int) -> DeltaRef:
-        self.bucket.put(key, data)
-        sha256 = hashlib.sha256(data).hexdigest()
-        return DeltaRef(key=key, size=len(data), sha256=sha256, base=base, version=version, changed=changed)
+        """The delta that leads to `version`; `commit` stores it with what names it."""
+        self._delta = self.keys.delta(version, self.writer), data
+        return _delta(self._delta[0], data, version - 1, version, changed)
 
     def add_jump(self, base: int, version: int, data: bytes, changed: int) -> None:
         """Store a delta over several published versions, which the next manifest names. Thread-safe."""
-        jump = self._put_delta(self.keys.jump(base, version, self.writer), data, base, version, changed)
+        key = self.keys.jump(base, version, self.writer)
+        self.bucket.put(key, data)
+        jump = _delta(key, data, base, version, changed)
         with self._lock:
             self._pending = self._pending._replace(jumps=(*self._pending.jumps, jump))
 
@@ -232,33 +231,31 @@ class RunWriter:
             full_bytes=2 * total,
         )
         self._decided = self.signed(manifest)
-        confirmed = self.confirm()
-        assert confirmed is not None, "it has just been decided"
-        return confirmed
+        return self.confirm()
 
     def signed(self, record: Kind) -> Kind:
         """The record with a signature, if this trainer has a key."""
         return self._signing_key.sign(record) if self._signing_key else record
 
-    def confirm(self) -> Manifest | None:
-        """Make the decided version real; None if no version is decided.
+    def confirm(self) -> Manifest:
+        """Make the decided version real: its delta, its manifest and HEAD, in this order.
 
         Call it again after each `BucketError`: the manifest may be in the bucket already, so the version must
         stay the same. Raises `FencedError` if another trainer took the run over; then the version does not
         count.
         """
         manifest = self._decided
-        if manifest is None:
-            return None
+        assert manifest is not None, "no version is decided"
+        objects = [self._delta] if self._delta else []
         if manifest.version == 0:
             info = RunInfo(
                 run=self.keys.run, model=self.model, created_at=time.time(), full_bytes=manifest.full_bytes
             )
-            self.bucket.put(self.keys.info, info.to_bytes())
-        self.bucket.put(self._reference(manifest).key, manifest.to_bytes())
-        self._put_head(manifest)
+            objects.append((self.keys.info, info.to_bytes()))
+        objects.append((self._reference(manifest).key, manifest.to_bytes()))
+        self._put([*objects, self._head(manifest)])
         self._require_ownership()
-        self.newest, self._decided = manifest, None
+        self.newest, self._decided, self._delta = manifest, None, None
         with self._lock:  # drop what the version named, or had no use for
             jumps = tuple(jump for jump in self._pending.jumps if jump not in self._considered.jumps)
             anchor = self._pending.anchor
@@ -278,7 +275,8 @@ class RunWriter:
                 f"{owner.term}); stop one of the two, or give this one another run name"
             )
 
-    def _put_head(self, newest: Manifest | None) -> None:
+    def _head(self, newest: Manifest | None) -> tuple[str, bytes]:
+        """Key and content of this writer's HEAD."""
         head = Head(
             run=self.keys.run,
             born=newest.born if newest else self._started,
@@ -287,15 +285,24 @@ class RunWriter:
             writer_term=self.writer.term,
             writer=self.writer.id,
         )
+        return self.keys.head(self.writer), self.signed(head).to_bytes()
+
+    def _put(self, objects: list[tuple[str, bytes]]) -> None:
+        """Store objects, the last of which is HEAD."""
         try:
-            self.bucket.put(self.keys.head(self.writer), self.signed(head).to_bytes())
+            self.bucket.put_all(objects)
         except BucketError:
-            self._require_ownership()  # a successor may have removed it before the store showed it
+            self._require_ownership()  # a successor may have removed HEAD before the store showed it
             raise
 
     def _reference(self, manifest: Manifest) -> FileRef:
         writer = Writer(manifest.writer_term, manifest.writer)
         return reference(self.keys.manifest(manifest.version, writer), manifest)
+
+
+def _delta(key: str, data: bytes, base: int, version: int, changed: int) -> DeltaRef:
+    sha256 = hashlib.sha256(data).hexdigest()
+    return DeltaRef(key=key, size=len(data), sha256=sha256, base=base, version=version, changed=changed)
 
 
 def put_file(bucket: Bucket, path: Path, key: str) -> FileRef:

@@ -62,6 +62,14 @@ class Bucket(ABC):
         found = f"has {info.size} bytes" if info else "is not there"
         raise BucketError(f"{self.url}/{key} {found} after an upload of {size} bytes: upload it again")
 
+    def put_all(self, objects: Sequence[tuple[str, bytes]]) -> None:
+        """Store small objects, given as key and data, in this order; by one upload where the store can.
+
+        If it fails, some of them may be there, each whole.
+        """
+        for key, data in objects:
+            self.put(key, data)
+
     @abstractmethod
     def get(self, key: str) -> bytes:
         """Read an object of at most `SMALL` bytes into memory."""

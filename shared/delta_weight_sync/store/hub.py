@@ -5,6 +5,11 @@ is bounded in time here, and what its answers say of the quota is noted. A faili
 about half a minute before it becomes a `BucketUnreachableError`; a server that accepts requests and never
 answers holds a call for a minute and a half, storage that stalls within a transfer for up to twelve minutes.
 
+Over the real wire a version is slow by its round trips, not by its bytes. So a version is one upload (one
+token, one block, one shard) and one request that registers its objects in order. A small object is read by
+its URL, as a browser does: one request, and one to the storage to which the Hub redirects. A large one goes
+through Xet, which needs five requests to begin and then transfers many parts at a time.
+
 The feed of a bucket's changes is server-sent events that can be resumed:
 
     GET /api/buckets/<owner>/<name>/events[?cursor=...]      Accept: text/event-stream
@@ -18,20 +23,22 @@ minute. A Hub without this feed, or one that refuses it to this token, answers w
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
 import json
 import logging
 import os
 import random
 import re
 import socket
-import tempfile
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
+from urllib.parse import quote
 
 from huggingface_hub import HfApi, get_token, set_client_factory
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
@@ -43,6 +50,8 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
 from huggingface_hub.utils import (  # type: ignore[attr-defined]
     build_hf_headers,
     get_session,
+    hf_raise_for_status,
+    http_stream_backoff,
     parse_ratelimit_headers,
 )
 from huggingface_hub.utils._http import default_client_factory
@@ -56,9 +65,17 @@ REQUEST_TIMEOUT = 10.0  # seconds; by default the client waits without end
 LONGEST_PAUSE = 10  # seconds that a server may ask the client to wait; by default the client waits for hours
 FAILURES = (OSError, RuntimeError, ValueError, HTTPError, EntryNotFoundError)  # what the libraries raise
 
-# Only these two settings of hf_xet shorten its retries. By default it retries for up to five minutes. Its
-# read timeout must stay at two minutes per attempt: it also runs while a block of 64 MB is being sent.
-XET_SETTINGS = {"HF_XET_CLIENT_RETRY_BASE_DELAY": "2s", "HF_XET_CLIENT_RETRY_MAX_DURATION": "16s"}
+# Only the first two settings of hf_xet shorten its retries. By default it retries for up to five minutes. Its
+# read timeout must stay at two minutes per attempt: it also runs while a block of 64 MB is being sent. Its
+# telemetry is a request more for each upload.
+XET_SETTINGS = {
+    "HF_XET_CLIENT_RETRY_BASE_DELAY": "2s",
+    "HF_XET_CLIENT_RETRY_MAX_DURATION": "16s",
+    "HF_XET_TELEMETRY_ENABLED": "false",
+}
+
+DIRECT: Final = 16 << 20  # bytes of an object that is read by its URL
+_READS: Final = 3  # of such an object, if the connection breaks within its body
 
 CONNECT_S: Final = 10.0  # to connect to the feed
 SILENCE_S: Final = 90.0  # a feed without a byte for this long counts as dead
@@ -147,18 +164,25 @@ class HubBucket(_base.Bucket):
             with self._explained("", write=True):
                 self._api.create_bucket(self._id, private=True, exist_ok=True)
 
+    def put_all(self, objects: Sequence[tuple[str, bytes]]) -> None:
+        """Store objects by one upload and one request, whose answer is the proof."""
+        with self._explained(objects[-1][0], write=True):
+            self._api.batch_bucket_files(self._id, add=[(data, self._path(key)) for key, data in objects])
+
     def get(self, key: str) -> bytes:
         """Read a small object."""
-        with tempfile.TemporaryDirectory() as folder:
-            self.fetch(key, path := Path(folder, "object"), _base.SMALL)
-            return path.read_bytes()
+        self._read(key, data := io.BytesIO(), _base.SMALL)
+        return data.getvalue()
 
     def fetch(self, key: str, dest: Path, limit: int) -> str:
         """Download to `dest`; returns the sha256.
 
-        huggingface_hub writes the file itself and offers no hook to hash the bytes on their way, so the file
-        is hashed right after, from the page cache.
+        For a large object, huggingface_hub writes the file itself and offers no hook to hash the bytes on
+        their way, so the file is hashed right after, from the page cache.
         """
+        if limit <= DIRECT:
+            with _base.replacing(dest) as temporary, temporary.open("wb") as file:
+                return self._read(key, file, limit)
         path = self._path(key)
         with self._explained(key):
             found = next(iter(self._api.get_bucket_paths_info(self._id, [path])), None)
@@ -168,6 +192,36 @@ class HubBucket(_base.Bucket):
             with _base.replacing(dest) as temporary:  # the client empties a file before it fails
                 self._api.download_bucket_files(self._id, [(found, temporary)])
                 return _base.file_sha256(temporary)
+
+    def _read(self, key: str, to: BinaryIO, limit: int) -> str:
+        """Read an object by its URL; returns the sha256."""
+        url = f"{self._api.endpoint}/buckets/{self._id}/resolve/{quote(self._path(key), safe='')}"
+        with self._explained(key):
+            for again in reversed(range(_READS)):
+                try:
+                    return self._stream(key, url, to, limit)
+                except HTTPError as error:
+                    if isinstance(error, HfHubHTTPError) or not again:
+                        raise
+                to.seek(0)
+                to.truncate()
+        raise AssertionError
+
+    def _stream(self, key: str, url: str, to: BinaryIO, limit: int) -> str:
+        # Unpacked, a body may have any size; so it has to come as it is.
+        headers = {**build_hf_headers(), "accept-encoding": "identity"}
+        sha256, size = hashlib.sha256(), 0
+        with http_stream_backoff("GET", url, headers=headers, timeout=REQUEST_TIMEOUT) as answer:
+            if answer.history and answer.is_error:
+                raise OSError(f"the storage answered {answer.status_code}")
+            hf_raise_for_status(answer)
+            self._check_limit(key, int(answer.headers.get("content-length", 0)), limit)
+            for part in answer.iter_bytes():
+                size += len(part)
+                self._check_limit(key, size, limit)
+                sha256.update(part)
+                to.write(part)
+        return sha256.hexdigest()
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects."""

@@ -55,6 +55,7 @@ class HubSim:
         command = [sys.executable, "-m", "tests.support.hubsim", str(self.root)]
         pipe = subprocess.PIPE
         own = {**os.environ, "HF_HOME": str(self.root / "home"), "NO_PROXY": "127.0.0.1"}
+        own["HF_XET_TELEMETRY_ENABLED"] = "false"
         self._process = subprocess.Popen(command, cwd=REPOSITORY, env=own, stdin=pipe, stdout=pipe, text=True)
         self.url = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
         self._control = httpx.Client(base_url=f"{self.url}/_sim", trust_env=False)

@@ -17,7 +17,7 @@ from .control import FaultMiddleware, Plan, control_routes
 from .repo_routes import repo_routes
 from .space_routes import AppProxy, space_routes
 from .store import Hub
-from .xet import cas_routes
+from .xet import OWN_CAS, bridge_routes, cas_routes
 
 
 def build(root: Path, addresses: list[str]) -> ASGIApp:
@@ -46,7 +46,9 @@ def _main(hub: Hub, plan: Plan) -> FastAPI:
 
     for make in (bucket_routes, space_routes, repo_routes):
         app.include_router(make(hub))
-    app.include_router(cas_routes(hub.cas))
+    app.include_router(bridge_routes(hub.cas))
+    for place in ("/cas", OWN_CAS):
+        app.include_router(cas_routes(hub.cas, place))
     app.include_router(control_routes(hub, plan))
     app.exception_handler(HubError)(_refuse)
     app.exception_handler(405)(_no_such_route)

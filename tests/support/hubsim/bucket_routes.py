@@ -4,12 +4,12 @@ import json
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, RedirectResponse, StreamingResponse
 
 from .buckets import BucketState, feed, place
 from .common import HubError, entry_missing
 from .store import Hub, visibility
-from .xet import ranged, unpacked, xet_headers, xet_token
+from .xet import xet_headers, xet_token
 
 PAGE = 1000
 NO_HASH = "0" * 64  # of an empty file, which the storage has no need to keep
@@ -104,16 +104,14 @@ def bucket_routes(hub: Hub) -> APIRouter:
         return xet_token(request, "write")
 
     @routes.api_route("/buckets/{owner}/{name}/resolve/{path:path}", methods=["GET", "HEAD"])
-    def resolve(  # in a thread: it may have to ask this very server for the content
-        bucket: reader, path: str, request: Request, range: Auth = None
-    ) -> Response:
+    async def resolve(bucket: reader, path: str, request: Request) -> Response:
         if (file := bucket.files.get(path)) is None:
             raise entry_missing()
         headers = xet_headers(request, f"api/buckets/{bucket.id}/xet-read-token", file.xet_hash, file.size)
         headers["ETag"] = f'"{file.xet_hash}"'
         if request.method == "HEAD":
             return Response(headers=headers | {"Content-Length": str(file.size)})
-        return ranged(unpacked(request, hub.cas, file.xet_hash), range, headers)
+        return RedirectResponse(f"{request.base_url}cas-bridge/{file.xet_hash}", 302, headers)
 
     return routes
 

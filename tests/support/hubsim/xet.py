@@ -147,11 +147,27 @@ def parse_range(header: str, size: int) -> tuple[int, int]:
 
 Auth = Annotated[str, Header()]
 Range = Annotated[str, Header()]
+OptionalRange = Annotated[str | None, Header()]
 
 
-def cas_routes(cas: Cas) -> APIRouter:
-    """Routes under /cas. The client works without the routes that are missing here."""
-    routes = APIRouter(prefix="/cas")
+OWN_CAS = "/_sim/cas"  # for the simulator itself: no faults, and no place among the counted requests
+
+
+def bridge_routes(cas: Cas) -> APIRouter:
+    """Whole files by one request, as a browser gets them. The real one is another host, with signed URLs."""
+    routes = APIRouter()
+
+    @routes.get("/cas-bridge/{xet_hash}")
+    def bridge(xet_hash: str, request: Request, range: OptionalRange = None) -> Response:
+        """In a thread: it asks this very server for the parts."""
+        return ranged(unpacked(request, cas, xet_hash), range, {})
+
+    return routes
+
+
+def cas_routes(cas: Cas, place: str) -> APIRouter:
+    """Routes under `place`. The client works without the routes that are missing here."""
+    routes = APIRouter(prefix=place)
 
     @routes.post("/v1/xorbs/default/{name}")
     async def put_xorb(name: str, request: Request, authorization: Auth = "") -> dict[str, bool]:
@@ -176,7 +192,7 @@ def cas_routes(cas: Cas) -> APIRouter:
             {"hash": t.xorb, "unpacked_length": t.size, "range": {"start": t.start, "end": t.end}}
             for t in terms
         ]
-        xorbs = _xorb_spans(cas, terms, f"{request.base_url}cas/data/")
+        xorbs = _xorb_spans(cas, terms, f"{str(request.base_url).rstrip('/')}{place}/data/")
         return {"offset_into_first_range": skip, "terms": described, "xorbs": xorbs}
 
     @routes.get("/data/{name}")
@@ -235,7 +251,9 @@ def unpacked(request: Request, cas: Cas, xet_hash: str) -> bytes:
     with TemporaryDirectory() as folder:
         target = Path(folder) / "file"
         with hf_xet.XetSession().new_file_download_group(
-            endpoint=f"{request.base_url}cas", token="xet-read", token_expiry_unix_secs=1 << 40
+            endpoint=f"{str(request.base_url).rstrip('/')}{OWN_CAS}",
+            token="xet-read",
+            token_expiry_unix_secs=1 << 40,
         ) as group:
             group.start_download_file(hf_xet.XetFileInfo(xet_hash, cas.size(xet_hash)), str(target))
         return target.read_bytes()
