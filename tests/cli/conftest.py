@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from delta_weight_sync.store._notifications import Notifications
-from tests.cli.drifting import Drifting
+from tests.support.real_run import Drifting
 
 Turns = Callable[..., list[float]]
 

@@ -22,7 +22,7 @@ from delta_weight_sync.reader import RunReader
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.store._files import FileBucket
 from tests.cli.command import Result, command
-from tests.cli.drifting import TENSORS, Drifting
+from tests.support.real_run import TENSORS, Drifting
 
 
 @pytest.fixture

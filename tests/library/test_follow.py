@@ -11,7 +11,7 @@ import pytest
 from delta_weight_sync import BucketError, FolderError, KeyFormatError, follow, open_run
 from delta_weight_sync.checkpoint import read_bits
 from delta_weight_sync.digest import state_digest, to_hex
-from tests.cli.drifting import Drifting
+from tests.support.real_run import Drifting
 
 
 @pytest.fixture

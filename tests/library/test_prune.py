@@ -16,7 +16,7 @@ from delta_weight_sync.records import Writer, version_key
 from delta_weight_sync.store import open_bucket
 from inference_space.dashboard.data import Library
 from tests.cli.command import command
-from tests.cli.drifting import PATIENCE_S, RUN, Drifting
+from tests.support.real_run import PATIENCE_S, RUN, Drifting
 
 HOUR = 3600.0
 VERSIONS = 80

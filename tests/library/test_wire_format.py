@@ -13,9 +13,9 @@ from delta_weight_sync import codec
 from delta_weight_sync.checkpoint import read_bits
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.store import open_bucket
-from tests.cli.drifting import RUN, Drifting
 from tests.library import wire_examples, wire_reader
 from tests.support.published_run import write_run
+from tests.support.real_run import RUN, Drifting
 
 LEVELS = ("fast", "small")
 WHERE = ("anywhere", "small", "rows", "replaced")

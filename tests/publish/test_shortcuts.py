@@ -14,7 +14,7 @@ from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import DeltaRef
 from delta_weight_sync.store import open_bucket
-from tests.cli.drifting import PATIENCE_S, RUN, Drifting
+from tests.support.real_run import PATIENCE_S, RUN, Drifting
 
 
 @pytest.fixture
