@@ -11,9 +11,7 @@ from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.errors import BucketUnreachableError
 from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish.writer import RunWriter
-from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import DeltaRef
-from delta_weight_sync.store import open_bucket
 from tests.support.real_run import PATIENCE_S, RUN, Drifting
 
 
@@ -37,14 +35,10 @@ def spans(refs: tuple[DeltaRef, ...]) -> list[tuple[int, int]]:
     return [(ref.base, ref.version) for ref in refs]
 
 
-def reader(run: Drifting) -> RunReader:
-    return RunReader(open_bucket(run.url), RUN)
-
-
 def holds(run: Drifting, folder: Path, version: int) -> None:
     """What is built from the bucket, and proven by the digest that was published."""
-    manifest = reader(run).manifest(version)
-    assert to_hex(state_digest(reader(run).checkout(manifest, folder / f"{version}"))) == manifest.digest
+    manifest = run.reader.manifest(version)
+    assert to_hex(state_digest(run.reader.checkout(manifest, folder / f"{version}"))) == manifest.digest
 
 
 def test_a_joiner_takes_few_files_and_every_version_is_exact(run, tmp_path):
@@ -55,7 +49,7 @@ def test_a_joiner_takes_few_files_and_every_version_is_exact(run, tmp_path):
     assert spans(run.newest.recipe(16).deltas)[:7] == [(v, v + 8) for v in range(16, 72, 8)]
     for version in (0, 7, 8, 9, 63, 64, 65, 75):
         holds(run, tmp_path, version)
-    naive = sum(delta.size for m in reader(run).versions() for delta in m.deltas[-1:])
+    naive = sum(delta.size for m in run.reader.versions() for delta in m.deltas[-1:])
     assert sum(delta.size for delta in way.deltas) < naive
 
 
@@ -104,7 +98,7 @@ def test_a_short_jump_takes_no_copy_of_the_checkpoint_and_decodes_nothing(run, t
     assert spans(run.newest.jumps)[-2:] == [(0, 8), (8, 16)]
     assert not (run.outbox.shortcuts.folder / "from-8").exists()
     jump = run.newest.jumps[-1]
-    delta = Delta(reader(run).fetch(jump, tmp_path))
+    delta = Delta(run.reader.fetch(jump, tmp_path))
     assert (delta.base, delta.version, delta.changes) == (8, 16, jump.changed)
 
 
