@@ -25,6 +25,7 @@ from delta_weight_sync.store import Bucket, open_bucket
 
 RUN = "drifting"
 PATIENCE_S = 300.0  # for what takes moments; only a fault takes so long
+CONFIG = '{"model_type": "drifting"}'
 Shapes = dict[str, tuple[int, ...]]
 TENSORS: Shapes = {"embed.weight": (300, 40), "layers.0.weight": (40, 80), "norm.weight": (64,)}
 KINDS = {
@@ -59,7 +60,7 @@ class Drifting:
         self._chance = torch.Generator().manual_seed(seed)
         self.weights = {name: 0.02 * self._noise(shape) for name, shape in tensors.items()}
         assets = Path(tempfile.mkdtemp())
-        for name, text in ({"config.json": "{}"} | (files or {})).items():
+        for name, text in ({"config.json": CONFIG} | (files or {})).items():
             (assets / name).write_text(text)
         self._remove_assets = weakref.finalize(self, shutil.rmtree, assets)
         self.reader = RunReader(bucket, run)
