@@ -1,10 +1,11 @@
 """Several trainer processes publish the bytes that a single one publishes, and stop together.
 
-Each rank is a process with known weights and gradients. The layout is how parameters lie on the ranks: `whole`
-on each, `fsdp`, or `mesh`: two by two ranks, every kind of placement, and FSDP over tensor parallelism;
-`+kernels` behind it compares them as on a GPU. A job is an encoding of the codec, and perhaps `:<rank>:<sync>`,
-where a rank then fails, or `:base`, which publishes version 0 before the model is sharded; or `resume`, which
-publishes the same in two lives. Each job's result is the digest of the live weights, or the error that ended it.
+Each rank is a process with known weights and gradients. The layout is how parameters lie on the ranks:
+`whole` on each, `fsdp`, or `mesh`: two by two ranks, every kind of placement, and FSDP over tensor
+parallelism; `+kernels` behind it compares them as on a GPU. A job is an encoding of the codec, and perhaps
+`:<rank>:<sync>`, where a rank then fails, or `:base`, which publishes version 0 before the model is sharded;
+or `resume`, which publishes the same in two lives. Each job's result is the digest of the live weights, or
+the error that ended it.
 """
 
 import contextlib
