@@ -67,14 +67,29 @@ class Drifting:
         self.log = RunLogWriter(bucket, run, every_s=log_every_s)
         writer = RunWriter(bucket, run, model=model, assets=assets)
         self.outbox = Outbox(writer, self.log, keep=keep, encoding=encoding)
-        self.newest = self._publish(0)
+        self.sync = -1
+        self.publish()
+        self.newest = self.flush()
 
     def step(self) -> Manifest:
         """The next version: a few hundred weights move."""
+        self.move()
+        self.publish()
+        self.newest = self.flush()
+        return self.newest
+
+    def move(self) -> None:
+        """As an optimizer does, before the weights are published."""
         for weight in self.weights.values():
             weight += self.rate * self._noise(weight.shape)
-        self.newest = self._publish(self.newest.version + 1)
-        return self.newest
+
+    def publish(self) -> None:
+        """Hand the weights over, without waiting until they are in the bucket."""
+        self.sync += 1
+        self.outbox.publish(self.weights.items(), self.sync)
+
+    def flush(self) -> Manifest:
+        return self.outbox.flush()
 
     def settle(self) -> None:
         """Wait for jumps and anchors, which the next version then names."""
@@ -89,10 +104,6 @@ class Drifting:
         self.outbox.close()
         self.log.close()
         self._remove_assets()
-
-    def _publish(self, sync: int) -> Manifest:
-        self.outbox.publish(self.weights.items(), sync)
-        return self.outbox.flush()
 
     def _noise(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.randn(shape, generator=self._chance)
@@ -126,8 +137,8 @@ class RealRun(Drifting):
         self.log.append(DoneEvent(t=time.time(), version=self.version, digest=self.digest()))
         self.close()
 
-    def _publish(self, sync: int) -> Manifest:
-        manifest = super()._publish(sync)
+    def flush(self) -> Manifest:
+        manifest = super().flush()
         self._take(manifest)
         self.log.flush()
         return manifest
