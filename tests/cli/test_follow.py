@@ -139,9 +139,7 @@ def test_what_the_deltas_do_not_reach_is_checked_out(run, folder, turns):
             mock.patch.object(RunWriter, "anchor_is_due", return_value=True),
             mock.patch("delta_weight_sync.records.WINDOW", 2),
         ):
-            for _ in range(4):
-                run.step()
-                run.settle()
+            run.steps(4)
         assert run.newest.recipe(0).anchor
 
     turns(anchors)
@@ -211,9 +209,7 @@ def test_a_newer_anchor_makes_up_for_a_damaged_delta(run, folder, turns):
     def anchor() -> None:
         assert digest(folder / "current") == before
         with mock.patch.object(RunWriter, "anchor_is_due", return_value=True):
-            for _ in range(2):
-                run.step()
-                run.settle()
+            run.steps(2)
 
     before = run.newest.digest
     turns(damage, anchor, lambda: None)

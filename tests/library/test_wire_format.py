@@ -99,9 +99,7 @@ def test_such_deltas_are_in_every_mode():
 def test_the_page_reads_a_run_from_head_to_weights(tmp_path):
     """HEAD, its seal, manifest, anchor, jump, deltas, digest: as a reader in another language would."""
     run = Drifting(tmp_path / "bucket", drift=1e-6)
-    for _ in range(10):
-        run.step()
-        run.settle()
+    run.steps(10)
     run.close()
     manifest, weights = wire_reader.newest(run.folder, RUN)
     assert [(ref["base"], ref["version"]) for ref in wire_reader.way(manifest)] == [(0, 8), (8, 9), (9, 10)]

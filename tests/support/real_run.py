@@ -91,6 +91,12 @@ class Drifting:
     def flush(self) -> Manifest:
         return self.outbox.flush()
 
+    def steps(self, count: int) -> None:
+        """As a trainer whose steps take longer than a jump."""
+        for _ in range(count):
+            self.step()
+            self.settle()
+
     def settle(self) -> None:
         """Wait for jumps and anchors, which the next version then names."""
         assert self.outbox.shortcuts.idle(PATIENCE_S)
@@ -157,6 +163,12 @@ class RealRun(Drifting):
         times |= {"pause_ms": 250 * spent, "commit_ms": 200 * spent}
         self.log.append(CommitEvent(**common, **times, joined=manifest.version == 0))
         self.log.append(ReplicaEvent(**common, state="serving"))
+
+
+def is_built(reader: RunReader, version: int, folder: Path) -> None:
+    """A version can be built from the bucket, and proven by the digest that was published."""
+    manifest = reader.manifest(version)
+    assert to_hex(state_digest(reader.checkout(manifest, folder / f"{version}"))) == manifest.digest
 
 
 Shown = Callable[[RealRun | None], None]  # the fixture of conftest.py
