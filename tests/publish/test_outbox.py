@@ -25,7 +25,7 @@ from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.runlog import RunLogReader, RunLogWriter, SyncEvent
 from delta_weight_sync.store import open_bucket
-from tests.support.real_run import PATIENCE_S, RUN, TENSORS, Drifting
+from tests.support.real_run import PATIENCE_S, RUN, TENSORS, Drifting, SlowLink
 
 
 @pytest.fixture
@@ -52,23 +52,15 @@ def test_a_slow_link_skips_versions_and_loses_nothing(make_run, tmp_path, monkey
     Some weights come back to the bits that are published, so that adding up masks of changes would not do.
     """
     run = make_run()
-    put, uploading, link = run.reader.bucket.put, threading.Event(), threading.Event()
-
-    def put_when_the_link_is_up(key: str, data: bytes | Path) -> None:
-        if "/deltas/" in key:
-            uploading.set()
-            assert link.wait(PATIENCE_S), "the trainer waits for the link"
-        put(key, data)
-
-    monkeypatch.setattr(run.reader.bucket, "put", put_when_the_link_is_up)
+    link = SlowLink(run.reader.bucket, "/deltas/")
     run.move()
     run.publish()
-    assert uploading.wait(PATIENCE_S)
+    link.wait()
     for _ in range(19):
         run.move()
         run.publish()
     assert run.outbox.version == 0, "the upload is still under way"
-    link.set()
+    link.up.set()
     manifest = run.flush()
     assert (manifest.version, manifest.sync) == (2, 20), "the newest weights are published"
     assert rebuilt(run, tmp_path) == run.digest()

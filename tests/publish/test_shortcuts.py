@@ -1,6 +1,5 @@
 """Jumps over several versions and anchors: made beside the publisher, named by a later version, exact."""
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from delta_weight_sync.errors import BucketUnreachableError
 from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.records import DeltaRef
-from tests.support.real_run import PATIENCE_S, RUN, Drifting, is_built
+from tests.support.real_run import RUN, Drifting, SlowLink, is_built
 
 
 @pytest.fixture
@@ -105,27 +104,18 @@ def test_where_a_manifest_is_damaged_nothing_is_deleted_and_jumps_go_on(tmp_path
 
 @pytest.mark.parametrize("part", ["/jumps/", "/anchors/"])
 def test_versions_are_published_while_a_shortcut_is_uploaded(run, monkeypatch, request, part):
-    bucket = run.reader.bucket
-    put, uploading, link = bucket.put, threading.Event(), threading.Event()
-    request.addfinalizer(link.set)  # before the run is closed, whatever fails
-
-    def slow(key: str, data: bytes | Path) -> None:
-        if part in key:
-            uploading.set()
-            assert link.wait(PATIENCE_S)
-        put(key, data)
-
-    monkeypatch.setattr(bucket, "put", slow)
+    link = SlowLink(run.reader.bucket, part)
+    request.addfinalizer(link.up.set)  # before the run is closed, whatever fails
     run.steps(7)
     monkeypatch.setattr(
         RunWriter, "anchor_is_due", lambda self: "anchors" in part and not self.pending_keys()
     )
     run.step()
-    assert uploading.wait(PATIENCE_S)
+    link.wait()
     for _ in range(3):
         run.step()
     assert run.newest.version == 11, "nothing waits for it"
-    link.set()
+    link.up.set()
     run.settle()
     newest = run.step()
     assert (0, 8) in spans(newest.jumps)
@@ -193,19 +183,11 @@ def test_closing_does_not_wait_for_an_upload_that_hangs(tmp_path, monkeypatch, r
     """No manifest would name the jump; and no file of it is left on this machine."""
     monkeypatch.setattr("delta_weight_sync.publish.shortcuts._CLOSING_S", 0.01)
     run = Drifting(tmp_path / "bucket")
-    uploading, link, put = threading.Event(), threading.Event(), run.reader.bucket.put
-    request.addfinalizer(link.set)
-
-    def hanging(key: str, data: bytes | Path) -> None:
-        if "/jumps/" in key:
-            uploading.set()
-            assert link.wait(PATIENCE_S)
-        put(key, data)
-
-    monkeypatch.setattr(run.reader.bucket, "put", hanging)
+    link = SlowLink(run.reader.bucket, "/jumps/")
+    request.addfinalizer(link.up.set)
     for _ in range(8):
         run.step()
-    assert uploading.wait(PATIENCE_S)
+    link.wait()
     run.close()
     assert not run.outbox.shortcuts.folder.exists()
     assert caplog.text == ""

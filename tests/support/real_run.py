@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -113,6 +114,25 @@ class Drifting:
 
     def _noise(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.randn(shape, generator=self._chance)
+
+
+class SlowLink:
+    """From now on, uploads to keys with `part` begin and do not end before the link is `up`."""
+
+    def __init__(self, bucket: Bucket, part: str) -> None:
+        self.begun, self.up = threading.Event(), threading.Event()
+        self._put, self._part = bucket.put, part
+        bucket.put = self._put_when_up
+
+    def wait(self) -> None:
+        """Until an upload has begun."""
+        assert self.begun.wait(PATIENCE_S)
+
+    def _put_when_up(self, key: str, data: bytes | Path) -> None:
+        if self._part in key:
+            self.begun.set()
+            assert self.up.wait(PATIENCE_S)
+        self._put(key, data)
 
 
 class RealRun(Drifting):
