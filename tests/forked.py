@@ -5,7 +5,7 @@ from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["pytest", "tests.publish.ranks", "tests.library.killed_trainer"])
+_CONTEXT.set_forkserver_preload(["pytest", "tests.publish.test_sharding", "tests.library.test_reader"])
 
 
 def start(work: Callable[..., None], *arguments: object) -> ForkServerProcess:

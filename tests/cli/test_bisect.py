@@ -10,7 +10,7 @@ import torch
 from delta_weight_sync.checkpoint import WEIGHTS
 from delta_weight_sync.reader import RunReader, open_run
 from tests.cli.command import Result, command
-from tests.cli.drifting import Drifting
+from tests.support.real_run import Drifting
 
 VERSIONS, BROKEN = 40, 23  # versions after the first; where the fault is planted
 FAULT = torch.full((64,), 100.0).bfloat16().view(torch.uint8).numpy().tobytes()

@@ -1,5 +1,6 @@
-"""`delta-weight-sync follow`: a folder at the newest version, never a torn one, whatever happens."""
+"""`delta-weight-sync follow`, and `follow` in Python: a folder at the newest version, never a torn one."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -7,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -14,20 +16,65 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from delta_weight_sync import BucketError, FolderError, KeyFormatError, open_run
+from delta_weight_sync import follow as follow_versions
 from delta_weight_sync.checkout import RECORD
 from delta_weight_sync.checkpoint import read_bits, to_bits
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.publish.writer import RunWriter
-from delta_weight_sync.reader import RunReader
-from delta_weight_sync.store import open_bucket
 from delta_weight_sync.store._files import FileBucket
+from delta_weight_sync.store._notifications import Notifications
 from tests.cli.command import Result, command
-from tests.cli.drifting import TENSORS, Drifting
+from tests.support.real_run import TENSORS, Drifting
+
+Turns = Callable[..., list[float]]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "a model"
+
+
+@pytest.fixture
+def writes(tmp_path: Path) -> Iterator[Callable[..., Drifting]]:
+    """Begins a run in `tmp_path / "bucket"`, in place of the one that is there."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(**changes: object) -> Drifting:
+            run = Drifting(tmp_path / "bucket", **changes)
+            stack.callback(run.close)
+            return run
+
+        yield begin
+
+
+@pytest.fixture
+def run(writes: Callable[..., Drifting]) -> Drifting:
+    return writes()
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
+    """`turns(first, second, ...)`: what happens in each pause of `follow`; in the next one Ctrl-C is pressed.
+
+    Returns the lengths of the pauses, in seconds; nobody waits for them.
+    """
+
+    def set_up(*happens: Callable[[], object]) -> list[float]:
+        pauses: list[float] = []
+
+        def wait(notice: Notifications, seconds: float) -> None:
+            if len(pauses) == len(happens):
+                raise KeyboardInterrupt
+            pauses.append(seconds)
+            happens[len(pauses) - 1]()
+            notice.reset()
+
+        monkeypatch.setattr(Notifications, "wait", wait)
+        monkeypatch.setattr("delta_weight_sync.watch.monotonic", lambda: sum(pauses))
+        return pauses
+
+    return set_up
 
 
 def follow(run: Drifting, folder: Path, *words: object) -> Result:
@@ -47,15 +94,14 @@ def versions(folder: Path) -> list[str]:
 
 def holds(folder: Path, run: Drifting) -> None:
     """`folder/current` is the newest version, as `checkout` writes it."""
-    with contextlib.ExitStack() as stack:
-        out = folder.with_name("checkout")
-        stack.callback(shutil.rmtree, out)
-        assert command("checkout", run.url, "--out", out).code == 0
-        found, wanted = dict(read_bits(folder / "current")), dict(read_bits(out))
-        assert found.keys() == wanted.keys()
-        assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
-        names = {path.name for path in (folder / "current").iterdir()}
-        assert names == {path.name for path in out.iterdir()} | {RECORD}
+    out = folder.with_name("checkout")
+    shutil.rmtree(out, ignore_errors=True)
+    assert command("checkout", run.url, "--out", out).code == 0
+    found, wanted = dict(read_bits(folder / "current")), dict(read_bits(out))
+    assert found.keys() == wanted.keys()
+    assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+    names = {path.name for path in (folder / "current").iterdir()}
+    assert names == {path.name for path in out.iterdir()} | {RECORD}
 
 
 def test_follows_version_by_version_and_tells_the_engine(run, folder, turns, tmp_path):
@@ -68,7 +114,7 @@ def test_follows_version_by_version_and_tells_the_engine(run, folder, turns, tmp
     result = follow(run, folder, "--on-version", f"echo {{version}} {{digest}} {{path}} >> {told}")
     assert (result.code, result.complaint) == (130, "")
     holds(folder, run)
-    digests = [manifest.digest for manifest in RunReader(open_bucket(run.url), "drifting").versions()][::-1]
+    digests = [manifest.digest for manifest in run.reader.versions()][::-1]
     expected = [f"{v} {digest} {folder}/{v:08d}" for v, digest in enumerate(digests)]
     assert told.read_text().splitlines() == expected
     assert versions(folder) == ["00000002", "00000003"], "the one before may still be read"
@@ -93,9 +139,7 @@ def test_what_the_deltas_do_not_reach_is_checked_out(run, folder, turns):
             mock.patch.object(RunWriter, "anchor_is_due", return_value=True),
             mock.patch("delta_weight_sync.records.WINDOW", 2),
         ):
-            for _ in range(4):
-                run.step()
-                run.settle()
+            run.steps(4)
         assert run.newest.recipe(0).anchor
 
     turns(anchors)
@@ -165,9 +209,7 @@ def test_a_newer_anchor_makes_up_for_a_damaged_delta(run, folder, turns):
     def anchor() -> None:
         assert digest(folder / "current") == before
         with mock.patch.object(RunWriter, "anchor_is_due", return_value=True):
-            for _ in range(2):
-                run.step()
-                run.settle()
+            run.steps(2)
 
     before = run.newest.digest
     turns(damage, anchor, lambda: None)
@@ -337,3 +379,81 @@ def test_what_is_not_ours_stays(run, folder):
     shutil.rmtree(folder)
     (folder / "current").mkdir(parents=True)
     assert "is a folder, not a link of ours" in follow(run, folder, "--once").complaint
+
+
+def is_free(run: Drifting, folder: Path) -> bool:
+    return [version.version for version in follow_versions(run.url, folder, once=True)] == [
+        run.newest.version
+    ]
+
+
+def test_each_version_is_yielded_after_the_folder_holds_it_and_break_releases_the_folder(run, folder):
+    for version in follow_versions(run.url, folder, poll_s=0.01):
+        assert (version.version, version.digest) == (run.newest.version, run.newest.digest)
+        assert version.path == (folder / "current").resolve()
+        assert digest(version.path) == version.manifest.digest == run.newest.digest
+        if version.version == 2:
+            break
+        run.step()
+    assert is_free(run, folder)
+
+
+def test_the_same_iterator_works_in_async_for(run, folder):
+    async def consume() -> list[int]:
+        seen = []
+        async for version in follow_versions(open_run(run.url), folder, poll_s=0.01):
+            seen.append(version.version)
+            if len(seen) == 3:
+                break
+            run.step()
+        return seen
+
+    assert asyncio.run(consume()) == [0, 1, 2]
+    assert is_free(run, folder)
+
+
+def test_a_cancelled_task_releases_the_folder(run, folder):
+    async def wait() -> None:
+        async for _ in follow_versions(run.url, folder, poll_s=0.01):
+            pass
+
+    async def consume() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(wait(), 0.5)
+
+    asyncio.run(consume())  # waits for the thread
+    assert is_free(run, folder)
+
+
+def test_one_version_can_be_pinned_and_close_ends_a_held_iterator(run, folder):
+    run.step()
+    run.step()
+    (pinned,) = follow_versions(run.url, folder, version=1)
+    assert digest(folder / "current") == pinned.digest == open_run(run.url).manifest(1).digest
+    with follow_versions(run.url, folder, poll_s=0.01) as versions:
+        assert next(versions).version == 2
+        with pytest.raises(FolderError, match="another process"):
+            next(follow_versions(run.url, folder))
+        versions.close()
+        assert list(versions) == []
+    assert is_free(run, folder)
+
+
+def test_a_killed_consumer_leaves_a_whole_version_and_the_next_one_continues(run, folder):
+    script = (
+        "import os, sys, delta_weight_sync as d\n"
+        "for version in d.follow(sys.argv[1], sys.argv[2]): os.kill(os.getpid(), 9)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, run.url, str(folder)])
+    assert killed.returncode == -signal.SIGKILL
+    assert digest(folder / "current") == run.newest.digest
+    built = (folder / "current").stat().st_ino
+    (version,) = follow_versions(run.url, folder, once=True)
+    assert version.path.stat().st_ino == built, "it is not built again"
+
+
+def test_errors_of_a_single_version_are_raised_and_a_wrong_key_too(folder, tmp_path):
+    with pytest.raises(BucketError):
+        next(follow_versions(f"{(tmp_path / 'nothing').as_uri()}#run", folder, once=True))
+    with pytest.raises(KeyFormatError, match="is neither a key"):
+        next(follow_versions("file:///x#run", folder, public_key="ed25519_secret_1"))

@@ -9,7 +9,7 @@ from delta_weight_sync import Publisher
 from delta_weight_sync.errors import CodecError
 from delta_weight_sync.publish.sharding import Peers
 from tests.gpu.interpreted import kernels
-from tests.publish import ranks
+from tests.publish import test_sharding as ranks
 from tests.publish.test_sharding import published
 
 __all__ = ["kernels"]

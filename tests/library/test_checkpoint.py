@@ -1,4 +1,4 @@
-"""Checkpoints as bits: exactly what torch casts, without torch."""
+"""Checkpoints as bits: exactly what torch casts, without torch. The digest counts every bit."""
 
 import subprocess
 import sys
@@ -6,9 +6,12 @@ import sys
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from delta_weight_sync import digest
 from delta_weight_sync.checkpoint import read_bits, shapes_in, to_bits, to_nearest, write_bits
 from delta_weight_sync.errors import CheckpointError
 
@@ -79,3 +82,40 @@ def test_what_is_no_checkpoint_says_so(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
     with pytest.raises(SafetensorError):
         next(read_bits(tmp_path))
+
+
+@given(seed=st.integers(0, 2**32), changes=st.integers(0, 50))
+def test_a_change_moves_the_digest_as_a_full_hash_would(seed, changes):
+    rng = np.random.default_rng(seed)
+    old = rng.integers(0, 65536, 500).astype(np.uint16)
+    index = np.sort(rng.choice(500, changes, replace=False))
+    new = old.copy()
+    new[index] = rng.integers(0, 65536, changes)
+    moved = digest.tensor_digest("w", old) + digest.change_digest("w", index, old[index], new[index])
+    assert moved % 2**64 == digest.tensor_digest("w", new)
+
+
+def test_every_single_bit_name_and_place_counts():
+    bits = np.arange(64, dtype=np.uint16)
+    seen = {digest.tensor_digest("w", bits), digest.tensor_digest("v", bits)}
+    for place in range(64):
+        for bit in range(16):
+            other = bits.copy()
+            other[place] ^= np.uint16(1 << bit)
+            seen.add(digest.tensor_digest("w", other))
+    assert len(seen) == 2 + 64 * 16
+    assert digest.tensor_digest("w", bits[::-1]) not in seen
+
+
+def test_order_and_layout_do_not_count():
+    bits = np.arange(12, dtype=np.uint16).reshape(3, 4)
+    assert digest.state_digest({"a": bits, "b": bits}) == digest.state_digest({"b": bits, "a": bits})
+    assert digest.tensor_digest("a", bits) == digest.tensor_digest("a", bits.reshape(-1))
+
+
+@pytest.mark.parametrize("numel", [0, 1, 1000, 10_000])
+def test_devices_compute_the_same_digest_as_the_host(numel):
+    bits = torch.randint(-32768, 32768, (numel,), dtype=torch.int16)
+    on_host = digest.tensor_digest("w", bits.numpy().view(np.uint16))
+    assert digest.device_digest("w", bits) == on_host
+    assert digest.live_digest("w", bits) == on_host

@@ -1,17 +1,123 @@
 """Whatever is in a bucket, the dashboard, the commands, followers and publishers take it or say a sentence.
 
+What a command prints of it is lines of text: no terminal's codes, and no traceback.
+
 Objects are forged so that every hash fits; `python -m tests.fuzz.bucket` goes on with as many as one likes.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save
+
+from delta_weight_sync import codec
+from delta_weight_sync.errors import DeltaWeightSyncError, printable
+from tests.cli.command import command
+from tests.fuzz.forged import RUN, Files, named, newest, pin, sound, written
 
 REPOSITORY = Path(__file__).parents[2]
+CODES = "\x1b]0;owned\x07\x1b[2J\r\n\u202e"
+
+
+def head(files: Files) -> None:
+    _change(files, newest(files, "heads"), {CODES: 1})
+
+
+def manifest(changes: dict[str, object]) -> Callable[[Files], None]:
+    def change(files: Files) -> None:
+        key = newest(files, "manifests")
+        _change(files, key, changes)
+        pin(files, key)
+
+    return change
+
+
+def file(kind: str, data: bytes) -> Callable[[Files], None]:
+    """Replaces the newest delta or the weights of the anchor."""
+    return lambda files: named(files, newest(files, kind), lambda _: data)
+
+
+def _change(files: Files, key: str, changes: dict[str, object]) -> None:
+    record = json.loads(files[key])
+    del record["seal"]
+    files[key] = json.dumps(record | changes).encode()
+
+
+def strange_delta() -> bytes:
+    """Of a tensor whose name is written in codes."""
+    patch = codec.Patch(CODES, (4,), np.arange(2), np.ones(2, np.uint16))
+    return codec.encode([patch], lambda _: np.zeros(4, np.uint16), base=2, version=3)
+
+
+ATTACKS: dict[str, Callable[[Files], object]] = {
+    "a field's name": head,
+    "a field of a manifest": manifest({CODES: 1}),
+    "a tensor's name": file("deltas", strange_delta()),
+    "a time": manifest({"created_at": 1e300}),
+    "no delta": file("deltas", CODES.encode()),
+    "no anchor": file("anchors", CODES.encode()),
+    "another anchor": file("anchors", save({CODES: np.zeros(3, np.float32)})),
+    "an anchor of odd types": file("anchors", save({"w": np.zeros(3, np.bool_)})),
+    "an empty anchor": file("anchors", b""),
+    "a name in the listing": lambda files: files.update({f"runs/{RUN}/deltas/{CODES[:3]}": b"x"}),
+    "a run's name": lambda files: files.update({f"runs/{CODES}/x": b"x"}),
+}
+
+
+@pytest.mark.finding(18)
+@pytest.mark.parametrize("name", ATTACKS)
+def test_commands_print_plain_lines(tmp_path: Path, name: str) -> None:
+    files = dict(sound())
+    ATTACKS[name](files)
+    url = written(files, tmp_path / "bucket")
+    for words in (
+        ("log", url),
+        ("show", url),
+        ("show", url, "--version", 0),
+        ("verify", url),
+        ("checkout", url, "--out", tmp_path / "out"),
+        ("gc", url, "--keep", "1GB", "--dry-run"),
+        ("follow", url, "--into", tmp_path / "into", "--once"),
+    ):
+        result = command(*words)  # anything but a sentence is raised here
+        printed = (result.output + result.complaint).splitlines()
+        assert all(line.isprintable() for line in printed), printed
+        assert result.code == 0 or len(result.complaint.splitlines()) == 1
+        if (name, words) == ("a tensor's name", ("show", url)):
+            assert repr(CODES)[1:-1] in result.output
+
+
+@pytest.mark.full
+@pytest.mark.finding(18)
+def test_exporting_prints_plain_lines(tmp_path: Path) -> None:
+    files = sound() | {f"runs/{RUN}/log/00000001.jsonl": CODES.encode()}
+    ATTACKS["no delta"](files)
+    words = ("--bucket", written(files, tmp_path / "bucket"), "--export", str(tmp_path / "site"))
+    done = subprocess.run(
+        [sys.executable, "-m", "inference_space.dashboard", *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    printed = (done.stdout + done.stderr).splitlines()
+    assert all(line.isprintable() for line in printed), printed
+    assert any("lines of the run's log are left out" in line for line in printed)
+    assert any("v3 is left out" in line for line in printed)
+
+
+@pytest.mark.finding(18)
+def test_an_error_is_a_line_whatever_it_quotes() -> None:
+    assert str(DeltaWeightSyncError(f"it says {CODES}")).isprintable()
+    assert len(str(DeltaWeightSyncError("x" * 10**6))) < 10_000
+    assert printable("größer, 模型 weight") == "größer, 模型 weight"
 
 
 @pytest.mark.parametrize(

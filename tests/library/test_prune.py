@@ -1,6 +1,7 @@
 """What of a run is deleted, what never, and what is said of it afterwards."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,6 @@ import torch
 
 from delta_weight_sync import Publisher, open_run
 from delta_weight_sync.checkout import CheckpointFolder
-from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.errors import ConfigError
 from delta_weight_sync.prune import GRACE_S, Keep, Pruner, Survey, prune
 from delta_weight_sync.reader import RunReader
@@ -16,7 +16,7 @@ from delta_weight_sync.records import Writer, version_key
 from delta_weight_sync.store import open_bucket
 from inference_space.dashboard.data import Library
 from tests.cli.command import command
-from tests.cli.drifting import PATIENCE_S, RUN, Drifting
+from tests.support.real_run import PATIENCE_S, RUN, Drifting, is_built
 
 HOUR = 3600.0
 VERSIONS = 80
@@ -26,9 +26,7 @@ VERSIONS = 80
 def long_run(tmp_path_factory):
     """A run with anchors and jumps, which is only read."""
     run = Drifting(tmp_path_factory.mktemp("long") / "bucket")
-    for _ in range(VERSIONS):
-        run.step()
-        run.settle()
+    run.steps(VERSIONS)
     run.close()
     return run
 
@@ -37,13 +35,11 @@ def long_run(tmp_path_factory):
 def run(long_run, tmp_path):
     """A copy of it whose versions were published ten minutes apart."""
     folder = tmp_path / "bucket"
-    for path in sorted(long_run.folder.rglob("*")):
+    shutil.copytree(long_run.folder, folder)
+    for path in folder.rglob("*"):
         if path.is_file():
-            copy = folder / path.relative_to(long_run.folder)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes(path.read_bytes())
-            key = version_key(copy.relative_to(folder).as_posix())
-            os.utime(copy, (600 * (key.version if key else VERSIONS),) * 2)
+            key = version_key(path.relative_to(folder).as_posix())
+            os.utime(path, (600 * (key.version if key else VERSIONS),) * 2)
     return RunReader(open_bucket(folder.as_uri()), RUN)
 
 
@@ -61,11 +57,6 @@ def survey(reader: RunReader, keep: str, **spared: object) -> Survey:
     return found
 
 
-def builds(reader: RunReader, version: int, folder: Path) -> None:
-    manifest = reader.manifest(version)
-    assert to_hex(state_digest(reader.checkout(manifest, folder / f"{version}"))) == manifest.digest
-
-
 def test_a_run_fits_its_budget_and_all_that_it_still_holds_can_be_built(run, tmp_path):
     before = keys(run)
     found = survey(run, "800KB")
@@ -74,7 +65,7 @@ def test_a_run_fits_its_budget_and_all_that_it_still_holds_can_be_built(run, tmp
     assert 0 < found.oldest < VERSIONS - 10
     assert [m.version for m in run.versions()] == list(range(VERSIONS, found.oldest - 1, -1))
     for version in {found.oldest, found.oldest + 1, (found.oldest + VERSIONS) // 2, VERSIONS}:
-        builds(run, version, tmp_path)
+        is_built(run, version, tmp_path)
     assert before - keys(run) == {doomed.info.key for doomed in found.delete}
     assert survey(run, "800KB").delete == (), "there is nothing more to do"
 
@@ -85,7 +76,7 @@ def test_what_a_trainer_goes_on_from_stays(run, tmp_path):
     found = survey(run, "1KB")
     prune(run.bucket, found)
     assert found.oldest == old
-    builds(run, old, tmp_path)
+    is_built(run, old, tmp_path)
 
 
 def test_more_room_keeps_more_versions_and_one_more_would_not_fit(run):
@@ -143,7 +134,7 @@ def test_a_gc_that_is_killed_is_finished_by_the_next(run, tmp_path):
         run.bucket.delete([doomed.info.key for doomed in found.delete[:stop]])
         oldest = min(m.version for m in run.versions())
         if stop % 3 == 0:
-            builds(run, oldest, tmp_path / f"{stop}")
+            is_built(run, oldest, tmp_path / f"{stop}")
     prune(run.bucket, survey(run, "800KB"))
     assert size(run) <= 800e3
 
@@ -201,9 +192,7 @@ def test_every_command_copes_with_versions_that_are_gone(run):
 def test_a_publisher_prunes_only_what_no_reader_can_need(tmp_path, monkeypatch):
     """Its objects are all less than an hour old."""
     run = Drifting(tmp_path / "bucket", keep=Keep(size=1.0))
-    for _ in range(20):
-        run.step()
-        run.settle()
+    run.steps(20)
     assert len(list(RunReader(open_bucket(run.url), RUN).versions())) == 21
     monkeypatch.setattr(run.outbox.shortcuts._pruner, "_grace_s", 0.0)
     reader = RunReader(open_bucket(run.url), RUN)
@@ -219,7 +208,7 @@ def test_a_publisher_prunes_only_what_no_reader_can_need(tmp_path, monkeypatch):
                 rarely.update(reader.manifest())  # its deltas were deleted meanwhile
     assert often.held == run.newest
     assert len(list(reader.versions())) <= 9
-    builds(reader, run.newest.version, tmp_path / "joins")
+    is_built(reader, run.newest.version, tmp_path / "joins")
     run.close()
     assert GRACE_S == HOUR
 
@@ -239,4 +228,4 @@ def test_a_run_in_any_store_is_pruned(bucket_url, tmp_path):
     prune(reader.bucket, found)
     assert [m.version for m in reader.versions()] == [10]
     assert not keys(reader) & {doomed.info.key for doomed in found.delete}
-    builds(reader, 10, tmp_path)
+    is_built(reader, 10, tmp_path)

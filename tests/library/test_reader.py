@@ -1,47 +1,191 @@
-"""Reading a run from real buckets: anything that is not what was published is refused by name."""
+"""Reading a run of a real bucket: damage is read around or refused by name, and the next trainer goes on.
 
+One damaged object does not lose a run.
+"""
+
+import itertools
+import os
+import shutil
 import signal
-from itertools import product
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
+from unittest import mock
 
 import pytest
+import torch
 
+from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.errors import ProtocolError
+from delta_weight_sync.publish.outbox import Outbox
+from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import RunReader
+from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.store import open_bucket
+from delta_weight_sync.watch import Watcher
 from tests import forked
 from tests.cli.command import command
-from tests.library import killed_trainer
-from tests.support.published_run import write_run
+from tests.support.real_run import Drifting
+
+RUN = "test"
 
 
-def test_a_flipped_byte_in_any_object_is_refused_by_name(tmp_path):
-    folder = tmp_path / "bucket"
-    folder.mkdir()
-    write_run(folder.as_uri(), tmp_path / "base", versions=3)
-    objects = [p for p in folder.rglob("*") if p.is_file() and "/log/" not in str(p) and p.name != "run.json"]
+def write(folder: Path, versions: int, run: str = RUN) -> None:
+    drifting = Drifting(folder, run=run)
+    for _ in range(1, versions):
+        drifting.step()
+    drifting.close()
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """A run of four versions; the folder that is its bucket."""
+    write(tmp_path / "bucket", 4)
+    return tmp_path / "bucket"
+
+
+def reader_of(folder: Path) -> RunReader:
+    return RunReader(open_bucket(folder.as_uri()), RUN)
+
+
+def head_in(folder: Path) -> Path:
+    (path,) = (folder / "runs/test/heads").iterdir()
+    return path
+
+
+def torn(head: Path) -> None:
+    head.write_bytes(head.read_bytes()[:60])
+
+
+def empty(head: Path) -> None:
+    head.write_bytes(b"")
+
+
+def flipped(head: Path) -> None:
+    head.write_bytes(head.read_bytes().replace(b'"version":3', b'"version":2'))
+
+
+def foreign(head: Path) -> None:
+    """The HEAD of another run: it names a manifest that is not ours."""
+    folder = head.parents[3]
+    write(folder, 2, run="other")
+    (other,) = (folder / "runs/other/heads").iterdir()
+    shutil.copy(other, head)
+    shutil.rmtree(folder / "runs/other")
+
+
+DAMAGES: list[Callable[[Path], None]] = [torn, empty, flipped, foreign, Path.unlink]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_head_is_read_around(written: Path, damage: Callable[[Path], None], tmp_path: Path) -> None:
+    digest = reader_of(written).manifest().digest
+    damage(head_in(written))
+    newest = Watcher(reader_of(written)).poll()
+    assert newest is not None
+    assert (newest.version, newest.digest) == (3, digest)
+    assert to_hex(state_digest(reader_of(written).checkout(newest, tmp_path / "out"))) == digest
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_next_trainer_goes_on_from_a_damaged_head(written: Path, damage: Callable[[Path], None]) -> None:
+    damage(head_in(written))
+    writer = RunWriter(open_bucket(written.as_uri()), RUN, model="m", assets=None)
+    assert writer.newest is not None
+    assert writer.newest.version == 3
+    assert writer.newest == reader_of(written).manifest(), "and HEAD is whole again"
+    reader_of(written).require_intact()
+
+
+@pytest.mark.parametrize("kind", ["manifests", "deltas"])
+def test_a_version_with_a_file_missing_is_not_whole(written: Path, kind: str) -> None:
+    (file,) = (written / "runs/test" / kind).glob("00000003.*")
+    file.unlink()
+    head_in(written).unlink()
+    newest = reader_of(written).newest()
+    assert newest is not None
+    assert newest.version == 2
+
+
+def test_a_manifest_that_head_never_named_is_what_the_next_trainer_goes_on_from(written: Path) -> None:
+    """The trainer died between the two; whoever reads around a damaged HEAD serves that version already."""
+    writer = RunWriter(open_bucket(written.as_uri()), RUN, model="m", assets=None)
+    claim = head_in(written).read_bytes()
+    decided = writer.commit(
+        writer.put_delta(4, b"delta", 1), None, digest="0" * 16, sync=5, total=1, created_at=0.0
+    )
+    head_in(written).write_bytes(claim)
+    rolled = RunWriter(open_bucket(written.as_uri()), RUN, model="m", assets=None)
+    assert rolled.newest == decided
+
+
+def test_a_flipped_byte_in_any_object_is_refused_by_name(written):
+    files = [path for path in written.rglob("*") if path.is_file() and "/log/" not in str(path)]
+    objects = [path for path in files if path.name != "run.json"]
     assert len(objects) >= 9
     for path in objects:
         original = path.read_bytes()
         path.write_bytes(bytes([*original[:-9], original[-9] ^ 1, *original[-8:]]))
-        result = command("verify", folder.as_uri())
+        result = command("verify", written.as_uri())
         path.write_bytes(original)
         assert result.code == 1, path
         assert path.name in result.complaint, f"{path.name} is not named: {result.complaint}"
         assert len(result.complaint.splitlines()) == 1
-    assert command("verify", folder.as_uri()).code == 0
+    assert command("verify", written.as_uri()).code == 0
 
 
-def test_a_rolled_back_manifest_is_refused(tmp_path):
-    """Version 1's manifest in the place of version 2's: valid JSON, but not what HEAD names."""
-    folder = tmp_path / "bucket"
-    folder.mkdir()
-    write_run(folder.as_uri(), tmp_path / "base", versions=3)
-    manifests = sorted((folder / "runs/test/manifests").iterdir())
-    manifests[2].write_bytes(manifests[1].read_bytes())
-    with pytest.raises(ProtocolError, match="00000002"):
-        RunReader(open_bucket(folder.as_uri()), "test").require_intact()
-    assert RunReader(open_bucket(folder.as_uri()), "test").manifest().version == 1, "the newest that is whole"
+def test_a_rolled_back_manifest_is_refused(written):
+    """Version 2's manifest in the place of version 3's: valid JSON, but not what HEAD names."""
+    manifests = sorted((written / "runs/test/manifests").iterdir())
+    manifests[3].write_bytes(manifests[2].read_bytes())
+    with pytest.raises(ProtocolError, match="00000003"):
+        reader_of(written).require_intact()
+    assert reader_of(written).manifest().version == 2, "the newest that is whole"
+
+
+BASE = 6  # objects of a run's first version: a claim, weights, config.json, run.json, manifest, HEAD
+CLAIM = 1  # a later trainer takes over with a HEAD of its own
+HEADS = (4, 7)  # then come delta, manifest and HEAD per version
+
+
+def publish_until_killed(url: str, assets: Path, last: int, whole: bool) -> None:
+    """Publish version after version, and die at object number `last`: with half of it written, or all."""
+    bucket, numbers = open_bucket(url, create=True), itertools.count(1)
+    put = bucket.put
+
+    def put_or_die(key: str, data: bytes | Path) -> None:
+        if "/log/" in key or next(numbers) != last:
+            return put(key, data)
+        if whole:
+            put(key, data)
+            _die()
+        with mock.patch("delta_weight_sync.store._files._write", _write_half):
+            return put(key, data)
+
+    with mock.patch.object(bucket, "put", put_or_die):
+        outbox = Outbox(RunWriter(bucket, RUN, model="policy", assets=assets), RunLogWriter(bucket, RUN))
+        weights = {"embed.weight": torch.ones(600, 100), "norm.weight": torch.ones(64)}
+        for sync in itertools.count(1):
+            weights["embed.weight"][0] = torch.randn(100)  # few changes: no anchor is due in this test
+            outbox.publish(weights.items(), sync)
+            outbox.flush()
+
+
+def _write_half(file: BinaryIO, data: bytes | Path) -> None:
+    content = data if isinstance(data, bytes) else data.read_bytes()
+    file.write(content[: len(content) // 2])
+    file.flush()
+    _die()
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(url: str, assets: Path, last: int, whole: bool) -> None:
+    trainer = forked.start(publish_until_killed, url, assets, last, whole)
+    trainer.join(300)
+    assert trainer.exitcode == -signal.SIGKILL
 
 
 def test_a_trainer_killed_while_it_uploads_leaves_the_last_version_usable(tmp_path):
@@ -51,11 +195,11 @@ def test_a_trainer_killed_while_it_uploads_leaves_the_last_version_usable(tmp_pa
     (assets / "config.json").write_text("{}")
     early = (tmp_path / "early").as_uri()
     killed(early, assets, BASE - 1, True)
-    assert RunReader(open_bucket(early), killed_trainer.RUN).newest() is None
+    assert RunReader(open_bucket(early), RUN).newest() is None
     killed(url, assets, BASE, True)
-    reader = RunReader(open_bucket(url), killed_trainer.RUN)
+    reader = RunReader(open_bucket(url), RUN)
     newest, decided = 0, 0  # the second: its manifest is whole, and HEAD did not move any more
-    for last, whole in product(range(1, max(HEADS) + 1), (False, True)):
+    for last, whole in itertools.product(range(1, max(HEADS) + 1), (False, True)):
         killed(url, assets, last, whole)
         written = last if whole else last - 1
         newest += (decided if written >= CLAIM else 0) + sum(written >= head for head in HEADS)
@@ -63,14 +207,3 @@ def test_a_trainer_killed_while_it_uploads_leaves_the_last_version_usable(tmp_pa
         assert reader.manifest().version == newest, f"object {last}, whole: {whole}"
         result = command("verify", url)
         assert result.code == 0, result.complaint
-
-
-BASE = 6  # objects of a run's first version: a claim, weights, config.json, run.json, manifest, HEAD
-CLAIM = 1  # a later trainer takes over with a HEAD of its own
-HEADS = (4, 7)  # then come delta, manifest and HEAD per version
-
-
-def killed(url: str, assets: Path, last: int, whole: bool) -> None:
-    trainer = forked.start(killed_trainer.publish, url, assets, last, whole)
-    trainer.join(300)
-    assert trainer.exitcode == -signal.SIGKILL

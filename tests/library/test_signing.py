@@ -2,6 +2,7 @@
 
 import stat
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from delta_weight_sync.signing import (
     writer_keys,
 )
 from tests.cli.command import command
-from tests.support.published_run import write_run
+from tests.support.real_run import Drifting
 
 PAIR, OTHER = new_pair(), new_pair()
 SIGNING, PUBLIC = SigningKey(PAIR[SIGNING_KEY]), PAIR[PUBLIC_KEY]
@@ -100,7 +101,8 @@ def test_every_command_that_reads_a_run_asks_for_the_key_of_its_environment(tmp_
     url = (tmp_path / "bucket").as_uri()
     for name, word in PAIR.items():
         monkeypatch.setenv(name, word)
-    write_run(url, tmp_path / "base", versions=2)
+    with closing(Drifting(tmp_path / "bucket")) as run:
+        run.step()
     monkeypatch.delenv(SIGNING_KEY)
     assert command("verify", url).code == 0
     monkeypatch.setenv(PUBLIC_KEY, OTHER[PUBLIC_KEY])

@@ -1,21 +1,27 @@
-"""docs/wire-format.md is enough: a reader written from it alone gets what the project's own reader gets."""
+"""docs/wire-format.md is enough: a reader written from it alone gets what the project's own reader gets.
 
+    python -m tests.library.test_wire_format      writes the worked examples into the page
+
+An example's place is `<!-- wire:NAME -->` up to `<!-- /wire -->`; NAME is one of `EXAMPLES`.
+"""
+
+import hashlib
 import itertools
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delta_weight_sync import codec
-from delta_weight_sync.checkpoint import read_bits
-from delta_weight_sync.reader import RunReader
-from delta_weight_sync.store import open_bucket
-from tests.cli.drifting import RUN, Drifting
-from tests.library import wire_examples, wire_reader
-from tests.support.published_run import write_run
+from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.records import FileRef, Head, Keys, Writer
+from tests.library import wire_reader
+from tests.support.real_run import RUN, Drifting
 
 LEVELS = ("fast", "small")
 WHERE = ("anywhere", "small", "rows", "replaced")
@@ -33,20 +39,6 @@ def by_the_page(data: bytes, old: State) -> State:
     return {name: np.array(bits, np.uint16).reshape(old[name].shape) for name, bits in weights.items()}
 
 
-def by_the_project(data: bytes, old: State, folder: Path) -> State:
-    path, live = folder / "delta", {name: bits.copy() for name, bits in old.items()}
-    path.write_bytes(data)
-    shapes = {name: bits.shape for name, bits in old.items()}
-    for patch in codec.Delta(path).patches(shapes, old.__getitem__):
-        codec.apply(patch, live[patch.name])
-    return live
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("wire")
-
-
 tensors = st.lists(st.sampled_from([1, 3, 63, 64, 65, 130, 400]), min_size=1, max_size=4)
 
 
@@ -59,14 +51,14 @@ tensors = st.lists(st.sampled_from([1, 3, 63, 64, 65, 130, 400]), min_size=1, ma
     steps=st.sampled_from(["up", "one", "few", "any"]),
     where=st.sampled_from(WHERE),
 )
-def test_the_page_reads_what_the_project_writes(folder, encoding, seed, sizes, share, steps, where):
+def test_the_page_reads_what_the_project_writes(encoding, seed, sizes, share, steps, where):
     rng = np.random.default_rng(seed)
     old = {f"layer.{i}": _weights(rng, size) for i, size in enumerate(sizes)}
     new = {name: _stepped(rng, bits, share, steps, where) for name, bits in old.items()}
     data = encoded(old, new, encoding)
-    for read in (by_the_page(data, old), by_the_project(data, old, folder)):
-        for name, bits in new.items():
-            np.testing.assert_array_equal(read[name], bits)
+    read = by_the_page(data, old)
+    for name, bits in new.items():
+        np.testing.assert_array_equal(read[name], bits)
 
 
 def _weights(rng: np.random.Generator, size: int) -> np.ndarray:
@@ -105,28 +97,147 @@ def test_such_deltas_are_in_every_mode():
 
 
 def test_the_page_reads_a_run_from_head_to_weights(tmp_path):
-    """HEAD, its seal, manifest, anchor, deltas, digest: as a reader in another language would."""
-    digests = write_run((tmp_path / "bucket").as_uri(), tmp_path / "base", 4)
-    manifest, weights = wire_reader.newest(tmp_path / "bucket", "test")
-    assert (manifest["version"], manifest["digest"]) == (3, digests[-1])
-    reader = RunReader(open_bucket((tmp_path / "bucket").as_uri()), "test")
-    reader.checkout(reader.manifest(), tmp_path / "checkout")
-    expected = {name: bits.reshape(-1).tolist() for name, bits in read_bits(tmp_path / "checkout")}
-    assert weights == expected
-
-
-def test_the_page_is_enough_to_take_jumps(tmp_path):
+    """HEAD, its seal, manifest, anchor, jump, deltas, digest: as a reader in another language would."""
     run = Drifting(tmp_path / "bucket", drift=1e-6)
-    for _ in range(10):
-        run.step()
-        run.settle()
+    run.steps(10)
     run.close()
-    manifest, _ = wire_reader.newest(run.folder, RUN)
+    manifest, weights = wire_reader.newest(run.folder, RUN)
     assert [(ref["base"], ref["version"]) for ref in wire_reader.way(manifest)] == [(0, 8), (8, 9), (9, 10)]
+    assert (manifest["version"], manifest["digest"]) == (10, run.digest())
+    expected = run.reader.checkout(run.newest, tmp_path / "checkout")
+    assert weights == {name: bits.reshape(-1).tolist() for name, bits in expected.items()}
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "wire-format.md"
+_PLACE = re.compile(r"(<!-- wire:(\w+) -->\n).*?(<!-- /wire -->)", re.DOTALL)
+Bits = np.ndarray
+_SHOWN = 24  # changes
+
+
+def head() -> str:
+    writer, keys = Writer(1, "0123456789abcdef" * 2), Keys("demo")
+    manifest = FileRef(key=keys.manifest(7, writer), size=2, sha256=_sha256(b"{}"))
+    sealed = Head(
+        run="demo", born=1.75e9, version=7, manifest=manifest, writer_term=writer.term, writer=writer.id
+    )
+    text = sealed.to_bytes().decode()
+    without = "Head\n" + text.replace(f'"seal":"{sealed.seal}","signature":"",', "")
+    return "\n".join(
+        [
+            keys.head(writer),
+            *_wrapped(text),
+            "its seal is the sha256 of the word Head, a line feed, and",
+            *_wrapped(without.removeprefix("Head\n")),
+            f"  {_sha256(without.encode())}",
+        ]
+    )
+
+
+def digest() -> str:
+    zeros, small, long = np.zeros(3, np.uint16), _numbers(0x3F80, 0, 0x8000), np.arange(5000, dtype=np.uint16)
+    rows = [
+        ("w = [0000 0000 0000]", {"w": zeros}),
+        ("w = [3f80 0000 8000]", {"w": small}),
+        ("v = [3f80 0000 8000]", {"v": small}),
+        ("both of these", {"w": small, "v": small}),
+        ("w = [0000 0001 … 1387], 5000 weights", {"w": long}),
+    ]
+    return "\n".join(f"{name:38} {to_hex(state_digest(state))}" for name, state in rows)
+
+
+def gaps() -> str:
+    old = np.full((4, 16), 0x3C00, np.uint16)
+    new = _moved(old, {5: 1, 6: -1, 20: 3, 41: 1})
+    return _explained(old, new, "fast", "gaps")
+
+
+def bands() -> str:
+    """Every other weight is a thousand times smaller, and those change."""
+    old = np.tile(_numbers(0x3F80, 0x3A80), (8, 16))
+    new = _moved(old, {at: 1 if at % 16 == 1 else -1 for at in range(1, 256, 8)} | {7: -2, 100: 1})
+    return _explained(old, new, "small", "bands")
+
+
+def planes() -> str:
+    """Changes side by side, steps of every size, and weights that have nothing to do with the old ones."""
+    at = np.arange(512)
+    old, uneven = np.full(512, 0x3C00, np.uint16), (at * 2654435761 >> 7 & 0xFFFF).astype(np.uint16)
+    steps = np.tile([1, -1, 300, 0, 2, -2, -300, 1], 64)
+    examples = {
+        "mask": (old, old + (at // 32 % 4 == 1).astype(np.uint16)),
+        "dense": (old, (old + steps).astype(np.uint16)),
+        "raw": (uneven, np.tile(_numbers(0x3F80, 0xBF80, 0x0001, 0x7FC0), 128)),
+    }
+    return "\n\n".join(_explained(*pair, "fast", mode) for mode, pair in examples.items())
+
+
+EXAMPLES: dict[str, Callable[[], str]] = {f.__name__: f for f in (head, digest, gaps, bands, planes)}
+
+
+def _explained(old: Bits, new: Bits, encoding: str, mode: str) -> str:
+    patch = codec.diff("w", old, new)
+    data = codec.encode([patch], {"w": old}.__getitem__, base=6, version=7, encoding=encoding)
+    header, content = wire_reader.safetensors(data)
+    end = 8 + int.from_bytes(data[:8], "little")
+    found = re.findall(r'"mode": "(\w+)"', header["__metadata__"].get("groups", ""))
+    assert found == [mode], f"this is no example of {mode}, but of {found}"
+    pairs = list(zip(patch.index, patch.ulps.astype(np.int16), strict=True))
+    steps = " ".join(f"{at}:{step:+d}" for at, step in pairs[:_SHOWN]) + (" …" if pairs[_SHOWN:] else "")
+    lines = [
+        f"{mode}: w has shape {list(old.shape)}, old bits {_few(old)}",
+        *_wrapped(f"changes, position:step  {steps}"),
+        f"the file, {len(data)} bytes: length of the header {data[:8].hex(' ')}, header",
+        *_wrapped(data[8:end].decode().rstrip()),
+        f"and {end - 8 - len(data[8:end].rstrip())} spaces; then",
+        *(line for name, stream in content.items() for line in _stream(name, stream)),
+    ]
+    return "\n".join(lines)
+
+
+def _stream(name: str, stream: bytes) -> list[str]:
+    if not stream:
+        return [f"  {name:12} (empty)"]
+    if stream[:4] == b"\x28\xb5\x2f\xfd":
+        inside = zstandard.ZstdDecompressor().decompress(stream)
+        unpacked = f"  unpacked   {inside[:24].hex(' ')} … ({len(inside)} bytes)"
+        return [*_wrapped(f"{name:12} {stream.hex(' ')}"), *_wrapped(unpacked)]
+    bits = " ".join(f"{byte:08b}"[::-1] for byte in stream)
+    return [
+        *_wrapped(f"{name:12} {stream.hex(' ')}"),
+        *(_wrapped(f"  bits       {bits}") if len(stream) < 32 else []),
+    ]
+
+
+def _few(old: Bits) -> str:
+    flat = [f"{value:04x}" for value in old.reshape(-1)[:4].tolist()]
+    return " ".join(flat) + (" …" if old.size > 4 else "")
+
+
+def _moved(old: Bits, steps: dict[int, int]) -> Bits:
+    move = np.zeros(old.size, np.int64)
+    move[list(steps)] = list(steps.values())
+    return (old + move.reshape(old.shape)).astype(np.uint16)
+
+
+def _numbers(*values: int) -> Bits:
+    return np.array(values, np.uint16)
+
+
+def _wrapped(text: str, width: int = 100) -> list[str]:
+    return ["  " + text[at : at + width] for at in range(0, len(text), width)]
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def filled(text: str) -> str:
+    """The page with every place written anew."""
+    return _PLACE.sub(lambda m: f"{m[1]}```text\n{EXAMPLES[m[2]]()}\n```\n{m[3]}", text)
 
 
 def test_the_page_and_its_examples_name_the_formats_that_the_reader_checks():
-    page = wire_examples.PAGE.read_text()
+    page = PAGE.read_text()
     formats = [wire_reader.RECORD_FORMAT, wire_reader.DELTA_FORMAT]
     assert re.findall(r"^\| `format` \|.*`(delta-weight-sync\S+)` \|$", page, re.MULTILINE) == formats
     unwrapped = page.replace("\n  ", "")
@@ -134,13 +245,17 @@ def test_the_page_and_its_examples_name_the_formats_that_the_reader_checks():
 
 
 def test_the_examples_of_the_page_are_up_to_date():
-    """`python -m tests.library.wire_examples` writes them anew."""
-    page = wire_examples.PAGE.read_text()
-    assert set(re.findall(r"<!-- wire:(\w+) -->", page)) == set(wire_examples.EXAMPLES)
-    assert wire_examples.filled(page) == page
+    """`python -m tests.library.test_wire_format` writes them anew."""
+    page = PAGE.read_text()
+    assert set(re.findall(r"<!-- wire:(\w+) -->", page)) == set(EXAMPLES)
+    assert filled(page) == page
 
 
 def test_the_reader_of_the_page_uses_nothing_of_the_project():
     source = Path(wire_reader.__file__).read_text()
     imported = set(re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE))
     assert imported <= {"hashlib", "json", "math", "collections", "itertools", "pathlib", "zstandard"}
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text()))

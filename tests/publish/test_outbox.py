@@ -1,94 +1,49 @@
 """The outbox: what is handed over is what anyone can rebuild from the bucket, whatever happens.
 
+The undo log: earlier hand-overs, had back from what each of them changed.
+
 In a folder; where a failure or HEAD matters, in every kind of store. What a store promises: tests/store.
 """
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from delta_weight_sync import codec
+from delta_weight_sync import Publisher, codec, open_run
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.digest import state_digest, to_hex
-from delta_weight_sync.errors import BucketUnreachableError, FencedError
-from delta_weight_sync.publish.outbox import Outbox, PendingUpdate, published_bits
+from delta_weight_sync.errors import BucketUnreachableError, FencedError, UndoLogError
+from delta_weight_sync.publish.outbox import Outbox, PendingUpdate, UndoLog, bf16_bits, published_bits
 from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.runlog import RunLogReader, RunLogWriter, SyncEvent
 from delta_weight_sync.store import open_bucket
-
-PATIENCE_S = 300.0  # for what happens at once; only a fault takes so long
-
-
-class Policy:
-    """A stand-in for model parameters: named float32 tensors that take steps of a given size."""
-
-    def __init__(self, numel: int = 4000, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.weights = {
-            "embed.weight": torch.randn(numel // 10, 10, generator=generator) * 0.1,
-            "norm.weight": torch.ones(64),
-        }
-        self._generator = generator
-
-    def step(self, size: float = 1e-4) -> None:
-        for tensor in self.weights.values():
-            tensor += size * torch.randn(tensor.shape, generator=self._generator)
-
-    def digest(self) -> str:
-        return to_hex(state_digest({name: to_bits(t) for name, t in self.weights.items()}))
+from tests.support.real_run import PATIENCE_S, RUN, TENSORS, Drifting, SlowLink
 
 
 @pytest.fixture
-def assets(tmp_path: Path) -> Path:
-    folder = tmp_path / "assets"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "qwen3"}')
-    return folder
-
-
-class Run:
-    """An outbox with all its parts, closed at the end of the test."""
-
-    def __init__(self, url: str, assets: Path) -> None:
-        self.bucket = open_bucket(url, create=True)
-        self.reader = RunReader(self.bucket, "test")
-        self.log = RunLogWriter(self.bucket, "test", every_s=0.05)
-        self.writer = RunWriter(self.bucket, "test", model="policy", assets=assets)
-        self.outbox = Outbox(self.writer, self.log)
-        self.syncs = 0
-
-    def publish(self, policy: Policy) -> None:
-        self.syncs += 1
-        self.outbox.publish(policy.weights.items(), self.syncs)
-
-    def close(self) -> None:
-        self.outbox.close()
-        self.log.close()
-
-
-@pytest.fixture
-def make_run(assets: Path, tmp_path: Path) -> Iterator[Callable[[], Run]]:
-    """Trainers of one run in a folder."""
+def make_run(tmp_path: Path) -> Iterator[Callable[[], Drifting]]:
+    """Trainers of one run in a folder; each begins with the same weights, and publishes them."""
     with ExitStack() as stack:
-        yield lambda: stack.enter_context(closing(Run(f"file://{tmp_path}/bucket", assets)))
+        yield lambda: stack.enter_context(closing(Drifting(tmp_path / "bucket")))
 
 
 @pytest.fixture
-def make_run_anywhere(assets: Path, bucket_url: str) -> Iterator[Callable[[], Run]]:
+def make_run_anywhere(bucket_url: str) -> Iterator[Callable[[], Drifting]]:
     """The same in each kind of store."""
     with ExitStack() as stack:
-        yield lambda: stack.enter_context(closing(Run(bucket_url, assets)))
+        yield lambda: stack.enter_context(closing(Drifting(open_bucket(bucket_url))))
 
 
-def rebuilt(run: Run, tmp_path: Path, version: int | None = None) -> str:
-    state = run.reader.checkout(run.reader.manifest(version), tmp_path / f"out{version}")
-    return to_hex(state_digest(state))
+def rebuilt(run: Drifting, tmp_path: Path) -> str:
+    return to_hex(state_digest(run.reader.checkout(run.reader.manifest(), tmp_path / "out")))
 
 
 def test_a_slow_link_skips_versions_and_loses_nothing(make_run, tmp_path, monkeypatch):
@@ -96,29 +51,20 @@ def test_a_slow_link_skips_versions_and_loses_nothing(make_run, tmp_path, monkey
 
     Some weights come back to the bits that are published, so that adding up masks of changes would not do.
     """
-    run, policy = make_run(), Policy()
-    run.publish(policy)
-    put, uploading, link = run.bucket.put, threading.Event(), threading.Event()
-
-    def put_when_the_link_is_up(key: str, data: bytes | Path) -> None:
-        if "/deltas/" in key:
-            uploading.set()
-            assert link.wait(PATIENCE_S), "the trainer waits for the link"
-        put(key, data)
-
-    monkeypatch.setattr(run.bucket, "put", put_when_the_link_is_up)
-    policy.step()
-    run.publish(policy)
-    assert uploading.wait(PATIENCE_S)
+    run = make_run()
+    link = SlowLink(run.reader.bucket, "/deltas/")
+    run.move()
+    run.publish()
+    link.wait()
     for _ in range(19):
-        policy.step()
-        run.publish(policy)
+        run.move()
+        run.publish()
     assert run.outbox.version == 0, "the upload is still under way"
-    link.set()
-    manifest = run.outbox.flush()
-    assert (manifest.version, manifest.sync) == (2, 21), "the newest weights are published"
-    assert rebuilt(run, tmp_path) == policy.digest()
-    assert [m.sync for m in run.reader.versions()] == [21, 2, 1]
+    link.up.set()
+    manifest = run.flush()
+    assert (manifest.version, manifest.sync) == (2, 20), "the newest weights are published"
+    assert rebuilt(run, tmp_path) == run.digest()
+    assert [m.sync for m in run.reader.versions()] == [20, 1, 0]
 
 
 @pytest.mark.parametrize("part", ["deltas/", "manifests/", "heads/"])
@@ -126,9 +72,8 @@ def test_a_slow_link_skips_versions_and_loses_nothing(make_run, tmp_path, monkey
 def test_a_failing_upload_is_repeated_and_nothing_is_lost(
     make_run_anywhere, tmp_path, monkeypatch, caplog, part, stored
 ):
-    run, policy = make_run_anywhere(), Policy()
-    run.publish(policy)
-    put, failures = run.bucket.put, [3]
+    run = make_run_anywhere()
+    put, failures = run.reader.bucket.put, [3]
 
     def failing_put(key: str, data: bytes | Path) -> None:
         if part not in key or not failures[0]:
@@ -138,22 +83,21 @@ def test_a_failing_upload_is_repeated_and_nothing_is_lost(
             put(key, data)
         raise BucketUnreachableError(f"{key}: the link is down")
 
-    monkeypatch.setattr(run.bucket, "put", failing_put)
+    monkeypatch.setattr(run.reader.bucket, "put", failing_put)
     monkeypatch.setattr("delta_weight_sync.publish.outbox._RETRY_S", 0.05)
     for _ in range(3):
-        policy.step()
-        run.publish(policy)
-    manifest = run.outbox.flush()
-    assert rebuilt(run, tmp_path) == policy.digest()
+        run.move()
+        run.publish()
+    manifest = run.flush()
+    assert rebuilt(run, tmp_path) == run.digest()
     assert [m.version for m in run.reader.versions()] == list(range(manifest.version, -1, -1))
     assert "the link is down; trying again" in caplog.text
 
 
 def test_a_published_version_never_changes_its_content(make_run_anywhere, monkeypatch):
     """HEAD was stored but the answer was lost: replicas may serve it, so it must stay."""
-    run, policy = make_run_anywhere(), Policy()
-    run.publish(policy)
-    put, seen, lost = run.bucket.put, {}, [2]
+    run = make_run_anywhere()
+    put, seen, lost = run.reader.bucket.put, {}, [2]
 
     def put_without_answer(key: str, data: bytes | Path) -> None:
         put(key, data)
@@ -163,66 +107,51 @@ def test_a_published_version_never_changes_its_content(make_run_anywhere, monkey
             assert seen.setdefault(head.version, head.manifest.sha256) == head.manifest.sha256
             if lost[0]:
                 lost[0] -= 1
-                policy.step()
-                run.publish(policy)
+                run.move()
+                run.publish()
                 raise BucketUnreachableError("no answer")
 
-    monkeypatch.setattr(run.bucket, "put", put_without_answer)
+    monkeypatch.setattr(run.reader.bucket, "put", put_without_answer)
     monkeypatch.setattr("delta_weight_sync.publish.outbox._RETRY_S", 0.05)
-    policy.step()
-    run.publish(policy)
-    run.outbox.flush()
+    run.step()
     assert len(seen) >= 2
 
 
 def test_a_second_trainer_takes_over_and_the_first_is_fenced_off(make_run_anywhere, tmp_path):
-    first, policy = make_run_anywhere(), Policy()
-    first.publish(policy)
-    policy.step()
-    first.publish(policy)
-    first.outbox.flush()
+    first = make_run_anywhere()
+    first.step()
     second = make_run_anywhere()
-    policy.step()
-    second.publish(policy)
-    manifest = second.outbox.flush()
-    assert (manifest.version, manifest.writer_term) == (2, 2)
-    assert 0 < manifest.changed < manifest.total, "it continues from the published bits"
-    first.publish(Policy(seed=1))
+    assert (second.newest.version, second.newest.writer_term) == (2, 2)
+    assert 0 < second.newest.changed < second.newest.total, "it continues from the published bits"
+    first.move()
+    first.publish()
     with pytest.raises(FencedError, match="taken over by another trainer"):
-        first.outbox.flush()
-    assert rebuilt(second, tmp_path) == policy.digest()
+        first.flush()
+    assert rebuilt(second, tmp_path) == second.digest()
 
 
 @pytest.mark.parametrize("part", ["anchors", "deltas"])
 def test_a_run_whose_files_are_damaged_goes_on_with_a_new_anchor(make_run, tmp_path, part, caplog):
-    run, policy = make_run(), Policy()
-    for _ in range(2):
-        run.publish(policy)
-        run.outbox.flush()
-        policy.step()
+    run = make_run()
+    run.step()
     run.close()
-    for path in (tmp_path / "bucket/runs/test" / part).rglob("*.safetensors"):
+    for path in (tmp_path / "bucket/runs" / RUN / part).rglob("*.safetensors"):
         path.write_bytes(b"torn")
     resumed = make_run()
     for version in (2, 3):
-        resumed.publish(policy)
-        manifest = resumed.outbox.flush()
-        assert (manifest.version, manifest.anchor.version) == (version, 2)
-        assert rebuilt(resumed, tmp_path) == policy.digest()
-        policy.step()
+        assert (resumed.newest.version, resumed.newest.anchor.version) == (version, 2)
+        assert rebuilt(resumed, tmp_path) == resumed.digest()
+        resumed.step()
     assert "the next one will be an anchor" in caplog.text
 
 
 def test_anchors_keep_the_way_in_short(make_run, tmp_path):
-    run, policy = make_run(), Policy()
+    run = make_run()
+    run.rate = 0.05  # nearly every weight changes: a delta costs about as much as the model
     for _ in range(12):
-        run.publish(policy)
-        newest = run.outbox.flush()
-        assert len(newest.recipe().deltas) <= 2, (
-            "one since the anchor, which was being made, and this version's"
-        )
-        assert run.outbox.shortcuts.idle(PATIENCE_S)
-        policy.step(0.05)  # nearly every weight changes: a delta costs about as much as the model
+        newest = run.step()
+        assert len(newest.recipe().deltas) <= 2, "the one since the anchor that was being made, and this one"
+        run.settle()
     assert newest.anchor.version > 0
     assert rebuilt(run, tmp_path) == newest.digest
 
@@ -243,53 +172,147 @@ def test_what_is_pending_is_taken_back_by_one_walk_over_it():
     assert [patches.times for patches in once] == [1, 1]
 
 
+NAMES = list(TENSORS)
+
+
 @pytest.mark.parametrize(
     ("names", "sentence"),
     [
-        (["embed.weight", "norm.weight", "head.weight"], r"parameter head\.weight is not part of the run"),
-        (["embed.weight"], r"parameter norm\.weight was not published"),
-        (["embed.weight", "norm.weight", "norm.weight"], r"norm\.weight was published twice in one sync"),
+        ([*NAMES, "head.weight"], r"parameter head\.weight is not part of the run"),
+        (NAMES[:-1], r"parameter norm\.weight was not published"),
+        ([*NAMES, "norm.weight"], r"norm\.weight was published twice in one sync"),
     ],
 )
 def test_another_model_is_refused_and_nothing_follows(make_run, tmp_path, names, sentence):
     """What was found in its first tensors is lost, so that later changes would not fit any more."""
-    run, policy = make_run(), Policy()
-    run.publish(policy)
-    base = policy.digest()
-    policy.step()
-    weights = policy.weights | {"head.weight": torch.ones(3)}
+    run = make_run()
+    run.move()
+    weights = run.weights | {"head.weight": torch.ones(3)}
     with pytest.raises(ValueError, match=sentence):
         run.outbox.publish([(name, weights[name]) for name in names], 2)
-    for again in (lambda: run.publish(policy), run.outbox.flush):
+    for again in (run.publish, run.flush):
         with pytest.raises(ValueError, match=sentence):
             again()
-    assert rebuilt(run, tmp_path) == base
+    assert rebuilt(run, tmp_path) == run.newest.digest != run.digest()
 
 
-def test_a_first_version_that_failed_is_not_followed_by_a_second(make_run, monkeypatch):
-    run, policy = make_run(), Policy()
-    put = run.bucket.put
-    monkeypatch.setattr(
-        run.bucket, "put", lambda *_: (_ for _ in ()).throw(BucketUnreachableError("no link"))
-    )
-    with pytest.raises(BucketUnreachableError):
-        run.publish(policy)
-    monkeypatch.setattr(run.bucket, "put", put)
-    with pytest.raises(BucketUnreachableError):
-        run.publish(policy)
-    assert run.reader.newest() is None
+def test_a_first_version_that_failed_is_not_followed_by_a_second(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    bucket, weights = open_bucket(f"file://{tmp_path}/bucket", create=True), {"w": torch.ones(8)}
+    writer = RunWriter(bucket, RUN, model="m", assets=tmp_path)
+    with (
+        closing(RunLogWriter(bucket, RUN, every_s=3600)) as log,
+        closing(Outbox(writer, log)) as outbox,
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(bucket, "put", mock.Mock(side_effect=BucketUnreachableError("no link")))
+            with pytest.raises(BucketUnreachableError):
+                outbox.publish(weights.items(), 0)
+        with pytest.raises(BucketUnreachableError):
+            outbox.publish(weights.items(), 1)
+    assert RunReader(bucket, RUN).newest() is None
 
 
 def test_the_log_tells_what_was_published(make_run):
-    run, policy = make_run(), Policy()
-    for _ in range(3):
-        run.publish(policy)
-        run.outbox.flush()
-        policy.step()
+    run = make_run()
+    run.step()
+    run.step()
     run.log.flush()
-    syncs = [e for e in RunLogReader(run.bucket, "test").poll() if isinstance(e, SyncEvent)]
+    syncs = [e for e in RunLogReader(run.reader.bucket, RUN).poll() if isinstance(e, SyncEvent)]
     manifests = {m.version: m for m in run.reader.versions()}
     assert [s.version for s in syncs] == [0, 1, 2]
     for sync in syncs[1:]:
         assert sync.payload_bytes == manifests[sync.version].deltas[-1].size
         assert sync.changed == manifests[sync.version].changed
+
+
+SYNCS = 5
+EVERY = np.arange(1 << 16).astype(np.uint16)  # of the patterns: -0.0, infinities and all that is not a number
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def weights_of(bits: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """bf16 patterns as weights; float32 by hand, for a cast may change what is not a number."""
+    if dtype == torch.bfloat16:
+        return torch.from_numpy(bits.view(np.int16).copy()).view(dtype)
+    return torch.from_numpy((bits.astype(np.uint32) << 16).view(np.int32)).view(dtype)
+
+
+@pytest.fixture(scope="module")
+def walk() -> list[dict[str, np.ndarray]]:
+    """Bits at the hand-overs 1 to 5: "every" pattern becomes another one, of "few" two weights move."""
+    numbers = np.random.default_rng(0)
+    states = []
+    few = np.zeros((40, 30), np.uint16)
+    for sync in range(SYNCS):
+        few = few.copy()
+        few[sync, 2 * sync : 2 * sync + 2] = 0x8000 - sync
+        states.append({"every": numbers.permutation(EVERY), "few": few})
+    return states
+
+
+def past_of(walk: list[dict[str, np.ndarray]], keep: int = SYNCS) -> UndoLog:
+    past = UndoLog(1, keep)
+    for sync, (old, new) in enumerate(itertools.pairwise(walk), start=2):
+        past.add(sync, [codec.diff(name, old[name], new[name]) for name in old])
+    return past
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_hand_over_is_had_from_any_other_by_writing_what_lies_between(walk, dtype):
+    past = past_of(walk)
+    for start, end in itertools.product(range(1, SYNCS + 1), repeat=2):
+        weights = {name: weights_of(bits, dtype) for name, bits in walk[start - 1].items()}
+        written = past.roll(weights, start, end)
+        for name, bits in walk[end - 1].items():
+            expected = weights_of(bits, dtype)
+            assert torch.equal(bf16_bits(weights[name]), bf16_bits(expected)), (name, start, end)
+            if dtype == torch.float32:
+                assert torch.equal(weights[name].view(torch.int32), expected.view(torch.int32))
+        low, high = sorted((start, end))
+        between = itertools.pairwise(walk[low - 1 : high])
+        assert written == sum(int((old[name] != new[name]).sum()) for old, new in between for name in old)
+
+
+def test_what_is_not_kept_is_refused_before_anything_is_written(walk):
+    past = past_of(walk, keep=2)
+    assert past.syncs == [3, 4, 5]
+    weights = {name: weights_of(bits, torch.float32) for name, bits in walk[4].items()}
+    with pytest.raises(UndoLogError, match="the undo log holds syncs 3 to 5, not 2; keep more of them"):
+        past.roll(weights, 5, 2)
+    assert torch.equal(bf16_bits(weights["every"]), torch.from_numpy(walk[4]["every"].view(np.int16)))
+    past.roll(weights, 5, 3)
+    assert torch.equal(bf16_bits(weights["every"]), torch.from_numpy(walk[2]["every"].view(np.int16)))
+
+
+def test_weights_that_cannot_hold_every_published_one_are_refused():
+    with pytest.raises(ValueError, match=r"torch\.float16 do not hold every bf16: use float32 or bfloat16"):
+        bf16_bits(torch.zeros(3, dtype=torch.float16))
+
+
+def test_a_hand_over_that_became_no_version_of_its_own_is_had_back_too(tmp_path: Path):
+    """The link is slow, so hand-overs 2 to 4 become one version."""
+    (tmp_path / "config.json").write_text("{}")
+    url, up = f"{tmp_path.as_uri()}/bucket#run", threading.Event()
+    weights = {"a": torch.ones(50, 40), "b": torch.ones(9)}
+    handed_over = {}
+    with Publisher(url, tmp_path) as publisher:
+        publisher.publish(weights.items())
+        past, put = publisher.keep_undo_log(SYNCS), publisher._writer.put_delta
+        publisher._writer.put_delta = lambda *arguments: (up.wait(PATIENCE_S), put(*arguments))[1]
+        for sync in range(2, SYNCS + 1):
+            weights["a"][sync] += 0.1
+            weights["b"][sync - 2 :] *= 1.5
+            publisher.publish(weights.items())
+            handed_over[sync] = {name: to_bits(tensor) for name, tensor in weights.items()}
+        up.set()
+        newest = publisher.flush()
+    assert newest.version < SYNCS - 1
+    rolled, at = {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}, SYNCS
+    for sync in (3, 2, 4, 5):
+        past.roll(rolled, at, sync)
+        at = sync
+        for name, bits in handed_over[sync].items():
+            np.testing.assert_array_equal(to_bits(rolled[name]), bits)
+    state = open_run(url).checkout(newest, tmp_path / "out")
+    np.testing.assert_array_equal(to_bits(rolled["a"]), state["a"])

@@ -1,16 +1,213 @@
-"""Several trainer processes publish the bytes that a single one publishes, and stop together."""
+"""Several trainer processes publish the bytes that a single one publishes, and stop together.
 
+Each rank is a process with known weights and gradients. The layout is how parameters lie on the ranks:
+`whole` on each, `fsdp`, or `mesh`: two by two ranks, every kind of placement, and FSDP over tensor
+parallelism; `+kernels` behind it compares them as on a GPU. A job is an encoding of the codec, and perhaps
+`:<rank>:<sync>`, where a rank then fails, or `:base`, which publishes version 0 before the model is sharded;
+or `resume`, which publishes the same in two lives. Each job's result is the digest of the live weights, or
+the error that ended it.
+"""
+
+import contextlib
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from delta_weight_sync import Publisher
 from delta_weight_sync.errors import StateError
+from delta_weight_sync.publish.mirror import Mirror
 from delta_weight_sync.publish.sharding import Shards
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import Manifest
 from delta_weight_sync.store import open_bucket
-from tests.publish import ranks
+from tests import forked
+
+STEPS = 4
+
+
+class Model(torch.nn.Module):
+    """Odd sizes, a tied head, a frozen layer, and parameters smaller than the number of ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(37, 6)
+        self.head = torch.nn.Linear(6, 37, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen = torch.nn.Linear(7, 5).requires_grad_(False)
+        self.norm = torch.nn.Parameter(torch.ones(1, 6))
+        self.wide = torch.nn.Parameter(torch.randn(5, 8))
+        self.turned = torch.nn.Parameter(torch.randn(9, 5).t())
+        self.big = torch.nn.Parameter(torch.randn(301, 77))
+        self.rows = torch.nn.ParameterDict({"a": torch.randn(8, 3), "b": torch.randn(16)})
+
+
+PLACEMENTS = {
+    "embed.weight": (Shard(0), Shard(0)),
+    "frozen.weight": (Replicate(), Shard(0)),
+    "frozen.bias": (Shard(0), Replicate()),
+    "norm": (Replicate(), Replicate()),
+    "wide": (Shard(1), Shard(0)),
+    "big": (Shard(0), Shard(1)),
+}
+
+
+def shard(model: Model, layout: str) -> None:
+    """Spread the parameters over the ranks."""
+    if layout == "fsdp":
+        # FSDP refuses parameters that are not contiguous; each rank then has the whole one.
+        columns = {model.wide}
+        fully_shard(model.rows)
+        fully_shard(
+            model,
+            shard_placement_fn=lambda p: Shard(1) if p in columns else Shard(0),
+            ignored_params={model.turned},
+        )
+    elif layout == "mesh":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        for name, placements in PLACEMENTS.items():
+            _replace(model, name, distribute_tensor(model.get_parameter(name).data, mesh, placements))
+        model.head.weight = model.embed.weight
+        for name in ("rows.a", "rows.b"):
+            _replace(model, name, distribute_tensor(model.get_parameter(name).data, mesh["tp"], [Shard(0)]))
+        fully_shard(model.rows, mesh=mesh["dp"])
+
+
+def _replace(model: Model, name: str, tensor: DTensor) -> None:
+    module, _, leaf = name.rpartition(".")
+    old = model.get_parameter(name)
+    owner = model.get_submodule(module)
+    setattr(owner, leaf, torch.nn.Parameter(tensor, requires_grad=old.requires_grad))
+
+
+def step(model: Model, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """One optimizer step with gradients that depend on its number only."""
+    generator = torch.Generator().manual_seed(number)
+    for parameter in model.parameters():
+        gradient = torch.randn(parameter.shape, generator=generator)
+        if parameter.requires_grad:
+            parameter.grad = _like(gradient, parameter)
+    optimizer.step()
+
+
+def _like(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return gradient
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if all(type(p) in (Shard, Replicate) for p in placements):
+        return distribute_tensor(gradient, mesh, placements)
+    data, tensor = mesh.get_coordinate()  # FSDP over tensor parallelism splits what that has split
+    part = gradient.chunk(2)[tensor].chunk(2)[data]
+    return DTensor.from_local(part, mesh, placements, shape=gradient.shape, stride=gradient.stride())
+
+
+def run(layout: str, folder: Path, job: str) -> str:
+    """Publish the base and a version per step into `folder`; returns the digest of the live weights."""
+    encoding, *fault = job.split(":")
+    torch.manual_seed(0)
+    model = Model()
+    failing = _failing(fault)
+    (folder / "base").mkdir(parents=True, exist_ok=True)
+    (folder / "base" / "config.json").write_text("{}")
+    url = f"{(folder / 'bucket').as_uri()}#run"
+    with Publisher(url, folder / "base", encoding=encoding) as publisher:
+        if fault == ["base"]:
+            publisher.publish_base(model.named_parameters() if _is_main() else [], 1)
+        shard(model, layout)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+        for number in range(STEPS):
+            _send(publisher, model, failing == number)
+            publisher.flush()
+            step(model, optimizer, number)
+        _send(publisher, model, failing == STEPS)
+        digest = publisher.digest(model.named_parameters())
+        assert publisher.flush().digest == digest
+        return digest
+
+
+def resume(layout: str, folder: Path) -> str:
+    """As `run`, by a trainer that ends after step 3, with a state of step 2, and one that resumes."""
+    (folder / "base").mkdir(parents=True, exist_ok=True)
+    (folder / "base" / "config.json").write_text("{}")
+    for last in (3, STEPS):
+        torch.manual_seed(last - 3)  # the second life begins with other weights
+        model = Model()
+        shard(model, layout)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+        with Publisher(f"{(folder / 'bucket').as_uri()}#run", folder / "base") as publisher:
+            digest = _live(publisher, model, optimizer, last)
+    return digest
+
+
+def _live(publisher: Publisher, model: Model, optimizer: torch.optim.Optimizer, last: int) -> str:
+    done = publisher.restore(model.named_parameters(), optimizer)
+    for number in range(done["step"] if done else 0, last + 1):
+        publisher.publish(model.named_parameters(), number + 1 if _is_main() else 1)  # as TRL's ranks count
+        publisher.flush()
+        if number % 2 == 0:
+            publisher.save_state(model.named_parameters(), optimizer, extra={"step": number})
+        if number < last:
+            step(model, optimizer, number)
+    return publisher.digest(model.named_parameters())
+
+
+def _is_main() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _failing(fault: list[str]) -> int | None:
+    """The sync at which this rank fails, of `<rank>:<sync>`."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return int(fault[1]) if len(fault) == 2 and int(fault[0]) == rank else None
+
+
+def _send(publisher: Publisher, model: Model, fails: bool) -> None:
+    """With a fault at this rank's first parameter, while the other ranks go on to the next ones."""
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    with mock.patch.multiple(Mirror, add=fail, _check=fail) if fails else contextlib.nullcontext():
+        publisher.publish(model.named_parameters())
+
+
+def spawn(size: int, layout: str, folder: Path, jobs: list[str]) -> list[list[str]]:
+    """Run all ranks; each one's results of the jobs. A rank that hangs fails the test."""
+    ranks = [forked.start(_rank, rank, size, layout, folder, jobs) for rank in range(size)]
+    try:
+        for rank in ranks:
+            rank.join(300)
+        assert [rank.exitcode for rank in ranks] == [0] * size
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(folder / f"results-{rank}").read_text().splitlines() for rank in range(size)]
+
+
+def _rank(rank: int, size: int, layout: str, folder: Path, jobs: list[str]) -> None:
+    torch.set_num_threads(1)
+    layout, _, kernels = layout.partition("+")
+    with contextlib.ExitStack() as stack:
+        if kernels:
+            from tests.gpu.interpreted import forced  # imports Triton
+
+            stack.enter_context(forced())
+        store = dist.FileStore(f"{folder}/store", size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        results = stack.enter_context((folder / f"results-{rank}").open("w"))
+        for job in jobs:
+            try:
+                work = resume(layout, folder / job) if job == "resume" else run(layout, folder / job, job)
+                print(work, file=results)
+            except Exception as error:  # noqa: BLE001 - the test reads it
+                print(f"{type(error).__name__}: {error}", file=results)
+        dist.destroy_process_group()
 
 
 def published(folder: Path) -> list[tuple[int, str, bytes]]:
@@ -29,9 +226,9 @@ def key(manifest: Manifest) -> str:
 @pytest.mark.parametrize(("layout", "size"), [("fsdp", 2), ("mesh", 4)])
 def test_sharded_ranks_publish_what_a_single_process_publishes(layout, size, tmp_path):
     levels = ["fast", "small"]
-    digests = [ranks.run("whole", tmp_path / "alone" / encoding, encoding) for encoding in levels]
+    digests = [run("whole", tmp_path / "alone" / encoding, encoding) for encoding in levels]
     jobs = [*levels, "fast:base"]
-    assert ranks.spawn(size, layout, tmp_path, jobs) == [[*digests, digests[0]]] * size
+    assert spawn(size, layout, tmp_path, jobs) == [[*digests, digests[0]]] * size
     for job in jobs:
         versions = published(tmp_path / job)
         assert [version for version, *_ in versions] == [4, 3, 2, 1, 0]
@@ -42,8 +239,8 @@ def test_sharded_ranks_publish_what_a_single_process_publishes(layout, size, tmp
 @pytest.mark.parametrize(("layout", "size"), [("fsdp", 2), ("mesh", 4)])
 def test_ranks_that_rise_publish_what_they_would_have(layout, size, tmp_path):
     """Each puts its own shards back; the state is older than the newest version, which comes once."""
-    digest = ranks.run("whole", tmp_path / "alone", "fast")
-    assert ranks.spawn(size, layout, tmp_path, ["resume"]) == [[digest]] * size
+    digest = run("whole", tmp_path / "alone", "fast")
+    assert spawn(size, layout, tmp_path, ["resume"]) == [[digest]] * size
     assert published(tmp_path / "resume") == published(tmp_path / "alone")
     states = open_bucket((tmp_path / "resume" / "bucket").as_uri()).list("runs/run/state/")
     folders = {info.key.removesuffix(".json") for info in states if info.key.endswith(".json")}
@@ -51,13 +248,13 @@ def test_ranks_that_rise_publish_what_they_would_have(layout, size, tmp_path):
     assert sorted(objects) == sorted([*folders] * size)
     assert len(folders) == 2
     with pytest.raises(StateError, match=f"saved by {size} processes, not 1: start as many again"):
-        ranks.resume("whole", tmp_path / "resume")
+        resume("whole", tmp_path / "resume")
 
 
 @pytest.mark.full
 def test_a_fault_on_one_rank_stops_all_with_its_sentence(tmp_path):
     """In the base, where ranks gather tensors in full, and later, where they send what changed."""
-    first, second = ranks.spawn(2, "fsdp", tmp_path, ["fast:0:0", "fast:1:0", "fast:0:2", "fast:1:2"])
+    first, second = spawn(2, "fsdp", tmp_path, ["fast:0:0", "fast:1:0", "fast:0:2", "fast:1:2"])
     own, told = "MemoryError: no room", "PeerError: rank {} of the trainer stopped the run: {}"
     assert first == [own, told.format(1, own), own, told.format(1, own)]
     assert second == [told.format(0, own), own, told.format(0, own), own]

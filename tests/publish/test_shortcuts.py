@@ -1,20 +1,16 @@
 """Jumps over several versions and anchors: made beside the publisher, named by a later version, exact."""
 
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 from delta_weight_sync.codec import Delta, Encoding
-from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.errors import BucketUnreachableError
 from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish.writer import RunWriter
-from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import DeltaRef
-from delta_weight_sync.store import open_bucket
-from tests.cli.drifting import PATIENCE_S, RUN, Drifting
+from tests.support.real_run import RUN, Drifting, SlowLink, is_built
 
 
 @pytest.fixture
@@ -26,36 +22,19 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run.close()
 
 
-def steps(run: Drifting, count: int) -> None:
-    """As a trainer whose steps take longer than a jump."""
-    for _ in range(count):
-        run.step()
-        run.settle()
-
-
 def spans(refs: tuple[DeltaRef, ...]) -> list[tuple[int, int]]:
     return [(ref.base, ref.version) for ref in refs]
 
 
-def reader(run: Drifting) -> RunReader:
-    return RunReader(open_bucket(run.url), RUN)
-
-
-def holds(run: Drifting, folder: Path, version: int) -> None:
-    """What is built from the bucket, and proven by the digest that was published."""
-    manifest = reader(run).manifest(version)
-    assert to_hex(state_digest(reader(run).checkout(manifest, folder / f"{version}"))) == manifest.digest
-
-
 def test_a_joiner_takes_few_files_and_every_version_is_exact(run, tmp_path):
-    steps(run, 75)
+    run.steps(75)
     way = run.newest.recipe()
     assert spans(way.deltas) == [(0, 64), (64, 72), (72, 73), (73, 74), (74, 75)]
     assert spans(run.newest.recipe(70).deltas) == [(v, v + 1) for v in range(70, 75)]
     assert spans(run.newest.recipe(16).deltas)[:7] == [(v, v + 8) for v in range(16, 72, 8)]
     for version in (0, 7, 8, 9, 63, 64, 65, 75):
-        holds(run, tmp_path, version)
-    naive = sum(delta.size for m in reader(run).versions() for delta in m.deltas[-1:])
+        is_built(run.reader, version, tmp_path)
+    naive = sum(delta.size for m in run.reader.versions() for delta in m.deltas[-1:])
     assert sum(delta.size for delta in way.deltas) < naive
 
 
@@ -100,21 +79,21 @@ def test_a_jump_merged_from_patches_is_the_difference_of_two_checkpoints(
 
 def test_a_short_jump_takes_no_copy_of_the_checkpoint_and_decodes_nothing(run, tmp_path, monkeypatch):
     monkeypatch.setattr("delta_weight_sync.publish.shortcuts.apply_delta", None)
-    steps(run, 18)
+    run.steps(18)
     assert spans(run.newest.jumps)[-2:] == [(0, 8), (8, 16)]
     assert not (run.outbox.shortcuts.folder / "from-8").exists()
     jump = run.newest.jumps[-1]
-    delta = Delta(reader(run).fetch(jump, tmp_path))
+    delta = Delta(run.reader.fetch(jump, tmp_path))
     assert (delta.base, delta.version, delta.changes) == (8, 16, jump.changed)
 
 
 def test_where_a_manifest_is_damaged_nothing_is_deleted_and_jumps_go_on(tmp_path, caplog):
     run = Drifting(tmp_path / "bucket", keep=Keep.parse("1h"))
     try:
-        steps(run, 3)
+        run.steps(3)
         (manifest,) = (run.folder / f"runs/{RUN}/manifests").glob("00000002.*")
         manifest.write_bytes(b"torn")
-        steps(run, 10)
+        run.steps(10)
         assert run.newest.jumps
         assert len(list(manifest.parent.iterdir())) == 14
         assert "nothing of the run is deleted: " in caplog.text
@@ -125,27 +104,18 @@ def test_where_a_manifest_is_damaged_nothing_is_deleted_and_jumps_go_on(tmp_path
 
 @pytest.mark.parametrize("part", ["/jumps/", "/anchors/"])
 def test_versions_are_published_while_a_shortcut_is_uploaded(run, monkeypatch, request, part):
-    bucket = run.outbox._writer.bucket
-    put, uploading, link = bucket.put, threading.Event(), threading.Event()
-    request.addfinalizer(link.set)  # before the run is closed, whatever fails
-
-    def slow(key: str, data: bytes | Path) -> None:
-        if part in key:
-            uploading.set()
-            assert link.wait(PATIENCE_S)
-        put(key, data)
-
-    monkeypatch.setattr(bucket, "put", slow)
-    steps(run, 7)
+    link = SlowLink(run.reader.bucket, part)
+    request.addfinalizer(link.up.set)  # before the run is closed, whatever fails
+    run.steps(7)
     monkeypatch.setattr(
         RunWriter, "anchor_is_due", lambda self: "anchors" in part and not self.pending_keys()
     )
     run.step()
-    assert uploading.wait(PATIENCE_S)
+    link.wait()
     for _ in range(3):
         run.step()
     assert run.newest.version == 11, "nothing waits for it"
-    link.set()
+    link.up.set()
     run.settle()
     newest = run.step()
     assert (0, 8) in spans(newest.jumps)
@@ -153,7 +123,7 @@ def test_versions_are_published_while_a_shortcut_is_uploaded(run, monkeypatch, r
 
 
 def test_a_jump_that_was_not_uploaded_is_made_with_the_next_version(run, tmp_path, monkeypatch, caplog):
-    bucket = run.outbox._writer.bucket
+    bucket = run.reader.bucket
     put = bucket.put
 
     def failing(key: str, data: bytes | Path) -> None:
@@ -163,13 +133,13 @@ def test_a_jump_that_was_not_uploaded_is_made_with_the_next_version(run, tmp_pat
 
     with monkeypatch.context() as patch:
         patch.setattr(bucket, "put", failing)
-        steps(run, 9)
-    steps(run, 2)
+        run.steps(9)
+    run.steps(2)
     assert spans(run.newest.jumps) == [(0, 10)]
     assert [r.getMessage() for r in caplog.records].count(
         "no jumps and anchors for now: the link is down"
     ) == 1
-    holds(run, tmp_path, 11)
+    is_built(run.reader, 11, tmp_path)
 
 
 def test_a_full_disk_costs_shortcuts_and_nothing_else(run, tmp_path, monkeypatch, caplog):
@@ -178,34 +148,34 @@ def test_a_full_disk_costs_shortcuts_and_nothing_else(run, tmp_path, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr("delta_weight_sync.publish.shortcuts.shutil.copyfile", full)
-        steps(run, 2)
+        run.steps(2)
     assert "no jumps and anchors for now: No space left on device" in caplog.text
     monkeypatch.setattr("delta_weight_sync.publish.shortcuts._RESTART_EVERY", 4)
-    steps(run, 13)
+    run.steps(13)
     assert spans(run.newest.jumps) == [(4, 12)]
     assert run.newest.version == 15
-    holds(run, tmp_path, 15)
+    is_built(run.reader, 15, tmp_path)
 
 
 def test_a_copy_that_somebody_wrote_into_makes_no_jump(run, caplog):
-    steps(run, 7)
+    run.steps(7)
     path = run.outbox.shortcuts.path
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    steps(run, 2)
+    run.steps(2)
     assert "version 8 has digest" in caplog.text
     assert run.newest.jumps == ()
 
 
 def test_the_next_trainer_goes_on_with_jumps_of_its_own(run, tmp_path):
-    steps(run, 12)
+    run.steps(12)
     run.close()
     resumed = Drifting(tmp_path / "bucket", seed=1)
-    steps(resumed, 10)
+    resumed.steps(10)
     assert spans(resumed.newest.jumps) == [(0, 8), (12, 20)], "it went on from version 12"
     assert spans(resumed.newest.recipe().deltas)[0] == (0, 8)
-    holds(resumed, tmp_path, resumed.newest.version)
+    is_built(resumed.reader, resumed.newest.version, tmp_path)
     resumed.close()
 
 
@@ -213,19 +183,11 @@ def test_closing_does_not_wait_for_an_upload_that_hangs(tmp_path, monkeypatch, r
     """No manifest would name the jump; and no file of it is left on this machine."""
     monkeypatch.setattr("delta_weight_sync.publish.shortcuts._CLOSING_S", 0.01)
     run = Drifting(tmp_path / "bucket")
-    uploading, link, put = threading.Event(), threading.Event(), run.outbox._writer.bucket.put
-    request.addfinalizer(link.set)
-
-    def hanging(key: str, data: bytes | Path) -> None:
-        if "/jumps/" in key:
-            uploading.set()
-            assert link.wait(PATIENCE_S)
-        put(key, data)
-
-    monkeypatch.setattr(run.outbox._writer.bucket, "put", hanging)
+    link = SlowLink(run.reader.bucket, "/jumps/")
+    request.addfinalizer(link.up.set)
     for _ in range(8):
         run.step()
-    assert uploading.wait(PATIENCE_S)
+    link.wait()
     run.close()
     assert not run.outbox.shortcuts.folder.exists()
     assert caplog.text == ""

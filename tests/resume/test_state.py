@@ -1,4 +1,7 @@
-"""A loop of one's own that ended anywhere goes on as if it had not: the same versions, bit for bit."""
+"""A loop of one's own that ended anywhere goes on as if it had not: the same versions, bit for bit.
+
+A float32 master is made again from its published bf16 bits and what is kept beside them.
+"""
 
 import contextlib
 import json
@@ -11,9 +14,11 @@ import pytest
 import torch
 
 from delta_weight_sync import Publisher, open_run
+from delta_weight_sync.checkpoint import to_bits, to_nearest
 from delta_weight_sync.errors import StateError
 from delta_weight_sync.publish.outbox import RepeatedSyncs
 from delta_weight_sync.resume._state import StateRecord
+from delta_weight_sync.resume.optimizer import masters, split
 from delta_weight_sync.signing import new_pair
 from delta_weight_sync.store import open_bucket
 
@@ -278,3 +283,52 @@ class _Odd:
         return {"it": json}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+SPECIAL = (0x0000, 0x8000, 0x0001, 0x007F, 0x0080, 0x3F80, 0xBF81)  # zeros, denormals, numbers
+HUGE = (0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0, 0xFFFF)  # what rounds up to infinity, infinities, NaN
+
+
+def again(words: np.ndarray) -> np.ndarray:
+    """What comes back of float32 bits; the published ones are torch's cast, as in a mirror."""
+    numbers = words.view(np.float32)
+    rest = split(numbers)
+    published = to_bits(torch.from_numpy(numbers.copy()))
+    return masters(published, rest).view(np.uint32)
+
+
+@pytest.mark.parametrize("high", SPECIAL + HUGE, ids=hex)
+def test_every_low_half_comes_back(high):
+    words = (np.uint32(high) << np.uint32(16)) | np.arange(1 << 16, dtype=np.uint32)
+    np.testing.assert_array_equal(again(words), words)
+
+
+@pytest.mark.parametrize("low", [0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF], ids=hex)
+def test_every_high_half_comes_back(low):
+    words = (np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)) | np.uint32(low)
+    np.testing.assert_array_equal(again(words), words)
+
+
+def test_few_numbers_are_kept_whole():
+    """Of numbers only those that rounded up from the very middle: one in 131,072 of random ones."""
+    words = np.random.default_rng(0).integers(0, 1 << 32, 1 << 20, dtype=np.uint32)
+    words = words[~np.isnan(words.view(np.float32))]
+    odd = split(words.view(np.float32)).odd
+    assert (words[odd] & 0x1FFFF == 0x18000).all()
+    assert odd.size < 30
+
+
+def test_a_nan_is_kept_whole_whatever_a_machine_casts_it_to():
+    nan = np.array([0x7FC00000, 0xFFFFFFFF, 0x7F800001], np.uint32)
+    rest = split(nan.view(np.float32))
+    for published in (0x7FC0, 0xFFFF, 0x7FFF):
+        cast = np.full(3, published, np.uint16)
+        np.testing.assert_array_equal(masters(cast, rest).view(np.uint32), nan)
+
+
+def test_what_is_kept_beside_a_bf16_number_is_nothing_odd():
+    numbers = torch.randn(1000).bfloat16().float().numpy()
+    rest = split(numbers)
+    assert not rest.low.any()
+    assert not rest.odd.size
+    np.testing.assert_array_equal(masters(to_nearest(numbers), rest), numbers)

@@ -1,12 +1,24 @@
-"""When a replica looks at the bucket: as rarely as the quota asks, and as soon as a notification arrives."""
+"""When a replica looks at the bucket: as rarely as the quota asks, and as soon as a notification arrives.
+
+A bucket of the Hub reports its changes, also after an interruption; else the clock decides.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from uuid import uuid4
 
 import pytest
 
+from delta_weight_sync.errors import BucketError
+from delta_weight_sync.store import Bucket, open_bucket
+from delta_weight_sync.store import hub as hub_store
 from delta_weight_sync.store._notifications import LONGEST_BLOCK_S, SAFETY_S, Notifications, Quota
+from delta_weight_sync.store.hub import HubNotifications
+from tests.support.hubsim import HubSim
 
 HOUR = 3600.0
 
@@ -199,3 +211,200 @@ def test_a_burst_of_requests_for_one_version_does_not_slow_polling(clock: Clock,
             quota.left(5000 - 9 * version - request, 300.0 - 10 * version)
         clock.now += 10.0
     assert quota.interval(1.0) == 1.0
+
+
+HEADS, HEAD = "runs/demo/heads/", "runs/demo/heads/00000001.json"
+PATIENCE_S = 60.0
+FEED = "GET /api/buckets/.*/events"
+
+
+@pytest.fixture
+def bucket(hub_env: None, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """A bucket of the Hub with a version; a broken connection is followed by another one within moments."""
+    monkeypatch.setattr(hub_store, "_pause_s", lambda failures: 0.01)
+    bucket = open_bucket(f"hf://buckets/team/{uuid4().hex}/policies", create=True)
+    bucket.put(HEAD, b"version 1")
+    return bucket
+
+
+@pytest.fixture
+def feed(bucket: Bucket) -> Iterator[HubNotifications]:
+    """Connected, and nothing is new."""
+    feed = bucket.notifications(HEADS)
+    assert feed.due(HOUR), "no look so far"
+    is_connected(feed)
+    hears(feed, "what may have been missed before the first connection")
+    yield feed
+    feed.close()
+
+
+def until(reached: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not reached():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+def is_connected(feed: HubNotifications) -> None:
+    until(lambda: feed.describe(HOUR) == "notified by the store", "a connection")
+
+
+def hears(feed: HubNotifications, what: str) -> None:
+    """A look is due although the last one was less than an hour ago."""
+    until(lambda: feed.due(HOUR), what)
+
+
+def connections(hub: HubSim, bucket: Bucket) -> int:
+    return sum(request == f"GET /api/buckets/{name(bucket)}/events" for request in hub.requests())
+
+
+def name(bucket: Bucket) -> str:
+    """Owner and name, as the Hub knows it."""
+    return "/".join(bucket.url.split("/")[3:5])
+
+
+def ends(feed: HubNotifications) -> None:
+    until(lambda: feed.describe(1.0) == "polls every 1 s", "the end of the connection")
+
+
+def test_changes_of_other_folders_do_not_wake(feed: HubNotifications, bucket: Bucket) -> None:
+    other = bucket.notifications("runs/demo/log/")
+    assert other.due(HOUR)
+    is_connected(other)
+    hears(other, "the beginning")
+    bucket.put("runs/demo/log/00000000.jsonl", b"an event")
+    hears(other, "the log")
+    assert not feed.due(HOUR)
+    bucket.put(HEAD, b"version 2")
+    hears(feed, "the new version")
+    assert not other.due(HOUR)
+    other.close()
+
+
+@pytest.mark.parametrize("politely", [True, False])
+def test_the_next_connection_reports_changes_since_the_last(
+    feed: HubNotifications, bucket: Bucket, hub: HubSim, politely: bool
+) -> None:
+    hub.fault(FEED, status=503)
+    hub.end_feeds(name(bucket), politely=politely)
+    ends(feed)
+    bucket.put(HEAD, b"version 2")
+    assert not feed.due(HOUR)
+    hub.clear()
+    hears(feed, "the change that was missed")
+
+
+def test_a_connection_that_is_resumed_without_a_change_costs_no_look(
+    feed: HubNotifications, bucket: Bucket, hub: HubSim
+) -> None:
+    hub.end_feeds(name(bucket), politely=True)
+    until(lambda: connections(hub, bucket) == 2, "another connection")
+    is_connected(feed)
+    assert not feed.due(HOUR)
+
+
+def test_a_cursor_that_is_too_old_causes_a_look(feed: HubNotifications, bucket: Bucket, hub: HubSim) -> None:
+    hub.feed(forgets=True)
+    hub.end_feeds(name(bucket), politely=True)
+    hears(feed, "what the feed has forgotten")
+    is_connected(feed)
+    bucket.put(HEAD, b"version 2")
+    hears(feed, "the next change")
+
+
+def test_a_refused_cursor_is_not_sent_again(feed: HubNotifications, bucket: Bucket, hub: HubSim) -> None:
+    hub.fault(FEED, times=1, status=400)
+    hub.end_feeds(name(bucket), politely=False)
+    hears(feed, "the beginning of another connection")
+    assert connections(hub, bucket) == 3
+
+
+def test_a_connection_on_which_nothing_comes_is_given_up(
+    feed: HubNotifications, bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_store, "SILENCE_S", 0.2)
+    hub.feed(silent=True)
+    hub.end_feeds(name(bucket), politely=False)
+    until(lambda: connections(hub, bucket) >= 4, "further connections, each given up")
+    hub.clear()
+    bucket.put(HEAD, b"version 2")
+    hears(feed, "the change")
+
+
+def test_a_feed_that_reports_nothing_is_left_for_long(
+    feed: HubNotifications, bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(feed._done, "wait", lambda seconds: pauses.append(seconds) or time.sleep(0.01))
+    monkeypatch.setattr("delta_weight_sync.store._notifications.SAFETY_S", 0.0)
+    hub.feed(mute=True)
+    bucket.put(HEAD, b"version 2")
+    until(lambda: feed.due(0.01), "once more, as the first connection reported a change")
+    until(lambda: feed.due(0.01), "a look for safety")
+    feed.confirm()
+    until(lambda: hub_store.LONGEST_FEED_PAUSE_S in pauses, "a long pause")
+
+
+@pytest.mark.parametrize(
+    "fault", [{"status": status} for status in (200, 401, 403, 404, 501)] + [{"drop": True}], ids=str
+)
+def test_without_a_feed_the_clock_says_when_to_look(
+    bucket: Bucket, hub: HubSim, fault: dict[str, object]
+) -> None:
+    hub.fault(FEED, **fault)  # status 200: a page in place of the feed
+    feed = bucket.notifications(HEADS)
+    assert feed.due(0.01)
+    until(
+        lambda: connections(hub, bucket) >= 2, "a feed may come yet, as that of a bucket that is made later"
+    )
+    until(lambda: feed.due(0.01), "the next look")
+    assert feed.describe(0.01) == "polls every 0.01 s"
+    feed.close()
+
+
+def test_a_hub_that_asks_for_a_pause_gets_it(
+    bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed, pauses = bucket.notifications(HEADS), []
+    hub.fault(FEED, times=1, status=429, headers={"Retry-After": "44"})
+    hub.fault(FEED, times=1, status=503, headers={"RateLimit": '"api";r=0;t=280'})
+    hub.fault(FEED, times=1, status=429, headers={"Retry-After": "86400"})
+    monkeypatch.setattr(feed._done, "wait", pauses.append)
+    assert feed.due(HOUR)
+    is_connected(feed)
+    assert pauses[:3] == [44.0, 280.0, hub_store.LONGEST_FEED_PAUSE_S]
+    feed.close()
+
+
+def test_close_ends_a_silent_connection(feed: HubNotifications, hub: HubSim, bucket: Bucket) -> None:
+    hub.feed(silent=True)
+    bucket.put(HEAD, b"not sent")  # so that it waits without any word from now on
+    feed.close()
+    assert not feed._thread.is_alive()
+
+
+def test_connections_end_less_and_less_often_while_they_do_not_last() -> None:
+    pauses = [hub_store._pause_s(failures) for failures in range(1, 12)]
+    assert 2.5 <= pauses[0] <= 5.0
+    assert pauses[-1] >= hub_store.LONGEST_FEED_PAUSE_S / 2
+    assert max(pauses) <= hub_store.LONGEST_FEED_PAUSE_S
+
+
+def test_a_shared_quota_slows_polling_and_ends_in_a_pause(
+    bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("delta_weight_sync.store._notifications.MEASURED_S", 0.0)
+    monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: None))
+    hub.limit(files=20)
+    feed, other = bucket.notifications(HEADS), open_bucket(f"hf://buckets/{name(bucket)}/other")
+    paces = []
+    for _ in range(5):
+        bucket.stat(HEAD)
+        assert other.stat(HEAD) is None, "somebody else with this token"
+        paces.append(feed.describe(1.0))
+    assert "because the token's quota of requests is shared" in paces[-1]
+    with pytest.raises(BucketError, match="answered 429"):
+        [bucket.stat(HEAD) for _ in range(20)]
+    assert feed.describe(1.0).endswith("the store refused further requests with this token")
+    assert not feed.due(0.001)
+    feed.close()

@@ -1,22 +1,34 @@
-"""A run by the real publisher, taken over by a reader: real anchors, deltas, digests and times."""
+"""Runs by the real publisher: real anchors, deltas, jumps, digests and times."""
 
 from __future__ import annotations
 
+import shutil
 import tempfile
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from delta_weight_sync.checkpoint import to_bits
+from delta_weight_sync.codec import Encoding
 from delta_weight_sync.digest import state_digest, to_hex
+from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish.outbox import Outbox
 from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import Manifest
 from delta_weight_sync.runlog import CommitEvent, DoneEvent, ReplicaEvent, Rollout, RunLogWriter, StepEvent
-from delta_weight_sync.store import Bucket
+from delta_weight_sync.store import Bucket, open_bucket
 
+RUN = "drifting"
+PATIENCE_S = 300.0  # for what takes moments; only a fault takes so long
+CONFIG = '{"model_type": "drifting"}'
+Shapes = dict[str, tuple[int, ...]]
+TENSORS: Shapes = {"embed.weight": (300, 40), "layers.0.weight": (40, 80), "norm.weight": (64,)}
 KINDS = {
     "self_attn.q_proj": (2, 1),
     "self_attn.k_proj": (1, 1),
@@ -26,55 +38,136 @@ KINDS = {
 }
 
 
-class RealRun:
-    """Call `step` for each optimizer step; it publishes, and the replica takes the version over."""
+class Drifting:
+    """A run whose weights drift. Publishes version 0 when it is made; `step` publishes the next one."""
 
     def __init__(
-        self, bucket: Bucket, *, run: str = "real", layers: int = 4, width: int = 32, rate: float = 1e-5
+        self,
+        bucket: Bucket | Path,
+        *,
+        run: str = RUN,
+        model: str = "m",
+        seed: int = 0,
+        tensors: Shapes = TENSORS,
+        drift: float = 1e-5,
+        keep: Keep | None = None,
+        encoding: Encoding = "fast",
+        log_every_s: float = 3600,
+        files: dict[str, str] | None = None,
     ) -> None:
-        torch.manual_seed(0)
-        self.rate, self.version, self._state = rate, -1, {}
-        self.weights = {name: 0.02 * torch.randn(shape) for name, shape in _shapes(layers, width)}
-        self._assets = tempfile.TemporaryDirectory()
-        (Path(self._assets.name) / "config.json").write_text("{}")
-        self.log = RunLogWriter(bucket, run, every_s=0.1)
+        if isinstance(bucket, Path):
+            self.folder, bucket = bucket, open_bucket(bucket.as_uri(), create=True)
+        self.url, self.rate = bucket.url, drift
+        self._chance = torch.Generator().manual_seed(seed)
+        self.weights = {name: 0.02 * self._noise(shape) for name, shape in tensors.items()}
+        assets = Path(tempfile.mkdtemp())
+        for name, text in ({"config.json": CONFIG} | (files or {})).items():
+            (assets / name).write_text(text)
+        self._remove_assets = weakref.finalize(self, shutil.rmtree, assets)
         self.reader = RunReader(bucket, run)
-        writer = RunWriter(bucket, run, model="tiny-qwen", assets=Path(self._assets.name))
-        self._outbox = Outbox(writer, self.log)
+        self.log = RunLogWriter(bucket, run, every_s=log_every_s)
+        writer = RunWriter(bucket, run, model=model, assets=assets)
+        self.outbox = Outbox(writer, self.log, keep=keep, encoding=encoding)
+        self.sync = -1
         self.publish()
+        self.newest = self.flush()
+
+    def step(self) -> Manifest:
+        """The next version: a few hundred weights move."""
+        self.move()
+        self.publish()
+        self.newest = self.flush()
+        return self.newest
+
+    def move(self) -> None:
+        """As an optimizer does, before the weights are published."""
+        for weight in self.weights.values():
+            weight += self.rate * self._noise(weight.shape)
+
+    def publish(self) -> None:
+        """Hand the weights over, without waiting until they are in the bucket."""
+        self.sync += 1
+        self.outbox.publish(self.weights.items(), self.sync)
+
+    def flush(self) -> Manifest:
+        return self.outbox.flush()
+
+    def steps(self, count: int) -> None:
+        """As a trainer whose steps take longer than a jump."""
+        for _ in range(count):
+            self.step()
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for jumps and anchors, which the next version then names."""
+        assert self.outbox.shortcuts.idle(PATIENCE_S)
+
+    def digest(self) -> str:
+        """Of the trainer's weights, which is that of the newest version."""
+        return to_hex(state_digest({name: to_bits(weight) for name, weight in self.weights.items()}))
+
+    def close(self) -> None:
+        """End the publisher's threads."""
+        self.outbox.close()
+        self.log.close()
+        self._remove_assets()
+
+    def _noise(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randn(shape, generator=self._chance)
+
+
+class SlowLink:
+    """From now on, uploads to keys with `part` begin and do not end before the link is `up`."""
+
+    def __init__(self, bucket: Bucket, part: str) -> None:
+        self.begun, self.up = threading.Event(), threading.Event()
+        self._put, self._part = bucket.put, part
+        bucket.put = self._put_when_up
+
+    def wait(self) -> None:
+        """Until an upload has begun."""
+        assert self.begun.wait(PATIENCE_S)
+
+    def _put_when_up(self, key: str, data: bytes | Path) -> None:
+        if self._part in key:
+            self.begun.set()
+            assert self.up.wait(PATIENCE_S)
+        self._put(key, data)
+
+
+class RealRun(Drifting):
+    """A run that a reader takes over, with all that a trainer and a replica write into its log."""
+
+    def __init__(
+        self, bucket: Bucket, *, run: str = "real", layers: int = 4, width: int = 32, rate: float = 6e-6
+    ) -> None:
+        self._state: dict[str, np.ndarray] = {}
+        tensors = dict(_shapes(layers, width))
+        super().__init__(bucket, run=run, model="tiny-qwen", tensors=tensors, drift=rate, log_every_s=0.1)
+
+    @property
+    def version(self) -> int:
+        return self.newest.version
 
     def step(self, reward: float = 0.5, rollouts: tuple[Rollout, ...] = ()) -> Manifest:
         """One optimizer step of the size that Adam makes, published and taken over."""
-        for weight in self.weights.values():
-            weight += self.rate * torch.empty_like(weight).uniform_(-1, 1)
         metrics = {"sample/staleness_mean": 1.0, "games/solve_rate": reward / 2, "games/invalid_rate": 0.1}
         group = {"prompt": "Play Wordle." if rollouts else "", "rollouts": rollouts}
-        step = self.version + 1
-        self.log.append(StepEvent(t=time.time(), step=step, reward=reward, metrics=metrics, **group))
-        return self.publish()
-
-    def publish(self) -> Manifest:
-        self._outbox.publish(self.weights.items(), self.version + 1)
-        manifest = self._outbox.flush()
-        self.version = manifest.version
-        self._take(manifest)
-        self.log.flush()
-        return manifest
+        self.log.append(
+            StepEvent(t=time.time(), step=self.version + 1, reward=reward, metrics=metrics, **group)
+        )
+        return super().step()
 
     def end(self) -> None:
         """Training ends; the digest is computed from the trainer's weights."""
-        bits = {
-            name: weight.to(torch.bfloat16).view(torch.uint16).numpy()
-            for name, weight in self.weights.items()
-        }
-        digest = to_hex(state_digest(bits))
-        self.log.append(DoneEvent(t=time.time(), version=self.version, digest=digest))
+        self.log.append(DoneEvent(t=time.time(), version=self.version, digest=self.digest()))
         self.close()
 
-    def close(self) -> None:
-        self._outbox.close()
-        self.log.close()
-        self._assets.cleanup()
+    def flush(self) -> Manifest:
+        manifest = super().flush()
+        self._take(manifest)
+        self.log.flush()
+        return manifest
 
     def _take(self, manifest: Manifest) -> None:
         started = time.perf_counter()
@@ -90,6 +183,12 @@ class RealRun:
         times |= {"pause_ms": 250 * spent, "commit_ms": 200 * spent}
         self.log.append(CommitEvent(**common, **times, joined=manifest.version == 0))
         self.log.append(ReplicaEvent(**common, state="serving"))
+
+
+def is_built(reader: RunReader, version: int, folder: Path) -> None:
+    """A version can be built from the bucket, and proven by the digest that was published."""
+    manifest = reader.manifest(version)
+    assert to_hex(state_digest(reader.checkout(manifest, folder / f"{version}"))) == manifest.digest
 
 
 Shown = Callable[[RealRun | None], None]  # the fixture of conftest.py

@@ -24,7 +24,7 @@ from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import FileRef, Keys, Writer, reference
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.vllm.follower import Follower
-from tests.cli.drifting import RUN, Drifting
+from tests.support.real_run import RUN, Drifting
 from tests.vllm.quick_time import QuickTime, Restarted
 from tests.vllm.thief import renewed
 
@@ -36,10 +36,7 @@ IN_AN_HOUR = 15
 
 
 def written(folder: Path, tokenizer: str = "{}") -> Drifting:
-    assets = folder / "bucket-assets"
-    assets.mkdir()
-    (assets / TOKENIZER).write_text(tokenizer)
-    return Drifting(folder / "bucket")
+    return Drifting(folder / "bucket", files={TOKENIZER: tokenizer})
 
 
 def following(time: QuickTime, vllm: Restarted, folder: Path) -> Follower:

@@ -10,8 +10,8 @@ from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import FileRef
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.vllm.follower import Follower
-from tests.cli.drifting import RUN, Drifting
 from tests.support.fake_vllm import Mortal, soon
+from tests.support.real_run import RUN, Drifting
 
 
 class Watched(RunReader):

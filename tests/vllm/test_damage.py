@@ -56,7 +56,7 @@ def anchored(run: RealRun) -> Manifest:
     before = run.reader.manifest().anchor
     run.rate = 1.0
     while (newest := run.step()).anchor == before:
-        assert run._outbox.shortcuts.idle(PATIENCE_S)
+        assert run.outbox.shortcuts.idle(PATIENCE_S)
     run.rate = 1e-5
     return newest
 
@@ -70,7 +70,7 @@ def says(follower: Follower, what: str) -> None:
 
 def damage_next_delta(run: RealRun, bucket: Bucket, damage: Damage) -> Manifest:
     """Publish a version whose delta is damaged before any replica can know of it."""
-    writer = run._outbox._writer
+    writer = run.outbox._writer
     put_delta = writer.put_delta
 
     def put(*arguments: Any) -> DeltaRef:
@@ -134,11 +134,11 @@ def test_a_trainer_that_goes_on_makes_up_for_a_damaged_file(
     monkeypatch.setattr("delta_weight_sync.publish.writer.ANCHOR_PAYS", 1000.0)
     while run.version < 5:  # by then it has seen every file of version 4
         run.step()
-        assert run._outbox.shortcuts.idle(PATIENCE_S)
+        assert run.outbox.shortcuts.idle(PATIENCE_S)
     first = run.reader.manifest().deltas[0]
     damage(bucket, first)
     while (newest := run.step()).version < 10:
-        assert run._outbox.shortcuts.idle(PATIENCE_S)
+        assert run.outbox.shortcuts.idle(PATIENCE_S)
     assert newest.anchor.version == 8, "where it looked again"
     assert first not in newest.recipe().files
 
@@ -150,8 +150,8 @@ def test_it_tries_again_where_the_new_anchor_could_not_be_stored(
     monkeypatch.setattr("delta_weight_sync.publish.writer._EVERY", 4)
     while run.version < 5:
         run.step()
-        assert run._outbox.shortcuts.idle(PATIENCE_S)
-    config, writer, refused = run.reader.manifest().anchor.files[-1], run._outbox._writer, [1]
+        assert run.outbox.shortcuts.idle(PATIENCE_S)
+    config, writer, refused = run.reader.manifest().anchor.files[-1], run.outbox._writer, [1]
     put = writer.bucket.put
 
     def put_later(key: str, data: bytes | Path) -> None:
@@ -163,7 +163,7 @@ def test_it_tries_again_where_the_new_anchor_could_not_be_stored(
     damage(bucket, config)
     monkeypatch.setattr(writer.bucket, "put", put_later)
     while (newest := run.step()).version < 11:
-        assert run._outbox.shortcuts.idle(PATIENCE_S)
+        assert run.outbox.shortcuts.idle(PATIENCE_S)
     assert not refused
     assert config not in newest.recipe().files
 
@@ -175,7 +175,7 @@ def test_it_finds_damage_that_is_older_than_its_first_look(
     config = run.reader.manifest().anchor.files[-1]
     corrupt(bucket, config)
     while (newest := run.step()).version < 8:
-        assert run._outbox.shortcuts.idle(PATIENCE_S)
+        assert run.outbox.shortcuts.idle(PATIENCE_S)
     assert config not in newest.recipe().files
 
 

@@ -14,8 +14,8 @@ from delta_weight_sync.reader import RunReader
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.vllm.disk import SCRATCH_PREFIX, scratch_folder
 from delta_weight_sync.vllm.follower import Follower
-from tests.cli.drifting import RUN, Drifting
 from tests.support.fake_vllm import Mortal
+from tests.support.real_run import RUN, Drifting
 
 pytestmark = pytest.mark.finding(13)
 

@@ -12,7 +12,7 @@ from delta_weight_sync import open_run
 from delta_weight_sync.checkpoint import read_bits
 from delta_weight_sync.codec import ULP_CLASSES, Patch, count_ulps
 from delta_weight_sync.runlog import StepEvent
-from tests.cli.drifting import Drifting
+from tests.support.real_run import Drifting
 
 STEPS = 4
 
@@ -24,7 +24,7 @@ def run(tmp_path_factory):
     for step in range(1, STEPS + 1):
         if step > 1:
             metrics = {"learning_rate": step * 1e-5}
-            run._log.append(StepEvent(t=time.time(), step=step, reward=0.0, metrics=metrics))
+            run.log.append(StepEvent(t=time.time(), step=step, reward=0.0, metrics=metrics))
         run.step()
     run.close()
     return run

@@ -1,4 +1,4 @@
-"""A bucket on the Hub when something is wrong: the right error, soon, with the fix and without the token."""
+"""A bucket of the Hub or S3 when something is wrong: the right error, soon, with the fix and no token."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -35,13 +35,19 @@ def bucket(hub_env: None) -> Bucket:
 
 
 @pytest.fixture
-def gone(hub_env: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    """A bucket whose Hub refuses connections: nothing listens at the address."""
-    bucket = open_bucket(f"hf://buckets/team/{uuid4().hex}", create=True)
+def refusing() -> Iterator[str]:
+    """An address at which nothing listens."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))  # and no other process gets it meanwhile
-        monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:{1}".format(*held.getsockname()))
-        yield open_bucket(bucket.url)
+        yield "http://127.0.0.1:{1}".format(*held.getsockname())
+
+
+@pytest.fixture
+def gone(hub_env: None, refusing: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """A bucket whose Hub refuses connections."""
+    url = open_bucket(f"hf://buckets/team/{uuid4().hex}", create=True).url
+    monkeypatch.setenv("HF_ENDPOINT", refusing)
+    return open_bucket(url)
 
 
 @every_operation
@@ -203,3 +209,22 @@ def test_looking_up_an_object_is_one_request(bucket: Bucket, hub: HubSim) -> Non
     before = len(hub.requests())
     bucket.stat(KEY)
     assert [line.split("/")[0] for line in hub.requests()[before:]] == ["HEAD "]
+
+
+def test_missing_keys_of_s3_are_asked_for(
+    s3_env: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    with pytest.raises(AccessDeniedError, match=r"read access to s3://weights/HEAD .* set AWS_ACCESS_KEY_ID"):
+        open_bucket("s3://weights").stat("HEAD")
+
+
+def test_an_s3_that_is_gone_is_named(s3_env: None, refusing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")  # five by default, ten seconds
+    monkeypatch.setenv("AWS_ENDPOINT_URL", refusing)
+    sentence = r"s3://weights/HEAD cannot be reached .* AWS_ENDPOINT_URL"
+    with pytest.raises(BucketUnreachableError, match=sentence):
+        open_bucket("s3://weights").stat("HEAD")
