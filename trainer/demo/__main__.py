@@ -109,12 +109,7 @@ def _run(processes: Processes, name: str, folder: Path, port: int, minutes: floa
         """Start to measure a version on held-out tasks, unless that was started before."""
         if not processes.log(when).exists():
             held_out = ["trainer.tasks.held_out", "--run", f"{bucket_url}#{RUN}", "--version", str(version)]
-            held_out += [
-                "--env_url",
-                env_url if policy.uses_env else "",
-                "--out",
-                str(folder / f"{when}.json"),
-            ]
+            held_out += ["--env_url", env_url if policy.uses_env else "", "--out", f"{folder}/{when}.json"]
             processes.start(when, held_out, readers, may_end=True)
 
     reader = RunLogReader(open_bucket(bucket_url), RUN)

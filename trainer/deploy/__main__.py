@@ -116,7 +116,7 @@ def _summary(deployment: Deployment, urls: Sequence[str]) -> str:
     usd = sum(HARDWARE[plan.hardware].usd_per_hour for plan in deployment.spaces)
     sources = f". {keys.space_key_file(deployment.owner)}"
     signatures = "none: replicas serve every version in the bucket"
-    if trusted := PublicKeys(deployment.trusted_keys):
+    if trusted := PublicKeys(deployment.replicas[0].variables.get(PUBLIC_KEY, "")):
         sources += f"; . {keys.signing_file(deployment.owner, deployment.name)}"
         signatures = f"replicas serve only versions that {trusted} has signed"
     return f"""
@@ -170,9 +170,7 @@ def _resume(arguments: Arguments) -> None:
 
 def _down(arguments: Arguments) -> None:
     api, bucket = connect(), f"{arguments.owner}/{arguments.name}"
-    spaces = spaces_of(api, arguments.owner, arguments.name)
-    hub.refuse_foreign(spaces)
-    for space in spaces:
+    for space in spaces_of(api, arguments.owner, arguments.name):
         make_change(f"delete {space.repo_id}", api.delete_repo, space.repo_id, repo_type="space")
     if arguments.bucket:
         make_change(f"delete the bucket {bucket}", api.delete_bucket, bucket, missing_ok=True)
@@ -188,10 +186,7 @@ def _doctor(arguments: Arguments) -> None:
 
 
 def _own_spaces(api: HfApi, arguments: Arguments) -> list[Space]:
-    """The Spaces of this deployment; raises `DeployError` if there are none, or one is foreign."""
-    spaces = spaces_of(api, arguments.owner, arguments.name)
-    hub.refuse_foreign(spaces)
-    if not spaces:
+    if not (spaces := spaces_of(api, arguments.owner, arguments.name)):
         raise DeployError(f"{arguments.owner} has no Spaces called {arguments.name}-*; `up` makes them")
     return spaces
 

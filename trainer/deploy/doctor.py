@@ -200,7 +200,6 @@ def _signatures(setup: Setup) -> str:
 
 
 def _versions(setup: Setup) -> str:
-    """The installed packages are those of requirements.txt."""
     lines = [line.split("#")[0].strip() for line in (CHECKOUT / "requirements.txt").read_text().splitlines()]
     named = [line for line in lines if line and not line.startswith("-")]  # the other lines name the library
     wanted = [Requirement(line) for line in (*named, *(metadata.requires("delta-weight-sync") or ()))]
@@ -219,7 +218,6 @@ def _versions(setup: Setup) -> str:
 
 
 def _disk(setup: Setup) -> str:
-    """There is room for the model's download, and for an anchor before its upload."""
     need = f"{setup.model} needs {_DISK_BYTES * setup.weights / _GB:.1f} GB"
     for folder, variable in ((Path(HF_HOME), "HF_HOME"), (Path(tempfile.gettempdir()), "TMPDIR")):
         existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
@@ -231,7 +229,6 @@ def _disk(setup: Setup) -> str:
 
 
 def _replica_gpu(setup: Setup) -> str:
-    """The weights and a cache fit into the replicas' GPUs."""
     room = {name: _VLLM_SHARE * spec.gpus * spec.gpu_gb * _GB for name, spec in HARDWARE.items()}
     need, here = 2 * setup.weights + _REPLICA_MARGIN, room[setup.hardware]
     if need > here:
@@ -245,7 +242,6 @@ def _replica_gpu(setup: Setup) -> str:
 
 
 def _trainer_gpu(setup: Setup) -> str:
-    """The trainer's state fits into this machine's GPUs, if it has any."""
     need, room = _TRAINER_BYTES * setup.weights + _TRAINER_MARGIN, _gpu_bytes()
     if not room:
         return f"there is none here: train on a machine with {need / _GB:.0f} GB of GPU memory"
@@ -274,7 +270,6 @@ def _gpu_software(setup: Setup) -> str:
 
 
 def _bucket(setup: Setup) -> str:
-    """The bucket takes an object, returns it and deletes it."""
     name = f"{setup.owner}/{setup.name}"
     if (private := hub.bucket_is_private(setup.api, name)) is None:
         return f"{name} does not exist yet; `up` makes it"

@@ -185,11 +185,6 @@ class Space:
     runtime: SpaceRuntime
 
     @property
-    def ours(self) -> bool:
-        """Whether trainer.deploy made it."""
-        return self.variables.items() >= MARK.items()
-
-    @property
     def hardware(self) -> str | None:
         """The hardware of the latest request."""
         return self.runtime.requested_hardware or self.runtime.hardware
@@ -201,10 +196,10 @@ class Space:
 
 
 def spaces_of(api: HfApi, owner: str, name: str, expected: Iterable[str] = ()) -> list[Space]:
-    """All Spaces with names of this deployment, the environment's first, including foreign ones.
+    """All Spaces of this deployment, the environment's first; raises `DeployError` if one is foreign.
 
     The Hub's list may be out of date, so the `expected` ones are looked up as well. This process sends its
-    key only to Spaces that trainer.deploy made: it lists them in `SPACES`.
+    key only to the Spaces that it returns: it lists them in `SPACES`.
     """
     pattern = re.compile(rf"{re.escape(f'{owner}/{name}')}-(env|replica-(\d+))")
     with explained(f"listing the Spaces of {owner}"):
@@ -212,15 +207,11 @@ def spaces_of(api: HfApi, owner: str, name: str, expected: Iterable[str] = ()) -
     matches = [match for name in names if (match := pattern.fullmatch(name))]
     found = [_space(api, match[0]) for match in sorted(matches, key=lambda match: int(match[2] or 0))]
     existing = [space for space in found if space]
-    os.environ["SPACES"] = " ".join(space.url for space in existing if space.ours)
-    return existing
-
-
-def refuse_foreign(found: Iterable[Space]) -> None:
-    """Raise `DeployError` if trainer.deploy did not make one of these Spaces."""
-    if foreign := ", ".join(space.repo_id for space in found if not space.ours):
+    if foreign := ", ".join(s.repo_id for s in existing if not s.variables.items() >= MARK.items()):
         fix = "choose another --name, or delete it on the Hub"
         raise DeployError(f"{foreign} was not made by trainer.deploy, so nothing was changed; {fix}")
+    os.environ["SPACES"] = " ".join(space.url for space in existing)
+    return existing
 
 
 def _space(api: HfApi, repo_id: str) -> Space | None:
@@ -267,7 +258,6 @@ def apply(api: HfApi, deployment: Deployment, secrets: Secrets) -> int:
     """Make the Hub match the plan; returns the number of changes."""
     plans = {plan.repo_id: plan for plan in deployment.spaces}
     found = {space.repo_id: space for space in spaces_of(api, deployment.owner, deployment.name, plans)}
-    refuse_foreign(found.values())
     changes: list[str] = []
 
     def change(what: str, *call: Any, **options: Any) -> None:

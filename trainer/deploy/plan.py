@@ -82,11 +82,6 @@ class Deployment:
         return (self.env, *self.replicas)
 
     @property
-    def trusted_keys(self) -> str:
-        """The public keys that the replicas trust, separated by commas; empty if they check no signatures."""
-        return self.replicas[0].variables.get(PUBLIC_KEY, "")
-
-    @property
     def bucket_url(self) -> str:
         """The bucket as trainer and replicas name it."""
         return f"hf://buckets/{self.bucket}"
@@ -150,8 +145,13 @@ def files(app: App) -> dict[str, Path]:
     patterns = [*_FILES[app], *moved]
     if untracked := _git("--others", *patterns):
         raise DeployError(f"git does not track {', '.join(sorted(untracked))}: `git add` or remove it")
-    names = {moved.get(path, path): path for path in _git("--cached", "--error-unmatch", *patterns)}
-    return {name: _plain_file(CHECKOUT / path) for name, path in sorted(names.items())}
+    found = {moved.get(path, path): path for path in _git("--cached", "--error-unmatch", *patterns)}
+    for path in found.values():
+        if (CHECKOUT / path).resolve() != CHECKOUT.resolve() / path:
+            raise DeployError(f"{path} is a link, or lies behind one: replace it with the file itself")
+        if not (CHECKOUT / path).is_file():
+            raise DeployError(f"{path} is missing: `git restore` it, or `git rm` it")
+    return {name: CHECKOUT / path for name, path in sorted(found.items())}
 
 
 def _git(which: str, *patterns: str) -> list[str]:
@@ -165,11 +165,3 @@ def _git(which: str, *patterns: str) -> list[str]:
         reason = " ".join(listed.stderr.split())
         raise DeployError(f"deploy uploads what git tracks: run it from a clone of the repository ({reason})")
     return listed.stdout.split("\0")[:-1]
-
-
-def _plain_file(path: Path) -> Path:
-    if path.resolve() != CHECKOUT.resolve() / path.relative_to(CHECKOUT):
-        raise DeployError(f"{path} is a link, or lies behind one: replace it with the file itself")
-    if not path.is_file():
-        raise DeployError(f"{path} is missing: `git restore` it, or `git rm` it")
-    return path

@@ -1,6 +1,6 @@
 """Tasks: prompts to train on, and what rewards the answers.
 
-A new task is a module here with a function `make_task(settings, config)`, and its name in `TASKS`.
+A new task is a module here with a function `make_task(settings, config)`, and its name in `settings.TASKS`.
 """
 
 from __future__ import annotations
@@ -8,15 +8,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from datasets import Dataset
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
-if TYPE_CHECKING:
-    from trainer.settings import Settings
-
-TASKS = ("wordle", "reverse_text", "brevity")
+from trainer.settings import TASKS, Settings
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,13 @@ The task needs no environment, and any chat model can learn it: a check that gra
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from datasets import Dataset
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
+from trainer.settings import Settings
 from trainer.tasks import Task
-
-if TYPE_CHECKING:
-    from trainer.settings import Settings
 
 SCALE = 64  # tokens at which the reward reaches zero
 _COUNTRIES = ("France", "Japan", "Brazil", "Kenya", "Canada", "India", "Norway", "Chile")

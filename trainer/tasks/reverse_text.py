@@ -9,16 +9,14 @@ from __future__ import annotations
 import random
 import re
 from difflib import SequenceMatcher
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
+from trainer.settings import Settings
 from trainer.tasks import Task, prompts_needed
-
-if TYPE_CHECKING:
-    from trainer.settings import Settings
 
 PROMPT = "Reverse the text character-by-character. Put your answer in <reversed_text> tags."
 
