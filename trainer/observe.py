@@ -82,14 +82,16 @@ class StepRecorder(TrainerCallback):
             reward=metrics["reward"],
             metrics=metrics,
             prompt=_text(group[0].prompt[-1]) if group else "",
-            rollouts=tuple(map(_rollout, group)),
+            rollouts=tuple(
+                Rollout(
+                    turns=_turns(sample.completion)[:_TURNS],
+                    reward=_number(sample.metrics.get("reward")),
+                    sync=sample.model_version,
+                )
+                for sample in group
+            ),
         )
         self._log.append(event)
-
-
-def _rollout(sample: Any) -> Rollout:
-    turns, reward = _turns(sample.completion)[:_TURNS], _number(sample.metrics.get("reward"))
-    return Rollout(turns=turns, reward=reward, sync=sample.model_version)
 
 
 def _turns(completion: Sequence[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
@@ -155,10 +157,8 @@ class ReplicaWatch:
             return ReplicaReport.model_validate_json(self._get(url))
         except (httpx.HTTPError, ValidationError) as error:
             reason = f"{url} does not answer ({type(error).__name__})"
-            name = self.name_of(url)
-            status = ReplicaEvent(
-                t=time.time(), replica=name, state="unreachable", version=None, digest=None, error=reason
-            )
+            gone: dict[str, Any] = {"state": "unreachable", "version": None, "digest": None, "error": reason}
+            status = ReplicaEvent(t=time.time(), replica=self.name_of(url), **gone)
             return ReplicaReport(status=status, commits=())
 
     def _get(self, url: str) -> bytes:

@@ -7,6 +7,7 @@ lines come from the run's log in the bucket, as the dashboard does.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import shutil
@@ -68,13 +69,10 @@ def main() -> None:
 
 
 def _minutes(text: str) -> float:
-    try:
-        minutes = float(text)
-    except ValueError:
-        minutes = 0.0
-    if not 0 < minutes < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time limit; give a number of minutes, such as 5")
-    return minutes
+    with contextlib.suppress(ValueError):
+        if 0 < (minutes := float(text)) < math.inf:
+            return minutes
+    raise argparse.ArgumentTypeError(f"{text!r} is not a time limit; give a number of minutes, such as 5")
 
 
 def run_demo(name: str, folder: Path, port: int, minutes: float) -> None:

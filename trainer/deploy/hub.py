@@ -243,8 +243,7 @@ def bucket_is_private(api: HfApi, bucket: str) -> bool | None:
 def log_lines(api: HfApi, repo_id: str, *, build: bool) -> list[str]:
     """The lines of a Space's build log, or of its app's log."""
     with explained(f"reading the log of {repo_id}"):
-        chunks = list(api.fetch_space_logs(repo_id, build=build))
-    return "\n".join(chunk.rstrip("\n") for chunk in chunks).splitlines()
+        return [line for chunk in api.fetch_space_logs(repo_id, build=build) for line in chunk.splitlines()]
 
 
 def make_change(what: str, call: Callable[..., object], *given: object, **options: object) -> None:

@@ -1,4 +1,4 @@
-"""Measures a version of a run on tasks that training never shows, in plain torch, from the bucket.
+"""Measures a version of a run on tasks that training never shows, in plain torch and without a replica.
 
     python -m trainer.tasks.held_out --run file:///tmp/bucket#demo --version 0 \\
         --env_url http://127.0.0.1:8000 --out before.json
@@ -101,8 +101,11 @@ class _Turns:
 
     def sample(self, games: Sequence[list[int]]) -> list[list[int]]:
         """Sample one turn of each game, given its tokens, up to its first stop token."""
-        self._append([ids[read:] for ids, read in zip(games, self._mask.sum(1).tolist(), strict=True)])
-        width = self._ids.shape[1]
+        rows = [ids[read:] for ids, read in zip(games, self._mask.sum(1).tolist(), strict=True)]
+        width = max(map(len, rows))
+        ids = torch.tensor([[self._tokens.pad] * (width - len(row)) + row for row in rows])
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+        self._ids, self._mask = torch.cat([self._ids, ids], 1), torch.cat([self._mask, mask], 1)
         output = self._model.generate(
             input_ids=self._ids,
             attention_mask=self._mask,
@@ -115,7 +118,7 @@ class _Turns:
             eos_token_id=self._tokens.stops,
             pad_token_id=self._tokens.pad,
         )
-        new = output[:, width:]
+        new = output[:, self._ids.shape[1] :]
         stops = torch.isin(new, torch.tensor(self._tokens.stops)).long()
         own = stops.cumsum(1) - stops == 0
         self._ids, self._mask = output, torch.cat([self._mask, own.long()], 1)
@@ -126,12 +129,6 @@ class _Turns:
         chosen = torch.tensor(games, dtype=torch.long)
         self._ids, self._mask = self._ids[chosen], self._mask[chosen]
         self._cache.batch_select_indices(chosen)
-
-    def _append(self, rows: Sequence[list[int]]) -> None:
-        width = max(map(len, rows))
-        ids = torch.tensor([[self._tokens.pad] * (width - len(row)) + row for row in rows])
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-        self._ids, self._mask = torch.cat([self._ids, ids], 1), torch.cat([self._mask, mask], 1)
 
 
 def play_at(

@@ -100,7 +100,7 @@ class WordleEnv:
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"the environment at {url} does not answer: {error}") from error
                 await asyncio.sleep(1.0)
-        answer = None
+        answer: Any = None
         with contextlib.suppress(ValueError):
             answer = json.loads(text)
         if 200 <= status < 300:
