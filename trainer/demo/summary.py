@@ -53,18 +53,15 @@ class Progress:
             elif isinstance(event, CommitEvent):
                 self._serving = event.version
             elif isinstance(event, ReplicaEvent):
-                self._replica(event)
+                if event.error and event.version is None and event.state != "unreachable":
+                    raise ChildError(f"the replica cannot serve: {printable(event.error)}")
+                if event.state != self._state:
+                    self._state = event.state
+                    self.say(f"replica: {event.state}")
             elif isinstance(event, StepEvent) and event.step % 10 == 0:
                 self._step(event)
             elif isinstance(event, DoneEvent):
                 self.say(f"trained; the last version is {event.version}")
-
-    def _replica(self, event: ReplicaEvent) -> None:
-        if event.error and event.version is None and event.state != "unreachable":
-            raise ChildError(f"the replica cannot serve: {printable(event.error)}")
-        if event.state != self._state:
-            self._state = event.state
-            self.say(f"replica: {event.state}")
 
     def _step(self, event: StepEvent) -> None:
         sync = self._sync
