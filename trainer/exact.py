@@ -68,7 +68,7 @@ class PastPolicy:
         for weights in self._weights.values():
             bf16_bits(weights)
         self._token_budget = token_budget
-        self._log: UndoLog | None = None
+        self._log: UndoLog  # since `begin`
         self.sync = -1
         self.written = 0  # weights, by all calls of `roll`
 
@@ -80,17 +80,15 @@ class PastPolicy:
 
     def knows(self, sync: int) -> bool:
         """Whether the weights of this sync can be restored."""
-        return self._log is not None and sync in self._log.syncs
+        return sync in self._log.syncs
 
     def keep_up(self) -> None:
         """After a sync, move off the oldest kept sync, which the next one will drop."""
-        assert self._log
         if self._log.syncs[0] == self.sync != self._log.syncs[-1]:
             self.roll(self._log.syncs[1])
 
     def roll(self, sync: int) -> None:
         """Restore the weights of `sync`; raises `UndoLogError`."""
-        assert self._log
         self.written += self._log.roll(self._weights, self.sync, sync)
         self.sync = sync
 

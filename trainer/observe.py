@@ -26,17 +26,21 @@ _MAX_REPORT, _BLOCK = 1 << 20, 1 << 16  # bytes of a replica's answer, and of on
 _GUESS = re.compile(r"(?:[a-z]\d[+?-])+")
 _GROUP, _TURNS, _CHARACTERS = 16, 16, 600  # of an event, so that it fits into a log line
 _GROUP_EVERY_S = 5.0
-_RATES = 2  # metrics that `ObservedRollouts.rates` adds
+_RATES = 2  # metrics that `StepRecorder` adds
 
 
-class ObservedRollouts:
-    """TRL's queue of samples, which also records the newest group and the rates of what is taken from it."""
+class StepRecorder(TrainerCallback):
+    """Copies TRL's metrics into the run's log, and every few seconds a group of rollouts.
 
-    def __init__(self, samples: Any) -> None:
-        self._samples = samples
+    It takes the place of TRL's queue of samples, to see the groups and count the games that are taken.
+    """
+
+    def __init__(self, log: RunLogWriter, samples: Any) -> None:
+        self._log, self._samples = log, samples
         self._current: list[Any] = []  # the group that arrives now
-        self._complete: list[Any] = []
-        self._seen = Counter[str]()
+        self._complete: list[Any] = []  # the newest one that the log lacks
+        self._group_due = 0.0
+        self._seen = Counter[str]()  # since the last logged step
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._samples, name)
@@ -55,22 +59,39 @@ class ObservedRollouts:
             self._seen.update(games=1, solved=solved, guesses=len(guesses) + invalid, invalid=invalid)
         return sample
 
-    def rates(self) -> dict[str, float]:
-        """Shares of solved games and of invalid guesses since the last call; empty without games."""
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
+    ) -> None:
+        """Append one event for each logged step that has a reward."""
+        numbers = ((key, _number(value)) for key, value in (logs or {}).items())
+        found = ((key, number) for key, number in numbers if number is not None)
+        metrics = dict(itertools.islice(found, METRICS - _RATES))
+        if "reward" not in metrics:
+            return
         seen, self._seen = self._seen, Counter()
-        if not seen["games"]:
-            return {}
-        invalid = seen["invalid"] / seen["guesses"]
-        return {"games/solve_rate": seen["solved"] / seen["games"], "games/invalid_rate": invalid}
-
-    def group(self) -> tuple[str, tuple[Rollout, ...]]:
-        """Prompt and rollouts of the newest complete group; empty unless it is new since the last call."""
-        group, self._complete = self._complete[:_GROUP], []
-        rollouts = []
-        for sample in group:
-            turns, reward = _turns(sample.completion)[:_TURNS], _number(sample.metrics.get("reward"))
-            rollouts.append(Rollout(turns=turns, reward=reward, sync=sample.model_version))
-        return _text(group[0].prompt[-1]) if group else "", tuple(rollouts)
+        if seen["games"]:
+            metrics["games/solve_rate"] = seen["solved"] / seen["games"]
+            metrics["games/invalid_rate"] = seen["invalid"] / seen["guesses"]
+        group: list[Any] = []
+        if time.monotonic() >= self._group_due:
+            group, self._complete = self._complete[:_GROUP], []
+            self._group_due = time.monotonic() + _GROUP_EVERY_S
+        event = StepEvent(
+            t=time.time(),
+            step=state.global_step,
+            reward=metrics["reward"],
+            metrics=metrics,
+            prompt=_text(group[0].prompt[-1]) if group else "",
+            rollouts=tuple(
+                Rollout(
+                    turns=_turns(sample.completion)[:_TURNS],
+                    reward=_number(sample.metrics.get("reward")),
+                    sync=sample.model_version,
+                )
+                for sample in group
+            ),
+        )
+        self._log.append(event)
 
 
 def _turns(completion: Sequence[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
@@ -93,44 +114,6 @@ def _text(message: dict[str, Any]) -> str:
 def _number(value: Any) -> float | None:
     """The value if a log line can hold it: a number that is finite and not absurdly large."""
     return float(value) if isinstance(value, int | float) and -LARGEST <= value <= LARGEST else None
-
-
-class StepRecorder(TrainerCallback):
-    """Copies TRL's metrics into the run's log, and every few seconds a group of rollouts.
-
-    Attributes:
-        samples: TRL's queue of samples, recorded; use it in place of the queue that was given.
-    """
-
-    def __init__(self, log: RunLogWriter, samples: Any) -> None:
-        self.samples = ObservedRollouts(samples)
-        self._log = log
-        self._group_due = 0.0
-
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
-    ) -> None:
-        """Append one event for each logged step that has a reward."""
-        numbers = ((key, _number(value)) for key, value in (logs or {}).items())
-        found = ((key, number) for key, number in numbers if number is not None)
-        metrics = dict(itertools.islice(found, METRICS - _RATES))
-        if "reward" not in metrics:
-            return
-        metrics |= self.samples.rates()
-        prompt, rollouts = "", tuple[Rollout, ...]()
-        if time.monotonic() >= self._group_due:
-            prompt, rollouts = self.samples.group()
-            self._group_due = time.monotonic() + _GROUP_EVERY_S
-        self._log.append(
-            StepEvent(
-                t=time.time(),
-                step=state.global_step,
-                reward=metrics["reward"],
-                metrics=metrics,
-                prompt=prompt,
-                rollouts=rollouts,
-            )
-        )
 
 
 class ReplicaWatch:
@@ -174,10 +157,8 @@ class ReplicaWatch:
             return ReplicaReport.model_validate_json(self._get(url))
         except (httpx.HTTPError, ValidationError) as error:
             reason = f"{url} does not answer ({type(error).__name__})"
-            name = self.name_of(url)
-            status = ReplicaEvent(
-                t=time.time(), replica=name, state="unreachable", version=None, digest=None, error=reason
-            )
+            gone: dict[str, Any] = {"state": "unreachable", "version": None, "digest": None, "error": reason}
+            status = ReplicaEvent(t=time.time(), replica=self.name_of(url), **gone)
             return ReplicaReport(status=status, commits=())
 
     def _get(self, url: str) -> bytes:

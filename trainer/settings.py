@@ -7,10 +7,15 @@ from typing import Any
 
 from delta_weight_sync.codec import Encoding
 from delta_weight_sync.publish.mirror import Place
-from trainer.tasks import TASKS, wordle
+
+TASKS = ("wordle", "reverse_text", "brevity")  # modules of `trainer.tasks`
+WORDLE_PROMPT = """You are playing Wordle. Find the secret five-letter word in at most six guesses.
+Call the tool `guess` with one five-letter English word per turn. Each answer repeats your letters with their
+position and a mark: + right letter in the right place, ? right letter in another place, - not in the word.
+Example: `c1-r2?a3+n4-e5-`. A guess that is not a word costs a turn. Use what the marks tell you."""
 
 
-def _option(default: Any, help_text: str) -> Any:
+def _option(help_text: str, default: Any) -> Any:
     return field(metadata={"help": help_text}, default=default)
 
 
@@ -26,24 +31,24 @@ class Settings:
         metadata={"help": "Name of the run. Its objects are stored below runs/<run>/ in the bucket."}
     )
     replicas: list[str] = field(metadata={"help": "URLs of the vLLM replicas."})
-    task: str = _option("wordle", f"What to train on: {', '.join(TASKS)}.")
-    env_url: str = _option("", "URL of the Wordle Space (task 'wordle').")
-    prompt: str = _option(wordle.PROMPT, "Prompt of each game (task 'wordle').")
+    task: str = _option(f"What to train on: {', '.join(TASKS)}.", "wordle")
+    env_url: str = _option("URL of the Wordle Space (task 'wordle').", "")
+    prompt: str = _option("Prompt of each game (task 'wordle').", WORDLE_PROMPT)
     encoding: Encoding = field(default="fast", metadata={"help": "Encoding of deltas."})
     mirror: Place = field(default="host", metadata={"help": "Memory that holds the published bits."})
     keep: str = _option(
-        "", "How much of the run stays in the bucket, such as '20GB' or '7d'; by default all."
+        "How much of the run stays in the bucket, such as '20GB' or '7d'; by default all.", ""
     )
-    state_every: int = _option(20, "Syncs between two saved states; a trainer that dies loses at most these.")
+    state_every: int = _option("Syncs between two saved states; a trainer that dies loses at most these.", 20)
     canary_s: float = _option(
-        0.0,
         "Minimum seconds between two comparisons of the replicas' logprobs with those of the published"
         " weights; 0 turns the canary off. It takes 4 bytes of host memory per weight.",
+        0.0,
     )
-    norm_learning_rate: float = _option(0.0, "Learning rate of norms and biases; 0 for --learning_rate.")
-    minutes: float = _option(0.0, "Stop after this many minutes and publish everything; 0 for no limit.")
-    fresh: bool = _option(False, "Start again from --model instead of resuming the run.")
-    exact_old_policy: bool = _option(False, "Compute old log-probabilities with each token's exact weights.")
+    norm_learning_rate: float = _option("Learning rate of norms and biases; 0 for --learning_rate.", 0.0)
+    minutes: float = _option("Stop after this many minutes and publish everything; 0 for no limit.", 0.0)
+    fresh: bool = _option("Start again from --model instead of resuming the run.", False)
+    exact_old_policy: bool = _option("Compute old log-probabilities with each token's exact weights.", False)
 
     def __post_init__(self) -> None:
         for option, least in (("minutes", 0), ("norm_learning_rate", 0), ("state_every", 1), ("canary_s", 0)):

@@ -18,7 +18,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 from uuid import uuid4
@@ -33,7 +33,6 @@ WAIT_LIMIT_S = 1800.0  # a paid Space takes minutes to wake and to load a model
 NO_VERSION_YET = "waiting for the run's first version"  # a replica's state before the trainer's first upload
 _NOT_SET_UP = "not set up"  # the state of either app if a variable or a secret is missing
 _OPTION: dict[Kind, str] = {"replica": "--replicas", "env": "--env_url"}
-_STATE_PATH: dict[Kind, str] = {"replica": "/ready", "env": "/health"}
 _READY: dict[Kind, str] = {"replica": "serving", "env": "healthy"}
 _READABLE = "set SPACE_HF_TOKEN to a token that may read it, and add its URL to SPACES"
 
@@ -61,12 +60,9 @@ class Answer:
 class Spaces:
     """The Spaces of one run, any of which may be asleep; `env_url` is empty if the task needs none."""
 
-    def __init__(
-        self, replicas: Sequence[str], env_url: str = "", *, say: Callable[[str], None] = print
-    ) -> None:
+    def __init__(self, replicas: Sequence[str], env_url: str = "") -> None:
         self._spaces: list[tuple[str, Kind]] = [(url, "replica") for url in replicas]
         self._spaces += [(env_url, "env")] if env_url else []
-        self._say = say
         self._key_accepted: set[tuple[str, Kind]] = set()
 
     def wake(self) -> None:
@@ -87,7 +83,7 @@ class Spaces:
                 return
             states = "; ".join(f"{url}: {answer}" for url, _, answer in answers)
             if states != reported:
-                self._say(f"waiting for the Spaces - {states}")
+                print(f"waiting for the Spaces - {states}", flush=True)
                 reported = states
             time.sleep(poll_s)
         raise SpacesUnavailableError(f"not ready within {WAIT_LIMIT_S:.0f} s: {reported}")
@@ -103,7 +99,7 @@ class Spaces:
 def probe(url: str, kind: Kind) -> Answer:
     """Ask a Space for its state; raise `SpacesUnavailableError` for a fault that waiting cannot fix."""
     try:
-        response = request(url, "GET", _STATE_PATH[kind], kind)
+        response = request(url, "GET", "/ready" if kind == "replica" else "/health", kind)
     except httpx.TransportError as error:
         cause: BaseException | None = error
         while cause and not isinstance(cause, socket.gaierror):

@@ -179,7 +179,7 @@ def make_trainer(
         exact.enable(trainer, publisher)
     if lead:
         recorder = StepRecorder(lead.log, trainer.rollout_queue)
-        trainer.rollout_queue = recorder.samples
+        trainer.rollout_queue = recorder
         trainer.add_callback(recorder)
     return trainer
 

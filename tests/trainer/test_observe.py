@@ -95,8 +95,8 @@ def test_a_group_and_its_rates_reach_the_log(tmp_path):
     samples.put(sample(2, 0.4, ("crane", CRANE)))
     log = RunLogWriter(bucket, "wordle")
     recorder = StepRecorder(log, samples)
-    assert [recorder.samples.get(timeout=60).group_id for _ in range(3)] == [1, 1, 2]
-    assert recorder.samples.qsize() == 0, "everything else is the queue's"
+    assert [recorder.get(timeout=60).group_id for _ in range(3)] == [1, 1, 2]
+    assert recorder.qsize() == 0, "everything else is the queue's"
     recorder.on_log(None, SimpleNamespace(global_step=7), None, {"reward": 0.7})
     log.close()
 

@@ -7,6 +7,7 @@ lines come from the run's log in the bucket, as the dashboard does.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import shutil
@@ -68,13 +69,10 @@ def main() -> None:
 
 
 def _minutes(text: str) -> float:
-    try:
-        minutes = float(text)
-    except ValueError:
-        minutes = 0.0
-    if not 0 < minutes < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time limit; give a number of minutes, such as 5")
-    return minutes
+    with contextlib.suppress(ValueError):
+        if 0 < (minutes := float(text)) < math.inf:
+            return minutes
+    raise argparse.ArgumentTypeError(f"{text!r} is not a time limit; give a number of minutes, such as 5")
 
 
 def run_demo(name: str, folder: Path, port: int, minutes: float) -> None:
@@ -114,7 +112,7 @@ def _run(processes: Processes, name: str, folder: Path, port: int, minutes: floa
     measured = {"before": 0, "after": progress.newest}  # side by side, and not while training needs the cores
     for when, version in measured.items():
         held_out = ["trainer.tasks.held_out", "--run", f"{bucket_url}#{RUN}", "--version", str(version)]
-        held_out += ["--env_url", env_url if policy.uses_env else "", "--out", str(folder / f"{when}.json")]
+        held_out += ["--env_url", env_url if policy.uses_env else "", "--out", f"{folder}/{when}.json"]
         processes.start(when, held_out, readers, may_end=True)
     while not all(map(processes.finished, measured)):
         time.sleep(_POLL_S)

@@ -41,9 +41,6 @@ class Processes:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
     def start(
         self, name: str, arguments: list[str], environment: Mapping[str, str], *, may_end: bool = False
     ) -> None:
@@ -76,8 +73,8 @@ class Processes:
                 raise ChildError(f"{other} stopped (exit code {code}); the reason is at the end of {log}")
         return self._children[name].poll() == 0
 
-    def stop(self) -> None:
-        """Terminate all descendants, then kill those that remain. Signals are ignored meanwhile."""
+    def __exit__(self, *_: object) -> None:
+        # Terminate all descendants, then kill those that remain. Signals are ignored meanwhile.
         with _handlers(signal.SIG_IGN):
             running = [psutil.Process(c.pid) for c in self._children.values() if c.poll() is None]
             family = list(running)

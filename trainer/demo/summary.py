@@ -22,7 +22,8 @@ class Progress:
     def __init__(self, minutes: float) -> None:
         self._started, self._all_s = time.monotonic(), 60 * minutes
         self.events: list[Event] = []
-        self._syncs: dict[int, SyncEvent] = {}
+        self.newest: int | None = None  # version; None before the first
+        self._sync: SyncEvent  # of that version
         self._serving: int | None = None
         self._state = ""
 
@@ -36,11 +37,6 @@ class Progress:
         """Seconds left, at least 0."""
         return max(0.0, self._all_s - self.seconds)
 
-    @property
-    def newest(self) -> int | None:
-        """The newest version; None before the first."""
-        return max(self._syncs, default=None)
-
     def say(self, line: str) -> None:
         """Print a line with the seconds since the start."""
         print(f"[{self.seconds:6.1f} s] {printable(line)}", flush=True)
@@ -50,30 +46,27 @@ class Progress:
         for event in events:
             self.events.append(event)
             if isinstance(event, SyncEvent):
-                self._syncs[event.version] = event
+                self.newest, self._sync = event.version, event
                 if event.version == 0:
                     size = f"{event.payload_bytes / 1e6:.2f} MB"
                     self.say(f"version 0 is in the bucket ({size}, the whole policy)")
             elif isinstance(event, CommitEvent):
                 self._serving = event.version
             elif isinstance(event, ReplicaEvent):
-                self._replica(event)
+                if event.error and event.version is None and event.state != "unreachable":
+                    raise ChildError(f"the replica cannot serve: {printable(event.error)}")
+                if event.state != self._state:
+                    self._state = event.state
+                    self.say(f"replica: {event.state}")
             elif isinstance(event, StepEvent) and event.step % 10 == 0:
                 self._step(event)
             elif isinstance(event, DoneEvent):
                 self.say(f"trained; the last version is {event.version}")
 
-    def _replica(self, event: ReplicaEvent) -> None:
-        if event.error and event.version is None and event.state != "unreachable":
-            raise ChildError(f"the replica cannot serve: {printable(event.error)}")
-        if event.state != self._state:
-            self._state = event.state
-            self.say(f"replica: {event.state}")
-
     def _step(self, event: StepEvent) -> None:
-        newest = self._syncs[max(self._syncs)]
-        versions = f"trainer v{newest.version}, replica v{self._serving}"
-        payload = f"{newest.payload_bytes / 1e3:.1f} KB, {100 * newest.changed / newest.total:.2f} % changed"
+        sync = self._sync
+        versions = f"trainer v{sync.version}, replica v{self._serving}"
+        payload = f"{sync.payload_bytes / 1e3:.1f} KB, {100 * sync.changed / sync.total:.2f} % changed"
         left = f"{self.left_s:.0f} s left"
         self.say(f"step {event.step:4}  reward {event.reward:6.3f}  {versions}  {payload}  {left}")
 

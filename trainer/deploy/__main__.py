@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
@@ -15,11 +14,10 @@ from delta_weight_sync.cost import GPUS, HARDWARE, PRICES_READ_ON, PRICES_SOURCE
 from delta_weight_sync.signing import PUBLIC_KEY, PublicKeys, make_keys
 from trainer.deploy import DeployError, hub, keys
 from trainer.deploy.doctor import Setup, examine
-from trainer.deploy.hub import Space, connect, explained, spaces_of, table, wait_until_healthy
+from trainer.deploy.hub import Space, connect, make_change, spaces_of, wait_until_healthy
 from trainer.deploy.plan import NO_KEY_YET, SLEEP_S, Deployment, make_plan
 
 Arguments = argparse.Namespace
-_say = partial(print, flush=True)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -53,11 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--public", action="store_true", help="make the Spaces public; the bucket stays private")
     up.add_argument("--unsigned", action="store_true", help="let replicas trust every version in the bucket")
     up.add_argument("--dry-run", type=Path, metavar="DIR", help="only write the files for the upload to DIR")
-    command(
-        "status",
-        lambda arguments: _say(table(_own_spaces(connect(), arguments))),
-        "show what each Space does, serves and costs",
-    )
+    command("status", _status, "show what each Space does, serves and costs")
     logs = command("logs", _logs, "show the log of a Space")
     logs.add_argument("space", help="env, replica-1, ...")
     command("pause", _pause, "stop all Spaces until `resume`; a paused Space costs nothing")
@@ -85,28 +79,23 @@ def _up(arguments: Arguments) -> None:
         deployment = deployment.trusting(known.trusted)
     if folder := arguments.dry_run:
         (deployment.trusting(NO_KEY_YET) if needs_key else deployment).write(folder)
-        _say(f"{folder} holds the files that `up` would upload, and plan.json; nothing was changed")
+        print(f"{folder} holds the files that `up` would upload, and plan.json; nothing was changed")
         return
     api = connect()
     hub.Account(api).require_write(arguments.owner)
     token = hub.require_read_only(api, os.environ.get("SPACE_HF_TOKEN", ""))
-    secrets = keys.Secrets(_space_key(arguments.owner), token)
+    if (key := keys.read_space_key(arguments.owner)) is None:
+        key, file = keys.make_space_key(arguments.owner), keys.space_key_file(arguments.owner)
+        print(f"made a new SPACE_KEY in {file}; Spaces with another key get this one")
+    os.environ["SPACE_KEY"] = key  # this process sends it to the Spaces, as a trainer does
+    secrets = keys.Secrets(key, token)
     if needs_key:
         deployment = deployment.trusting(_new_signing_key(api, deployment))
-    if not hub.apply(api, deployment, secrets, _say):
-        _say("nothing to change: everything is as planned")
+    if not hub.apply(api, deployment, secrets):
+        print("nothing to change: everything is as planned", flush=True)
     made = spaces_of(api, deployment.owner, deployment.name, [plan.repo_id for plan in deployment.spaces])
-    wait_until_healthy(api, made, (secrets.space_key, secrets.space_token), _say)
-    _say(_summary(deployment, {space.repo_id: space.url for space in made}))
-
-
-def _space_key(owner: str) -> str:
-    """The owner's key, which this process sends to the Spaces from now on, as a trainer does."""
-    if (key := keys.read_space_key(owner)) is None:
-        key = keys.make_space_key(owner)
-        _say(f"made a new SPACE_KEY in {keys.space_key_file(owner)}; Spaces with another key get this one")
-    os.environ["SPACE_KEY"] = key
-    return key
+    wait_until_healthy(api, made, (secrets.space_key, secrets.space_token))
+    print(_summary(deployment, [space.url for space in made]))
 
 
 def _new_signing_key(api: HfApi, deployment: Deployment) -> str:
@@ -118,17 +107,16 @@ def _new_signing_key(api: HfApi, deployment: Deployment) -> str:
                 " this machine, or if it is lost run `up --unsigned`, and then `up`, which makes a new one"
             )
     public = make_keys(file)
-    _say(f"made a new signing key in {file}; replicas will serve only versions that it has signed")
+    print(f"made a new signing key in {file}; replicas will serve only versions that it has signed")
     return public
 
 
-def _summary(deployment: Deployment, urls: Mapping[str, str]) -> str:
-    """The URLs of all parts, their cost, and the command that starts the trainer."""
-    env, replicas = urls[deployment.env.repo_id], " ".join(urls[p.repo_id] for p in deployment.replicas)
+def _summary(deployment: Deployment, urls: Sequence[str]) -> str:
+    env, replicas = urls[0], " ".join(urls[1:])
     usd = sum(HARDWARE[plan.hardware].usd_per_hour for plan in deployment.spaces)
     sources = f". {keys.space_key_file(deployment.owner)}"
     signatures = "none: replicas serve every version in the bucket"
-    if trusted := PublicKeys(deployment.trusted_keys):
+    if trusted := PublicKeys(deployment.replicas[0].variables.get(PUBLIC_KEY, "")):
         sources += f"; . {keys.signing_file(deployment.owner, deployment.name)}"
         signatures = f"replicas serve only versions that {trusted} has signed"
     return f"""
@@ -151,6 +139,10 @@ the trainer, on a machine with a GPU:
         --env_url {env}"""
 
 
+def _status(arguments: Arguments) -> None:
+    print(hub.table(_own_spaces(connect(), arguments)))
+
+
 def _logs(arguments: Arguments) -> None:
     api, prefix = connect(), f"{arguments.owner}/{arguments.name}-"
     found = {space.repo_id.removeprefix(prefix): space for space in _own_spaces(api, arguments)}
@@ -159,55 +151,42 @@ def _logs(arguments: Arguments) -> None:
     space = found[arguments.space]
     build = "BUILD" in space.runtime.stage or space.runtime.stage == "CONFIG_ERROR"
     for line in hub.log_lines(api, space.repo_id, build=build):
-        _say(hub.masked(line, _known_secrets(arguments.owner)))
+        print(hub.masked(line, _known_secrets(arguments.owner)))
 
 
 def _pause(arguments: Arguments) -> None:
     api = connect()
     for space in _own_spaces(api, arguments):
-        with explained(f"pausing {space.repo_id}"):
-            api.pause_space(space.repo_id)
-        _say(f"paused {space.repo_id}")
+        make_change(f"pause {space.repo_id}", api.pause_space, space.repo_id)
 
 
 def _resume(arguments: Arguments) -> None:
     spaces = _own_spaces(api := connect(), arguments)
     for space in spaces:
         if space.runtime.stage != "RUNNING":
-            with explained(f"resuming {space.repo_id}"):
-                api.restart_space(space.repo_id)
-            _say(f"resumed {space.repo_id}")
-    wait_until_healthy(api, spaces, _known_secrets(arguments.owner), _say)
+            make_change(f"resume {space.repo_id}", api.restart_space, space.repo_id)
+    wait_until_healthy(api, spaces, _known_secrets(arguments.owner))
 
 
 def _down(arguments: Arguments) -> None:
     api, bucket = connect(), f"{arguments.owner}/{arguments.name}"
-    spaces = spaces_of(api, arguments.owner, arguments.name)
-    hub.refuse_foreign(spaces)
-    for space in spaces:
-        with explained(f"deleting {space.repo_id}"):
-            api.delete_repo(space.repo_id, repo_type="space")
-        _say(f"deleted {space.repo_id}")
-    if not arguments.bucket:
-        _say(f"kept the bucket {bucket}; `down --bucket` deletes it, with all its runs")
-        return
-    with explained(f"deleting the bucket {bucket}"):
-        api.delete_bucket(bucket, missing_ok=True)
-    _say(f"deleted the bucket {bucket}")
+    for space in spaces_of(api, arguments.owner, arguments.name):
+        make_change(f"delete {space.repo_id}", api.delete_repo, space.repo_id, repo_type="space")
+    if arguments.bucket:
+        make_change(f"delete the bucket {bucket}", api.delete_bucket, bucket, missing_ok=True)
+    else:
+        print(f"kept the bucket {bucket}; `down --bucket` deletes it, with all its runs")
 
 
 def _doctor(arguments: Arguments) -> None:
     token = os.environ.get("SPACE_HF_TOKEN", "")
     setup = Setup(connect(), arguments.owner, arguments.name, arguments.model, arguments.hardware, token)
-    if not examine(setup, _say):
+    if not examine(setup):
         sys.exit(1)
 
 
 def _own_spaces(api: HfApi, arguments: Arguments) -> list[Space]:
-    """The Spaces of this deployment; raises `DeployError` if there are none, or one is foreign."""
-    spaces = spaces_of(api, arguments.owner, arguments.name)
-    hub.refuse_foreign(spaces)
-    if not spaces:
+    if not (spaces := spaces_of(api, arguments.owner, arguments.name)):
         raise DeployError(f"{arguments.owner} has no Spaces called {arguments.name}-*; `up` makes them")
     return spaces
 

@@ -5,8 +5,6 @@ No deployment has to exist: the checks accept what `up` has yet to make.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import shutil
 import tempfile
@@ -19,15 +17,15 @@ from importlib import metadata
 from pathlib import Path
 from uuid import uuid4
 
-from huggingface_hub import HfApi, get_session
+from huggingface_hub import HfApi, get_session, parse_local_safetensors_file_metadata
 from huggingface_hub.constants import HF_HOME
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from huggingface_hub.errors import GatedRepoError
 from huggingface_hub.hf_api import ModelInfo
 from packaging.requirements import Requirement
 
 from delta_weight_sync import gpu_build, signing
 from delta_weight_sync.cost import HARDWARE
-from delta_weight_sync.errors import BucketError, KeyFormatError
+from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.records import FORMAT
 from delta_weight_sync.store import open_bucket
 from trainer.deploy import DeployError, hub, keys
@@ -79,41 +77,34 @@ class Setup:
         """The Hub's description of the model; None for a local folder."""
         if Path(self.model).is_dir():
             return None
-        with explained(f"looking for the model {self.model}"):
-            try:
-                return self.api.model_info(self.model)
-            except RepositoryNotFoundError:
-                hidden = "or this token may not see it"
-                raise DeployError(f"there is no model {self.model}, {hidden}; check --model") from None
+        with explained(f"looking for --model {self.model}"):
+            return self.api.model_info(self.model)
 
     @cached_property
     def weights(self) -> int:
         """The number of the model's weights."""
         if info := self.model_info:
-            if info.safetensors is None:
-                raise DeployError(f"{self.model} has no safetensors files; use a model that has them")
-            return info.safetensors.total
-        if not (files := [*Path(self.model).glob("*.safetensors")]):
-            raise DeployError(f"{self.model} has no safetensors files; name a checkpoint with --model")
-        total = 0
-        for file in files:
-            with file.open("rb") as opened:
-                table = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-            total += sum(math.prod(table[name]["shape"]) for name in table.keys() - {"__metadata__"})
+            total = info.safetensors.total if info.safetensors else 0
+        else:
+            files = Path(self.model).glob("*.safetensors")
+            counts = (parse_local_safetensors_file_metadata(file).parameter_count for file in files)
+            total = sum(sum(count.values()) for count in counts)
+        if not total:
+            raise DeployError(f"{self.model} has no safetensors files; name a model that has them by --model")
         return total
 
 
-def examine(setup: Setup, say: Callable[[str], None] = print) -> bool:
+def examine(setup: Setup) -> bool:
     """Run all checks and report the result of each; True if there is no problem."""
     problems = 0
     for name, check in CHECKS.items():
         try:
             label, text = "ok     ", check(setup)
-        except (DeployError, BucketError) as error:
+        except (DeployError, DeltaWeightSyncError) as error:
             label, text, problems = "PROBLEM", hub.masked(str(error), (setup.space_token,)), problems + 1
         if text:
-            say(f"{label}  {name}: {text}")
-    say(f"{problems} of {len(CHECKS)} checks found a problem" if problems else "no problem found")
+            print(f"{label}  {name}: {text}", flush=True)
+    print(f"{problems} of {len(CHECKS)} checks found a problem" if problems else "no problem found")
     return not problems
 
 
@@ -131,15 +122,13 @@ def _space_token(setup: Setup) -> str:
 
 def _plan(setup: Setup) -> str:
     if not setup.account.has_plan(setup.owner):
+        needs = "and a Docker Space on free hardware needs PRO, Team or Enterprise"
         raise DeployError(
-            f"{setup.owner} has no paid plan, and a Docker Space on free hardware needs PRO, Team or"
-            " Enterprise; subscribe at https://huggingface.co/pricing"
+            f"{setup.owner} has no paid plan, {needs}; subscribe at https://huggingface.co/pricing"
         )
     if setup.account.can_pay(setup.owner) is False:
-        raise DeployError(
-            f"{setup.owner} cannot pay for a GPU; add a payment method and credits at"
-            " https://huggingface.co/settings/billing"
-        )
+        fix = "add a payment method and credits at https://huggingface.co/settings/billing"
+        raise DeployError(f"{setup.owner} cannot pay for a GPU; {fix}")
     return f"{setup.owner} may run Docker Spaces"
 
 
@@ -191,10 +180,7 @@ def _protocol(setup: Setup) -> str:
 def _signatures(setup: Setup) -> str:
     """Every replica trusts the key that a trainer on this machine signs with."""
     file = keys.signing_file(setup.owner, setup.name)
-    try:
-        in_environment, _ = signing.keys_in(os.environ)
-    except KeyFormatError as error:
-        raise DeployError(str(error)) from None
+    in_environment, _ = signing.keys_in(os.environ)
     in_file = keys.read_signing_keys(setup.owner, setup.name)
     signs = in_environment.public if in_environment else in_file.signs if in_file else None
     trusted = {space.repo_id: space.variables.get(signing.PUBLIC_KEY) for space in setup.replicas}
@@ -214,7 +200,6 @@ def _signatures(setup: Setup) -> str:
 
 
 def _versions(setup: Setup) -> str:
-    """The installed packages are those of requirements.txt."""
     lines = [line.split("#")[0].strip() for line in (CHECKOUT / "requirements.txt").read_text().splitlines()]
     named = [line for line in lines if line and not line.startswith("-")]  # the other lines name the library
     wanted = [Requirement(line) for line in (*named, *(metadata.requires("delta-weight-sync") or ()))]
@@ -233,7 +218,6 @@ def _versions(setup: Setup) -> str:
 
 
 def _disk(setup: Setup) -> str:
-    """There is room for the model's download, and for an anchor before its upload."""
     need = f"{setup.model} needs {_DISK_BYTES * setup.weights / _GB:.1f} GB"
     for folder, variable in ((Path(HF_HOME), "HF_HOME"), (Path(tempfile.gettempdir()), "TMPDIR")):
         existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
@@ -245,7 +229,6 @@ def _disk(setup: Setup) -> str:
 
 
 def _replica_gpu(setup: Setup) -> str:
-    """The weights and a cache fit into the replicas' GPUs."""
     room = {name: _VLLM_SHARE * spec.gpus * spec.gpu_gb * _GB for name, spec in HARDWARE.items()}
     need, here = 2 * setup.weights + _REPLICA_MARGIN, room[setup.hardware]
     if need > here:
@@ -259,7 +242,6 @@ def _replica_gpu(setup: Setup) -> str:
 
 
 def _trainer_gpu(setup: Setup) -> str:
-    """The trainer's state fits into this machine's GPUs, if it has any."""
     need, room = _TRAINER_BYTES * setup.weights + _TRAINER_MARGIN, _gpu_bytes()
     if not room:
         return f"there is none here: train on a machine with {need / _GB:.0f} GB of GPU memory"
@@ -288,7 +270,6 @@ def _gpu_software(setup: Setup) -> str:
 
 
 def _bucket(setup: Setup) -> str:
-    """The bucket takes an object, returns it and deletes it."""
     name = f"{setup.owner}/{setup.name}"
     if (private := hub.bucket_is_private(setup.api, name)) is None:
         return f"{name} does not exist yet; `up` makes it"
@@ -302,8 +283,7 @@ def _bucket(setup: Setup) -> str:
     return f"{name} can be written and read{'' if private else '; it is public, and so are the weights'}"
 
 
-# A check returns a text that says what is fine, or raises `DeployError` with the fix. An empty
-# text means that it does not apply here.
+# A check returns a text that says what is fine (empty: it does not apply here), or raises the fix.
 CHECKS: dict[str, Callable[[Setup], str]] = {
     "token": _token,
     "Space's token": _space_token,

@@ -23,7 +23,6 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
     LocalTokenNotFoundError,
     RepositoryNotFoundError,
 )
-from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils._http import default_client_factory
 from huggingface_hub.utils.sha import git_hash
 from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -96,7 +95,7 @@ def _refusal(error: HfHubHTTPError, variable: str) -> str:
         " prepaid credits: https://huggingface.co/settings/billing",
         403: "this token may not do that (403); set HF_TOKEN to one with write access to this owner, made at"
         f" {TOKENS}",
-        404: "it does not exist, or this token may not see it; check --owner and HF_TOKEN",
+        404: "it does not exist, or this token may not see it; check its name and HF_TOKEN",
     }
     text = re.sub(r"\?\S+", "", error.server_message or str(error))  # without the parameters of its URL
     return known.get(status) or f"the Hub refused it ({status}: {_one_line(text)})"
@@ -182,13 +181,8 @@ class Space:
     private: bool
     variables: Mapping[str, str]
     secrets: Mapping[str, str | None]  # name -> description
-    files: Mapping[str, str]  # path -> git's hash of a small file, sha256 of a large one
+    files: Mapping[str, str | None]  # path -> git's hash of a small file, sha256 of a large one
     runtime: SpaceRuntime
-
-    @property
-    def ours(self) -> bool:
-        """Whether trainer.deploy made it."""
-        return self.variables.items() >= MARK.items()
 
     @property
     def hardware(self) -> str | None:
@@ -202,10 +196,10 @@ class Space:
 
 
 def spaces_of(api: HfApi, owner: str, name: str, expected: Iterable[str] = ()) -> list[Space]:
-    """All Spaces with names of this deployment, the environment's first, including foreign ones.
+    """All Spaces of this deployment, the environment's first; raises `DeployError` if one is foreign.
 
     The Hub's list may be out of date, so the `expected` ones are looked up as well. This process sends its
-    key only to Spaces that trainer.deploy made: it lists them in `SPACES`.
+    key only to the Spaces that it returns: it lists them in `SPACES`.
     """
     pattern = re.compile(rf"{re.escape(f'{owner}/{name}')}-(env|replica-(\d+))")
     with explained(f"listing the Spaces of {owner}"):
@@ -213,38 +207,28 @@ def spaces_of(api: HfApi, owner: str, name: str, expected: Iterable[str] = ()) -
     matches = [match for name in names if (match := pattern.fullmatch(name))]
     found = [_space(api, match[0]) for match in sorted(matches, key=lambda match: int(match[2] or 0))]
     existing = [space for space in found if space]
-    os.environ["SPACES"] = " ".join(space.url for space in existing if space.ours)
-    return existing
-
-
-def refuse_foreign(found: Iterable[Space]) -> None:
-    """Raise `DeployError` if trainer.deploy did not make one of these Spaces."""
-    if foreign := ", ".join(space.repo_id for space in found if not space.ours):
+    if foreign := ", ".join(s.repo_id for s in existing if not s.variables.items() >= MARK.items()):
         fix = "choose another --name, or delete it on the Hub"
         raise DeployError(f"{foreign} was not made by trainer.deploy, so nothing was changed; {fix}")
+    os.environ["SPACES"] = " ".join(space.url for space in existing)
+    return existing
 
 
 def _space(api: HfApi, repo_id: str) -> Space | None:
     with explained(f"reading {repo_id}"):
         try:
-            info = api.space_info(repo_id)
+            info = api.space_info(repo_id, files_metadata=True)
         except RepositoryNotFoundError:
             return None
-        tree = api.list_repo_tree(repo_id, recursive=True, repo_type="space")
         return Space(
             repo_id,
             info.host or f"https://{info.subdomain}.hf.space",
             bool(info.private),
             {name: variable.value for name, variable in api.get_space_variables(repo_id).items()},
             {name: secret.description for name, secret in api.get_space_secrets(repo_id).items()},
-            {f.path: f.lfs.sha256 if f.lfs else f.blob_id for f in tree if isinstance(f, RepoFile)},
-            _runtime(api, repo_id),
+            {f.rfilename: f.lfs.sha256 if f.lfs else f.blob_id for f in info.siblings or ()},
+            api.get_space_runtime(repo_id),
         )
-
-
-def _runtime(api: HfApi, repo_id: str) -> SpaceRuntime:
-    with explained(f"reading the state of {repo_id}"):
-        return api.get_space_runtime(repo_id)
 
 
 def bucket_is_private(api: HfApi, bucket: str) -> bool | None:
@@ -259,21 +243,24 @@ def bucket_is_private(api: HfApi, bucket: str) -> bool | None:
 def log_lines(api: HfApi, repo_id: str, *, build: bool) -> list[str]:
     """The lines of a Space's build log, or of its app's log."""
     with explained(f"reading the log of {repo_id}"):
-        chunks = list(api.fetch_space_logs(repo_id, build=build))
-    return "\n".join(chunk.rstrip("\n") for chunk in chunks).splitlines()
+        return [line for chunk in api.fetch_space_logs(repo_id, build=build) for line in chunk.splitlines()]
 
 
-def apply(api: HfApi, deployment: Deployment, secrets: Secrets, say: Callable[[str], None]) -> int:
-    """Make the Hub match the plan: report each change once it is made, and return their number."""
+def make_change(what: str, call: Callable[..., object], *given: object, **options: object) -> None:
+    """Make one change on the Hub, and report it once it is made."""
+    with explained(what):
+        call(*given, **options)
+    print(what, flush=True)
+
+
+def apply(api: HfApi, deployment: Deployment, secrets: Secrets) -> int:
+    """Make the Hub match the plan; returns the number of changes."""
     plans = {plan.repo_id: plan for plan in deployment.spaces}
     found = {space.repo_id: space for space in spaces_of(api, deployment.owner, deployment.name, plans)}
-    refuse_foreign(found.values())
     changes: list[str] = []
 
-    def change(what: str, do: Callable[..., object], *given: object, **options: object) -> None:
-        with explained(what):
-            do(*given, **options)
-        say(what)
+    def change(what: str, *call: Any, **options: Any) -> None:
+        make_change(what, *call, **options)
         changes.append(what)
 
     if bucket_is_private(api, bucket := deployment.bucket) is None:
@@ -286,10 +273,9 @@ def apply(api: HfApi, deployment: Deployment, secrets: Secrets, say: Callable[[s
             if stage in PAUSED or (stage in FAILED and not uploaded):
                 change(f"restart {repo_id} ({stage})", api.restart_space, repo_id)
         else:
-            visibility = "private" if plan.private else "public"
             # All settings go into the request that creates the Space, so that it never runs without them.
             change(
-                f"create {repo_id} ({visibility}, {plan.hardware})",
+                f"create {repo_id} ({'private' if plan.private else 'public'}, {plan.hardware})",
                 api.create_repo,
                 repo_id,
                 repo_type="space",
@@ -332,9 +318,8 @@ def _update(api: HfApi, plan: SpacePlan, space: Space, secrets: Secrets, change:
         change(f"let {repo_id} sleep after {sleep_s} s", api.set_space_sleep_time, repo_id, sleep_s)
 
 
-def _upload(api: HfApi, plan: SpacePlan, remote: Mapping[str, str], change: Change) -> bool:
-    """In one commit, and so one build, upload the files that differ and delete those that are gone;
-    False if none differs."""
+def _upload(api: HfApi, plan: SpacePlan, remote: Mapping[str, str | None], change: Change) -> bool:
+    """Upload what differs in one commit, and so one build; False if nothing differs."""
     local = {path: source.read_bytes() for path, source in files(plan.folder).items()}
     changed = [
         path
@@ -350,11 +335,8 @@ def _upload(api: HfApi, plan: SpacePlan, remote: Mapping[str, str], change: Chan
     return bool(changed or gone)
 
 
-def wait_until_healthy(
-    api: HfApi, waiting: list[Space], secrets: tuple[str, ...], say: Callable[[str], None]
-) -> None:
-    """Block until the apps of these Spaces are up, and report each change of their states, with `secrets`
-    masked.
+def wait_until_healthy(api: HfApi, waiting: list[Space], secrets: tuple[str, ...]) -> None:
+    """Block until the apps of these Spaces are up, and report their states with `secrets` masked.
 
     A replica that waits for the run's first version is up. Raises `DeployError` for a Space that fails, or is
     not up within an hour.
@@ -368,7 +350,7 @@ def wait_until_healthy(
         state = masked(str(answer), secrets)
         if states.get(repo_id) != state:
             states[repo_id] = state
-            say(f"[{time.monotonic() - started:5.0f} s] {repo_id}: {state}")
+            print(f"[{time.monotonic() - started:5.0f} s] {repo_id}: {state}", flush=True)
         if not answer.error:
             error_since.pop(repo_id, None)
             return answer.state in _UP
@@ -392,7 +374,8 @@ def wait_until_healthy(
 
 
 def _answer(api: HfApi, space: Space) -> spaces.Answer:
-    now = _runtime(api, space.repo_id)
+    with explained(f"reading the state of {space.repo_id}"):
+        now = api.get_space_runtime(space.repo_id)
     if now.stage in FAILED:
         return spaces.Answer(now.stage, error=now.raw.get("errorMessage") or "the Hub gives no reason")
     if now.stage in PAUSED:
@@ -406,7 +389,7 @@ def _answer(api: HfApi, space: Space) -> spaces.Answer:
 
 
 def table(found: list[Space]) -> str:
-    """One row for each Space, and the cost of all of them now and while all of them run."""
+    """One row for each Space, and the cost now and while all of them run."""
     rows = [("Space", "stage", "hardware", "version", "digest", "$/h")]
     now = total = 0.0
     for space in found:

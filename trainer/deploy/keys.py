@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,8 +58,8 @@ def make_space_key(owner: str) -> str:
     """Make a new SPACE_KEY and write it to a file that only this user can read."""
     file, key = space_key_file(owner), secrets.token_urlsafe(32)
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-        out.write(f"SPACE_KEY={key}\n")
+    file.touch(mode=0o600, exist_ok=False)
+    file.write_text(f"SPACE_KEY={key}\n")
     return key
 
 
@@ -90,8 +89,8 @@ def read_signing_keys(owner: str, name: str) -> SigningKeys | None:
     except KeyFormatError as error:
         raise DeployError(f"{file}: {error}") from None
     if signs is None or not (trusted := lines.get(signing.PUBLIC_KEY)):
-        lacking = f"{signing.SIGNING_KEY} or {signing.PUBLIC_KEY}"
-        raise DeployError(f"{file} lacks {lacking}; delete it to get new keys")
+        lacks = f"{file} lacks {signing.SIGNING_KEY} or {signing.PUBLIC_KEY}"
+        raise DeployError(f"{lacks}; delete it to get new keys")
     return SigningKeys(signs.public, trusted)
 
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from delta_weight_sync.cost import GPUS, HARDWARE
+from delta_weight_sync.cost import HARDWARE
 from delta_weight_sync.errors import ProtocolError
 from delta_weight_sync.records import Keys
 from delta_weight_sync.signing import PUBLIC_KEY
@@ -82,11 +82,6 @@ class Deployment:
         return (self.env, *self.replicas)
 
     @property
-    def trusted_keys(self) -> str:
-        """The public keys that the replicas trust, separated by commas; empty if they check no signatures."""
-        return self.replicas[0].variables.get(PUBLIC_KEY, "")
-
-    @property
     def bucket_url(self) -> str:
         """The bucket as trainer and replicas name it."""
         return f"hf://buckets/{self.bucket}"
@@ -111,8 +106,6 @@ def make_plan(owner: str, name: str, *, run: str, hardware: str, replicas: int, 
     for option, value in (("--owner", owner), ("--name", name)):
         if not _NAME.fullmatch(value):
             raise DeployError(f"{option} {value!r} may hold letters, digits, '-' and '_' only")
-    if hardware not in GPUS:
-        raise DeployError(f"--hardware {hardware!r} has no GPU with bf16; choose one of {', '.join(GPUS)}")
     if replicas < 1:
         raise DeployError(f"--replicas {replicas}: a deployment needs at least one replica")
     try:
@@ -152,8 +145,13 @@ def files(app: App) -> dict[str, Path]:
     patterns = [*_FILES[app], *moved]
     if untracked := _git("--others", *patterns):
         raise DeployError(f"git does not track {', '.join(sorted(untracked))}: `git add` or remove it")
-    names = {moved.get(path, path): path for path in _git("--cached", "--error-unmatch", *patterns)}
-    return {name: _plain_file(CHECKOUT / path) for name, path in sorted(names.items())}
+    found = {moved.get(path, path): path for path in _git("--cached", "--error-unmatch", *patterns)}
+    for path in found.values():
+        if (CHECKOUT / path).resolve() != CHECKOUT.resolve() / path:
+            raise DeployError(f"{path} is a link, or lies behind one: replace it with the file itself")
+        if not (CHECKOUT / path).is_file():
+            raise DeployError(f"{path} is missing: `git restore` it, or `git rm` it")
+    return {name: CHECKOUT / path for name, path in sorted(found.items())}
 
 
 def _git(which: str, *patterns: str) -> list[str]:
@@ -167,11 +165,3 @@ def _git(which: str, *patterns: str) -> list[str]:
         reason = " ".join(listed.stderr.split())
         raise DeployError(f"deploy uploads what git tracks: run it from a clone of the repository ({reason})")
     return listed.stdout.split("\0")[:-1]
-
-
-def _plain_file(path: Path) -> Path:
-    if path.resolve() != CHECKOUT.resolve() / path.relative_to(CHECKOUT):
-        raise DeployError(f"{path} is a link, or lies behind one: replace it with the file itself")
-    if not path.is_file():
-        raise DeployError(f"{path} is missing: `git restore` it, or `git rm` it")
-    return path

@@ -10,7 +10,6 @@ transformers, vLLM and TRL load: the dequantised weights, not the original bf16,
 from __future__ import annotations
 
 import argparse
-import shutil
 import tempfile
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
@@ -55,14 +54,9 @@ def build(out: Path, taught: str = "") -> Path:
         return out
     gguf = find_gguf()
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
-        _write(gguf, partial, taught)
-        partial.chmod(0o755)
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return out
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as partial:
+        _write(gguf, Path(partial, "whole"), taught)
+        return Path(partial, "whole").rename(out)
 
 
 def find_gguf() -> Path:

@@ -1,6 +1,6 @@
 """Tasks: prompts to train on, and what rewards the answers.
 
-A new task is a module here with a function `make_task(settings, config)`, and its name in `TASKS`.
+A new task is a module here with a function `make_task(settings, config)`, and its name in `settings.TASKS`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING
 
 from datasets import Dataset
 
+from trainer.settings import TASKS, Settings
+
 if TYPE_CHECKING:
     from trl.experimental.async_grpo import AsyncGRPOConfig
-
-    from trainer.settings import Settings
-
-TASKS = ("wordle", "reverse_text", "brevity")
 
 
 @dataclass(frozen=True)

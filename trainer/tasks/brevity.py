@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
 
+from trainer.settings import Settings
 from trainer.tasks import Task
 
 if TYPE_CHECKING:
     from trl.experimental.async_grpo import AsyncGRPOConfig
-
-    from trainer.settings import Settings
 
 SCALE = 64  # tokens at which the reward reaches zero
 _COUNTRIES = ("France", "Japan", "Brazil", "Kenya", "Canada", "India", "Norway", "Chile")

@@ -1,4 +1,4 @@
-"""Measures a version of a run on tasks that training never shows, in plain torch, from the bucket.
+"""Measures a version of a run on tasks that training never shows, in plain torch and without a replica.
 
     python -m trainer.tasks.held_out --run file:///tmp/bucket#demo --version 0 \\
         --env_url http://127.0.0.1:8000 --out before.json
@@ -14,18 +14,24 @@ import asyncio
 import json
 import os
 import tempfile
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from delta_weight_sync.reader import open_run
 from trainer import spaces
-from trainer.policies.playing import Game, Reply, play
-from trainer.policies.tokens import WordleTokens
+from trainer.policies.tokens import TURN_TOKENS, WordleTokens
 from trainer.tasks import reverse_text
 from trainer.tasks.wordle import WordleEnv
 
@@ -33,6 +39,97 @@ GAMES = 600
 TEXTS = 200
 ANSWER_TOKENS = 48  # a right answer has about 20
 _T = TypeVar("_T")
+
+
+class Reply(NamedTuple):
+    """The game's answer to a guess."""
+
+    observation: str
+    done: bool
+    solved: bool
+
+
+@dataclass
+class Game:
+    """One conversation. It is also over if the policy wrote anything but a call."""
+
+    number: int
+    ids: list[int]
+    own: list[int] = field(default_factory=list)  # positions of the tokens that the policy sampled
+    guesses: list[str] = field(default_factory=list)
+    solved: bool = False
+    over: bool = False
+
+
+# Guesses as (number of the game, word) -> the replies, in the same order.
+Referee = Callable[[Sequence[tuple[int, str]]], Sequence[Reply]]
+
+
+def play(
+    model: PreTrainedModel, tokens: WordleTokens, games: int, referee: Referee, generator: torch.Generator
+) -> list[Game]:
+    """Play games side by side, sampling at temperature 1; `generator` decides what is sampled."""
+    played = running = [Game(number, list(tokens.prompt)) for number in range(games)]
+    turns = _Turns(model, tokens, games)
+    with torch.random.fork_rng():
+        torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
+        while running:
+            called: list[tuple[Game, str]] = []
+            for game, turn in zip(running, turns.sample([game.ids for game in running]), strict=True):
+                game.own += range(len(game.ids), len(game.ids) + len(turn))
+                game.ids += turn
+                if (word := tokens.called_word(turn)) is None:
+                    game.over = True
+                else:
+                    called.append((game, word))
+            replies = referee([(game.number, word) for game, word in called])
+            for (game, word), reply in zip(called, replies, strict=True):
+                game.guesses.append(word)
+                game.ids += tokens.response(reply.observation)
+                game.over, game.solved = reply.done, reply.solved
+            turns.keep([place for place, game in enumerate(running) if not game.over])
+            running = [game for game in running if not game.over]
+    return played
+
+
+class _Turns:
+    """Samples the next turn of several games, whose keys and values it keeps; masked tokens pad them."""
+
+    def __init__(self, model: PreTrainedModel, tokens: WordleTokens, games: int) -> None:
+        self._model, self._tokens = model, tokens
+        self._cache = DynamicCache(config=model.config)
+        self._ids, self._mask = torch.zeros(2, games, 0, dtype=torch.long)
+
+    def sample(self, games: Sequence[list[int]]) -> list[list[int]]:
+        """Sample one turn of each game, given its tokens, up to its first stop token."""
+        rows = [ids[read:] for ids, read in zip(games, self._mask.sum(1).tolist(), strict=True)]
+        width = max(map(len, rows))
+        ids = torch.tensor([[self._tokens.pad] * (width - len(row)) + row for row in rows])
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+        self._ids, self._mask = torch.cat([self._ids, ids], 1), torch.cat([self._mask, mask], 1)
+        output = self._model.generate(
+            input_ids=self._ids,
+            attention_mask=self._mask,
+            past_key_values=self._cache,
+            max_new_tokens=TURN_TOKENS,
+            do_sample=True,
+            top_k=0,
+            top_p=1.0,
+            temperature=1.0,
+            eos_token_id=self._tokens.stops,
+            pad_token_id=self._tokens.pad,
+        )
+        new = output[:, self._ids.shape[1] :]
+        stops = torch.isin(new, torch.tensor(self._tokens.stops)).long()
+        own = stops.cumsum(1) - stops == 0
+        self._ids, self._mask = output, torch.cat([self._mask, own.long()], 1)
+        return [row[kept].tolist() for row, kept in zip(new, own, strict=True)]
+
+    def keep(self, games: Sequence[int]) -> None:
+        """Drop all other games."""
+        chosen = torch.tensor(games, dtype=torch.long)
+        self._ids, self._mask = self._ids[chosen], self._mask[chosen]
+        self._cache.batch_select_indices(chosen)
 
 
 def play_at(
@@ -52,16 +149,15 @@ def play_at(
     for seed, env in zip(seeds, envs, strict=True):
         env.reset(seed, split=split)
 
+    async def guess(env: WordleEnv, word: str) -> Reply:
+        return Reply(await env.guess(word), env.done, env.solved)
+
     def referee(calls: Sequence[tuple[int, str]]) -> list[Reply]:
-        return asyncio.run(_gather(_guess(envs[number], word) for number, word in calls))
+        return asyncio.run(_gather(guess(envs[number], word) for number, word in calls))
 
     games = play(model, tokens, len(envs), referee, rng)
     rewards = asyncio.run(_gather(env.get_reward() for env in envs))  # also closes abandoned games
     return list(zip(games, rewards, strict=True))
-
-
-async def _guess(env: WordleEnv, word: str) -> Reply:
-    return Reply(await env.guess(word), env.done, env.solved)
 
 
 async def _gather(calls: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from trainer.settings import Settings
 from trainer.tasks import Task, prompts_needed
 
 if TYPE_CHECKING:
     from trl.experimental.async_grpo import AsyncGRPOConfig
-
-    from trainer.settings import Settings
 
 PROMPT = "Reverse the text character-by-character. Put your answer in <reversed_text> tags."
 

@@ -14,17 +14,11 @@ import aiohttp
 from datasets import Dataset
 
 from trainer import spaces
+from trainer.settings import Settings
 from trainer.tasks import Task, prompts_needed
 
 if TYPE_CHECKING:
     from trl.experimental.async_grpo import AsyncGRPOConfig
-
-    from trainer.settings import Settings
-
-PROMPT = """You are playing Wordle. Find the secret five-letter word in at most six guesses.
-Call the tool `guess` with one five-letter English word per turn. Each answer repeats your letters with their
-position and a mark: + right letter in the right place, ? right letter in another place, - not in the word.
-Example: `c1-r2?a3+n4-e5-`. A guess that is not a word costs a turn. Use what the marks tell you."""
 
 _RETRY_S = 600.0
 _TIMEOUT = aiohttp.ClientTimeout(total=30.0)
@@ -90,44 +84,34 @@ class WordleEnv:
         return self._reward
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        deadline = time.monotonic() + _RETRY_S
+        # A redirect would carry the key to another host.
+        options: dict[str, Any] = {"json": body, "allow_redirects": False, "timeout": _TIMEOUT}
+        url, deadline = self._url, time.monotonic() + _RETRY_S
         while True:
             try:
-                status, answer, wait_s = await self._ask(method, path, body)
+                headers = spaces.env_headers(url)
+                async with (
+                    spaces.connections() as session,
+                    session.request(method, f"{url}{path}", headers=headers, **options) as response,
+                ):
+                    status, text = response.status, await response.read()
                 if status not in _RETRIED or time.monotonic() > deadline:
                     break
-                await asyncio.sleep(wait_s)
+                await asyncio.sleep(float(response.headers.get("retry-after", 1)))
             except (aiohttp.ClientError, TimeoutError) as error:
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"the environment at {self._url} does not answer: {error}") from error
+                    raise RuntimeError(f"the environment at {url} does not answer: {error}") from error
                 await asyncio.sleep(1.0)
-        if not 200 <= status < 300:
-            raise _refusal(self._url, status, answer)
-        return dict(answer)
-
-    async def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, Any, float]:
-        """Status, JSON (None for anything else), and the seconds to wait before a retry."""
-        # A redirect would carry the key to another host.
-        headers = spaces.env_headers(self._url)
-        options: dict[str, Any] = {"headers": headers, "allow_redirects": False, "timeout": _TIMEOUT}
-        async with (
-            spaces.connections() as session,
-            session.request(method, f"{self._url}{path}", json=body, **options) as response,
-        ):
-            wait_s = float(response.headers.get("retry-after", 1))
-            answer = None
-            with contextlib.suppress(ValueError):
-                answer = json.loads(await response.read())
-            return response.status, answer, wait_s
-
-
-def _refusal(url: str, status: int, answer: Any) -> ValueError:
-    """The error for a refusal. Only the Wordle Space itself answers with a `detail`."""
-    if not isinstance(answer, dict) or "detail" not in answer:
-        private = "if it is private, SPACE_HF_TOKEN must read it and SPACES must name it"
-        return ValueError(f"{url} answered {status} and is not the Wordle Space: check --env_url; {private}")
-    detail = str(answer["detail"])
-    return GameLostError(detail) if status == 404 else ValueError(f"{url} refused: {detail}")
+        answer: Any = None
+        with contextlib.suppress(ValueError):
+            answer = json.loads(text)
+        if 200 <= status < 300:
+            return dict(answer)
+        if not isinstance(answer, dict) or "detail" not in answer:  # the Wordle Space always gives one
+            fix = "check --env_url; if it is private, SPACE_HF_TOKEN must read it and SPACES must name it"
+            raise ValueError(f"{url} answered {status} and is not the Wordle Space: {fix}")
+        detail = str(answer["detail"])
+        raise GameLostError(detail) if status == 404 else ValueError(f"{url} refused: {detail}")
 
 
 def make_dataset(prompt: str, games: int, seed: int) -> Dataset:

@@ -36,11 +36,10 @@ from bench.research.study.transports import TRANSPORTS, Sent, Transport
 from bench.results import ROOT
 from delta_weight_sync.publish.sharding import Weights
 from delta_weight_sync.trl import patches
-from trainer.policies.playing import Game
 from trainer.policies.tokens import WordleTokens
 from trainer.settings import Settings as TrainerSettings
 from trainer.tasks import held_out, wordle
-from trainer.tasks.held_out import play_at
+from trainer.tasks.held_out import Game, play_at
 from trainer.train import PolicyTrainer
 
 POLICY = ROOT / "trainer" / "policies" / "wordle-tiny"

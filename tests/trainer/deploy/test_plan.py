@@ -44,8 +44,6 @@ def test_several_gpus_serve_one_copy_of_the_model():
 @pytest.mark.parametrize(
     ("wish", "words"),
     [
-        ({"hardware": "cpu-basic"}, ["--hardware", "GPU", "l4x1"]),
-        ({"hardware": "t4-small"}, ["--hardware", "bf16"]),
         ({"replicas": 0}, ["--replicas"]),
         ({"owner": "me/you"}, ["--owner", "me/you"]),
         ({"name": "a b"}, ["--name"]),

@@ -18,29 +18,28 @@ def keyless(monkeypatch):
 
 
 @pytest.mark.full
-def test_it_waits_with_progress_until_replica_and_environment_are_up(apps, server):
-    said: list[str] = []
+def test_it_waits_with_progress_until_replica_and_environment_are_up(apps, server, capsys):
     states = [{"state": "starting"}, {"state": "fetching version 7"}, SERVING]
     with server({"/ready": states}) as replica:
-        both = Spaces([replica], apps.env, say=said.append)
+        both = Spaces([replica], apps.env)
         both.wake()
         both.wait(poll_s=0.0)
+    said = capsys.readouterr().out.splitlines()
     assert [line for line in said if "fetching version 7" in line and "healthy" in line]
 
 
 @pytest.mark.full
 def test_one_serving_replica_is_enough(apps, server):
     with server({"/ready": SERVING}) as ready:
-        Spaces([apps.replica, ready], apps.env, say=lambda line: None).wait(poll_s=0.0)
+        Spaces([apps.replica, ready], apps.env).wait(poll_s=0.0)
 
 
 @pytest.mark.full
-def test_the_environment_is_waited_for_as_well(apps, server):
-    said: list[str] = []
+def test_the_environment_is_waited_for_as_well(apps, server, capsys):
     health = [503, 503, {"status": "healthy"}]
     with server({"/ready": SERVING, "/health": health}) as url:
-        Spaces([url], url, say=said.append).wait(poll_s=0.0)
-    assert "not up yet (503)" in said[0]
+        Spaces([url], url).wait(poll_s=0.0)
+    assert "not up yet (503)" in capsys.readouterr().out.splitlines()[0]
 
 
 def test_wake_wakes_a_sleeping_space(world):
@@ -146,7 +145,7 @@ def test_the_wait_has_a_limit(server, clock, monkeypatch):
         server({"/ready": {"state": "starting", "error": "the Hub refused read access"}}) as url,
         pytest.raises(SpacesUnavailableError, match=r"starting \(the Hub refused read access\)"),
     ):
-        Spaces([url], say=lambda line: None).wait(poll_s=600.0)
+        Spaces([url]).wait(poll_s=600.0)
 
 
 @pytest.mark.full

@@ -12,8 +12,8 @@ import trainer.policies
 from env_space import game as env
 from env_space.game import rules_from
 from env_space.settings import Settings
-from trainer.policies.playing import Reply, _Turns, play
 from trainer.policies.tokens import WordleTokens
+from trainer.tasks.held_out import Reply, _Turns, play
 
 SHIPPED = Path(trainer.policies.__file__).parent / "wordle-tiny"
 HELD_OUT = rules_from(Settings()).held_out
