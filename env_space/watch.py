@@ -15,12 +15,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from env_space.game import MAX_GUESSES, GameError, Rules
-from env_space.messages import MOVE, refusals
+from env_space.game import MAX_GUESSES, MOVE, GameError, Rules
 from env_space.sessions import Origin, Session, Sessions
 from env_space.settings import Settings
 from space_guard.limits import client_address
-from space_guard.requests import KEY_HEADER
+from space_guard.requests import KEY_HEADER, refusals
 
 # Watched games at the same time, in total and per address: they use the replica's time.
 MAX_WATCHED, MAX_WATCHED_EACH = 8, 2

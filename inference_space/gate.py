@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from space_guard.limits import Admission, Client, Lane, RateLimit, client_address
@@ -22,7 +23,6 @@ from space_guard.requests import (
     CLOSE,
     FRAMING,
     SAFE_HEADERS,
-    Refusal,
     given_key,
     has_key,
     openai_error,
@@ -133,7 +133,7 @@ class Gate:
 
         try:
             await self._pass(scope, receive, answer)
-        except Refusal as refusal:
+        except HTTPException as refusal:
             if not begun:
                 await openai_error(refusal)(scope, receive, answer)
         return None
@@ -152,14 +152,14 @@ class Gate:
                 if not clock.expired():  # the app's own
                     raise
                 sentence = "the answer took longer than this Space allows: ask for fewer tokens"
-                raise Refusal(504, sentence) from None
+                raise HTTPException(504, sentence) from None
 
     def _client(self, scope: Scope, route: Route) -> Client:
-        """The client. Raises `Refusal` if it needs the key and has not sent it."""
+        """The client. Raises `HTTPException` if it needs the key and has not sent it."""
         if has_key(self._key, scope["headers"]):
             return None
         if route.keyed and not self._open:
-            raise Refusal(401, _WRONG if given_key(scope["headers"]) else _MISSING)
+            raise HTTPException(401, _WRONG if given_key(scope["headers"]) else _MISSING)
         return client_address(scope)
 
     async def _read(self, scope: Scope, receive: Receive, route: Route, client: Client) -> RequestBody:
@@ -168,29 +168,31 @@ class Gate:
         announced = None if b"transfer-encoding" in headers else int(headers.get(b"content-length", b"0"))
         if route.body is None:
             if announced != 0:
-                raise Refusal(413, "the body is too large: this route takes none", CLOSE)
+                raise HTTPException(413, "the body is too large: this route takes none", CLOSE)
             return RequestBody()
         # Before a browser sends this type to another site, it asks by a CORS preflight, which the gate
         # refuses.
         if not headers.get(b"content-type", b"").startswith(b"application/json"):
-            raise Refusal(415, "the body must be JSON: send it with Content-Type: application/json", CLOSE)
+            raise HTTPException(
+                415, "the body must be JSON: send it with Content-Type: application/json", CLOSE
+            )
         reader = self._readers[route.body]
         with self._admission.admit("arriving", client, min(reader.limit, announced or reader.limit)):
             body = await read_body(receive, reader.limit, BODY_S)
         try:
             return reader.read(body)
         except ValueError as error:
-            raise Refusal(422, str(error)) from None
+            raise HTTPException(422, str(error)) from None
 
 
 def find_route(scope: Scope) -> Route:
-    """The route of a request. Raises `Refusal` if it is not listed."""
+    """The route of a request. Raises `HTTPException` if it is not listed."""
     path = scope["raw_path"].decode("latin-1")
     known = {route.method: route for route in ROUTES if re.fullmatch(route.path, path, re.ASCII)}
     if not known:
-        raise Refusal(404, "there is no such route on this Space; its README lists the routes")
+        raise HTTPException(404, "there is no such route on this Space; its README lists the routes")
     if scope["method"] not in known:
-        raise Refusal(405, f"this route takes {' and '.join(known)} only", {"Allow": ", ".join(known)})
+        raise HTTPException(405, f"this route takes {' and '.join(known)} only", {"Allow": ", ".join(known)})
     return known[scope["method"]]
 
 

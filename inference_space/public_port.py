@@ -17,6 +17,7 @@ from types import MappingProxyType
 import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from delta_weight_sync.reader import RunReader
@@ -28,7 +29,7 @@ from inference_space.gate import Completions, DashboardCalls, Gate
 from inference_space.settings import SETUP, Settings, access_problems
 from inference_space.vllm_server import VllmServer
 from space_guard.limits import PROXIES, Lane, Limits, LogLimit, limited_http
-from space_guard.requests import Refusal, openai_error
+from space_guard.requests import openai_error
 from space_guard.setup import Problems, SetupPage
 
 INFERENCE = {"/v1/models": "GET", "/v1/completions": "POST", "/v1/chat/completions": "POST"}
@@ -153,7 +154,8 @@ class Inference:
 
 
 def _unavailable(reason: str) -> ASGIApp:
-    return openai_error(Refusal(503, f"{reason}; try again in a moment", {"retry-after": "1"}), "unavailable")
+    refusal = HTTPException(503, f"{reason}; try again in a moment", {"Retry-After": "1"})
+    return openai_error(refusal, "unavailable")
 
 
 def listen(app: ASGIApp, host: str, port: int, key: str = "") -> None:

@@ -28,7 +28,7 @@ from typing import Any
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from space_guard.requests import Refusal, has_key
+from space_guard.requests import has_key, too_many
 
 __all__ = ["PROXIES", "Admission", "Client", "Lane", "Limits", "LogLimit", "RateLimit", "client_address"]
 __all__ += ["limited_http", "log_as_json"]
@@ -228,10 +228,10 @@ class Admission:
 
     @contextmanager
     def admit(self, name: str, client: Client, units: int) -> Iterator[None]:
-        """Hold `units` of the lane. Raises `Refusal` if the lane, or the client's share of it, is full."""
+        """Hold `units` of the lane. Raises `HTTPException` if it, or the client's share of it, is full."""
         shares = self._lanes[name].shares(client) if name in self._lanes else {}
         if any(self._used[name, counter] + units > limit for counter, limit in shares.items()):
-            raise Refusal.retry("too many requests of this kind are being answered")
+            raise too_many("too many requests of this kind are being answered")
         for counter in shares:
             self._used[name, counter] += units
         try:
@@ -253,13 +253,13 @@ class RateLimit:
         self._paid_until: OrderedDict[str, float] = OrderedDict()
 
     def spend(self, client: Client, cost: float) -> None:
-        """Charge a visitor; raises `Refusal` if it spends too fast. A client with the key pays nothing."""
+        """Charge a visitor, but not a client with the key; raises `HTTPException` if it spends too fast."""
         if client is None:
             return
         now = self._clock()
         until = max(now, self._paid_until.get(client, now)) + cost * self._unit_s
         if until > now + self._ahead_s:
-            raise Refusal.retry("your address sends too many requests")
+            raise too_many("your address sends too many requests")
         self._paid_until[client] = until
         self._paid_until.move_to_end(client)
         if len(self._paid_until) > self._MAX_CLIENTS:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Iterable, Mapping
+from typing import Any
 
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["CLOSE", "FRAMING", "KEY_HEADER", "SAFE_HEADERS", "BodyLimit", "Refusal", "given_key", "has_key"]
-__all__ += ["openai_error", "problem", "read_body", "replay"]
+__all__ = ["CLOSE", "FRAMING", "KEY_HEADER", "SAFE_HEADERS", "BodyLimit", "given_key", "has_key"]
+__all__ += ["openai_error", "problem", "read_body", "refusals", "replay", "too_many"]
 
 KEY_HEADER = "X-Space-Key"  # leaves Authorization to the Hub, which checks it for private Spaces
 FRAMING = "frame-ancestors https://huggingface.co"  # only the Hub may show a Space inside its own page
@@ -20,17 +22,15 @@ CLOSE = {"Connection": "close"}  # for refusals that do not read the rest of the
 _EXCESS = 8 << 20  # bytes read beyond the limit: a client that still sends may not see the answer
 
 
-class Refusal(Exception):  # noqa: N818 - an answer, not a fault
-    """The request goes no further; the sentence says what is wrong and how to fix it."""
+class Problem(BaseModel):
+    """Why a request was refused, and how to fix it."""
 
-    def __init__(self, status: int, sentence: str, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(sentence)
-        self.status, self.sentence, self.headers = status, sentence, headers
+    detail: str
 
-    @classmethod
-    def retry(cls, sentence: str) -> Refusal:
-        """HTTP 429 with Retry-After."""
-        return cls(429, f"{sentence}; try again in a moment", {"Retry-After": "1"})
+
+def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The statuses with which a route may refuse, for FastAPI's description of the API."""
+    return {status: {"model": Problem} for status in statuses}
 
 
 def problem(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
@@ -38,10 +38,15 @@ def problem(status: int, sentence: str, headers: Mapping[str, str] | None = None
     return JSONResponse({"detail": sentence}, status, headers)
 
 
-def openai_error(refusal: Refusal, kind: str = "refused") -> JSONResponse:
+def openai_error(refusal: HTTPException, kind: str = "refused") -> JSONResponse:
     """A refusal in the form that OpenAI's clients expect."""
-    error = {"message": refusal.sentence, "type": kind, "code": refusal.status}
-    return JSONResponse({"error": error}, refusal.status, refusal.headers)
+    error = {"message": refusal.detail, "type": kind, "code": refusal.status_code}
+    return JSONResponse({"error": error}, refusal.status_code, refusal.headers)
+
+
+def too_many(sentence: str) -> HTTPException:
+    """HTTP 429 with Retry-After."""
+    return HTTPException(429, f"{sentence}; try again in a moment", {"Retry-After": "1"})
 
 
 def given_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
@@ -79,7 +84,7 @@ async def read_body(receive: Receive, limit: int, seconds: float) -> bytes:
     """The complete body, of at most `limit` bytes.
 
     Raises:
-        Refusal: 408 if it does not arrive in time, 413 if it is larger.
+        HTTPException: 408 if it does not arrive in time, 413 if it is larger.
     """
     body, size, more = bytearray(), 0, True
     try:
@@ -90,9 +95,10 @@ async def read_body(receive: Receive, limit: int, seconds: float) -> bytes:
                 body += message.get("body", b"") if size <= limit else b""
                 more = message.get("more_body", False)
     except TimeoutError:
-        raise Refusal(408, f"the body did not arrive within {seconds:.0f} s; send it again", CLOSE) from None
+        late = f"the body did not arrive within {seconds:.0f} s; send it again"
+        raise HTTPException(408, late, CLOSE) from None
     if size > limit:
-        raise Refusal(413, f"the body is too large; send at most {limit} bytes", CLOSE)
+        raise HTTPException(413, f"the body is too large; send at most {limit} bytes", CLOSE)
     return bytes(body)
 
 

@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
+from string import Template
 from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ValidationError
@@ -30,6 +32,7 @@ Problems = Mapping[str, str]  # variable or secret -> what is wrong with it
 
 NEW_KEY = "python3 -c 'import secrets; print(secrets.token_urlsafe(32))'"
 _WHERE = "Settings → Variables and secrets"
+_PAGE = Template(Path(__file__).with_name("setup.html").read_text())
 _POLICY = {"content-security-policy": f"default-src 'none'; style-src 'unsafe-inline'; {FRAMING}"}
 MIN_KEY_LENGTH = 16
 
@@ -140,14 +143,13 @@ class Setup:
     def page(self, problems: Problems) -> str:
         """The page. It reloads itself, so it disappears when the Space is set up."""
         needs = {**self.needs, **{name: Need("variable") for name in problems if name not in self.needs}}
-        items = "".join(_item(name, need, problems.get(name, "")) for name, need in needs.items())
-        space = escape(os.environ.get("SPACE_ID", ""), quote=True)
-        where = f'<a href="https://huggingface.co/spaces/{space}/settings" target="_blank">{_WHERE}</a>'
-        return f"""{_HEAD}<title>Set up this {self.space}</title></head><body><main>
-<h1>This {self.space} is not set up yet</h1>
-<p>In {where} of this Space, set what is marked in red. The Space restarts and shows the {self.then}.</p>
-<ul>{items}</ul></main></body></html>
-"""
+        return _PAGE.substitute(
+            space=self.space,
+            then=self.then,
+            where=_WHERE,
+            id=escape(os.environ.get("SPACE_ID", "")),
+            items="".join(_item(name, need, problems.get(name, "")) for name, need in needs.items()),
+        )
 
 
 class SetupPage:
@@ -170,25 +172,3 @@ def _item(name: str, need: Need, problem: str) -> str:
     parts += [f"<p>{escape(need.purpose)}</p>"] if need.purpose else []
     parts += [f"<pre>{escape(need.example)}</pre>"] if problem and need.example else []
     return f'<li class="{"missing" if problem else "fine"}">{"".join(parts)}</li>'
-
-
-_HEAD = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark"><meta http-equiv="refresh" content="15"><style>
-:root { --page: #f6f6f3; --card: #fff; --ink: #1b1d22; --mute: #5f6570; --rule: #dfdfd9; --bad: #b3261e;
-  --ok: #1d7a46 }
-@media (prefers-color-scheme: dark) { :root { --page: #131417; --card: #1c1e22; --ink: #ececea;
-  --mute: #a0a5ae; --rule: #33363c; --bad: #ff8a80; --ok: #6fd69b } }
-body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.5 system-ui, sans-serif }
-main { max-width: 44rem; margin: 0 auto; padding: 3rem 1.25rem }
-h1 { font-size: 1.6rem; margin: 0 0 .5rem } a { color: inherit } ul { list-style: none; padding: 0 }
-li { background: var(--card); border: 1px solid var(--rule); border-left: 4px solid var(--ok);
-  border-radius: 8px; padding: .75rem 1rem; margin: .75rem 0 }
-li.missing { border-left-color: var(--bad) }
-li p { margin: .25rem 0; color: var(--mute); overflow-wrap: anywhere }
-h2 { font-size: 1rem; margin: 0 } small { color: var(--mute); font-weight: normal }
-li p.problem { color: var(--bad); font-weight: 600 }
-pre { margin: .5rem 0 0; white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem }
-</style>
-"""
