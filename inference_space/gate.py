@@ -18,16 +18,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from space_guard.limits import Admission, Client, Lane, RateLimit, client_address
+from space_guard.limits import Admission, Client, Lane, client_address
 from space_guard.requests import (
     CLOSE,
     FRAMING,
     SAFE_HEADERS,
+    RateLimit,
     given_key,
     has_key,
     openai_error,
     read_body,
     replay,
+    too_many,
 )
 
 BODY_S = 60.0  # seconds within which a request's body must arrive
@@ -35,14 +37,6 @@ ARRIVING = Lane(64 << 20, BODY_S)  # its units are bytes of bodies that are stil
 # The budget of one address: cost per second, and the most that it can save up. A route costs about the
 # milliseconds it takes.
 RATE = (200.0, 2000.0)
-
-
-@dataclass(frozen=True)
-class RequestBody:
-    """A complete body that may be passed on, and how many units of its lane the request takes."""
-
-    content: bytes = b""
-    units: int = 1
 
 
 @dataclass(frozen=True)
@@ -141,13 +135,14 @@ class Gate:
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = find_route(scope)
         client = self._client(scope, route)
-        self._rate.spend(client, route.cost)
-        body = await self._read(scope, receive, route, client)
-        with self._admission.admit(route.lane, client, body.units):
+        if client is not None and self._rate.spend(client, route.cost):
+            raise too_many("your address sends too many requests")
+        body, units = await self._read(scope, receive, route, client)
+        with self._admission.admit(route.lane, client, units):
             headers = [_HOST, *(pair for pair in scope["headers"] if pair[0] in _PASSED_ON)]
             try:
                 async with asyncio.timeout(self._admission.seconds(route.lane)) as clock:
-                    await self._app({**scope, "headers": headers}, replay(body.content, receive), send)
+                    await self._app({**scope, "headers": headers}, replay(body, receive), send)
             except TimeoutError:
                 if not clock.expired():  # the app's own
                     raise
@@ -162,14 +157,14 @@ class Gate:
             raise HTTPException(401, _WRONG if given_key(scope["headers"]) else _MISSING)
         return client_address(scope)
 
-    async def _read(self, scope: Scope, receive: Receive, route: Route, client: Client) -> RequestBody:
-        """The complete body, as it may be passed on."""
+    async def _read(self, scope: Scope, receive: Receive, route: Route, client: Client) -> tuple[bytes, int]:
+        """The complete body, as it may be passed on, and how many units of its lane the request takes."""
         headers = dict(scope["headers"])
         announced = None if b"transfer-encoding" in headers else int(headers.get(b"content-length", b"0"))
         if route.body is None:
             if announced != 0:
                 raise HTTPException(413, "the body is too large: this route takes none", CLOSE)
-            return RequestBody()
+            return b"", 1
         # Before a browser sends this type to another site, it asks by a CORS preflight, which the gate
         # refuses.
         if not headers.get(b"content-type", b"").startswith(b"application/json"):
@@ -244,8 +239,8 @@ class Completions:
         context = self.context()
         return MAX_BODY if context is None else min(MAX_BODY, OTHER_BYTES + BYTES_PER_TOKEN * context)
 
-    def read(self, body: bytes) -> RequestBody:
-        """The body unchanged. Raises `ValueError` if vLLM may not have it."""
+    def read(self, body: bytes) -> tuple[bytes, int]:
+        """The body unchanged, and its completions. Raises `ValueError` if vLLM may not have it."""
         try:
             asked = json.loads(body)  # as vLLM reads it
         except (ValueError, RecursionError):
@@ -275,7 +270,7 @@ class Completions:
         completions = n * (len(prompt) if many and prompt else 1)
         if completions > self.batch:
             raise ValueError(f"too many completions: at most {self.batch} in one request, prompts times n")
-        return RequestBody(body, completions)
+        return body, completions
 
 
 def _check_size(name: str, value: Any) -> None:
@@ -320,7 +315,7 @@ class DashboardCalls:
     events: Mapping[int, Sequence[Kind]]
     limit: int = 16 << 10
 
-    def read(self, body: bytes) -> RequestBody:
+    def read(self, body: bytes) -> tuple[bytes, int]:
         """The same call with only its known parts. Raises `ValueError` for any other call."""
         try:
             call = _Call.model_validate_json(body)
@@ -330,7 +325,7 @@ class DashboardCalls:
         if kinds is None or len(kinds) != len(call.data):
             raise ValueError(_NO_CALL)
         call.data = list(map(_value, kinds, call.data))
-        return RequestBody(call.model_dump_json().encode())
+        return call.model_dump_json().encode(), 1
 
 
 def _value(kind: Kind, value: Any) -> Any:

@@ -1,10 +1,12 @@
-"""One request: its key, its body, the headers of its answer, and the answer to a refused one."""
+"""One request: its key, body and rate, the headers of its answer, and the answer to a refused one."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Iterable, Mapping
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -12,8 +14,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["CLOSE", "FRAMING", "KEY_HEADER", "SAFE_HEADERS", "BodyLimit", "given_key", "has_key"]
-__all__ += ["openai_error", "problem", "read_body", "refusals", "replay", "too_many"]
+__all__ = ["CLOSE", "FRAMING", "KEY_HEADER", "SAFE_HEADERS", "BodyLimit", "RateLimit", "given_key"]
+__all__ += ["has_key", "openai_error", "problem", "read_body", "refusals", "replay", "too_many"]
 
 KEY_HEADER = "X-Space-Key"  # leaves Authorization to the Hub, which checks it for private Spaces
 FRAMING = "frame-ancestors https://huggingface.co"  # only the Hub may show a Space inside its own page
@@ -110,3 +112,25 @@ def replay(body: bytes, receive: Receive) -> Receive:
         return first.pop() if first else await receive()
 
     return again
+
+
+class RateLimit:
+    """A token bucket per client: cost per second, and the burst allowed after a quiet time."""
+
+    _MAX_CLIENTS = 4096  # the client whose last request is oldest is forgotten first
+
+    def __init__(self, per_second: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_second, self._ahead_s, self._clock = per_second, burst / per_second, clock
+        self._paid_until: OrderedDict[str, float] = OrderedDict()
+
+    def spend(self, client: str, cost: float) -> float:
+        """Charge a client. If it spends too fast, charge nothing and return the seconds until it can pay."""
+        now = self._clock()
+        until = max(now, self._paid_until.get(client, now)) + cost / self._per_second
+        if until > now + self._ahead_s:
+            return until - now - self._ahead_s
+        self._paid_until[client] = until
+        self._paid_until.move_to_end(client)
+        if len(self._paid_until) > self._MAX_CLIENTS:
+            self._paid_until.popitem(last=False)
+        return 0.0

@@ -17,7 +17,8 @@ from starlette.responses import Response, StreamingResponse
 
 from inference_space import gate as gates
 from inference_space.gate import ARRIVING, find_route
-from space_guard.limits import Lane, RateLimit
+from space_guard.limits import Lane
+from space_guard.requests import RateLimit
 from tests.inference_space.asking import (
     CONTEXT,
     KEY,
