@@ -49,9 +49,9 @@ from space_guard.requests import (
     FRAMING,
     KEY_HEADER,
     SAFE_HEADERS,
-    BodyLimit,
     given_key,
     has_key,
+    limit_body,
     problem,
     refusals,
 )
@@ -230,9 +230,9 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) 
         _log.info("stopped with %d games in play", sum(map(len, stores)))
 
     app = FastAPI(title="Wordle environment", description=__doc__, lifespan=lifespan)
-    app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
+    app.add_middleware(limit_body, max_bytes=MAX_BODY_BYTES)
     app.state.metrics = metrics
-    app.add_middleware(_KeyCheck, key=settings.required_key)
+    app.add_middleware(_check_key, key=settings.required_key)
     _answer_problems(app)
     _add_games(app, sessions, rules, "/sessions", "http", True)
     _add_games(app, visitors, rules, "/play", "page", False)
@@ -242,23 +242,22 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) 
     return app
 
 
-class _KeyCheck:
+def _check_key(app: ASGIApp, key: str) -> ASGIApp:
     """ASGI middleware: reading and the page's games are open, the API needs the key.
 
     Without a key everything is open, for a machine that is not reachable by others.
     """
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app, self._key = app, key
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         opened = scope["type"] == "lifespan" or OPEN.fullmatch(scope["path"])
-        if opened or has_key(self._key, scope["headers"]):
-            return await self._app(scope, receive, send)
+        if opened or has_key(key, scope["headers"]):
+            return await app(scope, receive, send)
         refusal = problem(401, KEY_WRONG if given_key(scope["headers"]) else KEY_MISSING)
         if scope["type"] == "websocket":
             return await WebSocket(scope, receive, send).send_denial_response(refusal)
         return await refusal(scope, receive, send)
+
+    return checked
 
 
 def _add_games(app: FastAPI, sessions: Sessions, rules: Rules, at: str, via: str, documented: bool) -> None:

@@ -14,8 +14,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["CLOSE", "FRAMING", "KEY_HEADER", "SAFE_HEADERS", "BodyLimit", "RateLimit", "given_key"]
-__all__ += ["has_key", "openai_error", "problem", "read_body", "refusals", "replay", "too_many"]
+__all__ = ["CLOSE", "FRAMING", "KEY_HEADER", "SAFE_HEADERS", "RateLimit", "given_key", "has_key"]
+__all__ += ["limit_body", "openai_error", "problem", "read_body", "refusals", "replay", "too_many"]
 
 KEY_HEADER = "X-Space-Key"  # leaves Authorization to the Hub, which checks it for private Spaces
 FRAMING = "frame-ancestors https://huggingface.co"  # only the Hub may show a Space inside its own page
@@ -61,25 +61,23 @@ def has_key(key: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:
     return not key or hmac.compare_digest(key.encode(), given_key(headers))
 
 
-class BodyLimit:
+def limit_body(app: ASGIApp, max_bytes: int) -> ASGIApp:
     """ASGI middleware: refuses a body of more than `max_bytes` without reading the rest of it."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app, self._max_bytes = app, max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Count the bytes that the app reads."""
+    async def limited(scope: Scope, receive: Receive, send: Send) -> None:
         size = 0
 
         async def counted() -> Message:
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
-            if size > self._max_bytes:
-                raise HTTPException(413, f"The body is too large. Send at most {self._max_bytes} bytes.")
+            if size > max_bytes:
+                raise HTTPException(413, f"The body is too large. Send at most {max_bytes} bytes.")
             return message
 
-        await self._app(scope, counted, send)
+        await app(scope, counted, send)
+
+    return limited
 
 
 async def read_body(receive: Receive, limit: int, seconds: float) -> bytes:

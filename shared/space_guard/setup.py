@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from space_guard.requests import FRAMING
 
-__all__ = ["NEW_KEY", "HeaderText", "Need", "Problems", "SettingsError", "Setup", "SetupPage", "key_problem"]
+__all__ = ["NEW_KEY", "HeaderText", "Need", "Problems", "SettingsError", "Setup", "key_problem"]
 __all__ += ["listen_address", "read_settings"]
 
 Kind = TypeVar("Kind", bound=BaseModel)
@@ -138,7 +138,17 @@ class Setup:
             return JSONResponse(self.refusal(sentence), 503)
 
         app = Starlette(routes=[Route("/health", health)], exception_handlers={404: refuse, 405: refuse})
-        return SetupPage(app, self, lambda: problems)
+        return self.show_page(app, lambda: problems)
+
+    def show_page(self, app: ASGIApp, problems: Callable[[], Problems]) -> ASGIApp:
+        """ASGI middleware: shows the page at / while there are problems."""
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http" and scope["path"] == "/" and (found := problems()):
+                return await HTMLResponse(self.page(found), headers=_POLICY)(scope, receive, send)
+            return await app(scope, receive, send)
+
+        return answer
 
     def page(self, problems: Problems) -> str:
         """The page. It reloads itself, so it disappears when the Space is set up."""
@@ -150,20 +160,6 @@ class Setup:
             id=escape(os.environ.get("SPACE_ID", "")),
             items="".join(_item(name, need, problems.get(name, "")) for name, need in needs.items()),
         )
-
-
-class SetupPage:
-    """ASGI middleware: shows the page at / while there are problems."""
-
-    def __init__(self, app: ASGIApp, setup: Setup, problems: Callable[[], Problems]) -> None:
-        self._app, self._setup, self._problems = app, setup, problems
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with the page, or pass the request on."""
-        if scope["type"] == "http" and scope["path"] == "/" and (problems := self._problems()):
-            page = HTMLResponse(self._setup.page(problems), headers=_POLICY)
-            return await page(scope, receive, send)
-        return await self._app(scope, receive, send)
 
 
 def _item(name: str, need: Need, problem: str) -> str:
