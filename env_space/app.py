@@ -42,7 +42,7 @@ from env_space.game import (
     rules_from,
 )
 from env_space.sessions import Origin, Session, Sessions
-from env_space.settings import PREFIX, Settings, settings_from
+from env_space.settings import Settings
 from env_space.watch import MAX_WATCHED, MAX_WATCHED_EACH
 from space_guard.limits import PROXIES, Limits, client_address, limited_http, log_as_json
 from space_guard.requests import (
@@ -55,7 +55,7 @@ from space_guard.requests import (
     problem,
     refusals,
 )
-from space_guard.setup import NEW_KEY, Need, Problems, SettingsError, Setup, key_problem, listen_address
+from space_guard.setup import NEW_KEY, Need, Problems, SettingsError, Setup, key_problem
 
 MAX_BODY_BYTES = 16 * 1024
 LIMITS = Limits(
@@ -428,7 +428,7 @@ def find_problems(environ: Mapping[str, str]) -> Problems:
     """What keeps a Space on the Hub with these variables from starting."""
     found = key_problem(environ, "WORDLE_KEY", "WORDLE_OPEN")
     try:
-        rules_from(settings_from(environ))
+        rules_from(Settings.read(environ))
     except SettingsError as error:
         return found | error.problems
     except ValueError as error:  # there are fewer words than WORDLE_ANSWERS
@@ -445,10 +445,10 @@ def main() -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it would name the replica at every move
     if "SPACE_ID" in os.environ and (problems := find_problems(os.environ)):
         _log.error(SETUP.sentence(problems))
-        host, port = listen_address(Settings, PREFIX, os.environ)
+        host, port = Settings.listen_address(os.environ)
         return uvicorn.run(SETUP.app(problems), host=host, port=port, **server_options())
     try:
-        settings = settings_from(os.environ)
+        settings = Settings.read(os.environ)
         app = create_app(settings)
     except ValueError as error:
         sys.exit(f"The Wordle Space cannot start: {error}")

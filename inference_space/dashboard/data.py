@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -215,11 +216,9 @@ def newest_run(bucket: Bucket) -> RunInfo | None:
     """Return the description of the run created last; damaged descriptions are passed over."""
     found: list[RunInfo] = []
     for key in [info.key for info in bucket.list("runs/") if info.key.endswith("/run.json")]:
-        try:
+        with suppress(ProtocolError):
             if info := read_info(bucket, key):
                 found.append(info)
-        except ProtocolError:
-            continue
     return max(found, key=lambda info: info.created_at, default=None)
 
 

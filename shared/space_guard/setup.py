@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import Annotated, TypeVar
+from typing import Annotated, ClassVar, Self
 
-from pydantic import AfterValidator, BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -24,10 +24,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from space_guard.requests import FRAMING
 
-__all__ = ["NEW_KEY", "HeaderText", "Need", "Problems", "SettingsError", "Setup", "key_problem"]
-__all__ += ["listen_address", "read_settings"]
+__all__ = ["NEW_KEY", "HeaderText", "Need", "Problems", "SettingsError", "Setup", "SpaceSettings"]
+__all__ += ["key_problem"]
 
-Kind = TypeVar("Kind", bound=BaseModel)
 Problems = Mapping[str, str]  # variable or secret -> what is wrong with it
 
 NEW_KEY = "python3 -c 'import secrets; print(secrets.token_urlsafe(32))'"
@@ -59,28 +58,44 @@ def _header_text(text: str) -> str:
 HeaderText = Annotated[str, AfterValidator(_header_text)]
 
 
-def read_settings(kind: type[Kind], prefix: str, environ: Mapping[str, str]) -> Kind:
-    """The settings of a Space: a frozen model, of which each field is the variable `prefix` + its name.
+class SpaceSettings(BaseModel):
+    """The settings of a Space: each field is the environment variable `PREFIX` + its name."""
 
-    Raises:
-        SettingsError: A variable is missing, unknown or has an unusable value.
-    """
-    own = {name.removeprefix(prefix).lower(): environ[name] for name in environ if name.startswith(prefix)}
-    try:
-        return kind.model_validate(own)
-    except ValidationError as error:
-        known = ", ".join(prefix + field.upper() for field in kind.model_fields)
-        words = {
-            "missing": "not set",
-            "extra_forbidden": f"there is no such variable; the variables are {known}",
-        }
-        problems = {  # without the values, which may be secrets
-            f"{prefix}{found['loc'][0]}".upper(): words.get(
-                found["type"], found["msg"].removeprefix("Value error, ").lower()
-            )
-            for found in error.errors()
-        }
-        raise SettingsError(problems) from None
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    PREFIX: ClassVar[str]
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Self:
+        """The settings in `environ`.
+
+        Raises:
+            SettingsError: A variable is missing, unknown or has an unusable value.
+        """
+        prefix, own = cls.PREFIX, [name for name in environ if name.startswith(cls.PREFIX)]
+        try:
+            return cls.model_validate({name.removeprefix(prefix).lower(): environ[name] for name in own})
+        except ValidationError as error:
+            known = ", ".join(prefix + field.upper() for field in cls.model_fields)
+            words = {
+                "missing": "not set",
+                "extra_forbidden": f"there is no such variable; the variables are {known}",
+            }
+            problems = {  # without the values, which may be secrets
+                f"{prefix}{found['loc'][0]}".upper(): words.get(
+                    found["type"], found["msg"].removeprefix("Value error, ").lower()
+                )
+                for found in error.errors()
+            }
+            raise SettingsError(problems) from None
+
+    @classmethod
+    def listen_address(cls, environ: Mapping[str, str]) -> tuple[str, int]:
+        """Host and port to listen on although the settings as a whole cannot be used."""
+        port = environ.get(f"{cls.PREFIX}PORT", "")
+        return (
+            environ.get(f"{cls.PREFIX}HOST", cls.model_fields["host"].default),
+            int(port) if port.isdecimal() else cls.model_fields["port"].default,
+        )
 
 
 def key_problem(environ: Mapping[str, str], key: str, opening: str) -> dict[str, str]:
@@ -94,15 +109,6 @@ def key_problem(environ: Mapping[str, str], key: str, opening: str) -> dict[str,
     if 0 < len(value) < MIN_KEY_LENGTH:
         return {key: f"shorter than {MIN_KEY_LENGTH} characters, so it could be guessed"}
     return {}
-
-
-def listen_address(kind: type[BaseModel], prefix: str, environ: Mapping[str, str]) -> tuple[str, int]:
-    """Host and port to listen on although the settings as a whole cannot be used."""
-    default, port = kind.model_fields, environ.get(f"{prefix}PORT", "")
-    return (
-        environ.get(f"{prefix}HOST", default["host"].default),
-        int(port) if port.isdecimal() else default["port"].default,
-    )
 
 
 @dataclass(frozen=True)
