@@ -11,29 +11,51 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 from uuid import UUID, uuid4
 
+import prometheus_client as prometheus
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import FileResponse, JSONResponse
 from fastapi.routing import APIRoute
-from pydantic import ValidationError
+from fastapi.staticfiles import StaticFiles
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from env_space import openenv, pages, watch
-from env_space.game import MAX_GUESSES, OPENING, GameError, Move, Rules, rules_from
-from env_space.messages import MOVE, Closed, Guess, Opened, Opening, refusals
+from env_space import openenv, watch
+from env_space.game import (
+    MAX_GUESSES,
+    MAX_SEED,
+    MOVE,
+    OPENING,
+    GameError,
+    Move,
+    RewardParts,
+    Rules,
+    Split,
+    rules_from,
+)
 from env_space.sessions import Origin, Session, Sessions
-from env_space.settings import PREFIX, Settings, settings_from
+from env_space.settings import Settings
 from env_space.watch import MAX_WATCHED, MAX_WATCHED_EACH
 from space_guard.limits import PROXIES, Limits, client_address, limited_http, log_as_json
-from space_guard.requests import FRAMING, KEY_HEADER, SAFE_HEADERS, BodyLimit, given_key, has_key, problem
-from space_guard.setup import NEW_KEY, Need, Problems, SettingsError, Setup, key_problem, listen_address
+from space_guard.requests import (
+    FRAMING,
+    KEY_HEADER,
+    SAFE_HEADERS,
+    given_key,
+    has_key,
+    limit_body,
+    problem,
+    refusals,
+)
+from space_guard.setup import NEW_KEY, Need, Problems, SettingsError, Setup, key_problem
 
 MAX_BODY_BYTES = 16 * 1024
 LIMITS = Limits(
@@ -48,6 +70,10 @@ STOP_WITHIN_S = 10
 # A client may spend minutes on a training step. Games expire anyway; this only frees sockets.
 PING_EVERY_S, PING_TIMEOUT_S = 30, 300
 RETRY_AFTER_S = "1"  # a game takes seconds, and there is room as soon as one ends
+PAGE = Path(__file__).with_name("page")
+# The page loads nothing from other sites, and no text of a policy can run as a script.
+_PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'"}
+_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _SPARE_FILES = 64  # besides connections: the log, the event loop's own, the watched replica
 
 # All other paths need the key, so a route that is added is closed until it is listed here.
@@ -75,6 +101,97 @@ SETUP = Setup(
 
 _log = logging.getLogger("wordle")
 
+# In JSON, 3.0 and 3 are the same number.
+_INTEGER = BeforeValidator(lambda n: int(n) if isinstance(n, float) and n.is_integer() else n)
+
+
+class Opening(BaseModel):
+    """A request for a game. Sent again with the same `id` and seed, it finds the game it opened."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    seed: Annotated[int, Field(gt=-MAX_SEED, lt=MAX_SEED, description="selects the secret"), _INTEGER]
+    split: Annotated[Split, Field(description="train, or the tenth of the words held out of it")] = "train"
+    id: Annotated[UUID | None, Field(strict=False, description="of your choice; makes a retry safe")] = None
+
+
+class Opened(BaseModel):
+    """A game that waits for its first guess."""
+
+    session: UUID
+    observation: str
+    max_guesses: int
+    length: int
+    hard_mode: bool
+
+
+class Guess(BaseModel):
+    """Move number `turn` of a game. Sent again, it is played once and answered the same."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    word: str
+    turn: Annotated[int, Field(ge=1, lt=2**31, description="1 for the first move"), _INTEGER]
+
+
+class Closed(BaseModel):
+    """How a game ended."""
+
+    solved: bool
+    turns: int
+    reward: float
+    reward_parts: RewardParts
+    secret: str
+
+
+class Words(BaseModel):
+    """Every possible secret, the ones that no training game has, and the size of a game."""
+
+    answers: tuple[str, ...]
+    held_out: tuple[str, ...]
+    length: int
+    max_guesses: int
+
+
+class Health(BaseModel):
+    """Whether the service is up, and how full it is."""
+
+    status: str
+    sessions: int
+    max_sessions: int
+
+
+class Metrics:
+    """The counters of one service. Games and guesses are counted when their game ends."""
+
+    def __init__(self) -> None:
+        self.registry = registry = prometheus.CollectorRegistry()
+        prometheus.ProcessCollector(registry=registry)
+        labels = ["outcome", "split", "via"]
+        self._games = prometheus.Counter("wordle_games", "Games that ended", labels, registry=registry)
+        self._guesses = prometheus.Counter("wordle_guesses", "Guesses played", ["kind"], registry=registry)
+        self.active = prometheus.Gauge("wordle_active_sessions", "Games in play", registry=registry)
+        self.capacity = prometheus.Gauge(
+            "wordle_max_sessions", "Games that may be in play", registry=registry
+        )
+        about = "From a move's request being read to its answer being written"
+        seconds = prometheus.Histogram(
+            "wordle_move_seconds", about, ["via"], buckets=_BUCKETS_S, registry=registry
+        )
+        self._took = {via: seconds.labels(via).observe for via in ("http", "ws")}
+
+    def count_game(self, session: Session) -> None:
+        """Count a game that ended."""
+        origin, game = session.origin, session.game
+        self._games.labels(session.outcome, origin.split, origin.via).inc()
+        self._guesses.labels("invalid").inc(game.invalid)
+        self._guesses.labels("repeated").inc(game.repeated)
+        self._guesses.labels("new").inc(game.turns - game.invalid - game.repeated)
+
+    def move_took(self, via: str, seconds: float) -> None:
+        """Record the time of one move."""
+        self._took[via](seconds)
+
 
 def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) -> FastAPI:
     """The service with an empty store; games age by `clock`, in seconds.
@@ -82,7 +199,7 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) 
     Raises:
         ValueError: The word list has fewer words than `settings.answers`.
     """
-    rules, metrics = rules_from(settings), pages.Metrics()
+    rules, metrics = rules_from(settings), Metrics()
 
     def ended(session: Session) -> None:
         metrics.count_game(session)
@@ -113,35 +230,34 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) 
         _log.info("stopped with %d games in play", sum(map(len, stores)))
 
     app = FastAPI(title="Wordle environment", description=__doc__, lifespan=lifespan)
-    app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
+    app.add_middleware(limit_body, max_bytes=MAX_BODY_BYTES)
     app.state.metrics = metrics
-    app.add_middleware(_KeyCheck, key=settings.required_key)
+    app.add_middleware(_check_key, key=settings.required_key)
     _answer_problems(app)
     _add_games(app, sessions, rules, "/sessions", "http", True)
     _add_games(app, visitors, rules, "/play", "page", False)
     openenv.add_routes(app, sessions, rules, metrics.move_took)
     watch.add_route(app, watched, rules, settings)
-    pages.add_routes(app, sessions, rules, metrics)
+    _add_pages(app, sessions, rules, metrics)
     return app
 
 
-class _KeyCheck:
+def _check_key(app: ASGIApp, key: str) -> ASGIApp:
     """ASGI middleware: reading and the page's games are open, the API needs the key.
 
     Without a key everything is open, for a machine that is not reachable by others.
     """
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app, self._key = app, key
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         opened = scope["type"] == "lifespan" or OPEN.fullmatch(scope["path"])
-        if opened or has_key(self._key, scope["headers"]):
-            return await self._app(scope, receive, send)
+        if opened or has_key(key, scope["headers"]):
+            return await app(scope, receive, send)
         refusal = problem(401, KEY_WRONG if given_key(scope["headers"]) else KEY_MISSING)
         if scope["type"] == "websocket":
             return await WebSocket(scope, receive, send).send_denial_response(refusal)
         return await refusal(scope, receive, send)
+
+    return checked
 
 
 def _add_games(app: FastAPI, sessions: Sessions, rules: Rules, at: str, via: str, documented: bool) -> None:
@@ -183,6 +299,36 @@ def _add_games(app: FastAPI, sessions: Sessions, rules: Rules, at: str, via: str
         return Closed(
             solved=game.solved, turns=game.turns, reward=parts.total, reward_parts=parts, secret=game.secret
         )
+
+
+def _add_pages(app: FastAPI, sessions: Sessions, rules: Rules, metrics: Metrics) -> None:
+    """Add the routes that only read: the page for people, the words, health, and metrics for Prometheus."""
+    every_word, length = rules.train + rules.held_out, rules.settings.length
+    words = Words(answers=every_word, held_out=rules.held_out, length=length, max_guesses=MAX_GUESSES)
+    metrics.active.set_function(sessions.__len__)
+    metrics.capacity.set(sessions.capacity)
+    app.mount("/page", StaticFiles(directory=PAGE))
+
+    @app.get("/", response_class=FileResponse, include_in_schema=False)
+    async def home() -> FileResponse:
+        """The page where a person plays."""
+        return FileResponse(PAGE / "index.html", headers=_PAGE_HEADERS)
+
+    @app.get("/words")
+    async def list_words() -> Words:
+        """Every word that can be the secret, in an order that is the same everywhere."""
+        return words
+
+    @app.get("/health")
+    async def health() -> Health:
+        """Whether the service is up, and how many games are in play."""
+        return Health(status="healthy", sessions=len(sessions), max_sessions=sessions.capacity)
+
+    @app.get("/metrics", response_class=Response, include_in_schema=False)
+    async def render_metrics() -> Response:
+        """Games, guesses, capacity and times in Prometheus' text format."""
+        text = prometheus.generate_latest(metrics.registry)
+        return Response(text, media_type=prometheus.CONTENT_TYPE_LATEST)
 
 
 class _MoveRoute(APIRoute):
@@ -282,7 +428,7 @@ def find_problems(environ: Mapping[str, str]) -> Problems:
     """What keeps a Space on the Hub with these variables from starting."""
     found = key_problem(environ, "WORDLE_KEY", "WORDLE_OPEN")
     try:
-        rules_from(settings_from(environ))
+        rules_from(Settings.read(environ))
     except SettingsError as error:
         return found | error.problems
     except ValueError as error:  # there are fewer words than WORDLE_ANSWERS
@@ -295,25 +441,19 @@ def main() -> None:
 
     A Space that is not set up says so: on the Hub on its page, elsewhere as it exits.
     """
-    on_hub = "SPACE_ID" in os.environ
-    if on_hub and (problems := find_problems(os.environ)):
-        _log_as_json()
+    log_as_json(LOG_LINES)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would name the replica at every move
+    if "SPACE_ID" in os.environ and (problems := find_problems(os.environ)):
         _log.error(SETUP.sentence(problems))
-        host, port = listen_address(Settings, PREFIX, os.environ)
+        host, port = Settings.listen_address(os.environ)
         return uvicorn.run(SETUP.app(problems), host=host, port=port, **server_options())
     try:
-        settings = settings_from(os.environ)
+        settings = Settings.read(os.environ)
         app = create_app(settings)
     except ValueError as error:
         sys.exit(f"The Wordle Space cannot start: {error}")
-    _log_as_json()
     options = server_options(settings.required_key, settings.max_sessions)
     return uvicorn.run(app, host=settings.host, port=settings.port, **options)
-
-
-def _log_as_json() -> None:
-    log_as_json(LOG_LINES)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would name the replica at every move
 
 
 if __name__ == "__main__":

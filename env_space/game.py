@@ -8,11 +8,14 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
+from pydantic import TypeAdapter
+
 from env_space.settings import Settings
 
 LENGTH = 5
 MAX_GUESSES = 6
 MAX_STORED = 32  # characters stored of a guess: a policy may write a novel, and 1,000 games store six each
+MAX_SEED = 2**53  # integers below are exact in every language's JSON
 HELD_OUT = 10  # one answer in ten is held out
 
 SOLVED, EARLY = 1.0, 0.05  # the reward for solving, and for each guess left over
@@ -76,6 +79,9 @@ class Move:
     reward: float
     reward_parts: RewardParts
     secret: str
+
+
+MOVE = TypeAdapter(Move)
 
 
 def feedback(guess: str, secret: str) -> str:

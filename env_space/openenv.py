@@ -22,8 +22,7 @@ from fastapi import FastAPI, Request, WebSocket
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.websockets import WebSocketDisconnect
 
-from env_space.game import MAX_GUESSES, GameError, Move, Rules, Split
-from env_space.messages import MAX_SEED, MOVE
+from env_space.game import MAX_GUESSES, MAX_SEED, MOVE, GameError, Move, Rules, Split
 from env_space.sessions import Origin, Sessions
 
 Answer = dict[str, Any]

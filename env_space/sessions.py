@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from typing import Any
@@ -151,9 +152,8 @@ class Sessions:
 
     def leave(self, id: UUID) -> None:
         """End the session if it exists."""
-        self.reap()
-        if session := self._playing.get(id):
-            self._end(session)
+        with suppress(GameError):
+            self.close(id)
 
     def reap(self) -> None:
         """Expire games without moves, and forget those that ended long enough ago."""

@@ -1,20 +1,14 @@
 """The settings of the Wordle Space."""
 
-from collections.abc import Mapping
+from pydantic import Field
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from space_guard.setup import HeaderText, read_settings
-
-__all__ = ["PREFIX", "Settings", "settings_from"]
-
-PREFIX = "WORDLE_"
+from space_guard.setup import HeaderText, SpaceSettings
 
 
-class Settings(BaseModel):
+class Settings(SpaceSettings):
     """Each field is the environment variable WORDLE_<FIELD>."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    PREFIX = "WORDLE_"
 
     answers: int | None = Field(None, ge=1)  # words that can be the secret; unset: all
     length: int = Field(5, ge=4, le=7)  # letters of a word
@@ -35,8 +29,3 @@ class Settings(BaseModel):
     def required_key(self) -> str:
         """The key that the API asks for, empty if it is open."""
         return "" if self.open else self.key
-
-
-def settings_from(environ: Mapping[str, str]) -> Settings:
-    """The settings in `environ`. Raises `SettingsError`."""
-    return read_settings(Settings, PREFIX, environ)

@@ -15,12 +15,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from env_space.game import MAX_GUESSES, GameError, Rules
-from env_space.messages import MOVE, refusals
+from env_space.game import MAX_GUESSES, MOVE, GameError, Rules
 from env_space.sessions import Origin, Session, Sessions
 from env_space.settings import Settings
 from space_guard.limits import client_address
-from space_guard.requests import KEY_HEADER
+from space_guard.requests import KEY_HEADER, refusals
 
 # Watched games at the same time, in total and per address: they use the replica's time.
 MAX_WATCHED, MAX_WATCHED_EACH = 8, 2
@@ -43,10 +42,6 @@ _TOOL = {
 }
 
 
-class ReplicaError(Exception):
-    """The replica did not answer with a turn; the message is a sentence for the viewer."""
-
-
 class Replica:
     """A conversation with the policy of one replica, over its OpenAI-compatible chat endpoint."""
 
@@ -58,7 +53,7 @@ class Replica:
     async def turn(self) -> tuple[str, str | None, str]:
         """The policy's next turn: its text, the word it guessed (None: no call), and the weights' version.
 
-        Raises ReplicaError.
+        Raises GameError.
         """
         try:
             if not self._model:
@@ -66,7 +61,7 @@ class Replica:
             answer = await self._ask("POST", "/v1/chat/completions", self.request())
             text = answer.json()["choices"][0]["message"]["content"] or ""
         except (ValueError, LookupError, TypeError):
-            raise ReplicaError(f"The replica did not answer as vLLM does. {_ASLEEP}") from None
+            raise GameError(502, f"The replica did not answer as vLLM does. {_ASLEEP}") from None
         self._messages.append({"role": "assistant", "content": text})
         called = _CALLED_WORD.findall(text)
         return text, called[-1] if called else None, answer.headers.get("x-policy-version", "")
@@ -91,15 +86,15 @@ class Replica:
         try:
             answer = await self._http.request(method, path, json=body)
         except httpx.TimeoutException:
-            raise ReplicaError(f"The replica did not answer within {TIMEOUT_S:.0f} s. {_ASLEEP}") from None
+            raise GameError(502, f"The replica did not answer within {TIMEOUT_S:.0f} s. {_ASLEEP}") from None
         except httpx.HTTPError:
-            raise ReplicaError(f"The replica cannot be reached. {_ASLEEP}") from None
+            raise GameError(502, f"The replica cannot be reached. {_ASLEEP}") from None
         if answer.status_code != httpx.codes.OK:
             try:
                 reason = str(answer.json()["error"]["message"])[:300]
             except (ValueError, LookupError, TypeError):
                 reason = f"it answers {answer.status_code}"
-            raise ReplicaError(f"The replica cannot play now: {reason}. {_ASLEEP}")
+            raise GameError(502, f"The replica cannot play now: {reason}. {_ASLEEP}")
         return answer
 
 
@@ -150,7 +145,7 @@ def add_route(app: FastAPI, sessions: Sessions, rules: Rules, settings: Settings
                     replica.observe(move.observation)
                     yield _event("turn", text=text, version=version, move=MOVE.dump_python(move))
             yield _event("ended", solved=session.game.solved, secret=session.game.secret)
-        except (ReplicaError, GameError) as error:
+        except GameError as error:
             yield _event("problem", detail=str(error))
 
 

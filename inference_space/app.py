@@ -18,8 +18,8 @@ def main() -> None:
     in the message with which it exits."""
     from delta_weight_sync.errors import DeltaWeightSyncError
     from inference_space.public_port import create_app, listen
-    from inference_space.settings import PREFIX, SETUP, Settings, find_problems, settings_from
-    from space_guard.setup import SettingsError, listen_address
+    from inference_space.settings import SETUP, Settings, find_problems
+    from space_guard.setup import SettingsError
 
     os.umask(0o077)  # its files, and the sockets of vLLM's engine in /tmp, are for this user alone
     log.setLevel(logging.INFO)
@@ -28,9 +28,9 @@ def main() -> None:
     exit_on_sigterm()
     if problems:
         log.error("replica: %s", SETUP.sentence(problems))
-        return listen(SETUP.app(problems), *listen_address(Settings, PREFIX, os.environ))
+        return listen(SETUP.app(problems), *Settings.listen_address(os.environ))
     try:
-        settings = settings_from(os.environ)
+        settings = Settings.read(os.environ)
         app = create_app(settings)
     except (DeltaWeightSyncError, SettingsError) as error:
         sys.exit(f"replica: {error}")

@@ -15,19 +15,21 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from space_guard.limits import Admission, Client, Lane, RateLimit, client_address
+from space_guard.limits import Admission, Client, Lane, client_address
 from space_guard.requests import (
     CLOSE,
     FRAMING,
     SAFE_HEADERS,
-    Refusal,
+    RateLimit,
     given_key,
     has_key,
     openai_error,
     read_body,
     replay,
+    too_many,
 )
 
 BODY_S = 60.0  # seconds within which a request's body must arrive
@@ -35,14 +37,6 @@ ARRIVING = Lane(64 << 20, BODY_S)  # its units are bytes of bodies that are stil
 # The budget of one address: cost per second, and the most that it can save up. A route costs about the
 # milliseconds it takes.
 RATE = (200.0, 2000.0)
-
-
-@dataclass(frozen=True)
-class RequestBody:
-    """A complete body that may be passed on, and how many units of its lane the request takes."""
-
-    content: bytes = b""
-    units: int = 1
 
 
 @dataclass(frozen=True)
@@ -133,7 +127,7 @@ class Gate:
 
         try:
             await self._pass(scope, receive, answer)
-        except Refusal as refusal:
+        except HTTPException as refusal:
             if not begun:
                 await openai_error(refusal)(scope, receive, answer)
         return None
@@ -141,56 +135,59 @@ class Gate:
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = find_route(scope)
         client = self._client(scope, route)
-        self._rate.spend(client, route.cost)
-        body = await self._read(scope, receive, route, client)
-        with self._admission.admit(route.lane, client, body.units):
+        if client is not None and self._rate.spend(client, route.cost):
+            raise too_many("your address sends too many requests")
+        body, units = await self._read(scope, receive, route, client)
+        with self._admission.admit(route.lane, client, units):
             headers = [_HOST, *(pair for pair in scope["headers"] if pair[0] in _PASSED_ON)]
             try:
                 async with asyncio.timeout(self._admission.seconds(route.lane)) as clock:
-                    await self._app({**scope, "headers": headers}, replay(body.content, receive), send)
+                    await self._app({**scope, "headers": headers}, replay(body, receive), send)
             except TimeoutError:
                 if not clock.expired():  # the app's own
                     raise
                 sentence = "the answer took longer than this Space allows: ask for fewer tokens"
-                raise Refusal(504, sentence) from None
+                raise HTTPException(504, sentence) from None
 
     def _client(self, scope: Scope, route: Route) -> Client:
-        """The client. Raises `Refusal` if it needs the key and has not sent it."""
+        """The client. Raises `HTTPException` if it needs the key and has not sent it."""
         if has_key(self._key, scope["headers"]):
             return None
         if route.keyed and not self._open:
-            raise Refusal(401, _WRONG if given_key(scope["headers"]) else _MISSING)
+            raise HTTPException(401, _WRONG if given_key(scope["headers"]) else _MISSING)
         return client_address(scope)
 
-    async def _read(self, scope: Scope, receive: Receive, route: Route, client: Client) -> RequestBody:
-        """The complete body, as it may be passed on."""
+    async def _read(self, scope: Scope, receive: Receive, route: Route, client: Client) -> tuple[bytes, int]:
+        """The complete body, as it may be passed on, and how many units of its lane the request takes."""
         headers = dict(scope["headers"])
         announced = None if b"transfer-encoding" in headers else int(headers.get(b"content-length", b"0"))
         if route.body is None:
             if announced != 0:
-                raise Refusal(413, "the body is too large: this route takes none", CLOSE)
-            return RequestBody()
+                raise HTTPException(413, "the body is too large: this route takes none", CLOSE)
+            return b"", 1
         # Before a browser sends this type to another site, it asks by a CORS preflight, which the gate
         # refuses.
         if not headers.get(b"content-type", b"").startswith(b"application/json"):
-            raise Refusal(415, "the body must be JSON: send it with Content-Type: application/json", CLOSE)
+            raise HTTPException(
+                415, "the body must be JSON: send it with Content-Type: application/json", CLOSE
+            )
         reader = self._readers[route.body]
         with self._admission.admit("arriving", client, min(reader.limit, announced or reader.limit)):
             body = await read_body(receive, reader.limit, BODY_S)
         try:
             return reader.read(body)
         except ValueError as error:
-            raise Refusal(422, str(error)) from None
+            raise HTTPException(422, str(error)) from None
 
 
 def find_route(scope: Scope) -> Route:
-    """The route of a request. Raises `Refusal` if it is not listed."""
+    """The route of a request. Raises `HTTPException` if it is not listed."""
     path = scope["raw_path"].decode("latin-1")
     known = {route.method: route for route in ROUTES if re.fullmatch(route.path, path, re.ASCII)}
     if not known:
-        raise Refusal(404, "there is no such route on this Space; its README lists the routes")
+        raise HTTPException(404, "there is no such route on this Space; its README lists the routes")
     if scope["method"] not in known:
-        raise Refusal(405, f"this route takes {' and '.join(known)} only", {"Allow": ", ".join(known)})
+        raise HTTPException(405, f"this route takes {' and '.join(known)} only", {"Allow": ", ".join(known)})
     return known[scope["method"]]
 
 
@@ -242,8 +239,8 @@ class Completions:
         context = self.context()
         return MAX_BODY if context is None else min(MAX_BODY, OTHER_BYTES + BYTES_PER_TOKEN * context)
 
-    def read(self, body: bytes) -> RequestBody:
-        """The body unchanged. Raises `ValueError` if vLLM may not have it."""
+    def read(self, body: bytes) -> tuple[bytes, int]:
+        """The body unchanged, and its completions. Raises `ValueError` if vLLM may not have it."""
         try:
             asked = json.loads(body)  # as vLLM reads it
         except (ValueError, RecursionError):
@@ -273,7 +270,7 @@ class Completions:
         completions = n * (len(prompt) if many and prompt else 1)
         if completions > self.batch:
             raise ValueError(f"too many completions: at most {self.batch} in one request, prompts times n")
-        return RequestBody(body, completions)
+        return body, completions
 
 
 def _check_size(name: str, value: Any) -> None:
@@ -318,7 +315,7 @@ class DashboardCalls:
     events: Mapping[int, Sequence[Kind]]
     limit: int = 16 << 10
 
-    def read(self, body: bytes) -> RequestBody:
+    def read(self, body: bytes) -> tuple[bytes, int]:
         """The same call with only its known parts. Raises `ValueError` for any other call."""
         try:
             call = _Call.model_validate_json(body)
@@ -328,7 +325,7 @@ class DashboardCalls:
         if kinds is None or len(kinds) != len(call.data):
             raise ValueError(_NO_CALL)
         call.data = list(map(_value, kinds, call.data))
-        return RequestBody(call.model_dump_json().encode())
+        return call.model_dump_json().encode(), 1
 
 
 def _value(kind: Kind, value: Any) -> Any:

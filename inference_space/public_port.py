@@ -17,6 +17,7 @@ from types import MappingProxyType
 import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from delta_weight_sync.reader import RunReader
@@ -28,8 +29,8 @@ from inference_space.gate import Completions, DashboardCalls, Gate
 from inference_space.settings import SETUP, Settings, access_problems
 from inference_space.vllm_server import VllmServer
 from space_guard.limits import PROXIES, Lane, Limits, LogLimit, limited_http
-from space_guard.requests import Refusal, openai_error
-from space_guard.setup import Problems, SetupPage
+from space_guard.requests import openai_error
+from space_guard.setup import Problems
 
 INFERENCE = {"/v1/models": "GET", "/v1/completions": "POST", "/v1/chat/completions": "POST"}
 LIMITS = Limits(
@@ -81,9 +82,9 @@ def create_app(settings: Settings) -> FastAPI:
         key=settings.key,
         own_status=lambda: follower.report(0).status,
     )
-    app.add_middleware(Inference, vllm=vllm, follower=follower)
+    app.add_middleware(pass_inference, vllm=vllm, follower=follower)
     if "SPACE_ID" in os.environ:
-        app.add_middleware(SetupPage, setup=SETUP, problems=lambda: follower.problems)
+        app.add_middleware(SETUP.show_page, problems=lambda: follower.problems)
     capacity = settings.max_requests or 4 * settings.max_num_seqs
     app.add_middleware(
         Gate,
@@ -121,39 +122,34 @@ def _add_status(app: FastAPI, follower: Follower) -> None:
         follower.poke()
 
 
-class Inference:
+def pass_inference(app: ASGIApp, *, vllm: VllmServer, follower: Follower) -> ASGIApp:
     """ASGI middleware: passes inference routes to vLLM around FastAPI's layers, to save their cost."""
 
-    def __init__(self, app: ASGIApp, *, vllm: VllmServer, follower: Follower) -> None:
-        self._app, self._vllm, self._follower = app, vllm, follower
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        if scope["type"] != "http" or INFERENCE.get(scope["path"]) != scope["method"]:
-            await self._app(scope, receive, send)
-        elif self._follower.serving is None or self._vllm.app is None:
-            reason = f"no version is served yet: {self._follower.report(0).status.state}"
-            await _unavailable(reason)(scope, receive, send)
-        else:
-            await self._ask(self._vllm.app, scope, receive, send)
-
-    async def _ask(self, vllm: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let vLLM answer. If its engine dies over the request, answer 503: it is worth another try."""
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         died = False
 
         async def unless_dead(message: Message) -> None:
             nonlocal died
-            died = died or (message.get("status") == 500 and not self._vllm.alive())
+            died = died or (message.get("status") == 500 and not vllm.alive())
             if not died:
                 await send(message)
 
-        await vllm(scope, receive, unless_dead)
-        if died:
+        if scope["type"] != "http" or INFERENCE.get(scope["path"]) != scope["method"]:
+            await app(scope, receive, send)
+        elif follower.serving is None or vllm.app is None:
+            reason = f"no version is served yet: {follower.report(0).status.state}"
+            await _unavailable(reason)(scope, receive, send)
+        else:
+            await vllm.app(scope, receive, unless_dead)
+        if died:  # the engine, over this request; it is worth another try
             await _unavailable("vLLM is being restarted")(scope, receive, send)
+
+    return answer
 
 
 def _unavailable(reason: str) -> ASGIApp:
-    return openai_error(Refusal(503, f"{reason}; try again in a moment", {"retry-after": "1"}), "unavailable")
+    refusal = HTTPException(503, f"{reason}; try again in a moment", {"Retry-After": "1"})
+    return openai_error(refusal, "unavailable")
 
 
 def listen(app: ASGIApp, host: str, port: int, key: str = "") -> None:

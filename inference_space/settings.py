@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from huggingface_hub import HfApi, get_token
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from delta_weight_sync.errors import AccessDeniedError, BucketMissingError, DeltaWeightSyncError
 from delta_weight_sync.records import POLL_S, Keys
@@ -24,19 +24,18 @@ from space_guard.setup import (
     Problems,
     SettingsError,
     Setup,
+    SpaceSettings,
     key_problem,
-    read_settings,
 )
 
-PREFIX = "REPLICA_"
 TOKENS = "https://huggingface.co/settings/tokens"
 _READING = {"repo.content.read", "repo.write"}
 
 
-class Settings(BaseModel):
+class Settings(SpaceSettings):
     """Each field is the variable `REPLICA_<FIELD>`; an unknown `REPLICA_` variable is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    PREFIX = "REPLICA_"
 
     bucket: str  # hf://buckets/<owner>/<name>, s3://<bucket>/<prefix> or file:///<path>
     run: str
@@ -85,16 +84,11 @@ SETUP = Setup(
 )
 
 
-def settings_from(environ: Mapping[str, str]) -> Settings:
-    """The settings in `environ`. Raises `SettingsError`."""
-    return read_settings(Settings, PREFIX, environ)
-
-
 def find_problems(environ: Mapping[str, str]) -> Problems:
     """What keeps a Space on the Hub with these variables from starting."""
     found = key_problem(environ, "REPLICA_KEY", "REPLICA_OPEN_INFERENCE")
     try:
-        settings = settings_from(environ)
+        settings = Settings.read(environ)
     except SettingsError as error:
         return found | error.problems
     for name, check, value in (

@@ -14,7 +14,7 @@ from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.store import Bucket, open_bucket
 from inference_space.app import exit_on_sigterm
 from inference_space.dashboard.export import export
-from inference_space.dashboard.routes import mount
+from inference_space.dashboard.page import mount
 
 
 def main() -> None:

@@ -16,6 +16,8 @@ from functools import partial
 from itertools import groupby
 from typing import Literal
 
+import numpy as np
+
 from delta_weight_sync.runlog import SyncEvent
 from delta_weight_sync.util import count_text, size_text
 from inference_space.dashboard.html import colour, duration, percent
@@ -41,12 +43,11 @@ class Axis:
 
     def places(self, values: Iterable[float]) -> list[float]:
         """Map values to 0 at `low` and 1 at `high`; values outside are clipped."""
-        low, high = self.low, self.high
+        found, low, high = np.array([*values], np.float64), self.low, self.high
         if self.log:
-            values = [math.log10(max(low, value)) for value in values]
-            low, high = math.log10(low), math.log10(high)
-        found = [(value - low) / (high - low) for value in values]
-        return [0.0 if at < 0 else 1.0 if at > 1 else at for at in found]  # three times as fast as min(max())
+            found, low, high = np.log10(np.maximum(found, low)), math.log10(low), math.log10(high)
+        places: list[float] = np.clip((found - low) / (high - low), 0, 1).tolist()
+        return places
 
     @property
     def labels(self) -> list[tuple[float, str]]:
@@ -91,14 +92,6 @@ class Chart:
     x: Axis
     y: Axis
     marks: Sequence[Mark]
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """The parts of each sync, newest first, on one axis in seconds since the hand-over."""
-
-    rows: list[tuple[int, list[Span]]]  # version and its parts
-    axis: Axis
 
 
 def linear(values: Iterable[float], words: Words, *, zero: bool = False, whole: bool = False) -> Axis:
@@ -187,11 +180,11 @@ def _staircase(run: Progress, replicas: list[tuple[str, Replica]]) -> Chart:
     )
 
 
-def timeline(run: Progress) -> Timeline | None:
-    """Place the last syncs on one time axis; None before the first delta."""
+def timeline(run: Progress) -> tuple[list[tuple[int, list[Span]]], Axis]:
+    """Return the last syncs with their parts, newest first, and an axis in seconds since the hand-over."""
     rows = [(sync.version, sync_spans(sync, slow)) for sync, slow in run.syncs if sync.version]
     ends = [end for _, spans in rows for *_, end in spans]
-    return Timeline(rows, linear(ends, duration, zero=True)) if rows else None
+    return rows, linear(ends, duration, zero=True)
 
 
 def sync_spans(sync: SyncEvent, slow: SlowestCommit | None) -> list[Span]:

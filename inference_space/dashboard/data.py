@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -34,6 +35,7 @@ from delta_weight_sync.store import Bucket, Listing, ObjectInfo
 from delta_weight_sync.util import size_text
 from inference_space.dashboard.state import Digests, Progress, RunState
 from inference_space.dashboard.views import OpenedDelta, open_delta
+from space_guard.requests import RateLimit
 
 EVERY_S = 1.0  # between two readings while there are viewers
 IDLE_S = 60.0  # and while there are none
@@ -214,11 +216,9 @@ def newest_run(bucket: Bucket) -> RunInfo | None:
     """Return the description of the run created last; damaged descriptions are passed over."""
     found: list[RunInfo] = []
     for key in [info.key for info in bucket.list("runs/") if info.key.endswith("/run.json")]:
-        try:
+        with suppress(ProtocolError):
             if info := read_info(bucket, key):
                 found.append(info)
-        except ProtocolError:
-            continue
     return max(found, key=lambda info: info.created_at, default=None)
 
 
@@ -392,42 +392,37 @@ class RateLimitedBucket:
     """
 
     def __init__(self, bucket: Bucket, clock: Clock = time.monotonic) -> None:
-        self._bucket, self.url, self._clock = bucket, bucket.url, clock
-        self._limits = {f"{CALLS} requests": CALLS, size_text(BYTES): BYTES}
-        self._left = {limit: float(amount) for limit, amount in self._limits.items()}
-        self._at, self._lock = clock(), threading.Lock()
+        self._bucket, self.url, self._lock = bucket, bucket.url, threading.Lock()
+        self._calls = RateLimit(CALLS / WINDOW_S, CALLS, clock)
+        self._bytes = RateLimit(BYTES / WINDOW_S, BYTES, clock)
 
     def get(self, key: str) -> bytes:
         """Read a small object."""
-        self._spend(1, 0)
+        self._spend()
         return self._bucket.get(key)
 
     def fetch(self, key: str, dest: Path, limit: int) -> str:
         """Download an object; all of `limit` is charged to the byte allowance, whatever the object's size."""
-        self._spend(1, limit)
+        self._spend(limit)
         return self._bucket.fetch(key, dest, limit)
 
     def stat(self, key: str) -> ObjectInfo | None:
         """Look an object up."""
-        self._spend(1, 0)
+        self._spend()
         return self._bucket.stat(key)
 
     def list(self, prefix: str) -> Listing:
         """List the objects of a folder."""
-        self._spend(1, 0)
+        self._spend()
         return self._bucket.list(prefix)
 
-    def _spend(self, *amounts: int) -> None:
+    def _spend(self, size: int = 0) -> None:
         with self._lock:
-            now = self._clock()
-            passed, self._at = (now - self._at) / WINDOW_S, now
-            for words, limit in self._limits.items():
-                self._left[words] = min(self._left[words] + passed * limit, limit)
-            for (words, limit), amount in zip(self._limits.items(), amounts, strict=True):
-                if amount > self._left[words]:
-                    wait_s = max((min(amount, limit) - self._left[words]) / limit * WINDOW_S, 1)
-                    raise RateLimitError(
-                        f"visitors have used the {words} that this dashboard reads in {WINDOW_S / 60:.0f}"
-                        f" minutes: try again in {wait_s:.0f} s, or read the bucket with your own token"
-                    )
-                self._left[words] -= amount
+            used, wait_s = f"{CALLS} requests", self._calls.spend("visitors", 1)
+            if not wait_s:
+                used, wait_s = size_text(BYTES), self._bytes.spend("visitors", size)
+        if wait_s:
+            raise RateLimitError(
+                f"visitors have used the {used} that this dashboard reads in {WINDOW_S / 60:.0f} minutes: try"
+                f" again in {max(wait_s, 1):.0f} s, or read the bucket with your own token"
+            )

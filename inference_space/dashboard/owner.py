@@ -90,7 +90,7 @@ def owner_tab(controls: Controls, owner: Owner) -> None:
     gr.HTML(render_template("actions.html"), apply_default_css=False)
     for button, act in acts.items():
         run = guarded(controls, owner, act)
-        button.click(run, [key, version], [state, answer], show_progress="hidden", api_visibility="private")
+        button.click(run, [key, version], [state, answer], show_progress="hidden")
 
 
 def describe(controls: Controls) -> str:

@@ -1,7 +1,8 @@
-"""The page: one HTML component that Gradio updates with the run, the other views, and the first paint.
+"""The dashboard as part of a FastAPI app: its page, and the routes of its views.
 
-Gradio's page is empty until its scripts have been fetched and run. So `Prerender` inserts styles, scripts and
-the rendered run into it; `static/prerender.js` removes that run when Gradio shows it itself.
+The page is one HTML component that Gradio updates with the run, and the other views. Gradio's page is
+empty until its scripts have been fetched and run. So `Prerender` inserts styles, scripts and the rendered
+run into it; `static/prerender.js` removes that run when Gradio shows it itself.
 """
 
 from __future__ import annotations
@@ -13,22 +14,36 @@ import hashlib
 import re
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import gradio as gr
 import httpx
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
 from markupsafe import Markup
+from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from delta_weight_sync.errors import BucketError, CodecError, ProtocolError
+from delta_weight_sync.store import Bucket
+from inference_space.dashboard import views
 from inference_space.dashboard.charts import charts, timeline
-from inference_space.dashboard.data import EVERY_S, RunView
+from inference_space.dashboard.data import (
+    EVERY_S,
+    Library,
+    RateLimitedBucket,
+    RateLimitError,
+    RunCache,
+    RunView,
+    Status,
+)
 from inference_space.dashboard.html import STATIC, render_template, scripts, styles
-from inference_space.dashboard.owner import Owner, owner_tab
-from inference_space.dashboard.state import LATELY, Progress, moments
-from inference_space.dashboard.views import facts_of, learned
+from inference_space.dashboard.owner import Owner, owner_tab, space_author
+from inference_space.dashboard.state import FRAMES, LATELY, Progress, moments
 from space_guard.requests import FRAMING
 
 if TYPE_CHECKING:
@@ -36,11 +51,11 @@ if TYPE_CHECKING:
 
 # Gradio writes the host name of the request into its page; the browser knows it anyway.
 _NAME = "dashboard.invalid"
+_SESSIONS = 512  # whose last revision is remembered; a forgotten one is sent the page once more
+_LAST_PAGE = 1_000_000
 
 
-def build(
-    view: Callable[[], RunView], controls: Controls | None = None, owner: Owner | None = None
-) -> gr.Blocks:
+def build(view: Callable[[], RunView], controls: Controls | None, owner: Owner) -> gr.Blocks:
     """Build the dashboard, which calls `view` once a second per open page; `controls` add the owner's tab."""
 
     def tick(seen: int) -> tuple[Any, Any]:
@@ -58,12 +73,12 @@ def build(
         seen = gr.State(-1)
         html(render_template("navigation.html", owner=controls is not None))
         page = html("", elem_id="dws-live", elem_classes=["view", "view-run"])
-        html(render_template("views.html", learned=learned()))
+        html(render_template("views.html", learned=views.learned()))
         if controls:
             with gr.Column(elem_classes=["view", "view-owner"]):
-                owner_tab(controls, owner or Owner())
+                owner_tab(controls, owner)
         events = [blocks.load, gr.Timer(EVERY_S).tick]
-        gr.on(events, tick, seen, [page, seen], show_progress="hidden", api_visibility="private")
+        gr.on(events, tick, seen, [page, seen], show_progress="hidden")
     for event in blocks.fns.values():
         event.queue = False  # each is one short call: without a queue there is one route less to guard
         event.api_visibility = "private"  # or the page would explain how to call it, with the server's name
@@ -78,7 +93,7 @@ def render(view: RunView) -> Markup:
         "page.html",
         view=view,
         run=run,
-        measured=facts_of(run, view.model) is not None,
+        measured=views.facts_of(run, view.model) is not None,
         moments=moments(run.version) if run else [],
         body=body(run) if run else "",
     )
@@ -86,7 +101,8 @@ def render(view: RunView) -> Markup:
 
 def body(run: Progress) -> Markup:
     """Render everything shown of a run, now or as it was."""
-    return render_template("run.html", run=run, lately=LATELY, charts=charts(run), timeline=timeline(run))
+    syncs, axis = timeline(run)
+    return render_template("run.html", run=run, lately=LATELY, charts=charts(run), syncs=syncs, axis=axis)
 
 
 def first_paint(view: RunView, *, owner: bool) -> Markup:
@@ -101,9 +117,8 @@ class Prerender:
     def __init__(self, app: ASGIApp, view: Callable[[], RunView], paint: Callable[[RunView], str]) -> None:
         """`view` returns what to show, without waiting; `paint` renders its first paint."""
         self._app, self._view, self._paint = app, view, paint
-        self._gradio_page: str | None = None
-        self._newest: tuple[int, bytes, bytes] = (-1, b"", b"")  # revision, page, compressed page
-        self._policy = ""
+        self._gradio_page = self._policy = ""
+        self._newest = (-1, b"", b"")  # revision, page, compressed page
         self._making = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -112,28 +127,22 @@ class Prerender:
             return await self._app(scope, receive, send)
         async with self._making:
             view = self._view()
-            if self._gradio_page is None:
-                self._gradio_page = await _gradio_page(self._app)
-                self._policy = content_policy(insert(self._gradio_page, ""))
+            if not self._gradio_page:
+                transport = httpx.ASGITransport(self._app)
+                async with httpx.AsyncClient(transport=transport, base_url=f"http://{_NAME}") as http:
+                    found = (await http.get("/")).text.replace(f'"http://{_NAME}"', "location.origin")
+                self._policy, self._gradio_page = content_policy(insert(found, "")), found
             if self._newest[0] != view.revision:
-                self._newest = await run_in_threadpool(self._make, self._gradio_page, view)
+                self._newest = await run_in_threadpool(self._make, view)
             _, page, zipped = self._newest
         headers = {"vary": "accept-encoding", "content-security-policy": self._policy}
         if "gzip" in Headers(scope=scope).get("accept-encoding", ""):
             headers["content-encoding"], page = "gzip", zipped
         return await Response(page, headers=headers, media_type="text/html")(scope, receive, send)
 
-    def _make(self, gradio_page: str, view: RunView) -> tuple[int, bytes, bytes]:
-        page = insert(gradio_page, self._paint(view)).encode()
+    def _make(self, view: RunView) -> tuple[int, bytes, bytes]:
+        page = insert(self._gradio_page, self._paint(view)).encode()
         return view.revision, page, gzip.compress(page, 6)
-
-
-async def _gradio_page(app: ASGIApp) -> str:
-    """Return Gradio's page, free of the name by which it was requested."""
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=f"http://{_NAME}") as http:
-        page = (await http.get("/")).text.replace(f'"http://{_NAME}"', "location.origin")
-    insert(page, "")
-    return page
 
 
 def insert(page: str, painted: str) -> str:
@@ -160,3 +169,99 @@ def content_policy(page: str) -> str:
         f"default-src 'self'; script-src 'self' 'unsafe-eval' {known}; style-src 'self' 'unsafe-inline';"
         f" img-src 'self' data:; font-src 'self' data:; object-src 'none'; base-uri 'self'; {FRAMING}"
     )
+
+
+def mount(
+    app: FastAPI,
+    bucket: Bucket,
+    run: str | None,
+    *,
+    controls: Controls | None = None,
+    key: str = "",
+    own_status: Status | None = None,
+) -> FastAPI:
+    """Serve the dashboard of `run`, or of the run created last, at the root of `app`.
+
+    Mount it after the app's own routes: it answers every path that no earlier route takes. Reading the bucket
+    begins immediately. `app.state.dashboard_events` describes the inputs of the page's events.
+
+    Args:
+        controls: Of the replica that hosts the dashboard; they add a tab for its owner.
+        key: Opens the controls, as does a login as the Space's author.
+        own_status: Returns the present status of the replica that hosts the dashboard.
+
+    Raises:
+        ValueError: This version of Gradio has a different page.
+    """
+    insert((Path(gr.__file__).parent / "templates/frontend/index.html").read_text(), "")
+    cache, owner = RunCache(bucket, run, own_status=own_status), Owner(key, space_author())
+    if not (owner.key or owner.name):
+        controls = None  # without an owner the tab is useless
+    library = Library(cast(Bucket, RateLimitedBucket(bucket)), lambda: cache.view().run)
+    add_views(app, cache, library)
+    app.add_middleware(Prerender, cache.now, lambda view: first_paint(view, owner=controls is not None))
+    blocks = build(cache.view, controls, owner)
+    blocks.state_session_capacity = _SESSIONS
+    kinds: dict[type, str] = {gr.Textbox: "text", gr.Number: "number"}
+    app.state.dashboard_events = {
+        number: [kinds.get(type(given), "kept") for given in event.inputs]
+        for number, event in blocks.fns.items()
+        if event.fn is not None
+    }
+    mounted: FastAPI = gr.mount_gradio_app(
+        app,
+        blocks,
+        "/",
+        theme=gr.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
+        footer_links=[],
+        run_history=False,
+        ssr_mode=False,
+        mcp_server=False,
+        max_file_size=1,  # there is nothing to upload
+    )
+    return mounted
+
+
+def add_views(app: FastAPI, cache: RunCache, library: Library) -> None:
+    """Add the routes `GET /dashboard/...`. A fault of the run is a sentence with status 404, or 429."""
+    routes = APIRouter(prefix="/dashboard", default_response_class=HTMLResponse)
+    past = lru_cache(maxsize=FRAMES)(body)
+
+    @routes.get("/frame")
+    def frame(version: int) -> str:
+        return past(cache.at(version, library.digests))
+
+    @routes.get("/inside")
+    def inside(version: int) -> str:
+        return views.inside(library.delta(version)[1])
+
+    @routes.get("/bucket")
+    def bucket(page: int = 0) -> str:
+        page = min(max(0, page), _LAST_PAGE)
+        return views.listing(library.objects(), library.run, page, served=True)
+
+    @routes.get("/delta")
+    def delta(version: int) -> str:
+        return views.opened(*library.delta(version), served=True)
+
+    @routes.get("/verify")
+    def verify(version: int) -> str:
+        return Markup('<b class="yes">verified</b>: {}').format(library.verify(version))
+
+    @routes.get("/explain")
+    def explain() -> JSONResponse:
+        now = cache.view()
+        return JSONResponse(views.scene(now.progress, now.model))
+
+    @routes.get("/object")
+    def download(key: str) -> FileResponse:
+        found = library.download(key)
+        # The task holds the download, and so its file, until it is sent.
+        return FileResponse(found.path, filename=found.path.name, background=BackgroundTask(id, found))
+
+    def sentence(_: Request, fault: Exception) -> PlainTextResponse:
+        return PlainTextResponse(str(fault), 429 if isinstance(fault, RateLimitError) else 404)
+
+    app.include_router(routes)
+    for kind in (BucketError, ProtocolError, CodecError):
+        app.add_exception_handler(kind, sentence)

@@ -203,9 +203,8 @@ class RunState:
     def served(self) -> set[int]:
         """Return the versions whose published digests are needed."""
         served = {track.status.version for track in self._tracks.values()}
-        return {version for version in served if version is not None} | (
-            {self._done.version} if self._done else set()
-        )
+        served |= {self._done.version} if self._done else set()
+        return {version for version in served if version is not None}
 
     def progress(self, own: ReplicaEvent | None = None) -> Progress | None:
         """Return the figures and curves of the page; None before the first version.

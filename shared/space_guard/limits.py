@@ -1,4 +1,4 @@
-"""Limits on what clients may use: connections, capacity, requests per second and log lines.
+"""Limits on what clients may use: connections, capacity and log lines.
 
 A trainer is known by the key. A visitor is known by the network address. No visitor, and not all visitors
 together, can take the capacity that a trainer needs.
@@ -16,7 +16,7 @@ import logging
 import socket
 import sys
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ from typing import Any
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from space_guard.requests import Refusal, has_key
+from space_guard.requests import has_key, too_many
 
-__all__ = ["PROXIES", "Admission", "Client", "Lane", "Limits", "LogLimit", "RateLimit", "client_address"]
+__all__ = ["PROXIES", "Admission", "Client", "Lane", "Limits", "LogLimit", "client_address"]
 __all__ += ["limited_http", "log_as_json"]
 
 Client = str | None  # a visitor's address, or None for a client with the key
@@ -68,32 +68,18 @@ class Limits:
     keep_active: bool  # whether a visitor's connection is safe from eviction while it is being answered
 
 
-class _Visitors(dict["_Connection", None]):
-    """The connections that have not shown the key, at most `limit` of them; quiet longest first.
+class _Connection(HttpToolsProtocol):
+    """uvicorn's HTTP protocol with limits. If `key` is empty, a client is known after its first request.
 
-    One more evicts the connection that has been quiet longest, so a new client always gets in and a client
-    with the key stays.
+    `visitors` are the connections that have not shown the key, quiet longest first. There are at most
+    `max_visitors`: one more evicts the first, so a new client gets in, and a client with the key stays.
     """
 
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self._limit = limit
-
-    def add(self, connection: _Connection) -> None:
-        self.pop(connection, None)
-        self[connection] = None
-        if len(self) > self._limit:
-            oldest = next(iter(self))
-            del self[oldest]
-            oldest.transport.abort()
-
-
-class _Connection(HttpToolsProtocol):
-    """uvicorn's HTTP protocol with limits. If `key` is empty, a client is known after its first request."""
-
-    def __init__(self, *, limits: Limits, visitors: _Visitors, key: str, **given: Any) -> None:
+    def __init__(
+        self, *, limits: Limits, visitors: dict[_Connection, None], max_visitors: int, key: str, **given: Any
+    ) -> None:
         super().__init__(**given)
-        self._limits, self._visitors, self._key = limits, visitors, key
+        self._limits, self._visitors, self._max_visitors, self._key = limits, visitors, max_visitors, key
         self._known = False  # has shown the key
         self._deadline: asyncio.TimerHandle | None = None
         self._complete = True  # no request is only partly received
@@ -105,7 +91,7 @@ class _Connection(HttpToolsProtocol):
         if opened is not None and opened.family in (socket.AF_INET, socket.AF_INET6):
             # The kernel ends a connection whose client reads nothing for this long, even while it closes.
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._limits.unread_s * 1000))
-        self._visitors.add(self)
+        self._join_visitors()
         self._start_clock()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -165,8 +151,16 @@ class _Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """The connection is quiet from now on."""
         if not self._known and not self.transport.is_closing():
-            self._visitors.add(self)
+            self._join_visitors()
         super().on_response_complete()
+
+    def _join_visitors(self) -> None:
+        self._visitors.pop(self, None)
+        self._visitors[self] = None
+        if len(self._visitors) > self._max_visitors:
+            oldest = next(iter(self._visitors))
+            del self._visitors[oldest]
+            oldest.transport.abort()
 
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
@@ -193,7 +187,7 @@ class _Connection(HttpToolsProtocol):
 
 def limited_http(limits: Limits, max_visitors: int, key: str) -> Any:
     """The value of uvicorn's option `http`: a protocol with these limits for one server."""
-    return partial(_Connection, limits=limits, visitors=_Visitors(max_visitors), key=key)
+    return partial(_Connection, limits=limits, visitors={}, max_visitors=max_visitors, key=key)
 
 
 @dataclass(frozen=True)
@@ -228,10 +222,10 @@ class Admission:
 
     @contextmanager
     def admit(self, name: str, client: Client, units: int) -> Iterator[None]:
-        """Hold `units` of the lane. Raises `Refusal` if the lane, or the client's share of it, is full."""
+        """Hold `units` of the lane. Raises `HTTPException` if it, or the client's share of it, is full."""
         shares = self._lanes[name].shares(client) if name in self._lanes else {}
         if any(self._used[name, counter] + units > limit for counter, limit in shares.items()):
-            raise Refusal.retry("too many requests of this kind are being answered")
+            raise too_many("too many requests of this kind are being answered")
         for counter in shares:
             self._used[name, counter] += units
         try:
@@ -241,29 +235,6 @@ class Admission:
                 self._used[name, counter] -= units
                 if not self._used[name, counter]:
                     del self._used[name, counter]  # or every address would stay
-
-
-class RateLimit:
-    """A token bucket per visitor: cost per second, and the burst allowed after a quiet time."""
-
-    _MAX_CLIENTS = 4096  # the client whose last request is oldest is forgotten first
-
-    def __init__(self, per_second: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._unit_s, self._ahead_s, self._clock = 1 / per_second, burst / per_second, clock
-        self._paid_until: OrderedDict[str, float] = OrderedDict()
-
-    def spend(self, client: Client, cost: float) -> None:
-        """Charge a visitor; raises `Refusal` if it spends too fast. A client with the key pays nothing."""
-        if client is None:
-            return
-        now = self._clock()
-        until = max(now, self._paid_until.get(client, now)) + cost * self._unit_s
-        if until > now + self._ahead_s:
-            raise Refusal.retry("your address sends too many requests")
-        self._paid_until[client] = until
-        self._paid_until.move_to_end(client)
-        if len(self._paid_until) > self._MAX_CLIENTS:
-            self._paid_until.popitem(last=False)
 
 
 class LogLimit(logging.Filter):

@@ -1,17 +1,21 @@
-"""One request: its key, its body, the headers of its answer, and the answer to a refused one."""
+"""One request: its key, body and rate, the headers of its answer, and the answer to a refused one."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Iterable, Mapping
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["CLOSE", "FRAMING", "KEY_HEADER", "SAFE_HEADERS", "BodyLimit", "Refusal", "given_key", "has_key"]
-__all__ += ["openai_error", "problem", "read_body", "replay"]
+__all__ = ["CLOSE", "FRAMING", "KEY_HEADER", "SAFE_HEADERS", "RateLimit", "given_key", "has_key"]
+__all__ += ["limit_body", "openai_error", "problem", "read_body", "refusals", "replay", "too_many"]
 
 KEY_HEADER = "X-Space-Key"  # leaves Authorization to the Hub, which checks it for private Spaces
 FRAMING = "frame-ancestors https://huggingface.co"  # only the Hub may show a Space inside its own page
@@ -20,17 +24,15 @@ CLOSE = {"Connection": "close"}  # for refusals that do not read the rest of the
 _EXCESS = 8 << 20  # bytes read beyond the limit: a client that still sends may not see the answer
 
 
-class Refusal(Exception):  # noqa: N818 - an answer, not a fault
-    """The request goes no further; the sentence says what is wrong and how to fix it."""
+class Problem(BaseModel):
+    """Why a request was refused, and how to fix it."""
 
-    def __init__(self, status: int, sentence: str, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(sentence)
-        self.status, self.sentence, self.headers = status, sentence, headers
+    detail: str
 
-    @classmethod
-    def retry(cls, sentence: str) -> Refusal:
-        """HTTP 429 with Retry-After."""
-        return cls(429, f"{sentence}; try again in a moment", {"Retry-After": "1"})
+
+def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The statuses with which a route may refuse, for FastAPI's description of the API."""
+    return {status: {"model": Problem} for status in statuses}
 
 
 def problem(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
@@ -38,10 +40,15 @@ def problem(status: int, sentence: str, headers: Mapping[str, str] | None = None
     return JSONResponse({"detail": sentence}, status, headers)
 
 
-def openai_error(refusal: Refusal, kind: str = "refused") -> JSONResponse:
+def openai_error(refusal: HTTPException, kind: str = "refused") -> JSONResponse:
     """A refusal in the form that OpenAI's clients expect."""
-    error = {"message": refusal.sentence, "type": kind, "code": refusal.status}
-    return JSONResponse({"error": error}, refusal.status, refusal.headers)
+    error = {"message": refusal.detail, "type": kind, "code": refusal.status_code}
+    return JSONResponse({"error": error}, refusal.status_code, refusal.headers)
+
+
+def too_many(sentence: str) -> HTTPException:
+    """HTTP 429 with Retry-After."""
+    return HTTPException(429, f"{sentence}; try again in a moment", {"Retry-After": "1"})
 
 
 def given_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
@@ -54,32 +61,30 @@ def has_key(key: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:
     return not key or hmac.compare_digest(key.encode(), given_key(headers))
 
 
-class BodyLimit:
+def limit_body(app: ASGIApp, max_bytes: int) -> ASGIApp:
     """ASGI middleware: refuses a body of more than `max_bytes` without reading the rest of it."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app, self._max_bytes = app, max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Count the bytes that the app reads."""
+    async def limited(scope: Scope, receive: Receive, send: Send) -> None:
         size = 0
 
         async def counted() -> Message:
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
-            if size > self._max_bytes:
-                raise HTTPException(413, f"The body is too large. Send at most {self._max_bytes} bytes.")
+            if size > max_bytes:
+                raise HTTPException(413, f"The body is too large. Send at most {max_bytes} bytes.")
             return message
 
-        await self._app(scope, counted, send)
+        await app(scope, counted, send)
+
+    return limited
 
 
 async def read_body(receive: Receive, limit: int, seconds: float) -> bytes:
     """The complete body, of at most `limit` bytes.
 
     Raises:
-        Refusal: 408 if it does not arrive in time, 413 if it is larger.
+        HTTPException: 408 if it does not arrive in time, 413 if it is larger.
     """
     body, size, more = bytearray(), 0, True
     try:
@@ -90,9 +95,10 @@ async def read_body(receive: Receive, limit: int, seconds: float) -> bytes:
                 body += message.get("body", b"") if size <= limit else b""
                 more = message.get("more_body", False)
     except TimeoutError:
-        raise Refusal(408, f"the body did not arrive within {seconds:.0f} s; send it again", CLOSE) from None
+        late = f"the body did not arrive within {seconds:.0f} s; send it again"
+        raise HTTPException(408, late, CLOSE) from None
     if size > limit:
-        raise Refusal(413, f"the body is too large; send at most {limit} bytes", CLOSE)
+        raise HTTPException(413, f"the body is too large; send at most {limit} bytes", CLOSE)
     return bytes(body)
 
 
@@ -104,3 +110,25 @@ def replay(body: bytes, receive: Receive) -> Receive:
         return first.pop() if first else await receive()
 
     return again
+
+
+class RateLimit:
+    """A token bucket per client: cost per second, and the burst allowed after a quiet time."""
+
+    _MAX_CLIENTS = 4096  # the client whose last request is oldest is forgotten first
+
+    def __init__(self, per_second: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_second, self._ahead_s, self._clock = per_second, burst / per_second, clock
+        self._paid_until: OrderedDict[str, float] = OrderedDict()
+
+    def spend(self, client: str, cost: float) -> float:
+        """Charge a client. If it spends too fast, charge nothing and return the seconds until it can pay."""
+        now = self._clock()
+        until = max(now, self._paid_until.get(client, now)) + cost / self._per_second
+        if until > now + self._ahead_s:
+            return until - now - self._ahead_s
+        self._paid_until[client] = until
+        self._paid_until.move_to_end(client)
+        if len(self._paid_until) > self._MAX_CLIENTS:
+            self._paid_until.popitem(last=False)
+        return 0.0

@@ -11,9 +11,11 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from html import escape
-from typing import Annotated, TypeVar
+from pathlib import Path
+from string import Template
+from typing import Annotated, ClassVar, Self
 
-from pydantic import AfterValidator, BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -22,14 +24,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from space_guard.requests import FRAMING
 
-__all__ = ["NEW_KEY", "HeaderText", "Need", "Problems", "SettingsError", "Setup", "SetupPage", "key_problem"]
-__all__ += ["listen_address", "read_settings"]
+__all__ = ["NEW_KEY", "HeaderText", "Need", "Problems", "SettingsError", "Setup", "SpaceSettings"]
+__all__ += ["key_problem"]
 
-Kind = TypeVar("Kind", bound=BaseModel)
 Problems = Mapping[str, str]  # variable or secret -> what is wrong with it
 
 NEW_KEY = "python3 -c 'import secrets; print(secrets.token_urlsafe(32))'"
 _WHERE = "Settings → Variables and secrets"
+_PAGE = Template(Path(__file__).with_name("setup.html").read_text())
 _POLICY = {"content-security-policy": f"default-src 'none'; style-src 'unsafe-inline'; {FRAMING}"}
 MIN_KEY_LENGTH = 16
 
@@ -56,28 +58,44 @@ def _header_text(text: str) -> str:
 HeaderText = Annotated[str, AfterValidator(_header_text)]
 
 
-def read_settings(kind: type[Kind], prefix: str, environ: Mapping[str, str]) -> Kind:
-    """The settings of a Space: a frozen model, of which each field is the variable `prefix` + its name.
+class SpaceSettings(BaseModel):
+    """The settings of a Space: each field is the environment variable `PREFIX` + its name."""
 
-    Raises:
-        SettingsError: A variable is missing, unknown or has an unusable value.
-    """
-    own = {name.removeprefix(prefix).lower(): environ[name] for name in environ if name.startswith(prefix)}
-    try:
-        return kind.model_validate(own)
-    except ValidationError as error:
-        known = ", ".join(prefix + field.upper() for field in kind.model_fields)
-        words = {
-            "missing": "not set",
-            "extra_forbidden": f"there is no such variable; the variables are {known}",
-        }
-        problems = {  # without the values, which may be secrets
-            f"{prefix}{found['loc'][0]}".upper(): words.get(
-                found["type"], found["msg"].removeprefix("Value error, ").lower()
-            )
-            for found in error.errors()
-        }
-        raise SettingsError(problems) from None
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    PREFIX: ClassVar[str]
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Self:
+        """The settings in `environ`.
+
+        Raises:
+            SettingsError: A variable is missing, unknown or has an unusable value.
+        """
+        prefix, own = cls.PREFIX, [name for name in environ if name.startswith(cls.PREFIX)]
+        try:
+            return cls.model_validate({name.removeprefix(prefix).lower(): environ[name] for name in own})
+        except ValidationError as error:
+            known = ", ".join(prefix + field.upper() for field in cls.model_fields)
+            words = {
+                "missing": "not set",
+                "extra_forbidden": f"there is no such variable; the variables are {known}",
+            }
+            problems = {  # without the values, which may be secrets
+                f"{prefix}{found['loc'][0]}".upper(): words.get(
+                    found["type"], found["msg"].removeprefix("Value error, ").lower()
+                )
+                for found in error.errors()
+            }
+            raise SettingsError(problems) from None
+
+    @classmethod
+    def listen_address(cls, environ: Mapping[str, str]) -> tuple[str, int]:
+        """Host and port to listen on although the settings as a whole cannot be used."""
+        port = environ.get(f"{cls.PREFIX}PORT", "")
+        return (
+            environ.get(f"{cls.PREFIX}HOST", cls.model_fields["host"].default),
+            int(port) if port.isdecimal() else cls.model_fields["port"].default,
+        )
 
 
 def key_problem(environ: Mapping[str, str], key: str, opening: str) -> dict[str, str]:
@@ -91,15 +109,6 @@ def key_problem(environ: Mapping[str, str], key: str, opening: str) -> dict[str,
     if 0 < len(value) < MIN_KEY_LENGTH:
         return {key: f"shorter than {MIN_KEY_LENGTH} characters, so it could be guessed"}
     return {}
-
-
-def listen_address(kind: type[BaseModel], prefix: str, environ: Mapping[str, str]) -> tuple[str, int]:
-    """Host and port to listen on although the settings as a whole cannot be used."""
-    default, port = kind.model_fields, environ.get(f"{prefix}PORT", "")
-    return (
-        environ.get(f"{prefix}HOST", default["host"].default),
-        int(port) if port.isdecimal() else default["port"].default,
-    )
 
 
 @dataclass(frozen=True)
@@ -135,33 +144,28 @@ class Setup:
             return JSONResponse(self.refusal(sentence), 503)
 
         app = Starlette(routes=[Route("/health", health)], exception_handlers={404: refuse, 405: refuse})
-        return SetupPage(app, self, lambda: problems)
+        return self.show_page(app, lambda: problems)
+
+    def show_page(self, app: ASGIApp, problems: Callable[[], Problems]) -> ASGIApp:
+        """ASGI middleware: shows the page at / while there are problems."""
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http" and scope["path"] == "/" and (found := problems()):
+                return await HTMLResponse(self.page(found), headers=_POLICY)(scope, receive, send)
+            return await app(scope, receive, send)
+
+        return answer
 
     def page(self, problems: Problems) -> str:
         """The page. It reloads itself, so it disappears when the Space is set up."""
         needs = {**self.needs, **{name: Need("variable") for name in problems if name not in self.needs}}
-        items = "".join(_item(name, need, problems.get(name, "")) for name, need in needs.items())
-        space = escape(os.environ.get("SPACE_ID", ""), quote=True)
-        where = f'<a href="https://huggingface.co/spaces/{space}/settings" target="_blank">{_WHERE}</a>'
-        return f"""{_HEAD}<title>Set up this {self.space}</title></head><body><main>
-<h1>This {self.space} is not set up yet</h1>
-<p>In {where} of this Space, set what is marked in red. The Space restarts and shows the {self.then}.</p>
-<ul>{items}</ul></main></body></html>
-"""
-
-
-class SetupPage:
-    """ASGI middleware: shows the page at / while there are problems."""
-
-    def __init__(self, app: ASGIApp, setup: Setup, problems: Callable[[], Problems]) -> None:
-        self._app, self._setup, self._problems = app, setup, problems
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with the page, or pass the request on."""
-        if scope["type"] == "http" and scope["path"] == "/" and (problems := self._problems()):
-            page = HTMLResponse(self._setup.page(problems), headers=_POLICY)
-            return await page(scope, receive, send)
-        return await self._app(scope, receive, send)
+        return _PAGE.substitute(
+            space=self.space,
+            then=self.then,
+            where=_WHERE,
+            id=escape(os.environ.get("SPACE_ID", "")),
+            items="".join(_item(name, need, problems.get(name, "")) for name, need in needs.items()),
+        )
 
 
 def _item(name: str, need: Need, problem: str) -> str:
@@ -170,25 +174,3 @@ def _item(name: str, need: Need, problem: str) -> str:
     parts += [f"<p>{escape(need.purpose)}</p>"] if need.purpose else []
     parts += [f"<pre>{escape(need.example)}</pre>"] if problem and need.example else []
     return f'<li class="{"missing" if problem else "fine"}">{"".join(parts)}</li>'
-
-
-_HEAD = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark"><meta http-equiv="refresh" content="15"><style>
-:root { --page: #f6f6f3; --card: #fff; --ink: #1b1d22; --mute: #5f6570; --rule: #dfdfd9; --bad: #b3261e;
-  --ok: #1d7a46 }
-@media (prefers-color-scheme: dark) { :root { --page: #131417; --card: #1c1e22; --ink: #ececea;
-  --mute: #a0a5ae; --rule: #33363c; --bad: #ff8a80; --ok: #6fd69b } }
-body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.5 system-ui, sans-serif }
-main { max-width: 44rem; margin: 0 auto; padding: 3rem 1.25rem }
-h1 { font-size: 1.6rem; margin: 0 0 .5rem } a { color: inherit } ul { list-style: none; padding: 0 }
-li { background: var(--card); border: 1px solid var(--rule); border-left: 4px solid var(--ok);
-  border-radius: 8px; padding: .75rem 1rem; margin: .75rem 0 }
-li.missing { border-left-color: var(--bad) }
-li p { margin: .25rem 0; color: var(--mute); overflow-wrap: anywhere }
-h2 { font-size: 1rem; margin: 0 } small { color: var(--mute); font-weight: normal }
-li p.problem { color: var(--bad); font-weight: 600 }
-pre { margin: .5rem 0 0; white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem }
-</style>
-"""

@@ -12,7 +12,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from env_space.app import MAX_PLAYED, create_app
-from env_space.settings import Settings, settings_from
+from env_space.settings import Settings
 from env_space.watch import replica_headers
 from space_guard.setup import SettingsError
 from tests.browser import watched_page
@@ -209,6 +209,6 @@ def test_the_hubs_token_goes_to_spaces_of_the_same_owner_only(url, sent, monkeyp
 @pytest.mark.parametrize("variable", ["WORDLE_KEY", "WORDLE_REPLICA_KEY"])
 def test_a_key_that_no_header_can_hold_is_refused_without_being_shown(variable):
     with pytest.raises(SettingsError, match=f"{variable}: a header cannot hold it") as refused:
-        settings_from({variable: "geheimnis ü"})
+        Settings.read({variable: "geheimnis ü"})
     assert "geheimnis" not in str(refused.value)
     assert "geheimnis" not in repr(Settings(key="geheimnis", replica_key="geheimnis"))

@@ -4,19 +4,19 @@ import httpx
 import pytest
 
 from env_space.app import SETUP, find_problems
-from env_space.settings import Settings, settings_from
+from env_space.settings import Settings
 from space_guard.setup import SettingsError
 from tests.env_space.service import PATIENCE_S, Space, sentence
 
 
 def test_variables_are_parsed():
-    settings = settings_from({"WORDLE_ANSWERS": "300", "WORDLE_SESSION_TTL_S": "2.5", "WORDLE_PORT": "8000"})
+    settings = Settings.read({"WORDLE_ANSWERS": "300", "WORDLE_SESSION_TTL_S": "2.5", "WORDLE_PORT": "8000"})
     assert settings == Settings(answers=300, session_ttl_s=2.5, port=8000)
 
 
 def test_an_unknown_variable_is_refused_with_the_known_ones():
     with pytest.raises(SettingsError) as refusal:
-        settings_from({"WORDLE_ANSWER": "3"})
+        Settings.read({"WORDLE_ANSWER": "3"})
     assert str(refusal.value) == (
         "set these variables: WORDLE_ANSWER: there is no such variable; the variables are WORDLE_ANSWERS, "
         "WORDLE_LENGTH, WORDLE_HARD_MODE, WORDLE_INVALID_COST, WORDLE_REPEATED_COST, WORDLE_MAX_SESSIONS, "
@@ -46,7 +46,7 @@ def test_an_unknown_variable_is_refused_with_the_known_ones():
 )
 def test_an_unusable_value_is_named(variable, value):
     with pytest.raises(SettingsError, match=f"^set these variables: {variable}: "):
-        settings_from({variable: value})
+        Settings.read({variable: value})
 
 
 SET_UP = {"SPACE_ID": "me/wordle-env", "WORDLE_KEY": "four-random-words-in-a-row"}

@@ -19,7 +19,7 @@ PLAIN = {"model": "policy", "prompt": [1, 2, 3], "max_tokens": 4}
 
 def read(**fields) -> int:
     """How many units a body with these fields takes."""
-    return READER.read(json.dumps(PLAIN | fields).encode()).units
+    return READER.read(json.dumps(PLAIN | fields).encode())[1]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_body_is_as_long_as_the_context_allows():
     assert Completions(lambda: None, 1).limit == MAX_BODY, "vLLM is about to start, and says so to who asks"
     fullest = json.dumps(PLAIN | {"prompt": [151_935] * CONTEXT}).encode()
     assert len(fullest) <= READER.limit
-    assert READER.read(fullest).units == 1
+    assert READER.read(fullest) == (fullest, 1)
 
 
 def test_a_request_counts_once_for_each_completion():
@@ -130,7 +130,7 @@ def test_requests_of_trls_worker_pass():
             return {"choices": [{"token_ids": [], "logprobs": {"token_logprobs": []}}]}
 
     asyncio.run(Loop()._generate_one_turn([1, 2, 3]))
-    assert READER.read(*sent).units == 1
+    assert READER.read(*sent)[1] == 1
 
 
 def test_an_app_hears_that_its_client_has_gone():

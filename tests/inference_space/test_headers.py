@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from delta_weight_sync.store import open_bucket
 from inference_space import public_port
-from inference_space.dashboard import routes
+from inference_space.dashboard import page as page_module
 from inference_space.dashboard.page import content_policy
 from inference_space.settings import SETUP
 from tests.inference_space.asking import client, gate
@@ -93,8 +93,10 @@ def test_the_page_works_within_its_policy_and_a_script_in_a_runs_data_does_not(
     page: Page, tmp_path, monkeypatch
 ) -> None:
     planted = '<img src="x" onerror="window.owned = 1"><script>window.owned = 2</script>'
-    paint = routes.first_paint
-    monkeypatch.setattr(routes, "first_paint", lambda *given, **more: paint(*given, **more) + Markup(planted))
+    paint = page_module.first_paint
+    monkeypatch.setattr(
+        page_module, "first_paint", lambda *given, **more: paint(*given, **more) + Markup(planted)
+    )
     page.add_init_script(
         "window.blocked = [];"
         "addEventListener('securitypolicyviolation',"

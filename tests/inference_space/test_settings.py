@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 import inference_space
-from inference_space.settings import settings_from
+from inference_space.settings import Settings
 from space_guard.setup import SettingsError
 
 GOOD = {"REPLICA_BUCKET": "file:///b", "REPLICA_RUN": "demo"}
 
 
 def test_variables_become_typed_settings():
-    settings = settings_from({**GOOD, "REPLICA_POLL_S": "0.5", "REPLICA_PORT": "80", "HOME": "/home/user"})
+    settings = Settings.read({**GOOD, "REPLICA_POLL_S": "0.5", "REPLICA_PORT": "80", "HOME": "/home/user"})
     assert (settings.bucket, settings.run, settings.poll_s, settings.port) == ("file:///b", "demo", 0.5, 80)
 
 
@@ -30,7 +30,7 @@ def test_variables_become_typed_settings():
 )
 def test_a_wrong_variable_is_named(variables, complaint):
     with pytest.raises(SettingsError, match=complaint):
-        settings_from(variables)
+        Settings.read(variables)
 
 
 def test_vllms_engine_never_sees_a_secret():

@@ -22,7 +22,6 @@ from inference_space.app import main
 from inference_space.public_port import SpaceFollower
 from inference_space.settings import SETUP, Settings, find_problems
 from inference_space.vllm_server import VllmServer
-from space_guard.setup import SetupPage
 from tests.support.hubsim import HubSim
 from trainer.demo.processes import free_port
 
@@ -215,7 +214,7 @@ class Looked:
 def test_the_page_gives_way_when_the_bucket_can_be_read():
     problems = {"HF_TOKEN": "not set"}
     app = Starlette(exception_handlers={404: lambda request, _: PlainTextResponse("the dashboard")})
-    app.add_middleware(SetupPage, setup=SETUP, problems=lambda: problems)
+    app.add_middleware(SETUP.show_page, problems=lambda: problems)
     with TestClient(app) as client:
         assert "<code>HF_TOKEN</code>" in client.get("/").text
         assert client.get("/theme.css").text == "the dashboard"

@@ -31,7 +31,7 @@ APPS: tuple[App, ...] = ("env", "replica")
 
 CHECKOUT = Path(__file__).parents[2]
 _FILES: dict[App, tuple[str, ...]] = {  # patterns of git, whose `*` matches "/" too
-    "env": ("LICENSE", "env_space/*.py", "env_space/words/*", "env_space/page/*", "shared/space_guard/*.py"),
+    "env": ("LICENSE", "env_space/*.py", "env_space/words/*", "env_space/page/*", "shared/space_guard/*"),
     "replica": (
         "LICENSE",
         "pyproject.toml",
@@ -39,7 +39,7 @@ _FILES: dict[App, tuple[str, ...]] = {  # patterns of git, whose `*` matches "/"
         "inference_space/engine_python.sh",
         "inference_space/dashboard/static/*",
         "inference_space/dashboard/templates/*",
-        "shared/space_guard/*.py",
+        "shared/space_guard/*",
         "shared/delta_weight_sync/*.py",
         "shared/delta_weight_sync/py.typed",
     ),

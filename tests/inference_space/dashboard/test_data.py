@@ -35,8 +35,7 @@ from inference_space.dashboard.data import (
     RunCache,
     RunView,
 )
-from inference_space.dashboard.page import render
-from inference_space.dashboard.routes import add_views
+from inference_space.dashboard.page import add_views, render
 from tests.support.buckets import CountedBucket
 from tests.support.hubsim import HubSim
 from tests.support.real_run import RealRun

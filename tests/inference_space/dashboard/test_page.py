@@ -15,7 +15,7 @@ import pytest
 from fastapi import FastAPI
 
 from delta_weight_sync.store import open_bucket
-from inference_space.dashboard import routes
+from inference_space.dashboard import page as page_module
 from inference_space.dashboard.__main__ import main
 from inference_space.dashboard.data import RunView
 from inference_space.dashboard.page import insert
@@ -73,8 +73,10 @@ def test_another_gradio_is_refused_with_the_fix() -> None:
 
 @pytest.mark.finding(7)
 def test_a_page_is_rendered_once_for_all_viewers(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
-    views, paint = list[RunView](), routes.first_paint
-    monkeypatch.setattr(routes, "first_paint", lambda view, **more: views.append(view) or paint(view, **more))
+    views, paint = list[RunView](), page_module.first_paint
+    monkeypatch.setattr(
+        page_module, "first_paint", lambda view, **more: views.append(view) or paint(view, **more)
+    )
     pages = [
         page for name in ("replica", "evil.example") for page in ask(app, *["/"] * 40, headers={"Host": name})
     ]
