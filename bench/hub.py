@@ -2,8 +2,7 @@
 
 A real Publisher and a real RunReader meet at the simulated Hub, which lets every request wait. Publishing is
 measured from the hand-over until `flush` returns; reading from there until the delta is on the follower's
-disk, when a notification wakes it and when it looks by itself. Each runs alone, so its requests follow one
-another, except those that Xet sends side by side.
+disk. Each runs alone.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from tests.support.hubsim import HubSim
 
 POLICY = ROOT / "trainer" / "policies" / "wordle-tiny"
 SHARE, VERSIONS, WARM = 0.01, 20, 2
+LATENCIES = (0.1, 0.3)  # seconds
 _NAMES = re.compile(r"[0-9a-f]{64}|team/bench/(.*)|(?<=/)\d+\..*")
 
 
@@ -40,15 +40,23 @@ class Measured(NamedTuple):
 
 
 def run(_: Results) -> dict[str, Any]:
-    """The figures at 0.1 s."""
-    return measure(0.1)
+    """The figures at each of `LATENCIES`."""
+    return {"latencies": {f"{latency:g}": measure(latency) for latency in LATENCIES}}
 
 
 def measure(latency: float, versions: int = VERSIONS) -> dict[str, Any]:
     """Medians over `versions` versions, with every request delayed by `latency` seconds."""
     with tempfile.TemporaryDirectory() as folder, HubSim(Path(folder, "hub")) as hub:
         os.environ.update(hub.env(Path(folder, "client")))
-        return _summary(latency, _versions(hub, Path(folder), latency, versions))
+        parts = _versions(hub, Path(folder), latency, versions)
+    return {
+        name: {
+            "seconds": round(median(one.seconds for one in some), 3),
+            "requests": median(len(one.requests) for one in some),
+            "kinds": Counter(some[-1].requests),
+        }
+        for name, some in parts.items()
+    }
 
 
 def _versions(hub: HubSim, folder: Path, latency: float, versions: int) -> dict[str, list[Measured]]:
@@ -58,13 +66,9 @@ def _versions(hub: HubSim, folder: Path, latency: float, versions: int) -> dict[
 
     url, rng = "hf://buckets/team/bench#bench", np.random.default_rng(0)
     live = {name: torch.from_numpy(bits).view(torch.bfloat16) for name, bits in read_bits(POLICY)}
-    parts: dict[str, list[Measured]] = {
-        "hand-over to HEAD": [],
-        "notified to delta": [],
-        "polled to delta": [],
-    }
+    parts: dict[str, list[Measured]] = {"hand-over to HEAD": [], "HEAD to delta": []}
     with Publisher(url, POLICY) as publisher:
-        publisher.publish(live.items(), 0)
+        publisher.publish(live.items())
         publisher.flush()
         reader = open_run(url)
         watcher = Watcher(reader)
@@ -80,7 +84,7 @@ def _versions(hub: HubSim, folder: Path, latency: float, versions: int) -> dict[
             return Measured(seconds, tuple(map(_kind, hub.requests()[before:])))
 
         def publish() -> None:
-            publisher.publish(live.items(), version)
+            publisher.publish(live.items())
             publisher.flush()
 
         def read() -> None:
@@ -91,17 +95,13 @@ def _versions(hub: HubSim, folder: Path, latency: float, versions: int) -> dict[
                 reader.fetch(delta, folder / "replica")
             watcher.mark_used()
 
-        for version in range(1, 2 * (versions + WARM) + 1):
+        for _ in range(versions + WARM):
             for tensor in live.values():
                 bits = tensor.view(torch.int16).view(-1)
                 bits += torch.from_numpy((rng.random(bits.numel()) < SHARE).astype(np.int16))
             parts["hand-over to HEAD"].append(measured(publish))
             time.sleep(2.5)  # the run's log is written by itself, once a second
-            way = "notified to delta" if version % 2 else "polled to delta"
-            if version % 2:
-                watcher.poke()
-                watcher._due()
-            parts[way].append(measured(read))
+            parts["HEAD to delta"].append(measured(read))
         watcher.close()
     return {name: some[WARM:] for name, some in parts.items()}
 
@@ -111,20 +111,6 @@ def _kind(request: str) -> str:
     return _NAMES.sub("...", request)
 
 
-def _summary(latency: float, parts: dict[str, list[Measured]]) -> dict[str, Any]:
-    return {
-        "latency_s": latency,
-        "parts": {
-            name: {
-                "seconds": round(median(one.seconds for one in some), 3),
-                "requests": median(len(one.requests) for one in some),
-                "kinds": Counter(some[-1].requests),
-            }
-            for name, some in parts.items()
-        },
-    }
-
-
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.hub", description=__doc__.splitlines()[0])
@@ -132,11 +118,9 @@ def main() -> None:
     parser.add_argument("--versions", type=int, default=VERSIONS)
     options = parser.parse_args()
     figures = measure(options.latency, options.versions)
-    rows = [
-        [name, f"{one['seconds']:.2f} s", f"{one['requests']:g}"] for name, one in figures["parts"].items()
-    ]
+    rows = [[name, f"{one['seconds']:.2f} s", f"{one['requests']:g}"] for name, one in figures.items()]
     print(table([f"{options.latency:g} s per request", "median", "requests"], rows))
-    for name, one in figures["parts"].items():
+    for name, one in figures.items():
         print(f"\n{name}")
         print("\n".join(f"  {count} x {kind}" for kind, count in one["kinds"].items()))
 

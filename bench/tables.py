@@ -282,6 +282,16 @@ def _live_memory(section: dict[str, Any]) -> list[list[str]]:
     ]
 
 
+def hub(results: Results) -> str:
+    """Seconds and requests of a version over the Hub."""
+    rows = [
+        [f"{latency} s", name, f"{part['seconds']:.2f} s", f"{part['requests']:g}"]
+        for latency, measured in results["hub"]["latencies"].items()
+        for name, part in measured.items()
+    ]
+    return table(["a request takes", "part", "median", "requests"], rows)
+
+
 def rival(results: Results) -> str:
     """Bytes and speeds next to those of ModelExpress, on the same deltas."""
     section = results.get("rival", {"unmeasured": "not yet"})
@@ -316,6 +326,7 @@ TABLES = {
     "joining": joining,
     "background": background,
     "memory": memory,
+    "hub": hub,
     "live": live,
     "threads": threads,
     "dashboard": dashboard,

@@ -143,8 +143,11 @@ REPLICA_BYTES: Final = 2.4  # assumed per weight: bf16, and a fifth for keys and
 # Requests to the Hub per version, counted with the real clients at the simulated Hub: all, those to its API,
 # and those for files ("/resolve/"). A poll of HEAD is one request for a file; a safety poll, made although
 # the Hub sends events, also lists all writers' HEADs.
-PUBLISHING: Final = {"all": 28, "api": 7, "files": 3}
-TAKING: Final = {"all": 18, "api": 6, "files": 3}
+PUBLISHING: Final = {"all": 10, "api": 3, "files": 0}
+TAKING: Final = {"all": 6, "api": 0, "files": 3}
+# Of these, the requests that follow one another (`python -m bench.hub`); a reader's first is a look at HEAD.
+PUBLISHING_IN_TURN: Final = 8
+TAKING_IN_TURN: Final = 3
 _POLLS: Final = 2  # of HEAD per version that the Hub announces: immediately, and an interval later
 WINDOW_S: Final = 300.0  # the Hub counts requests per user in windows of five minutes (docs/hub/rate-limits)
 FILES_ALLOWED: Final = "free 5,000, PRO 12,000, Team 20,000"
@@ -219,6 +222,7 @@ class Question:
     steps_per_hour: float | None = None  # None: as many as the system carries
     egress_usd_gb: float = 0.0
     cores: int = 2  # for rank 0, and for each worker of a replica
+    latency: float = 0.1  # seconds that a request to the Hub takes, however few its bytes
 
 
 class Plan:
@@ -240,7 +244,8 @@ class Plan:
         changes, decode = self.changes, DECODE[asked.encoding]
         self.diff_s = DIFF[asked.trainer].seconds(params) / self.trainer_ranks
         self.encode_s = encode_s(params, changes, asked.encoding) / self.threads
-        self.upload_s = self.fetch_s = self.delta / link
+        self.upload_s = self.delta / link + PUBLISHING_IN_TURN * asked.latency
+        self.fetch_s = self.delta / link + TAKING_IN_TURN * asked.latency
         self.notification_s = POLL_S / 2
         place_s = DIGEST.seconds(params) + PLACE.seconds(params, changes)
         self.stage_s = decode.seconds(params, changes) / self.threads + place_s / self.replica_workers

@@ -83,7 +83,7 @@ def test_a_private_bucket_is_closed_without_a_token(bucket: Bucket, monkeypatch:
 
 @pytest.mark.parametrize(
     "request_line",
-    ["HEAD .*/resolve/", "POST .*/batch", "POST .*/paths-info", "GET .*/xet-", "POST /cas/", "GET /cas/"],
+    ["HEAD .*/resolve/", "POST .*/batch", "POST .*/paths-info", "GET .*/xet-", "POST /cas/", "GET /cas"],
 )
 @pytest.mark.parametrize("fault", [{"status": 503}, {"drop": True}], ids=["503", "hang up"])
 def test_a_short_outage_is_not_noticed(
@@ -144,18 +144,22 @@ def test_a_busy_hub_cannot_put_a_reader_to_sleep_for_an_hour(
 
 
 @pytest.mark.parametrize(
-    "fault", [{"status": 503}, {"status": 404}, {"drop": True}, {"truncate": 10}, {"flip": 1}], ids=str
+    "fault", [{"status": 503}, {"status": 404}, {"drop": True}, {"truncate": 2}, {"flip": 1}], ids=str
 )
 def test_a_failed_download_leaves_the_old_file_and_no_other(
     bucket: Bucket, hub: HubSim, tmp_path: Path, fault: dict[str, object]
 ) -> None:
     dest = tmp_path / "model"
     dest.write_bytes(b"old weights")
-    hub.fault("GET /cas/data/", **fault)
-    with pytest.raises(BucketUnreachableError, match="could not be transferred although the Hub answers"):
-        bucket.fetch(KEY, dest, 9)
-    assert dest.read_bytes() == b"old weights"
-    assert list(tmp_path.iterdir()) == [dest]
+    hub.fault("GET /cas/data/|GET /cas-bridge/", **fault)
+    for limit in (9, hub_bucket.DIRECT + 1):  # by its URL, and through Xet
+        if "flip" in fault and limit == 9:
+            continue  # there is no checksum on the way: the reader's sha256 finds it
+        sentence = "could not be transferred although the Hub answers|the Hub still answered 503"
+        with pytest.raises(BucketUnreachableError, match=sentence):
+            bucket.fetch(KEY, dest, limit)
+        assert dest.read_bytes() == b"old weights"
+        assert list(tmp_path.iterdir()) == [dest]
 
 
 @pytest.mark.parametrize("request_line", ["POST /cas/v1/xorbs", "POST /cas/v1/shards", "POST .*/batch"])

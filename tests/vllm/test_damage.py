@@ -3,17 +3,17 @@
 vLLM is stood in for; tests/live/test_replica.py damages what a real one fetches.
 """
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 
 from delta_weight_sync.errors import BucketUnreachableError
 from delta_weight_sync.reader import RunReader
-from delta_weight_sync.records import DeltaRef, FileRef, Manifest
+from delta_weight_sync.records import FileRef, Manifest
 from delta_weight_sync.store import Bucket
 from delta_weight_sync.vllm.follower import Follower
 from tests.support.fake_vllm import PATIENCE_S, reaches, soon
@@ -70,15 +70,15 @@ def says(follower: Follower, what: str) -> None:
 
 def damage_next_delta(run: RealRun, bucket: Bucket, damage: Damage) -> Manifest:
     """Publish a version whose delta is damaged before any replica can know of it."""
-    writer = run.outbox._writer
-    put_delta = writer.put_delta
+    store = run.outbox._writer.bucket
 
-    def put(*arguments: Any) -> DeltaRef:
-        delta = put_delta(*arguments)
-        damage(bucket, delta)
-        return delta
+    def put_all(objects: list[tuple[str, bytes]]) -> None:
+        for key, data in objects:
+            store.put(key, data)
+            if "/deltas/" in key:
+                damage(bucket, FileRef(key=key, size=len(data), sha256=hashlib.sha256(data).hexdigest()))
 
-    with mock.patch.object(writer, "put_delta", put):
+    with mock.patch.object(store, "put_all", put_all):
         return run.step()
 
 

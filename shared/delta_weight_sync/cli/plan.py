@@ -24,6 +24,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--changed", dest="share", type=share, required=True, help="share that a sync changes: 1%%")
     add("--replicas", type=positive, required=True, help="number of vLLM replicas")
     add("--link", type=speed, required=True, help="of each machine: 100MB/s, 10Gb/s")
+    help_ = "that each request to the Hub takes, at least (default: 100ms)"
+    add("--latency", type=seconds, default=Question.latency, help=help_)
     add("--encoding", choices=(*cost.ENCODE,), default="fast", help="of deltas (default: fast)")
     kinds = "fp32: fp32 master weights (default); fp32-start: its first steps; bf16: no master weights"
     add("--trainer", choices=get_args(cost.Trainer), default="fp32", help=kinds)
@@ -59,6 +61,13 @@ def speed(text: str) -> float:
     return _number(text, "([KMGT]?)[Bb]/s", 1, math.inf, wanted) / (8 if text.endswith("b/s") else 1)
 
 
+def seconds(text: str) -> float:
+    """Parse a time: `100ms`, `0.3s`, `0s`."""
+    scaled = text.removesuffix("ms") + "s" if text.endswith("ms") else text
+    wanted = "a time: write 100ms or 0.3s"
+    return _number(scaled, "()s", 0, math.inf, wanted) / (1000 if text.endswith("ms") else 1)
+
+
 def positive(text: str) -> int:
     """Parse a whole number from 1 on."""
     if not re.fullmatch(r"[1-9]\d*", text):
@@ -88,7 +97,9 @@ times assume one core of an AMD EPYC for each thread (`make bench`); no GPU was 
 the trainer needs {cost.TRAINER_BYTES:.0f} bytes per weight, and has one rank for every {gpu} of that
 a replica needs {cost.REPLICA_BYTES:.1f} bytes per weight, and has one worker for every {gpu} of that
 each machine has a link of {size_text(asked.link)}/s, and the store serves all of them simultaneously
-requests take no time; the publisher makes {made["all"]} per version, each replica {taken["all"]}
+the publisher makes {made["all"]} requests per version, {cost.PUBLISHING_IN_TURN} of them in turn
+each replica makes {taken["all"]} per version, {cost.TAKING_IN_TURN} of them in turn
+a request takes {time_text(asked.latency)} in addition to its bytes
 the Hub's events notify replicas; a replica without them makes {polls:.0f} requests for files in 5 minutes
 changes are spread like those of the measured models; clustered changes make smaller files
 prices as of {cost.PRICES_READ_ON}: huggingface.co/pricing, /storage and /docs/hub/spaces-gpus

@@ -196,31 +196,28 @@ class HubBucket(_base.Bucket):
     def _read(self, key: str, to: BinaryIO, limit: int) -> str:
         """Read an object by its URL; returns the sha256."""
         url = f"{self._api.endpoint}/buckets/{self._id}/resolve/{quote(self._path(key), safe='')}"
-        with self._explained(key):
-            for again in reversed(range(_READS)):
-                try:
-                    return self._stream(key, url, to, limit)
-                except HTTPError as error:
-                    if isinstance(error, HfHubHTTPError) or not again:
-                        raise
-                to.seek(0)
-                to.truncate()
-        raise AssertionError
-
-    def _stream(self, key: str, url: str, to: BinaryIO, limit: int) -> str:
         # Unpacked, a body may have any size; so it has to come as it is.
         headers = {**build_hf_headers(), "accept-encoding": "identity"}
+        with self._explained(key):
+            for _ in range(_READS):
+                with http_stream_backoff("GET", url, headers=headers, timeout=REQUEST_TIMEOUT) as answer:
+                    if answer.history and answer.is_error:
+                        raise OSError(f"the storage answered {answer.status_code}")
+                    hf_raise_for_status(answer)
+                    self._check_limit(key, int(answer.headers.get("content-length", 0)), limit)
+                    with contextlib.suppress(HTTPError):  # the connection broke
+                        return self._copy(key, answer.iter_bytes(), to, limit)
+                to.seek(0)
+                to.truncate()
+            raise OSError("the connection broke several times")
+
+    def _copy(self, key: str, parts: Iterable[bytes], to: BinaryIO, limit: int) -> str:
         sha256, size = hashlib.sha256(), 0
-        with http_stream_backoff("GET", url, headers=headers, timeout=REQUEST_TIMEOUT) as answer:
-            if answer.history and answer.is_error:
-                raise OSError(f"the storage answered {answer.status_code}")
-            hf_raise_for_status(answer)
-            self._check_limit(key, int(answer.headers.get("content-length", 0)), limit)
-            for part in answer.iter_bytes():
-                size += len(part)
-                self._check_limit(key, size, limit)
-                sha256.update(part)
-                to.write(part)
+        for part in parts:
+            size += len(part)
+            self._check_limit(key, size, limit)
+            sha256.update(part)
+            to.write(part)
         return sha256.hexdigest()
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -257,8 +254,8 @@ class HubBucket(_base.Bucket):
     def _explain(self, error: Exception, place: str, write: bool) -> errors.BucketError:
         if isinstance(error, EntryNotFoundError):
             return errors.ObjectMissingError(f"{place} does not exist")
-        # hf_xet raises Python's built-in errors, which do not tell a refusal from an outage: ask the Hub.
-        cause = error if isinstance(error, HTTPError) else self._probe(write)
+        # Only the Hub's answers tell a refusal from an outage, and its own outage from the storage's: ask it.
+        cause = error if isinstance(error, HfHubHTTPError) else self._probe(write)
         if isinstance(cause, HfHubHTTPError):
             return self._refusal(cause, place, write)
         if cause:
