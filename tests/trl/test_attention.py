@@ -77,7 +77,7 @@ def one_query_at_a_time(
 def test_the_gpus_call_and_the_cpus_path_are_the_same_attention(monkeypatch, heads, window, scale):
     monkeypatch.setattr(patches, "varlen_attn", one_query_at_a_time)
     arguments = (*tensors(heads), starts(LENGTHS_Q), starts(LENGTHS_K), max(LENGTHS_Q), max(LENGTHS_K))
-    there = patches._kernel(*arguments, scale, window[0])
+    there = patches._kernel(*arguments, scale=scale, before=window[0])
     here = patches._varlen_attention(*arguments, softmax_scale=scale, causal=True, window_size=window)
     torch.testing.assert_close(here, there)
 

@@ -122,7 +122,7 @@ def _varlen_attention(
         )
     if _kernel_takes(q):
         _require_same_mask(q.device)
-        return _kernel(q, k, v, starts_q, starts_k, max_q, max_k, softmax_scale, window_size[0])
+        return _kernel(q, k, v, starts_q, starts_k, max_q, max_k, scale=softmax_scale, before=window_size[0])
     return _one_by_one(q, k, v, starts_q, starts_k, softmax_scale, window_size[0])
 
 
@@ -141,7 +141,7 @@ def _require_same_mask(device: torch.device) -> None:
         torch.tensor(starts, dtype=torch.int32).to(device) for starts in ([0, 1, 3], [0, 3, 7])
     )
     for before in (-1, 1):
-        theirs = _kernel(q, k, k, starts_q, starts_k, 2, 4, None, before)
+        theirs = _kernel(q, k, k, starts_q, starts_k, 2, 4, scale=None, before=before)
         ours = _one_by_one(q, k, k, starts_q, starts_k, None, before)
         if not torch.allclose(theirs, ours, rtol=0.0, atol=_ROUNDING):
             raise RuntimeError(
@@ -149,22 +149,9 @@ def _require_same_mask(device: torch.device) -> None:
             )
 
 
-def _kernel(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    starts_q: torch.Tensor,
-    starts_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    scale: float | None,
-    before: int,
-) -> torch.Tensor:
-    """All sequences in one call; the device reads their starts."""
-    window = (before, 0)
-    out = varlen_attn(
-        q, k, v, starts_q, starts_k, max_q, max_k, scale=scale, window_size=window, enable_gqa=True
-    )
+def _kernel(*packed: Any, scale: float | None, before: int) -> torch.Tensor:
+    """All sequences in one call; the device reads their starts. `packed`: as for `_varlen_attention`."""
+    out = varlen_attn(*packed, scale=scale, window_size=(before, 0), enable_gqa=True)
     assert isinstance(out, torch.Tensor)  # a pair only with `return_aux`
     return out
 
