@@ -354,20 +354,11 @@ Sources = dict[str, tuple[Geometry, ...] | str]
 """What one rank holds: per tensor its parts, or why it has no route. Plain data, for the other ranks."""
 
 
-@dataclass(frozen=True)
-class Learned:
-    """What a rank learned: `routes` of the tensors that arrive by copies, and why the others do not."""
+class Learned(NamedTuple):
+    """What a rank learned: the routes of the tensors that have one, and what `ownership` needs."""
 
     routes: dict[str, Route]
-    unroutable: dict[str, str]
-
-    def sources(self) -> Sources:
-        """This rank's share of what `ownership` needs."""
-        parts = {
-            name: tuple(Geometry(p.source.offset, *joined(*p.source[1:])) for p in route.pieces)
-            for name, route in self.routes.items()
-        }
-        return {**parts, **self.unroutable}
+    sources: Sources
 
 
 def learn(model: torch.nn.Module, shapes: Shapes) -> Learned:
@@ -376,12 +367,14 @@ def learn(model: torch.nn.Module, shapes: Shapes) -> Learned:
     Raises `RouteError` for a model that deltas cannot be written into.
     """
     recorder, routes = record(model, shapes), dict[str, Route]()
+    sources: Sources = {**recorder.unroutable}
     for name, shape in shapes.items():
-        if name not in recorder.unroutable:
+        if name not in sources:
             numel = math.prod(shape)
             pieces = tuple(piece for copy in recorder.copies[name] for piece in _pieces(*copy, numel))
             routes[name] = Route(name, tuple(shape), pieces)
-    return Learned(routes, recorder.unroutable)
+            sources[name] = tuple(Geometry(p.source.offset, *joined(*p.source[1:])) for p in pieces)
+    return Learned(routes, sources)
 
 
 def ownership(
@@ -389,13 +382,9 @@ def ownership(
 ) -> tuple[list[dict[str, tuple[int, ...]]], dict[str, str]]:
     """Decide which pieces each rank counts in the digest, so that every element counts once.
 
-    Of equal parts the first one counts.
-
-    Returns:
-        Per rank {name: numbers of its pieces}, and {name: reason} of the tensors without a route.
-
-    Raises:
-        RouteError: Parts overlap without being equal, or leave elements of a tensor out.
+    Returns {name: numbers of its pieces} per rank, and {name: reason} of the tensors without a route. Of
+    equal parts the first one counts. Raises `RouteError` if parts overlap without being equal, or leave
+    elements of a tensor out.
     """
     owned: list[dict[str, tuple[int, ...]]] = [{} for _ in ranks]
     unroutable: dict[str, str] = {}
