@@ -191,7 +191,7 @@ def _positions(
     for row in rows:
         index, band_of = np.empty(row.changes, np.int64), np.zeros(row.changes, np.uint8)
         if group.mode == "bands":
-            row.require(positions.band_walk(words, state, old(row.name).reshape(-1), *by, index, band_of))
+            row.require(positions.band_walk(words, state, old(row.name).reshape(-1), by, index, band_of))
         else:
             row.require(bits.flat_walk(words, state, row.numel, index))
         yield index, band_of
@@ -241,7 +241,7 @@ def _decode_values(
         large = np.empty(min(ulps.size, int((sizes[1] - sizes[0]).sum())), np.int64)
         bands = np.zeros(large.size, np.uint8)
         if len(group.large) > 1:
-            found = positions.band_walk(words, state, _as_weights(band_of), *_BY_BAND, large, bands)
+            found = positions.band_walk(words, state, _as_weights(band_of), _BY_BAND, large, bands)
         else:
             found = bits.flat_walk(words, state, band_of.size, large)
         if found < 0 or not _enlarge(size_words, sizes, large[:found], bands, ulps):
