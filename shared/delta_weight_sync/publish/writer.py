@@ -45,15 +45,8 @@ class _Pending(NamedTuple):
 class RunWriter:
     """The one writer of a run. A crash between any two writes leaves the previous HEAD valid.
 
-    Opening it fences off any other writer.
-
-    Args:
-        bucket: The bucket of the run.
-        run: The run's name.
-        model: The name of the base model, for a new run.
-        assets: Folder with the small files of a checkpoint: config, tokenizer, chat template. None if the run
-            exists, since it has them already.
-        signing_key: A key or the file of one; the environment's by default.
+    Opening it fences off any other writer. A new run needs the name of its base `model`, and `assets`: the
+    folder with the small files of a checkpoint (config, tokenizer, chat template).
     """
 
     def __init__(
@@ -169,18 +162,19 @@ class RunWriter:
             if path.is_file() and path.suffix != ".safetensors"
         ]
 
-    def put_delta(self, version: int, data: bytes, changed: int) -> DeltaRef:
-        """Store the delta that leads to `version`."""
-        return self._put_delta(self.keys.delta(version, self.writer), data, version - 1, version, changed)
-
-    def _put_delta(self, key: str, data: bytes, base: int, version: int, changed: int) -> DeltaRef:
+    def put_delta(self, version: int, data: bytes, changed: int, base: int | None = None) -> DeltaRef:
+        """Store the delta that leads to `version`: from the version before it, or as a jump from `base`."""
+        if base is None:
+            key, base = self.keys.delta(version, self.writer), version - 1
+        else:
+            key = self.keys.jump(base, version, self.writer)
         self.bucket.put(key, data)
         sha256 = hashlib.sha256(data).hexdigest()
         return DeltaRef(key=key, size=len(data), sha256=sha256, base=base, version=version, changed=changed)
 
     def add_jump(self, base: int, version: int, data: bytes, changed: int) -> None:
         """Store a delta over several published versions, which the next manifest names. Thread-safe."""
-        jump = self._put_delta(self.keys.jump(base, version, self.writer), data, base, version, changed)
+        jump = self.put_delta(version, data, changed, base)
         with self._lock:
             self._pending = self._pending._replace(jumps=(*self._pending.jumps, jump))
 
