@@ -33,9 +33,9 @@ CONFIG = Qwen3Config(
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL's packing with our attention, on a machine that has no package of kernels."""
-    monkeypatch.setattr(packing, "_flash_attn", packing._flash_attn)  # as it was, after this test
     monkeypatch.setitem(sys.modules, "kernels", None)  # its import fails
-    patches._attention_without_download()
+    monkeypatch.setattr(patches, "_replace", monkeypatch.setattr)  # all is as it was, after this test
+    patches.install()
     packing.register_tree_attention()
 
 

@@ -41,9 +41,9 @@ def test_a_trl_that_syncs_in_another_way_is_refused(monkeypatch):
 
 def test_the_throughput_of_a_cpu_is_unknown_and_that_of_a_gpu_is_trls(monkeypatch):
     place = patches.async_grpo_trainer
-    monkeypatch.setattr(place, "get_peak_flops_per_device", place.get_peak_flops_per_device)
     monkeypatch.setattr(patches, "get_peak_flops_per_device", lambda accelerator, dtype: 9.9e14)
-    patches._throughput_without_gpu()
+    monkeypatch.setattr(patches, "_replace", monkeypatch.setattr)  # all is as it was, after this test
+    patches.install()
     known = {
         kind: place.get_peak_flops_per_device(SimpleNamespace(device=torch.device(kind)), "bfloat16")
         for kind in ("cpu", "cuda")
