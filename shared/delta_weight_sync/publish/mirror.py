@@ -65,17 +65,12 @@ class Block:
 
 
 class Part(NamedTuple):
-    """What this rank compares of a parameter.
-
-    Attributes:
-        tensor: The elements of the block, in the block's shape.
-        lasting: `tensor` is the parameter's own memory, not a copy made for this sync.
-    """
+    """What this rank compares of a parameter."""
 
     name: str
-    tensor: torch.Tensor
+    tensor: torch.Tensor  # the elements of the block, in the block's shape
     block: Block
-    lasting: bool
+    lasting: bool  # `tensor` is the parameter's own memory, not a copy made for this sync
 
 
 @dataclass(frozen=True)

@@ -189,11 +189,6 @@ class Outbox:
 
     Its options are those of `Publisher`, but `untrained` returns the model's other tensors, given the shapes
     of those in the first sync.
-
-    Attributes:
-        repeated: What a resumed trainer repeats. Meanwhile, its updates are held back.
-        undo_log: Gets the changes of every sync, if it is set.
-        shortcuts: What makes jumps and anchors.
     """
 
     def __init__(
@@ -208,8 +203,8 @@ class Outbox:
     ) -> None:
         self._writer, self._log, self._encoding, self._untrained = writer, log, encoding, untrained
         self.mirror = Mirror(mirror)  # with nothing pending, the newest version
-        self.repeated = RepeatedSyncs({})
-        self.undo_log: UndoLog | None = None
+        self.repeated = RepeatedSyncs({})  # what a resumed trainer repeats, whose updates are held back
+        self.undo_log: UndoLog | None = None  # gets the changes of every sync
         self._names: set[str] = set()  # tensors of every sync
         self.shortcuts = Shortcuts(writer, encoding, keep)
         try:

@@ -167,16 +167,13 @@ def cut(counts: Index, size: int) -> tuple[Index, Index, Index]:
 class Changes:
     """Changes of a whole model.
 
-    Attributes:
-        parts: int64 [p, 4]: row of the table; first change and number of changes in `ulps`; number of the
-            first element of consecutive ones, or EXPLICIT: their numbers are at the same places in `element`.
-        element: int32 [m], m <= n.
-        ulps: int16 [n], added to the bits modulo 2^16.
+    `parts`, int64 [p, 4]: row of the table; first change and number of changes in `ulps`; number of the first
+    element of consecutive ones, or EXPLICIT: their numbers are at the same places in `element`.
     """
 
     parts: NDArray[np.int64]
-    element: Elements
-    ulps: Ulps
+    element: Elements  # [m], m <= n
+    ulps: Ulps  # [n], added to the bits modulo 2^16
 
     def blocks(self, size: int) -> NDArray[np.int64]:
         """The parts, cut into blocks of at most `size` changes."""
@@ -191,7 +188,7 @@ class Changes:
 def collect(found: Iterable[Found], table: Table) -> Changes:
     """Everything that was found, as one `Changes`. A row may be found in several parts that do not
     overlap."""
-    sparse, dense, elements = [], [], table.elements
+    sparse, dense, numbers, elements = [], [], [], table.elements
     for row, element, ulps in found:
         if _DENSE * element.size > elements[row]:
             first = int(element[0])  # only the found part becomes dense: another part may change the rest
@@ -199,14 +196,12 @@ def collect(found: Iterable[Found], table: Table) -> Changes:
             every[element - first] = ulps
             dense.append((row, first, every))
         elif element.size:
-            sparse.append((row, element, ulps))
-    rows = [row for row, *_ in sparse] + [row for row, *_ in dense]
-    starts = [EXPLICIT for _ in sparse] + [first for _, first, _ in dense]
-    all_ulps = [ulps for *_, ulps in sparse] + [ulps for *_, ulps in dense]
-    counts = np.array([ulps.size for ulps in all_ulps], np.int64)
-    columns = (np.array(rows, np.int64), np.cumsum(counts) - counts, counts, np.array(starts, np.int64))
-    elements_of_sparse = join([element for _, element, _ in sparse], np.int32)
-    return Changes(np.stack(columns, 1), elements_of_sparse, join(all_ulps, np.int16))
+            sparse.append((row, EXPLICIT, ulps))
+            numbers.append(element)
+    parts = np.array([(row, 0, ulps.size, start) for row, start, ulps in sparse + dense], np.int64)
+    parts = parts.reshape(-1, 4)
+    parts[:, 1] = np.cumsum(parts[:, 2]) - parts[:, 2]
+    return Changes(parts, join(numbers, np.int32), join([ulps for *_, ulps in sparse + dense], np.int16))
 
 
 def of_patch(patch: Patch, table: Table) -> Iterator[Found]:

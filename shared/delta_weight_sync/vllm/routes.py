@@ -150,14 +150,7 @@ def _failure(model: torch.nn.Module, name: str, shape: Sequence[int]) -> tuple[s
 
 
 class Recorder(TorchDispatchMode):
-    """What a loader does with probes.
-
-    Attributes:
-        copies: Per tensor its copies: (destination, source of the same shape).
-        unroutable: Why some tensors do not arrive by copies alone.
-        touched: Storages of the model that were written, or of which a view was taken.
-        reached: Storages of the model that loading fills.
-    """
+    """What a loader does with probes."""
 
     def __init__(self, model: torch.nn.Module, shapes: Shapes) -> None:
         super().__init__()
@@ -166,16 +159,17 @@ class Recorder(TorchDispatchMode):
             name: torch.empty(tuple(shape), dtype=torch.bfloat16, device="meta")
             for name, shape in shapes.items()
         }
+        # Per tensor its copies: destination, and source of the same shape.
         self.copies: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in shapes}
-        self.unroutable: dict[str, str] = {}
-        self.touched: set[int] = set()
+        self.unroutable: dict[str, str] = {}  # why some tensors do not arrive by copies alone
+        self.touched: set[int] = set()  # storages of the model that were written, or viewed
+        self.reached: set[int] = set()  # storages of the model that loading fills
         # Storage -> names of the probes whose bits it holds, and what was done to them ("" for a probe).
         self._origin: dict[int, tuple[Names, str]] = {
             storage_of(probe): ((name,), "") for name, probe in self._probes.items()
         }
         self._live = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._placed: dict[int, list[tuple[str, Geometry]]] = {}
-        self.reached: set[int] = set()
         self._kept: list[torch.Tensor] = []  # a freed storage could be reused while its identity is a key
 
     def load(self, names: Iterable[str]) -> None:
@@ -313,18 +307,14 @@ def _parameters_kept(model: torch.nn.Module) -> Iterator[None]:
 class Piece:
     """One recorded copy: where a strided part of a checkpoint tensor is in a parameter of vLLM.
 
-    Attributes:
-        memory: Flat int16 view of the parameter, from the part's first element to its last; in a float32
-            parameter the bf16 patterns are every other element.
-        source: The part in the row-major checkpoint tensor.
-        target: The same elements, in the same dimensions, in `memory`.
-        whole: The part is the entire tensor, and each element has the same position in `memory`.
+    `memory` is a flat int16 view of the parameter, from the part's first element to its last; in a float32
+    parameter the bf16 patterns are every other element.
     """
 
     memory: torch.Tensor
-    source: Geometry
-    target: Geometry
-    whole: bool
+    source: Geometry  # in the row-major checkpoint tensor
+    target: Geometry  # the same elements, in the same dimensions, in `memory`
+    whole: bool  # the part is the entire tensor, and each element has the same position in `memory`
 
 
 @dataclass(frozen=True)
