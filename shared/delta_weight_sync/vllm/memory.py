@@ -10,6 +10,7 @@ thread, to leave vLLM's threads alone; `gpu` has the same ones for devices.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,13 +27,12 @@ from delta_weight_sync.codec import Bits, Index, Patch
 from delta_weight_sync.codec._patch import join
 from delta_weight_sync.digest import BLOCK, INNER, hash_dense, outer, seed
 from delta_weight_sync.util import kernel
-from delta_weight_sync.vllm.routes import Piece, Route
+from delta_weight_sync.vllm.routes import Geometry, Piece, Route
 
 Row = NDArray[np.int64]
 Rows = NDArray[np.int64]
 Elements = NDArray[np.int32]
 Ulps = NDArray[np.int16]
-Ints = tuple[int, ...]
 Found = tuple[int, Elements, Ulps]
 """Of a row of the table: numbers of changed elements, int32 [n], strictly increasing, and ulps, int16 [n]."""
 
@@ -81,29 +81,31 @@ class Table:
 
 def _rows(name: str, piece: Piece, *, counted: bool) -> Iterator[Row]:
     """A piece's rows: one, or several if it has too many dimensions or elements."""
-    sizes, source, target = piece.source.sizes, piece.source.strides, piece.target.strides
-    for first, part, strides, place in _parts(sizes, source, target):
+    for source, target in _parts(piece.source, piece.target):
         row = np.zeros(COLUMNS, np.int64)
-        row[ADDRESS] = piece.memory.data_ptr() + 2 * (piece.target.offset + place)
+        row[ADDRESS] = piece.memory.data_ptr() + 2 * target.offset
         row[SEED] = seed(name).astype(np.int64)
-        row[COUNTED], row[FIRST] = counted, piece.source.offset + first
-        for column, values in ((SIZES, part), (SOURCE, strides[0]), (TARGET, strides[1])):
+        row[COUNTED], row[FIRST] = counted, source.offset
+        for column, values in ((SIZES, source.sizes), (SOURCE, source.strides), (TARGET, target.strides)):
             row[column : column + DIMS] = 1
             row[column + DIMS - len(values) : column + DIMS] = values
         yield row
 
 
-def _parts(sizes: Ints, source: Ints, target: Ints) -> Iterator[tuple[int, Ints, tuple[Ints, Ints], int]]:
-    """(first position in the tensor, sizes, strides, first place in memory) of small enough parts."""
-    if len(sizes) <= DIMS and np.prod(sizes, dtype=object) <= MOST:
-        yield 0, sizes, (source, target), 0
+def _parts(source: Geometry, target: Geometry) -> Iterator[tuple[Geometry, Geometry]]:
+    """The same elements in small enough parts."""
+    length, *inner = source.sizes
+    if len(inner) < DIMS and math.prod(source.sizes) <= MOST:
+        yield source, target
         return
-    take = min(sizes[0], MOST) if len(sizes) == 1 else 1
-    for start in range(0, sizes[0], take):
-        one = (min(take, sizes[0] - start),) if len(sizes) == 1 else sizes[1:]
-        strides = (source, target) if len(sizes) == 1 else (source[1:], target[1:])
-        for first, part, steps, place in _parts(one, *strides):
-            yield start * source[0] + first, part, steps, start * target[0] + place
+    take = 1 if inner else MOST
+    for start in range(0, length, take):
+        sizes = tuple(inner) or (min(take, length - start),)
+        both = (
+            Geometry(whole.offset + start * whole.strides[0], sizes, whole.strides[-len(sizes) :])
+            for whole in (source, target)
+        )
+        yield from _parts(*both)
 
 
 def find(row: Row, index: Index) -> tuple[Elements, Index | slice]:
