@@ -133,7 +133,7 @@ class Loaded:
         """What is to be said of tensors that have no route; names have a star for numbers."""
         shapes = {name: bits.shape for name, bits in base.items()}
         learned = routes.learn(self.model, shapes)
-        _, reasons = routes.ownership(shapes, [learned.sources()])
+        _, reasons = routes.ownership(shapes, [learned.sources])
         left_out = {name for name, reason in reasons.items() if reason == "vLLM's loader drops it"}
         slow = sorted({f"`{re.sub(r'[0-9]+', '*', name)}`" for name in reasons.keys() - left_out})
         said = f", slowly: {', '.join(slow)}" if slow else ""

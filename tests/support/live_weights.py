@@ -14,8 +14,8 @@ State = dict[str, np.ndarray]
 
 def live(model: torch.nn.Module, shapes: dict[str, tuple[int, ...]]) -> LiveWeights:
     learned = learn(model, shapes)
-    assert not learned.unroutable
-    (owned,), _ = ownership(shapes, [learned.sources()])
+    (owned,), unroutable = ownership(shapes, [learned.sources])
+    assert not unroutable
     return LiveWeights(learned.routes, owned, Fallback(model, {}), Ranks(1))
 
 

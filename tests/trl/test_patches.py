@@ -36,9 +36,9 @@ CONFIG = Qwen3Config(
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL's packing with our attention, on a machine that has no package of kernels."""
-    monkeypatch.setattr(packing, "_flash_attn", packing._flash_attn)  # as it was, after this test
     monkeypatch.setitem(sys.modules, "kernels", None)  # its import fails
-    patches._attention_without_download()
+    monkeypatch.setattr(patches, "_replace", monkeypatch.setattr)  # all is as it was, after this test
+    patches.install()
     packing.register_tree_attention()
 
 
@@ -80,7 +80,7 @@ def one_query_at_a_time(
 def test_the_gpus_call_and_the_cpus_path_are_the_same_attention(monkeypatch, heads, window, scale):
     monkeypatch.setattr(patches, "varlen_attn", one_query_at_a_time)
     arguments = (*tensors(heads), starts(LENGTHS_Q), starts(LENGTHS_K), max(LENGTHS_Q), max(LENGTHS_K))
-    there = patches._kernel(*arguments, scale, window[0])
+    there = patches._kernel(*arguments, scale=scale, before=window[0])
     here = patches._varlen_attention(*arguments, softmax_scale=scale, causal=True, window_size=window)
     torch.testing.assert_close(here, there)
 
@@ -239,9 +239,9 @@ def test_a_trl_that_syncs_in_another_way_is_refused(monkeypatch):
 
 def test_the_throughput_of_a_cpu_is_unknown_and_that_of_a_gpu_is_trls(monkeypatch):
     place = patches.async_grpo_trainer
-    monkeypatch.setattr(place, "get_peak_flops_per_device", place.get_peak_flops_per_device)
     monkeypatch.setattr(patches, "get_peak_flops_per_device", lambda accelerator, dtype: 9.9e14)
-    patches._throughput_without_gpu()
+    monkeypatch.setattr(patches, "_replace", monkeypatch.setattr)  # all is as it was, after this test
+    patches.install()
     known = {
         kind: place.get_peak_flops_per_device(SimpleNamespace(device=torch.device(kind)), "bfloat16")
         for kind in ("cpu", "cuda")

@@ -80,7 +80,7 @@ class Patching:
     def __init__(self, worker: Worker, base: dict[str, codec.Bits], ranks: Ranks) -> None:
         shapes = {name: bits.shape for name, bits in base.items()}
         self.learned = routes.learn(worker.model, shapes)
-        owned, self.unroutable = routes.ownership(shapes, ranks.gather(self.learned.sources()))
+        owned, self.unroutable = routes.ownership(shapes, ranks.gather(self.learned.sources))
         fallback = Fallback(worker.model, {name: base[name] for name in self.unroutable})
         self.weights = LiveWeights(self.learned.routes, owned[ranks.rank], fallback, ranks)
         self.digest = self.weights.digest

@@ -68,7 +68,7 @@ def loaded():
 
 def test_none_of_these_has_a_route(loaded):
     learned = routes.learn(loaded[0], SHAPES)
-    _, unroutable = routes.ownership(SHAPES, [learned.sources()])
+    _, unroutable = routes.ownership(SHAPES, [learned.sources])
     assert set(unroutable) == set(SHAPES)
 
 

@@ -152,7 +152,7 @@ def test_however_ranks_share_a_tensor_its_digest_is_the_tensors(memory, data):
         rank.load_weights([("w", tensor)])
         learned.append(routes.learn(rank, {"w": shape}))
 
-    owned, unroutable = routes.ownership({"w": shape}, [one.sources() for one in learned])
+    owned, unroutable = routes.ownership({"w": shape}, [one.sources for one in learned])
     assert not unroutable
     parts = [one.routes["w"].read(mine["w"]) for one, mine in zip(learned, owned, strict=True)]
     assert torch.equal(sum(parts), tensor.reshape(-1).view(torch.int16))
@@ -167,7 +167,7 @@ def test_however_ranks_share_a_tensor_its_digest_is_the_tensors(memory, data):
     ids=["incomplete", "overlapping rows", "overlapping columns"],
 )
 def test_parts_that_are_not_the_tensor_are_refused_by_name(boxes):
-    sources = [routes.learn(Rank([box]), {"w": (8, 6)}).sources() for box in boxes]
+    sources = [routes.learn(Rank([box]), {"w": (8, 6)}).sources for box in boxes]
     with pytest.raises(routes.RouteError, match="w: its parts in the model overlap, or are not all of it"):
         routes.ownership({"w": (8, 6)}, sources)
 

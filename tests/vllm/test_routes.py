@@ -194,10 +194,10 @@ def test_writing_through_a_route_is_loading(name, dtype):
     before = {key: value.clone() for key, value in model.state_dict().items()}
 
     learned = learn(model, **{name: shape})
-    assert not learned.unroutable
+    assert set(learned.routes) == {name}
     for key, value in model.state_dict().items():
         assert torch.equal(bits(value), bits(before[key])), "learning writes nothing"
-    owned, _ = routes.ownership({name: shape}, [learned.sources()])
+    owned, _ = routes.ownership({name: shape}, [learned.sources])
     route = learned.routes[name]
     assert torch.equal(route.read(owned[0][name]), bits(tensor)), "a route reads what was loaded"
 
@@ -217,7 +217,7 @@ def test_what_is_no_copy_has_a_reason_and_does_not_disturb_the_others(name):
     shapes = {name: shape, "scalar": ()}
     before = {key: value.clone() for key, value in model.state_dict().items()}
     learned = learn(model, **shapes)
-    owned, unroutable = routes.ownership(shapes, [learned.sources()])
+    owned, unroutable = routes.ownership(shapes, [learned.sources])
     assert unroutable == {name: f"vLLM's loader {why}"}
     assert set(owned[0]) == {"scalar"}
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -226,14 +226,14 @@ def test_what_is_no_copy_has_a_reason_and_does_not_disturb_the_others(name):
 def test_tensors_that_are_joined_are_refused_together():
     """One of them is copied as well, which is not all that a change of it has to reach."""
     learned = learn(Model(), upper=(4, 6), lower=(4, 6))
-    assert learned.unroutable == dict.fromkeys(
+    assert learned.sources == dict.fromkeys(
         ["upper", "lower"], "vLLM's loader computes with it (aten.cat.default)"
     )
 
 
 def test_half_precision_cannot_hold_the_bits():
     learned = learn(Model(torch.float16), plain=(8, 6))
-    assert learned.unroutable == {"plain": "vLLM's loader casts it to torch.float16"}
+    assert learned.sources == {"plain": "vLLM's loader casts it to torch.float16"}
 
 
 @pytest.mark.parametrize("name", ["exchanged", "replaced"])
@@ -261,7 +261,8 @@ def test_a_parameter_made_from_others_is_refused(other):
 def test_what_a_failing_loader_had_in_hand_is_loaded_anew_with_it():
     learned = routes.learn(Model(), {"plain": (8, 6), "twice": (6,), "failing_halfway": (8, 6)})
     reason = "vLLM's loader fails on a probe (AssertionError: what comes next needs values)"
-    assert learned.unroutable == {"failing_halfway": reason}
+    assert {name for name in learned.sources if name not in learned.routes} == {"failing_halfway"}
+    assert learned.sources["failing_halfway"] == reason
 
 
 def test_all_tensors_are_loaded_in_one_go():

@@ -13,6 +13,7 @@ continue from tensor to tensor within a group, so that a group has one set of pa
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,16 +107,15 @@ class Delta:
         names = [tensor.name for tensor in self.tensors]
         if len(set(names)) != len(names):
             raise CodecError("a tensor is listed twice")
+        elements = Counter[int]()
         for tensor in self.tensors:
             if not 0 < tensor.changes <= tensor.numel:
                 raise CodecError(f"{tensor.name} lists {tensor.changes} changes of {tensor.numel} elements")
-        if {tensor.group for tensor in self.tensors} != set(range(len(self.groups))):
-            raise CodecError(f"its {len(self.groups)} groups are not those that its tensors are in")
-        elements = [0] * len(self.groups)
-        for tensor in self.tensors:
             if elements[tensor.group] >= groups.GROUP_ELEMENTS:
                 raise CodecError(f"group {tensor.group} goes on after {elements[tensor.group]} elements")
             elements[tensor.group] += tensor.numel
+        if elements.keys() != set(range(len(self.groups))):
+            raise CodecError(f"its {len(self.groups)} groups are not those that its tensors are in")
 
 
 def header_size(path: Path) -> int:

@@ -27,6 +27,7 @@ from delta_weight_sync.util import kernel
 MAX_K = 40
 MAX_GOLOMB = 14
 FAR = 1 << 62  # a run longer than any sequence: there is no further event
+_PART = 4096  # items of a flipped band that are read at a time
 REMAINDER, QUOTIENT, END, K, LEFT, RUN, FLIPPED = range(7)  # rows of a reader's state
 Words = NDArray[np.uint64]
 Numbers = NDArray[np.int64]
@@ -217,36 +218,17 @@ def open_runs(
     for band, (events, k, flipped, bits) in enumerate(sections):
         if not (0 <= k <= MAX_K and 0 <= events * (k + 1) <= bits <= 8 * stream.size - at):
             raise CodecError(f"a section of {events} events in {bits} bits does not fit its stream")
-        state[:, band] = (at, at + events * k, at + bits, k, events, 0, flipped)
+        state[:, band] = (at, at + events * k, at + bits, k, events, -1, flipped)  # as if one had just been
+        if walk(words, state, band, 0, np.empty(1, np.int64)) < 0:
+            raise CodecError(f"the section of {what} is damaged")
         at += bits
-    for band in range(len(sections)):
-        state[RUN, band] = _next_run(words, state, band)
-    if (state[RUN] < 0).any():
-        raise CodecError(f"the section of {what} is damaged")
     return words, state
-
-
-@kernel
-def _next_run(words: Words, state: State, band: int) -> int:
-    """Items before the band's next event: `FAR` without one, -1 if the section is damaged."""
-    if state[LEFT, band] == 0:
-        return FAR
-    state[LEFT, band] -= 1
-    k = state[K, band]
-    one = next_one(words, state[QUOTIENT, band], state[END, band])
-    quotient = one - state[QUOTIENT, band]
-    if one == state[END, band] or quotient >> (60 - k) != 0:
-        return -1
-    run = (quotient << k) + take(words, state[REMAINDER, band], k)
-    state[QUOTIENT, band] = one + 1
-    state[REMAINDER, band] += k
-    return run
 
 
 @kernel
 def walk(words: Words, state: State, band: int, numel: int, index: Index) -> int:
     """Put the events among the band's next `numel` items into `index`; returns how many, -1 if damaged."""
-    count, at, k = 0, state[RUN, band], state[K, band]  # as `_next_run`, with the state in registers
+    count, at, k = 0, state[RUN, band], state[K, band]  # the state stays in registers
     left, remainder = state[LEFT, band], state[REMAINDER, band]
     quotient, end = state[QUOTIENT, band], state[END, band]
     number = quotient >> 6
@@ -281,19 +263,19 @@ def flat_walk(words: Words, state: State, numel: int, index: Index) -> int:
     """As `walk`, for a single band that may be flipped."""
     if not state[FLIPPED, 0]:
         return walk(words, state, 0, numel, index)
-    count = 0
-    for at in range(numel):
-        if state[RUN, 0] == 0:
-            state[RUN, 0] = _next_run(words, state, 0)
-            if state[RUN, 0] < 0:
-                return -1
-        else:
-            state[RUN, 0] -= 1
-            if count == index.size:
-                return -1
-            index[count] = at
-            count += 1
-    return count
+    others, found = np.empty(_PART, np.int64), 0
+    for start in range(0, numel, _PART):
+        size = min(_PART, numel - start)
+        coded, at = walk(words, state, 0, size, others), 0
+        if coded < 0 or found + size - coded > index.size:
+            return -1
+        for j in range(coded + 1):
+            end = others[j] if j < coded else size
+            for event in range(at, end):
+                index[found + event - j] = start + event
+            at = end + 1
+        found += size - coded
+    return found
 
 
 def finished(state: State) -> bool:
@@ -304,17 +286,13 @@ def finished(state: State) -> bool:
 @kernel
 def _others(runs: Numbers, total: int) -> Numbers:
     """For each item that is not an event: the number of events directly before it."""
-    out = np.empty(total - runs.size, np.int64)
-    count, events, passed = 0, 0, 0
+    out = np.zeros(total - runs.size, np.int64)
+    at, events = 0, 0
     for run in runs:
-        for _ in range(run):
-            out[count] = events
-            count += 1
-            events = 0
+        if run > 0:
+            out[at] = events
+            at, events = at + run, 0
         events += 1
-        passed += run + 1
-    for _ in range(total - passed):
-        out[count] = events
-        count += 1
-        events = 0
+    if at < out.size:
+        out[at] = events
     return out

@@ -22,33 +22,11 @@ import zstandard
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, FailFast
 
+from delta_weight_sync.codec import bits, positions
 from delta_weight_sync.codec._lanes import BANDS
 from delta_weight_sync.codec._patch import Bits, Index, Patch, join
-from delta_weight_sync.codec.bits import (
-    MAX_GOLOMB,
-    State,
-    Words,
-    encode_runs,
-    finished,
-    flat_walk,
-    golomb_k,
-    open_runs,
-    put_golomb,
-    rice_k,
-    take_golomb,
-    to_bytes,
-    to_words,
-)
-from delta_weight_sync.codec.positions import (
-    Band,
-    band_runs,
-    band_walk,
-    by_band,
-    choose_limits,
-    cut,
-    flat_runs,
-    neighbours,
-)
+from delta_weight_sync.codec.bits import State, Words
+from delta_weight_sync.codec.positions import Band
 from delta_weight_sync.errors import CodecError
 from delta_weight_sync.util import kernel
 
@@ -62,7 +40,7 @@ Many = Annotated[tuple[Item, ...], FailFast()]  # ends at the first bad item: a 
 GROUP_ELEMENTS = 1 << 25  # a group ends with the tensor that reaches this many elements
 _CLUSTERED = 4.0  # times as many adjacent changes as independent ones would have: worth a bitmask
 _UP, _DOWN = np.uint16(1), np.uint16(0xFFFF)
-_BY_BAND = cut(range(1, BANDS))  # of weights whose exponents are bands
+_BY_BAND = positions.cut(range(1, BANDS))  # of weights whose exponents are bands
 _ZSTD_LEVEL = 1
 
 
@@ -137,13 +115,13 @@ def encode_group(mode: Mode, patches: Sequence[Patch], old: Old) -> tuple[Group,
     if mode == "mask":
         streams = {"mask": _pack_mask(indices, sizes)}
     elif mode == "gaps":
-        rows["gaps"], gaps = encode_runs([_flat_runs(patches)], [sum(sizes)])
+        rows["gaps"], gaps = bits.encode_runs([_flat_runs(patches)], [sum(sizes)])
         streams = {"gaps": gaps}
     else:
         olds = [old(p.name).reshape(-1) for p in patches]
-        bands, rows["limits"] = BANDS, choose_limits(olds, patches)
-        runs, elements, band_of = band_runs(olds, indices, cut(rows["limits"]))
-        rows["gaps"], gaps = encode_runs(runs, elements)
+        bands, rows["limits"] = BANDS, positions.choose_limits(olds, patches)
+        runs, elements, band_of = positions.band_runs(olds, indices, positions.cut(rows["limits"]))
+        rows["gaps"], gaps = bits.encode_runs(runs, elements)
         streams = {"gaps": gaps}
     values, value_streams = _encode_values(ulps, band_of, bands)
     return Group.model_validate(rows | values), streams | value_streams
@@ -208,16 +186,16 @@ def _positions(
         return
     if any(not 0 <= limit <= 255 for limit in group.limits) or list(group.limits) != sorted(group.limits):
         raise CodecError(f"limits {list(group.limits)} are not ascending exponents")
-    by = cut(group.limits)
-    words, state = open_runs(group.gaps, streams["gaps"], "positions")
+    by = positions.cut(group.limits)
+    words, state = bits.open_runs(group.gaps, streams["gaps"], "positions")
     for row in rows:
         index, band_of = np.empty(row.changes, np.int64), np.zeros(row.changes, np.uint8)
         if group.mode == "bands":
-            row.require(band_walk(words, state, old(row.name).reshape(-1), *by, index, band_of))
+            row.require(positions.band_walk(words, state, old(row.name).reshape(-1), by, index, band_of))
         else:
-            row.require(flat_walk(words, state, row.numel, index))
+            row.require(bits.flat_walk(words, state, row.numel, index))
         yield index, band_of
-    if not finished(state):
+    if not bits.finished(state):
         raise CodecError("there are more changes than the table lists")
 
 
@@ -225,22 +203,23 @@ def _encode_values(ulps: Bits, band_of: Band, bands: int) -> tuple[dict[str, Any
     """Code `ulps` [n], whose bands are `band_of` [n]: fields of `Group`, and the streams."""
     at = np.flatnonzero((ulps != _UP) & (ulps != _DOWN))
     if bands > 1:
-        runs, changes, _ = band_runs([_as_weights(band_of)], [at], _BY_BAND)
+        runs, changes, _ = positions.band_runs([_as_weights(band_of)], [at], _BY_BAND)
     else:
         runs, changes = [np.diff(at, prepend=-1) - 1], [band_of.size]
-    large, where = encode_runs(runs, changes)
+    large, where = bits.encode_runs(runs, changes)
     amounts = np.minimum(ulps[at], 0 - ulps[at]).astype(np.int64) - 2
-    parts = by_band(amounts, band_of[at], bands)
-    sizes = [golomb_k(part) for part in parts]
-    words, bit = np.zeros(sum(bits for _, bits in sizes) // 64 + 2, np.uint64), 0
+    parts = positions.by_band(amounts, band_of[at], bands)
+    sizes = [bits.golomb_k(part) for part in parts]
+    words, bit = np.zeros(sum(length for _, length in sizes) // 64 + 2, np.uint64), 0
     for part, (k, _) in zip(parts, sizes, strict=True):
-        bit = put_golomb(part, k, words, bit)
+        bit = bits.put_golomb(part, k, words, bit)
     signs = np.packbits(ulps >= 0x8000, bitorder="little")
-    return {"large": large, "sizes": sizes}, {"signs": signs, "large": where, "sizes": to_bytes(words, bit)}
+    streams = {"signs": signs, "large": where, "sizes": bits.to_bytes(words, bit)}
+    return {"large": large, "sizes": sizes}, streams
 
 
 def _decode_values(
-    group: Group, rows: Sequence[TensorRow], streams: Streams, positions: Iterable[tuple[Index, Band]]
+    group: Group, rows: Sequence[TensorRow], streams: Streams, places: Iterable[tuple[Index, Band]]
 ) -> Iterator[tuple[Index, Bits]]:
     """(index, ULPs) of one tensor after the other, given the positions and bands of its changes."""
     changes = sum(row.changes for row in rows)
@@ -248,27 +227,27 @@ def _decode_values(
         raise CodecError(f"{streams['signs'].size} bytes of signs for {changes} changes")
     negative = np.unpackbits(streams["signs"], count=changes, bitorder="little")
     sizes, at = np.zeros((3, len(group.sizes)), np.int64), 0  # next bit, end, parameter
-    for band, (k, bits) in enumerate(group.sizes):
-        if not (0 <= k <= MAX_GOLOMB and 0 <= bits <= 8 * streams["sizes"].size - at):
-            raise CodecError(f"a section of {bits} bits does not fit its stream")
-        sizes[:, band] = (at, at + bits, k)
-        at += bits
-    size_words = to_words(streams["sizes"])
-    words, state = open_runs(group.large, streams["large"], "large changes")
+    for band, (k, length) in enumerate(group.sizes):
+        if not (0 <= k <= bits.MAX_GOLOMB and 0 <= length <= 8 * streams["sizes"].size - at):
+            raise CodecError(f"a section of {length} bits does not fit its stream")
+        sizes[:, band] = (at, at + length, k)
+        at += length
+    size_words = bits.to_words(streams["sizes"])
+    words, state = bits.open_runs(group.large, streams["large"], "large changes")
     first = 0
-    for index, band_of in positions:
+    for index, band_of in places:
         ulps = 1 - 2 * negative[first : first + index.size].astype(np.uint16)  # as if each were one ULP
         first += index.size
         large = np.empty(min(ulps.size, int((sizes[1] - sizes[0]).sum())), np.int64)
         bands = np.zeros(large.size, np.uint8)
         if len(group.large) > 1:
-            found = band_walk(words, state, _as_weights(band_of), *_BY_BAND, large, bands)
+            found = positions.band_walk(words, state, _as_weights(band_of), _BY_BAND, large, bands)
         else:
-            found = flat_walk(words, state, band_of.size, large)
+            found = bits.flat_walk(words, state, band_of.size, large)
         if found < 0 or not _enlarge(size_words, sizes, large[:found], bands, ulps):
             raise CodecError("the sizes of the large changes are damaged")
         yield index, ulps
-    if not finished(state) or (sizes[0] != sizes[1]).any():
+    if not bits.finished(state) or (sizes[0] != sizes[1]).any():
         raise CodecError("the values do not end with the last change")
 
 
@@ -283,7 +262,7 @@ def _enlarge(words: Words, sizes: State, large: Index, bands: Band, ulps: Bits) 
     good = True
     for i in range(large.size):
         band = bands[i]
-        extra, sizes[0, band] = take_golomb(words, sizes[0, band], sizes[1, band], sizes[2, band])
+        extra, sizes[0, band] = bits.take_golomb(words, sizes[0, band], sizes[1, band], sizes[2, band])
         ulps[large[i]] *= np.uint16(extra + 2)  # times one or minus one; 65535 stands for -1 modulo 2^16
         good &= 0 <= extra <= 32766
     return good
@@ -294,7 +273,7 @@ def _flat_runs(patches: Sequence[Patch]) -> Index:
     out = np.empty(sum(p.index.size for p in patches), np.int64)
     carried, first = 0, 0
     for patch in patches:
-        carried = flat_runs(patch.index, patch.numel, carried, out[first:])
+        carried = positions.flat_runs(patch.index, patch.numel, carried, out[first:])
         first += patch.index.size
     return out
 
@@ -361,13 +340,13 @@ def _least_bytes(mode: Mode, patches: Sequence[Patch]) -> int:
     changes, elements = sum(p.index.size for p in patches), sum(p.numel for p in patches)
     if mode != "gaps" or 2 * changes > elements:
         return 0
-    _, bits = rice_k(_flat_runs(patches))
-    return bits // 8 + changes // 8
+    _, length = bits.rice_k(_flat_runs(patches))
+    return length // 8 + changes // 8
 
 
 def _other_modes(patch: Patch) -> list[Mode]:
     """The modes besides the sparse ones that can be the smallest for a tensor."""
-    density, share = patch.index.size / patch.numel, neighbours(patch.index) / patch.index.size
+    density, share = patch.index.size / patch.numel, positions.neighbours(patch.index) / patch.index.size
     worth: dict[Mode, bool] = {
         "mask": density > 1 / 8 or share > _CLUSTERED * density + 0.05,
         "dense": density > 1 / 4,

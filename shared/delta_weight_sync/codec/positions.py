@@ -23,6 +23,7 @@ from delta_weight_sync.util import kernel
 
 Band = NDArray[np.uint8]
 Cut = tuple[NDArray[np.int8], Band]
+Chunk = tuple[Words, NDArray[np.int16], Index]  # see `_sort`
 _WEIGHTS, _CHANGES = 1 << 16, 1 << 15  # of a group, about, from which the rates are estimated
 _NEIGHBOURS = 64  # weights sampled at a time: memory comes in lines anyway
 _BLOCKS = 64  # of a chunk: as many as `at_most` compares
@@ -147,7 +148,7 @@ def band_runs(
     runs, band_of = np.empty(changes, np.int64), np.empty(changes, np.uint8)
     carried, elements, first = np.zeros(BANDS, np.int64), np.zeros(BANDS, np.int64), 0
     for old, index in zip(olds, indices, strict=True):
-        _band_runs(old, *cut, index, carried, elements, runs[first:], band_of[first:])
+        _band_runs(old, cut, index, carried, elements, runs[first:], band_of[first:])
         first += index.size
     return by_band(runs, band_of, BANDS), elements.tolist(), band_of
 
@@ -160,38 +161,33 @@ def by_band(numbers: Index, band_of: Band, bands: int) -> list[Index]:
 
 
 @kernel
-def band_walk(
-    words: Words,
-    state: State,
-    old: Bits,
-    limits: NDArray[np.int8],
-    table: Band,
-    index: Index,
-    band_of: Band,
-) -> int:
+def band_walk(words: Words, state: State, old: Bits, cut: Cut, index: Index, band_of: Band) -> int:
     """As `bits.walk` for eight bands of `old` [numel]; `band_of` [n] gets the band of each change."""
-    masks, before = np.empty((_BLOCKS, BANDS), np.uint64), np.empty((BANDS, _BLOCKS), np.int16)
-    totals, ranks = np.empty(BANDS, np.int64), np.empty(_CHUNK, np.int64)
-    marked = np.empty(_BLOCKS, np.uint64)
+    chunk, ranks, marked = _empty_chunk(), np.empty(_CHUNK, np.int64), np.empty(_BLOCKS, np.uint64)
     found = 0
     for start in range(0, old.size, _CHUNK):
-        _sort(old[start : start + _CHUNK], limits, masks, before, totals)
-        if not _mark(words, state, masks, before, totals, ranks, marked):
+        _sort(old[start : start + _CHUNK], cut[0], chunk)
+        if not _mark(words, state, chunk, ranks, marked):
             return -1
         listed, found = found, _list(marked, start, index, found)
         for j in range(listed, found):
-            band_of[j] = table[_exponent(old[index[j]])]
+            band_of[j] = cut[1][_exponent(old[index[j]])]
         if found < 0:
             return -1
     return found
 
 
 @kernel
-def _sort(
-    old: Bits, limits: NDArray[np.int8], masks: Words, before: NDArray[np.int16], totals: Index
-) -> None:
-    """The bands of a chunk: `masks` [64, 8] of each block of 64 weights, `before` [8, 64] weights of the band
-    before the block, and `totals` [8]."""
+def _empty_chunk() -> Chunk:
+    masks, before = np.empty((_BLOCKS, BANDS), np.uint64), np.empty((BANDS, _BLOCKS), np.int16)
+    return masks, before, np.empty(BANDS, np.int64)
+
+
+@kernel
+def _sort(old: Bits, limits: NDArray[np.int8], chunk: Chunk) -> None:
+    """The bands of a chunk: masks [64, 8] of each block of 64 weights, weights [8, 64] of the band before the
+    block, and totals [8]."""
+    masks, before, totals = chunk
     totals[:] = 0
     whole = old.size // LANES
     for block in range(whole):
@@ -215,24 +211,16 @@ def _count(masks: Words, before: NDArray[np.int16], totals: Index) -> None:
 
 @kernel
 def _band_runs(
-    old: Bits,
-    limits: NDArray[np.int8],
-    table: Band,
-    index: Index,
-    carried: Index,
-    elements: Index,
-    runs: Index,
-    band_of: Band,
+    old: Bits, cut: Cut, index: Index, carried: Index, elements: Index, runs: Index, band_of: Band
 ) -> None:
     """Runs and bands of one tensor's changes; by band: `carried` since a change, `elements` in all."""
-    masks, before = np.empty((_BLOCKS, BANDS), np.uint64), np.empty((BANDS, _BLOCKS), np.int16)
-    totals = np.empty(BANDS, np.int64)
-    at = 0
+    chunk, at = _empty_chunk(), 0
+    masks, before, totals = chunk
     for start in range(0, old.size, _CHUNK):
-        _sort(old[start : start + _CHUNK], limits, masks, before, totals)
+        _sort(old[start : start + _CHUNK], cut[0], chunk)
         while at < index.size and index[at] < start + _CHUNK:
             place = index[at] - start
-            band, block = table[_exponent(old[index[at]])], place // LANES
+            band, block = cut[1][_exponent(old[index[at]])], place // LANES
             lower = (np.uint64(1) << np.uint64(place % LANES)) - np.uint64(1)
             rank = before[band, block] + ones(masks[block, band] & lower)
             runs[at], band_of[at] = carried[band] + rank, band
@@ -257,16 +245,9 @@ def _place(numbers: Index, band_of: Band, ends: Index, out: Index) -> None:
 
 
 @kernel
-def _mark(
-    words: Words,
-    state: State,
-    masks: Words,
-    before: NDArray[np.int16],
-    totals: Index,
-    ranks: Index,
-    marked: Words,
-) -> bool:
+def _mark(words: Words, state: State, chunk: Chunk, ranks: Index, marked: Words) -> bool:
     """Set the bits of a chunk's changes in `marked` [64]; False if a section is damaged."""
+    masks, before, totals = chunk
     marked[:] = 0
     for band in range(BANDS):
         if state[FLIPPED, band]:

@@ -65,17 +65,12 @@ class Block:
 
 
 class Part(NamedTuple):
-    """What this rank compares of a parameter.
-
-    Attributes:
-        tensor: The elements of the block, in the block's shape.
-        lasting: `tensor` is the parameter's own memory, not a copy made for this sync.
-    """
+    """What this rank compares of a parameter."""
 
     name: str
-    tensor: torch.Tensor
+    tensor: torch.Tensor  # the elements of the block, in the block's shape
     block: Block
-    lasting: bool
+    lasting: bool  # `tensor` is the parameter's own memory, not a copy made for this sync
 
 
 @dataclass(frozen=True)
@@ -140,11 +135,13 @@ class Mirror:
         """
         found, waiting, held = Found([], []), list[Part](), 0
         for part in parts:
-            self._check(part)
+            shape, block = tuple(self._bits[part.name].shape), part.block
+            if block.shape != shape or block.extent != part.tensor.shape:
+                raise CodecError(f"{part.name}: shape changed from {shape} to {block.shape} within a run")
             if not has_kernels(part.tensor):
-                old = self._bits[part.name][part.block.at].reshape(-1)  # a copy if the box is not one stretch
+                old = self._bits[part.name][block.at].reshape(-1)  # a copy if the box is not one stretch
                 index, ulps = diff_flat(old, part.tensor.detach().reshape(-1))
-                found.host.append(Patch(part.name, part.block.shape, part.block.positions(index), ulps))
+                found.host.append(Patch(part.name, block.shape, block.positions(index), ulps))
                 continue
             waiting.append(part)
             held += 0 if part.lasting else part.tensor.nbytes
@@ -178,11 +175,6 @@ class Mirror:
                 self.digest += digest.add(patch.name, flat, patch.index, patch.ulps)
         for device, some in on_device.items():
             self.digest += self._on(device).take(some, self._bits)
-
-    def _check(self, part: Part) -> None:
-        shape, block = tuple(self._bits[part.name].shape), part.block
-        if block.shape != shape or block.extent != part.tensor.shape:
-            raise CodecError(f"{part.name}: shape changed from {shape} to {block.shape} within a run")
 
     def _find_on_devices(self, parts: list[Part]) -> list[Changes]:
         by_device: dict[torch.device, list[Part]] = {}

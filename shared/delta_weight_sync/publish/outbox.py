@@ -54,13 +54,10 @@ _log = logging.getLogger("delta_weight_sync")
 
 
 class RepeatedSyncs:
-    """The syncs that a resumed trainer repeats: the bucket has them, so they are not published again.
-
-    Args:
-        published: Digest by sync, of the versions that come again if the trainer repeats its steps exactly.
-    """
+    """The syncs that a resumed trainer repeats: the bucket has them, so they are not published again."""
 
     def __init__(self, published: Mapping[int, str]) -> None:
+        """`published`: digest by sync, of the versions that come again if each step is repeated exactly."""
         self._published = published
         self.newest = min(published, default=0)  # the newest sync with equal weights in both trainers
 
@@ -190,18 +187,8 @@ def published_bits(bits: Bits, name: str, pending: Iterable[PendingUpdate | None
 class Outbox:
     """The publishing half of the main rank. One thread, the trainer's, calls `publish`.
 
-    Args:
-        writer: The run's writer.
-        log: The run's log.
-        encoding: Encoding of deltas, see `delta_weight_sync.codec`.
-        mirror: Which memory holds the published bits.
-        untrained: Given the shapes of the tensors in the first sync, returns the model's other tensors.
-        keep: How much of the run stays in the bucket; None for all of it.
-
-    Attributes:
-        repeated: What a resumed trainer repeats. Meanwhile, its updates are held back.
-        undo_log: Gets the changes of every sync, if it is set.
-        shortcuts: What makes jumps and anchors.
+    Its options are those of `Publisher`, but `untrained` returns the model's other tensors, given the shapes
+    of those in the first sync.
     """
 
     def __init__(
@@ -216,8 +203,8 @@ class Outbox:
     ) -> None:
         self._writer, self._log, self._encoding, self._untrained = writer, log, encoding, untrained
         self.mirror = Mirror(mirror)  # with nothing pending, the newest version
-        self.repeated = RepeatedSyncs({})
-        self.undo_log: UndoLog | None = None
+        self.repeated = RepeatedSyncs({})  # what a resumed trainer repeats, whose updates are held back
+        self.undo_log: UndoLog | None = None  # gets the changes of every sync
         self._names: set[str] = set()  # tensors of every sync
         self.shortcuts = Shortcuts(writer, encoding, keep)
         try:
@@ -242,18 +229,7 @@ class Outbox:
         return self._writer.newest.version if self._writer.newest else None
 
     def publish(self, weights: Weights, sync: int, remote_patches: Callable[[], list[Patch]] = list) -> None:
-        """Publish weights of any float dtype, cast to bf16 here; returns after the diff.
-
-        The first version of a run is in the bucket before this returns.
-
-        Args:
-            weights: Checkpoint names and tensors. Only this rank's part of a sharded tensor is compared.
-            sync: The trainer's number of this sync.
-            remote_patches: Gives the patches that other ranks found.
-
-        Raises:
-            FencedError, AccessDeniedError, CodecError: What stopped the background thread, or this call.
-        """
+        """As `Publisher.publish`, of this rank's part; `remote_patches` gives what other ranks found."""
         self._raise_failure()
         try:
             if self.mirror:
@@ -430,14 +406,10 @@ class Outbox:
         self._anchor = manifest.anchor.version
         self._log.append(
             SyncEvent(
+                **manifest.model_dump(include={"version", "sync", "full_bytes", "changed", "total"}),
                 t=time.time(),
-                version=manifest.version,
-                sync=manifest.sync,
                 payload_bytes=manifest.deltas[-1].size if manifest.deltas else anchor_bytes,
                 anchor_bytes=anchor_bytes,
-                full_bytes=manifest.full_bytes,
-                changed=manifest.changed,
-                total=manifest.total,
                 diff_s=job.diff_s,
                 encode_s=encode_s,
                 publish_s=time.time() - job.created_at,

@@ -134,9 +134,7 @@ def union(parts: Iterable[Patch]) -> list[Patch]:
     found = sorted((p for p in parts if p.index.size), key=lambda p: int(p.index[0]))
     if len(found) < 2:
         return found
-    index, ulps = (
-        np.concatenate(columns) for columns in zip(*((p.index, p.ulps) for p in found), strict=True)
-    )
+    index, ulps = np.concatenate([p.index for p in found]), np.concatenate([p.ulps for p in found])
     if not (index[1:] > index[:-1]).all():
         order = np.argsort(index)
         index, ulps = index[order], ulps[order]

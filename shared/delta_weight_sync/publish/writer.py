@@ -45,15 +45,8 @@ class _Pending(NamedTuple):
 class RunWriter:
     """The one writer of a run. A crash between any two writes leaves the previous HEAD valid.
 
-    Opening it fences off any other writer.
-
-    Args:
-        bucket: The bucket of the run.
-        run: The run's name.
-        model: The name of the base model, for a new run.
-        assets: Folder with the small files of a checkpoint: config, tokenizer, chat template. None if the run
-            exists, since it has them already.
-        signing_key: A key or the file of one; the environment's by default.
+    Opening it fences off any other writer. A new run needs the name of its base `model`, and `assets`: the
+    folder with the small files of a checkpoint (config, tokenizer, chat template).
     """
 
     def __init__(

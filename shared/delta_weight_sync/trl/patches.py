@@ -33,26 +33,24 @@ def install() -> None:
     compat.require_tested("trl")
     if "_streaming_iter" not in async_grpo_trainer.AsyncGRPOTrainer._sync_weight_merged.__code__.co_names:
         raise compat.changed("trl", "AsyncGRPOTrainer._sync_weight_merged")
-    _rollouts_without_vllm()
-    _rollouts_end_with_trainer()
-    _attention_without_download()
-    _throughput_without_gpu()
-
-
-def _rollouts_without_vllm() -> None:
-    """The rollout worker needs HTTP only, but refuses to start unless vLLM is installed.
-
-    Remove this once TRL requires vLLM in `WeightTransferClient` only, the one place that imports it.
-    """
+    # The rollout worker needs HTTP only, but refuses to start unless vLLM is installed. Remove this once TRL
+    # requires vLLM in `WeightTransferClient` only, the one place that imports it.
     _replace(async_rollout_worker, "is_vllm_available", lambda *args, **kwargs: True)
-
-
-def _rollouts_end_with_trainer() -> None:
-    """The rollout process runs for ever if the trainer is killed (kill -9).
-
-    Remove this once TRL's child process watches its parent.
-    """
+    # The rollout process runs for ever if the trainer is killed (kill -9). Remove this once TRL's child
+    # process watches its parent.
     _replace(async_rollout_worker, "_child_main", play_rollouts)
+    # Tree packing downloads FlashAttention 3 from the Hub, which works on some GPUs and in 16 bits only.
+    # Remove this once TRL uses PyTorch's own attention if the package `kernels` is not installed.
+    _replace(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=_varlen_attention))
+    # TRL looks up the peak throughput by the name of the GPU, which a CPU does not have. Remove this once
+    # `get_peak_flops_per_device` returns None on a CPU, as it does for an unknown GPU.
+    _replace(async_grpo_trainer, "get_peak_flops_per_device", _peak_flops)
+
+
+def _replace(module: Any, name: str, value: Any) -> None:
+    if not hasattr(module, name):
+        raise compat.changed("trl", f"{module.__name__}.{name}")
+    setattr(module, name, value)
 
 
 def play_rollouts(*arguments: Any) -> None:
@@ -69,30 +67,8 @@ def _end_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _attention_without_download() -> None:
-    """Tree packing downloads FlashAttention 3 from the Hub, which works on some GPUs and in 16 bits only.
-
-    Remove this once TRL uses PyTorch's own attention if the package `kernels` is not installed.
-    """
-    _replace(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=_varlen_attention))
-
-
-def _throughput_without_gpu() -> None:
-    """TRL looks up the peak throughput by the name of the GPU, which a CPU does not have.
-
-    Remove this once `get_peak_flops_per_device` returns None on a CPU, as it does for an unknown GPU.
-    """
-
-    def known(accelerator: Any, dtype: str) -> float | None:
-        return get_peak_flops_per_device(accelerator, dtype) if accelerator.device.type == "cuda" else None
-
-    _replace(async_grpo_trainer, "get_peak_flops_per_device", known)
-
-
-def _replace(module: Any, name: str, value: Any) -> None:
-    if not hasattr(module, name):
-        raise compat.changed("trl", f"{module.__name__}.{name}")
-    setattr(module, name, value)
+def _peak_flops(accelerator: Any, dtype: str) -> float | None:
+    return get_peak_flops_per_device(accelerator, dtype) if accelerator.device.type == "cuda" else None
 
 
 def _varlen_attention(
@@ -122,7 +98,7 @@ def _varlen_attention(
         )
     if _kernel_takes(q):
         _require_same_mask(q.device)
-        return _kernel(q, k, v, starts_q, starts_k, max_q, max_k, softmax_scale, window_size[0])
+        return _kernel(q, k, v, starts_q, starts_k, max_q, max_k, scale=softmax_scale, before=window_size[0])
     return _one_by_one(q, k, v, starts_q, starts_k, softmax_scale, window_size[0])
 
 
@@ -141,7 +117,7 @@ def _require_same_mask(device: torch.device) -> None:
         torch.tensor(starts, dtype=torch.int32).to(device) for starts in ([0, 1, 3], [0, 3, 7])
     )
     for before in (-1, 1):
-        theirs = _kernel(q, k, k, starts_q, starts_k, 2, 4, None, before)
+        theirs = _kernel(q, k, k, starts_q, starts_k, 2, 4, scale=None, before=before)
         ours = _one_by_one(q, k, k, starts_q, starts_k, None, before)
         if not torch.allclose(theirs, ours, rtol=0.0, atol=_ROUNDING):
             raise RuntimeError(
@@ -149,22 +125,9 @@ def _require_same_mask(device: torch.device) -> None:
             )
 
 
-def _kernel(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    starts_q: torch.Tensor,
-    starts_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    scale: float | None,
-    before: int,
-) -> torch.Tensor:
-    """All sequences in one call; the device reads their starts."""
-    window = (before, 0)
-    out = varlen_attn(
-        q, k, v, starts_q, starts_k, max_q, max_k, scale=scale, window_size=window, enable_gqa=True
-    )
+def _kernel(*packed: Any, scale: float | None, before: int) -> torch.Tensor:
+    """All sequences in one call; the device reads their starts. `packed`: as for `_varlen_attention`."""
+    out = varlen_attn(*packed, scale=scale, window_size=(before, 0), enable_gqa=True)
     assert isinstance(out, torch.Tensor)  # a pair only with `return_aux`
     return out
 

@@ -83,14 +83,10 @@ class _LiveLinear:
         self.memory = weight.data
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return _linear(x, self.memory, bias)
-
-
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    few = x.numel() <= _FEW * x.shape[-1]
-    if few or x.dtype is not torch.bfloat16 or not _float32_is_faster():
-        return functional.linear(x, weight, bias)
-    return linear_in_float32(x, weight, bias)
+        few = x.numel() <= _FEW * x.shape[-1]
+        if few or x.dtype is not torch.bfloat16 or not _float32_is_faster():
+            return functional.linear(x, self.memory, bias)
+        return linear_in_float32(x, self.memory, bias)
 
 
 def linear_in_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -17,8 +17,8 @@ from typing import Final
 
 from delta_weight_sync.checkpoint import WEIGHTS, map_bits
 from delta_weight_sync.errors import ProtocolError, SettingsError
-from delta_weight_sync.reader import RunReader, apply_delta, checkpoint_errors, remove_other_files
-from delta_weight_sync.records import FileRef, Manifest
+from delta_weight_sync.reader import RunReader, checkpoint_errors, remove_other_files
+from delta_weight_sync.records import Manifest
 
 SCRATCH_PREFIX: Final = "delta-weight-sync-replica-"
 _MARK: Final = ".alive"  # a file that stays locked while the process lives
@@ -100,9 +100,8 @@ class Layout:
             with checkpoint_errors(manifest.anchor):
                 state = map_bits(self._version / WEIGHTS, "r+")
             for ref in self._reader.recipe(manifest).deltas:
-                delta = self._fetch(ref, self._version)
-                apply_delta(state, delta)
-                delta.unlink()
+                self._reader.apply(state, ref, self._version)
+                self._fetched += ref.size
         finally:
             self._wanted = 0
         return self._version, {name: list(bits.shape) for name, bits in state.items()}
@@ -123,11 +122,6 @@ class Layout:
         share = _STEPS * min(self._fetched + parts, wanted) // wanted
         digits = 0 if wanted >= 10e6 else 1
         return f"{share * wanted / _STEPS / 1e6:.{digits}f} of {wanted / 1e6:.{digits}f} MB"
-
-    def _fetch(self, ref: FileRef, folder: Path) -> Path:
-        path = self._reader.fetch(ref, folder)
-        self._fetched += ref.size
-        return path
 
     def _anchor(self, manifest: Manifest) -> Path:
         """The anchor's folder, named by its content; fetched again if missing or damaged since.
@@ -150,5 +144,6 @@ class Layout:
                 for other in self._anchors.iterdir():
                     if other != coming:
                         shutil.rmtree(other)
-            self._fetch(ref, coming)
+            self._reader.fetch(ref, coming)
+            self._fetched += ref.size
         return coming.rename(kept)

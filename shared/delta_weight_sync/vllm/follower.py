@@ -108,23 +108,11 @@ class Follower:
     """
 
     def __init__(self, reader: RunReader, engine: Engine, *, name: str, folder: Path, poll_s: float) -> None:
-        """Prepare to follow; `start` begins.
-
-        Args:
-            reader: Reads the run.
-            engine: The vLLM to keep at its newest version.
-            name: The replica's name on the dashboard.
-            folder: Scratch space for one or two checkpoints.
-            poll_s: Seconds between two polls of HEAD.
-        """
+        """Prepare to follow; `start` begins. `folder`: scratch space for one or two checkpoints."""
         self.serving: Manifest | None = None
         self.commands = Commands(reader)
         self._reader, self._engine, self._folder, self._poll_s = reader, engine, folder, poll_s
-        self._layout, self._watcher, self._refused = (
-            Layout(reader, folder),
-            Watcher(reader, poll_s),
-            Refusals(),
-        )
+        self._layout, self._watcher = Layout(reader, folder), Watcher(reader, poll_s)
         self._name, self._state, self._logged = name, "starting", ""
         self._error: str | None = None
         self._signed_by: str | None = None  # the key that signed the served version

@@ -10,6 +10,7 @@ thread, to leave vLLM's threads alone; `gpu` has the same ones for devices.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,13 +27,12 @@ from delta_weight_sync.codec import Bits, Index, Patch
 from delta_weight_sync.codec._patch import join
 from delta_weight_sync.digest import BLOCK, INNER, hash_dense, outer, seed
 from delta_weight_sync.util import kernel
-from delta_weight_sync.vllm.routes import Piece, Route
+from delta_weight_sync.vllm.routes import Geometry, Piece, Route
 
 Row = NDArray[np.int64]
 Rows = NDArray[np.int64]
 Elements = NDArray[np.int32]
 Ulps = NDArray[np.int16]
-Ints = tuple[int, ...]
 Found = tuple[int, Elements, Ulps]
 """Of a row of the table: numbers of changed elements, int32 [n], strictly increasing, and ulps, int16 [n]."""
 
@@ -81,29 +81,31 @@ class Table:
 
 def _rows(name: str, piece: Piece, *, counted: bool) -> Iterator[Row]:
     """A piece's rows: one, or several if it has too many dimensions or elements."""
-    sizes, source, target = piece.source.sizes, piece.source.strides, piece.target.strides
-    for first, part, strides, place in _parts(sizes, source, target):
+    for source, target in _parts(piece.source, piece.target):
         row = np.zeros(COLUMNS, np.int64)
-        row[ADDRESS] = piece.memory.data_ptr() + 2 * (piece.target.offset + place)
+        row[ADDRESS] = piece.memory.data_ptr() + 2 * target.offset
         row[SEED] = seed(name).astype(np.int64)
-        row[COUNTED], row[FIRST] = counted, piece.source.offset + first
-        for column, values in ((SIZES, part), (SOURCE, strides[0]), (TARGET, strides[1])):
+        row[COUNTED], row[FIRST] = counted, source.offset
+        for column, values in ((SIZES, source.sizes), (SOURCE, source.strides), (TARGET, target.strides)):
             row[column : column + DIMS] = 1
             row[column + DIMS - len(values) : column + DIMS] = values
         yield row
 
 
-def _parts(sizes: Ints, source: Ints, target: Ints) -> Iterator[tuple[int, Ints, tuple[Ints, Ints], int]]:
-    """(first position in the tensor, sizes, strides, first place in memory) of small enough parts."""
-    if len(sizes) <= DIMS and np.prod(sizes, dtype=object) <= MOST:
-        yield 0, sizes, (source, target), 0
+def _parts(source: Geometry, target: Geometry) -> Iterator[tuple[Geometry, Geometry]]:
+    """The same elements in small enough parts."""
+    length, *inner = source.sizes
+    if len(inner) < DIMS and math.prod(source.sizes) <= MOST:
+        yield source, target
         return
-    take = min(sizes[0], MOST) if len(sizes) == 1 else 1
-    for start in range(0, sizes[0], take):
-        one = (min(take, sizes[0] - start),) if len(sizes) == 1 else sizes[1:]
-        strides = (source, target) if len(sizes) == 1 else (source[1:], target[1:])
-        for first, part, steps, place in _parts(one, *strides):
-            yield start * source[0] + first, part, steps, start * target[0] + place
+    take = 1 if inner else MOST
+    for start in range(0, length, take):
+        sizes = tuple(inner) or (min(take, length - start),)
+        both = (
+            Geometry(whole.offset + start * whole.strides[0], sizes, whole.strides[-len(sizes) :])
+            for whole in (source, target)
+        )
+        yield from _parts(*both)
 
 
 def find(row: Row, index: Index) -> tuple[Elements, Index | slice]:
@@ -167,16 +169,13 @@ def cut(counts: Index, size: int) -> tuple[Index, Index, Index]:
 class Changes:
     """Changes of a whole model.
 
-    Attributes:
-        parts: int64 [p, 4]: row of the table; first change and number of changes in `ulps`; number of the
-            first element of consecutive ones, or EXPLICIT: their numbers are at the same places in `element`.
-        element: int32 [m], m <= n.
-        ulps: int16 [n], added to the bits modulo 2^16.
+    `parts`, int64 [p, 4]: row of the table; first change and number of changes in `ulps`; number of the first
+    element of consecutive ones, or EXPLICIT: their numbers are at the same places in `element`.
     """
 
     parts: NDArray[np.int64]
-    element: Elements
-    ulps: Ulps
+    element: Elements  # [m], m <= n
+    ulps: Ulps  # [n], added to the bits modulo 2^16
 
     def blocks(self, size: int) -> NDArray[np.int64]:
         """The parts, cut into blocks of at most `size` changes."""
@@ -191,7 +190,7 @@ class Changes:
 def collect(found: Iterable[Found], table: Table) -> Changes:
     """Everything that was found, as one `Changes`. A row may be found in several parts that do not
     overlap."""
-    sparse, dense, elements = [], [], table.elements
+    sparse, dense, numbers, elements = [], [], [], table.elements
     for row, element, ulps in found:
         if _DENSE * element.size > elements[row]:
             first = int(element[0])  # only the found part becomes dense: another part may change the rest
@@ -199,14 +198,12 @@ def collect(found: Iterable[Found], table: Table) -> Changes:
             every[element - first] = ulps
             dense.append((row, first, every))
         elif element.size:
-            sparse.append((row, element, ulps))
-    rows = [row for row, *_ in sparse] + [row for row, *_ in dense]
-    starts = [EXPLICIT for _ in sparse] + [first for _, first, _ in dense]
-    all_ulps = [ulps for *_, ulps in sparse] + [ulps for *_, ulps in dense]
-    counts = np.array([ulps.size for ulps in all_ulps], np.int64)
-    columns = (np.array(rows, np.int64), np.cumsum(counts) - counts, counts, np.array(starts, np.int64))
-    elements_of_sparse = join([element for _, element, _ in sparse], np.int32)
-    return Changes(np.stack(columns, 1), elements_of_sparse, join(all_ulps, np.int16))
+            sparse.append((row, EXPLICIT, ulps))
+            numbers.append(element)
+    parts = np.array([(row, 0, ulps.size, start) for row, start, ulps in sparse + dense], np.int64)
+    parts = parts.reshape(-1, 4)
+    parts[:, 1] = np.cumsum(parts[:, 2]) - parts[:, 2]
+    return Changes(parts, join(numbers, np.int32), join([ulps for *_, ulps in sparse + dense], np.int16))
 
 
 def of_patch(patch: Patch, table: Table) -> Iterator[Found]:

@@ -150,14 +150,7 @@ def _failure(model: torch.nn.Module, name: str, shape: Sequence[int]) -> tuple[s
 
 
 class Recorder(TorchDispatchMode):
-    """What a loader does with probes.
-
-    Attributes:
-        copies: Per tensor its copies: (destination, source of the same shape).
-        unroutable: Why some tensors do not arrive by copies alone.
-        touched: Storages of the model that were written, or of which a view was taken.
-        reached: Storages of the model that loading fills.
-    """
+    """What a loader does with probes."""
 
     def __init__(self, model: torch.nn.Module, shapes: Shapes) -> None:
         super().__init__()
@@ -166,16 +159,17 @@ class Recorder(TorchDispatchMode):
             name: torch.empty(tuple(shape), dtype=torch.bfloat16, device="meta")
             for name, shape in shapes.items()
         }
+        # Per tensor its copies: destination, and source of the same shape.
         self.copies: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in shapes}
-        self.unroutable: dict[str, str] = {}
-        self.touched: set[int] = set()
+        self.unroutable: dict[str, str] = {}  # why some tensors do not arrive by copies alone
+        self.touched: set[int] = set()  # storages of the model that were written, or viewed
+        self.reached: set[int] = set()  # storages of the model that loading fills
         # Storage -> names of the probes whose bits it holds, and what was done to them ("" for a probe).
         self._origin: dict[int, tuple[Names, str]] = {
             storage_of(probe): ((name,), "") for name, probe in self._probes.items()
         }
         self._live = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._placed: dict[int, list[tuple[str, Geometry]]] = {}
-        self.reached: set[int] = set()
         self._kept: list[torch.Tensor] = []  # a freed storage could be reused while its identity is a key
 
     def load(self, names: Iterable[str]) -> None:
@@ -313,18 +307,14 @@ def _parameters_kept(model: torch.nn.Module) -> Iterator[None]:
 class Piece:
     """One recorded copy: where a strided part of a checkpoint tensor is in a parameter of vLLM.
 
-    Attributes:
-        memory: Flat int16 view of the parameter, from the part's first element to its last; in a float32
-            parameter the bf16 patterns are every other element.
-        source: The part in the row-major checkpoint tensor.
-        target: The same elements, in the same dimensions, in `memory`.
-        whole: The part is the entire tensor, and each element has the same position in `memory`.
+    `memory` is a flat int16 view of the parameter, from the part's first element to its last; in a float32
+    parameter the bf16 patterns are every other element.
     """
 
     memory: torch.Tensor
-    source: Geometry
-    target: Geometry
-    whole: bool
+    source: Geometry  # in the row-major checkpoint tensor
+    target: Geometry  # the same elements, in the same dimensions, in `memory`
+    whole: bool  # the part is the entire tensor, and each element has the same position in `memory`
 
 
 @dataclass(frozen=True)
@@ -354,20 +344,11 @@ Sources = dict[str, tuple[Geometry, ...] | str]
 """What one rank holds: per tensor its parts, or why it has no route. Plain data, for the other ranks."""
 
 
-@dataclass(frozen=True)
-class Learned:
-    """What a rank learned: `routes` of the tensors that arrive by copies, and why the others do not."""
+class Learned(NamedTuple):
+    """What a rank learned: the routes of the tensors that have one, and what `ownership` needs."""
 
     routes: dict[str, Route]
-    unroutable: dict[str, str]
-
-    def sources(self) -> Sources:
-        """This rank's share of what `ownership` needs."""
-        parts = {
-            name: tuple(Geometry(p.source.offset, *joined(*p.source[1:])) for p in route.pieces)
-            for name, route in self.routes.items()
-        }
-        return {**parts, **self.unroutable}
+    sources: Sources
 
 
 def learn(model: torch.nn.Module, shapes: Shapes) -> Learned:
@@ -376,12 +357,14 @@ def learn(model: torch.nn.Module, shapes: Shapes) -> Learned:
     Raises `RouteError` for a model that deltas cannot be written into.
     """
     recorder, routes = record(model, shapes), dict[str, Route]()
+    sources: Sources = {**recorder.unroutable}
     for name, shape in shapes.items():
-        if name not in recorder.unroutable:
+        if name not in sources:
             numel = math.prod(shape)
             pieces = tuple(piece for copy in recorder.copies[name] for piece in _pieces(*copy, numel))
             routes[name] = Route(name, tuple(shape), pieces)
-    return Learned(routes, recorder.unroutable)
+            sources[name] = tuple(Geometry(p.source.offset, *joined(*p.source[1:])) for p in pieces)
+    return Learned(routes, sources)
 
 
 def ownership(
@@ -389,13 +372,9 @@ def ownership(
 ) -> tuple[list[dict[str, tuple[int, ...]]], dict[str, str]]:
     """Decide which pieces each rank counts in the digest, so that every element counts once.
 
-    Of equal parts the first one counts.
-
-    Returns:
-        Per rank {name: numbers of its pieces}, and {name: reason} of the tensors without a route.
-
-    Raises:
-        RouteError: Parts overlap without being equal, or leave elements of a tensor out.
+    Returns {name: numbers of its pieces} per rank, and {name: reason} of the tensors without a route. Of
+    equal parts the first one counts. Raises `RouteError` if parts overlap without being equal, or leave
+    elements of a tensor out.
     """
     owned: list[dict[str, tuple[int, ...]]] = [{} for _ in ranks]
     unroutable: dict[str, str] = {}

@@ -39,8 +39,8 @@ import torch.distributed as dist
 from huggingface_hub import snapshot_download
 
 from delta_weight_sync import checkpoint, codec
-from delta_weight_sync.codec import Bits, Index, Patch
-from delta_weight_sync.digest import change_digest, live_digest, state_digest, to_hex
+from delta_weight_sync.codec import Bits, Patch
+from delta_weight_sync.digest import live_digest, state_digest, to_hex
 from delta_weight_sync.errors import (
     CodecError,
     DeltaWeightSyncError,
@@ -49,17 +49,8 @@ from delta_weight_sync.errors import (
     WorkerError,
     kind_of,
 )
-from delta_weight_sync.vllm import cpu, routes
-from delta_weight_sync.vllm.memory import (
-    Found,
-    HostMemory,
-    HostWrite,
-    Table,
-    collect,
-    cut,
-    of_patch,
-    part_of,
-)
+from delta_weight_sync.vllm import cpu, memory, routes
+from delta_weight_sync.vllm.memory import Found, HostMemory, HostWrite, Table
 from delta_weight_sync.vllm.routes import Route
 
 if TYPE_CHECKING:
@@ -70,8 +61,6 @@ _BATCH = 1 << 25  # at most twice as many elements are compared with a checkpoin
 _log = logging.getLogger("delta_weight_sync")
 
 Answer = dict[str, Any]
-Elements = dict[str, tuple[Index, Bits]]
-"""Checkpoint name -> flat positions int64 [n] and bf16 patterns uint16 [n]."""
 Memory: TypeAlias = "HostMemory | DeviceMemory"
 Step: TypeAlias = "HostWrite | DeviceWrite | Reload"
 """One part of a commit. `do` writes, and returns how many elements do not have the new bits when they are
@@ -117,22 +106,15 @@ class Ranks:
 class Fallback:
     """The host's copy of all tensors without a route; the same on every rank.
 
-    Attributes:
-        bits: Checkpoint name -> the tensor as it is now, in its shape. Only `write` changes it.
+    `bits`: checkpoint name -> the tensor as it is now, in its shape. Only `write` changes it.
     """
 
     def __init__(self, model: torch.nn.Module, bits: Mapping[str, Bits]) -> None:
-        """Load the tensors once more to prove that this works.
+        """Load what vLLM loaded, `bits`, once more into its `model` to prove that this works.
 
-        Args:
-            model: vLLM's.
-            bits: Checkpoint name -> what vLLM loaded, in the tensor's shape; may be empty.
-
-        Raises:
-            RouteError: It fails or changes anything. The model is then damaged and must not be served.
+        Raises `RouteError` if it fails or changes anything: the model is then damaged, do not serve it.
         """
-        self._model = model
-        self.bits = {name: tensor.copy() for name, tensor in bits.items()}
+        self._model, self.bits = model, dict(bits)
         if not bits:
             return
         before, names = self._fingerprints(), ", ".join(bits)
@@ -149,15 +131,15 @@ class Fallback:
 
     def stage(self, patches: Sequence[Patch]) -> Reload:
         """Prepare patches, all of tensors without a route."""
-        old = {p.name: (p.index, self.bits[p.name].reshape(-1)[p.index]) for p in patches}
-        new = {p.name: (p.index, old[p.name][1] + p.ulps) for p in patches}
-        return Reload(self, old, new)
+        new = {patch.name: self.bits[patch.name].copy() for patch in patches}
+        for patch in patches:
+            codec.apply(patch, new[patch.name])
+        return Reload(self, {name: self.bits[name] for name in new}, new)
 
-    def write(self, elements: Elements) -> None:
-        """Set bits in the copy; then load the model from it, if there are any."""
-        for name, (index, bits) in elements.items():
-            self.bits[name].reshape(-1)[index] = bits
-        if elements:
+    def write(self, tensors: Mapping[str, Bits]) -> None:
+        """Replace tensors of the copy; then load the model from it, if there are any."""
+        self.bits |= tensors
+        if tensors:
             self._load()
 
     def _load(self) -> None:
@@ -182,11 +164,11 @@ class Fallback:
 
 @dataclass
 class Reload:
-    """The `Step` of the tensors without a route: their changed elements, before and after."""
+    """The `Step` of the tensors without a route: the changed ones, before and after."""
 
     fallback: Fallback
-    old: Elements
-    new: Elements
+    old: dict[str, Bits]
+    new: dict[str, Bits]
     waited_s: float = 0.0
 
     def do(self) -> int:
@@ -200,7 +182,7 @@ class Reload:
 
     def moved(self) -> int:
         """By how much this moves the state digest (mod 2^64); only one rank may count it."""
-        return sum(change_digest(name, *self.old[name], self.new[name][1]) for name in self.new)
+        return state_digest(self.new) - state_digest(self.old)
 
 
 @dataclass
@@ -244,9 +226,9 @@ class LiveWeights:
             raise WeightsChangedError(
                 f"something else changed the live weights: digest {live:016x}, not {known:016x}"
             )
-        reloaded: list[Patch] = []
         patches = codec.chain([codec.Delta(path) for path in paths], self.shapes, self.bits)
-        return self._staged(self._found(patches, reloaded), reloaded, live)
+        found = (part for patch in patches for part in memory.of_patch(patch, self._table))
+        return self._staged(found, [p for p in patches if p.name in self._fallback.bits], live)
 
     def stage_checkpoint(self, folder: Path) -> Staged:
         """Prepare to write whatever differs from the checkpoint in `folder`."""
@@ -256,28 +238,20 @@ class LiveWeights:
         reloaded = [patch for patch in patches if patch.index.size]
         return self._staged(self._differences(wanted), reloaded, self.digest())
 
-    def _found(self, patches: Iterable[Patch], reloaded: list[Patch]) -> Iterator[Found]:
-        """Changes in this worker's rows; patches of tensors without a route go to `reloaded`."""
-        for patch in patches:
-            if patch.name in self._fallback.bits:
-                reloaded.append(patch)
-            else:
-                yield from of_patch(patch, self._table)
-
     def _differences(self, wanted: dict[str, Bits]) -> Iterator[Found]:
         """Differences between this worker's rows and a checkpoint, a batch of rows at a time."""
         names = [name for name, rows in self._table.of.items() for _ in rows]
-        blocks = np.stack(cut(self._table.elements, _BATCH), 1)
+        blocks = np.stack(memory.cut(self._table.elements, _BATCH), 1)
         batches = np.flatnonzero(np.diff(blocks[:, 2].cumsum() // _BATCH)) + 1
         for batch in np.split(blocks, batches):
             live = self._memory.read(batch)
             for (row, first, count), end in zip(batch.tolist(), batch[:, 2].cumsum(), strict=True):
-                theirs = part_of(self._table.rows[row], wanted[names[row]])[first : first + count]
+                theirs = memory.part_of(self._table.rows[row], wanted[names[row]])[first : first + count]
                 index, ulps = codec.diff_flat(live[end - count : end], theirs, first)
                 yield row, index.astype(np.int32), ulps.view(np.int16)
 
     def _staged(self, found: Iterable[Found], reloaded: list[Patch], live: int) -> Staged:
-        write, moved = self._memory.prepare(collect(found, self._table))
+        write, moved = self._memory.prepare(memory.collect(found, self._table))
         reload = self._fallback.stage(reloaded)
         digest = sum(self._ranks.gather(moved), live + reload.moved()) % (1 << 64)
         return Staged(digest, [reload, write])
@@ -338,7 +312,7 @@ class DeltaWorker:
     def learn(self, shapes: dict[str, list[int]]) -> Answer:
         """Learn where the tensors of a run (checkpoint name -> shape) are in the model's parameters."""
         learned = routes.learn(self._model, shapes)
-        owned, unroutable = routes.ownership(shapes, self._ranks.gather(learned.sources()))
+        owned, unroutable = routes.ownership(shapes, self._ranks.gather(learned.sources))
         for name, reason in unroutable.items():
             _log.warning("every commit loads %s again, which is slow: %s", name, reason)
         loaded = _read_checkpoint(self._checkpoint) if unroutable else ()
