@@ -43,7 +43,6 @@ from delta_weight_sync.store._base import file_sha256
 
 FORMAT: Final = "delta-weight-sync/2"
 POLL_S: Final = 1.0  # usual seconds between two requests for HEAD
-MAX_JSON_BYTES = 8 << 20  # of one record
 MAX_ASSETS: Final = 256  # files of one anchor
 LARGEST: Final = 1e15  # largest measured number, in any unit
 STRIDES: Final = (8, 64)  # versions that a jump spans
@@ -388,8 +387,6 @@ def reference(key: str, record: Record) -> FileRef:
 
 def parse(kind: type[Model], data: bytes, key: str) -> Model:
     """Parse a record. Raises `ProtocolError` with `key` and the first problem."""
-    if len(data) > MAX_JSON_BYTES:
-        raise ProtocolError(f"{key} is {len(data)} bytes; a {kind.__name__} has at most {MAX_JSON_BYTES}")
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
