@@ -231,8 +231,7 @@ def _patched(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVe
     the published digest, because the run was restarted or another program wrote into the held version.
     """
     recipe = reader.recipe(manifest, held.version)
-    same_assets = {*_assets(held.manifest).items()} == {*_assets(manifest).items()}
-    if recipe.anchor or not recipe.deltas or not same_assets:
+    if recipe.anchor or not recipe.deltas or _assets(held.manifest) != _assets(manifest):
         return False
     shutil.rmtree(into, ignore_errors=True)
     paths = [reader.fetch(delta, into) for delta in recipe.deltas]

@@ -229,7 +229,6 @@ class Plan:
     """The prediction: sizes in bytes, `*_s` in seconds, money in US dollars. `vars(plan)` has all figures."""
 
     def __init__(self, asked: Question) -> None:
-        """Predict."""
         self.question, params, link = asked, asked.params, asked.link
         recipe = Recipe(params, asked.share, asked.encoding, asked.trainer)
         self.changes, self.full, self.delta = params * asked.share, 2.0 * params, recipe.delta

@@ -15,6 +15,7 @@ and no other clock matters.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Self
@@ -94,7 +95,6 @@ class Pruner:
     def __init__(self, reader: RunReader, keep: Keep, grace_s: float = GRACE_S) -> None:
         self._reader, self._keep, self._grace_s = reader, keep, grace_s
         self._read: dict[str, _Version] = {}  # by the manifest's key
-        self._keys: dict[str, str] = {}  # each once: many versions name the same files
 
     def survey(self, spare: Collection[str] = (), reserve: int = 0) -> Survey | None:
         """Find the objects that may be deleted now. None for a run without versions.
@@ -112,7 +112,7 @@ class Pruner:
         infos = {info.key: info for info in self._reader.bucket.list(self._reader.keys.folder)}
         states = [found for key in infos if (found := state_version(key)) is not None]
         oldest_state = min([*states, newest.version])  # a trainer may resume from this version
-        writer = str(Writer(newest.writer_term, newest.writer))
+        writer = Writer(newest.writer_term, newest.writer)
         young = max((info.written or 0.0 for info in infos.values()), default=0.0) - self._grace_s
 
         def is_young(key: str) -> bool:
@@ -125,7 +125,7 @@ class Pruner:
             part = version_key(key)
             if part is None or is_young(key):
                 return True
-            return part.writer == writer and part.version > newest.version
+            return part.written_by(writer) and part.version > newest.version
 
         def size_of(keys: Iterable[str]) -> int:
             return sum(infos[key].size for key in keys if key in infos)
@@ -142,10 +142,9 @@ class Pruner:
             kept |= more
             size, oldest = size + size_of(more), version.number
         self._read = {key: version for key, version in self._read.items() if version.number >= oldest}
-        self._keys = {key: key for version in self._read.values() for key in version.names}
         doomed = [(part, infos[key]) for key in infos.keys() - kept if (part := version_key(key))]
         # The oldest first, but manifests before all else: without its manifest a version is gone.
-        doomed.sort(key=lambda one: (one[0].kind != "manifests", one[0], one[1].key))
+        doomed.sort(key=lambda one: (one[0].kind != "manifests", one[0].version, one[1].key))
         why = "no version that stays needs it", f"older than version {oldest}"
         delete = tuple(Doomed(info, why[part.version < oldest]) for part, info in doomed)
         return Survey(delete, size, oldest, newest.version)
@@ -165,10 +164,9 @@ class Pruner:
     def _remember(self, manifest: Manifest) -> _Version:
         writer = Writer(manifest.writer_term, manifest.writer)
         key = self._reader.keys.manifest(manifest.version, writer)
-        needs, names = (
-            tuple(self._keys.setdefault(file.key, file.key) for file in files)
-            for files in (manifest.recipe().files, manifest.files)
-        )
+        # Each key once in memory: many versions name the same files.
+        needs = tuple(sys.intern(file.key) for file in manifest.recipe().files)
+        names = tuple(sys.intern(file.key) for file in manifest.files)
         version = _Version(manifest.version, manifest.created_at, key, manifest.parent, needs, names)
         self._read[key] = version
         return version

@@ -33,15 +33,15 @@ from delta_weight_sync.records import (
     Head,
     Keys,
     Manifest,
-    ManifestKey,
     Rank,
     Recipe,
     Sealed,
+    VersionKey,
     Writer,
     head_writer,
-    manifest_key,
     parse,
     reference,
+    version_key,
 )
 from delta_weight_sync.signing import PublicKeys
 from delta_weight_sync.store import Bucket, Listing, ObjectInfo, open_bucket
@@ -459,8 +459,9 @@ def manifests_of(objects: Listing) -> dict[int, ObjectInfo]:
     return {parts.version: known[key] for parts, key in sorted(_manifests(known))}
 
 
-def _manifests(keys: Iterable[str]) -> Iterator[tuple[ManifestKey, str]]:
-    return ((parts, key) for key in keys if (parts := manifest_key(key)))
+def _manifests(keys: Iterable[str]) -> Iterator[tuple[VersionKey, str]]:
+    parsed = ((version_key(key), key) for key in keys if key.endswith(".json"))
+    return ((parts, key) for parts, key in parsed if parts and parts.kind == "manifests")
 
 
 def remove_other_files(folder: Path, anchor: AnchorRef) -> None:

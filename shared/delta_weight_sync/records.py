@@ -39,10 +39,10 @@ from pydantic import (
 )
 
 from delta_weight_sync.errors import ProtocolError
+from delta_weight_sync.store._base import file_sha256
 
 FORMAT: Final = "delta-weight-sync/2"
 POLL_S: Final = 1.0  # usual seconds between two requests for HEAD
-MAX_JSON_BYTES = 8 << 20  # of one record
 MAX_ASSETS: Final = 256  # files of one anchor
 LARGEST: Final = 1e15  # largest measured number, in any unit
 STRIDES: Final = (8, 64)  # versions that a jump spans
@@ -56,9 +56,8 @@ _LAST_TERM = 10**18 - 1
 _HEAD = re.compile(rf".*/heads/({_NUMBER})\.([0-9a-f]{{32}})\.json")
 _STATE = re.compile(rf".*/state/({_NUMBER})\.{_NUMBER}\.t[^/]*\.json")
 _PART = re.compile(
-    rf".*/(anchors|deltas|jumps|manifests)/(?:{_NUMBER}-)?({_NUMBER})\.(t\d{{1,18}}-[0-9a-f]{{8}})[./].*"
+    rf".*/(anchors|deltas|jumps|manifests)/(?:{_NUMBER}-)?({_NUMBER})\.t(\d{{1,18}})-([0-9a-f]{{8}})[./].*"
 )
-_MANIFEST = re.compile(rf".*/manifests/({_NUMBER})\.t(\d{{1,18}})-([0-9a-f]{{8}})\.json")
 
 
 class Writer(NamedTuple):
@@ -129,30 +128,23 @@ class Keys:
         return f"{self.log}{number:08d}.jsonl"
 
 
-class ManifestKey(NamedTuple):
-    """The parts of a manifest's key. They sort by writer, then by version."""
+class VersionKey(NamedTuple):
+    """The parts of the key of any file of a version. They sort by writer, then by version."""
 
     term: int
     id: str  # the first 8 digits of the writer's id
     version: int
+    kind: str  # anchors, deltas, jumps or manifests
 
     def written_by(self, writer: Writer) -> bool:
-        """Whether `writer` wrote the manifest."""
+        """Whether `writer` wrote the file."""
         return (self.term, self.id) == (writer.term, writer.id[:8])
-
-
-class VersionKey(NamedTuple):
-    """The parts of the key of any file of a version. They sort by version."""
-
-    version: int
-    writer: str  # as in the key: t1-5ad0b5d1
-    kind: str  # anchors, deltas, jumps or manifests
 
 
 def version_key(key: str) -> VersionKey | None:
     """Parse the key of a file of a version. None for any other key."""
     match = _PART.fullmatch(key)
-    return VersionKey(int(match[2]), match[3], match[1]) if match else None
+    return VersionKey(int(match[3]), match[4], int(match[2]), match[1]) if match else None
 
 
 def state_version(key: str) -> int | None:
@@ -165,12 +157,6 @@ def head_writer(key: str) -> Writer | None:
     """The writer whose HEAD has this key. None for any other key."""
     match = _HEAD.fullmatch(key)
     return Writer(int(match[1]), match[2]) if match else None
-
-
-def manifest_key(key: str) -> ManifestKey | None:
-    """Parse the key of a manifest. None for any other key."""
-    match = _MANIFEST.fullmatch(key)
-    return ManifestKey(int(match[2]), match[3], int(match[1])) if match else None
 
 
 def _cut(characters: int) -> BeforeValidator:
@@ -233,10 +219,7 @@ class FileRef(Record):
 
     def is_in(self, path: Path) -> bool:
         """Whether a local file is the pinned object."""
-        if path.stat().st_size != self.size:
-            return False
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest() == self.sha256
+        return path.stat().st_size == self.size and file_sha256(path) == self.sha256
 
     def damaged(self) -> ProtocolError:
         """The error for an object whose bytes are not the published ones."""
@@ -404,8 +387,6 @@ def reference(key: str, record: Record) -> FileRef:
 
 def parse(kind: type[Model], data: bytes, key: str) -> Model:
     """Parse a record. Raises `ProtocolError` with `key` and the first problem."""
-    if len(data) > MAX_JSON_BYTES:
-        raise ProtocolError(f"{key} is {len(data)} bytes; a {kind.__name__} has at most {MAX_JSON_BYTES}")
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:

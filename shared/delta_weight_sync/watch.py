@@ -60,12 +60,8 @@ class Watcher:
 
     def __init__(self, reader: RunReader, poll_s: float = POLL_S, seen: Manifest | None = None) -> None:
         self._reader, self._poll_s = reader, poll_s
-        self._notifications = reader.bucket.notifications(reader.keys.heads)
-        self.wait, self.poke, self.close = (
-            self._notifications.wait,
-            self._notifications.poke,
-            self._notifications.close,
-        )
+        self._notifications = notifications = reader.bucket.notifications(reader.keys.heads)
+        self.wait, self.poke, self.close = notifications.wait, notifications.poke, notifications.close
         self._skipped: Problems = {}  # records that were skipped to find the newest version
         self._skipped_heads: Problems = {}
         # Failures to get an answer, to find a version behind the HEADs, and to use a version.
@@ -95,7 +91,11 @@ class Watcher:
         Returns:
             Whether this was a poll, and no version is left to be used.
         """
-        if not self._due():
+        if not self._asking.allows(_STORE):
+            return False
+        if self._found != (self._used or {}) and self._finding.allows(self._found):
+            self._notifications.distrust()
+        if not self._notifications.due(self._poll_s):
             return False
         self._answered = False
         try:
@@ -122,13 +122,6 @@ class Watcher:
             self._using.failed(manifest.seal)
             raise
         self.mark_used()
-
-    def _due(self) -> bool:
-        if not self._asking.allows(_STORE):
-            return False
-        if self._found != (self._used or {}) and self._finding.allows(self._found):
-            self._notifications.distrust()
-        return self._notifications.due(self._poll_s)
 
     def mark_used(self) -> None:
         """Do not return the version that was found last again."""

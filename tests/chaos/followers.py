@@ -145,10 +145,10 @@ class Kept(Mortal):
         os.dup2(null, 1)
         os.dup2(null, 2)
         quick = functools.partial(updates, poll_s=poll_s)
-        mock.patch("delta_weight_sync.cli.follow.updates", quick).start()
+        mock.patch("delta_weight_sync.cli.commands.updates", quick).start()
         mock.patch("delta_weight_sync.watch.LONGEST_S", 4 * poll_s).start()
         mock.patch("delta_weight_sync.reader.open_bucket", self.open_bucket).start()
-        mock.patch("delta_weight_sync.cli.follow._ended_by_signals", contextlib.nullcontext).start()
+        mock.patch("delta_weight_sync.cli.commands._ended_by_signals", contextlib.nullcontext).start()
         words = ["follow", f"{url}#{RUN}", "--into", str(folder)]
         threading.Thread(target=self._follow, args=[words], daemon=True).start()
 

@@ -21,7 +21,6 @@ COMMANDS = {
     "keygen": "make a pair of keys to sign and check the versions of a run",
     "plan": "predict bytes, seconds and money of a run before it starts",
 }
-_OWN_MODULES = ("bisect", "follow", "plan")  # the other commands are in `commands`
 
 
 def main(words: list[str] | None = None) -> None:
@@ -56,8 +55,6 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,  # an epilog keeps its lines
         )
         if name in words[:1]:
-            if name in _OWN_MODULES:
-                importlib.import_module(f"delta_weight_sync.cli.{name}").configure(command)
-            else:
-                importlib.import_module("delta_weight_sync.cli.commands").configure(command, name)
+            module = "plan" if name == "plan" else "commands"
+            importlib.import_module(f"delta_weight_sync.cli.{module}").configure(command, name)
     return parser

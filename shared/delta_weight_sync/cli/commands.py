@@ -1,4 +1,4 @@
-"""The commands log, show, verify, checkout, blame, gc and keygen.
+"""All commands except plan.
 
 The codec is imported only by the commands that decode deltas.
 """
@@ -10,27 +10,61 @@ import functools
 import json
 import re
 import shlex
+import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 from delta_weight_sync import checkpoint
+from delta_weight_sync.checkout import CheckpointFolder, FollowedVersion, build, follow, updates
 from delta_weight_sync.checkpoint import Bits
-from delta_weight_sync.errors import NoVersionError, ProtocolError, printable
-from delta_weight_sync.reader import RunReader, checkpoint_errors, open_run, require_digest
-from delta_weight_sync.records import DeltaRef, Manifest
+from delta_weight_sync.errors import BisectError, CommandError, NoVersionError, ProtocolError, printable
+from delta_weight_sync.reader import RunReader, checkpoint_errors, manifests_of, open_run, require_digest
+from delta_weight_sync.records import Manifest
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, make_keys
 
-Parser = argparse.ArgumentParser
 Arguments = argparse.Namespace
 _BLAMED: Final = 20  # tensors that `blame` lists
+_UNKNOWN: Final = 125  # exit code of a command that cannot judge a version
+_NOT_STARTED: Final = (126, 127)  # the shell's codes for a program that is missing or not executable
+_VERDICTS: Final = {True: "good", False: "bad", None: "unknown"}
+_EXIT_CODES: Final[dict[int, int]] = {signal.SIGINT: 130, signal.SIGTERM: 0}
 _BLAME: Final = """\
 For each tensor: how many of its weights changed, their share, and how far they moved in units of the last
 place of bf16. Compare with another version of the run to find what is wrong: a tensor that changed
 completely, or weights that moved far."""
+_BISECT: Final = """\
+COMMAND runs in a shell for one version after another. {path} is a folder with the version as an ordinary
+checkpoint, {version} its number, {digest} its digest; they come quoted for the shell. Its exit code decides,
+as with `git bisect run`:
+
+  0 good     1 to 124 bad     125 unknown: another version is tried     any other ends the search
+
+  delta-weight-sync bisect RUN --eval 'python evaluate.py {path} --at-least 0.6'
+
+The number of runs of COMMAND is about log2 of the number of versions. An end that you do not give is judged
+first: the oldest version must be good, the newest bad. Each checkpoint is built from the last good one and
+the deltas after it, if that takes fewer bytes than an anchor."""
+_FOLLOW: Final = """\
+DIR/current is a link to the newest version's folder, such as DIR/00000041. It is replaced in one step, after
+that folder is complete and its digest is verified. Folders that readers can see are never written again. The
+version before stays until the next one is built. Damaged objects are reported and not applied, and an
+unreachable bucket is asked again; until then nothing changes. After a kill at any moment, the next start
+continues with what is there if its digest is right.
+
+COMMAND runs in a shell after each new version, and the next version waits for it. If it fails or was never
+run for a version, it runs again at the next start. {path} is the version's own folder, {version} its number,
+{digest} its digest. They come quoted for the shell, so end your own quotes before them, as here for SGLang:
+
+  --on-version "curl -f localhost:30000/update_weights_from_disk --json '{\\"model_path\\": \\"'{path}'\\"}'"
+
+Ctrl-C ends it with exit code 130, SIGTERM with 0."""
 _GC: Final = """\
 The oldest versions go first. These always stay: all files that the newest version's manifest names, the
 files that versions of the last hour before it need, and objects younger than that. So you can run it while a
@@ -44,47 +78,42 @@ needs both, replicas and other readers only the second:
   set -a; . FILE; set +a"""
 
 
-def configure(parser: Parser, name: str) -> None:
+def configure(parser: argparse.ArgumentParser, name: str) -> None:
     """Add the arguments of the command `name`, and the function that runs it."""
+    run, parser.epilog = _COMMANDS[name]
+    parser.set_defaults(run=run)
+    add = parser.add_argument
     if name == "keygen":
-        parser.add_argument("file", type=Path, metavar="FILE", help="file to write; it must not exist")
-        parser.epilog = _KEYGEN
-        parser.set_defaults(run=lambda arguments: print(f"{PUBLIC_KEY}={make_keys(arguments.file)}"))
+        add("file", type=Path, metavar="FILE", help="file to write; it must not exist")
         return
-    runs = {"log": _log, "show": _show, "verify": _verify, "checkout": _checkout, "blame": _blame, "gc": _gc}
-    parser.set_defaults(run=runs[name])
-    add_run(parser)
+    urls = "hf://buckets/<owner>/<name>, s3://<bucket>/<prefix> or file:///<path>"
+    add("url", metavar="RUN", help=f"{urls}; add #<run> if the bucket holds several runs")
+    add("--run", dest="run_name", metavar="NAME", help="name of the run, instead of #<run>")
     if name in ("show", "checkout"):
-        parser.add_argument("--version", type=int, metavar="N", help="default: the newest")
+        add("--version", type=int, metavar="N", help="default: the newest")
     if name == "checkout":
-        parser.add_argument("--out", type=Path, metavar="FOLDER", required=True, help="folder to write")
+        add("--out", type=Path, metavar="FOLDER", required=True, help="folder to write")
+    elif name == "bisect":
+        add("--eval", metavar="COMMAND", required=True, help="command that judges a version")
+        add("--good", type=int, metavar="N", help="a version that is good (default: the oldest)")
+        add("--bad", type=int, metavar="N", help="a later one that is bad (default: the newest)")
     elif name == "blame":
-        parser.add_argument("version", type=int, metavar="VERSION", help="its number")
-        parser.epilog = _BLAME
+        add("version", type=int, metavar="VERSION", help="its number")
+    elif name == "follow":
+        add("--into", type=Path, metavar="DIR", required=True, help="folder to write")
+        add("--on-version", metavar="COMMAND", default="", help="command to run for each new version")
+        add("--once", action="store_true", help="end when the newest version is there, as for cron")
     elif name == "gc":
         keep = "how much to keep: 20GB, 500MB, 7d or 12h"
-        parser.add_argument("--keep", metavar="SIZE|AGE", required=True, help=keep)
-        parser.add_argument("--dry-run", action="store_true", help="print what would be deleted, and why")
-        parser.epilog = _GC
+        add("--keep", metavar="SIZE|AGE", required=True, help=keep)
+        add("--dry-run", action="store_true", help="print what would be deleted, and why")
 
 
-def add_run(parser: Parser) -> None:
-    """Add `RUN` and `--run`."""
-    parser.add_argument(
-        "url",
-        metavar="RUN",
-        help="hf://buckets/<owner>/<name>, s3://<bucket>/<prefix> or file:///<path>; add #<run> if the bucket"
-        " holds several runs",
-    )
-    parser.add_argument("--run", dest="run_name", metavar="NAME", help="name of the run, instead of #<run>")
-
-
-def opened(arguments: Arguments) -> RunReader:
-    """The run that the arguments name."""
+def _opened(arguments: Arguments) -> RunReader:
     return open_run(arguments.url, arguments.run_name)
 
 
-def run_in_shell(command: str, path: Path, manifest: Manifest) -> int:
+def _run_in_shell(command: str, path: Path, manifest: Manifest) -> int:
     """Run the user's command for a version and return its exit code.
 
     {path}, {version} and {digest} are replaced by the version's, quoted for the shell. If a signal ended the
@@ -93,14 +122,6 @@ def run_in_shell(command: str, path: Path, manifest: Manifest) -> int:
     values = {"path": str(path), "version": str(manifest.version), "digest": manifest.digest}
     filled = re.sub(r"\{(path|version|digest)\}", lambda match: shlex.quote(values[match[1]]), command)
     return subprocess.run(filled, shell=True).returncode
-
-
-def utc(t: float) -> str:
-    """Unix seconds as a date and time of 19 characters; question marks if no calendar has it."""
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(t))
-    except (OverflowError, ValueError, OSError):
-        return "????-??-?? ??:??:??"
 
 
 def _payload(manifest: Manifest) -> int:
@@ -114,13 +135,14 @@ def _print_deleted(oldest: Manifest) -> None:
 
 
 def _log(arguments: Arguments) -> None:
-    reader = opened(arguments)
+    reader = _opened(arguments)
     manifest: Manifest | None = reader.manifest()
     print(f"{'version':>7}  {'published':19}  {'payload':>12}  {'changed':>9}  digest            anchor")
     while manifest:
         anchor = "yes" if manifest.anchor.version == manifest.version else ""
         share = f"{100 * (1 - manifest.sparsity):.3f} %"
-        place = f"{manifest.version:7}  {utc(manifest.created_at)}"
+        published = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(manifest.created_at))
+        place = f"{manifest.version:7}  {published}"
         print(f"{place}  {_payload(manifest):12,}  {share:>9}  {manifest.digest}  {anchor}")
         oldest, manifest = manifest, reader.parent(manifest)
     _print_deleted(oldest)
@@ -129,7 +151,7 @@ def _log(arguments: Arguments) -> None:
 def _show(arguments: Arguments) -> None:
     from delta_weight_sync.codec import Delta
 
-    reader = opened(arguments)
+    reader = _opened(arguments)
     manifest = reader.manifest(arguments.version)
     facts = {
         "run": manifest.run,
@@ -158,7 +180,7 @@ def _show(arguments: Arguments) -> None:
 
 def _verify(arguments: Arguments) -> None:
     """Rebuild every version, oldest first; end at the first that is not what was published."""
-    reader = opened(arguments)
+    reader = _opened(arguments)
     reader.require_intact()
     manifests = [reader.manifest()]
     while older := reader.parent(manifests[-1]):
@@ -195,21 +217,15 @@ def _verified(reader: RunReader, manifests: list[Manifest], folder: Path) -> Ite
             require_digest(bits, manifest)
         for jump in jumps.values():
             if jump.base == manifest.version:
-                _verify_jump(reader, jump, state, by_version[jump.version], folder)
+                copy = {name: bits.copy() for name, bits in state.items()}
+                reader.apply(copy, jump, folder)
+                require_digest(copy, by_version[jump.version])
         yield manifest
     reader.checkout(manifests[-1], folder)
 
 
-def _verify_jump(
-    reader: RunReader, jump: DeltaRef, state: dict[str, Bits], target: Manifest, folder: Path
-) -> None:
-    copy = {name: bits.copy() for name, bits in state.items()}
-    reader.apply(copy, jump, folder)
-    require_digest(copy, target)
-
-
 def _checkout(arguments: Arguments) -> None:
-    reader = opened(arguments)
+    reader = _opened(arguments)
     manifest = reader.manifest(arguments.version)
     reader.checkout(manifest, arguments.out)
     print(f"version {manifest.version} (digest {manifest.digest}) is in {arguments.out}")
@@ -219,7 +235,7 @@ def _blame(arguments: Arguments) -> None:
     """Print a line for each of the tensors of which the largest shares changed."""
     from delta_weight_sync.codec import ULP_CLASSES, Delta, count_ulps
 
-    reader = opened(arguments)
+    reader = _opened(arguments)
     manifest = reader.find(arguments.version)
     if not manifest.deltas:
         raise ProtocolError(
@@ -247,11 +263,136 @@ def _blame(arguments: Arguments) -> None:
         print(f"{len(tensors) - _BLAMED} more tensors changed by smaller shares")
 
 
+def _bisect(arguments: Arguments) -> None:
+    if "{path}" not in arguments.eval and "{version}" not in arguments.eval:
+        raise CommandError("--eval names neither {path} nor {version}, so it would judge the same each time")
+    reader = _opened(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        judge = _Judge(reader, arguments.eval, Path(folder))
+        good, bad = _ends(reader, judge, arguments.good, arguments.bad)
+        unknown = set[int]()
+        while left := [version for version in range(good + 1, bad) if version not in unknown]:
+            version = left[len(left) // 2]
+            verdict = judge.verdict(version)
+            if verdict is None:
+                unknown.add(version)
+            elif verdict:
+                good = version
+            else:
+                bad = version
+    if good + 1 < bad:
+        raise BisectError(
+            f"the first bad version is one of {good + 1} to {bad}: those between could not be judged (exit"
+            " code 125)"
+        )
+    print(f"version {bad} is the first bad one; {judge.count} were judged")
+    place = printable(f"{reader.bucket.url}#{reader.keys.run}")
+    print(f"to see what changed there: delta-weight-sync blame {place} {bad}")
+
+
+def _ends(reader: RunReader, judge: _Judge, good: int | None, bad: int | None) -> tuple[int, int]:
+    """The good and the bad end. Ends that you gave must exist, the others are judged."""
+    newest = reader.manifest().version
+    oldest = min(manifests_of(reader.bucket.list(reader.keys.manifests)))
+    first, last = oldest if good is None else good, newest if bad is None else bad
+    if first >= last:
+        raise BisectError(f"nothing lies between good {first} and bad {last}: --bad must be a later version")
+    for end in (first, last):
+        reader.find(end)
+    if bad is None and judge.verdict(last) is not False:
+        raise BisectError(f"the newest version, {last}, is not bad: there is nothing to find")
+    if good is None and judge.verdict(first) is not True:
+        raise BisectError(f"the oldest version, {first}, is not good: the version that broke it was deleted")
+    return first, last
+
+
+class _Judge:
+    """Builds versions as checkpoints, next to the last good one, and runs the user's command on them."""
+
+    def __init__(self, reader: RunReader, command: str, folder: Path) -> None:
+        self._reader, self._command, self._folder = reader, command, folder
+        self._good: FollowedVersion | None = None  # later versions are built from it
+        self.count = 0
+
+    def verdict(self, version: int) -> bool | None:
+        """Whether a version is good, or None if the command does not know. Raises `CommandError`."""
+        manifest = self._reader.find(version)
+        built = FollowedVersion(manifest, self._folder / f"{version:08d}")
+        build(self._reader, manifest, built.path, self._good)
+        code = _run_in_shell(self._command, built.path, manifest)
+        if code in _NOT_STARTED:
+            raise CommandError(
+                f"--eval could not be started (exit code {code}): try it in a shell on a checkout"
+            )
+        if not 0 <= code <= _UNKNOWN:
+            raise CommandError(
+                f"--eval ended with {code} at version {version}, which is neither good (0) nor bad (1 to 124)"
+            )
+        good = None if code == _UNKNOWN else code == 0
+        self.count += 1
+        print(f"version {version}: {_VERDICTS[good]}", flush=True)
+        superseded = self._good if good else built
+        if good:
+            self._good = built
+        if superseded:
+            shutil.rmtree(superseded.path)
+        return good
+
+
+def _follow(arguments: Arguments) -> None:
+    reader, into = _opened(arguments), arguments.into
+    with _ended_by_signals():
+        if arguments.once:
+            with follow(reader, into, once=True) as versions:
+                for version in versions:
+                    _announce(version, into, arguments.on_version)
+            return
+        with CheckpointFolder(reader, into) as folder:
+            for version in updates(reader, folder, _complain):
+                try:
+                    _announce(version, into, arguments.on_version)
+                except BrokenPipeError:
+                    raise
+                except (CommandError, OSError) as error:
+                    _complain(error)
+
+
+def _announce(version: FollowedVersion, into: Path, command: str) -> None:
+    """Print the version and run the user's command, unless that succeeded before."""
+    done = into / ".announced"  # the last version, and the command that succeeded with it
+    text = f"version {version.version} (digest {version.digest})"
+    if done.exists() and done.read_text() == f"{text} {command}":
+        return
+    print(f"{text} is in {version.path}", flush=True)
+    if command and (code := _run_in_shell(command, version.path, version.manifest)):
+        raise CommandError(f"the command for version {version.version} ended with exit code {code}")
+    done.write_text(f"{text} {command}")
+
+
+def _complain(error: Exception) -> None:
+    print(f"delta-weight-sync follow: {printable(str(error))}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the block, and a running command, as `sys.exit` does."""
+
+    def end(sign: int, _: object) -> None:
+        sys.exit(_EXIT_CODES[sign])
+
+    before = {sign: signal.signal(sign, end) for sign in _EXIT_CODES}
+    try:
+        yield
+    finally:
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
+
+
 def _gc(arguments: Arguments) -> None:
     from delta_weight_sync.prune import Keep, Pruner, prune
     from delta_weight_sync.util import size_text
 
-    reader, keep = opened(arguments), Keep.parse(arguments.keep)
+    reader, keep = _opened(arguments), Keep.parse(arguments.keep)
     survey = Pruner(reader, keep).survey()
     if survey is None:
         raise NoVersionError(
@@ -267,3 +408,20 @@ def _gc(arguments: Arguments) -> None:
     if survey.kept > keep.size:
         stay += f", which is more than {keep}: the newest version and the last hour need it"
     print(f"{len(survey.delete)} objects {done}, {size_text(survey.freed)}; {stay}")
+
+
+def _keygen(arguments: Arguments) -> None:
+    print(f"{PUBLIC_KEY}={make_keys(arguments.file)}")
+
+
+_COMMANDS: Final = {  # what runs each, and the end of its help
+    "log": (_log, ""),
+    "show": (_show, ""),
+    "verify": (_verify, ""),
+    "checkout": (_checkout, ""),
+    "bisect": (_bisect, _BISECT),
+    "blame": (_blame, _BLAME),
+    "follow": (_follow, _FOLLOW),
+    "gc": (_gc, _GC),
+    "keygen": (_keygen, _KEYGEN),
+}

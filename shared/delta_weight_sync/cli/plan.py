@@ -17,7 +17,7 @@ from delta_weight_sync.util import count_text, size_text, time_text
 _SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser, _: str) -> None:
     """The arguments of `plan`; each stores a field of `Question`."""
     add = parser.add_argument
     add("--params", type=weights, required=True, help="weights of the model: 1T, 0.6B, 135M")
@@ -34,11 +34,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--steps-per-hour", type=positive, help="of the trainer (default: as many as the system carries)")
     add("--price-egress", dest="egress_usd_gb", type=dollars, default=0.0, help="USD per GB (default: 0)")
     add("--json", action="store_true", help="print all figures as JSON")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=_run)
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Print the table, or JSON."""
+def _run(arguments: argparse.Namespace) -> None:
     plan = Plan(Question(**{field.name: getattr(arguments, field.name) for field in fields(Question)}))
     figures = vars(plan) | {"question": asdict(plan.question), "assumptions": _assumptions(plan)}
     print(json.dumps(figures, indent=2) if arguments.json else _table(plan))

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack, get_args
 
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
 
 from delta_weight_sync.codec import Encoding
 from delta_weight_sync.digest import to_hex
@@ -22,14 +23,7 @@ from delta_weight_sync.publish.sharding import Peers, Shards, Weights, gathered,
 from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import RunReader, split_run
 from delta_weight_sync.records import Manifest
-from delta_weight_sync.resume._state import (
-    FoundState,
-    Snapshot,
-    Stateful,
-    StateRecord,
-    StateSaver,
-    find_state,
-)
+from delta_weight_sync.resume._state import FoundState, Snapshot, StateRecord, StateSaver, find_state
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.signing import writer_keys
 from delta_weight_sync.store import open_bucket

@@ -21,12 +21,13 @@ import threading
 import time
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from delta_weight_sync.codec import Bits
@@ -56,16 +57,6 @@ class StateRecord(Sealed):
     created_at: Time  # unix seconds
     ranks: tuple[FileRef, ...]
     extra: dict[str, Any]
-
-
-class Stateful(Protocol):
-    """A learning rate schedule or a gradient scaler, whose state is JSON."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Its state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Restore a state."""
 
 
 class StateSaver:

@@ -44,11 +44,6 @@ class S3Bucket(_base.Bucket):
         return data
 
     def fetch(self, key: str, dest: Path, limit: int) -> str:
-        """A small object is hashed in memory.
-
-        s3fs writes the parts of a large one side by side, so that the file is hashed right after, from the
-        page cache.
-        """
         path = self._path(key)
         with self._explained(key):
             size = self._fs.info(path)["size"]
@@ -58,7 +53,7 @@ class S3Bucket(_base.Bucket):
                     data = self._first(path, size)
                     temporary.write_bytes(data)
                     return hashlib.sha256(data).hexdigest()
-                self._fs.get_file(path, str(temporary))
+                self._fs.get_file(path, str(temporary))  # writes parts side by side: hashed afterwards
                 return _base.file_sha256(temporary)
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -68,7 +63,6 @@ class S3Bucket(_base.Bucket):
                 self._fs.rm_file(path)
 
     def _put(self, key: str, data: bytes | Path) -> None:
-        """S3 shows an object once it is complete."""
         if isinstance(data, bytes):
             self._fs.pipe_file(self._path(key), data)
         else:

@@ -101,7 +101,7 @@ def _client() -> Any:
     hooks = client.event_hooks
     client.event_hooks = {
         "request": [*hooks["request"], _limit_time],
-        "response": [*hooks["response"], _note_quota, _limit_pause],
+        "response": [*hooks["response"], _note_answer],
     }
     return client
 
@@ -118,13 +118,20 @@ def _limit_time(request: Any) -> None:
         request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), REQUEST_TIMEOUT)
 
 
-def _note_quota(response: Any) -> None:
-    if bucket := _bucket_of(response.request):
-        quota, said = _quotas[bucket], parse_ratelimit_headers(response.headers)
-        if response.status_code == 429:
-            quota.refused(_retry_after_s(response.headers))
-        elif said and said.resource_type == "resolvers":
-            quota.left(said.remaining, said.reset_in_seconds)
+def _note_answer(response: Any) -> None:
+    """Note the quota, and shorten the pause that a busy server asks for: the client would sleep all of it."""
+    if not (bucket := _bucket_of(response.request)):
+        return
+    quota, headers = _quotas[bucket], response.headers
+    said = parse_ratelimit_headers(headers)
+    if response.status_code == 429:
+        quota.refused(_retry_after_s(headers))
+    elif said and said.resource_type == "resolvers":
+        quota.left(said.remaining, said.reset_in_seconds)
+    if response.status_code in (429, 503):
+        headers.pop("ratelimit", None)  # this header asks for a pause, too
+        asked = headers.get("retry-after", "")
+        headers["retry-after"] = str(min(int(asked), LONGEST_PAUSE)) if asked.isdigit() else ""
 
 
 def _retry_after_s(headers: Any) -> float | None:
@@ -133,14 +140,6 @@ def _retry_after_s(headers: Any) -> float | None:
     if retry_after.isdigit():
         return float(retry_after)
     return float(quota.reset_in_seconds) if quota else None
-
-
-def _limit_pause(response: Any) -> None:
-    """Shorten the pause that a busy server asks for: the client would sleep all of it."""
-    asked = response.headers.get("retry-after", "")
-    if _bucket_of(response.request) and response.status_code in (429, 503):
-        response.headers.pop("ratelimit", None)  # this header asks for a pause, too
-        response.headers["retry-after"] = str(min(int(asked), LONGEST_PAUSE)) if asked.isdigit() else ""
 
 
 class HubBucket(_base.Bucket):
@@ -175,11 +174,7 @@ class HubBucket(_base.Bucket):
         return data.getvalue()
 
     def fetch(self, key: str, dest: Path, limit: int) -> str:
-        """Download to `dest`; returns the sha256.
-
-        For a large object, huggingface_hub writes the file itself and offers no hook to hash the bytes on
-        their way, so the file is hashed right after, from the page cache.
-        """
+        """Download to `dest`; returns the sha256."""
         if limit <= DIRECT:
             with _base.replacing(dest) as temporary, temporary.open("wb") as file:
                 return self._read(key, file, limit)
@@ -191,6 +186,7 @@ class HubBucket(_base.Bucket):
             self._check_limit(key, found.size, limit)
             with _base.replacing(dest) as temporary:  # the client empties a file before it fails
                 self._api.download_bucket_files(self._id, [(found, temporary)])
+                # The client offers no hook to hash the bytes on their way; the page cache still has them.
                 return _base.file_sha256(temporary)
 
     def _read(self, key: str, to: BinaryIO, limit: int) -> str:
@@ -235,7 +231,6 @@ class HubBucket(_base.Bucket):
         self._api.batch_bucket_files(self._id, add=[(data, self._path(key))])
 
     def _stat(self, key: str) -> _base.ObjectInfo:
-        """One request with the HTTP method HEAD."""
         found = self._api.get_bucket_file_metadata(self._id, self._path(key))
         return _base.ObjectInfo(key, found.size, found.xet_file_data.file_hash)
 
