@@ -96,8 +96,8 @@ class Published:
 
 @pytest.fixture(autouse=True)
 def _trl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "_flash_attn", packing._flash_attn)  # as it was, after this test
-    patches._attention_without_download()
+    monkeypatch.setattr(patches, "_replace", monkeypatch.setattr)  # all is as it was, after this test
+    patches.install()
     packing.register_tree_attention()
 
 

@@ -95,7 +95,7 @@ def test_any_view_is_located_and_read_back(memory, data):
     index = np.array(sorted(chosen), np.int64)
     patch = codec.Patch("w", shape, index, (index + 1).astype(np.uint16))
     write, _ = memory(table).prepare(collect(of_patch(patch, table), table))
-    assert write.do() == 0
+    assert write.do()[0] == 0
     written = model.parameter.data.view(torch.int16).reshape(-1).tolist()
     assert {place: n for place, n in enumerate(written) if n} == {
         places[number]: number + 1 for number in chosen if number in places

@@ -1,7 +1,6 @@
 """Staging and committing on live memory: exact for any layout, put back bit for bit when anything fails."""
 
-import copy
-import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from delta_weight_sync.digest import state_digest
 from delta_weight_sync.errors import CodecError, WeightsChangedError
 from delta_weight_sync.vllm import memory as memory_module
 from delta_weight_sync.vllm import worker
-from delta_weight_sync.vllm.memory import collect
+from delta_weight_sync.vllm.memory import Step, collect
 from delta_weight_sync.vllm.worker import Ranks
 from tests.gpu.interpreted import interpreted
 from tests.support.live_weights import delta, live
@@ -82,14 +81,9 @@ def assert_same(model: Model, state: dict[str, np.ndarray]) -> None:
         np.testing.assert_array_equal(mine, fresh)
 
 
-class Failing:
+def failing(write: Step) -> Step:
     """A write of which something goes wrong once it is done."""
-
-    def __init__(self, write: worker.Step) -> None:
-        self._write, self.undo = write, write.undo
-
-    def do(self) -> int:
-        return self._write.do() + 1
+    return Step(lambda: (write.do()[0] + 1, 0.0), write.undo)
 
 
 @pytest.fixture
@@ -128,7 +122,7 @@ def test_many_deltas_with_undos_between_them_leave_what_a_fresh_load_would(
         assert staged.digest == state_digest(new)
         if turn % 4 == 0:
             with pytest.raises(CodecError, match="not what was written"):
-                worker.commit([*map(Failing, staged.steps)], Ranks(1).agree)
+                worker.commit([*map(failing, staged.steps)], Ranks(1).agree)
             assert_same(model, state)
             assert weights.digest() == known
         worker.commit(staged.steps, Ranks(1).agree)
@@ -150,26 +144,27 @@ def test_several_deltas_are_staged_as_one(tmp_path, rng, state, model, weights):
     assert_same(model, states[-1])
 
 
-class Half:
-    """A write that ends in the middle."""
+def test_a_failure_in_the_middle_of_the_writing_is_put_back(
+    tmp_path, monkeypatch, rng, state, model, weights
+):
+    staged = weights.stage([delta(tmp_path / "d", state, moved(rng, state))], weights.digest())
+    reload, write = staged.steps
+    put, launch = memory_module._put, device_memory.launch
 
-    def __init__(self, write: worker.Step) -> None:
-        self._write, self.undo = write, write.undo
+    def some(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+        launch(kernel, -(-programs // 2), *arguments, **constants)
 
-    def do(self) -> int:
-        half = copy.copy(self._write)
-        if isinstance(half, memory_module.HostWrite):
-            half._changes = dataclasses.replace(half._changes, parts=half._changes.parts[::2])
-        else:
-            half._blocks = half._blocks[::2].clone()
-        half.do()
+    def half() -> tuple[int, float]:
+        before = weights.digest()
+        with monkeypatch.context() as only_here:
+            only_here.setattr(memory_module, "_put", lambda rows, parts, *rest: put(rows, parts[::2], *rest))
+            only_here.setattr(device_memory, "launch", some)
+            write.do()
+        assert weights.digest() not in (before, staged.digest)
         raise MemoryError("device lost")
 
-
-def test_a_failure_in_the_middle_of_the_writing_is_put_back(tmp_path, rng, state, model, weights):
-    staged = weights.stage([delta(tmp_path / "d", state, moved(rng, state))], weights.digest())
     with pytest.raises(MemoryError):
-        worker.commit([staged.steps[0], Half(staged.steps[1])], Ranks(1).agree)
+        worker.commit([reload, Step(half, write.undo)], Ranks(1).agree)
     assert_same(model, state)
     worker.commit(staged.steps, Ranks(1).agree)
     assert weights.digest() == staged.digest
@@ -199,7 +194,7 @@ def test_a_write_that_did_not_take_is_counted(weights):
     """No delta names an element twice; if one did, the reading back would tell."""
     twice = (0, np.array([3, 7, 7], np.int32), np.array([1, 2, 3], np.int16))
     write, _ = weights._memory.prepare(collect([twice], weights._table))
-    assert write.do() == 1
+    assert write.do()[0] == 1
 
 
 @pytest.mark.parametrize("batch", [worker._BATCH, 7])

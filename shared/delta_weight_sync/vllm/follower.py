@@ -100,16 +100,11 @@ class Commands:
 
 
 class Follower:
-    """Keeps `engine` at the version that the run and the owner want.
-
-    Attributes:
-        serving: The version whose bits are live, proven by digest, or None. Any thread may read it.
-        commands: The owner's commands.
-    """
+    """Keeps `engine` at the version that the run and the owner want."""
 
     def __init__(self, reader: RunReader, engine: Engine, *, name: str, folder: Path, poll_s: float) -> None:
         """Prepare to follow; `start` begins. `folder`: scratch space for one or two checkpoints."""
-        self.serving: Manifest | None = None
+        self.serving: Manifest | None = None  # its bits are live, proven by digest; any thread may read it
         self.commands = Commands(reader)
         self._reader, self._engine, self._folder, self._poll_s = reader, engine, folder, poll_s
         self._layout, self._watcher = Layout(reader, folder), Watcher(reader, poll_s)

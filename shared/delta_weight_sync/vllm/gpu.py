@@ -38,6 +38,7 @@ from delta_weight_sync.vllm.memory import (
     TARGET,
     Changes,
     Rows,
+    Step,
     Table,
     cut,
 )
@@ -245,7 +246,7 @@ class DeviceMemory:
             self._sum()
         return out.numpy().view(np.uint16)
 
-    def prepare(self, changes: Changes) -> tuple[DeviceWrite, int]:
+    def prepare(self, changes: Changes) -> tuple[Step, int]:
         """The step that writes the changes, and by how much it moves this worker's share of the digest."""
         arrays = (changes.blocks(BLOCK), changes.element, changes.ulps)
         with self._staging():
@@ -255,7 +256,23 @@ class DeviceMemory:
             self._cells.zero_()
             changed = (self._rows, blocks, element, ulps, new)
             launch(look, len(blocks), *changed, self._inner, self._cells)
-            return DeviceWrite(*changed), self._sum()
+            wrong = torch.zeros(1, dtype=torch.int64, device=self._device)
+            moved = self._sum()
+
+        def do() -> tuple[int, float]:  # on the current stream, as `undo`
+            started, clock = time.perf_counter(), Clock(self._device)
+            wrong.zero_()
+            launch(put, len(blocks), *changed, undo=False)
+            launch(check, len(blocks), self._rows, blocks, element, new, wrong)
+            clock.stop()
+            missed = int(read(wrong))
+            return missed, max(0.0, time.perf_counter() - started - clock.seconds())
+
+        def undo() -> None:
+            launch(put, len(blocks), *changed, undo=True)
+            read(wrong)  # waits until the old bits are there
+
+        return Step(do, undo), moved
 
     def _sum(self) -> int:
         return int(read(self._cells.sum()))  # waits for the kernels
@@ -285,37 +302,6 @@ class DeviceMemory:
                 stack.enter_context(torch.cuda.device(self._device))
                 stack.enter_context(torch.cuda.stream(self._stream))
             yield
-
-
-class DeviceWrite:
-    """Writes changes to the live parameters on the current stream, and undoes them."""
-
-    def __init__(self, *changed: torch.Tensor) -> None:
-        """`changed`: rows, blocks, elements, ulps and new bits, as in `look`."""
-        self._rows, self._blocks, self._element, self._ulps, self._new = changed
-        self._wrong = torch.zeros(1, dtype=torch.int64, device=self._rows.device)
-        self.waited_s = 0.0
-
-    def do(self) -> int:
-        """Write the new bits; returns how many of them are not there when they are read back."""
-        started, clock = time.perf_counter(), Clock(self._rows.device)
-        self._wrong.zero_()
-        self._put(undo=False)
-        written = (self._rows, self._blocks, self._element, self._new)
-        launch(check, len(self._blocks), *written, self._wrong)
-        clock.stop()
-        wrong = int(read(self._wrong))
-        self.waited_s = max(0.0, time.perf_counter() - started - clock.seconds())
-        return wrong
-
-    def undo(self) -> None:
-        """Put the old bits back, however far `do` came, and wait until they are there."""
-        self._put(undo=True)
-        read(self._wrong)
-
-    def _put(self, *, undo: bool) -> None:
-        changed = (self._rows, self._blocks, self._element, self._ulps, self._new)
-        launch(put, len(self._blocks), *changed, undo=undo)
 
 
 def _tiles(table: Table) -> dict[int, Rows]:

@@ -11,9 +11,9 @@ thread, to leave vLLM's threads alone; `gpu` has the same ones for devices.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -213,6 +213,17 @@ def of_patch(patch: Patch, table: Table) -> Iterator[Found]:
         yield row, element, patch.ulps[which].view(np.int16)
 
 
+class Step(NamedTuple):
+    """One part of a commit.
+
+    `do` writes. It returns how many elements do not have the new bits when they are read back, and how many
+    seconds it stood behind earlier work of the device. `undo` puts the old bits back, however far `do` came.
+    """
+
+    do: Callable[[], tuple[int, float]]
+    undo: Callable[[], object]
+
+
 class HostMemory:
     """The parameters of a `Table` on the host."""
 
@@ -230,31 +241,15 @@ class HostMemory:
         _read(self._table.rows, parts, bits)
         return bits
 
-    def prepare(self, changes: Changes) -> tuple[HostWrite, int]:
+    def prepare(self, changes: Changes) -> tuple[Step, int]:
         """The step that writes the changes, and by how much it moves this worker's share of the digest."""
-        new = np.empty_like(changes.ulps)
+        new = np.empty_like(changes.ulps)  # int16 [n], the bits after the changes
         moved = _look(self._table.rows, changes.parts, changes.element, changes.ulps, new, INNER)
-        return HostWrite(self._table, changes, new), int(moved)
 
+        def put(values: Ulps) -> int:
+            return int(_put(self._table.rows, changes.parts, changes.element, values))
 
-class HostWrite:
-    """Writes changes to the live parameters, and undoes them."""
-
-    def __init__(self, table: Table, changes: Changes, new: Ulps) -> None:
-        """`new`: int16 [n], the bits after the changes."""
-        self.waited_s = 0.0
-        self._table, self._changes, self._new = table, changes, new
-
-    def do(self) -> int:
-        """Write the new bits; returns how many of them are not there when they are read back."""
-        return self._put(self._new)
-
-    def undo(self) -> None:
-        """Put the old bits back, however far `do` came."""
-        self._put(self._new - self._changes.ulps)
-
-    def _put(self, values: Ulps) -> int:
-        return int(_put(self._table.rows, self._changes.parts, self._changes.element, values))
+        return Step(lambda: (put(new), 0.0), lambda: put(new - changes.ulps)), int(moved)
 
 
 @intrinsic

@@ -50,11 +50,11 @@ from delta_weight_sync.errors import (
     kind_of,
 )
 from delta_weight_sync.vllm import cpu, memory, routes
-from delta_weight_sync.vllm.memory import Found, HostMemory, HostWrite, Table
+from delta_weight_sync.vllm.memory import Found, HostMemory, Step, Table
 from delta_weight_sync.vllm.routes import Route
 
 if TYPE_CHECKING:
-    from delta_weight_sync.vllm.gpu import DeviceMemory, DeviceWrite
+    from delta_weight_sync.vllm.gpu import DeviceMemory
 
 _TIMEOUT = timedelta(seconds=120)
 _BATCH = 1 << 25  # at most twice as many elements are compared with a checkpoint at a time
@@ -62,10 +62,6 @@ _log = logging.getLogger("delta_weight_sync")
 
 Answer = dict[str, Any]
 Memory: TypeAlias = "HostMemory | DeviceMemory"
-Step: TypeAlias = "HostWrite | DeviceWrite | Reload"
-"""One part of a commit. `do` writes, and returns how many elements do not have the new bits when they are
-read back; `undo` puts the old bits back, however far `do` came. `waited_s` is how long the last `do` stood
-behind earlier work of the device."""
 
 
 class Ranks:
@@ -106,7 +102,7 @@ class Ranks:
 class Fallback:
     """The host's copy of all tensors without a route; the same on every rank.
 
-    `bits`: checkpoint name -> the tensor as it is now, in its shape. Only `write` changes it.
+    `bits`: checkpoint name -> the tensor as it is now, in its shape. Only a step changes it.
     """
 
     def __init__(self, model: torch.nn.Module, bits: Mapping[str, Bits]) -> None:
@@ -129,18 +125,20 @@ class Fallback:
         """These tensors' share of the state digest; only one rank may count it."""
         return state_digest(self.bits)
 
-    def stage(self, patches: Sequence[Patch]) -> Reload:
-        """Prepare patches, all of tensors without a route."""
-        new = {patch.name: self.bits[patch.name].copy() for patch in patches}
+    def stage(self, patches: Sequence[Patch]) -> tuple[Step, int]:
+        """The step that loads patched tensors, and by how much it moves the digest; one rank may count it."""
+        old = {patch.name: self.bits[patch.name] for patch in patches}
+        new = {name: bits.copy() for name, bits in old.items()}
         for patch in patches:
             codec.apply(patch, new[patch.name])
-        return Reload(self, {name: self.bits[name] for name in new}, new)
+        return Step(lambda: self._write(new), lambda: self._write(old)), state_digest(new) - state_digest(old)
 
-    def write(self, tensors: Mapping[str, Bits]) -> None:
-        """Replace tensors of the copy; then load the model from it, if there are any."""
+    def _write(self, tensors: Mapping[str, Bits]) -> tuple[int, float]:
+        """Replace tensors of the copy and load all; the model holds nothing that could be read back."""
         self.bits |= tensors
         if tensors:
             self._load()
+        return 0, 0.0
 
     def _load(self) -> None:
         """All in one call, as a loader may need several together; as copies, as it may change them."""
@@ -160,29 +158,6 @@ class Fallback:
         tensors = (*self._model.named_parameters(), *self._model.named_buffers())
         wide = [(name, t.detach()) for name, t in tensors if t.is_floating_point() and t.element_size() > 1]
         return {name: live_digest("", t.reshape(-1).view(torch.int16)) for name, t in wide}
-
-
-@dataclass
-class Reload:
-    """The `Step` of the tensors without a route: the changed ones, before and after."""
-
-    fallback: Fallback
-    old: dict[str, Bits]
-    new: dict[str, Bits]
-    waited_s: float = 0.0
-
-    def do(self) -> int:
-        """Load the tensors with the new bits; the model holds none that could be read back."""
-        self.fallback.write(self.new)
-        return 0
-
-    def undo(self) -> None:
-        """Load them with the old bits."""
-        self.fallback.write(self.old)
-
-    def moved(self) -> int:
-        """By how much this moves the state digest (mod 2^64); only one rank may count it."""
-        return state_digest(self.new) - state_digest(self.old)
 
 
 @dataclass
@@ -252,8 +227,8 @@ class LiveWeights:
 
     def _staged(self, found: Iterable[Found], reloaded: list[Patch], live: int) -> Staged:
         write, moved = self._memory.prepare(memory.collect(found, self._table))
-        reload = self._fallback.stage(reloaded)
-        digest = sum(self._ranks.gather(moved), live + reload.moved()) % (1 << 64)
+        reload, moved_too = self._fallback.stage(reloaded)
+        digest = sum(self._ranks.gather(moved), live + moved_too) % (1 << 64)
         return Staged(digest, [reload, write])
 
 
@@ -266,16 +241,19 @@ def memory_of(table: Table) -> Memory:
     return DeviceMemory(table)
 
 
-def commit(steps: Sequence[Step], agree: Callable[[BaseException | None], None]) -> None:
-    """Write and check; if anything fails here or on another worker, undo everything and raise."""
+def commit(steps: Sequence[Step], agree: Callable[[BaseException | None], None]) -> float:
+    """Write and check; if anything fails here or on another worker, undo everything and raise.
+
+    Returns the seconds that the writing stood behind earlier work of the device.
+    """
     done: list[Step] = []
     failure: BaseException | None = None
     try:
-        wrong = 0
+        results = []
         for step in steps:
             done.append(step)  # before it is written: half a write is undone as well
-            wrong += step.do()
-        if wrong:
+            results.append(step.do())
+        if wrong := sum(missed for missed, _ in results):
             raise CodecError(f"{wrong} elements are not what was written")
     except BaseException as error:  # noqa: BLE001 - raised below, after every worker knows
         failure = error
@@ -287,6 +265,7 @@ def commit(steps: Sequence[Step], agree: Callable[[BaseException | None], None])
         for step in reversed(done):
             step.undo()
         raise
+    return sum(waited_s for _, waited_s in results)
 
 
 class DeltaWorker:
@@ -352,9 +331,8 @@ class DeltaWorker:
         staged, self._staged = self._staged, Staged()
         if to_hex(staged.digest) != digest:
             raise CodecError(f"the delta leads to digest {to_hex(staged.digest)}, published was {digest}")
-        commit(staged.steps, self._ranks.agree)
+        waited_s = commit(staged.steps, self._ranks.agree)
         self._digest = staged.digest
-        waited_s = sum(step.waited_s for step in staged.steps)
         return {"commit_s": time.perf_counter() - started - waited_s, "waited_s": waited_s}
 
 
