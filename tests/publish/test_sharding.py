@@ -168,12 +168,12 @@ def _failing(fault: list[str]) -> int | None:
 
 
 def _send(publisher: Publisher, model: Model, fails: bool) -> None:
-    """With a fault at this rank's first parameter, while the other ranks go on to the next ones."""
+    """With a fault before this rank's first parameter, while the other ranks go on to the next ones."""
 
     def fail(*_: Any) -> None:
         raise MemoryError("no room")
 
-    with mock.patch.multiple(Mirror, add=fail, _check=fail) if fails else contextlib.nullcontext():
+    with mock.patch.multiple(Mirror, add=fail, find=fail) if fails else contextlib.nullcontext():
         publisher.publish(model.named_parameters())
 
 
