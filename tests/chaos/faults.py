@@ -12,9 +12,8 @@ from random import Random
 from typing import Any
 
 from tests.chaos.actor import Died, Failed
-from tests.chaos.faulty import Fault
+from tests.chaos.faulty import DAMAGES, KINDS, Fault
 from tests.chaos.scene import NotStruck, NotSurvived, Scene, Strike, Trainers
-from tests.chaos.vandal import DAMAGES, KINDS
 
 DAY_S = 86400.0
 UPLOADS = ("put", "list", "delete")

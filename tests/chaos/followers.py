@@ -26,8 +26,8 @@ from delta_weight_sync.errors import CodecError, EngineError, ProtocolError
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import Manifest, parse
 from delta_weight_sync.vllm.follower import Follower
-from tests.chaos.faulty import Mortal
-from tests.chaos.truth import RUN, Truth
+from tests.chaos.faulty import RUN, Mortal
+from tests.chaos.trainer import Truth
 from tests.live import replica as live
 from tests.support import fake_vllm
 

@@ -12,11 +12,9 @@ from random import Random
 from typing import Any, NamedTuple
 
 from tests.chaos.actor import Actor, Died, Failed, Local
-from tests.chaos.faulty import Fault
+from tests.chaos.faulty import RUN, Fault, Vandal
 from tests.chaos.followers import Claim, Kept, Living, Replica, read_kept
-from tests.chaos.trainer import Published, Trainer
-from tests.chaos.truth import RUN, Truth
-from tests.chaos.vandal import Vandal
+from tests.chaos.trainer import Published, Trainer, Truth
 from tests.support.hubsim import HubSim
 
 GRACE_S = 0.3, 1.0  # between two versions of a run that recovers: at first, at most

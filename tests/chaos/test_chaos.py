@@ -9,7 +9,7 @@ import pytest
 from tests.chaos.faults import ON_DISK, ON_HUB
 from tests.chaos.followers import Claim
 from tests.chaos.scene import Member, Place, Scene
-from tests.chaos.truth import Truth
+from tests.chaos.trainer import Truth
 
 PATIENCE_S = 3600
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,6 @@ from delta_weight_sync import Publisher
 from delta_weight_sync.checkpoint import read_bits, to_bits
 from delta_weight_sync.digest import state_digest, to_hex
 from tests.chaos.faulty import Mortal
-from tests.chaos.truth import Truth
 
 SHAPES = {"embed.weight": (192, 32), "layer.weight": (64, 64), "norm.weight": (64,)}
 RETRY_S = 0.02
@@ -117,3 +117,39 @@ class Trainer(Mortal):
             return {name: torch.from_numpy(b).view(torch.bfloat16).float() for name, b in bits.items()}
         generator = torch.Generator().manual_seed(0)
         return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+class Truth:
+    """What trainers handed over, in a local file that no fault touches.
+
+    Lines of writer, sync and digest, each written before the weights are handed to the publisher.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._read = path, 0
+        self._known: dict[tuple[str, int], str] = {}
+        path.touch()
+
+    def tell(self, writer: str, sync: int, digest: str) -> None:
+        line = f"{writer} {sync} {digest}\n".encode()
+        file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+        os.write(file, line)
+        os.close(file)
+
+    def digest(self, writer: str, sync: int) -> str | None:
+        self._refresh()
+        return self._known.get((writer, sync))
+
+    def holds(self, digest: str) -> bool:
+        self._refresh()
+        return digest in self._known.values()
+
+    def _refresh(self) -> None:
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            lines = file.read()
+        whole = lines[: lines.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for line in whole.decode().splitlines():
+            writer, sync, digest = line.split()
+            self._known[writer, int(sync)] = digest

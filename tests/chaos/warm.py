@@ -9,9 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import tests.chaos.followers
-import tests.chaos.trainer
-import tests.chaos.vandal  # noqa: F401
+import tests.chaos.followers  # noqa: F401 - and what it imports
 from delta_weight_sync import codec
 from delta_weight_sync.digest import state_digest
 from delta_weight_sync.reader import apply_delta

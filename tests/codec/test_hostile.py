@@ -17,9 +17,18 @@ from hypothesis import strategies as st
 from delta_weight_sync import codec
 from delta_weight_sync.codec.groups import GROUP_ELEMENTS, encode_group
 from delta_weight_sync.errors import CodecError
-from tests.fuzz.check import check, decoded
-from tests.fuzz.mutate import NUMBERS, Parts, mutate, put_together, replace_stream, take_apart
-from tests.fuzz.seeds import OLD, seeds
+from tests.fuzz.deltas import (
+    NUMBERS,
+    OLD,
+    Parts,
+    check,
+    decoded,
+    mutate,
+    put_together,
+    replace_stream,
+    seeds,
+    take_apart,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 

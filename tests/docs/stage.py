@@ -69,8 +69,21 @@ def _copy(folder: Path) -> None:
     (folder / ".venv").symlink_to(Path(sys.prefix))
 
 
+_SEED = """
+import sys, tempfile, torch
+from pathlib import Path
+from tests.support.published_run import write_run
+
+with tempfile.TemporaryDirectory() as folder:
+    for url in sys.argv[1:]:
+        torch.manual_seed(0)
+        write_run(url, Path(folder), versions=9, run="demo")
+"""
+
+
 def _seed(stage: Stage, urls: list[str]) -> None:
-    command = [sys.executable, "-m", "tests.docs.seed", *urls]
+    """Write a run of a tiny policy into each bucket, as `make demo` leaves one."""
+    command = [sys.executable, "-c", _SEED, *urls]
     done = subprocess.run(
         command, cwd=stage.folder, env=stage.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )

@@ -16,8 +16,7 @@ from delta_weight_sync.cli import COMMANDS
 from delta_weight_sync.vllm.server import Settings as Follows
 from env_space.settings import Settings as Game
 from inference_space.settings import Settings as Space
-from tests.docs.blocks import PageError, blocks
-from tests.docs.run import check, pages
+from tests.docs.run import PageError, blocks, check, pages
 from tests.docs.stage import ROOT, Stage
 from trainer.settings import Settings as Trainer
 

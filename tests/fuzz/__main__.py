@@ -9,9 +9,7 @@ from pathlib import Path
 from random import Random
 
 from tests.fuzz import command
-from tests.fuzz.check import check, decoded
-from tests.fuzz.mutate import mutate
-from tests.fuzz.seeds import seeds
+from tests.fuzz.deltas import check, decoded, mutate, seeds
 
 SECONDS_PER_CASE = 20  # more is a hang, on any machine
 

@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 
 from delta_weight_sync.store import open_bucket
-from tests.fuzz.mutate import mutate, mutate_header, mutate_raw, mutate_tree
+from tests.fuzz.deltas import mutate, mutate_header, mutate_raw, mutate_tree
 from tests.support.real_run import RealRun, games
 
 RUN = "forged"

@@ -1,4 +1,4 @@
-"""Lives of a real trainer, TRL's, that is ended at random instants; it gets recorded samples by their number.
+"""Lives of a real trainer, TRL's: with recorded samples, ended at random instants, or with none to train on.
 
     python -m tests.support.trainer_lives FOLDER KILLS SEED
 
@@ -221,6 +221,38 @@ def ended_lives(folder: Path, bucket: str, steps: int, kills: int) -> list[str]:
         at = f"{after_s:.2f} s" if timed else f"event {event}"
         ends.append(f"{sign.name} at {at}: {wait(pid)}")
     return ends
+
+
+def wait_in_vain(folder: Path, lives: int) -> None:
+    """Trainers whose replica never answers, one after the other: they wait for samples until they are ended.
+
+    Each says "waiting" once its child plays. This process says each one's number first, and how it ended.
+    """
+    places = {"model": str(folder / "base"), "bucket": (folder / "bucket").as_uri()}
+    script = Settings(**places, run="run", replicas=["http://127.0.0.1:1"], task="brevity")
+    parser = SimpleNamespace(parse_args_and_config=lambda: (script, cpu_config(folder / "trl", max_steps=5)))
+    start = rollouts.ReplicaRolloutWorker.start
+
+    def start_and_say(worker: rollouts.ReplicaRolloutWorker) -> None:
+        start(worker)
+        print("waiting", flush=True)
+
+    for _ in range(lives):
+        if (life := os.fork()) == 0:
+            tiny.build(folder / "base", tie=True, seed=0)
+            with (
+                mock.patch.object(train, "TrlParser", return_value=parser),
+                mock.patch.object(train.Spaces, "wait"),
+                mock.patch.object(rollouts.ReplicaRolloutWorker, "start", start_and_say),
+            ):
+                try:
+                    train.main()
+                except SystemExit as end:
+                    sys.stdout.flush()
+                    os._exit(int(end.code or 0))  # to take a fork's memory apart copies it first
+        print("trainer", life, flush=True)
+        print("ended", os.waitstatus_to_exitcode(os.waitpid(life, 0)[1]), flush=True)
+    os._exit(0)
 
 
 def main(folder: Path, kills: int, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""`python -m trainer.train`: its settings, the end of training, its own learning rate, and its processes."""
+"""`python -m trainer.train`: settings and run files, the end of training, learning rates, processes."""
 
 import json
 import os
@@ -16,6 +16,8 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from trl import TrlParser
+from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from delta_weight_sync import open_run
 from delta_weight_sync.resume._state import usable_states
@@ -43,6 +45,13 @@ live(folder, timed, 3, every=2)
 live(folder, timed, 3, every=2)  # it has nothing left to do
 live(folder, rated, 1, norm_learning_rate=0.05)
 live(folder, rated, 2, norm_learning_rate=0.05)
+"""
+WAITING = """
+import sys
+from pathlib import Path
+from tests.support.trainer_lives import wait_in_vain
+
+wait_in_vain(Path(sys.argv[1]), int(sys.argv[2]))
 """
 
 
@@ -213,7 +222,7 @@ def test_the_norms_may_learn_faster_than_the_matrices(buckets, tmp_path):
 @contextmanager
 def waiting_trainers(folder: Path, lives: int) -> Iterator[IO[str]]:
     """Trainers that wait for samples, one after the other; yields their output and that of their parent."""
-    command = [sys.executable, "-m", "tests.support.waiting_trainer", str(folder), str(lives)]
+    command = [sys.executable, "-c", WAITING, str(folder), str(lives)]
     with (folder / "errors").open("w") as errors:
         parent = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=errors, text=True)
     assert parent.stdout is not None
@@ -262,3 +271,47 @@ def test_a_signal_and_a_sudden_death_end_the_process_that_plays(tmp_path):
     assert open_run((tmp_path / "bucket").as_uri()).manifest().version == 0, (
         "version 0 is not published twice"
     )
+
+
+@pytest.mark.parametrize(
+    ("kills", "seed"),
+    [pytest.param(2, 1, marks=pytest.mark.live), pytest.param(20, 2, marks=pytest.mark.long)],
+)
+def test_the_versions_are_those_of_a_trainer_that_was_left_alone(kills, seed, tmp_path):
+    """Ended by -9 and SIGTERM at random instants, and started again with the same command."""
+    lives = [sys.executable, "-m", "tests.support.trainer_lives", str(tmp_path), str(kills), str(seed)]
+    done = subprocess.run(lives, env=ENVIRONMENT, capture_output=True, text=True, timeout=200 + 60 * kills)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads((tmp_path / "versions.json").read_text())
+    assert [version for version, _, _ in result["undisturbed"]] == list(range(result["steps"] + 1))
+    assert result["ended"] == result["undisturbed"], result["ends"]
+    for number, end in enumerate(result["ends"]):
+        code, log = int(end.rpartition(" ")[2]), (tmp_path / f"{number}.log").read_text()
+        # One that is ended after a while may be done before that, and so are those after it.
+        assert code in ((-9, 143)[number % 2], *([0] if kills > 4 else [])), f"{end}\n{log[-3000:]}"
+        if code == 143:
+            assert "the same command resumes the run" in log
+
+
+CONFIGS = Path(__file__).parents[2] / "trainer" / "configs"
+WHERE = "--bucket hf://buckets/me/wordle --run first --replicas https://r --env_url https://e"
+
+
+@pytest.mark.parametrize("name", ["qwen3_0_6b", "qwen3_1_7b", "qwen3_0_6b_reverse_text"])
+def test_only_the_addresses_are_missing(name, tmp_path):
+    # bf16 autocast is checked against the hardware when it is parsed
+    options = ["--config", str(CONFIGS / f"{name}.yaml"), "--bf16", "false", "--output_dir", str(tmp_path)]
+    parser = TrlParser((Settings, AsyncGRPOConfig))
+    script, config = parser.parse_args_and_config([*options, *WHERE.split()])
+    assert "/Qwen3-" in script.model
+    assert script.replicas == ["https://r"]
+    assert config.per_device_train_batch_size % config.num_generations == 0, "a step has whole groups"
+    assert config.dtype == "float32", "small steps are not rounded away"
+    if script.task == "wordle":
+        assert config.chat_template_kwargs == {"enable_thinking": False}
+        assert config.max_tool_calling_iterations == 6, "all guesses"
+        assert config.max_completion_length == 1024
+        turns = config.max_tool_calling_iterations + 1
+        assert config.token_budget > turns * config.max_completion_length + 500, "the longest game fits"
+    else:
+        assert script.task == "reverse_text"

@@ -1,7 +1,15 @@
-"""The page and its views in a visitor's browser, on a written run and on a run by the real publisher."""
+"""The page and its views in a visitor's browser, on a written run and on a run by the real publisher.
+
+The exported folder shows the same views from `file://`, and axe finds nothing serious in any view.
+"""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -11,12 +19,16 @@ import pytest
 from delta_weight_sync.records import Writer
 from delta_weight_sync.store import Bucket
 from delta_weight_sync.util import count_text, size_text
+from inference_space.dashboard.export import export
 from tests.browser import PATIENCE_S
+from tests.support.dashboard import KEY, REFUSED, RecordedControls, controlled
 from tests.support.real_run import KINDS, RealRun, Shown, games
 from tests.support.written_run import FULL, TOTAL, WrittenRun, digest_of
 
 pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
 from playwright.sync_api import Browser, Page, expect
+
+from tests.inference_space.dashboard.screenshots import READY, open_view
 
 pytestmark = pytest.mark.full
 
@@ -241,3 +253,118 @@ def test_an_open_view_turns_to_the_run_that_takes_the_place_of_another(
     expect(page.locator(".view-bucket [role=alert]")).to_contain_text("holds no run yet")
     page.locator("[data-tab=explain]").click()
     expect(page.locator(".whose button").first).to_have_text("an example: Qwen3-0.6B")
+
+
+pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
+
+
+def test_a_folder_shows_the_run_without_a_server(
+    page: Page, tmp_path: Path, real: RealRun, bucket: Bucket
+) -> None:
+    real.end()
+    bucket.delete([real.reader.manifest(1).deltas[-1].key])  # as if it had been cleaned up
+    index = export(bucket, None, tmp_path / "site")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(index.as_uri())
+    newest = real.reader.manifest()
+    expect(page.locator("#dws-live h1")).to_have_text("v3 serving on 1/1 replica")
+    expect(page.locator("#dws-live .done")).to_contain_text(
+        ["training ended", f"exactly the published bits {newest.digest}"]
+    )
+
+    page.get_by_label("Look back").focus()
+    page.keyboard.press("Home")
+    expect(page.locator("#dws-past h1")).to_have_text("v0 serving on 1/1 replica")
+    page.keyboard.press("ArrowRight")
+    past = page.locator("#dws-past")
+    expect(past.locator("h1")).to_have_text("v1 serving on 1/1 replica")
+    expect(past).to_contain_text(f"yes {real.reader.manifest(1).digest}")
+
+    page.locator("[data-tab=inside]").click()
+    expect(page.locator(".view-inside")).to_contain_text(
+        f"v2 → v3: {count_text(newest.changed)} weights changed"
+    )
+    page.get_by_label("Version").focus()
+    page.keyboard.press("Home")
+    expect(page.locator(".view-inside")).to_contain_text("v1 → v2")
+    page.locator("[data-tab=bucket]").click()
+    page.locator("[data-delta='2']").click()
+    expect(page.locator(".opened")).to_contain_text(size_text(real.reader.manifest(2).deltas[-1].size))
+    expect(page.locator(".view-bucket a")).to_have_count(0)
+    page.locator("[data-tab=explain]").click()
+    expect(page.locator(".whose button").first).to_have_text("this run: tiny-qwen")
+    assert {urlsplit(one).scheme for one in asked} <= {"file", "blob"}
+
+
+AXE = "axe-core@4.11.0"
+
+
+@pytest.fixture(scope="module")
+def axe(pytestconfig: pytest.Config) -> Path:
+    """axe-core's script, from npm once and then from pytest's cache."""
+    folder = pytestconfig.cache.mkdir("axe") / AXE
+    script = folder / "package" / "axe.min.js"
+    if script.exists():
+        return script
+    if shutil.which("npm") is None:
+        pytest.skip(f"no npm on PATH, so {AXE} cannot be had: apt-get install npm")
+    folder.mkdir(exist_ok=True)
+    got = subprocess.run(["npm", "pack", AXE], cwd=folder, capture_output=True, text=True, check=False)
+    if got.returncode:
+        pytest.skip(f"npm could not fetch {AXE}: {got.stderr.strip().splitlines()[-1:]}")
+    with tarfile.open(next(folder.glob("*.tgz"))) as archive:
+        archive.extract("package/axe.min.js", folder, filter="data")
+    return script
+
+
+DEVICES = [(1280, "light"), (390, "dark")]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("width", "scheme"), DEVICES)
+def test_nothing_serious(
+    browser: Browser, url: str, real: RealRun, axe: Path, shown: Shown, width: int, scheme: str
+) -> None:
+    real.step(0.8, games())
+    shown(real)
+    with looking(browser, url, width, scheme) as page:
+        expect(page.locator("#dws-live .boards")).to_be_visible()
+        page.add_script_tag(path=axe)
+        for view, there in READY.items():
+            open_view(page, view, there)
+            assert page.evaluate(_RUN) == [], view
+
+
+@pytest.mark.long
+def test_nothing_serious_on_the_owners_tab(browser: Browser, bucket: Bucket, axe: Path) -> None:
+    """Once with a refusal on it, once with an answer."""
+    (desktop, phone), owner = DEVICES, "#dws-owner-state"
+    with controlled(bucket, RecordedControls()) as url:
+        for device, key, there in ((desktop, "a guess", REFUSED), (phone, KEY, f"{owner} b:text('paused')")):
+            with looking(browser, f"{url}#owner", *device) as page:
+                page.add_script_tag(path=axe)
+                page.get_by_label("Key").fill(key)
+                page.get_by_role("button", name="Pause following").click()
+                expect(page.locator(there)).to_be_visible()
+                assert page.evaluate(_RUN) == [], there
+
+
+@contextmanager
+def looking(browser: Browser, url: str, width: int, scheme: str) -> Iterator[Page]:
+    options = {
+        "viewport": {"width": width, "height": 900},
+        "color_scheme": scheme,
+        "reduced_motion": "reduce",
+    }
+    with browser.new_context(**options, bypass_csp=True) as context:  # or axe's script could not run
+        page = context.new_page()
+        page.goto(url)
+        yield page
+
+
+_RUN = """async () => {
+  const found = await axe.run(document, { resultTypes: ["violations"] })
+  return found.violations.filter(one => ["serious", "critical"].includes(one.impact))
+    .map(one => `${one.id}: ${one.nodes.slice(0, 3).map(node => node.html.slice(0, 160)).join(" | ")}`)
+}"""

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
 
 import pytest
-
-pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
-from playwright.sync_api import Page, expect
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import padding, rsa
+from fastapi import FastAPI, Request
+from fastapi.responses import RedirectResponse
 
 from delta_weight_sync.store import open_bucket
 from inference_space.dashboard import owner
 from inference_space.dashboard.owner import Owner
-from tests.inference_space.dashboard.openid_provider import provider
 from tests.support.dashboard import KEY, REFUSED, RecordedControls, controlled, served
+
+pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
+from playwright.sync_api import Page, expect
 
 SPACE = {"SYSTEM": "spaces", "SPACE_ID": "ada/replica", "SPACE_AUTHOR_NAME": "ada"}
 GRANTED = {"OAUTH_CLIENT_ID": "the-space", "OAUTH_CLIENT_SECRET": "s" * 32, "OAUTH_SCOPES": "openid profile"}
@@ -152,3 +160,53 @@ def test_the_author_is_the_owner_and_another_is_not(page: Page, tmp_path: Path) 
 def back_at_the_owners_tab(page: Page) -> None:
     expect(page).to_have_url(re.compile("/$"))
     page.locator("[data-tab=owner]").click()
+
+
+def provider(url: str, names: Iterator[str]) -> FastAPI:
+    """An OpenID provider at `url` that asks for no password: each visitor is the next of `names`."""
+    app, key, nonces = FastAPI(), rsa.generate_private_key(65537, 2048), dict[str, str]()
+
+    @app.get("/.well-known/openid-configuration")
+    def configuration() -> dict[str, Any]:
+        return {
+            "issuer": url,
+            "authorization_endpoint": f"{url}/authorize",
+            "token_endpoint": f"{url}/token",
+            "jwks_uri": f"{url}/keys",
+            "id_token_signing_alg_values_supported": ["RS256"],
+        }
+
+    @app.get("/keys")
+    def keys() -> dict[str, Any]:
+        numbers = key.public_key().public_numbers()
+        parts = {part: _number(getattr(numbers, part)) for part in ("n", "e")}
+        return {"keys": [{"kty": "RSA", "kid": "1", "use": "sig", "alg": "RS256", **parts}]}
+
+    @app.get("/authorize")
+    def authorize(redirect_uri: str, state: str, nonce: str) -> RedirectResponse:
+        nonces["a-code"] = nonce
+        return RedirectResponse(f"{redirect_uri}&{urlencode({'code': 'a-code', 'state': state})}")
+
+    @app.post("/token")
+    async def token(request: Request) -> dict[str, Any]:
+        form, name, now = await request.form(), next(names), int(time.time())
+        claims = {"iss": url, "sub": "1", "aud": "the-space", "iat": now, "exp": now + 600}
+        claims |= {"nonce": nonces[str(form["code"])], "name": name, "preferred_username": name}
+        claims |= {"profile": f"{url}/{name}", "picture": ""}
+        signed = _sign(key, {"alg": "RS256", "kid": "1"}, claims)
+        return {"access_token": "t", "token_type": "bearer", "expires_in": 600, "id_token": signed}
+
+    return app
+
+
+def _sign(key: rsa.RSAPrivateKey, header: dict[str, Any], claims: dict[str, Any]) -> str:
+    content = ".".join(_text(json.dumps(part).encode()) for part in (header, claims))
+    return f"{content}.{_text(key.sign(content.encode(), padding.PKCS1v15(), hashes.SHA256()))}"
+
+
+def _number(value: int) -> str:
+    return _text(value.to_bytes((value.bit_length() + 7) // 8, "big"))
+
+
+def _text(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()

@@ -6,16 +6,17 @@ import sys
 import threading
 from pathlib import Path
 
+import httpx
 import uvicorn
-from fastapi import FastAPI, Header, Request
-from fastapi.responses import JSONResponse
+from fastapi import FastAPI, Header, Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from starlette.background import BackgroundTask
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .bucket_routes import bucket_routes
 from .common import HubError
 from .control import FaultMiddleware, Plan, control_routes
-from .repo_routes import repo_routes
-from .space_routes import AppProxy, space_routes
+from .routes import bucket_routes, repo_routes, space_routes
+from .spaces import SpaceState
 from .store import Hub
 from .xet import OWN_CAS, bridge_routes, cas_routes
 
@@ -64,6 +65,63 @@ async def _refuse(request: Request, error: HubError) -> JSONResponse:
     headers = {"X-Error-Message": error.message} | ({"X-Error-Code": error.code} if error.code else {})
     there = {"url": f"{request.base_url}{error.url}"} if error.url else {}
     return JSONResponse({"error": error.message, **there}, error.status, headers)
+
+
+RUNNING = ("RUNNING", "RUNNING_BUILDING", "RUNNING_APP_STARTING")
+HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "host", "content-length", "date"}
+
+
+class AppProxy:
+    """The apps of all Spaces, each at a port of its own."""
+
+    def __init__(self, hub: Hub) -> None:
+        self.hub = hub
+        self.client = httpx.AsyncClient(timeout=None, trust_env=False)
+
+    def space_at(self, scope: Scope) -> SpaceState | None:
+        """The Space whose port this is; None where it has none yet, or no longer."""
+        url = "http://{}:{}".format(*scope["server"])
+        return next((space for space in self.hub.spaces.values() if space.address == url), None)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = await self._answer(Request(scope, receive))
+        await answer(scope, receive, send)
+
+    async def _answer(self, request: Request) -> Response:
+        space = self.space_at(request.scope)
+        if space is None or not self._may_see(space, request):
+            return _page(404, "404")
+        if (stage := space.visit()) not in RUNNING:
+            return _page(503, f"Your space is in stage {stage}")
+        if not space.upstream:
+            return _page(502, "The test has set no upstream for this Space")
+        return await self._forward(space.upstream, request)
+
+    def _may_see(self, space: SpaceState, request: Request) -> bool:
+        try:
+            self.hub.space(space.id, request.headers.get("authorization") if space.repo.private else None)
+        except HubError:
+            return False
+        return True
+
+    async def _forward(self, upstream: str, request: Request) -> Response:
+        query = request.scope["query_string"]
+        raw_path = request.scope["raw_path"] + (b"?" + query if query else b"")
+        url = httpx.URL(upstream).copy_with(raw_path=raw_path)
+        headers = [(key, value) for key, value in request.headers.items() if key not in HOP_BY_HOP]
+        asked = self.client.build_request(request.method, url, headers=headers, content=await request.body())
+        try:
+            answer = await self.client.send(asked, stream=True)
+        except httpx.TransportError:
+            return _page(502, "The upstream of this Space does not answer")
+        passed = {key: value for key, value in answer.headers.items() if key not in HOP_BY_HOP}
+        return StreamingResponse(
+            answer.aiter_raw(), answer.status_code, passed, background=BackgroundTask(answer.aclose)
+        )
+
+
+def _page(status: int, text: str) -> HTMLResponse:
+    return HTMLResponse(f"<!DOCTYPE html><title>{text}</title>", status)
 
 
 SPACES = 12  # how many there can be at a time

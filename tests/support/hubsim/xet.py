@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import hf_xet
 from fastapi import APIRouter, Header, Request, Response
@@ -30,24 +30,18 @@ class Term:
     size: int
 
 
-@dataclass(frozen=True)
-class Xorb:
-    """Where each chunk lies: packed in bytes [offsets[i], offsets[i + 1]), unpacked to sizes[i] bytes."""
+def chunk_offsets(data: bytes) -> list[int]:
+    """Where the packed chunks of a xorb begin, and the last one ends.
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @classmethod
-    def parse(cls, data: bytes) -> Self:
-        """Read the chunk headers; the footer that may follow starts with a byte other than 0."""
-        offsets, sizes = [0], []
-        while offsets[-1] < len(data) and data[offsets[-1]] == 0:
-            header = data[offsets[-1] : offsets[-1] + 8]
-            offsets.append(offsets[-1] + 8 + int.from_bytes(header[1:4], "little"))
-            sizes.append(int.from_bytes(header[5:8], "little"))
-        if offsets[-1] > len(data):
-            raise ValueError("xorb ends inside a chunk")
-        return cls(tuple(offsets), tuple(sizes))
+    The footer that may follow them starts with a byte other than 0.
+    """
+    offsets = [0]
+    while offsets[-1] < len(data) and data[offsets[-1]] == 0:
+        packed = data[offsets[-1] + 1 : offsets[-1] + 4]
+        offsets.append(offsets[-1] + 8 + int.from_bytes(packed, "little"))
+    if offsets[-1] > len(data):
+        raise ValueError("xorb ends inside a chunk")
+    return offsets
 
 
 @dataclass(frozen=True)
@@ -88,7 +82,7 @@ class Cas:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.root.mkdir(parents=True, exist_ok=True)
-        self.xorbs: dict[str, Xorb] = {}
+        self.xorbs: dict[str, list[int]] = {}  # where the chunks of each lie in its file
         self.files: dict[str, list[Term]] = {}
         self.by_sha256: dict[str, str] = {}  # SHA-256 -> Xet hash
 
@@ -96,9 +90,9 @@ class Cas:
         """Store a xorb; False if it was there already."""
         if name in self.xorbs:
             return False
-        index = Xorb.parse(data)
+        offsets = chunk_offsets(data)
         (self.root / name).write_bytes(data)
-        self.xorbs[name] = index
+        self.xorbs[name] = offsets
         return True
 
     def put_shard(self, data: bytes) -> None:
@@ -114,28 +108,15 @@ class Cas:
         return sum(term.size for term in self.files[file_hash])
 
     def reconstruct(self, file_hash: str, start: int, stop: int) -> tuple[int, list[Term]]:
-        """The chunks that hold bytes [start, stop) of a file, and how many of their first bytes to skip."""
+        """The terms that hold bytes [start, stop) of a file, and how many of their first bytes to skip."""
         skip, terms, position = 0, [], 0
         for term in self.files[file_hash]:
             if position < stop and start < position + term.size:
-                before, trimmed = self._trim(term, start - position, stop - position)
                 if not terms:
-                    skip = start - position - before
-                terms.append(trimmed)
+                    skip = start - position
+                terms.append(term)
             position += term.size
         return skip, terms
-
-    def _trim(self, term: Term, start: int, stop: int) -> tuple[int, Term]:
-        """Drop the chunks outside bytes [start, stop) of a term; also says how many bytes went in front."""
-        sizes = self.xorbs[term.xorb].sizes
-        first, last, before, size = term.start, term.end, 0, term.size
-        while before + sizes[first] <= start:
-            before += sizes[first]
-            first += 1
-        while size - sizes[last - 1] >= stop:
-            last -= 1
-            size -= sizes[last]
-        return before, Term(term.xorb, first, last, size - before)
 
 
 def parse_range(header: str, size: int) -> tuple[int, int]:
@@ -208,7 +189,7 @@ def _xorb_spans(cas: Cas, terms: list[Term], url: str) -> dict[str, Any]:
     for name, group in groupby(sorted(terms, key=lambda term: term.xorb), key=lambda term: term.xorb):
         parts = list(group)
         start, end = min(part.start for part in parts), max(part.end for part in parts)
-        offsets = cas.xorbs[name].offsets
+        offsets = cas.xorbs[name]
         packed = {"start": offsets[start], "end": offsets[end] - 1}
         chunks = {"start": start, "end": end}
         spans[name] = [{"url": url + name, "ranges": [{"chunks": chunks, "bytes": packed}]}]

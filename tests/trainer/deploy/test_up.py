@@ -1,13 +1,18 @@
-"""`up` does what the dry run wrote, changes only what differs, and explains each refusal with its fix."""
+"""`up` does what the dry run wrote, changes only what differs, and explains each refusal with its fix.
+
+Then the commands after it, status, logs, pause, resume and down, and the plan, which contacts nothing.
+"""
 
 import json
 from pathlib import Path
 
 import pytest
+from huggingface_hub.errors import BucketNotFoundError
 
 from delta_weight_sync.signing import PUBLIC_KEY
 from tests.trainer.deploy.conftest import OWNER, READ, World
-from trainer.deploy.plan import NO_KEY_YET
+from trainer.deploy import DeployError
+from trainer.deploy.plan import NO_KEY_YET, Deployment, make_plan
 
 KIND = "ed25519_public_"
 
@@ -251,3 +256,131 @@ def test_a_space_that_fails_shows_the_end_of_its_log_without_secrets(world: Worl
     assert "token=*** key=*** other=hf_***" in out
     assert "line 39" in out
     assert "line 3\n" not in out
+
+
+def rows(out: str) -> dict[str, list[str]]:
+    return {line.split()[0]: line.split()[1:] for line in out.splitlines()[1:-1]}
+
+
+def test_status_is_one_table_with_versions_and_costs(world: World):
+    world.up("--replicas", "2")
+    world.hub.set_space(world.replica(2), stage="SLEEPING")
+    _, out = world.run("status")
+    table = rows(out)
+    assert table[world.env] == ["RUNNING", "cpu-basic", "-", "-", "0.00"]
+    assert table[world.replica(1)] == ["RUNNING", "l4x1", "-", "-", "0.80"]
+    assert table[world.replica(2)] == ["SLEEPING", "l4x1", "-", "-", "0.00"]
+    assert "now $0.80 per hour; $1.60 while all of them run" in out
+    assert world.hub.space(world.replica(2))["stage"] == "SLEEPING", "looking does not wake it"
+
+
+def test_status_names_a_replica_that_does_not_answer(world: World):
+    world.up()
+    world.hub.set_space(world.replica(), host="http://127.0.0.1:9")
+    world.apps = type(world.apps)(world.apps.env, "http://127.0.0.1:9")
+    _, out = world.run("status")
+    assert "no answer" in out
+
+
+def test_logs_are_those_of_the_build_while_it_builds_and_of_the_app_afterwards(world: World):
+    world.up()
+    world.hub.log(world.replica(), f"the app wrote {READ}", "run")
+    world.hub.log(world.replica(), "the image grows", "build")
+    _, out = world.run("logs", "replica-1")
+    assert "the app wrote ***" in out
+    assert "the image grows" not in out
+    world.hub.set_space(world.replica(), stage="BUILD_ERROR")
+    _, out = world.run("logs", "replica-1")
+    assert "the image grows" in out
+
+
+def test_logs_of_an_unknown_space_list_the_known_ones(world: World):
+    world.up()
+    assert "there are env, replica-1" in world.fails("logs", "replica-7")
+
+
+def test_pause_stops_what_costs_and_resume_starts_it_again(world: World):
+    world.up()
+    world.run("pause")
+    assert {world.hub.space(name)["stage"] for name in (world.env, world.replica())} == {"PAUSED"}
+    _, out = world.run("status")
+    assert "now $0.00 per hour" in out
+    status, out = world.run("resume")
+    assert status == 0, out
+    assert {world.hub.space(name)["stage"] for name in (world.env, world.replica())} == {"RUNNING"}
+
+
+def test_down_leaves_nothing_but_the_bucket(world: World, api):
+    world.up("--replicas", "2")
+    _, out = world.run("down")
+    left = [space.id for space in api.list_spaces(author=OWNER) if world.name in space.id]
+    assert left == []
+    assert api.bucket_info(f"{OWNER}/{world.name}").private
+    assert "down --bucket" in out
+    world.run("down", "--bucket")
+    with pytest.raises(BucketNotFoundError):
+        api.bucket_info(f"{OWNER}/{world.name}")
+
+
+def test_down_touches_no_space_of_a_similar_name(world: World, api):
+    world.up()
+    for name in (f"{OWNER}/{world.name}-other", f"{OWNER}/my-{world.name}-env"):
+        api.create_repo(name, repo_type="space", space_sdk="docker")
+    world.run("down")
+    left = {space.id for space in api.list_spaces(author=OWNER) if world.name in space.id}
+    assert left == {f"{OWNER}/{world.name}-other", f"{OWNER}/my-{world.name}-env"}
+
+
+@pytest.mark.parametrize("command", ["status", "pause", "resume"])
+def test_without_spaces_a_command_says_how_to_get_them(world: World, command):
+    assert "`up` makes them" in world.fails(command)
+
+
+def plan(**changed) -> Deployment:
+    wish = {"run": "first", "hardware": "l4x1", "replicas": 1, "public": False} | changed
+    owner, name = wish.pop("owner", "me"), wish.pop("name", "wordle")
+    return make_plan(owner, name, **wish)
+
+
+def test_a_deployment_is_private_and_its_replicas_sleep():
+    deployment = plan(replicas=2)
+    assert [space.repo_id for space in deployment.spaces] == [
+        "me/wordle-env",
+        "me/wordle-replica-1",
+        "me/wordle-replica-2",
+    ]
+    assert all(space.private for space in deployment.spaces)
+    assert not any(space.private for space in plan(public=True).spaces)
+    assert deployment.env.hardware == "cpu-basic"
+    assert all(0 < space.sleep_s <= 3600 for space in deployment.replicas)
+    assert deployment.bucket_url == "hf://buckets/me/wordle"
+
+
+def test_replicas_follow_one_run_and_have_different_names():
+    first, second = plan(replicas=2, run="next").replicas
+    for name in ("REPLICA_BUCKET", "REPLICA_RUN"):
+        assert first.variables[name] == second.variables[name]
+    assert first.variables["REPLICA_BUCKET"] == "hf://buckets/me/wordle"
+    assert first.variables["REPLICA_RUN"] == "next"
+    assert first.variables["REPLICA_NAME"] != second.variables["REPLICA_NAME"]
+
+
+def test_several_gpus_serve_one_copy_of_the_model():
+    for hardware, gpus in (("l4x1", 1), ("l4x4", 4)):
+        variables = plan(hardware=hardware).replicas[0].variables
+        assert variables["REPLICA_VLLM_ARGS"] == f"--tensor-parallel-size {gpus}"
+
+
+@pytest.mark.parametrize(
+    ("wish", "words"),
+    [
+        ({"replicas": 0}, ["--replicas"]),
+        ({"owner": "me/you"}, ["--owner", "me/you"]),
+        ({"name": "a b"}, ["--name"]),
+        ({"run": "../other"}, ["--run", "letters"]),
+    ],
+)
+def test_an_impossible_plan_is_refused_with_the_name_of_the_option(wish, words):
+    with pytest.raises(DeployError) as refusal:
+        plan(**wish)
+    assert all(word in str(refusal.value) for word in words), refusal.value

@@ -1,13 +1,21 @@
-"""What is shown to a policy before RL, and that it comes to a low-rank change of its matrices."""
+"""What a policy is shown before RL comes to a low-rank change of its matrices.
+
+The recipe of the shipped Wordle policy, and the teacher that it imitates.
+"""
 
 import itertools
+import random
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from bench.research import imitation
-from bench.research.wordle_policy import read_words, secrets_of
+from bench.research import imitation, wordle_policy
+from bench.research.wordle_policy import Teacher, read_words, secrets_of
+from env_space import game as env
+from env_space.game import ignored_hint, rules_from
+from env_space.settings import Settings
 from examples import tiny_policy as tiny
 from trainer.policies import smollm2
 from trainer.policies.tokens import CHAT_TEMPLATE, build_tokenizer
@@ -58,3 +66,47 @@ def test_imitation_changes_matrices_by_a_low_rank_and_nothing_else(base, tmp_pat
     assert changed == {name for name in changes if name.endswith("proj.weight")}
     assert all(torch.linalg.matrix_rank(changes[name], rtol=1e-2) <= imitation.RANK for name in changed)
     assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size < 200_000
+
+
+HELD_OUT = rules_from(Settings()).held_out
+
+
+def test_the_recipe_is_reproducible_and_loads(tmp_path, monkeypatch):
+    monkeypatch.setattr(wordle_policy, "BATCH", 2)
+    for name, seed in [("one", 0), ("two", 0), ("other", 1)]:
+        wordle_policy.build(WORDS, tmp_path / name, seed, steps=2)
+    one, two, other = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two", "other"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not all(torch.equal(one[name], other[name]) for name in one)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "one").dtype == torch.bfloat16
+
+
+def test_no_secret_of_the_warm_start_is_one_of_the_held_out_words():
+    assert tuple(WORDS) == env.answers()
+    assert set(secrets_of(WORDS)) == set(WORDS) - set(HELD_OUT)
+
+
+def test_a_teacher_that_forgets_nothing_guesses_what_fits_all_marks():
+    teacher, rng = Teacher(env.answers(), memory=1.0), random.Random(0)
+    for secret in ("crane", "abide", "pound", "might", "blush"):
+        game = env.Game(secret, frozenset(env.answers()))
+        for guess in teacher.game(secret, rng):
+            clues = [(move.word, move.feedback) for move in game.moves if move.valid]
+            if len(guess.possible):  # else it is a slip
+                assert not ignored_hint(guess.text, clues)
+                found = {
+                    letter
+                    for word, marks in clues
+                    for letter, mark in zip(word, marks, strict=True)
+                    if mark != "-"
+                }
+                marked = {letter for word, _ in clues for letter in word}
+                assert not (marked - found) & set(guess.text)
+            game.guess(guess.text)
+
+
+def test_a_teacher_is_mediocre():
+    teacher, rng = Teacher(env.answers(), wordle_policy.MEMORY), random.Random(0)
+    secrets = [rng.choice(env.answers()) for _ in range(200)]
+    solved = [teacher.game(secret, rng)[-1].text == secret for secret in secrets]
+    assert 0.1 < sum(solved) / len(solved) < 0.3

@@ -1,13 +1,18 @@
-"""The command for GPUs: by Triton's interpreter it runs here, and it fails where a kernel does."""
+"""The command for GPUs runs here by Triton's interpreter; it fails where a kernel does.
+
+The page that says which models can be followed says what its command finds.
+"""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 
-pytestmark = pytest.mark.full
+from bench.compatibility import PAGE
+from bench.results import ROOT
 
 BREAK = """
 import os
@@ -69,6 +74,7 @@ def test_without_a_gpu_the_kernels_are_interpreted():
     assert "speed: unmeasured" in said.stdout
 
 
+@pytest.mark.full
 def test_without_a_gpu_and_unasked_it_says_what_to_do():
     said = subprocess.run([sys.executable, "-m", "bench.gpu_check"], capture_output=True, text=True)
     assert said.returncode == 1
@@ -77,6 +83,7 @@ def test_without_a_gpu_and_unasked_it_says_what_to_do():
     )
 
 
+@pytest.mark.full
 def test_a_kernel_that_writes_nothing_is_a_failure():
     said = subprocess.run([sys.executable, "-c", BREAK], capture_output=True, text=True)
     assert said.stdout.startswith("FAIL  a replica: every bit pattern"), said.stdout + said.stderr
@@ -98,3 +105,24 @@ def test_a_replica_passes_here_too(monkeypatch):
     monkeypatch.setattr(live, "_WINDOW_S", 2.0)
     told = [line for line in replica.lines() if not line.startswith(" ")]
     assert [line[:4] for line in told] == ["PASS"] * 4, told
+
+
+# A tied and fused one, one that is loaded anew in part, and one whose weights vLLM would pack on a CPU.
+CHEAP = ("qwen3", "falcon", "qwen3_next")
+
+
+@pytest.mark.long
+def test_rows_of_the_page_are_what_the_command_finds():
+    command = [sys.executable, "-m", "bench.compatibility", *CHEAP]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) == len(CHEAP)
+    assert set(rows) <= set(PAGE.read_text().splitlines())
+
+
+def test_every_architecture_of_the_page_can_be_followed_or_says_why_not():
+    rows = PAGE.read_text().split("<!-- compatibility -->\n")[1].split("<!-- /compatibility -->")[0]
+    verdicts = [row.rstrip(" |").rpartition(" | ")[2] for row in rows.splitlines()[2:]]
+    assert len(verdicts) >= 24
+    assert all(verdict.startswith(("exact", "refused: ")) for verdict in verdicts)

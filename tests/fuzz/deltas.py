@@ -1,15 +1,26 @@
-"""Damages a delta file where it hurts: its bytes, its header, its metadata field by field, its streams.
+"""Valid deltas of a small model, one of each mode; their damage; and what a reader may make of it.
+
+Damage hits where it hurts: a file's bytes, its header, its metadata field by field, its streams.
 
 A safetensors file is the length of a JSON header (8 bytes), the header, and the tensors' bytes. The header is
 mutated as a tree, so that a file stays well-formed around the one thing that is wrong in it.
 """
 
 import copy
+import functools
 import json
+import tracemalloc
+from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+import numpy as np
 import zstandard
+from pydantic import ValidationError
+from safetensors import SafetensorError
+
+from delta_weight_sync import codec
+from delta_weight_sync.errors import CodecError
 
 Tree = Any
 _DAMAGED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, zstandard.ZstdError)
@@ -193,3 +204,110 @@ def _value(tree: Tree, rng: Random) -> Tree:
         return rng.getrandbits(rng.choice((3, 6, 9, 14)))
     holder, key = _place(tree, rng)
     return copy.deepcopy(holder[key])
+
+
+State = dict[str, np.ndarray]
+_RNG = np.random.default_rng(0)
+
+
+def _weights(*shape: int) -> np.ndarray:
+    return (_RNG.normal(0, 0.02, shape).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+OLD: State = {
+    "a.weight": _weights(30, 50),
+    "a.bias": _weights(63),
+    "scale": np.array(0x3F80, np.uint16),
+    "b.weight": _weights(4, 17, 65),  # more than the 4,096 weights that are sorted into bands at once
+    "b.bias": _weights(64),
+    "none": np.empty((0, 3), np.uint16),
+}
+
+
+def _moved(old: np.ndarray, share: float, far: float, moves: tuple[int, ...] = (1, 65535)) -> np.ndarray:
+    steps = _RNG.choice(np.array(moves, np.uint16), old.shape)
+    steps = np.where(_RNG.random(old.shape) < far, _RNG.integers(1, 65536, old.shape), steps)
+    return old + np.where(_RNG.random(old.shape) < share, steps, 0).astype(np.uint16)
+
+
+def _rows(old: np.ndarray) -> np.ndarray:
+    new = old.copy()
+    new.reshape(-1)[old.size // 3 : old.size // 2] += np.uint16(1)
+    return new
+
+
+def _delta(new: State, encoding: codec.Encoding) -> bytes:
+    patches = [codec.diff(name, OLD[name], bits) for name, bits in new.items()]
+    content = codec.encode(patches, OLD.__getitem__, base=3, version=4, encoding=encoding)
+    metadata, streams = take_apart(content)
+    return put_together(Parts(dict(sorted(metadata.items())), streams))  # safetensors shuffles metadata
+
+
+@functools.cache
+def seeds() -> dict[str, bytes]:
+    """What each seed is called -> the file."""
+    sparse = {name: _moved(old, 0.05, 0.1) for name, old in OLD.items()}
+    most = {name: _moved(old, 0.9, 0.0) for name, old in OLD.items()}
+    rows = {name: _rows(old) for name, old in OLD.items()}
+    far = {name: _moved(old, 0.6, 0.0, (40, 50, 60)) for name, old in OLD.items()}
+    other = {name: _weights(*old.shape) for name, old in OLD.items()}
+    kinds = [sparse, rows, far, other, sparse, most]
+    mixed = {name: kind[name] for name, kind in zip(OLD, kinds, strict=True)}
+    return {
+        "gaps": _delta(sparse, "fast"),
+        "bands": _delta(sparse, "small"),
+        "flipped gaps": _delta(most, "fast"),
+        "flipped bands": _delta(most, "small"),
+        "mask": _delta(rows, "fast"),
+        "dense": _delta(far, "fast"),
+        "raw": _delta(other, "fast"),
+        "mixed": _delta(mixed, "small"),
+        "nothing": _delta({}, "fast"),
+    }
+
+
+PER_BYTE, PER_ELEMENT = 64, 16  # what `Delta.patches` states
+ALWAYS = 1 << 16  # Python's own objects around an open file and an error
+_CHECKS = (SafetensorError, zstandard.ZstdError, ValidationError, CodecError)
+
+
+def check(path: Path, old: State = OLD) -> bool:
+    """True if the file was decoded, False if it was refused; an AssertionError if the reader misbehaved."""
+    tracemalloc.start()
+    accepted = decoded(path, old)
+    allocated = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    stated = PER_BYTE * path.stat().st_size + PER_ELEMENT * sum(bits.size for bits in old.values()) + ALWAYS
+    assert allocated <= stated, f"it allocated {allocated} bytes, {stated} are stated"
+    return accepted
+
+
+def decoded(path: Path, old: State = OLD) -> bool:
+    """`check` without the memory: the first call of a kernel loads code."""
+    try:
+        patches = list(codec.Delta(path).patches({n: b.shape for n, b in old.items()}, old.__getitem__))
+    except CodecError as error:
+        _is_plain(error, path)
+        return False
+    for patch in patches:
+        _fits(patch, old[patch.name])
+    return True
+
+
+def _is_plain(error: CodecError, path: Path) -> None:
+    """One short line that names the file, caused by a check and not by an accident such as an IndexError."""
+    text, cause = str(error), error.__cause__
+    assert path.name in text
+    assert len(text) < 400, text[:1000]
+    assert text.isprintable(), repr(text)
+    assert type(cause) in (KeyError, ValueError) or isinstance(cause, _CHECKS), repr(cause)
+
+
+def _fits(patch: codec.Patch, old: np.ndarray) -> None:
+    index, ulps = patch.index, patch.ulps
+    assert (index.dtype, ulps.dtype) == (np.int64, np.uint16)
+    assert patch.shape == old.shape
+    assert index.shape == ulps.shape
+    assert np.all(index[1:] > index[:-1])
+    assert np.all(ulps != 0)
+    codec.apply(patch, old.copy())

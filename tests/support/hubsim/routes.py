@@ -1,0 +1,395 @@
+"""The Hub's endpoints for repositories, buckets and Spaces, as huggingface_hub calls them."""
+
+import base64
+import json
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import yaml
+from fastapi import APIRouter, Body, Depends, Form, Header, Request, Response
+from fastapi.responses import JSONResponse, RedirectResponse, StreamingResponse
+
+from .buckets import BucketState, feed, place
+from .common import HubError, entry_missing
+from .repos import Blob, Commit, RepoState, apply, blob, folders, is_ignored, is_large, listing
+from .spaces import SpaceState, card_errors, parse_card
+from .store import PLURAL, Hub, check_plan, create, full_name, url_path, visibility
+from .xet import ranged, unpacked, xet_headers, xet_token
+
+Auth = Annotated[str | None, Header()]
+CONFLICT = "The branch was updated since you opened this page. Please refresh and try again."
+REPO = "/api/{kind}/{owner}/{name}"
+BUCKET, SPACE = "/api/buckets/{owner}/{name}", "/api/spaces/{owner}/{name}"
+PAGE = 1000
+NO_HASH = "0" * 64  # of an empty file, which the storage has no need to keep
+LARGE = 10 << 20  # bytes from which on a text file goes to the Xet storage, as every binary file does
+
+
+def _reader_and_writer(find: Callable[..., Any]) -> tuple[Any, Any]:
+    """What routes depend on: what `find` gives a caller who reads, and one who writes."""
+
+    async def readable(owner: str, name: str, authorization: Auth = None) -> Any:
+        return find(f"{owner}/{name}", authorization)
+
+    async def writable(owner: str, name: str, authorization: Auth = None) -> Any:
+        return find(f"{owner}/{name}", authorization, write=True)
+
+    return Depends(readable), Depends(writable)
+
+
+def _add_tokens(routes: APIRouter, path: str, reader: Any, writer: Any) -> None:
+    """Routes that give the tokens of the Xet storage; "*" stands for what they allow."""
+
+    @routes.get(path.replace("*", "read"))
+    async def read_token(allowed: reader, request: Request) -> JSONResponse:
+        return xet_token(request, "read")
+
+    @routes.get(path.replace("*", "write"))
+    async def write_token(allowed: writer, request: Request) -> JSONResponse:
+        return xet_token(request, "write")
+
+
+def repo_routes(hub: Hub) -> APIRouter:
+    """Routes that make, show, change and delete repositories and their files."""
+
+    async def visible(kind: str, owner: str, name: str, authorization: Auth = None) -> RepoState:
+        return hub.repo(kind, f"{owner}/{name}", authorization)
+
+    async def readable(owner: str, name: str, kind: str = "models", authorization: Auth = None) -> RepoState:
+        return hub.readable(kind, f"{owner}/{name}", authorization)
+
+    async def writable(kind: str, owner: str, name: str, authorization: Auth = None) -> RepoState:
+        return hub.repo(kind, f"{owner}/{name}", authorization, write=True)
+
+    viewer, reader = Annotated[RepoState, Depends(visible)], Annotated[RepoState, Depends(readable)]
+    writer = Annotated[RepoState, Depends(writable)]
+    routes = APIRouter()
+
+    @routes.post("/api/repos/create")
+    async def make(wish: dict[str, Any], request: Request, authorization: Auth = None) -> dict[str, Any]:
+        kind, name = PLURAL[wish.get("type") or "model"], full_name(hub, wish, authorization)
+        create(hub, kind, name, wish, authorization)
+        return {"url": f"{request.base_url}{url_path(kind, name)}", "name": name, "id": name}
+
+    @routes.delete("/api/repos/delete")
+    async def delete(wish: Annotated[dict[str, Any], Body()], authorization: Auth = None) -> None:
+        kind, name = PLURAL[wish.get("type") or "model"], full_name(hub, wish, authorization)
+        hub.repo(kind, name, authorization, write=True)
+        del hub.repos[kind, name]
+        hub.spaces.pop(name, None)
+
+    @routes.post("/api/validate-yaml")
+    async def validate(asked: dict[str, str]) -> JSONResponse:
+        card: dict[str, Any] = {}
+        try:
+            card = parse_card(asked["content"])
+            wrong = card_errors(card, asked["repoType"])
+        except yaml.YAMLError as error:
+            wrong = [f"Invalid YAML: {error}"]
+        warnings = [] if card else [{"message": "empty or missing yaml metadata in repo card"}]
+        answer = {"errors": [{"message": message} for message in wrong], "warnings": warnings}
+        return JSONResponse(answer, 400 if wrong else 200)
+
+    @routes.post(REPO + "/branch/{branch}")
+    async def add_branch(repo: writer, branch: str, wish: dict[str, Any]) -> None:
+        if branch in repo.branches:
+            raise HubError(409, f"Reference already exists: refs/heads/{branch}")
+        repo.branches[branch] = [repo.at(wish.get("startingPoint") or "main")]
+
+    @routes.get("/api/{kind}")
+    async def browse(
+        kind: str, author: str = "", search: str = "", limit: int = 1000, authorization: Auth = None
+    ) -> list[dict[str, Any]]:
+        seen = [repo for repo in hub.visible(kind, authorization) if search in repo.id]
+        seen = [repo for repo in seen if author in ("", repo.id.split("/")[0])]
+        shown = [hub.info(repo) for repo in seen[:limit]]
+        return [{key: value for key, value in info.items() if key != "siblings"} for info in shown]
+
+    @routes.get(REPO)
+    @routes.get(REPO + "/revision/{revision}")
+    async def info(repo: viewer, revision: str = "main", blobs: bool = False) -> dict[str, Any]:
+        return hub.info(repo, revision, blobs=blobs)
+
+    @routes.get(REPO + "/auth-check")
+    async def may_read(repo: reader) -> None:
+        """Answers, or refuses: the reader is looked up."""
+
+    @routes.put(REPO + "/settings")
+    async def settings(repo: writer, wish: dict[str, Any]) -> None:
+        repo.visibility = visibility(wish, repo.visibility)
+        repo.gated = wish.get("gated", repo.gated)
+
+    @routes.get(REPO + "/tree/{revision}")
+    @routes.get(REPO + "/tree/{revision}/{folder:path}")
+    async def tree(
+        repo: reader, revision: str, folder: str = "", recursive: bool = False
+    ) -> list[dict[str, Any]]:
+        found = listing(repo.at(revision).files, folder.rstrip("/"), recursive=recursive)
+        if folder and not found:
+            raise entry_missing(f"{folder} does not exist on {revision}")
+        return [_described(hub, repo, revision, path) for path in found]
+
+    @routes.post(REPO + "/paths-info/{revision}")
+    async def paths_info(
+        repo: reader,
+        revision: str,
+        paths: Annotated[list[str], Form()],
+        expand: Annotated[bool, Form()] = False,
+    ) -> list[dict[str, Any]]:
+        files = repo.at(revision).files
+        known = [path for path in paths if path in files or path in folders(files)]
+        found = [_described(hub, repo, revision, path) for path in known]
+        if expand:
+            found = [
+                {**one, "lastCommit": repo.last_change(one["path"], revision).to_json()} for one in found
+            ]
+        return found
+
+    @routes.get(REPO + "/commits/{revision}")
+    async def commits(repo: reader, revision: str) -> list[dict[str, Any]]:
+        newest_first = reversed(repo.branches.get(revision, []))
+        return [{**commit.to_json(), "message": "", "authors": []} for commit in newest_first]
+
+    @routes.post(REPO + "/preupload/{revision}")
+    async def preupload(repo: writer, revision: str, asked: dict[str, Any]) -> dict[str, Any]:
+        ignore = asked.get("gitIgnore") or repo.text(".gitignore")
+        return {"files": [_upload_mode(repo, revision, file, ignore) for file in asked["files"]]}
+
+    @routes.post(REPO + "/commit/{revision}")
+    async def commit(repo: writer, revision: str, request: Request) -> dict[str, Any]:
+        header, *operations = [json.loads(line) for line in (await request.body()).splitlines()]
+        before = _tip(repo, revision, header["value"].get("parentCommit"))
+        contents = [{**operation, "blob": _added(hub, operation)} for operation in operations]
+        after = apply(before.files, contents)
+        made = repo.commit(header["value"]["summary"], after, revision)
+        if repo.kind == "spaces" and revision == "main":
+            hub.spaces[repo.id].pushed()
+        url = f"{request.base_url}{url_path(repo.kind, repo.id)}/commit/{made.oid}"
+        return {"success": True, "commitOid": made.oid, "commitUrl": url, "hookOutput": ""}
+
+    _add_tokens(routes, REPO + "/xet-*-token/{revision}", reader, writer)
+
+    def resolve(repo: reader, revision: str, path: str, request: Request, range: Auth = None) -> Response:
+        commit, file = repo.at(revision), repo.file(revision, path)
+        headers = {"X-Repo-Commit": commit.oid, "ETag": f'"{file.sha256 or file.oid}"'}
+        if file.sha256:
+            xet_hash = hub.cas.by_sha256[file.sha256]
+            api_path = f"api/{repo.kind}/{repo.id}/xet-read-token/{commit.oid}"
+            headers |= xet_headers(request, api_path, xet_hash, file.size)
+        if request.method == "HEAD":
+            return Response(headers=headers | {"Content-Length": str(file.size)})
+        content = unpacked(request, hub.cas, xet_hash) if file.sha256 else file.content
+        return ranged(content, range, headers)
+
+    for pattern in (
+        "/{owner}/{name}/resolve/{revision}/{path:path}",
+        "/{kind}/{owner}/{name}/resolve/{revision}/{path:path}",
+    ):
+        routes.add_api_route(pattern, resolve, methods=["GET", "HEAD"])
+
+    return routes
+
+
+def _upload_mode(repo: RepoState, revision: str, asked: dict[str, Any], ignore: str) -> dict[str, Any]:
+    """How to upload a file; `oid` lets the client leave out what has not changed."""
+    path, sample = asked["path"], base64.b64decode(asked["sample"])
+    large = asked["size"] >= LARGE or b"\0" in sample or is_large(path, repo.text(".gitattributes"))
+    present = repo.at(revision).files.get(path)
+    oid = (present.sha256 or present.oid) if present else None
+    mode = "lfs" if large else "regular"
+    return {"path": path, "uploadMode": mode, "shouldIgnore": is_ignored(path, ignore), "oid": oid}
+
+
+def _tip(repo: RepoState, branch: str, parent: str | None) -> Commit:
+    tip = repo.at(branch)
+    if branch not in repo.branches:
+        raise HubError(400, f"{branch} is not a branch")
+    if parent and parent != tip.oid:
+        raise HubError(412, CONFLICT)
+    return tip
+
+
+def _added(hub: Hub, operation: dict[str, Any]) -> Blob | None:
+    """The content of the file that an operation adds."""
+    value = operation["value"]
+    if operation["key"] == "file":
+        return blob(base64.b64decode(value["content"]))
+    if operation["key"] != "lfsFile":
+        return None
+    if (xet_hash := hub.cas.by_sha256.get(value["oid"])) is None:
+        raise HubError(400, f"the content of {value['path']} has not been uploaded")
+    return Blob(hub.cas.size(xet_hash), sha256=value["oid"])
+
+
+def _described(hub: Hub, repo: RepoState, revision: str, path: str) -> dict[str, Any]:
+    """A file or a folder of a listing."""
+    file = repo.at(revision).files.get(path)
+    if not file:
+        return {"type": "directory", "path": path, "oid": "0" * 40, "size": 0}
+    shown: dict[str, Any] = {"type": "file", "path": path, "oid": file.oid, "size": file.size}
+    if file.sha256:
+        lfs = {"oid": file.sha256, "size": file.size, "pointerSize": len(file.pointer)}
+        shown |= {"lfs": lfs, "xetHash": hub.cas.by_sha256[file.sha256]}
+    return shown
+
+
+def bucket_routes(hub: Hub) -> APIRouter:
+    """Routes that make, show, change and delete buckets and what they hold."""
+
+    reader, writer = (Annotated[BucketState, one] for one in _reader_and_writer(hub.bucket))
+    routes = APIRouter()
+
+    @routes.post(BUCKET)
+    async def create(owner: str, name: str, request: Request, authorization: Auth = None) -> dict[str, str]:
+        owner = hub.owner(owner, authorization)
+        bucket_id, where = f"{owner}/{name}", f"buckets/{owner}/{name}"
+        hub.accounts.caller(authorization).must_write("bucket", owner)
+        if bucket_id in hub.buckets:
+            raise HubError(409, "You already created this bucket", url=where)
+        private = visibility(await request.json(), hub.accounts.accounts[owner].visibility) == "private"
+        hub.buckets[bucket_id] = BucketState(bucket_id, private)
+        return {"id": bucket_id, "url": f"{request.base_url}{where}"}
+
+    @routes.put(BUCKET + "/settings")
+    async def settings(bucket: writer, wish: dict[str, Any]) -> None:
+        bucket.private = wish["private"]
+
+    @routes.post("/api/repos/move")
+    async def move(wish: dict[str, str], authorization: Auth = None) -> None:
+        source, target = wish["fromRepo"], wish["toRepo"]
+        hub.accounts.caller(authorization).must_write("bucket", target.split("/")[0])
+        if target in hub.buckets:
+            raise HubError(409, f"{target} exists already")
+        bucket = hub.bucket(source, authorization, write=True)
+        bucket.id = target
+        hub.buckets[target] = hub.buckets.pop(source)
+
+    @routes.delete(BUCKET, status_code=204)
+    async def delete(bucket: writer) -> None:
+        del hub.buckets[bucket.id]
+
+    @routes.get(BUCKET)
+    async def info(bucket: reader) -> dict[str, Any]:
+        return bucket.to_json()
+
+    @routes.get("/api/buckets/{owner}")
+    async def browse(owner: str, search: str = "", authorization: Auth = None) -> list[dict[str, Any]]:
+        owner = hub.owner(owner, authorization)
+        seen = hub.visible_buckets(owner, authorization)
+        return [bucket.to_json() for bucket in seen if search in bucket.id]
+
+    @routes.get(BUCKET + "/events")
+    async def events(bucket: reader, cursor: str | None = None, since: str = "") -> StreamingResponse:
+        sent = place(bucket, cursor, hub.feed)
+        return StreamingResponse(feed(bucket, sent, since, hub.feed), media_type="text/event-stream")
+
+    @routes.get(BUCKET + "/tree")
+    @routes.get(BUCKET + "/tree/{prefix:path}")
+    async def tree(
+        bucket: reader, request: Request, prefix: str = "", recursive: bool = True, cursor: int = 0
+    ) -> JSONResponse:
+        found = bucket.tree(prefix, recursive=recursive)
+        more = str(request.url.include_query_params(cursor=cursor + PAGE))
+        headers = {"Link": f'<{more}>; rel="next"'} if cursor + PAGE < len(found) else None
+        return JSONResponse(found[cursor : cursor + PAGE], headers=headers)
+
+    @routes.post(BUCKET + "/paths-info")
+    async def paths_info(bucket: reader, asked: dict[str, list[str]]) -> list[dict[str, Any]]:
+        return [bucket.files[path].to_json(path) for path in asked["paths"] if path in bucket.files]
+
+    @routes.post(BUCKET + "/batch")
+    async def batch(bucket: writer, request: Request) -> JSONResponse:
+        operations = [json.loads(line) for line in (await request.body()).splitlines()]
+        failed = [failure for operation in operations if (failure := _apply(hub, bucket, operation))]
+        counts = {"processed": len(operations), "succeeded": len(operations) - len(failed)}
+        answer = {"success": not failed, **counts, "failed": failed}
+        return JSONResponse(answer, 422 if failed and not counts["succeeded"] else 200)
+
+    _add_tokens(routes, BUCKET + "/xet-*-token", reader, writer)
+
+    @routes.api_route("/buckets/{owner}/{name}/resolve/{path:path}", methods=["GET", "HEAD"])
+    async def resolve(bucket: reader, path: str, request: Request) -> Response:
+        if (file := bucket.files.get(path)) is None:
+            raise entry_missing()
+        headers = xet_headers(request, f"api/buckets/{bucket.id}/xet-read-token", file.xet_hash, file.size)
+        headers["ETag"] = f'"{file.xet_hash}"'
+        if request.method == "HEAD":
+            return Response(headers=headers | {"Content-Length": str(file.size)})
+        return RedirectResponse(f"{request.base_url}cas-bridge/{file.xet_hash}", 302, headers)
+
+    return routes
+
+
+def _apply(hub: Hub, bucket: BucketState, operation: dict[str, Any]) -> dict[str, str] | None:
+    """One line of a batch; returns what the Hub says where it refuses."""
+    path = operation["path"]
+    if operation["type"] == "deleteFile":
+        bucket.delete(path)
+        return None
+    xet_hash, copied = operation["xetHash"], operation["type"] == "copyFile"
+    if xet_hash not in hub.cas.files or (copied and xet_hash == NO_HASH):
+        return {"path": path, "error": "Xet hash not found"}
+    bucket.put(path, hub.cas.size(xet_hash), xet_hash, operation["mtime"])
+    return None
+
+
+def space_routes(hub: Hub) -> APIRouter:
+    """Routes that only Spaces have."""
+    reader, writer = (Annotated[SpaceState, one] for one in _reader_and_writer(hub.space))
+    routes = APIRouter()
+
+    @routes.get(SPACE + "/runtime")
+    async def runtime(space: reader) -> dict[str, Any]:
+        return space.look()
+
+    @routes.post(SPACE + "/pause")
+    async def pause(space: writer) -> dict[str, Any]:
+        space.enter("PAUSED")
+        return space.runtime()
+
+    @routes.post(SPACE + "/restart")
+    async def restart(space: writer, factory: bool = False) -> dict[str, Any]:
+        space.restart(factory=factory)
+        return space.runtime()
+
+    @routes.post(SPACE + "/hardware")
+    async def request_hardware(space: writer, wish: dict[str, Any]) -> dict[str, Any]:
+        check_plan(hub.accounts.accounts[space.id.split("/")[0]], space.sdk, {"hardware": wish["flavor"]})
+        if space.requested != wish["flavor"]:
+            space.requested = wish["flavor"]
+            space.start()
+        space.sleep_time = wish.get("sleepTimeSeconds", space.sleep_time)
+        return space.runtime()
+
+    @routes.post(SPACE + "/sleeptime")
+    async def sleep_time(space: writer, wish: dict[str, Any]) -> dict[str, Any]:
+        space.sleep_time = wish["seconds"]
+        return space.runtime()
+
+    def add(kind: str, seer: Any) -> None:
+        def shown(space: SpaceState) -> dict[str, Any]:
+            return {key: one.to_json(secret=kind == "secrets") for key, one in getattr(space, kind).items()}
+
+        @routes.get(f"{SPACE}/{kind}")
+        async def read(space: seer) -> dict[str, Any]:
+            return shown(space)
+
+        @routes.post(f"{SPACE}/{kind}")
+        async def put(space: writer, wish: dict[str, Any]) -> dict[str, Any]:
+            space.set(kind, wish["key"], wish["value"], wish.get("description"))
+            return shown(space)
+
+        @routes.delete(f"{SPACE}/{kind}")
+        async def delete(space: writer, wish: Annotated[dict[str, Any], Body()]) -> dict[str, Any]:
+            space.unset(kind, wish["key"])
+            return shown(space)
+
+    add("variables", reader)  # every reader of the Space sees them
+    add("secrets", writer)  # only a writer sees their names
+
+    @routes.get(SPACE + "/logs/{kind}")
+    async def logs(space: writer, kind: str) -> Response:
+        lines = "".join(f"data: {json.dumps(event)}\n\n" for event in space.logs[kind])
+        return Response(lines, media_type="text/event-stream")
+
+    return routes

@@ -1,0 +1,224 @@
+"""The tasks: Wordle as TRL sees it and its held-out games, on a real environment, and reverse-text."""
+
+import asyncio
+import itertools
+import json
+import pickle
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from string import ascii_lowercase
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file
+from trl.experimental.async_grpo import AsyncGRPOConfig
+
+import trainer.policies
+from delta_weight_sync import Publisher
+from env_space.app import create_app
+from env_space.settings import Settings
+from examples import tiny_policy as tiny
+from tests.support.serving import serving
+from trainer.demo.__main__ import env_settings
+from trainer.demo.processes import Processes, free_port
+from trainer.policies.tokens import build_tokenizer
+from trainer.settings import Settings as TrainerSettings
+from trainer.tasks import held_out, make_task, reverse_text
+from trainer.tasks.wordle import WordleEnv, make_dataset
+
+
+@pytest.fixture(scope="module")
+def url():
+    with serving(create_app(Settings(answers=128))) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def words(url):
+    return httpx.get(f"{url}/words").json()["answers"]
+
+
+def guess(env: WordleEnv, word: str) -> str:
+    return asyncio.run(env.guess(word))
+
+
+def reward(env: WordleEnv) -> float | None:
+    return asyncio.run(env.get_reward())
+
+
+def solve(env: WordleEnv, words: list[str]) -> str:
+    """Play until the secret is found, by elimination; returns it."""
+    left = list(words)
+    while True:
+        word = left[0]
+        observation = guess(env, word)
+        marks = observation.split()[0][2::3]
+        if marks == "+++++":
+            return word
+        if observation.endswith("game over"):
+            return ""
+        left = [w for w in left[1:] if all((w[i] == word[i]) == (m == "+") for i, m in enumerate(marks))]
+
+
+def test_members_of_a_group_play_the_same_secret(url, words):
+    rows = make_dataset("Play Wordle.", 30, seed=7)
+    assert len(set(rows["seed"])) == 30
+    factory = pickle.loads(pickle.dumps(partial(WordleEnv, url)))  # TRL spawns its worker
+    games = []
+    for row in rows.select(range(12)):
+        first, second = factory(), factory()
+        for env in (first, second):
+            env.reset(**row)
+        games.append((solve(first, words), solve(second, words), reward(first), reward(second)))
+    assert all(a == b and x == y for a, b, x, y in games)
+    assert len({secret for secret, *_ in games}) > 4
+
+
+def test_a_solved_game_pays_and_is_over(url, words):
+    env = WordleEnv(url)
+    env.reset(seed=3)
+    assert solve(env, words)
+    assert reward(env) > 1.0
+    with pytest.raises(ValueError, match="the game is over"):
+        guess(env, words[0])
+
+
+def test_giving_up_costs(url):
+    env = WordleEnv(url)
+    env.reset(seed=3)
+    assert reward(env) < 0
+    env.reset(seed=3)
+    guess(env, "zzzzz")
+    assert reward(env) < 0
+
+
+def test_an_instance_is_reused_for_the_next_game(url, words):
+    env = WordleEnv(url)
+    for seed in (1, 2):
+        env.reset(seed=seed)
+        solve(env, words)
+        assert reward(env) is not None
+
+
+@pytest.mark.full
+def test_a_restarted_environment_fails_its_games_but_not_the_run(words, tmp_path):
+    port = free_port()
+    env = WordleEnv(f"http://127.0.0.1:{port}")
+    settings = env_settings(port) | {"WORDLE_ANSWERS": "128"}
+    env.reset(seed=1)
+    with Processes(tmp_path) as space:
+        space.start("env", ["env_space.app"], settings)
+        guess(env, "zzzzz")  # waits until the server is up
+    with ThreadPoolExecutor(1) as pool, Processes(tmp_path) as space:
+        lost = pool.submit(guess, env, words[0])  # waits for the server to come back
+        space.start("env", ["env_space.app"], settings)
+        with pytest.raises(ValueError, match="session"):
+            lost.result(timeout=300)
+        assert reward(env) is None, "not scored, rather than scored wrongly"
+        env.reset(seed=2)
+        assert guess(env, words[0])
+
+
+POLICY = Path(trainer.policies.__file__).parent / "wordle-tiny"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> str:
+    """Version 0 is the policy; version 1 writes nothing but the end of its turn."""
+    url = f"{tmp_path_factory.mktemp('bucket').as_uri()}#first"
+    weights = load_file(POLICY / "model.safetensors")
+    with Publisher(url, POLICY) as publisher:
+        publisher.publish(weights.items(), 1)
+        publisher.flush()
+        weights["lm_head.weight"] = torch.zeros_like(weights["lm_head.weight"])
+        publisher.publish(weights.items(), 2)
+    return url
+
+
+def played(monkeypatch, run: str, version: int, env_url: str, out: Path) -> list[bool]:
+    arguments = ["--run", run, "--version", str(version), "--env_url", env_url, "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["held_out", *arguments])
+    held_out.main()
+    solved: list[bool] = json.loads(out.read_text())
+    return solved
+
+
+def games(env_url: str) -> dict[str, float]:
+    """How many ended on held-out words, by outcome."""
+    lines = httpx.get(f"{env_url}/metrics").text.splitlines()
+    counts = [line.rsplit(" ", 1) for line in lines if line.startswith("wordle_games_total")]
+    assert all('split="held_out"' in name for name, _ in counts)
+    return {name.split('"')[1]: float(count) for name, count in counts}
+
+
+def test_two_versions_play_the_same_held_out_games(tmp_path, monkeypatch, run):
+    monkeypatch.setattr(held_out, "GAMES", 40)
+    with serving(create_app(Settings())) as url:
+        first, again = (played(monkeypatch, run, 0, url, tmp_path / name) for name in ("a", "b"))
+        assert first == again
+        assert games(url)["solved"] == 2 * sum(first)
+        assert sum(played(monkeypatch, run, 1, url, tmp_path / "c")) == 0
+        assert sum(games(url).values()) == 120
+        assert httpx.get(f"{url}/health").json()["sessions"] == 0, "also those that it gave up"
+
+
+WORDS = ["".join(letters) for letters in itertools.product(ascii_lowercase[:5], repeat=3)]
+TOKENIZER = build_tokenizer([f"Ġ{word}" for word in WORDS])
+
+
+def test_the_texts_of_a_seed_are_always_the_same_and_those_of_another_are_others():
+    first, again, other = (reverse_text.make_dataset(TOKENIZER, 50, seed)["text"][:] for seed in (3, 3, 4))
+    assert first == again
+    assert first != other
+    assert {len(text.split()) for text in first} == {3}
+    assert set(" ".join(first).split()) <= set(WORDS)
+
+
+def test_held_out_texts_share_no_word_with_those_of_training():
+    trained = set(" ".join(reverse_text.texts(TOKENIZER, 500, seed=1)).split())
+    held_out = set(" ".join(reverse_text.texts(TOKENIZER, 500, seed=1, held_out=True)).split())
+    assert trained | held_out == set(WORDS)
+    assert not trained & held_out
+
+
+def test_what_is_shown_as_right_earns_all():
+    assert reverse_text.similarity(reverse_text.right_answer("red fox"), "red fox") == 1.0
+
+
+def test_words_that_are_not_one_token_are_not_asked():
+    tokenizer = build_tokenizer([*(f"Ġ{word}" for word in WORDS), "abc", "Ġa", "ĠAbc", "Ġab1"])
+    assert reverse_text.words_of(tokenizer) == reverse_text.words_of(TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    ("said", "earned"),
+    [
+        ("<reversed_text>xof der</reversed_text>", 1.0),
+        ("Sure! <reversed_text> xof der\n</reversed_text> Anything else?", 1.0),
+        ("<reversed_text>xof ded</reversed_text>", 6 / 7),
+        ("xof der", 0.0),
+        ("<reversed_text>xof der", 0.0),
+        ("<reversed_text></reversed_text>", 0.0),
+    ],
+)
+def test_an_answer_earns_its_likeness_in_the_first_tags(said, earned):
+    completions = [[{"role": "assistant", "content": said}]]
+    assert reverse_text.reward_reversed(completions, text=["red fox"]) == [pytest.approx(earned)]
+
+
+def test_a_row_has_the_prompt_and_what_the_reward_needs():
+    [row] = reverse_text.make_dataset(TOKENIZER, 1, seed=0)
+    system, user = row["prompt"]
+    assert (system["role"], system["content"]) == ("system", reverse_text.PROMPT)
+    assert (user["role"], user["content"]) == ("user", row["text"])
+
+
+def test_a_model_whose_tokenizer_knows_no_words_is_refused_by_name(tmp_path):
+    tiny.build(tmp_path / "base", tie=True, seed=0)
+    places = {"bucket": "file:///b", "run": "first", "replicas": ["http://x"]}
+    script = TrainerSettings(model=str(tmp_path / "base"), task="reverse_text", **places)
+    with pytest.raises(SystemExit, match=r"--task reverse_text: .* knows 0 English words"):
+        make_task(script, AsyncGRPOConfig(str(tmp_path), max_steps=1, use_cpu=True))
