@@ -395,7 +395,7 @@ def test_a_shared_quota_slows_polling_and_ends_in_a_pause(
 ) -> None:
     monkeypatch.setattr("delta_weight_sync.store._notifications.MEASURED_S", 0.0)
     monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: None))
-    hub.limit(files=20)
+    hub.limit(files=20, window_s=1e6)
     feed, other = bucket.notifications(HEADS), open_bucket(f"hf://buckets/{name(bucket)}/other")
     paces = []
     for _ in range(5):
