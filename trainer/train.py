@@ -37,7 +37,6 @@ from delta_weight_sync.runlog import DoneEvent
 from delta_weight_sync.trl import patches
 from delta_weight_sync.trl.trainer import BucketGRPOTrainer, Progress
 from trainer import exact, resume, rollouts
-from trainer.canary import start_canary
 from trainer.observe import Pokes, ReplicaWatch, StepRecorder
 from trainer.settings import Settings
 from trainer.spaces import Spaces, SpacesUnavailableError
@@ -134,7 +133,6 @@ class Lead:
         self.worker = rollouts.make_worker(
             settings, config, task, writer_term=publisher.writer_term, progress=progress
         )
-        self.canary = stack.enter_context(start_canary(settings, publisher, self.watch, task.dataset))
 
     def finish(self, newest: Manifest, digest: str, stopped_by: Literal["steps", "time"]) -> None:
         """Log the end of the run, and wait until the replicas serve its last version."""
@@ -142,8 +140,6 @@ class Lead:
             DoneEvent(t=time.time(), version=newest.version, digest=digest, stopped_by=stopped_by)
         )
         self.watch.wait_for(newest.version)
-        if self.canary:
-            self.canary.compare()
         print(f"published version {newest.version}, digest {digest}", flush=True)
 
 

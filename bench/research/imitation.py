@@ -23,8 +23,9 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
+from bench.research.tokens import PROMPT
 from bench.research.wordle_policy import Teacher, read_words, secrets_of
-from trainer.policies import smollm2, tokens
+from trainer.policies import smollm2
 from trainer.tasks import reverse_text
 from trainer.tasks.wordle import WordleEnv
 
@@ -44,7 +45,7 @@ Chat = list[dict[str, Any]]
 def reversals(tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[Chat]:
     """Texts with their right answers."""
     for text in reverse_text.texts(tokenizer, _TEXTS, seed + _OTHER_SEED):
-        answer = {"role": "assistant", "content": reverse_text.right_answer(text)}
+        answer = {"role": "assistant", "content": f"<reversed_text>{text[::-1]}</reversed_text>"}
         yield [*reverse_text.chat(text), answer]
 
 
@@ -53,7 +54,7 @@ def games(tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[Chat]:
     words, rng = read_words(_WORDS), random.Random(seed)
     teacher, secrets = Teacher(words, memory=1.0), secrets_of(words)
     while True:
-        chat: Chat = [{"role": "user", "content": tokens.PROMPT}]
+        chat: Chat = [{"role": "user", "content": PROMPT}]
         for guess in teacher.game(rng.choice(secrets), rng):
             call = {"name": "guess", "arguments": {"word": guess.text}}
             chat.append({"role": "assistant", "content": "", "tool_calls": [{"function": call}]})

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
+from bench.research.tokens import WordleTokens, build_wordle_tokenizer
 from env_space.game import Game
-from trainer.policies.tokens import WordleTokens, build_wordle_tokenizer
 
 HELD_OUT_SHARE = 10  # one word in ten is never a secret, as in the environment's training games
 MEMORY = 0.3

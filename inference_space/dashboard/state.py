@@ -16,7 +16,6 @@ from statistics import fmean, median
 
 from delta_weight_sync.errors import ProtocolError
 from delta_weight_sync.runlog import (
-    CanaryEvent,
     CommitEvent,
     DoneEvent,
     Event,
@@ -102,7 +101,6 @@ class Progress:
     syncs: tuple[tuple[SyncEvent, SlowestCommit | None], ...]  # newest first
     trainer: Series  # (unix seconds, version), the window of the staircase
     curves: dict[str, Series]  # by the names in `_CURVES`
-    canaries: tuple[CanaryEvent, ...]  # the newest of each replica, the worst first
     group: StepEvent | None  # the newest step whose rollouts were recorded
     reward_first: float | None  # mean of the first `LATELY` steps
     reward_lately: float | None  # mean of the last `LATELY` steps
@@ -174,7 +172,6 @@ class RunState:
         self._lately: deque[float] = deque(maxlen=LATELY)
         self._group: StepEvent | None = None
         self._slowest: dict[int, SlowestCommit] = {}  # of the newest versions, by their first commit
-        self._canaries: dict[str, CanaryEvent] = {}  # the newest of each replica
         self._tracks: dict[str, _Track] = {}
         self._sizes, self._all_pauses, self._all_lags = (list[float]() for _ in range(3))  # sorted
         self._frames: dict[int, Progress] = {}
@@ -195,8 +192,6 @@ class RunState:
                     self._track(event).report(event, event.t)
                 case CommitEvent():
                     self._commit(event)
-                case CanaryEvent():
-                    self._canaries[event.replica] = event
                 case DoneEvent():
                     self._done = event
 
@@ -239,7 +234,6 @@ class RunState:
             syncs=tuple((sync, self._slowest.get(sync.version)) for sync in reversed(self._recent)),
             trainer=tuple(self._trainer),
             curves=curves,
-            canaries=tuple(sorted(self._canaries.values(), key=lambda canary: -canary.difference)),
             group=self._group,
             reward_first=fmean(self._first) if self._first else None,
             reward_lately=fmean(self._lately) if self._lately else None,

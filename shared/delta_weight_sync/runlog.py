@@ -104,25 +104,6 @@ class ReplicaReport(Record):
     notice: Line = ""  # how it learns of new versions
 
 
-class CanaryEvent(Record):
-    """Compares a replica's logprobs of fixed prompts with those of the version that it claims to serve.
-
-    `difference` is the largest of any token's logprob, in nats. Above `limit` it is an alarm.
-    """
-
-    kind: Literal["canary"] = "canary"
-    t: float
-    replica: str
-    version: int
-    difference: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    limit: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-    @property
-    def alarm(self) -> bool:
-        """Whether the replica seems to compute with other weights."""
-        return self.difference > self.limit
-
-
 class DoneEvent(Record):
     """Training ended. `digest` is computed from the trainer's live parameters."""
 
@@ -133,9 +114,7 @@ class DoneEvent(Record):
     stopped_by: Literal["steps", "time"] = "steps"  # which limit ended it
 
 
-Event = Annotated[
-    SyncEvent | StepEvent | ReplicaEvent | CommitEvent | CanaryEvent | DoneEvent, Field(discriminator="kind")
-]
+Event = Annotated[SyncEvent | StepEvent | ReplicaEvent | CommitEvent | DoneEvent, Field(discriminator="kind")]
 _EVENT: TypeAdapter[Event] = TypeAdapter(Event)
 
 

@@ -1,26 +1,32 @@
-"""What a policy is shown before RL comes to a low-rank change of its matrices.
-
-The recipe of the shipped Wordle policy, and the teacher that it imitates.
-"""
+"""The recipes of the policies: imitation, the shipped Wordle policy, its teacher, and what RL taught it."""
 
 import itertools
 import random
+import sys
+from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from bench.research import imitation, wordle_policy
+from bench.research import held_out, imitation, wordle_policy
+from bench.research.tokens import build_tokenizer
 from bench.research.wordle_policy import Teacher, read_words, secrets_of
+from delta_weight_sync import Publisher, open_run
 from env_space import game as env
+from env_space.app import create_app
 from env_space.game import ignored_hint, rules_from
 from env_space.settings import Settings
 from examples import tiny_policy as tiny
+from tests.support.serving import serving
+from trainer import policies
 from trainer.policies import smollm2
-from trainer.policies.tokens import CHAT_TEMPLATE, build_tokenizer
+from trainer.policies.smollm2 import CHAT_TEMPLATE
 
 WORDS = read_words(imitation._WORDS)
+WORDLE = Path(policies.__file__).parent / "wordle-tiny"
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +116,45 @@ def test_a_teacher_is_mediocre():
     secrets = [rng.choice(env.answers()) for _ in range(200)]
     solved = [teacher.game(secret, rng)[-1].text == secret for secret in secrets]
     assert 0.1 < sum(solved) / len(solved) < 0.3
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> str:
+    """Version 0 is the policy; version 1 writes nothing but the end of its turn."""
+    url = f"{tmp_path_factory.mktemp('bucket').as_uri()}#first"
+    weights = load_file(WORDLE / "model.safetensors")
+    with Publisher(url, WORDLE) as publisher:
+        publisher.publish(weights.items(), 1)
+        publisher.flush()
+        weights["lm_head.weight"] = torch.zeros_like(weights["lm_head.weight"])
+        publisher.publish(weights.items(), 2)
+    return url
+
+
+def games(env_url: str) -> dict[str, float]:
+    """How many ended on held-out words, by outcome."""
+    lines = httpx.get(f"{env_url}/metrics").text.splitlines()
+    counts = [line.rsplit(" ", 1) for line in lines if line.startswith("wordle_games_total")]
+    assert all('split="held_out"' in name for name, _ in counts)
+    return {name.split('"')[1]: float(count) for name, count in counts}
+
+
+def test_two_versions_play_the_same_held_out_games(monkeypatch, run, capsys):
+    monkeypatch.setattr(held_out, "GAMES", 40)
+    with serving(create_app(Settings())) as url:
+        first = held_out.measured(open_run(run), 0, url)
+        assert games(url).get("solved", 0) == sum(first)
+        monkeypatch.setattr(sys, "argv", ["held_out", run, "--env_url", url])
+        held_out.main()
+        assert games(url).get("solved", 0) == 2 * sum(first), "of version 0 again, of version 1 none"
+        assert sum(games(url).values()) == 120
+        assert httpx.get(f"{url}/health").json()["sessions"] == 0, "also those that it gave up"
+    assert f"{sum(first) / 0.4:.1f} % -> 0.0 % of 40 held-out tasks" in capsys.readouterr().out
+
+
+def test_what_was_gained_is_as_sure_as_the_same_games_make_it():
+    """Of 100 games 30 more are solved, none less: the standard error is the root of 0.3 * 0.7 / 99."""
+    before, after = [i < 20 for i in range(100)], [i < 50 for i in range(100)]
+    assert held_out.gain(before, after) == (
+        "20.0 % -> 50.0 % of 100 held-out tasks (+21.0 to +39.0 points with 95 % confidence)"
+    )

@@ -16,7 +16,7 @@ from tests.support.serving import serving
 
 BOTH = """
 import sys
-from trainer.tasks import held_out
+from bench.research import held_out
 from bench.research.study import run
 
 held_out.GAMES = 24

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Manifest
-from delta_weight_sync.runlog import CanaryEvent, CommitEvent, ReplicaEvent, SyncEvent
+from delta_weight_sync.runlog import CommitEvent, ReplicaEvent, SyncEvent
 
 DIGEST = "a" * 16
 
@@ -31,10 +31,6 @@ def status(
     return ReplicaEvent(
         t=0, replica=replica, state=state, version=version, digest=version and DIGEST, error=error
     )
-
-
-def canary(replica: str, version: int, difference: float) -> CanaryEvent:
-    return CanaryEvent(t=0, replica=replica, version=version, difference=difference, limit=0.5)
 
 
 def manifest_of(version: int, anchor: int) -> Manifest:

@@ -19,9 +19,9 @@ from aiohttp import web
 from transformers import AutoTokenizer
 
 import trainer.policies
+from bench.research.tokens import WordleTokens
 from delta_weight_sync.trl.trainer import TrainedGroups
 from trainer.demo.processes import free_port
-from trainer.policies.tokens import WordleTokens
 from trainer.rollouts import UNKNOWN, ReplicaRolloutLoop, ReplicaRolloutWorker, Syncs
 from trainer.tasks.wordle import make_dataset
 

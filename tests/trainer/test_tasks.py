@@ -2,31 +2,24 @@
 
 import asyncio
 import itertools
-import json
 import pickle
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from string import ascii_lowercase
 
 import httpx
 import pytest
-import torch
-from safetensors.torch import load_file
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
-import trainer.policies
-from delta_weight_sync import Publisher
+from bench.research.tokens import build_tokenizer
 from env_space.app import create_app
 from env_space.settings import Settings
 from examples import tiny_policy as tiny
 from tests.support.serving import serving
 from trainer.demo.__main__ import env_settings
 from trainer.demo.processes import Processes, free_port
-from trainer.policies.tokens import build_tokenizer
 from trainer.settings import Settings as TrainerSettings
-from trainer.tasks import held_out, make_task, reverse_text
+from trainer.tasks import make_task, reverse_text
 from trainer.tasks.wordle import WordleEnv, make_dataset
 
 
@@ -122,49 +115,6 @@ def test_a_restarted_environment_fails_its_games_but_not_the_run(words, tmp_path
         assert guess(env, words[0])
 
 
-POLICY = Path(trainer.policies.__file__).parent / "wordle-tiny"
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> str:
-    """Version 0 is the policy; version 1 writes nothing but the end of its turn."""
-    url = f"{tmp_path_factory.mktemp('bucket').as_uri()}#first"
-    weights = load_file(POLICY / "model.safetensors")
-    with Publisher(url, POLICY) as publisher:
-        publisher.publish(weights.items(), 1)
-        publisher.flush()
-        weights["lm_head.weight"] = torch.zeros_like(weights["lm_head.weight"])
-        publisher.publish(weights.items(), 2)
-    return url
-
-
-def played(monkeypatch, run: str, version: int, env_url: str, out: Path) -> list[bool]:
-    arguments = ["--run", run, "--version", str(version), "--env_url", env_url, "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", ["held_out", *arguments])
-    held_out.main()
-    solved: list[bool] = json.loads(out.read_text())
-    return solved
-
-
-def games(env_url: str) -> dict[str, float]:
-    """How many ended on held-out words, by outcome."""
-    lines = httpx.get(f"{env_url}/metrics").text.splitlines()
-    counts = [line.rsplit(" ", 1) for line in lines if line.startswith("wordle_games_total")]
-    assert all('split="held_out"' in name for name, _ in counts)
-    return {name.split('"')[1]: float(count) for name, count in counts}
-
-
-def test_two_versions_play_the_same_held_out_games(tmp_path, monkeypatch, run):
-    monkeypatch.setattr(held_out, "GAMES", 40)
-    with serving(create_app(Settings())) as url:
-        first, again = (played(monkeypatch, run, 0, url, tmp_path / name) for name in ("a", "b"))
-        assert first == again
-        assert games(url)["solved"] == 2 * sum(first)
-        assert sum(played(monkeypatch, run, 1, url, tmp_path / "c")) == 0
-        assert sum(games(url).values()) == 120
-        assert httpx.get(f"{url}/health").json()["sessions"] == 0, "also those that it gave up"
-
-
 WORDS = ["".join(letters) for letters in itertools.product(ascii_lowercase[:5], repeat=3)]
 TOKENIZER = build_tokenizer([f"Ġ{word}" for word in WORDS])
 
@@ -185,7 +135,7 @@ def test_held_out_texts_share_no_word_with_those_of_training():
 
 
 def test_what_is_shown_as_right_earns_all():
-    assert reverse_text.similarity(reverse_text.right_answer("red fox"), "red fox") == 1.0
+    assert reverse_text.similarity("<reversed_text>xof der</reversed_text>", "red fox") == 1.0
 
 
 def test_words_that_are_not_one_token_are_not_asked():

@@ -22,14 +22,14 @@ from delta_weight_sync.runlog import RunLogReader
 from delta_weight_sync.signing import SIGNING_KEY, new_pair
 from delta_weight_sync.store import open_bucket
 from trainer.demo.processes import ChildError, Processes, exclusive, free_port, interrupt_once
-from trainer.demo.summary import Progress, gain, summarize, table
+from trainer.demo.summary import Progress, summarize, table
 
 RUN = "demo"
 # Trainer and replica share the machine: one core each, or parts of the one GPU.
 TRAINER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 _TRAINER = Path(__file__).parents[1]
 _GPU_SHARE = "--gpu-memory-utilization 0.3"
-_TRAINING = 0.9  # share of the time; the rest is for what follows training
+_TRAINING = 0.9  # share of the time; the rest is for the last version to be published and served
 _POLL_S = 0.5
 
 
@@ -41,13 +41,11 @@ class Policy:
     max_model_len: int
     max_num_seqs: int
     kv_cache_mib: int  # on a CPU, where filling it takes a good part of the start
-    learned: str  # what is measured on held-out tasks
-    uses_env: bool  # the Wordle Space's games
 
 
 POLICIES = {
-    "wordle-tiny": Policy("wordle_tiny.yaml", 256, 64, 64, "games solved on held-out words", uses_env=True),
-    "smollm2": Policy("smollm2.yaml", 512, 32, 1024, "letters right on held-out words", uses_env=False),
+    "wordle-tiny": Policy("wordle_tiny.yaml", 256, 64, 64),
+    "smollm2": Policy("smollm2.yaml", 512, 32, 1024),
 }
 
 
@@ -108,19 +106,9 @@ def _run(processes: Processes, name: str, folder: Path, port: int, minutes: floa
         progress.show(reader.poll())
         time.sleep(0 if trained else _POLL_S)
     progress.show(reader.poll())
-    progress.say(f"measuring versions 0 and {progress.newest}: {policy.learned}")
-    measured = {"before": 0, "after": progress.newest}  # side by side, and not while training needs the cores
-    for when, version in measured.items():
-        held_out = ["trainer.tasks.held_out", "--run", f"{bucket_url}#{RUN}", "--version", str(version)]
-        held_out += ["--env_url", env_url if policy.uses_env else "", "--out", f"{folder}/{when}.json"]
-        processes.start(when, held_out, readers, may_end=True)
-    while not all(map(processes.finished, measured)):
-        time.sleep(_POLL_S)
-
-    before, after = (json.loads((folder / f"{when}.json").read_text()) for when in measured)
-    summary = summarize(progress.events, name, gain(before, after), progress.seconds)
+    summary = summarize(progress.events, name, progress.seconds)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    print(f"\n{table(summary, policy.learned)}\n\nall figures: {folder}/summary.json", flush=True)
+    print(f"\n{table(summary)}\n\nall figures: {folder}/summary.json", flush=True)
     if not summary["verified"]:
         raise ChildError(f"a replica does not hold the trainer's weights; see {folder}/summary.json")
     if sys.stdout.isatty():

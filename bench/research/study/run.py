@@ -32,14 +32,15 @@ from trl import TrlParser
 from trl.experimental.async_grpo import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
+from bench.research import held_out
+from bench.research.held_out import Game, play_at
 from bench.research.study.transports import TRANSPORTS, Sent, Transport
+from bench.research.tokens import WordleTokens
 from bench.results import ROOT
 from delta_weight_sync.publish.sharding import Weights
 from delta_weight_sync.trl import patches
-from trainer.policies.tokens import WordleTokens
 from trainer.settings import Settings as TrainerSettings
-from trainer.tasks import held_out, wordle
-from trainer.tasks.held_out import Game, play_at
+from trainer.tasks import wordle
 from trainer.train import PolicyTrainer
 
 POLICY = ROOT / "trainer" / "policies" / "wordle-tiny"

@@ -33,7 +33,7 @@ from inference_space.settings import SETUP
 from tests.browser import PATIENCE_S
 from tests.inference_space.dashboard.test_state import progress
 from tests.support.dashboard import KEY, RecordedControls, mounted
-from tests.support.records import canary, commit, manifest_of, status, sync
+from tests.support.records import commit, manifest_of, status, sync
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def run() -> Progress:
     answers = (Rollout(turns=((ATTACK, ATTACK), ("crane", f"c1-r2?{ATTACK}")), reward=0.5, sync=1),)
     group = StepEvent(t=0, step=1, reward=0.5, metrics={}, prompt=ATTACK, rollouts=answers)
     joined = [commit(ATTACK, 1), status(f"2 {ATTACK}", 1, state=ATTACK, error=ATTACK)]
-    return progress(sync(1, 30), *joined, canary(ATTACK, 1, 9.0), group)
+    return progress(sync(1, 30), *joined, group)
 
 
 def test_the_page_says_whose_signature_a_replica_checked() -> None:
@@ -172,14 +172,6 @@ def test_the_page_says_whose_signature_a_replica_checked() -> None:
         text = " ".join(Parsed(str(page)).text.split())
         assert words in text
         assert ("signed by" in text) == bool(words)
-
-
-def test_the_page_names_a_replica_whose_logprobs_differ() -> None:
-    for difference, alarm in ((0.7, True), (0.02, False)):
-        page = render(view(progress(sync(1, 9), canary("x", 1, difference))))
-        text = " ".join(Parsed(str(page)).text.split())
-        assert re.search(rf"Canary ?{difference} ?largest error of a logprob; alarm above 0.5", text)
-        assert ("x reports v1, but its logprobs are off by 0.7" in text) == alarm
 
 
 def delta() -> OpenedDelta:

@@ -20,7 +20,7 @@ from inference_space.dashboard.page import body, render
 from inference_space.dashboard.state import FRAMES, POINTS, UNSETTLED, Curve, Progress, RunState, moments
 from tests.inference_space.dashboard.test_data import until, version
 from tests.support.buckets import CountedBucket
-from tests.support.records import DIGEST, canary, commit, status, sync
+from tests.support.records import DIGEST, commit, status, sync
 from tests.support.written_run import long
 
 
@@ -152,15 +152,6 @@ def test_a_long_curve_stays_short_and_loses_neither_its_spike_nor_its_end() -> N
         assert curve.points()[-1] == (9999, 2.0)
     assert max(peaks.points(), key=lambda point: point[1]) == (pytest.approx(7777, abs=34), 100.0)
     assert means.points()[0] == (pytest.approx(31.5), 1.5)
-
-
-def test_the_newest_comparison_of_each_replica_counts_and_the_worst_comes_first() -> None:
-    compared = [canary("x", 1, 2.0), canary("y", 1, 0.03), canary("x", 2, 0.02)]
-    assert [(c.replica, c.version, c.alarm) for c in progress(*compared).canaries] == [
-        ("y", 1, False),
-        ("x", 2, False),
-    ]
-    assert progress(*compared, canary("x", 3, 0.6)).canaries[0].alarm
 
 
 @pytest.mark.finding(11)

@@ -1,4 +1,4 @@
-"""Tokenizers of the small policies: bytes, and phrases as single tokens, with a chat template for tools.
+"""Tokenizers of the small policies: bytes, and phrases as single tokens, with the chat template of SmolLM2.
 
 A Wordle game is exactly what TRL's rollout loop renders for one tool, `guess(word: str)`.
 """
@@ -11,6 +11,8 @@ from string import ascii_lowercase
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from trl.chat_template_utils import qwen3_template
+
+from trainer.policies.smollm2 import CHAT_TEMPLATE
 
 PAD = "<|endoftext|>"
 END_OF_TURN = "<|im_end|>"
@@ -27,24 +29,6 @@ MARKS = [f"{letter}{place}{mark}" for place in range(1, 6) for mark in "-?+" for
 # A turn is CALL, five letters, END_CALL. END_CALL stops generation as END_OF_TURN does, so nothing can follow
 # a call. With this many tokens as the limit of a completion, nothing can precede a whole word either.
 TURN_TOKENS = LETTERS + 2
-
-# Qwen3's layout, except that the line break opens a turn instead of closing the previous one. A finished turn
-# then keeps its tokens whatever follows, which TRL needs to train on whole conversations.
-CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{%- if not loop.first -%}{{ '\\n' }}{%- endif -%}
-{%- if message.role == 'tool' -%}
-{{ '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-{%- else -%}
-{{ '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
-{%- for call in (message.tool_calls or []) -%}
-{{ '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-{{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
-{%- endfor -%}
-{%- endif -%}
-{{ '<|im_end|>' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '\\n<|im_start|>assistant\\n' }}{%- endif -%}"""
 
 
 def build_tokenizer(phrases: Sequence[str] = ()) -> PreTrainedTokenizerFast:

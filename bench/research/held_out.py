@@ -1,22 +1,21 @@
-"""Measures a version of a run on tasks that training never shows, in plain torch and without a replica.
+"""Measures what a run has learned, on tasks that training never shows, in plain torch and without a replica.
 
-    python -m trainer.tasks.held_out --run file:///tmp/bucket#demo --version 0 \\
-        --env_url http://127.0.0.1:8000 --out before.json
+    python -m bench.research.held_out file:///tmp/bucket#demo --env_url http://127.0.0.1:8000
 
 With `--env_url` the policy plays Wordle on the environment's held-out words; otherwise it reverses texts of
-words that no training text contains. The tasks are the same each time, so two versions can be compared.
+words that no training text contains. Version 0 and the newest version get the same tasks.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
 import tempfile
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import sqrt
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
@@ -29,14 +28,15 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from delta_weight_sync.reader import open_run
+from bench.research.tokens import TURN_TOKENS, WordleTokens
+from delta_weight_sync.reader import RunReader, open_run
 from trainer import spaces
-from trainer.policies.tokens import TURN_TOKENS, WordleTokens
 from trainer.tasks import reverse_text
 from trainer.tasks.wordle import WordleEnv
 
 GAMES = 600
 TEXTS = 200
+_CONFIDENCE = 1.96  # standard errors to each side contain the true value 95 times out of 100
 ANSWER_TOKENS = 48  # a right answer has about 20
 _T = TypeVar("_T")
 
@@ -185,22 +185,33 @@ def reversals(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> lis
     return [reverse_text.similarity(answer, text) for answer, text in zip(answers, asked, strict=True)]
 
 
-def main() -> None:
-    """Write a JSON list: how well each task was solved, 0 to 1."""
-    parser = argparse.ArgumentParser(description="Measure a version of a run on tasks unseen in training.")
-    parser.add_argument("--run", required=True, help="<bucket>#<run>")
-    parser.add_argument("--version", required=True, type=int)
-    parser.add_argument("--env_url", default="", help="URL of the Wordle Space; reverse-text without it")
-    parser.add_argument("--out", required=True, type=Path, help="file to write")
-    options = parser.parse_args()
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))  # two versions are measured side by side
-    reader = open_run(options.run)
+def measured(reader: RunReader, version: int, env_url: str) -> list[float]:
+    """How well a version solves each task, 0 to 1."""
     with tempfile.TemporaryDirectory() as folder:
-        reader.checkout(reader.manifest(options.version), Path(folder))
+        reader.checkout(reader.manifest(version), Path(folder))
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    solved = wordle(model, tokenizer, options.env_url) if options.env_url else reversals(model, tokenizer)
-    options.out.write_text(json.dumps(solved))
+    solved = wordle(model, tokenizer, env_url) if env_url else reversals(model, tokenizer)
+    return [float(one) for one in solved]
+
+
+def gain(before: Sequence[float], after: Sequence[float]) -> str:
+    """Means over the same tasks, and the 95 % confidence interval of their difference, as a sentence."""
+    gains = [later - earlier for earlier, later in zip(before, after, strict=True)]
+    middle, reach = mean(gains), _CONFIDENCE * stdev(gains) / sqrt(len(gains))
+    low, high = 100 * (middle - reach), 100 * (middle + reach)
+    change = f"{100 * mean(before):.1f} % -> {100 * mean(after):.1f} % of {len(gains)} held-out tasks"
+    return f"{change} ({low:+.1f} to {high:+.1f} points with 95 % confidence)"
+
+
+def main() -> None:
+    """Print what a run has learned from version 0 to its newest."""
+    parser = argparse.ArgumentParser(prog="python -m bench.research.held_out", description=main.__doc__)
+    parser.add_argument("run", help="<bucket>#<run>")
+    parser.add_argument("--env_url", default="", help="URL of the Wordle Space; reverse-text without it")
+    options = parser.parse_args()
+    reader = open_run(options.run)
+    print(gain(*(measured(reader, version, options.env_url) for version in (0, reader.manifest().version))))
 
 
 if __name__ == "__main__":
