@@ -79,9 +79,10 @@ def _rolls(policy: torch.nn.Module, changes: list[list[Patch]]) -> str:
     seconds = {name: min(all_) for name, all_ in timing.take_turns(works, _ROUNDS).items()}
     rows = [[name, f"{1e3 * s:.0f} ms", f"{s / seconds['a snapshot']:.2f}"] for name, s in seconds.items()]
     written = past.roll(weights, _SYNCS, _SYNCS - 1)
+    size = sum(c.positions.nbytes + c.ulps.nbytes for step in past._steps for c in step)
     rows += [
         ["weights written by 1 sync", f"{written / 1e6:.2f} M", f"{written / total:.4f}"],
-        ["kept for 16 syncs", f"{past.nbytes / 1e6:.0f} MB", f"{past.nbytes / (_SYNCS * 2 * total):.3f}"],
+        ["kept for 16 syncs", f"{size / 1e6:.0f} MB", f"{size / (_SYNCS * 2 * total):.3f}"],
     ]
     return table(["a roll", "", "of a snapshot, or of 16"], rows)
 

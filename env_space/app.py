@@ -181,7 +181,6 @@ class Metrics:
         self._took = {via: seconds.labels(via).observe for via in ("http", "ws")}
 
     def count_game(self, session: Session) -> None:
-        """Count a game that ended."""
         origin, game = session.origin, session.game
         self._games.labels(session.outcome, origin.split, origin.via).inc()
         self._guesses.labels("invalid").inc(game.invalid)
@@ -189,7 +188,6 @@ class Metrics:
         self._guesses.labels("new").inc(game.turns - game.invalid - game.repeated)
 
     def move_took(self, via: str, seconds: float) -> None:
-        """Record the time of one move."""
         self._took[via](seconds)
 
 
@@ -311,7 +309,6 @@ def _add_pages(app: FastAPI, sessions: Sessions, rules: Rules, metrics: Metrics)
 
     @app.get("/", response_class=FileResponse, include_in_schema=False)
     async def home() -> FileResponse:
-        """The page where a person plays."""
         return FileResponse(PAGE / "index.html", headers=_PAGE_HEADERS)
 
     @app.get("/words")

@@ -54,8 +54,6 @@ class Action(BaseModel):
 
 
 class Message(BaseModel):
-    """Text for the player."""
-
     sender_id: int
     content: str
     category: str
@@ -220,8 +218,6 @@ def _story(message: str, move: Move) -> str:
 
 
 def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, timer: Timer) -> None:
-    """Add OpenEnv's routes to `app`."""
-
     @app.websocket("/ws")
     async def play(socket: WebSocket) -> None:
         await socket.accept()

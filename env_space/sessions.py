@@ -103,7 +103,6 @@ class Sessions:
         self._ended: dict[UUID, Session] = {}  # first ended first
 
     def __len__(self) -> int:
-        """How many games are in play."""
         return len(self._playing)
 
     def open(self, id: UUID, origin: Origin, game: Game, client: str = "") -> Session:

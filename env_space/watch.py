@@ -67,11 +67,9 @@ class Replica:
         return text, called[-1] if called else None, answer.headers.get("x-policy-version", "")
 
     def observe(self, observation: str) -> None:
-        """Add the result of a guess to the conversation."""
         self._messages.append({"role": "tool", "content": observation, "tool_call_id": "guess"})
 
     def request(self) -> dict[str, Any]:
-        """The body of the next request."""
         return {
             "model": self._model,
             "messages": self._messages,

@@ -113,7 +113,6 @@ class Gate:
         self._readers, self._rate = readers, rate or RateLimit(*RATE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
         if scope["type"] != "http":
@@ -235,7 +234,6 @@ class Completions:
 
     @property
     def limit(self) -> int:
-        """The largest body, in bytes."""
         context = self.context()
         return MAX_BODY if context is None else min(MAX_BODY, OTHER_BYTES + BYTES_PER_TOKEN * context)
 

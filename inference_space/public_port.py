@@ -53,7 +53,6 @@ class SpaceFollower(Follower):
     problems: Problems = MappingProxyType({})
 
     def explain(self, error: Exception | None) -> str:
-        """The error, or the variables and secrets to fix."""
         self.problems = access_problems(error, self._reader.bucket.url) if error else {}
         return "; ".join(f"{name}: {problem}" for name, problem in self.problems.items()) or f"{error}"
 

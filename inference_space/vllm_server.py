@@ -74,11 +74,9 @@ class VllmServer(Engine):
         multiprocessing.set_executable(str(script))
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Answer requests in `loop`."""
         self._loop = loop
 
     def alive(self) -> bool:
-        """Whether the engine runs."""
         return self._client is not None and super().alive()
 
     def serves(self, checkpoint: Path) -> bool:

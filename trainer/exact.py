@@ -79,7 +79,6 @@ class PastPolicy:
         self._log, (self.sync,) = log, log.syncs
 
     def knows(self, sync: int) -> bool:
-        """Whether the weights of this sync can be restored."""
         return sync in self._log.syncs
 
     def keep_up(self) -> None:
@@ -134,16 +133,22 @@ def enable(trainer: BucketGRPOTrainer, publisher: Publisher) -> None:
         past = PastPolicy(trainer.model, max(config.token_budget, 0))
     except ValueError as error:
         raise SystemExit(f"--exact_old_policy: {error}; set --dtype") from error
-    batch = config.per_device_train_batch_size
-    trainer.rollout_queue = ExactSamples(trainer.rollout_queue, past, trainer, batch)
-    trainer.add_callback(_FollowSyncs(trainer, publisher, past))
+    trainer.rollout_queue = samples = ExactSamples(trainer.rollout_queue, past, trainer, publisher)
+    trainer.add_callback(samples)
 
 
-class _FollowSyncs(TrainerCallback):
-    """Keeps the past policy up to date with TRL's syncs."""
+class ExactSamples(TrainerCallback):
+    """TRL's queue of samples; it makes their old log-probabilities exact as they are taken.
 
-    def __init__(self, trainer: BucketGRPOTrainer, publisher: Publisher, past: PastPolicy) -> None:
-        self._trainer, self._publisher, self._past = trainer, publisher, past
+    Waiting samples are computed together, at most a batch of them. A sample with a token whose weights are
+    unknown or no longer kept stays as it is, and is counted. At each sync the past policy is kept up to date.
+    """
+
+    def __init__(
+        self, samples: Any, past: PastPolicy, trainer: BucketGRPOTrainer, publisher: Publisher
+    ) -> None:
+        self._samples, self._past, self._trainer, self._publisher = samples, past, trainer, publisher
+        self._ready: deque[TracedSample] = deque()
 
     def on_train_begin(self, args: AsyncGRPOConfig, state: Any, control: Any, **_: Any) -> None:
         # Undo as many syncs as a sample may be old, and one more, since the oldest is dropped next.
@@ -152,23 +157,10 @@ class _FollowSyncs(TrainerCallback):
     def on_step_end(self, args: AsyncGRPOConfig, state: Any, control: Any, **_: Any) -> None:
         self._past.keep_up()
 
-
-class ExactSamples:
-    """TRL's queue of samples; it makes their old log-probabilities exact as they are taken.
-
-    Waiting samples are computed together, at most `batch` of them. A sample with a token whose weights are
-    unknown or no longer kept stays as it is, and is counted.
-    """
-
-    def __init__(self, samples: Any, past: PastPolicy, trainer: BucketGRPOTrainer, batch: int) -> None:
-        self._samples, self._past, self._trainer, self._batch = samples, past, trainer, batch
-        self._ready: deque[TracedSample] = deque()
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self._samples, name)
 
     def qsize(self) -> int:
-        """Number of samples that wait."""
         return len(self._ready) + int(self._samples.qsize())
 
     def get(self, *args: Any, **options: Any) -> TracedSample:
@@ -176,7 +168,7 @@ class ExactSamples:
         if not self._ready:
             self._ready.append(self._samples.get(*args, **options))
             with contextlib.suppress(queue.Empty):
-                while len(self._ready) < self._batch:
+                while len(self._ready) < self._trainer.args.per_device_train_batch_size:
                     self._ready.append(self._samples.get_nowait())
             self._make_exact(self._ready)
         return self._ready.popleft()

@@ -129,14 +129,9 @@ class ReplicaWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop polling."""
         self._closed.set()
         self._thread.join()
         self._http.close()
-
-    def name_of(self, url: str) -> str:
-        """Name that the replica at `url` gives itself; the URL before its first answer."""
-        return self._last[url].replica if url in self._last else url
 
     def wait_for(self, version: int, timeout_s: float = 120.0) -> bool:
         """Wait until every replica serves `version`; False after `timeout_s`."""
@@ -158,7 +153,9 @@ class ReplicaWatch:
         except (httpx.HTTPError, ValidationError) as error:
             reason = f"{url} does not answer ({type(error).__name__})"
             gone: dict[str, Any] = {"state": "unreachable", "version": None, "digest": None, "error": reason}
-            status = ReplicaEvent(t=time.time(), replica=self.name_of(url), **gone)
+            status = ReplicaEvent(
+                t=time.time(), replica=self._last[url].replica if url in self._last else url, **gone
+            )
             return ReplicaReport(status=status, commits=())
 
     def _get(self, url: str) -> bytes:
@@ -210,7 +207,6 @@ class Pokes:
             due.set()
 
     def close(self) -> None:
-        """Stop, after the requests in progress."""
         self._closed = True
         self.send()
         for thread in self._threads:

@@ -43,14 +43,12 @@ class Restore(TrainerCallback):
         self._random_state: tuple[Any, Any] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Restore weights, optimizer and schedule."""
         if self._publisher.resumed_from:
             weights = live_weights(kwargs["model"])
             self._publisher.restore(weights, kwargs["optimizer"], schedule=kwargs["lr_scheduler"])
             self._random_state = optimizer.take_random_state()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Undo what TRL drew to set up its data, which the earlier trainer did before it saved the state."""
         if self._random_state:
             optimizer.put_random_state(*self._random_state)
             self._random_state = None
@@ -69,13 +67,11 @@ class SaveState(TrainerCallback):
         self._in_step = True  # the weights belong to no version
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Save the state of a new run, after TRL's first sync."""
         if self._publisher.resumed_from is None:
             self._synced, self._syncs = True, 1
             self._save()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The step changes the weights."""
         self._synced, self._in_step = False, True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -79,7 +79,6 @@ class Conversation:
         self._spans = spans
 
     def add_turn(self, prompt_ids: list[int], output_ids: list[int]) -> None:
-        """Record the tokens of the answer."""
         syncs = np.full(len(output_ids), UNKNOWN)
         for sync, start, end in self._spans:
             syncs[start:end] = sync
@@ -195,8 +194,6 @@ class Syncs(ctypes.Structure):
 
 
 class ReplicaRolloutWorker(trl_worker.AsyncRolloutWorker):
-    """TRL's worker, running `ReplicaRolloutLoop`."""
-
     _loop_cls = ReplicaRolloutLoop
     _process: Any
 

@@ -63,7 +63,6 @@ class Stop(TrainerCallback):
         signal.setitimer(signal.ITIMER_REAL, self.left_s if self.signal else 0)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The weights change from here to the end of the step."""
         self._in_step = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -192,7 +192,6 @@ class PolicyTrainer(BucketGRPOTrainer):
         self._norm_rate = norm_rate
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """Build TRL's optimizer, and set the rate of the norms."""
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         for group in optimizer.param_groups:  # TRL puts weights without weight decay into a separate group
             if self._norm_rate and all(weight.ndim == 1 for weight in group["params"]):

@@ -11,7 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from delta_weight_sync.errors import DeltaWeightSyncError
-from delta_weight_sync.store import Bucket, open_bucket
+from delta_weight_sync.store import open_bucket
 from inference_space.app import exit_on_sigterm
 from inference_space.dashboard.export import export
 from inference_space.dashboard.page import mount
@@ -21,32 +21,26 @@ def main() -> None:
     """Serve the dashboard until interrupted, or write it to a folder."""
     parser = argparse.ArgumentParser(prog="python -m inference_space.dashboard", description=__doc__)
     add = parser.add_argument
-    add("--bucket", required=True, type=_bucket, metavar="URL", help="hf://, s3:// or file://")
+    add("--bucket", required=True, metavar="URL", help="hf://, s3:// or file://")
     add("--run", help="the run to show (default: the one created last)")
     add("--export", type=Path, metavar="FOLDER", help="write the run as a static page, and exit")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=0, help="default: any free one")
     args = parser.parse_args()
-    if args.export:
-        try:
-            print(export(args.bucket, args.run, args.export))
-        except DeltaWeightSyncError as error:
-            sys.exit(f"dashboard: {error}")
-        return
-    app = mount(FastAPI(), args.bucket, args.run)
+    try:
+        bucket = open_bucket(args.bucket)
+        if args.export:
+            print(export(bucket, args.run, args.export))
+            return
+    except DeltaWeightSyncError as error:
+        sys.exit(f"dashboard: {error}")
+    app = mount(FastAPI(), bucket, args.run)
     with socket.create_server((args.host, args.port)) as listening:
         print(f"http://{args.host}:{listening.getsockname()[1]}/", flush=True)
         # An open page holds a connection that would never end by itself.
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
         exit_on_sigterm()
         uvicorn.Server(config).run(sockets=[listening])
-
-
-def _bucket(url: str) -> Bucket:
-    try:
-        return open_bucket(url)
-    except DeltaWeightSyncError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 if __name__ == "__main__":

@@ -142,7 +142,6 @@ _VERSIONS = partial(linear, words=lambda version: f"v{count_text(version)}", who
 
 
 def charts(run: Progress) -> dict[str, Chart]:
-    """Draw the charts of all panels."""
     curves, replicas = run.curves, [(colour(at), replica) for at, replica in enumerate(run.replicas)]
     rewards = [Mark("dots", "faint", curves["reward"]), Mark("line", "good", smooth(curves["reward"]))]
     full = Mark("line", "limit", ((0, run.full_bytes), (max(1, run.version), run.full_bytes)))

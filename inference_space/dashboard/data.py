@@ -21,13 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from delta_weight_sync.errors import (
-    BucketError,
-    CodecError,
-    DeltaWeightSyncError,
-    ObjectMissingError,
-    ProtocolError,
-)
+from delta_weight_sync import errors
 from delta_weight_sync.reader import RunReader, manifests_of, no_longer_held
 from delta_weight_sync.records import Keys, Manifest, RunInfo, parse
 from delta_weight_sync.runlog import SEGMENT, ReplicaEvent, RunLogReader
@@ -103,7 +97,6 @@ class RunCache:
         threading.Thread(target=self._loop, name="dashboard-reader", daemon=True).start()
 
     def now(self) -> RunView:
-        """Return the newest view without waiting."""
         self._asked.set()
         return self._view
 
@@ -138,7 +131,7 @@ class RunCache:
                 # Without its time: that alone would make every refresh look like a change.
                 own = self._own_status().model_copy(update={"t": 0.0})
             self._read(own)
-        except DeltaWeightSyncError as error:
+        except errors.DeltaWeightSyncError as error:
             problem = str(error)
         except Exception as error:  # noqa: BLE001 - the thread must survive, and viewers must see the reason
             problem = f"The bucket could not be read: {type(error).__name__}: {error}"
@@ -216,7 +209,7 @@ def newest_run(bucket: Bucket) -> RunInfo | None:
     """Return the description of the run created last; damaged descriptions are passed over."""
     found: list[RunInfo] = []
     for key in [info.key for info in bucket.list("runs/") if info.key.endswith("/run.json")]:
-        with suppress(ProtocolError):
+        with suppress(errors.ProtocolError):
             if info := read_info(bucket, key):
                 found.append(info)
     return max(found, key=lambda info: info.created_at, default=None)
@@ -226,10 +219,10 @@ def read_info(bucket: Bucket, key: str) -> RunInfo | None:
     """Read the description of a run, None if it is missing; raises `ProtocolError` if it is damaged."""
     try:
         info = parse(RunInfo, bucket.get(key), key)
-    except ObjectMissingError:
+    except errors.ObjectMissingError:
         return None
     if Keys(info.run).info != key:
-        raise ProtocolError(f"{key} describes run {info.run!r}: it was not used")
+        raise errors.ProtocolError(f"{key} describes run {info.run!r}: it was not used")
     return info
 
 
@@ -265,7 +258,7 @@ class AnswerCache(Generic[Question, Answer]):
                 try:
                     found = self._work(question)
                     self._kept[question] = found, self._weigh(found), math.inf
-                except (ProtocolError, CodecError) as error:
+                except (errors.ProtocolError, errors.CodecError) as error:
                     until = self._clock() + FAILED_S
                     self._kept[question] = error.with_traceback(None), self._room / 1024, until
             self._kept.move_to_end(question)
@@ -308,7 +301,7 @@ class Library:
     def run(self) -> str:
         """The run's name; raises `ProtocolError` before there is one."""
         if (name := self._run()) is None:
-            raise ProtocolError(f"{self.bucket.url} holds no run yet")
+            raise errors.ProtocolError(f"{self.bucket.url} holds no run yet")
         return name
 
     def objects(self) -> Listing:
@@ -326,7 +319,6 @@ class Library:
             return self._listed[2]
 
     def delta(self, version: int) -> tuple[Manifest, OpenedDelta]:
-        """Return the manifest of a version and its delta, opened."""
         manifest = self._manifest(version)
         return manifest, self._deltas(manifest)
 
@@ -346,9 +338,13 @@ class Library:
         """Download an object of the run; anchors and objects of other runs are refused."""
         found = next((info for info in self.objects() if info.key == key), None)
         if found is None or "/anchors/" in key:
-            raise ObjectMissingError(f"{key} is no object of run {self.run!r} that can be downloaded here")
+            raise errors.ObjectMissingError(
+                f"{key} is no object of run {self.run!r} that can be downloaded here"
+            )
         if found.size > MAX_DOWNLOAD:
-            raise ProtocolError(f"{key} is too large to be sent from here: fetch it from {self.bucket.url}")
+            raise errors.ProtocolError(
+                f"{key} is too large to be sent from here: fetch it from {self.bucket.url}"
+            )
         return self._downloads(found)
 
     def _manifest(self, version: int) -> Manifest:
@@ -357,19 +353,21 @@ class Library:
         if info is None and 0 <= version < oldest:
             raise no_longer_held(f"run {self.run!r} in {self.bucket.url}", version, oldest)
         if info is None:
-            raise ProtocolError(f"run {self.run!r} has no version {version} in {self.bucket.url}")
+            raise errors.ProtocolError(f"run {self.run!r} has no version {version} in {self.bucket.url}")
         return self._manifests(info)
 
     def _open(self, manifest: Manifest) -> OpenedDelta:
         if not manifest.deltas:
-            raise ProtocolError(f"v{manifest.version} is an anchor: every weight is new, there is no delta")
+            raise errors.ProtocolError(
+                f"v{manifest.version} is an anchor: every weight is new, there is no delta"
+            )
         with tempfile.TemporaryDirectory() as folder:
             return open_delta(RunReader(self.bucket, self.run).fetch(manifest.deltas[-1], Path(folder)))
 
     def _rebuild(self, manifest: Manifest) -> str:
         way = manifest.recipe()
         if way.size > MAX_REBUILD:  # the sizes of its files; `full_bytes` may be anything
-            raise ProtocolError(
+            raise errors.ProtocolError(
                 f"this model is too large to be rebuilt here: delta-weight-sync verify {self.bucket.url}"
             )
         with tempfile.TemporaryDirectory() as folder:
@@ -380,7 +378,7 @@ class Library:
         )
 
 
-class RateLimitError(BucketError):
+class RateLimitError(errors.BucketError):
     """Visitors have used up their rate limit; the message says when they can read again."""
 
 
@@ -397,7 +395,6 @@ class RateLimitedBucket:
         self._bytes = RateLimit(BYTES / WINDOW_S, BYTES, clock)
 
     def get(self, key: str) -> bytes:
-        """Read a small object."""
         self._spend()
         return self._bucket.get(key)
 
@@ -407,12 +404,10 @@ class RateLimitedBucket:
         return self._bucket.fetch(key, dest, limit)
 
     def stat(self, key: str) -> ObjectInfo | None:
-        """Look an object up."""
         self._spend()
         return self._bucket.stat(key)
 
     def list(self, prefix: str) -> Listing:
-        """List the objects of a folder."""
         self._spend()
         return self._bucket.list(prefix)
 

@@ -22,17 +22,6 @@ from inference_space.dashboard.page import body, render
 from inference_space.dashboard.state import Progress, RunState, moments
 
 _PAGES = 8  # of the bucket's listing
-_SPACE = """---
-title: {title}
-emoji: 🔁
-colorFrom: indigo
-colorTo: green
-sdk: static
-pinned: false
----
-
-The run `{run}` of Delta Weight Sync, as it ended. Open `index.html`, or push this folder to a static Space.
-"""
 
 
 def export(bucket: Bucket, run: str | None, folder: Path) -> Path:
@@ -54,7 +43,8 @@ def export(bucket: Bucket, run: str | None, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "data.js").write_text(f"window.DWS = {json.dumps(_data(library, frames, info))};\n")
     (folder / "dashboard.js").write_text((STATIC / "exported.js").read_text() + scripts())
-    (folder / "README.md").write_text(_SPACE.format(title=title, run=info.run))
+    readme = (STATIC / "space.md").read_text().format(title=title, run=info.run)
+    (folder / "README.md").write_text(readme)
     (folder / "index.html").write_text(page)
     return folder / "index.html"
 

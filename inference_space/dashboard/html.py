@@ -98,15 +98,12 @@ _TEMPLATES.filters |= {function.__name__: function for function in _FILTERS}
 
 
 def render_template(name: str, **values: Any) -> Markup:
-    """Render the template `name` with `values`, which are escaped."""
     return Markup(_TEMPLATES.get_template(name).render(values))
 
 
 def scripts() -> str:
-    """Return all scripts of the page, joined."""
     return "\n".join((STATIC / f"{name}.js").read_text() for name in _SCRIPTS)
 
 
 def styles() -> str:
-    """Return all style sheets of the page, joined."""
     return "\n".join((STATIC / name).read_text() for name in _STYLES)

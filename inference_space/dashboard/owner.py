@@ -94,7 +94,6 @@ def owner_tab(controls: Controls, owner: Owner) -> None:
 
 
 def describe(controls: Controls) -> str:
-    """Say which version the replica follows."""
     if controls.pinned:
         return Markup("<p>It stays at <b>v{}</b>.</p>").format(controls.pinned.version)
     if controls.paused:

@@ -100,7 +100,6 @@ def render(view: RunView) -> Markup:
 
 
 def body(run: Progress) -> Markup:
-    """Render everything shown of a run, now or as it was."""
     syncs, axis = timeline(run)
     return render_template("run.html", run=run, lately=LATELY, charts=charts(run), syncs=syncs, axis=axis)
 
@@ -122,7 +121,6 @@ class Prerender:
         self._making = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with the page, or pass the request on."""
         if scope["type"] != "http" or scope["path"] != "/" or scope["method"] not in ("GET", "HEAD"):
             return await self._app(scope, receive, send)
         async with self._making:

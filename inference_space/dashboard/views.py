@@ -51,8 +51,6 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class TensorRow:
-    """One tensor in the table of a delta."""
-
     name: str
     shape: tuple[int, ...]
     changes: int
@@ -62,8 +60,6 @@ class TensorRow:
 
 @dataclass(frozen=True)
 class OpenedDelta:
-    """The contents of one delta."""
-
     base: int
     version: int
     encoding: str
@@ -73,7 +69,6 @@ class OpenedDelta:
 
     @property
     def changes(self) -> int:
-        """The number of changed elements."""
         return sum(tensor.changes for tensor in self.tensors)
 
 

@@ -26,15 +26,8 @@ from typing import Final, Self
 
 from safetensors import SafetensorError
 
+from delta_weight_sync import errors
 from delta_weight_sync.checkpoint import WEIGHTS, map_bits
-from delta_weight_sync.errors import (
-    CodecError,
-    ConfigError,
-    DeltaWeightSyncError,
-    FolderError,
-    ObjectMissingError,
-    ProtocolError,
-)
 from delta_weight_sync.reader import RunReader, apply_delta, open_run, remove_other_files, require_digest
 from delta_weight_sync.records import POLL_S, Manifest, parse
 from delta_weight_sync.watch import Watcher, newest
@@ -147,7 +140,7 @@ def follow(
         DeltaWeightSyncError: The run cannot be opened. With `version` or `once`, any other error too.
     """
     if isinstance(run, RunReader) and public_key is not None:
-        raise ConfigError(
+        raise errors.ConfigError(
             "public_key applies only if `run` is a URL: pass the key to open_run, or pass the run's URL"
         )
     stopped = threading.Event()
@@ -191,7 +184,7 @@ def updates(
     def build_or_fall_back(manifest: Manifest) -> None:
         try:
             built.append(FollowedVersion(manifest, folder.update(manifest)))
-        except (ProtocolError, ObjectMissingError):
+        except (errors.ProtocolError, errors.ObjectMissingError):
             if folder.held is None and (older := reader.readable(manifest)) and older != manifest:
                 build_or_fall_back(older)
             raise
@@ -201,7 +194,7 @@ def updates(
             try:
                 if watcher.check(build_or_fall_back):
                     error = watcher.problem()
-            except (DeltaWeightSyncError, OSError) as caught:
+            except (errors.DeltaWeightSyncError, OSError) as caught:
                 error = caught
             yield from built
             built.clear()
@@ -242,7 +235,7 @@ def _patched(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVe
             apply_delta(state, path)
             path.unlink()
         require_digest(state, manifest)
-    except (CodecError, ProtocolError):
+    except (errors.CodecError, errors.ProtocolError):
         return False
     return True
 
@@ -278,11 +271,13 @@ class CheckpointFolder:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise FolderError(
+                raise errors.FolderError(
                     f"another process is following into {folder}: stop that process, or choose another folder"
                 ) from None
             if self._current.is_dir() and not self._current.is_symlink():
-                raise FolderError(f"{self._current} is a folder, not a link of ours: name another folder")
+                raise errors.FolderError(
+                    f"{self._current} is a folder, not a link of ours: name another folder"
+                )
             self._clear()
             self.held = self._verified()
             stack.callback(self._clear)
@@ -324,7 +319,7 @@ class CheckpointFolder:
             if not all(ref.is_in(self._current / ref.name) for ref in small):
                 return None
             require_digest(map_bits(self._current / WEIGHTS), manifest)
-        except (OSError, ProtocolError, SafetensorError):
+        except (OSError, errors.ProtocolError, SafetensorError):
             return None
         return manifest
 

@@ -17,16 +17,8 @@ from typing import TypeVar
 
 from safetensors import SafetensorError
 
-from delta_weight_sync import checkpoint
+from delta_weight_sync import checkpoint, errors
 from delta_weight_sync.checkpoint import Bits
-from delta_weight_sync.errors import (
-    BucketError,
-    BucketUnreachableError,
-    NoVersionError,
-    ObjectMissingError,
-    ProtocolError,
-    SignatureError,
-)
 from delta_weight_sync.records import (
     AnchorRef,
     FileRef,
@@ -85,7 +77,7 @@ def open_run(url: str, run: str | None = None, *, public_key: str | Path | None 
                 if runs
                 else "it holds none yet"
             )
-            raise ProtocolError(f"{bucket.url} does not hold exactly one run: {known}")
+            raise errors.ProtocolError(f"{bucket.url} does not hold exactly one run: {known}")
         run = runs[0]
     return RunReader(bucket, run, PublicKeys.load(public_key))
 
@@ -133,7 +125,7 @@ class RunReader:
         if manifest and version is not None and 0 <= version < manifest.version:
             raise no_longer_held(place, version, manifest.version)
         wanted = "a first version" if version is None else f"version {version}"
-        raise NoVersionError(f"{place} has not published {wanted}")
+        raise errors.NoVersionError(f"{place} has not published {wanted}")
 
     def find(self, version: int) -> Manifest:
         """The manifest of `version`, found by one listing however long the run is.
@@ -147,14 +139,14 @@ class RunReader:
         newest = self.newest()
         if newest is None or not 0 <= version <= newest.version:
             known = f"its newest is version {newest.version}" if newest else "it has none yet"
-            raise ProtocolError(f"run {self.keys.run!r} has no version {version}, {known}")
+            raise errors.ProtocolError(f"run {self.keys.run!r} has no version {version}, {known}")
         listed = [info.key for info in self.bucket.list(self.keys.manifests)]
-        unsigned: SignatureError | None = None
+        unsigned: errors.SignatureError | None = None
         for found, key in sorted(_manifests(listed), reverse=True):
             if found.version == version:
                 try:
                     manifest = self.read_listed(key)
-                except SignatureError as error:
+                except errors.SignatureError as error:
                     unsigned = unsigned or error
                     continue
                 if manifest.born == newest.born:
@@ -175,7 +167,7 @@ class RunReader:
         """The manifest of the version before. None for version 0, or if that manifest was deleted."""
         try:
             return self.read_manifest(manifest.parent) if manifest.parent else None
-        except ObjectMissingError:
+        except errors.ObjectMissingError:
             return None
 
     def read_manifest(self, ref: FileRef) -> Manifest:
@@ -219,7 +211,7 @@ class RunReader:
     def _fetched_ahead(self, key: str) -> bytes | None:
         """An object that was fetched ahead, once."""
         if future := self._ahead.pop(key, None):
-            with contextlib.suppress(BucketError, ProtocolError):
+            with contextlib.suppress(errors.BucketError, errors.ProtocolError):
                 return future.result()
         return None
 
@@ -241,7 +233,7 @@ class RunReader:
             elif self.bucket.fetch(ref.key, path, ref.size) != ref.sha256:
                 path.unlink()
                 raise ref.damaged()
-        except (ObjectMissingError, ProtocolError):
+        except (errors.ObjectMissingError, errors.ProtocolError):
             self._unreadable.add(ref.key)
             raise
         self._unreadable.discard(ref.key)
@@ -311,9 +303,9 @@ class RunReader:
                 return writer
             try:
                 head = self.head_of(writer)
-            except ObjectMissingError:  # an even later writer removed it
+            except errors.ObjectMissingError:  # an even later writer removed it
                 return writer
-            except ProtocolError as error:
+            except errors.ProtocolError as error:
                 problems[self.keys.head(writer)] = error
             else:
                 if head.version is None or born is None or head.born >= born:
@@ -337,16 +329,18 @@ class RunReader:
         """
         for _ in range(_TRIES):
             skipped: Problems = {}
-            with contextlib.suppress(ObjectMissingError):
+            with contextlib.suppress(errors.ObjectMissingError):
                 head = self._last_valid(below, floor, skipped)
-                why = [error for error in skipped.values() if floor or isinstance(error, SignatureError)]
+                why = [
+                    error for error in skipped.values() if floor or isinstance(error, errors.SignatureError)
+                ]
                 if head is None and why:
                     raise type(why[0])("; ".join(map(str, why)))
                 if problems is not None:
                     problems.update(skipped)
                 return head
         place = f"{self.bucket.url}/{self.keys.heads}"
-        raise BucketUnreachableError(f"the listing of {place} names HEADs that are gone: try again")
+        raise errors.BucketUnreachableError(f"the listing of {place} names HEADs that are gone: try again")
 
     def _last_valid(self, below: Writer | None, floor: Rank | None, skipped: Problems) -> Head | None:
         for writer in reversed(self.writers()):
@@ -354,7 +348,7 @@ class RunReader:
                 continue
             try:
                 return self.head_of(writer, floor)
-            except ProtocolError as error:
+            except errors.ProtocolError as error:
                 skipped[self.keys.head(writer)] = error
                 rebuilt = self.rebuild_head(writer)
                 if rebuilt and (floor is None or rebuilt.rank >= floor):
@@ -370,7 +364,7 @@ class RunReader:
         key = self.keys.head(writer)
         head = self.read(Head, key)
         if (head.writer_term, head.writer) != writer:
-            raise ProtocolError(f"{key} is the HEAD of another writer: it was not followed")
+            raise errors.ProtocolError(f"{key} is the HEAD of another writer: it was not followed")
         if floor and head.rank < floor:
             raise went_back(key, head.version, floor)
         return head
@@ -383,12 +377,12 @@ class RunReader:
         for _, key in sorted(listed, reverse=True)[:_MAX_DAMAGED]:
             try:
                 manifest = self.read_listed(key)
-            except SignatureError:
+            except errors.SignatureError:
                 unsigned += 1
                 if unsigned == _MAX_UNSIGNED:
                     return None
                 continue
-            except (ProtocolError, ObjectMissingError):
+            except (errors.ProtocolError, errors.ObjectMissingError):
                 continue
             if all(there.get(file.key) == file.size for file in manifest.recipe().files):
                 return Head(
@@ -407,7 +401,7 @@ class RunReader:
             return None
         try:
             return self.read_manifest(head.manifest)
-        except (ProtocolError, ObjectMissingError) as error:
+        except (errors.ProtocolError, errors.ObjectMissingError) as error:
             if problems is not None:
                 problems[head.manifest.key] = error
             rebuilt = self.rebuild_head()
@@ -420,7 +414,7 @@ class RunReader:
         the key."""
         manifest = self.read(Manifest, key)
         if key != self.keys.manifest(manifest.version, Writer(manifest.writer_term, manifest.writer)):
-            raise ProtocolError(f"{key} holds the manifest of another version: it was not used")
+            raise errors.ProtocolError(f"{key} holds the manifest of another version: it was not used")
         return manifest
 
     def read(self, kind: type[Kind], key: str, ref: FileRef | None = None) -> Kind:
@@ -435,22 +429,22 @@ class RunReader:
             ref.check(data)
         record = parse(kind, data, key)
         if record.run != self.keys.run:
-            raise ProtocolError(f"{key} belongs to run {record.run!r}: it was not used")
+            raise errors.ProtocolError(f"{key} belongs to run {record.run!r}: it was not used")
         self.public_keys.signer(record, key)
         return record
 
 
-def went_back(what: str, version: int | None, floor: Rank) -> ProtocolError:
+def went_back(what: str, version: int | None, floor: Rank) -> errors.ProtocolError:
     """The error for a record that is older than a version seen before."""
-    return ProtocolError(
+    return errors.ProtocolError(
         f"{what} went back from version {floor[-1]} to {version}: it was not followed; if the run was started"
         " over, heal this replica, or follow into an empty folder"
     )
 
 
-def no_longer_held(place: str, version: int, oldest: int) -> ProtocolError:
+def no_longer_held(place: str, version: int, oldest: int) -> errors.ProtocolError:
     """The error for a version that was deleted."""
-    return ProtocolError(f"{place} no longer has version {version}; the oldest available is {oldest}")
+    return errors.ProtocolError(f"{place} no longer has version {version}; the oldest available is {oldest}")
 
 
 def manifests_of(objects: Listing) -> dict[int, ObjectInfo]:
@@ -482,7 +476,9 @@ def checkpoint_errors(anchor: AnchorRef) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, ValueError, LookupError) as error:
-        raise ProtocolError(f"the anchor of version {anchor.version} is not a checkpoint: {error}") from error
+        raise errors.ProtocolError(
+            f"the anchor of version {anchor.version} is not a checkpoint: {error}"
+        ) from error
 
 
 def apply_delta(state: dict[str, Bits], path: Path) -> None:
@@ -504,7 +500,7 @@ def require_digest(state: dict[str, Bits], manifest: Manifest) -> None:
 
     digest = to_hex(state_digest(state))
     if digest != manifest.digest:
-        raise ProtocolError(
+        raise errors.ProtocolError(
             f"version {manifest.version} has digest {manifest.digest}, its files give {digest}; "
             "the run is damaged, resume from an earlier version"
         )

@@ -30,9 +30,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from space_guard.requests import has_key, too_many
 
-__all__ = ["PROXIES", "Admission", "Client", "Lane", "Limits", "LogLimit", "client_address"]
-__all__ += ["limited_http", "log_as_json"]
-
 Client = str | None  # a visitor's address, or None for a client with the key
 
 # Where the Hub's proxies are: this machine and the private networks of RFC 1918, 4193 and 6598. uvicorn
@@ -248,7 +245,6 @@ class LogLimit(logging.Filter):
         self._minute, self._seen, self._dropped = 0, Counter[object](), Counter[object]()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the record is written."""
         minute = int(self._clock() / 60)
         if minute != self._minute:
             over = {source: seen - self._limit for source, seen in self._seen.items() if seen > self._limit}
@@ -264,7 +260,6 @@ class JsonLines(logging.Formatter):
     """A record as one line of JSON; `extra={"fields": {...}}` adds to it."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without the newline."""
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),

@@ -14,9 +14,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["CLOSE", "FRAMING", "KEY_HEADER", "SAFE_HEADERS", "RateLimit", "given_key", "has_key"]
-__all__ += ["limit_body", "openai_error", "problem", "read_body", "refusals", "replay", "too_many"]
-
 KEY_HEADER = "X-Space-Key"  # leaves Authorization to the Hub, which checks it for private Spaces
 FRAMING = "frame-ancestors https://huggingface.co"  # only the Hub may show a Space inside its own page
 SAFE_HEADERS = [("X-Content-Type-Options", "nosniff")]
@@ -47,7 +44,6 @@ def openai_error(refusal: HTTPException, kind: str = "refused") -> JSONResponse:
 
 
 def too_many(sentence: str) -> HTTPException:
-    """HTTP 429 with Retry-After."""
     return HTTPException(429, f"{sentence}; try again in a moment", {"Retry-After": "1"})
 
 

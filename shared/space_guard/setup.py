@@ -24,9 +24,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from space_guard.requests import FRAMING
 
-__all__ = ["NEW_KEY", "HeaderText", "Need", "Problems", "SettingsError", "Setup", "SpaceSettings"]
-__all__ += ["key_problem"]
-
 Problems = Mapping[str, str]  # variable or secret -> what is wrong with it
 
 NEW_KEY = "python3 -c 'import secrets; print(secrets.token_urlsafe(32))'"
@@ -45,7 +42,6 @@ class SettingsError(ValueError):
 
 
 def listed(problems: Problems) -> str:
-    """All problems in one line."""
     return "; ".join(f"{name}: {what}" for name, what in problems.items())
 
 
@@ -130,7 +126,6 @@ class Setup:
     refusal: Callable[[str], Mapping[str, str]]  # the body of a 503 answer with this sentence
 
     def sentence(self, problems: Problems) -> str:
-        """All problems in one line, for logs and programs."""
         return f"This Space is not set up. Open its {_WHERE}: {listed(problems)}."
 
     def app(self, problems: Problems) -> ASGIApp:

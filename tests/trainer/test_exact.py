@@ -164,9 +164,10 @@ def taken(scene: Published, samples: list[TracedSample]) -> tuple[list[dict[str,
     for each in samples:
         waiting.put(each)
     metrics: dict[str, Any] = {"train": defaultdict(list)}
-    trainer = SimpleNamespace(_metrics=metrics, accelerator=SimpleNamespace(autocast=nullcontext))
+    batch = SimpleNamespace(per_device_train_batch_size=len(samples))
+    trainer = SimpleNamespace(_metrics=metrics, accelerator=SimpleNamespace(autocast=nullcontext), args=batch)
     dataset = RolloutQueueDataset(
-        exact.ExactSamples(waiting, scene.past, trainer, len(samples)),
+        exact.ExactSamples(waiting, scene.past, trainer, None),
         model_version_fn=lambda: SYNCS,
         check_health_fn=lambda _: None,
         stale_after_s=1.0,

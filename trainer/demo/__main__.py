@@ -129,12 +129,10 @@ def _checkpoint(name: str, folder: Path, progress: Progress) -> Path:
 
 
 def env_settings(port: int) -> dict[str, str]:
-    """Environment variables of the Wordle Space."""
     return {"WORDLE_HOST": "127.0.0.1", "WORDLE_PORT": str(port)}
 
 
 def replica_settings(policy: Policy, bucket_url: str, port: int, folder: Path) -> dict[str, str]:
-    """Environment variables of the replica's Space."""
     cpu_share = f"--kv-cache-memory-bytes {policy.kv_cache_mib << 20}"
     return {
         "REPLICA_BUCKET": bucket_url,

@@ -61,7 +61,6 @@ class Processes:
             )
 
     def log(self, name: str) -> Path:
-        """The file with the child's output."""
         return self._folder / f"{name}.log"
 
     def finished(self, name: str) -> bool:

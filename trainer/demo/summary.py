@@ -26,12 +26,10 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the start."""
         return time.monotonic() - self._started
 
     @property
     def left_s(self) -> float:
-        """Seconds left, at least 0."""
         return max(0.0, self._all_s - self.seconds)
 
     def say(self, line: str) -> None:
@@ -39,7 +37,6 @@ class Progress:
         print(f"[{self.seconds:6.1f} s] {printable(line)}", flush=True)
 
     def show(self, events: Iterable[Event]) -> None:
-        """Add new events and print what matters."""
         for event in events:
             self.events.append(event)
             if isinstance(event, SyncEvent):

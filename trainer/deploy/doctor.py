@@ -54,7 +54,6 @@ class Setup:
 
     @cached_property
     def account(self) -> hub.Account:
-        """The account of HF_TOKEN."""
         return hub.Account(self.api)
 
     @property
@@ -69,7 +68,6 @@ class Setup:
 
     @property
     def replicas(self) -> list[hub.Space]:
-        """The Spaces of its replicas."""
         return [space for space in self.spaces if "-replica-" in space.repo_id]
 
     @cached_property
@@ -82,7 +80,6 @@ class Setup:
 
     @cached_property
     def weights(self) -> int:
-        """The number of the model's weights."""
         if info := self.model_info:
             total = info.safetensors.total if info.safetensors else 0
         else:
@@ -254,7 +251,6 @@ def _trainer_gpu(setup: Setup) -> str:
 
 
 def _gpu_bytes() -> int:
-    """The memory of all GPUs that the driver can use."""
     import torch  # slow, and no other check needs it
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

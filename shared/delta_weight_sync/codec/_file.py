@@ -63,11 +63,6 @@ class Delta:
             self.groups = _GROUPS.validate_json(metadata["groups"], strict=True)
             self._check_table()
 
-    @property
-    def changes(self) -> int:
-        """Changed elements of the whole model."""
-        return sum(tensor.changes for tensor in self.tensors)
-
     def patches(self, shapes: Shapes, old: Old) -> Iterator[Patch]:
         """The changes, tensor by tensor.
 

@@ -26,19 +26,10 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from delta_weight_sync import codec
+from delta_weight_sync import codec, errors
 from delta_weight_sync.checkpoint import write_bits
 from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.digest import to_hex
-from delta_weight_sync.errors import (
-    AccessDeniedError,
-    BucketError,
-    BucketMissingError,
-    CodecError,
-    ObjectMissingError,
-    ProtocolError,
-    UndoLogError,
-)
 from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish.mirror import Mirror, Place
 from delta_weight_sync.publish.sharding import Weights, own_parts, union
@@ -96,11 +87,6 @@ class UndoLog:
         self._steps: list[list[_Change]] = []  # from each of them to the next
         self._keep = keep
 
-    @property
-    def nbytes(self) -> int:
-        """Memory of the log, in bytes."""
-        return sum(change.positions.nbytes + change.ulps.nbytes for step in self._steps for change in step)
-
     def add(self, sync: int, patches: Iterable[Patch]) -> None:
         """Append the next sync and what it changed."""
         step = []
@@ -129,7 +115,7 @@ class UndoLog:
         """
         for sync in (start, end):
             if sync not in self.syncs:
-                raise UndoLogError(
+                raise errors.UndoLogError(
                     f"the undo log holds syncs {self.syncs[0]} to {self.syncs[-1]}, not {sync};"
                     " keep more of them"
                 )
@@ -245,7 +231,7 @@ class Outbox:
         shapes = self.mirror.shapes
         for name, tensor in weights:
             if shapes.get(name) != tensor.shape:
-                raise CodecError(
+                raise errors.CodecError(
                     f"parameter {name} of shape {tuple(tensor.shape)} is not part of the run; start a new run"
                     " for a new model"
                 )
@@ -291,7 +277,7 @@ class Outbox:
             return
         try:
             published = self._writer.reader.checkout(self._writer.newest, self.shortcuts.folder)
-        except (ProtocolError, CodecError, ObjectMissingError, SafetensorError) as error:
+        except (errors.ProtocolError, errors.CodecError, errors.ObjectMissingError, SafetensorError) as error:
             _log.warning("the newest version cannot be rebuilt, the next one will be an anchor: %s", error)
             return
         for name, bits in published.items():
@@ -308,7 +294,9 @@ class Outbox:
         found = self.mirror.find(own_parts(weights, self.mirror.shapes, by_name))
         self._names = self._names or set(by_name)
         if missing := self._names - by_name.keys():
-            raise CodecError(f"parameter {min(missing)} was not published; a version holds every parameter")
+            raise errors.CodecError(
+                f"parameter {min(missing)} was not published; a version holds every parameter"
+            )
         remote = remote_patches()
         for patch in (*found.patches, *remote):
             by_name[patch.name].append(patch)
@@ -368,9 +356,9 @@ class Outbox:
         try:
             delta = self._writer.put_delta(version, self._encoded, sum(p.index.size for p in job.patches))
             self._commit(job, delta, None, encode_s)
-        except (AccessDeniedError, BucketMissingError):
+        except (errors.AccessDeniedError, errors.BucketMissingError):
             raise  # a retry does not help
-        except BucketError as error:
+        except errors.BucketError as error:
             _log.warning("not published yet: %s; trying again", error)
             self._settle(job)
 
@@ -387,7 +375,7 @@ class Outbox:
         """Repeat a commit that failed. A part of it may be in the bucket, so the version stays the same."""
         while not self._closed:
             time.sleep(_RETRY_S)
-            with contextlib.suppress(BucketError):
+            with contextlib.suppress(errors.BucketError):
                 self._report(self._writer.confirm(), job, 0.0)
                 return
 

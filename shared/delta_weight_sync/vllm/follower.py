@@ -15,19 +15,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from delta_weight_sync.errors import (
-    CodecError,
-    CommitError,
-    EngineError,
-    NoVersionError,
-    ObjectMissingError,
-    ProtocolError,
-    RefusedError,
-    RouteError,
-    TooSoonError,
-    WeightsChangedError,
-    printable,
-)
+from delta_weight_sync import errors
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import AnchorRef, DeltaRef, Manifest
 from delta_weight_sync.runlog import CommitEvent, ReplicaEvent, ReplicaReport
@@ -53,7 +41,7 @@ class Refusals:
         """Allow every join: vLLM was restarted, or the owner asked for another try."""
         self._wanted: Wanted | None = None
         self._suspect: Wanted | None = None
-        self._refused: tuple[Wanted, RefusedError] | None = None
+        self._refused: tuple[Wanted, errors.RefusedError] | None = None
 
     def check(self, manifest: Manifest, held: Manifest | None, serving: Manifest | None) -> None:
         """Raise `RefusedError` if vLLM refused this before; otherwise remember what is tried now."""
@@ -61,16 +49,16 @@ class Refusals:
         if self._refused and self._refused[0] == self._wanted:
             raise self._refused[1]
 
-    def judge(self, error: EngineError) -> None:
+    def judge(self, error: errors.EngineError) -> None:
         """Decide whether the join that was checked last, and failed with `error`, is refused from now on."""
-        if error.kind == CodecError.kind:  # the first time, the local copy may be damaged
+        if error.kind == errors.CodecError.kind:  # the first time, the local copy may be damaged
             final, self._suspect = self._suspect == self._wanted, self._wanted
         else:  # this vLLM fails in the same way again
-            final, self._suspect = error.kind in (RouteError.kind, CommitError.kind), None
+            final, self._suspect = error.kind in (errors.RouteError.kind, errors.CommitError.kind), None
         if self._wanted and final:
             other = "version" if self._wanted[2] else "anchor"
             until = f"not tried again until the run has another {other}, or the owner heals this replica"
-            self._refused = self._wanted, RefusedError(f"{error}; {until}", error.kind)
+            self._refused = self._wanted, errors.RefusedError(f"{error}; {until}", error.kind)
 
 
 class Commands:
@@ -165,7 +153,7 @@ class Follower:
                 if self._turn():
                     self.explain(None)
             except Exception as error:  # noqa: BLE001 - whatever it was: report it, keep serving, try again
-                refused = isinstance(error, RefusedError) and self.serving is None
+                refused = isinstance(error, errors.RefusedError) and self.serving is None
                 self._complain(self.explain(error), "refused" if refused else self._state)
                 wait_s = min(wait_s, FIRST_S)
             self._watcher.wait(wait_s)
@@ -190,7 +178,7 @@ class Follower:
             self._refused.forget()
             self._holding.reset()
             self._watcher.refresh()
-            raise EngineError("vLLM died; the lines above say why")
+            raise errors.EngineError("vLLM died; the lines above say why")
 
     def _hold(self, manifest: Manifest) -> bool:
         """Serve this version and no other."""
@@ -210,7 +198,7 @@ class Follower:
         """Serve the newest version; False if it is too early to look for one or to try it again."""
         try:
             taken = self._watcher.check(lambda newest: self._reach(newest, None))
-        except NoVersionError:
+        except errors.NoVersionError:
             self._note("waiting for the run's first version")
             return True
         if taken and (problem := self._watcher.problem()):
@@ -235,7 +223,7 @@ class Follower:
                 self._advance(manifest, self.serving)
             else:
                 self._note("serving")
-        except RefusedError:
+        except errors.RefusedError:
             self._healing = False
             raise
         self._healing = False
@@ -254,8 +242,8 @@ class Follower:
             return
         try:
             self._apply(manifest, deltas)
-        except EngineError as error:  # the old weights are back, but they may not be what we believed
-            if error.kind == WeightsChangedError.kind:
+        except errors.EngineError as error:  # the old weights are back, but they may not be what we believed
+            if error.kind == errors.WeightsChangedError.kind:
                 self.serving = None
             self._note(self._state, f"version {manifest.version} was undone, healing: {error}")
             self._join(manifest)
@@ -279,7 +267,7 @@ class Follower:
         """Join; if a file of the version is damaged, join the newest older version that is whole."""
         try:
             self._join(manifest)
-        except (ProtocolError, ObjectMissingError):
+        except (errors.ProtocolError, errors.ObjectMissingError):
             older = self._reader.readable(manifest)
             if older is None or older == manifest:
                 raise
@@ -296,9 +284,9 @@ class Follower:
             self._prepare_engine(manifest, folder, shapes)
             stage_s = self._engine.stage_checkpoint(folder)
             seconds = self._engine.commit(manifest.digest, str(TokenVersion.of(manifest)))
-        except TooSoonError:
+        except errors.TooSoonError:
             raise
-        except EngineError as error:
+        except errors.EngineError as error:
             self._refused.judge(error)
             raise
         self._refused.forget()
@@ -313,17 +301,17 @@ class Follower:
             found = self._engine.learn(shapes)
             if started and found != manifest.digest:
                 self._engine.stop()  # or the next try would take this digest for an older version's
-                raise EngineError(
+                raise errors.EngineError(
                     f"vLLM has just loaded {manifest.digest}, and {found} is where deltas would go; "
                     "serve another model",
-                    CodecError.kind,
+                    errors.CodecError.kind,
                 )
             self._learned = shapes
 
     def _start_engine(self, manifest: Manifest, folder: Path) -> None:
         """Start or restart vLLM; restarts in a row are delayed longer and longer, whatever their reason."""
         if not self._starting.allows(_VLLM):
-            raise TooSoonError(
+            raise errors.TooSoonError(
                 f"version {manifest.version} needs a restart of vLLM, too soon after the last; it waits"
             )
         self._starting.failed(_VLLM)  # a start counts as failed unless vLLM then lasts
@@ -338,7 +326,7 @@ class Follower:
 
     def _complain(self, reason: str, state: str) -> None:
         """Note an error, and log it unless it was the last one logged."""
-        reason = printable(reason)
+        reason = errors.printable(reason)
         self._note(state, reason)
         if reason != self._logged:
             _log.warning("replica %s: %s", self._name, reason)

@@ -25,32 +25,20 @@ from numpy.typing import NDArray
 
 from delta_weight_sync.codec import Bits
 from delta_weight_sync.gpu import Clock, free_bytes, inner, launch, outer, read
-from delta_weight_sync.vllm.memory import (
-    ADDRESS,
-    COLUMNS,
-    COUNTED,
-    DIMS,
-    EXPLICIT,
-    FIRST,
-    SEED,
-    SIZES,
-    SOURCE,
-    TARGET,
-    Changes,
-    Rows,
-    Step,
-    Table,
-    cut,
-)
+from delta_weight_sync.vllm import memory
 
 BLOCK = 1024  # changes of a program
 TILE = 4096  # elements of a program that hashes or reads
 CELLS = 256  # over which programs spread their sums
 _BLOCK, _TILE, _CELLS = tl.constexpr(BLOCK), tl.constexpr(TILE), tl.constexpr(CELLS)
-_COLUMNS, _DIMS = tl.constexpr(COLUMNS), tl.constexpr(DIMS)
-_ADDRESS, _SEED, _COUNTED = tl.constexpr(ADDRESS), tl.constexpr(SEED), tl.constexpr(COUNTED)
-_FIRST, _SIZES = tl.constexpr(FIRST), tl.constexpr(SIZES)
-_SOURCE, _TARGET = tl.constexpr(SOURCE), tl.constexpr(TARGET)
+_COLUMNS, _DIMS = tl.constexpr(memory.COLUMNS), tl.constexpr(memory.DIMS)
+_ADDRESS, _SEED, _COUNTED = (
+    tl.constexpr(memory.ADDRESS),
+    tl.constexpr(memory.SEED),
+    tl.constexpr(memory.COUNTED),
+)
+_FIRST, _SIZES = tl.constexpr(memory.FIRST), tl.constexpr(memory.SIZES)
+_SOURCE, _TARGET = tl.constexpr(memory.SOURCE), tl.constexpr(memory.TARGET)
 
 
 @triton.jit
@@ -212,7 +200,7 @@ _ALIGNED = 16  # bytes, of the beginnings of arrays: kernels are compiled again 
 class DeviceMemory:
     """The parameters of a `Table` on a GPU."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: memory.Table) -> None:
         self._table, self._device = table, table.device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         with self._staging():
@@ -221,8 +209,8 @@ class DeviceMemory:
             (self._rows,) = self._upload([table.rows])
             self._tiles = {run: self._upload([tiles])[0] for run, tiles in _tiles(table).items()}
         if len(table.rows):  # compile now, not in the first commit's pause: for a block without changes
-            nothing = np.array([[0, 0, 0, EXPLICIT]])
-            write, _ = self.prepare(Changes(nothing, np.empty(0, np.int32), np.empty(0, np.int16)))
+            nothing = np.array([[0, 0, 0, memory.EXPLICIT]])
+            write, _ = self.prepare(memory.Changes(nothing, np.empty(0, np.int32), np.empty(0, np.int16)))
             write.do()
             write.undo()
 
@@ -235,9 +223,9 @@ class DeviceMemory:
                 launch(kernel, len(tiles), self._rows, tiles, self._inner, self._cells, **constants)
             return self._sum()
 
-    def read(self, parts: Rows) -> Bits:
+    def read(self, parts: memory.Rows) -> Bits:
         """Live bits of parts, int64 [p, 3]: row of the table, first element, number of elements."""
-        part, offset, count = cut(parts[:, 2], TILE)
+        part, offset, count = memory.cut(parts[:, 2], TILE)
         place = np.cumsum(count) - count
         tiles = np.stack([parts[part, 0], parts[part, 1] + offset, count, place], 1)
         with self._staging():
@@ -246,7 +234,7 @@ class DeviceMemory:
             self._sum()
         return out.numpy().view(np.uint16)
 
-    def prepare(self, changes: Changes) -> tuple[Step, int]:
+    def prepare(self, changes: memory.Changes) -> tuple[memory.Step, int]:
         """The step that writes the changes, and by how much it moves this worker's share of the digest."""
         arrays = (changes.blocks(BLOCK), changes.element, changes.ulps)
         with self._staging():
@@ -272,7 +260,7 @@ class DeviceMemory:
             launch(put, len(blocks), *changed, undo=True)
             read(wrong)  # waits until the old bits are there
 
-        return Step(do, undo), moved
+        return memory.Step(do, undo), moved
 
     def _sum(self) -> int:
         return int(read(self._cells.sum()))  # waits for the kernels
@@ -304,27 +292,30 @@ class DeviceMemory:
             yield
 
 
-def _tiles(table: Table) -> dict[int, Rows]:
+def _tiles(table: memory.Table) -> dict[int, memory.Rows]:
     """The digest's tiles over all counted elements, by the number of consecutive ones that share a factor."""
-    counted = np.flatnonzero(table.rows[:, COUNTED])
-    part, offset, count = cut(table.elements[counted], TILE)
+    counted = np.flatnonzero(table.rows[:, memory.COUNTED])
+    part, offset, count = memory.cut(table.elements[counted], TILE)
     tiles = np.stack([counted[part], offset, count], 1)
     runs = _runs(table.rows)[tiles[:, 0]]
     runs = np.where((runs == TILE) & (count < TILE), _RUN, runs)
     return {run: tiles[runs == run] for run in (TILE, _RUN, 1)}
 
 
-def _runs(rows: Rows) -> NDArray[np.int64]:
+def _runs(rows: memory.Rows) -> NDArray[np.int64]:
     """For each row the run length, TILE, `_RUN` or 1: elements that share a factor from each multiple of it.
 
     TILE only if they are consecutive in memory, too, and aligned to 16 bytes.
     """
-    sizes, strides = rows[:, SIZES:SOURCE], rows[:, SOURCE:TARGET]
+    sizes, strides = rows[:, memory.SIZES : memory.SOURCE], rows[:, memory.SOURCE : memory.TARGET]
     flat = (sizes[:, :-1] == 1).all(1)
     outer = np.where(sizes[:, :-1] == 1, 0, strides[:, :-1])
     even = (sizes[:, -1] % _RUN == 0) & (outer % _RUN == 0).all(1)
-    runs = (strides[:, -1] == 1) & (rows[:, FIRST] % _RUN == 0) & (flat | even)
+    runs = (strides[:, -1] == 1) & (rows[:, memory.FIRST] % _RUN == 0) & (flat | even)
     whole = (
-        flat & (rows[:, TARGET + DIMS - 1] == 1) & (rows[:, FIRST] % TILE == 0) & (rows[:, ADDRESS] % 16 == 0)
+        flat
+        & (rows[:, memory.TARGET + memory.DIMS - 1] == 1)
+        & (rows[:, memory.FIRST] % TILE == 0)
+        & (rows[:, memory.ADDRESS] % 16 == 0)
     )
     return np.where(runs & whole, TILE, np.where(runs, _RUN, 1))

@@ -38,17 +38,9 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import snapshot_download
 
-from delta_weight_sync import checkpoint, codec
+from delta_weight_sync import checkpoint, codec, errors
 from delta_weight_sync.codec import Bits, Patch
 from delta_weight_sync.digest import live_digest, state_digest, to_hex
-from delta_weight_sync.errors import (
-    CodecError,
-    DeltaWeightSyncError,
-    RouteError,
-    WeightsChangedError,
-    WorkerError,
-    kind_of,
-)
 from delta_weight_sync.vllm import cpu, memory, routes
 from delta_weight_sync.vllm.memory import Found, HostMemory, Step, Table
 from delta_weight_sync.vllm.routes import Route
@@ -96,7 +88,9 @@ class Ranks:
         """Raise `WorkerError` on every worker without an `error` if any worker has one."""
         reasons = self.gather(_sentence(error) if error else None)
         if error is None and any(reasons):
-            raise WorkerError(next(f"rank {i}: {reason}" for i, reason in enumerate(reasons) if reason))
+            raise errors.WorkerError(
+                next(f"rank {i}: {reason}" for i, reason in enumerate(reasons) if reason)
+            )
 
 
 class Fallback:
@@ -117,9 +111,9 @@ class Fallback:
         try:
             self._load()
         except Exception as error:
-            raise RouteError(f"vLLM cannot load {names} into the running model ({error!r})") from error
+            raise errors.RouteError(f"vLLM cannot load {names} into the running model ({error!r})") from error
         if changed := [name for name, number in self._fingerprints().items() if number != before[name]]:
-            raise RouteError(f"vLLM changed {changed[0]} after loading {names}; deltas cannot do that")
+            raise errors.RouteError(f"vLLM changed {changed[0]} after loading {names}; deltas cannot do that")
 
     def digest(self) -> int:
         """These tensors' share of the state digest; only one rank may count it."""
@@ -198,7 +192,7 @@ class LiveWeights:
         Raises `CodecError` if the files are no deltas of these weights, and `WeightsChangedError`.
         """
         if (live := self.digest()) != known:
-            raise WeightsChangedError(
+            raise errors.WeightsChangedError(
                 f"something else changed the live weights: digest {live:016x}, not {known:016x}"
             )
         patches = codec.chain([codec.Delta(path) for path in paths], self.shapes, self.bits)
@@ -254,7 +248,7 @@ def commit(steps: Sequence[Step], agree: Callable[[BaseException | None], None])
             done.append(step)  # before it is written: half a write is undone as well
             results.append(step.do())
         if wrong := sum(missed for missed, _ in results):
-            raise CodecError(f"{wrong} elements are not what was written")
+            raise errors.CodecError(f"{wrong} elements are not what was written")
     except BaseException as error:  # noqa: BLE001 - raised below, after every worker knows
         failure = error
     try:
@@ -275,12 +269,14 @@ class DeltaWorker:
         """`worker`: vLLM's, with a loaded model. All workers must call it together."""
         parallel = worker.vllm_config.parallel_config
         if parallel.data_parallel_size != 1:
-            raise RouteError(
+            raise errors.RouteError(
                 "a mixture of experts whose engines compute together (--data-parallel-size) cannot take a"
                 " commit between two steps of all of them; start one replica per copy"
             )
         if parallel.enable_eplb:
-            raise RouteError("--enable-eplb moves experts away from where deltas go; start vLLM without it")
+            raise errors.RouteError(
+                "--enable-eplb moves experts away from where deltas go; start vLLM without it"
+            )
         self._model, self._checkpoint = worker.get_model(), worker.vllm_config.model_config.model
         if next(self._model.parameters()).device.type == "cpu":
             cpu.self_test(self._model)
@@ -330,7 +326,9 @@ class DeltaWorker:
         started = time.perf_counter()
         staged, self._staged = self._staged, Staged()
         if to_hex(staged.digest) != digest:
-            raise CodecError(f"the delta leads to digest {to_hex(staged.digest)}, published was {digest}")
+            raise errors.CodecError(
+                f"the delta leads to digest {to_hex(staged.digest)}, published was {digest}"
+            )
         waited_s = commit(staged.steps, self._ranks.agree)
         self._digest = staged.digest
         return {"commit_s": time.perf_counter() - started - waited_s, "waited_s": waited_s}
@@ -354,9 +352,11 @@ def _read_checkpoint(model: str) -> Iterator[tuple[str, Bits]]:
 
 
 def _failed(error: Exception) -> Answer:
-    return {"error": _sentence(error), "kind": kind_of(error)}
+    return {"error": _sentence(error), "kind": errors.kind_of(error)}
 
 
 def _sentence(error: BaseException) -> str:
     """The message; of an error that is not the library's own, with its type."""
-    return f"{error}" if isinstance(error, DeltaWeightSyncError) else f"{type(error).__name__}: {error}"
+    return (
+        f"{error}" if isinstance(error, errors.DeltaWeightSyncError) else f"{type(error).__name__}: {error}"
+    )
