@@ -194,8 +194,7 @@ class Metrics:
 def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) -> FastAPI:
     """The service with an empty store; games age by `clock`, in seconds.
 
-    Raises:
-        ValueError: The word list has fewer words than `settings.answers`.
+    Raises `ValueError` if the word list has fewer words than `settings.answers`.
     """
     rules, metrics = rules_from(settings), Metrics()
 
@@ -241,10 +240,8 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) 
 
 
 def _check_key(app: ASGIApp, key: str) -> ASGIApp:
-    """ASGI middleware: reading and the page's games are open, the API needs the key.
-
-    Without a key everything is open, for a machine that is not reachable by others.
-    """
+    """ASGI middleware: reading and the page's games are open, the API needs the key. Without a key everything
+    is open, for a machine that is not reachable by others."""
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         opened = scope["type"] == "lifespan" or OPEN.fullmatch(scope["path"])
@@ -434,10 +431,8 @@ def find_problems(environ: Mapping[str, str]) -> Problems:
 
 
 def main() -> None:
-    """Serve with the settings in the environment, in one process, because games live in its memory.
-
-    A Space that is not set up says so: on the Hub on its page, elsewhere as it exits.
-    """
+    """Serve with the settings in the environment, in one process, because games live in its memory. A Space
+    that is not set up says so: on the Hub on its page, elsewhere as it exits."""
     log_as_json(LOG_LINES)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it would name the replica at every move
     if "SPACE_ID" in os.environ and (problems := find_problems(os.environ)):

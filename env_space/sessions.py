@@ -45,9 +45,7 @@ class Session:
 
     def play(self, turn: int, word: str) -> Move:
         """Play `word` as move number `turn`, or repeat its result if the same word was played as that move.
-
-        Raises GameError for another word in a played turn, for a skipped turn, and after the end.
-        """
+        Raises GameError for another word in a played turn, for a skipped turn, and after the end."""
         moves = self.game.moves
         if turn <= len(moves):
             move = moves[turn - 1]

@@ -52,9 +52,7 @@ class Replica:
 
     async def turn(self) -> tuple[str, str | None, str]:
         """The policy's next turn: its text, the word it guessed (None: no call), and the weights' version.
-
-        Raises GameError.
-        """
+        Raises GameError."""
         try:
             if not self._model:
                 self._model = (await self._ask("GET", "/v1/models")).json()["data"][0]["id"]

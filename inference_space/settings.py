@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Mapping
-from functools import lru_cache
-from typing import Any
 
-from huggingface_hub import HfApi, get_token
+from huggingface_hub import get_token
 from pydantic import Field
 
 from delta_weight_sync.errors import AccessDeniedError, BucketMissingError, DeltaWeightSyncError
 from delta_weight_sync.records import POLL_S, Keys
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, PublicKeys
 from delta_weight_sync.store import open_bucket
-from delta_weight_sync.store.hub import FAILURES
 from delta_weight_sync.vllm.server import NOT_HERE
 from space_guard.setup import (
     NEW_KEY,
@@ -29,7 +25,6 @@ from space_guard.setup import (
 )
 
 TOKENS = "https://huggingface.co/settings/tokens"
-_READING = {"repo.content.read", "repo.write"}
 
 
 class Settings(SpaceSettings):
@@ -111,32 +106,13 @@ def access_problems(error: Exception, url: str) -> Problems:
         return {}
     if not url.startswith("hf://"):
         return {"REPLICA_BUCKET": f"{error}"}
-    if not (token := get_token()):
+    if not get_token():
         return {"HF_TOKEN": f"not set, and {url} is private or does not exist; make a token at {TOKENS}"}
     if getattr(getattr(error.__cause__, "response", None), "status_code", 0) == 401:
         return {"HF_TOKEN": f"the Hub does not know this token: it is wrong or expired; make one at {TOKENS}"}
-    if isinstance(error, AccessDeniedError) or not _reaches(token, url.removeprefix("hf://buckets/")):
+    if isinstance(error, AccessDeniedError):
         return {"HF_TOKEN": f"this token may not read {url}; give it read access to the bucket at {TOKENS}"}
-    return {"REPLICA_BUCKET": f"{url} does not exist; check its name, or start the trainer, which creates it"}
-
-
-def _reaches(token: str, bucket: str) -> bool:
-    """Whether the token would see this bucket if it existed. A bucket that it may not see looks missing."""
-    name = "/".join(bucket.split("/")[:2])
-    owner = name.split("/")[0]
-    try:
-        me = _whoami(token)
-    except FAILURES:
-        return True
-    if owner not in {me["name"], *(org["name"] for org in me.get("orgs", ()))}:
-        return False
-    kind = me.get("auth", {}).get("accessToken", {})
-    if kind.get("role") != "fineGrained":
-        return True
-    scoped = kind.get("fineGrained", {}).get("scoped", ())
-    return any(s["entity"].get("name") in (name, owner) and _READING & {*s["permissions"]} for s in scoped)
-
-
-@lru_cache(maxsize=1)
-def _whoami(token: str) -> dict[str, Any]:
-    return HfApi(endpoint=os.environ.get("HF_ENDPOINT")).whoami(token=token)
+    return {  # the Hub says the same of a bucket that a token may not see
+        "REPLICA_BUCKET": f"{url} does not exist, or the token in HF_TOKEN may not read it; check name and"
+        f" the token ({TOKENS}), or start the trainer, which creates the bucket"
+    }

@@ -59,10 +59,8 @@ class PastPolicy:
     """
 
     def __init__(self, policy: torch.nn.Module, token_budget: int) -> None:
-        """Copy TRL's model. `token_budget`: the most tokens of a forward pass, 0 for no limit.
-
-        Raises `ValueError` for weights of a dtype that does not hold every bf16.
-        """
+        """Copy TRL's model. `token_budget`: the most tokens of a forward pass, 0 for no limit. Raises
+        `ValueError` for weights of a dtype that does not hold every bf16."""
         self._model = copy.deepcopy(policy).requires_grad_(False).eval()
         self._weights = dict(live_weights(self._model))
         for weights in self._weights.values():

@@ -23,8 +23,7 @@ _TIMEOUT_S = 600.0
 def find_progress(publisher: Publisher, *, fresh: bool) -> Progress | None:
     """Find how far an earlier trainer of the run came; None for a new run, or if `fresh`.
 
-    Raises:
-        StateError: The run has versions, but no state to resume from.
+    Raises `StateError` if the run has versions, but no state to resume from.
     """
     if fresh or (record := publisher.find_state()) is None:
         return None
@@ -89,9 +88,7 @@ class SaveState(TrainerCallback):
     def finish(self, timeout_s: float = _TIMEOUT_S) -> Manifest:
         """Publish what is pending, and start to save the last state; returns the newest manifest.
 
-        Raises:
-            TimeoutError: It takes longer than `timeout_s`.
-            DeltaWeightSyncError: What stopped the publisher.
+        Raises `TimeoutError`, and the `DeltaWeightSyncError` that stopped the publisher.
         """
         self._sync()  # a signal between two steps ends training without `on_train_end`
         newest = self._publisher.flush(timeout_s)

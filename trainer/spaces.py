@@ -72,9 +72,7 @@ class Spaces:
 
     def wait(self, poll_s: float = 1.0) -> None:
         """Block until the environment and one replica are ready, and report each change of their states.
-
-        Raises `SpacesUnavailableError` if they are not ready within `WAIT_LIMIT_S`, or never will be.
-        """
+        Raises `SpacesUnavailableError` if they are not ready within `WAIT_LIMIT_S`, or never will be."""
         deadline, reported = time.monotonic() + WAIT_LIMIT_S, ""
         while time.monotonic() < deadline:
             answers = [(url, kind, self._probe(url, kind)) for url, kind in self._spaces]

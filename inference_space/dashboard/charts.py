@@ -19,8 +19,8 @@ from typing import Literal
 import numpy as np
 
 from delta_weight_sync.runlog import SyncEvent
-from delta_weight_sync.util import count_text, size_text
-from inference_space.dashboard.html import colour, duration, percent
+from delta_weight_sync.util import count_text, size_text, time_text
+from inference_space.dashboard.html import colour, percent
 from inference_space.dashboard.state import Point, Progress, Replica, Series, SlowestCommit
 
 _BOX = 1000
@@ -97,7 +97,9 @@ class Chart:
 def linear(values: Iterable[float], words: Words, *, zero: bool = False, whole: bool = False) -> Axis:
     """Return an axis with round ticks, which starts at 0 if `zero`, and has ticks on integers if `whole`."""
     low, high = _range(values, zero)
-    step = _round_step((high - low) / 4)
+    rough = (high - low) / 4
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
     if whole:
         step = max(1, round(step))
     elif not zero:
@@ -151,7 +153,7 @@ def charts(run: Progress) -> dict[str, Chart]:
     lags = [Mark("dots", css, replica.lags) for css, replica in replicas]
     pauses = [Mark("dots", "pause", curves["pauses"])]
     number, share = partial(linear, words="{:.2g}".format), partial(linear, words=percent, zero=True)
-    size, time = partial(logarithmic, words=size_text), partial(logarithmic, words=duration)
+    size, time = partial(logarithmic, words=size_text), partial(logarithmic, words=time_text)
     return {
         "reward": fitted(rewards, _STEPS, number),
         "versions": _staircase(run, replicas),
@@ -162,7 +164,7 @@ def charts(run: Progress) -> dict[str, Chart]:
             _filled("delta", curves["saved"]), _VERSIONS, partial(linear, words=size_text, zero=True)
         ),
         "staleness": fitted(_filled("share", curves["staleness"]), _STEPS, partial(number, zero=True)),
-        "pauses": fitted(pauses, _VERSIONS, partial(logarithmic, words=lambda ms: duration(ms / 1000))),
+        "pauses": fitted(pauses, _VERSIONS, partial(logarithmic, words=lambda ms: time_text(ms / 1000))),
         "changed": fitted(_filled("share", curves["changed"]), _VERSIONS, share),
     }
 
@@ -174,7 +176,7 @@ def _staircase(run: Progress, replicas: list[tuple[str, Replica]]) -> Chart:
     marks = [Mark("step", css, until_now(replica.versions)) for css, replica in replicas]
     return fitted(
         [Mark("step", "trainer", until_now(run.trainer)), *reversed(marks)],
-        lambda _: ago(run.trainer[0][0], run.last_t, duration),
+        lambda _: ago(run.trainer[0][0], run.last_t, time_text),
         partial(linear, words="v{:.0f}".format, whole=True),
     )
 
@@ -183,7 +185,7 @@ def timeline(run: Progress) -> tuple[list[tuple[int, list[Span]]], Axis]:
     """Return the last syncs with their parts, newest first, and an axis in seconds since the hand-over."""
     rows = [(sync.version, sync_spans(sync, slow)) for sync, slow in run.syncs if sync.version]
     ends = [end for _, spans in rows for *_, end in spans]
-    return rows, linear(ends, duration, zero=True)
+    return rows, linear(ends, time_text, zero=True)
 
 
 def sync_spans(sync: SyncEvent, slow: SlowestCommit | None) -> list[Span]:
@@ -217,8 +219,3 @@ def _range(values: Iterable[float], zero: bool) -> tuple[float, float]:
     if high - low > _LEAST * size:
         return low, high + (high - low) * (0.08 if zero else 0)
     return low, low + (size if size > _LEAST else 1.0)
-
-
-def _round_step(rough: float) -> float:
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)

@@ -101,10 +101,8 @@ class RunCache:
         return self._view
 
     def view(self) -> RunView:
-        """Return the newest view.
-
-        The first call, and the first after a while without viewers, waits up to a second for a fresh one.
-        """
+        """Return the newest view. The first call, and the first after a while without viewers, waits up to a
+        second for a fresh one."""
         self._asked.set()
         if not self._view.events_read:
             self._ready.wait(_FIRST_WAIT_S)
@@ -323,10 +321,8 @@ class Library:
         return manifest, self._deltas(manifest)
 
     def verify(self, version: int) -> str:
-        """Rebuild a version from the bucket, and say that its digest is the published one.
-
-        Raises `ProtocolError` or `CodecError` if it is not, or if the model is too large to be rebuilt here.
-        """
+        """Rebuild a version from the bucket, and say that its digest is the published one. Raises
+        `ProtocolError` or `CodecError` if it is not, or if the model is too large to be rebuilt here."""
         return self._proofs(self._manifest(version))
 
     def digests(self, versions: set[int]) -> dict[int, str]:

@@ -25,10 +25,8 @@ _PAGES = 8  # of the bucket's listing
 
 
 def export(bucket: Bucket, run: str | None, folder: Path) -> Path:
-    """Write `run`, or the run created last, to `folder`, and return the page to open.
-
-    Raises `ProtocolError` if the run has no versions.
-    """
+    """Write `run`, or the run created last, to `folder`, and return the page to open. Raises `ProtocolError`
+    if the run has no versions."""
     info = parse(RunInfo, bucket.get(Keys(run).info), Keys(run).info) if run else newest_run(bucket)
     if info is None:
         raise ProtocolError(f"{bucket.url} holds no run yet")

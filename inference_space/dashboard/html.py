@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from jinja2.ext import Extension
 from markupsafe import Markup
 
-from delta_weight_sync.util import count_text, size_text
+from delta_weight_sync.util import count_text, size_text, time_text
 
 STATIC = Path(__file__).parent / "static"
 _STYLES = ("style.css", "explain.css", "shell.css")
@@ -27,15 +27,6 @@ _LETTER = re.compile(r"([a-z])\d([+?-])")
 _MARK = {"+": ("hit", "in place"), "?": ("near", "elsewhere"), "-": ("miss", "not in the word")}
 
 
-def duration(seconds: float) -> str:
-    """Format a time span: `18 ms`, `2.1 s`, `3.4 min`."""
-    if 0 < seconds < 1:
-        return f"{seconds * 1000:.0f} ms" if seconds >= 0.00995 else f"{seconds * 1000:.1f} ms"
-    if seconds < 120:
-        return f"{_digits(seconds)} s"
-    return f"{_digits(seconds / 60)} min" if seconds < 7200 else f"{_digits(seconds / 3600)} h"
-
-
 def age(minutes: int) -> str:
     """Format a rough time span: `3 min`, `5 h`, `12 days`."""
     hours = minutes // 60
@@ -44,7 +35,7 @@ def age(minutes: int) -> str:
 
 def percent(share: float) -> str:
     """Format a share of 1: `0.83 %`."""
-    return f"{_digits(100 * share)} %"
+    return f"{100 * share:.3g} %"
 
 
 def clock(t: float) -> str:
@@ -73,12 +64,6 @@ def tiles(answer: str) -> list[tuple[str, str, str]]:
     return [(letter, *_MARK[mark]) for letter, mark in _LETTER.findall(guess[0])] if guess else []
 
 
-def _digits(value: float) -> str:
-    if abs(value) < 0.0995:
-        return f"{value:.2g}"
-    return f"{value:.0f}" if abs(value) >= 99.5 else f"{value:.1f}" if abs(value) >= 9.95 else f"{value:.2f}"
-
-
 class _OneLine(Extension):
     """Drops line breaks and indentation, which would show as gaps between inline elements."""
 
@@ -93,7 +78,7 @@ _TEMPLATES = Environment(
     auto_reload=False,  # templates are part of the program
     extensions=[_OneLine],
 )
-_FILTERS = (size_text, count_text, duration, age, percent, clock, plural, behind, colour, tiles)
+_FILTERS = (size_text, count_text, time_text, age, percent, clock, plural, behind, colour, tiles)
 _TEMPLATES.filters |= {function.__name__: function for function in _FILTERS}
 
 

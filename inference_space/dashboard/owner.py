@@ -47,10 +47,8 @@ def space_author() -> str:
 
 
 def login_problem() -> str:
-    """Say why visitors cannot log in here, and how to fix it; empty if they can.
-
-    Outside of a Space, Gradio would log every visitor in as the account of this machine: login is off there.
-    """
+    """Say why visitors cannot log in here, and how to fix it; empty if they can. Outside of a Space, Gradio
+    would log every visitor in as the account of this machine: login is off there."""
     if not os.environ.get("SPACE_ID"):
         return "Login with Hugging Face works only in a Space."
     if get_space() is None:  # Gradio's own condition

@@ -202,10 +202,8 @@ class RunState:
         return {version for version in served if version is not None}
 
     def progress(self, own: ReplicaEvent | None = None) -> Progress | None:
-        """Return the figures and curves of the page; None before the first version.
-
-        `own` is the status of the replica that hosts the page, in place of what the log says of it.
-        """
+        """Return the figures and curves of the page; None before the first version. `own` is the status of
+        the replica that hosts the page, in place of what the log says of it."""
         if self.version is None:
             return None
         tracks = self._tracks

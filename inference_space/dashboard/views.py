@@ -75,8 +75,7 @@ class OpenedDelta:
 def open_delta(path: Path) -> OpenedDelta:
     """Read a delta file. Distances are decoded if it is small and its modes need no old weights.
 
-    Raises:
-        CodecError: the file is not a delta, or lists too many tensors.
+    Raises `CodecError` if the file is not a delta, or lists too many tensors.
     """
     if header_size(path) > MAX_TABLE:
         raise CodecError(f"{path.name} lists tensors in more than {size_text(MAX_TABLE)}: not opened here")
@@ -158,10 +157,8 @@ def opened(manifest: Manifest, delta: OpenedDelta, *, served: bool) -> Markup:
 def listing(
     objects: Listing, run: str, page: int, *, served: bool, openable: Collection[int] | None = None
 ) -> Markup:
-    """Render page `page`, counted from 0, of all objects of the run by kind, newest first.
-
-    `served`: there is a server to download from. `openable`: the versions whose deltas can be opened, or all.
-    """
+    """Render page `page`, counted from 0, of all objects of the run by kind, newest first. `served`: there is
+    a server to download from. `openable`: the versions whose deltas can be opened, or all."""
     folder = f"runs/{run}/"
     kinds: dict[str, list[ObjectInfo]] = {kind: [] for kind in _KINDS}
     for info in objects:

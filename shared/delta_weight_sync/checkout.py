@@ -30,7 +30,7 @@ from delta_weight_sync import errors
 from delta_weight_sync.checkpoint import WEIGHTS, map_bits
 from delta_weight_sync.reader import RunReader, apply_delta, open_run, remove_other_files, require_digest
 from delta_weight_sync.records import POLL_S, Manifest, parse
-from delta_weight_sync.watch import Watcher, newest
+from delta_weight_sync.watch import Watcher
 
 RECORD: Final = "delta_weight_sync.json"  # the manifest, next to the weights: which version a folder holds
 _WAIT_S: Final = 1.0  # seconds: the longest wait before checking whether to stop
@@ -151,7 +151,9 @@ def follow(
             if version is None and not once:
                 yield from updates(reader, folder, lambda error: _log.warning("%s", error), poll_s, stopped)
             else:
-                manifest = newest(reader, folder.held) if version is None else reader.manifest(version)
+                with closing(Watcher(reader, seen=folder.held)) as watcher:  # refuses to go back
+                    manifest = watcher.poll() if version is None else reader.manifest(version)
+                assert manifest is not None, "nothing was used before"
                 yield FollowedVersion(manifest, folder.update(manifest))
 
     return FollowedVersions(versions(), stopped)
@@ -336,10 +338,8 @@ class CheckpointFolder:
                 shutil.rmtree(folder)
 
     def _show(self, manifest: Manifest) -> None:
-        """Move the finished version to a free name and point `current` at it.
-
-        A restarted run has the same version numbers again, while `current` is still the old run's.
-        """
+        """Move the finished version to a free name and point `current` at it. A restarted run has the same
+        version numbers again, while `current` is still the old run's."""
         (self._building / RECORD).write_bytes(manifest.to_bytes())
         name = f"{manifest.version:08d}"
         names = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(1)))

@@ -16,8 +16,10 @@ with that file: sizes within 1 %, seconds within a factor of two.
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import numpy as np
@@ -48,24 +50,8 @@ class Hardware(NamedTuple):
 # From the Hub's documentation (spaces-gpus, jobs-pricing). Spaces are billed by the minute while they run,
 # not while they build, sleep or are paused. T4 is left out: it has no bf16, and the weights are bf16.
 HARDWARE: Final = {
-    "cpu-basic": Hardware(0.0),
-    "cpu-upgrade": Hardware(0.03),
-    "l4x1": Hardware(0.80, 1, 24),
-    "l4x4": Hardware(3.80, 4, 24),
-    "a10g-small": Hardware(1.00, 1, 24),
-    "a10g-large": Hardware(1.50, 1, 24),
-    "a10g-largex2": Hardware(3.00, 2, 24),
-    "a10g-largex4": Hardware(5.00, 4, 24),
-    "l40sx1": Hardware(1.80, 1, 48),
-    "l40sx4": Hardware(8.30, 4, 48),
-    "l40sx8": Hardware(23.50, 8, 48),
-    "a100-large": Hardware(2.50, 1, 80),
-    "a100x4": Hardware(10.00, 4, 80),
-    "a100x8": Hardware(20.00, 8, 80),
-    "rtx-pro-6000": Hardware(2.75, 1, 96),
-    "rtx-pro-6000x2": Hardware(5.50, 2, 96),
-    "rtx-pro-6000x4": Hardware(11.00, 4, 96),
-    "rtx-pro-6000x8": Hardware(22.00, 8, 96),
+    name: Hardware(*row)
+    for name, row in json.loads(Path(__file__).with_name("prices.json").read_text()).items()
 }
 GPUS: Final = tuple(name for name, hardware in HARDWARE.items() if hardware.gpus)
 PRIVATE_USD_TB_MONTH: Final = 18.0  # private storage beyond the included amount; less from 50 TB on

@@ -194,11 +194,3 @@ class Watcher:
             return None
         self._skipped_heads = {}
         return self._reader.head(floor=self._head_floor, problems=self._skipped_heads)
-
-
-def newest(reader: RunReader, seen: Manifest | None) -> Manifest:
-    """The newest version now. Raises as `Watcher.poll`, and `ProtocolError` if `seen` is newer."""
-    with contextlib.closing(Watcher(reader, seen=seen)) as watcher:
-        manifest = watcher.poll()
-    assert manifest is not None, "nothing was used before"
-    return manifest

@@ -195,10 +195,8 @@ class Lane:
     seconds: float | None  # how long one request may take; None: no limit
 
     def shares(self, client: Client) -> dict[str, int]:
-        """The counters that a request of `client` adds to, each with its maximum.
-
-        A quarter is reserved for clients with the key, and one visitor gets at most a quarter.
-        """
+        """The counters that a request of `client` adds to, each with its maximum. A quarter is reserved for
+        clients with the key, and one visitor gets at most a quarter."""
         if client is None:
             return {"all": self.capacity}
         quarter = self.capacity // 4

@@ -77,11 +77,7 @@ def limit_body(app: ASGIApp, max_bytes: int) -> ASGIApp:
 
 
 async def read_body(receive: Receive, limit: int, seconds: float) -> bytes:
-    """The complete body, of at most `limit` bytes.
-
-    Raises:
-        HTTPException: 408 if it does not arrive in time, 413 if it is larger.
-    """
+    """The complete body. Raises `HTTPException`: 408 if it is late, 413 if it has more than `limit` bytes."""
     body, size, more = bytearray(), 0, True
     try:
         async with asyncio.timeout(seconds):

@@ -62,11 +62,7 @@ class SpaceSettings(BaseModel):
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Self:
-        """The settings in `environ`.
-
-        Raises:
-            SettingsError: A variable is missing, unknown or has an unusable value.
-        """
+        """The settings in `environ`. Raises `SettingsError`."""
         prefix, own = cls.PREFIX, [name for name in environ if name.startswith(cls.PREFIX)]
         try:
             return cls.model_validate({name.removeprefix(prefix).lower(): environ[name] for name in own})
@@ -95,10 +91,8 @@ class SpaceSettings(BaseModel):
 
 
 def key_problem(environ: Mapping[str, str], key: str, opening: str) -> dict[str, str]:
-    """What is wrong with the variable `key` of a Space on the Hub, if anything.
-
-    A Space needs a key that cannot be guessed, or the variable `opening` set to true.
-    """
+    """What is wrong with the variable `key` of a Space on the Hub, if anything. A Space needs a key that
+    cannot be guessed, or the variable `opening` set to true."""
     value = environ.get(key, "")
     if not value and environ.get(opening, "").lower() != "true":
         return {key: "not set"}

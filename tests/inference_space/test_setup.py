@@ -142,8 +142,8 @@ def wordle(tmp_path_factory):
         ("", "team/wordle", "HF_TOKEN", "not set, and hf://buckets/team/wordle is private or does not exist"),
         ("hf_typo", "team/wordle", "HF_TOKEN", "does not know this token: it is wrong or expired"),
         ("hf_expired", "team/wordle", "HF_TOKEN", "does not know this token: it is wrong or expired"),
-        ("hf_free", "team/wordle", "HF_TOKEN", "this token may not read hf://buckets/team/wordle"),
-        ("hf_bucket_read", "team/other", "HF_TOKEN", "this token may not read hf://buckets/team/other"),
+        ("hf_free", "team/wordle", "REPLICA_BUCKET", "or the token in HF_TOKEN may not read it"),
+        ("hf_bucket_read", "team/other", "REPLICA_BUCKET", "or the token in HF_TOKEN may not read it"),
         ("hf_read", "team/wrdle", "REPLICA_BUCKET", "hf://buckets/team/wrdle does not exist"),
     ],
 )

@@ -130,6 +130,6 @@ def test_forged_runs(cases: int, seed: int) -> None:
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-5000:]
     assert f"{cases} cases" in done.stdout
-    for reader in ("dashboard", "command", "follower", "publisher"):
+    for reader in ("dashboard", "command_line", "follower", "publisher"):
         assert f"{reader} took" in done.stdout
         assert f"{reader} refused" in done.stdout

@@ -44,10 +44,8 @@ class Processes:
     def start(
         self, name: str, arguments: list[str], environment: Mapping[str, str], *, may_end: bool = False
     ) -> None:
-        """Run `python -m <arguments>` with the given variables in addition to this process's own.
-
-        `may_end`: the child ends by itself; any other child must run until the block ends.
-        """
+        """Run `python -m <arguments>` with the given variables in addition to this process's own. `may_end`:
+        the child ends by itself; any other child must run until the block ends."""
         self._may_end |= {name} if may_end else set()
         with self.log(name).open("wb") as log, _signals_delayed():
             self._children[name] = subprocess.Popen(
@@ -92,10 +90,8 @@ class Processes:
 
 
 def interrupt_once() -> None:
-    """Let the first SIGINT or SIGTERM raise `KeyboardInterrupt`, and ignore later ones.
-
-    A second signal, from an impatient user or from `make`, must not interrupt the cleanup.
-    """
+    """Let the first SIGINT or SIGTERM raise `KeyboardInterrupt`, and ignore later ones. A second signal, from
+    an impatient user or from `make`, must not interrupt the cleanup."""
 
     def interrupt(*_: object) -> None:
         for number in _SIGNALS:

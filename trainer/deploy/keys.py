@@ -63,10 +63,8 @@ def make_space_key(owner: str) -> str:
 
 
 def signing_file(owner: str, name: str) -> Path:
-    """The shell file with the signing keys of this deployment.
-
-    Deployments share no keys, or a run of one bucket could be served in place of another bucket's.
-    """
+    """The shell file with the signing keys of this deployment. Deployments share no keys, or a run of one
+    bucket could be served in place of another bucket's."""
     return FOLDER / owner / f"{name}.env"
 
 

@@ -41,6 +41,7 @@ _FILES: dict[App, tuple[str, ...]] = {  # patterns of git, whose `*` matches "/"
         "inference_space/dashboard/templates/*",
         "shared/space_guard/*",
         "shared/delta_weight_sync/*.py",
+        "shared/delta_weight_sync/prices.json",
         "shared/delta_weight_sync/py.typed",
     ),
 }
@@ -136,10 +137,8 @@ def stage(app: App, out: Path) -> None:
 
 
 def files(app: App) -> dict[str, Path]:
-    """Map each path in the Space's repository to a file of the checkout, sorted.
-
-    Raises `DeployError` for a link, and for a file of the packages that git does not track.
-    """
+    """Map each path in the Space's repository to a file of the checkout, sorted. Raises `DeployError` for a
+    link, and for a file of the packages that git does not track."""
     moved = {f"{_FOLDERS[app]}/{name}": name for name in _MOVED[app]}
     patterns = [*_FILES[app], *moved]
     if untracked := _git("--others", *patterns):

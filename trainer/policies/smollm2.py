@@ -33,9 +33,7 @@ SYSTEM_TEMPLATE = (_HERE / "system.jinja").read_text()
 
 def build(out: Path, taught: str = "") -> Path:
     """Write the checkpoint folder `out` and return it; an existing folder is complete and stays as it is.
-
-    `taught`: a task of `ADAPTERS`, for the weights after imitation.
-    """
+    `taught`: a task of `ADAPTERS`, for the weights after imitation."""
     if out.exists():
         return out
     gguf = find_gguf()

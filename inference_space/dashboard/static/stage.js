@@ -4,9 +4,7 @@ window.dws = window.dws || {};
   const still = matchMedia("(prefers-reduced-motion: reduce)");
 
   function digits(value) {
-    const size = Math.abs(value);
-    if (size < 0.0995) return String(Number(value.toPrecision(2)));
-    return value.toFixed(size >= 99.5 ? 0 : size >= 9.95 ? 1 : 2);
+    return String(Number(value.toPrecision(3)));
   }
 
   function scaled(count, units) {
@@ -22,9 +20,7 @@ window.dws = window.dws || {};
     number: (count) => scaled(count, ["", "K", "M", "B", "T"]),
     percent: (share) => `${digits(100 * share)} %`,
     duration(seconds) {
-      if (seconds > 0 && seconds < 1) {
-        return seconds >= 0.00995 ? `${(1000 * seconds).toFixed(0)} ms` : `${(1000 * seconds).toFixed(1)} ms`;
-      }
+      if (seconds < 1) return `${digits(1000 * seconds)} ms`;
       if (seconds < 120) return `${digits(seconds)} s`;
       return seconds < 7200 ? `${digits(seconds / 60)} min` : `${digits(seconds / 3600)} h`;
     },

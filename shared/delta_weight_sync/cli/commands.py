@@ -194,10 +194,8 @@ def _verify(arguments: Arguments) -> None:
 
 
 def _verified(reader: RunReader, manifests: list[Manifest], folder: Path) -> Iterator[Manifest]:
-    """Build each version by its own delta, and check every anchor and jump on the way.
-
-    The oldest and the newest version are also built as a joining replica builds them.
-    """
+    """Build each version by its own delta, and check every anchor and jump on the way. The oldest and the
+    newest version are also built as a joining replica builds them."""
     by_version = {manifest.version: manifest for manifest in manifests}
     anchors = {manifest.anchor.version: manifest.anchor for manifest in manifests}
     used = (delta for manifest in manifests for delta in manifest.recipe().deltas)

@@ -73,10 +73,8 @@ def find(
     kind: tl.constexpr,
     whole: tl.constexpr,
 ) -> None:
-    """Find what differs from the mirror in the tiles `which`; count changes beyond `capacity` only.
-
-    `kind`: the parameters' type, int16 for bf16. `nans`: int16 [1], what torch makes of a NaN of that type.
-    """
+    """Find what differs from the mirror in the tiles `which`; count changes beyond `capacity` only. `kind`:
+    the parameters' type, int16 for bf16. `nans`: int16 [1], what torch makes of a NaN of that type."""
     tile = tl.load(which + tl.program_id(0))
     entry = entries + tl.load(owners + tile).to(tl.int64) * COLUMNS
     start, stop = tl.load(entry + 2), tl.load(entry + 3)
@@ -130,10 +128,8 @@ def add(addresses: tl.tensor, ulps: tl.tensor, old: tl.tensor, count: tl.tensor)
 
 @kernel
 def unpack(notes: Index, found: NDArray[np.int32], blocks: Index, index: Index, ulps: Bits) -> None:
-    """Fill `index` and `ulps` with the changes of all tiles in order.
-
-    `notes`: int64 [tiles], `place * 8192 + count`. `blocks`: int64 [tiles], the tile's block in its tensor.
-    """
+    """Fill `index` and `ulps` with the changes of all tiles in order. `notes`: int64 [tiles], `place * 8192 +
+    count`. `blocks`: int64 [tiles], the tile's block in its tensor."""
     at = 0
     for tile in range(notes.size):
         place, count = notes[tile] // COUNTS, notes[tile] % COUNTS

@@ -349,10 +349,8 @@ def usable_states(reader: RunReader) -> Iterator[tuple[StateRecord, list[Manifes
 
 
 def _repeated(record: StateRecord, later: list[Manifest]) -> dict[int, str]:
-    """Digest by sync of what a trainer publishes if it resumes from `record` and does the same again.
-
-    `later` is newest first. It may hold versions that a resumed trainer did not repeat; they are left out.
-    """
+    """Digest by sync of what a trainer publishes if it resumes from `record` and does the same again. `later`
+    is newest first. It may hold versions that a resumed trainer did not repeat; they are left out."""
     line: list[Manifest] = []
     for manifest in later:
         if not line or manifest.sync < line[-1].sync:

@@ -63,10 +63,8 @@ class Bucket(ABC):
         raise BucketError(f"{self.url}/{key} {found} after an upload of {size} bytes: upload it again")
 
     def put_all(self, objects: Sequence[tuple[str, bytes]]) -> None:
-        """Store small objects, given as key and data, in this order; by one upload where the store can.
-
-        If it fails, some of them may be there, each whole.
-        """
+        """Store small objects, given as key and data, in this order; by one upload where the store can. If it
+        fails, some of them may be there, each whole."""
         for key, data in objects:
             self.put(key, data)
 
@@ -94,10 +92,8 @@ class Bucket(ABC):
             return None
 
     def list(self, prefix: str) -> Listing:
-        """All objects below the folder `prefix` ("runs/demo/", or "" for everything), sorted by key.
-
-        Each has its time in `written` if the store knows it. Objects whose name is not a key are left out.
-        """
+        """All objects below the folder `prefix` ("runs/demo/", or "" for everything), sorted by key. Each has
+        its time in `written` if the store knows it. Objects whose name is not a key are left out."""
         check_prefix(prefix)
         try:
             with self._explained(prefix):

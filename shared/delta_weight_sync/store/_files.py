@@ -97,9 +97,7 @@ class FileBucket(_base.Bucket):
     @contextmanager
     def _opened_folder(self, parts: Sequence[str], *, create: bool = False) -> Iterator[int]:
         """Descriptor of a folder below the bucket's own, which itself may be a link; `create` missing parts.
-
-        Raises `NotADirectoryError` if a part is a link or a file, and `FileNotFoundError`.
-        """
+        Raises `NotADirectoryError` if a part is a link or a file, and `FileNotFoundError`."""
         folder = os.open(self._root, _ROOT)
         try:
             for part in parts:
@@ -146,10 +144,8 @@ class FileBucket(_base.Bucket):
 
 
 def _below(folder: int, prefix: str) -> Iterator[_base.ObjectInfo]:
-    """Each ordinary file below an open folder whose path is a key, unless it disappears meanwhile.
-
-    The length of a key is limited, and with it the depth of the recursion.
-    """
+    """Each ordinary file below an open folder whose path is a key, unless it disappears meanwhile. The length
+    of a key is limited, and with it the depth of the recursion."""
     with os.scandir(folder) as entries:
         found = list(entries)
     for entry in found:

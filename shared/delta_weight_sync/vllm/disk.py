@@ -124,10 +124,8 @@ class Layout:
         return f"{share * wanted / _STEPS / 1e6:.{digits}f} of {wanted / 1e6:.{digits}f} MB"
 
     def _anchor(self, manifest: Manifest) -> Path:
-        """The anchor's folder, named by its content; fetched again if missing or damaged since.
-
-        If a fetch fails, complete files stay for the next try.
-        """
+        """The anchor's folder, named by its content; fetched again if missing or damaged since. If a fetch
+        fails, complete files stay for the next try."""
         anchor = manifest.anchor
         weights = next((ref for ref in anchor.files if ref.name == WEIGHTS), None)
         if weights is None:

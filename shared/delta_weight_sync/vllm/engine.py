@@ -101,10 +101,8 @@ class Engine:
         self._wait(self._client.update_weight_version(label))
 
     def _stage(self, **what: Any) -> float:
-        """With one worker per engine, "staged" answers when staging is done (see `step_commit`).
-
-        Other workers are processes that answer one call at a time, so a call that waited would stop them.
-        """
+        """With one worker per engine, "staged" answers when staging is done (see `step_commit`). Other
+        workers are processes that answer one call at a time, so a call that waited would stop them."""
         self._ask("stage", **what)
         pause, longest = _POLL_S
         while True:

@@ -304,9 +304,7 @@ def _tiles(table: memory.Table) -> dict[int, memory.Rows]:
 
 def _runs(rows: memory.Rows) -> NDArray[np.int64]:
     """For each row the run length, TILE, `_RUN` or 1: elements that share a factor from each multiple of it.
-
-    TILE only if they are consecutive in memory, too, and aligned to 16 bytes.
-    """
+    TILE only if they are consecutive in memory, too, and aligned to 16 bytes."""
     sizes, strides = rows[:, memory.SIZES : memory.SOURCE], rows[:, memory.SOURCE : memory.TARGET]
     flat = (sizes[:, :-1] == 1).all(1)
     outer = np.where(sizes[:, :-1] == 1, 0, strides[:, :-1])

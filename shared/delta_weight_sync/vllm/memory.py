@@ -333,10 +333,8 @@ def _look(rows: Rows, parts: Rows, element: Elements, ulps: Ulps, new: Ulps, inn
 
 @kernel
 def _look_along(row: Rows, element: Elements, ulps: Ulps, new: Ulps, inner: Any) -> np.uint64:
-    """As `_look`, of one part of one dimension with explicit elements.
-
-    In two loops: in the first, which does nothing else, many waits for memory overlap.
-    """
+    """As `_look`, of one part of one dimension with explicit elements. In two loops: in the first, which does
+    nothing else, many waits for memory overlap."""
     memory, stride = _pointer(row[ADDRESS]), row[TARGET + DIMS - 1]
     for j in range(element.size):
         new[j] = np.int16(memory[np.int64(element[j]) * stride])

@@ -100,10 +100,8 @@ class Fallback:
     """
 
     def __init__(self, model: torch.nn.Module, bits: Mapping[str, Bits]) -> None:
-        """Load what vLLM loaded, `bits`, once more into its `model` to prove that this works.
-
-        Raises `RouteError` if it fails or changes anything: the model is then damaged, do not serve it.
-        """
+        """Load what vLLM loaded, `bits`, once more into its `model` to prove that this works. Raises
+        `RouteError` if it fails or changes anything: the model is then damaged, do not serve it."""
         self._model, self.bits = model, dict(bits)
         if not bits:
             return

@@ -18,8 +18,8 @@ import torch
 pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
 from playwright.sync_api import Browser, Page, expect
 
-from delta_weight_sync.util import size_text
-from inference_space.dashboard.html import STATIC, duration, percent, plural
+from delta_weight_sync.util import size_text, time_text
+from inference_space.dashboard.html import STATIC, percent, plural
 from inference_space.dashboard.views import EXAMPLE, LINK, Facts, scene
 from tests.browser import PATIENCE_S
 from tests.support.records import manifest_of
@@ -93,8 +93,8 @@ def test_without_a_run_an_example_is_shown_and_its_table_holds(example: Page) ->
     whole, through = EXAMPLE.full_bytes / LINK, sum(s for _, s in f.bucket_sync(EXAMPLE, LINK))
     lost = f.stopped_s(EXAMPLE, LINK, 3)
     moved = f.moved_bytes(EXAMPLE, 3)
-    assert cells[:2] == [duration(through), duration(whole)]
-    assert cells[6:8] == [duration(seconds) for seconds in lost]
+    assert cells[:2] == [time_text(through), time_text(whole)]
+    assert cells[6:8] == [time_text(seconds) for seconds in lost]
     assert cells[8:10] == [size_text(count) for count in moved]
 
 
