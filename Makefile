@@ -43,9 +43,9 @@ test-all: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test lint
 	$(PYTEST)
 	$(BIN)/python -m tests.fuzz
 	$(BIN)/python -m tests.fuzz.bucket
-	$(BIN)/python -m tests.docs.run
+	$(BIN)/python -m docs.run
 	$(BIN)/python -m trainer.demo < /dev/null
-	$(BIN)/python -m tests.inference_space.dashboard.screenshots --bucket file://$(CURDIR)/runs/demo/bucket --out build/screenshots
+	$(BIN)/python -m docs.screenshots --bucket file://$(CURDIR)/runs/demo/bucket --out build/screenshots
 
 lint: $(VENV)/.app $(VENV)/.test
 	$(BIN)/ruff check .
@@ -57,7 +57,7 @@ lint: $(VENV)/.app $(VENV)/.test
 # Runs every command of README.md and docs/*.md in a copy of the checkout, `make demo` among them.
 # It is part of `make test-all`.
 docs-check: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test
-	$(BIN)/python -m tests.docs.run
+	$(BIN)/python -m docs.run
 
 # The documentation site, in build/site: any warning, such as a link that leads nowhere, is an error.
 docs: $(VENV)/.app $(VENV)/.docs

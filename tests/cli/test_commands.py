@@ -1,19 +1,23 @@
-"""`delta-weight-sync log | show | verify | checkout`: what they say, and how they end."""
+"""`delta-weight-sync log | show | verify | checkout | bisect`: what they say, and how they end."""
 
 import json
+import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
-from delta_weight_sync.checkpoint import read_bits, to_bits
+from delta_weight_sync.checkpoint import WEIGHTS, read_bits, to_bits
 from delta_weight_sync.cli import COMMANDS
 from delta_weight_sync.digest import state_digest, to_hex
-from delta_weight_sync.reader import RunReader
+from delta_weight_sync.reader import RunReader, open_run
 from delta_weight_sync.store import open_bucket
 from tests.cli.command import Result, command
 from tests.support.published_run import write_run
+from tests.support.real_run import Drifting
 
 
 @pytest.fixture(scope="module")
@@ -123,3 +127,129 @@ def test_every_command_explains_itself(name):
     result = command(name, "--help")
     assert result.code == 0
     assert COMMANDS[name][1:] in " ".join(result.output.split())
+
+
+VERSIONS, BROKEN = 40, 23  # versions after the first; where the fault is planted
+FAULT = torch.full((64,), 100.0).bfloat16().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Drifting:
+    """A run whose norm was overwritten at version `BROKEN`, and stays so."""
+    run = Drifting(tmp_path_factory.mktemp("runs") / "bucket")
+    for version in range(1, VERSIONS + 1):
+        if version == BROKEN:
+            run.weights["norm.weight"].fill_(100.0)
+        run.step()
+    run.close()
+    return run
+
+
+@pytest.fixture
+def judge(tmp_path: Path) -> str:
+    """A command that is 1 for a checkpoint with the planted fault, and notes what it was asked of."""
+    script = tmp_path / "judge.py"
+    script.write_text(
+        "import pathlib, sys\n"
+        f"with open({str(tmp_path / 'asked')!r}, 'a') as asked: asked.write(sys.argv[2] + ' ')\n"
+        f"weights = pathlib.Path(sys.argv[1], {WEIGHTS!r}).read_bytes()\n"
+        "assert pathlib.Path(sys.argv[1], 'config.json').exists()\n"
+        f"sys.exit(int({FAULT!r} in weights))\n"
+    )
+    return f"{sys.executable} -S {script} {{path}} {{version}}"
+
+
+def asked(tmp_path: Path) -> list[int]:
+    return [int(version) for version in (tmp_path / "asked").read_text().split()]
+
+
+def test_the_planted_version_is_found_by_halving(broken, judge, tmp_path):
+    ends = ("--good", "0", "--bad", VERSIONS)
+    result = command("bisect", broken.url, "--eval", judge, *ends)
+    assert (result.code, result.complaint) == (0, "")
+    assert f"version {BROKEN} is the first bad one" in result.output
+    assert len(asked(tmp_path)) <= math.ceil(math.log2(VERSIONS))
+    assert f"delta-weight-sync blame {broken.url}#drifting {BROKEN}" in result.output
+
+
+def test_ends_that_are_not_given_are_judged_first(broken, judge, tmp_path):
+    result = command("bisect", broken.url, "--eval", judge)
+    assert f"version {BROKEN} is the first bad one" in result.output
+    assert asked(tmp_path)[:2] == [VERSIONS, 0]
+    assert len(asked(tmp_path)) <= 2 + math.ceil(math.log2(VERSIONS))
+
+
+def test_one_checkpoint_is_made_of_another_by_deltas(broken, judge, monkeypatch):
+    fetched = []
+    fetch = RunReader.fetch
+    monkeypatch.setattr(
+        RunReader, "fetch", lambda self, ref, folder: fetched.append(ref.key) or fetch(self, ref, folder)
+    )
+    command("bisect", broken.url, "--eval", judge, "--bad", VERSIONS)
+    anchors = [key for key in fetched if key.endswith(WEIGHTS)]
+    assert len(anchors) == 1, "the good end's; all others follow from a good version"
+    assert len(fetched) > len(anchors)
+
+
+def test_a_version_that_cannot_be_judged_is_passed_over(broken, judge, tmp_path):
+    middle = VERSIONS // 2
+    skipping = f"test {{version}} = {middle} && exit 125; {judge}"
+    result = command("bisect", broken.url, "--eval", skipping, "--good", 0, "--bad", VERSIONS)
+    assert f"version {middle}: unknown" in result.output
+    assert f"version {BROKEN} is the first bad one" in result.output
+    assert middle not in asked(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ("--eval", "exit 125 # {path}", "--good", 20, "--bad", 23),
+            "is one of 21 to 23: those between could",
+        ),
+        (
+            ("--eval", "true {path}", "--good", 9, "--bad", 9),
+            "nothing lies between good 9 and bad 9: --bad must",
+        ),
+        (("--eval", "true {path}"), f"the newest version, {VERSIONS}, is not bad"),
+        (("--eval", "false {path}"), "the oldest version, 0, is not good"),
+        (("--eval", "no-such-program {path}"), "--eval could not be started (exit code 127)"),
+        (
+            ("--eval", "kill -9 $$ # {path}"),
+            f"--eval ended with -9 at version {VERSIONS}, which is neither good",
+        ),
+        (("--eval", "true"), "names neither {path} nor {version}"),
+        (("--eval", "true {path}", "--bad", 99), "has no version 99, its newest is version 40"),
+    ],
+)
+def test_what_cannot_be_found_is_one_sentence(broken, words, sentence):
+    result = command("bisect", broken.url, *words)
+    assert result.code == 1
+    assert result.complaint.startswith("delta-weight-sync bisect: ")
+    assert sentence in result.complaint
+    assert len(result.complaint.splitlines()) == 1
+
+
+def test_blame_shows_what_was_planted_first(broken):
+    lines = command("blame", broken.url, BROKEN).output.splitlines()
+    manifest = open_run(broken.url).find(BROKEN)
+    assert lines[0].startswith(f"version {BROKEN} changed {manifest.changed:,} weights of {manifest.total:,}")
+    first = lines[2].split()
+    assert lines[2].endswith("norm.weight [64]")
+    assert first[:3] == ["64", "100.000", "%"]
+    assert [int(count) for count in first[3:9]] == [0, 0, 0, 0, 0, 64], "all moved far"
+    assert sum(int(line.split()[0].replace(",", "")) for line in lines[2:]) == manifest.changed
+
+
+def test_blame_of_what_no_delta_leads_to(broken):
+    result = command("blame", broken.url, 0)
+    sentence = "version 0 was published as an anchor only, so no delta shows its changes"
+    assert result == Result(1, "", f"delta-weight-sync blame: {sentence}\n")
+
+
+def test_blame_reads_deltas_that_were_coded_against_the_old_weights(tmp_path):
+    run = Drifting(tmp_path / "bucket", encoding="small")
+    manifest = run.step()
+    run.close()
+    lines = command("blame", run.url, 1).output.splitlines()
+    assert sum(int(line.split()[0].replace(",", "")) for line in lines[2:]) == manifest.changed > 0

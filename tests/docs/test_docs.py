@@ -14,10 +14,10 @@ import pytest
 from bench import readme, results
 from delta_weight_sync.cli import COMMANDS
 from delta_weight_sync.vllm.server import Settings as Follows
+from docs.run import PageError, blocks, check, pages
+from docs.stage import ROOT, Stage
 from env_space.settings import Settings as Game
 from inference_space.settings import Settings as Space
-from tests.docs.run import PageError, blocks, check, pages
-from tests.docs.stage import ROOT, Stage
 from trainer.settings import Settings as Trainer
 
 
@@ -213,6 +213,6 @@ def test_names_of_before_are_gone(name):
 @pytest.mark.long
 def test_every_quick_command_of_the_pages_works():
     """`make docs-check` runs the slow ones too."""
-    command = [sys.executable, "-m", "tests.docs.run", "--quick"]
+    command = [sys.executable, "-m", "docs.run", "--quick"]
     result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=3600)
     assert result.returncode == 0, result.stdout

@@ -22,8 +22,8 @@ from openenv.validation import Encoding, run_validation
 from openenv.validation.types import ProviderCapability
 from typer.testing import CliRunner
 
+from bench import env_load as load
 from env_space.game import feedback
-from tests.env_space import load
 
 SEED = 11
 

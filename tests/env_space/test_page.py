@@ -1,19 +1,18 @@
 """The page as a person's browser shows it: games by keyboard and by touch, and the policy to watch."""
 
+import json
 import re
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
-
-from tests.browser import watched_page
-from tests.env_space.service import BRIDE, space
-
-pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
 from playwright.sync_api import expect
 
-pytestmark = pytest.mark.full
+from tests.browser import watched_page
+from tests.env_space.service import BRIDE, answering, sentence, service, space
 
+pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
 MARKS = re.compile(r"^[-+?]{5}$")
 DESK = {"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"}
 PHONE = {"viewport": {"width": 390, "height": 844}, "reduced_motion": "reduce", "has_touch": True}
@@ -56,6 +55,7 @@ def part(page, name):
     )
 
 
+@pytest.mark.full
 def test_a_game_won_by_keyboard(page):
     page.keyboard.type("crate")
     page.keyboard.press("Backspace")
@@ -78,6 +78,7 @@ def test_a_game_won_by_keyboard(page):
     assert rows(page).nth(2).inner_text() == ""
 
 
+@pytest.mark.full
 def test_a_game_lost_by_keyboard_and_another_begun(page):
     for turn, word in enumerate(["zonal", "slote", "zonal", "crane", "gripe", "pride"], 1):
         guess(page, turn, word)
@@ -96,6 +97,7 @@ def test_a_game_lost_by_keyboard_and_another_begun(page):
     expect(rows(page).first).to_have_attribute("data-feedback", MARKS)
 
 
+@pytest.mark.full
 def test_a_short_word_is_not_sent(page):
     page.keyboard.type("cran")
     page.keyboard.press("Enter")
@@ -103,6 +105,7 @@ def test_a_short_word_is_not_sent(page):
     guess(page, 1, "e")
 
 
+@pytest.mark.full
 def test_the_keyboard_on_the_page_plays_and_remembers_what_is_known(page):
     for letter in "gripe":
         page.get_by_role("button", name=letter, exact=True).click()
@@ -111,6 +114,7 @@ def test_the_keyboard_on_the_page_plays_and_remembers_what_is_known(page):
     expect(page.get_by_role("button", name="g, not in the word")).to_be_visible()
 
 
+@pytest.mark.full
 def test_nothing_on_the_page_comes_from_elsewhere_and_a_link_names_the_game(browser, url):
     asked = []
     with watched_page(browser, **DESK) as page:
@@ -122,6 +126,7 @@ def test_nothing_on_the_page_comes_from_elsewhere_and_a_link_names_the_game(brow
     assert "default-src 'self';" in policy
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_phone_shows_the_board_and_the_keyboard_at_once(browser, url, scheme):
     with watched_page(browser, **PHONE, color_scheme=scheme) as page:
@@ -142,6 +147,7 @@ BRIGHTNESS = (
 )
 
 
+@pytest.mark.full
 def test_seven_letters_fit_a_small_phone(browser, tmp_path):
     small = PHONE | {"viewport": {"width": 360, "height": 640}}
     with space(tmp_path, WORDLE_LENGTH="7") as running, watched_page(browser, **small) as page:
@@ -153,6 +159,7 @@ def test_seven_letters_fit_a_small_phone(browser, tmp_path):
     assert keys["y"] + keys["height"] <= 640
 
 
+@pytest.mark.full
 def test_tabs_move_by_arrow_keys_and_an_absent_replica_is_said_in_words(page):
     page.get_by_role("tab", name="You play").focus()
     page.keyboard.press("ArrowRight")
@@ -164,6 +171,7 @@ def test_tabs_move_by_arrow_keys_and_an_absent_replica_is_said_in_words(page):
     assert rows(page).first.inner_text() == "", "what is typed while watching is no guess"
 
 
+@pytest.mark.full
 def test_a_lost_connection_is_said_and_the_same_guess_can_be_sent_again(page):
     page.context.set_offline(True)
     page.keyboard.type("crane")
@@ -172,3 +180,84 @@ def test_a_lost_connection_is_said_and_the_same_guess_can_be_sent_again(page):
     page.context.set_offline(False)
     page.keyboard.press("Enter")
     expect(rows(page).first).to_have_attribute("data-feedback", "-+--+")
+
+
+def watch(**settings):
+    """The events of one watched game as (kind, data), and how many games are in play afterwards."""
+
+    client = service(**settings)
+    answer = client.get("/watch")
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = [event.split("\n") for event in answer.text.strip().split("\n\n")]
+    playing = client.get("/health").json()["sessions"]
+    return [(kind[7:], json.loads(data[6:])) for kind, data in events], playing
+
+
+@contextmanager
+def broken_replica(*answers):
+    """A replica that gives these answers, (status, body), in turn, and keeps the requests."""
+    answers, asked = list(answers), []
+
+    def answer(request):
+        length = int(request.headers.get("Content-Length", 0))
+        asked.append(json.loads(request.rfile.read(length) or "null"))
+        status, body = answers.pop(0)
+        request.send_response(status)
+        request.send_header("Content-Length", str(len(body)))
+        request.end_headers()
+        request.wfile.write(body)
+
+    with answering(answer) as url:
+        yield url, asked
+
+
+MODELS = (200, b'{"data": [{"id": "policy"}]}')
+
+
+def answer_of(text):
+    return 200, json.dumps({"choices": [{"message": {"content": text}}]}).encode()
+
+
+def test_without_a_replica_the_refusal_names_the_setting():
+    assert "set WORDLE_REPLICA_URL" in sentence(service().get("/watch"), 404)
+
+
+def test_a_replica_that_cannot_be_reached_may_be_asleep():
+    events, playing = watch(replica_url="http://127.0.0.1:9")
+    assert [kind for kind, _ in events] == ["opened", "problem"]
+    assert events[1][1]["detail"].startswith("The replica cannot be reached. If it is a Space that sleeps")
+    assert playing == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ((503, b'{"error": {"message": "no version is served yet: joining"}}'), "no version is served yet"),
+        ((503, b"<html>Your space is waking up</html>"), "cannot play now: it answers 503."),
+        ((404, b'{"error": "nothing here"}'), "cannot play now: it answers 404."),
+        ((200, b"<html>"), "did not answer as vLLM does."),
+        ((200, b'{"data": []}'), "did not answer as vLLM does."),
+    ],
+)
+def test_a_replica_that_does_not_play_is_quoted(answer, reason):
+    with broken_replica(answer) as (url, _):
+        events, playing = watch(replica_url=url)
+    assert reason in events[-1][1]["detail"]
+    assert events[-1][1]["detail"].endswith("try again in a few minutes.")
+    assert playing == 0
+
+
+def test_a_policy_that_calls_no_tool_ends_its_game():
+    with broken_replica(MODELS, answer_of("I would rather not.")) as (url, _):
+        events, _ = watch(replica_url=url)
+    assert [kind for kind, _ in events] == ["opened", "turn", "ended"]
+    assert (events[1][1]["text"], events[1][1]["move"]) == ("I would rather not.", None)
+    assert events[2][1]["solved"] is False
+
+
+def test_the_policy_gets_the_configured_prompt_and_the_result_of_its_guess():
+    call = '<tool_call>\n{"name": "guess", "arguments": {"word": "zzzzz"}}\n</tool_call>'
+    with broken_replica(MODELS, answer_of(call), answer_of("")) as (url, asked):
+        events, _ = watch(replica_url=url, replica_prompt="Find the word.")
+    assert events[1][1]["move"]["message"] == "'zzzzz' is not in the word list."
+    assert [message["content"] for message in asked[2]["messages"]] == ["Find the word.", call, "not a word"]

@@ -1,11 +1,13 @@
 """A replica that is not set up says what it lacks: variables as it starts, a token as it reads the bucket."""
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from uuid import uuid4
 
 import httpx
@@ -14,6 +16,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
+import inference_space
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY
 from delta_weight_sync.store import Bucket, Listing, open_bucket
@@ -22,6 +25,7 @@ from inference_space.app import main
 from inference_space.public_port import SpaceFollower
 from inference_space.settings import SETUP, Settings, find_problems
 from inference_space.vllm_server import VllmServer
+from space_guard.setup import SettingsError
 from tests.support.hubsim import HubSim
 from trainer.demo.processes import free_port
 
@@ -220,3 +224,34 @@ def test_the_page_gives_way_when_the_bucket_can_be_read():
         assert client.get("/theme.css").text == "the dashboard"
         problems.clear()
         assert client.get("/").text == "the dashboard"
+
+
+GOOD = {"REPLICA_BUCKET": "file:///b", "REPLICA_RUN": "demo"}
+
+
+def test_variables_become_typed_settings():
+    settings = Settings.read({**GOOD, "REPLICA_POLL_S": "0.5", "REPLICA_PORT": "80", "HOME": "/home/user"})
+    assert (settings.bucket, settings.run, settings.poll_s, settings.port) == ("file:///b", "demo", 0.5, 80)
+
+
+@pytest.mark.parametrize(
+    ("variables", "complaint"),
+    [
+        ({"REPLICA_BUCKET": "file:///b"}, "REPLICA_RUN: not set"),
+        ({**GOOD, "REPLICA_PORT": "many"}, "REPLICA_PORT: input should be a valid integer"),
+        ({**GOOD, "REPLICA_BUKCET": "x"}, "REPLICA_BUKCET: there is no such variable"),
+    ],
+)
+def test_a_wrong_variable_is_named(variables, complaint):
+    with pytest.raises(SettingsError, match=complaint):
+        Settings.read(variables)
+
+
+def test_vllms_engine_never_sees_a_secret():
+    secrets = dict.fromkeys(("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_API_KEY", "DB_PASSWORD"), "do-not-leak")
+    environment = {**os.environ, **secrets, "ENGINE_PYTHON": sys.executable, "PLAIN": "a value\nof two lines"}
+    script = Path(inference_space.__file__).with_name("engine_python.sh")
+    command = ["sh", script, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
+    seen = json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
+    assert "do-not-leak" not in seen.values()
+    assert (seen["PLAIN"], seen["HF_HUB_OFFLINE"]) == (environment["PLAIN"], "1")

@@ -2,11 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from email.utils import parsedate_to_datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
-from time import time
 from uuid import uuid4
 
 import httpx
@@ -55,52 +51,10 @@ def running(api: HfApi, space: str, folder: Path) -> str:
     return space
 
 
-@pytest.fixture
-def app() -> Iterator[str]:
-    """The URL of a process that answers every request with its path and one of its headers."""
-
-    class Echo(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b"%s %s %s" % (self.path.encode(), self.headers["X-Space-Key"].encode(), body))
-
-        def log_message(self, *_: object) -> None:
-            """Say nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Echo)
-    Thread(target=server.serve_forever).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-
-
 def visit(api: HfApi, space: str, token: str | None = "hf_read") -> httpx.Response:
     headers = {"X-Space-Key": "k"} | ({"Authorization": f"Bearer {token}"} if token else {})
     with httpx.Client(trust_env=False) as client:
         return client.post(f"{api.space_info(space).host}/a%20b?c=d", content=b"hello", headers=headers)
-
-
-def test_a_space_goes_through_its_stages(api: HfApi, space: str, folder: Path) -> None:
-    assert api.get_space_runtime(space).stage == "NO_APP_FILE"
-    api.upload_folder(repo_id=space, folder_path=folder, repo_type="space")
-    stages = [api.get_space_runtime(space).stage for _ in range(4)]
-    assert stages == ["BUILDING", "APP_STARTING", "RUNNING", "RUNNING"]
-    assert api.pause_space(space).stage == "PAUSED"
-    assert api.restart_space(space).stage == "APP_STARTING"
-    assert api.restart_space(space, factory_reboot=True).stage == "BUILDING"
-
-
-def test_settings_start_a_running_space_again(api: HfApi, running: str) -> None:
-    api.add_space_variable(running, "MODEL", "tiny")
-    assert api.wait_for_space(running, poll_interval=0.01).stage == "RUNNING"
-    api.add_space_secret(running, "KEY", "s3cret", description="ours")
-    assert api.get_space_runtime(running).stage == "APP_STARTING"
-    assert {name: one.value for name, one in api.get_space_variables(running).items()} == {"MODEL": "tiny"}
-    assert {name: one.description for name, one in api.get_space_secrets(running).items()} == {"KEY": "ours"}
-    api.add_space_secret(running, "MODEL", "collides")
-    assert api.get_space_runtime(running).raw["errorMessage"] == "Collision on variables and secrets names"
 
 
 @pytest.mark.parametrize(
@@ -135,48 +89,10 @@ def test_nobody_else_sees_a_private_space(api: HfApi, running: str) -> None:
     assert not api.space_info(running, token="hf_free").private
 
 
-def test_a_running_space_is_served_by_the_process_behind_it(
-    api: HfApi, hub: HubSim, running: str, app: str
-) -> None:
-    hub.set_space(running, upstream=app)
-    assert visit(api, running).text == "/a%20b?c=d k hello"
-    api.pause_space(running)
-    assert visit(api, running).status_code == 503
-
-
-def test_a_visit_wakes_a_sleeping_space(api: HfApi, hub: HubSim, running: str, app: str) -> None:
-    hub.set_space(running, upstream=app, stage="SLEEPING")
-    assert api.get_space_runtime(running).stage == "SLEEPING"
-    assert [visit(api, running).status_code for _ in range(3)] == [503, 503, 200]
-    assert f"POST {running}:/a b" in hub.requests()
-
-
-@pytest.mark.parametrize("stage", ["BUILD_ERROR", "RUNTIME_ERROR"])
-def test_a_build_fails_as_planned_until_it_is_planned_otherwise(
-    api: HfApi, hub: HubSim, space: str, folder: Path, stage: str
-) -> None:
-    hub.set_space(space, builds=["BUILDING", stage], error="exit code 1")
-    api.upload_folder(repo_id=space, folder_path=folder, repo_type="space")
-    failed = api.wait_for_space(space, poll_interval=0.01)
-    assert (failed.stage, failed.raw["errorMessage"]) == (stage, "exit code 1")
-    hub.set_space(space, builds=["BUILDING", "APP_STARTING", "RUNNING"])
-    api.restart_space(space)
-    assert api.wait_for_space(space, poll_interval=0.01).stage == "RUNNING"
-
-
 def test_a_readme_that_the_hub_would_refuse_is_refused(api: HfApi, space: str, folder: Path) -> None:
     (folder / "README.md").write_text("---\ntitle: x\nsdk: docker\ncolorFrom: teal\n---\n")
     with pytest.raises(ValueError, match='"colorFrom" must be one of'):
         api.upload_folder(repo_id=space, folder_path=folder, repo_type="space")
-
-
-def test_logs_are_read(api: HfApi, hub: HubSim, running: str) -> None:
-    (queued,) = api.fetch_space_logs(running, build=True)
-    assert "Build Queued" in queued
-    hub.log(running, "replica at version 3")
-    startup, line = api.fetch_space_logs(running)
-    assert "Application Startup" in startup
-    assert line == "replica at version 3\n"
 
 
 def test_a_gated_model_is_open_to_whom_its_owner_lets_in(api: HfApi, hub: HubSim, tmp_path: Path) -> None:
@@ -189,16 +105,3 @@ def test_a_gated_model_is_open_to_whom_its_owner_lets_in(api: HfApi, hub: HubSim
         api.auth_check("meta/llama")
     path = api.hf_hub_download("meta/llama", "config.json", cache_dir=tmp_path, token="hf_free")
     assert Path(path).read_text() == "{}"
-
-
-def test_spaces_fail_on_demand_and_the_clock_is_wrong_on_demand(
-    api: HfApi, hub: HubSim, running: str
-) -> None:
-    hub.fault("GET .*/runtime", status=500, times=1)
-    with pytest.raises(HfHubHTTPError, match="500"):
-        api.get_space_runtime(running)
-    hub.skew(-3600)
-    api.add_space_variable(running, "WHEN", "now")
-    told = parsedate_to_datetime(httpx.get(f"{hub.url}/api/whoami-v2", trust_env=False).headers["Date"])
-    for moment in (told, api.get_space_variables(running)["WHEN"].updated_at):
-        assert 3590 < time() - moment.timestamp() < 3700

@@ -28,7 +28,7 @@ from tests.support.written_run import FULL, TOTAL, WrittenRun, digest_of
 pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
 from playwright.sync_api import Browser, Page, expect
 
-from tests.inference_space.dashboard.screenshots import READY, open_view
+from docs.screenshots import READY, open_view
 
 pytestmark = pytest.mark.full
 
@@ -60,7 +60,7 @@ def test_the_page_shows_what_is_in_the_bucket_and_moves_by_itself(
     assert near == ["near", "serving", "v1", "current", "1.5 s", f"yes {digest_of(1)}", ""]
     newest, first = rows(page, 1)
     steps = ["12 ms", "31 ms", "420 ms", "900 ms", "300 ms", "14 ms", "20 ms"]
-    assert newest == ["v1", "1.00 % 2.2 K", "44 KB", *steps]
+    assert newest == ["v1", "1 % 2.2 K", "44 KB", *steps]
     assert first[:3] == ["v0", "all", "440 KB"]
 
     assert page.locator("#dws-live img").count() == 0, "text of a replica stays text"

@@ -1,6 +1,6 @@
 """Watches programs for leaks: memory, open files, sockets, threads, processes and files left in TMPDIR.
 
-    python -m tests.soak --minutes 60 -- python -m trainer.demo
+    python -m bench.soak --minutes 60 -- python -m trainer.demo
 
 Starts the command, looks at it and all its descendants every ten seconds, ends it by SIGTERM when the time is
 over, and holds the second quarter of the time against the last one; the first is for warming up. A visitor

@@ -1,8 +1,9 @@
-"""What a process that was killed left on the disk is removed by the next, and nothing else is."""
+"""A replica's folders: what killed processes left is removed, and other users cannot reach in."""
 
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -10,14 +11,15 @@ from pathlib import Path
 import pytest
 
 from delta_weight_sync.checkout import CheckpointFolder
+from delta_weight_sync.errors import SettingsError
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.store import open_bucket
-from delta_weight_sync.vllm.disk import SCRATCH_PREFIX, scratch_folder
+from delta_weight_sync.vllm.disk import SCRATCH_PREFIX, private_folder, scratch_folder
 from delta_weight_sync.vllm.follower import Follower
+from inference_space.settings import Settings
+from inference_space.vllm_server import VllmServer
 from tests.support.fake_vllm import Mortal
 from tests.support.real_run import RUN, Drifting
-
-pytestmark = pytest.mark.finding(13)
 
 LEFT = ".0f0e0d.part"
 OWNER = "from delta_weight_sync.vllm.disk import *; print(scratch_folder(), flush=True); input()"
@@ -44,6 +46,7 @@ def owner(temporary: Path) -> tuple[subprocess.Popen[str], Path]:
     return process, folder
 
 
+@pytest.mark.finding(13)
 def test_the_folder_of_a_killed_replica_is_removed_and_that_of_a_living_one_stays(temporary) -> None:
     killed, left = owner(temporary)
     living, used = owner(temporary)
@@ -63,6 +66,7 @@ def test_the_folder_of_a_killed_replica_is_removed_and_that_of_a_living_one_stay
     assert not used.exists(), "it ended by itself"
 
 
+@pytest.mark.finding(13)
 def test_a_link_that_somebody_put_there_is_not_followed(temporary, tmp_path) -> None:
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / ".alive").touch()
@@ -71,6 +75,7 @@ def test_a_link_that_somebody_put_there_is_not_followed(temporary, tmp_path) -> 
     assert (tmp_path / "precious").exists()
 
 
+@pytest.mark.finding(13)
 def test_a_replica_removes_what_was_half_fetched_and_keeps_what_is_whole(tmp_path) -> None:
     run = Drifting(tmp_path / "bucket")
     coming, version = tmp_path / "r" / "anchors" / "coming", tmp_path / "r" / "checkpoint"
@@ -87,6 +92,7 @@ def test_a_replica_removes_what_was_half_fetched_and_keeps_what_is_whole(tmp_pat
     run.close()
 
 
+@pytest.mark.finding(13)
 def test_follow_removes_what_was_half_built_before_it_looks(tmp_path) -> None:
     run = Drifting(tmp_path / "bucket")
     building = tmp_path / "kept" / ".building"
@@ -95,3 +101,66 @@ def test_follow_removes_what_was_half_built_before_it_looks(tmp_path) -> None:
     with CheckpointFolder(RunReader(open_bucket(run.url), RUN), tmp_path / "kept"):
         assert not building.exists()
     run.close()
+
+
+@pytest.mark.finding(17)
+def test_a_folder_that_is_not_there_is_made_for_one_user(tmp_path):
+    before = os.umask(0)
+    try:
+        folder = private_folder(str(tmp_path / "deep" / "replica"), "REPLICA_FOLDER")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.finding(17)
+def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(SettingsError, match=r"REPLICA_FOLDER: .* belongs to another user; name a folder"):
+        VllmServer(Settings(bucket="file:///b", run="r", folder=str(tmp_path)))
+    assert list(tmp_path.iterdir()) == [], "nothing was written"
+
+
+@pytest.mark.finding(17)
+def test_a_folder_that_everybody_may_write_to_is_refused(tmp_path):
+    tmp_path.chmod(0o1777)
+    with pytest.raises(SettingsError, match="may be written to by every user; name a folder of your own"):
+        private_folder(str(tmp_path), "DELTA_WEIGHT_SYNC_FOLDER")
+
+
+@pytest.mark.finding(17)
+def test_a_link_that_another_user_has_laid_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    link = tmp_path / "replica"
+    link.symlink_to(tmp_path / "mine")
+    assert private_folder(str(link), "REPLICA_FOLDER") == link, "one's own is none of theirs"
+    if os.geteuid() == 0:
+        os.chown(link, 65534, 65534, follow_symlinks=False)
+        with pytest.raises(SettingsError, match="belongs to another user"):
+            private_folder(str(link), "REPLICA_FOLDER")
+
+
+@pytest.mark.finding(17)
+def test_a_file_in_its_place_is_one_sentence(tmp_path):
+    (tmp_path / "replica").write_text("")
+    with pytest.raises(SettingsError, match=r"replica cannot be made \(File exists\); name a folder"):
+        private_folder(str(tmp_path / "replica"), "REPLICA_FOLDER")
+
+
+@pytest.mark.finding(17)
+@pytest.mark.full
+def test_the_space_ends_with_the_sentence(tmp_path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    settings = {
+        "REPLICA_BUCKET": tmp_path.as_uri(),
+        "REPLICA_RUN": "r",
+        "REPLICA_FOLDER": str(tmp_path / "open"),
+    }
+    command = [sys.executable, "-m", "inference_space.app"]
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    said = f"{settings['REPLICA_FOLDER']} may be written to by every user"
+    assert done.stderr.splitlines()[-1].startswith(f"replica: set these variables: REPLICA_FOLDER: {said}")
+    assert "Traceback" not in done.stderr
+    assert list(Path(settings["REPLICA_FOLDER"]).iterdir()) == []

@@ -1,4 +1,4 @@
-"""`python -m tests.docs.run [--quick]`: run the commands of the pages, say what did not work.
+"""`python -m docs.run [--quick]`: run the commands of the pages, say what did not work.
 
 `make docs-check` calls it: every command of README.md and docs/*.md is run, in order, in a copy of the
 checkout. A ```bash block is a shell script (`bash -euo pipefail`) that must succeed. A comment directly
@@ -32,7 +32,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.docs.stage import ROOT, Stage, staged
+from docs.stage import ROOT, Stage, staged
 
 _FENCE = re.compile(r"\s*```(\w*)\s*$")
 _COMMENT = re.compile(r"\s*<!-- docs-check: (.+?) -->\s*$")
@@ -104,7 +104,7 @@ def _marked(block: Block, comment: str) -> Block:
         elif part.startswith("not run, "):
             block = replace(block, reason=part.removeprefix("not run, "))
         else:
-            raise PageError(f"{block.place}: docs-check does not know {part!r}; see tests/docs/run.py")
+            raise PageError(f"{block.place}: docs-check does not know {part!r}; see docs/run.py")
     return block
 
 
@@ -238,9 +238,7 @@ def _stop(shell: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.docs.run", description="Check the pages' commands."
-    )
+    parser = argparse.ArgumentParser(prog="python -m docs.run", description="Check the pages' commands.")
     parser.add_argument("--quick", action="store_true", help="leave the slow blocks out")
     quick = parser.parse_args().quick
     every = [blocks(path, page) for path, page in pages()]

@@ -1,17 +1,22 @@
-"""The cost of a completion request is bounded: choices, prompts, stop strings, and clients that hang up."""
+"""The cost of a body is bounded: completions, and calls of the dashboard's events."""
 
 import asyncio
 import json
+import logging
 
 import pytest
+import uvicorn
 from starlette.requests import Request
 from starlette.responses import Response
 
+from delta_weight_sync.store import open_bucket
 from env_space.watch import Replica
-from inference_space.gate import BYTES_PER_TOKEN, MAX_BODY, OTHER_BYTES, Completions
-from tests.inference_space.asking import CONTEXT, RIGHT, ask_raw, gate, running, trainer
-
-pytestmark = pytest.mark.finding(4)
+from inference_space import public_port
+from inference_space.gate import BYTES_PER_TOKEN, MAX_BODY, OTHER_BYTES, Completions, DashboardCalls
+from space_guard.limits import LogLimit
+from tests.inference_space.asking import CONTEXT, RIGHT, ask_raw, client, gate, running, trainer
+from tests.support.dashboard import KEY as OWNERS
+from tests.support.dashboard import RecordedControls, mounted
 
 READER = Completions(lambda: CONTEXT, batch=64)
 PLAIN = {"model": "policy", "prompt": [1, 2, 3], "max_tokens": 4}
@@ -22,6 +27,7 @@ def read(**fields) -> int:
     return READER.read(json.dumps(PLAIN | fields).encode())[1]
 
 
+@pytest.mark.finding(4)
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
@@ -50,12 +56,14 @@ def test_an_expensive_request_is_refused(fields, sentence):
         read(**fields)
 
 
+@pytest.mark.finding(4)
 @pytest.mark.parametrize("body", [b"", b"{", b"[" * 99_999, b"[]", b"1" * 5000, b"\xff"])
 def test_a_body_that_is_not_an_object_is_refused(body):
     with pytest.raises(ValueError, match="the body must be a JSON object"):
         READER.read(body)
 
 
+@pytest.mark.finding(4)
 def test_a_body_is_as_long_as_the_context_allows():
     assert Completions(lambda: 1000, 1).limit == OTHER_BYTES + 1000 * BYTES_PER_TOKEN
     assert Completions(lambda: 10**7, 1).limit == MAX_BODY
@@ -65,6 +73,7 @@ def test_a_body_is_as_long_as_the_context_allows():
     assert READER.read(fullest) == (fullest, 1)
 
 
+@pytest.mark.finding(4)
 def test_a_request_counts_once_for_each_completion():
     assert read() == 1
     assert read(n=8) == 8
@@ -73,10 +82,12 @@ def test_a_request_counts_once_for_each_completion():
     assert read(n=None, truncate_prompt_tokens=None) == 1
 
 
+@pytest.mark.finding(4)
 def test_requests_of_the_environments_page_pass():
     READER.read(json.dumps(Replica(None, "guess").request()).encode())
 
 
+@pytest.mark.finding(4)
 @pytest.mark.full
 def test_all_options_of_openais_client_pass():
     openai = pytest.importorskip("openai", reason="vLLM brings it")
@@ -107,6 +118,7 @@ def test_all_options_of_openais_client_pass():
     asyncio.run(scenario())
 
 
+@pytest.mark.finding(4)
 @pytest.mark.live
 def test_requests_of_trls_worker_pass():
     from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
@@ -133,6 +145,7 @@ def test_requests_of_trls_worker_pass():
     assert READER.read(*sent)[1] == 1
 
 
+@pytest.mark.finding(4)
 def test_an_app_hears_that_its_client_has_gone():
     """vLLM ends a generation as soon as it hears of it."""
 
@@ -149,3 +162,66 @@ def test_an_app_hears_that_its_client_has_gone():
         )
     )
     assert last["body"] == b"gone"
+
+
+EVENT = "/gradio_api/run/predict"
+ODD = [None, True, -1, 0, 1e308, -1e308, 1 << 60, "", "x" * 1000, "x" * 2000, "\ud800", [], {}, [[]]]
+ODD.append({"path": "/etc"})
+INFINITE = b'{"data": [null, Infinity], "fn_index": %d, "session_hash": "a"}'
+
+
+@pytest.fixture
+def dashboard(tmp_path):
+    bucket = open_bucket(f"file://{tmp_path}", create=True)
+    return mounted(bucket, controls=RecordedControls(), key=OWNERS)
+
+
+def calls(events: dict[int, list[str]]) -> list[dict]:
+    """Of each event and of others, with fitting and odd values."""
+    numbers = [*events, 9999, -1, None, "0", 1.5, True, [0]]
+    datas = [[], *([odd] for odd in ODD), *(["a", odd] for odd in ODD), *([odd, 1] for odd in ODD), [1] * 9]
+    sessions = ["visitor", "", "x" * 15_000, None, "../x", 7]
+    wrong = [
+        {"fn_index": number, "data": data, "session_hash": "visitor"} for number in numbers for data in datas
+    ]
+    wrong += [{"fn_index": 0, "data": [None], "session_hash": session} for session in sessions]
+    return [*wrong, {"fn_index": 0, "data": [None], "session_hash": "a", "trigger_id": "x"}, {"data": []}, {}]
+
+
+@pytest.mark.finding(19)
+def test_no_call_of_a_visitor_writes_a_traceback(dashboard, capfd, caplog):
+    events = dashboard.state.dashboard_events
+    before = gate(readers={"event": DashboardCalls(events)}, key="some-key-of-this-replica")
+    before._app = dashboard
+    before._rate.spend = lambda *_: None
+
+    async def ask() -> list[int]:
+        async with client(before) as http:
+            given = {"headers": {"content-type": "application/json"}}
+            answers = [await http.post(EVENT, content=json.dumps(call), **given) for call in calls(events)]
+            answers += [await http.post(EVENT, content=INFINITE % number, **given) for number in events]
+            return [answer.status_code for answer in answers]
+
+    with caplog.at_level(logging.WARNING):
+        statuses = asyncio.run(ask())
+    assert set(statuses) == {200, 422}
+    assert statuses.count(200) >= len(events), "what the page sends is answered"
+    assert (capfd.readouterr(), caplog.text) == (("", ""), "")
+
+
+@pytest.mark.finding(19)
+def test_each_event_that_the_page_sends_is_known(dashboard):
+    kinds = sorted(map(tuple, dashboard.state.dashboard_events.values()))
+    assert kinds.count(("text", "number")) == 4, "the owner's four buttons"
+    assert kinds.count(("kept",)) == 1, "the live page"
+    assert {*kinds} == {(), ("kept",), ("text", "number")}
+
+
+@pytest.mark.finding(19)
+def test_the_servers_log_is_limited_and_has_no_line_for_requests_that_are_not_http(monkeypatch):
+    given, server = {}, logging.getLogger("uvicorn.error")
+    monkeypatch.setattr(server, "filters", [])
+    monkeypatch.setattr(uvicorn, "run", lambda app, **options: given.update(options))
+    public_port.listen(None, "127.0.0.1", 1)
+    assert [type(found) for found in server.filters] == [LogLimit]
+    assert (given["access_log"], given["log_level"]) == (False, "error")

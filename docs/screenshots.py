@@ -1,4 +1,4 @@
-"""Photographs a run: `python -m tests.inference_space.dashboard.screenshots --bucket URL --out docs`.
+"""Photographs a run: `python -m docs.screenshots --bucket URL --out docs`.
 
 Desktop and phone, light and dark, made small by 128 colours; `dashboard.png` opens the README.
 """

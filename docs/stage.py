@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.support.hubsim import HubSim
 from trainer.demo.processes import Processes, free_port
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 OWNER = "me"
 HUB_BUCKET, S3_BUCKET = "hf://buckets/me/wordle", "s3://wordle/policies"
 _SECRET_PARTS = ("TOKEN", "SECRET", "HF_", "AWS_")

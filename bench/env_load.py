@@ -1,6 +1,6 @@
 """Many games at the same time from one client process, against a running service; prints a report.
 
-    python -m tests.env_space.load --url http://127.0.0.1:8000 --games 256 --protocol http --think 0.25
+    python -m bench.env_load --url http://127.0.0.1:8000 --games 256 --protocol http --think 0.25
 
 `--protocol ws` plays over `/ws` with OpenEnv's own client, so it needs an environment in which `openenv` is
 installed. Each player plays complete games, one after the other. Before each guess it waits for `--think`

@@ -1,0 +1,265 @@
+"""A vLLM of several engines answers as one: none may be left behind unseen.
+
+Its client is stood in for, as an engine has to fail; tests/live/test_parallel.py has real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import multiprocessing
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from delta_weight_sync.errors import EngineError, SettingsError
+from delta_weight_sync.reader import RunReader
+from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, new_pair
+from delta_weight_sync.store import Bucket, open_bucket
+from delta_weight_sync.store._base import replacing
+from delta_weight_sync.store._files import FileBucket
+from delta_weight_sync.vllm import plugin
+from delta_weight_sync.vllm.engine import Engine
+from delta_weight_sync.vllm.follower import Follower
+from delta_weight_sync.vllm.server import PREFIX, settings_from
+from delta_weight_sync.vllm.worker import call
+from inference_space.settings import Settings
+from inference_space.vllm_server import VllmServer
+from tests.support.fake_vllm import PATIENCE_S, Mortal, reaches, soon
+from tests.support.hubsim import HubSim
+from tests.support.real_run import RealRun
+
+Answer = dict[str, Any]
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def engine(loop: asyncio.AbstractEventLoop, answers: dict[str, list[list[list[Answer]]]]) -> Engine:
+    """`answers`: of each operation, one after the other: engines, and their workers."""
+
+    async def call_all(utility: str, method: str, timeout: None, args: tuple[()], kwargs: Any) -> Any:
+        given = answers[kwargs["op"]]
+        return given.pop(0) if len(given) > 1 else given[0]
+
+    return Engine(SimpleNamespace(engine_core=SimpleNamespace(call_utility_all_async=call_all)), loop)
+
+
+def test_what_one_of_them_refuses_is_refused(loop: asyncio.AbstractEventLoop) -> None:
+    refusal = {"error": "another digest", "kind": "codec"}
+    fine = {"commit_s": 0.1, "waited_s": 0.0, "pause_s": 0.2}
+    with pytest.raises(EngineError, match="another digest") as caught:
+        engine(loop, {"commit": [[[fine], [refusal]]]}).commit("0" * 16, "1.1.1")
+    assert caught.value.kind == "codec"
+
+
+def test_a_version_is_staged_when_all_have_staged_it(loop: asyncio.AbstractEventLoop) -> None:
+    done, busy = {"done": True, "stage_s": 1.0}, {"done": False}
+    later = {"done": True, "stage_s": 2.0}
+    staged = [[[done], [busy]], [[done], [busy]], [[done], [later]]]
+    assert engine(loop, {"stage": [[[{}], [{}]]], "staged": staged}).stage([]) == 2.0
+    assert len(staged) == 1, "it asked until the last one was done"
+
+
+def test_the_pause_is_the_longest(loop: asyncio.AbstractEventLoop) -> None:
+    first = {"commit_s": 0.1, "waited_s": 0.0, "pause_s": 0.2}
+    second = [{"commit_s": 0.3, "waited_s": 0.0, "pause_s": 0.4}, {"commit_s": 0.2, "waited_s": 0.0}]
+    assert engine(loop, {"commit": [[[first], second]]}).commit("0" * 16, "1.1.1") == (0.4, 0.3)
+
+
+def test_a_vllm_that_dies_over_a_call_is_an_error(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's client never answers a call that was under way when its engine died."""
+    monkeypatch.setattr("delta_weight_sync.vllm.engine._CHECK_S", 0.01)
+    client = SimpleNamespace(errored=True, update_weight_version=lambda label: asyncio.sleep(3600))
+    with pytest.raises(EngineError, match="vLLM died"):
+        Engine(client, loop).relabel("1.1.1")
+
+
+HOUR = 3600.0
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/bucket"
+
+
+@pytest.fixture
+def on_hub(hub_env: None) -> str:
+    return f"hf://buckets/team/{uuid4().hex}"
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest) -> Iterator[RealRun]:
+    url = request.getfixturevalue("on_hub" if request.node.get_closest_marker("full") else "url")
+    run = RealRun(open_bucket(url, create=True), run="told", layers=1)
+    yield run
+    run.close()
+
+
+@pytest.fixture
+def follower(run: RealRun, vllm: Mortal, tmp_path: Path) -> Iterator[Follower]:
+    bucket: Bucket = run.reader.bucket
+    follower = Follower(RunReader(bucket, "told"), vllm, name="r", folder=tmp_path / "r", poll_s=HOUR)
+    follower.start()
+    reaches(follower, 0)
+    yield follower
+    follower.stop()
+
+
+@pytest.mark.full
+def test_the_hubs_events_bring_each_version(
+    follower: Follower, run: RealRun, vllm: Mortal, hub: HubSim
+) -> None:
+    soon(lambda: follower.report(0).notice == "notified by the store", "a connection")
+    for version in (1, 2):
+        run.step()
+        reaches(follower, version)
+    assert vllm.digest() == run.reader.manifest(2).digest
+
+
+def test_a_poke_brings_the_next_version(follower: Follower, run: RealRun, vllm: Mortal) -> None:
+    run.step()
+    assert follower.report(0).notice == "polls every 3600 s"
+    follower.poke()
+    reaches(follower, 1)
+    assert vllm.digest() == run.reader.manifest(1).digest
+
+
+PAIR = new_pair()
+PARALLEL = {"data_parallel_size": 1, "enable_eplb": False, "world_size": 1}
+
+
+@pytest.fixture
+def another_vllm(monkeypatch):
+    """A release that is not the tested one, and in which every import but its own fails."""
+    module = ModuleType("vllm")
+    module.__version__ = "0.99.0"
+    monkeypatch.setitem(sys.modules, "vllm", module)
+
+
+@pytest.mark.parametrize("asked_for", [None, "", "someone_elses", "lora_filesystem_resolver,someone_elses"])
+def test_a_vllm_that_does_not_ask_for_it_is_left_alone(another_vllm, monkeypatch, asked_for):
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if asked_for is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", asked_for)
+    plugin.register()
+
+
+@pytest.mark.parametrize("asked_for", ["delta_weight_sync", "someone_elses,delta_weight_sync"])
+def test_one_that_does_and_is_not_the_tested_release_is_told(another_vllm, monkeypatch, asked_for):
+    monkeypatch.setenv("VLLM_PLUGINS", asked_for)
+    with pytest.raises(
+        RuntimeError, match=r"tested with vllm 0\.32, found 0\.99\.0; pip install 'vllm==0\.32"
+    ):
+        plugin.register()
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        (
+            {"data_parallel_size": 2},
+            "a mixture of experts whose engines compute together (--data-parallel-size) cannot take a commit"
+            " between two steps of all of them; start one replica per copy",
+        ),
+        (
+            {"enable_eplb": True},
+            "--enable-eplb moves experts away from where deltas go; start vLLM without it",
+        ),
+    ],
+)
+def test_options_that_move_weights_are_refused(option, sentence):
+    config = SimpleNamespace(parallel_config=SimpleNamespace(**PARALLEL | option))
+    answer = call(SimpleNamespace(vllm_config=config), "learn", shapes={})
+    assert answer == {"error": sentence, "kind": "route"}
+
+
+def test_a_vllm_that_follows_is_given_the_public_half_of_a_key_and_no_other():
+    run = {f"{PREFIX}RUN": "file:///b#a"}
+    settings = settings_from(run | {PUBLIC_KEY: PAIR[PUBLIC_KEY]})
+    assert settings.public_key == PAIR[PUBLIC_KEY]
+    for name, said in ((SIGNING_KEY, "the trainer's alone: unset it here"), (PUBLIC_KEY, "is not a key")):
+        with pytest.raises(SettingsError, match=said) as refusal:
+            settings_from(run | {name: PAIR[SIGNING_KEY]})
+        assert PAIR[SIGNING_KEY][15:] not in str(refusal.value)
+
+
+class Slow(FileBucket):
+    """A bucket on a slow link: half of the weights come, the rest when it is let go."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url, create=True)
+        self.halfway, self.go_on = threading.Event(), threading.Event()
+
+    def fetch(self, key: str, dest: Path, limit: int) -> str:
+        content = self.get(key)
+        with replacing(dest) as part:
+            part.write_bytes(content[: len(content) // 2])
+            if key.endswith("model.safetensors"):
+                self.halfway.set()
+                self.go_on.wait(PATIENCE_S)
+            part.write_bytes(content)
+        return hashlib.sha256(content).hexdigest()
+
+
+def for_ever(*_: object) -> None:
+    """An engine that takes for ever to start."""
+    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+    child.start()
+    child.join()
+    raise RuntimeError("the engine ended")
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Slow:
+    return Slow((tmp_path / "bucket").as_uri())
+
+
+@pytest.fixture
+def joining(bucket: Slow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Follower]:
+    monkeypatch.setattr("inference_space.vllm_server._client", for_ever)
+    monkeypatch.setattr("inference_space.vllm_server.VllmServer._arguments", lambda *_: None)
+    run = RealRun(open_bucket(bucket.url), run="joined", width=256)
+    settings = Settings(bucket=bucket.url, run="joined", folder=str(tmp_path))
+    vllm, reader = VllmServer(settings), RunReader(bucket, "joined")
+    joining = Follower(reader, vllm, name="r", folder=tmp_path, poll_s=1.0)
+    joining.start()
+    yield joining
+    bucket.go_on.set()
+    joining.stop()
+    run.close()
+
+
+def state(joining: Follower) -> str:
+    return joining.report(0).status.state
+
+
+def test_it_says_how_much_has_come_and_what_it_does_next(bucket: Slow, joining: Follower) -> None:
+    assert bucket.halfway.wait(PATIENCE_S)
+    assert state(joining) == "fetching version 0: 3.1 of 6.3 MB", "in tenths of the whole"
+    bucket.go_on.set()
+    soon(lambda: state(joining) == "starting vLLM with version 0", "a start")
+
+
+def test_it_ends_while_vllm_starts(bucket: Slow, joining: Follower) -> None:
+    bucket.go_on.set()
+    soon(lambda: bool(multiprocessing.active_children()), "an engine")
+    joining.stop()
+    assert multiprocessing.active_children() == []
