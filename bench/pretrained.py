@@ -3,8 +3,8 @@
     python -m bench.pretrained
     python -m bench.pretrained --run file:///tmp/bucket#first --name wordle    # takes a finished run in first
 
-A log has a line for each step, with the version that came of it. The rewards are the dashboard's, too: its
-`static/pretrained.json`. Prints what README and docs/learning.md quote.
+A log has a line for each step, with the version that came of it. The rewards go to the dashboard, too (see
+`bench.learned`). Prints what README and docs/learning.md quote.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 
+from bench import learned
 from bench.plots import STYLE, save
 from bench.results import ROOT
 from bench.study import smooth
@@ -25,7 +26,6 @@ from delta_weight_sync.reader import open_run
 from delta_weight_sync.runlog import RunLogReader, StepEvent, SyncEvent
 
 FOLDER = ROOT / "bench" / "data" / "pretrained"
-PAGE = ROOT / "inference_space" / "dashboard" / "static" / "pretrained.json"
 _SAID = {  # by TRL, and by `exact.py` where it was asked for
     "ratio": "ratio",
     "kl": "kl",
@@ -56,9 +56,10 @@ def main() -> None:
     }
     with mpl.rc_context(STYLE):
         save("pretrained", _paint, runs)
-    PAGE.write_text(
+    (learned.DATA / "pretrained.json").write_text(
         json.dumps({name: [step["reward"] for step in steps] for name, steps in runs.items()}) + "\n"
     )
+    learned.main()
     for name, steps in runs.items():
         print(name, json.dumps(figures(steps), indent=1))
 

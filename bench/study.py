@@ -3,7 +3,7 @@
     python -m bench.study
 
 For each kind of run it shows the reward of each step: the mean of the seeds over five steps, and their range.
-The means also go to the dashboard, as `static/study.json`.
+The means also go to the dashboard: see `bench.learned`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 
+from bench import learned
 from bench.plots import STYLE, save
 from bench.research.study.table import ARMS, Arm, Run, read
 from bench.results import ROOT
 
 FOLDER = ROOT / "bench" / "data" / "study"
 _COLOURS = ("#8b949e", "#bf8700", "#0969da", "#2da44e", "#cf222e")
-PAGE = ROOT / "inference_space" / "dashboard" / "static" / "study.json"
 _WINDOW = 5  # steps
 
 
@@ -33,7 +33,8 @@ def main() -> None:
     drawn = {arm: runs[arm] for arm in ARMS if arm in different.values()}  # identical runs once
     with mpl.rc_context(STYLE):
         save("study", _paint, drawn)
-    PAGE.write_text(json.dumps(_figures(drawn)) + "\n")
+    (learned.DATA / "study.json").write_text(json.dumps(_figures(drawn)) + "\n")
+    learned.main()
 
 
 def _paint(axes: Axes, runs: dict[Arm, list[Run]]) -> None:

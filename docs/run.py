@@ -133,7 +133,7 @@ def pages() -> list[tuple[Path, str]]:
 
 
 def check(every: Sequence[list[Block]], stage: Stage, *, quick: bool) -> Report:
-    """Run all blocks, page after page; quick ones of two pages at once, unless both deploy."""
+    """Run all blocks, page after page; quick ones of two pages side by side, unless both deploy."""
     report = Report()
     deploying = [page for page in every if any("trainer.deploy" in block.code for block in page)]
     lanes = [deploying, [page for page in every if page not in deploying]] if quick else [every]

@@ -24,7 +24,7 @@ from delta_weight_sync.reader import RunReader
 from delta_weight_sync.runlog import ReplicaReport
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.vllm.follower import Follower
-from inference_space import dashboard
+from inference_space.dashboard.page import mount
 from inference_space.gate import Completions, DashboardCalls, Gate
 from inference_space.settings import SETUP, Settings, access_problems
 from inference_space.vllm_server import VllmServer
@@ -73,7 +73,7 @@ def create_app(settings: Settings) -> FastAPI:
 
     app = FastAPI(title="Delta Weight Sync replica", lifespan=lifespan, openapi_url=None)
     _add_status(app, follower)
-    dashboard.mount(
+    mount(
         app,
         bucket,
         settings.run,

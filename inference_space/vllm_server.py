@@ -50,8 +50,6 @@ _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads, which a fork would lose
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-# vLLM compiles its ranking of logprobs: on a CPU that delays the first answer by ten seconds and saves none.
-_COMPILE = "TORCH_COMPILE_DISABLE"
 log = logging.getLogger("delta_weight_sync")
 
 
@@ -66,7 +64,8 @@ class VllmServer(Engine):
         self.follower: Follower | None = None  # its version is named in a stream's headers
         os.environ.update(_ENVIRONMENT, ENGINE_PYTHON=sys.executable)
         if not gpu_build.is_installed():
-            os.environ.setdefault(_COMPILE, "1")
+            # vLLM compiles its ranking of logprobs: on a CPU that delays the first answer by ten seconds.
+            os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
         # It runs the engine without the Space's secrets. It is a copy, because uploads lose file modes.
         folder = private_folder(settings.folder, "REPLICA_FOLDER")
         script = Path(shutil.copy(Path(__file__).with_name("engine_python.sh"), folder))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 from delta_weight_sync.codec import Encoding
@@ -15,7 +15,7 @@ position and a mark: + right letter in the right place, ? right letter in anothe
 Example: `c1-r2?a3+n4-e5-`. A guess that is not a word costs a turn. Use what the marks tell you."""
 
 
-def _option(help_text: str, default: Any) -> Any:
+def _option(help_text: str, default: Any = MISSING) -> Any:
     return field(metadata={"help": help_text}, default=default)
 
 
@@ -23,14 +23,10 @@ def _option(help_text: str, default: Any) -> Any:
 class Settings:
     """Command line options and keys of a configuration file; see `trainer/configs/`."""
 
-    model: str = field(metadata={"help": "Base policy: a Hub id or the folder of a checkpoint."})
-    bucket: str = field(
-        metadata={"help": "hf://buckets/<owner>/<name>, s3://<bucket>/<prefix> or file:///<path>"}
-    )
-    run: str = field(
-        metadata={"help": "Name of the run. Its objects are stored below runs/<run>/ in the bucket."}
-    )
     replicas: list[str] = field(metadata={"help": "URLs of the vLLM replicas."})
+    model: str = _option("Base policy: a Hub id or the folder of a checkpoint.")
+    bucket: str = _option("hf://buckets/<owner>/<name>, s3://<bucket>/<prefix> or file:///<path>")
+    run: str = _option("Name of the run. Its objects are stored below runs/<run>/ in the bucket.")
     task: str = _option(f"What to train on: {', '.join(TASKS)}.", "wordle")
     env_url: str = _option("URL of the Wordle Space (task 'wordle').", "")
     prompt: str = _option("Prompt of each game (task 'wordle').", WORDLE_PROMPT)

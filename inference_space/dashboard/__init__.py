@@ -1,5 +1,1 @@
 """The live dashboard of a run; `python -m inference_space.dashboard` serves it without a replica."""
-
-from inference_space.dashboard.page import mount
-
-__all__ = ["mount"]

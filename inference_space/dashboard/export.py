@@ -36,8 +36,7 @@ def export(bucket: Bucket, run: str | None, folder: Path) -> Path:
     quiet_min = max(0, int((time.time() - newest.last_t) / 60))
     view = RunView(bucket.url, info.run, model=info.model, read=True, progress=newest, quiet_min=quiet_min)
     title = f"Delta Weight Sync: {info.run}"
-    parts = {"styles": Markup(styles()), "page": render(view), "learned": views.learned()}
-    page = render_template("export.html", title=title, **parts)
+    page = render_template("export.html", title=title, styles=Markup(styles()), page=render(view))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "data.js").write_text(f"window.DWS = {json.dumps(_data(library, frames, info))};\n")
     (folder / "dashboard.js").write_text((STATIC / "exported.js").read_text() + scripts())

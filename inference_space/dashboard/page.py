@@ -73,7 +73,7 @@ def build(view: Callable[[], RunView], controls: Controls | None, owner: Owner) 
         seen = gr.State(-1)
         html(render_template("navigation.html", owner=controls is not None))
         page = html("", elem_id="dws-live", elem_classes=["view", "view-run"])
-        html(render_template("views.html", learned=views.learned()))
+        html(render_template("views.html"))
         if controls:
             with gr.Column(elem_classes=["view", "view-owner"]):
                 owner_tab(controls, owner)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,9 +20,8 @@ from delta_weight_sync.errors import CodecError
 from delta_weight_sync.records import POLL_S, Manifest
 from delta_weight_sync.store import Listing, ObjectInfo
 from delta_weight_sync.util import size_text
-from inference_space.dashboard.charts import Chart, Mark, fitted, linear, smooth
-from inference_space.dashboard.html import STATIC, render_template
-from inference_space.dashboard.state import Point, Progress
+from inference_space.dashboard.html import render_template
+from inference_space.dashboard.state import Progress
 
 FAR = 5  # ULPs; larger moves are counted together with this one
 # A delta may come from anyone, and no model here says how large it can be.
@@ -207,7 +204,6 @@ class Facts:
 # Qwen3-0.6B with 1.01 % of its weights changed per sync; the encoding `fast` takes 1.21 bytes per change.
 EXAMPLE = Facts("Qwen3-0.6B", 1.192e9, 7.29e6, 0.0101, 596_049_920, 8.0, 0.25, 0.3, 0.2, 0.02, POLL_S, 50)
 LINK = 100e6  # bytes per second, for a model like the example
-_COLOURS = ("good", "delta", "bad")
 _GRID = 24, 14  # columns and rows of weights
 
 
@@ -246,24 +242,3 @@ def scene(run: Progress | None, model: str | None) -> dict[str, Any]:
         "updates": [chance.choice((-1, 1)) * chance.uniform(0.3, 1.0) for _ in cells],
     }
     return {"facts": facts, "measured": bool(measured), "columns": _GRID[0], "grid": grid}
-
-
-def learned() -> dict[str, Any]:
-    """Return the results of training with this project, from files that `bench` writes, and their charts."""
-    study: dict[str, Any] = json.loads((STATIC / "study.json").read_text())
-    tasks: dict[str, list[float]] = json.loads((STATIC / "pretrained.json").read_text())
-
-    def coloured(rewards: Iterable[list[float]]) -> list[tuple[str, list[Point]]]:
-        return [(css, list(enumerate(line, 1))) for css, line in zip(_COLOURS, rewards, strict=False)]
-
-    def drawn(marks: list[Mark], unit: str) -> Chart:
-        steps = partial(linear, words=f"{unit} {{:.0f}}".format, whole=True)
-        return fitted(marks, steps, partial(linear, words="{:.2g}".format))
-
-    means = [Mark("line", css, line) for css, line in coloured(curve["reward"] for curve in study["curves"])]
-    syncs = [Mark("dots", css, line) for css, line in coloured(tasks.values())]
-    trends = [Mark("line", mark.colour, smooth(mark.points)) for mark in syncs]
-    tenths = {task: max(1, len(rewards) // 10) for task, rewards in tasks.items()}
-    ends = {task: (fmean(tasks[task][:n]), fmean(tasks[task][-n:])) for task, n in tenths.items()}
-    charts = {"staleness": drawn(means, "step"), "pretrained": drawn([*syncs, *trends], "sync")}
-    return {"study": study, "ends": ends, "charts": charts, "colours": _COLOURS}

@@ -170,14 +170,7 @@ def updates(
 
     A version that cannot be built is retried at growing intervals. If the folder holds nothing yet, an older
     version is built meanwhile. A version may be yielded twice, but none older than one that the folder held.
-
-    Args:
-        reader: The run.
-        folder: Where to write versions.
-        complain: Called with each `DeltaWeightSyncError` and `OSError`, and with records that were skipped;
-            once for a series of equal errors.
-        poll_s: Usual seconds between two polls.
-        stopped: Ends the iteration.
+    `complain` gets each `DeltaWeightSyncError` and `OSError`, and skipped records; equal ones in a row once.
     """
     stopped, last_complaint = stopped or threading.Event(), ""
     error: Exception | None = None

@@ -10,8 +10,6 @@ from typing import Final
 
 from delta_weight_sync.errors import CompatibilityError
 
-__all__ = ["TESTED", "changed", "require_tested"]
-
 TESTED: Final = {"vllm": "0.32", "trl": "1.16"}
 
 

@@ -31,8 +31,6 @@ from delta_weight_sync.store._notifications import SAFETY_S
 if TYPE_CHECKING:  # the codec loads numba, which takes seconds
     from delta_weight_sync.codec import Encoding
 
-__all__ = ["GPUS", "HARDWARE", "PRICES_READ_ON", "PRICES_SOURCE", "Hardware", "Plan", "Question", "price"]
-
 Trainer = Literal["fp32", "fp32-start", "bf16"]
 
 PRICES_READ_ON: Final = "2026-11-21"
@@ -57,11 +55,6 @@ GPUS: Final = tuple(name for name, hardware in HARDWARE.items() if hardware.gpus
 PRIVATE_USD_TB_MONTH: Final = 18.0  # private storage beyond the included amount; less from 50 TB on
 INCLUDED_TB: Final = 1.0  # with PRO, or per seat of an organization
 EGRESS_RATIO: Final = 8.0  # egress and CDN are included up to this multiple of what is stored
-
-
-def price(name: str | None) -> float | None:
-    """US dollars per hour of a hardware flavour; None if it is not in the table."""
-    return HARDWARE[name].usd_per_hour if name in HARDWARE else None
 
 
 class Sizes(NamedTuple):

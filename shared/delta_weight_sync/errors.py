@@ -156,11 +156,7 @@ class WorkerError(DeltaWeightSyncError, RuntimeError, kind="worker"):
 
 
 class CommandError(DeltaWeightSyncError, kind="command"):
-    """Your command failed."""
-
-
-class BisectError(DeltaWeightSyncError, kind="bisect"):
-    """`bisect` cannot name a first bad version."""
+    """Your command failed, or judged no version to be the first bad one."""
 
 
 def kind_of(error: BaseException) -> str:

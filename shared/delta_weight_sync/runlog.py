@@ -204,15 +204,8 @@ class RunLogReader:
             data = b"?"
         for line in data.split(b"\n", SEGMENT)[self._seen :]:  # the last one holds the excess
             self._seen += 1
-            if event := _event(line):
-                yield event
-            elif line:
-                self.skipped += 1
+            try:
+                yield _EVENT.validate_json(line if len(line) <= LINE else b"")
+            except ValidationError:
+                self.skipped += bool(line)
         self._etag = info.etag
-
-
-def _event(line: bytes) -> Event | None:
-    try:
-        return _EVENT.validate_json(line) if len(line) <= LINE else None
-    except ValidationError:
-        return None

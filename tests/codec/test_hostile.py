@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delta_weight_sync import codec
+from delta_weight_sync.codec._file import DELTA_FORMAT
 from delta_weight_sync.codec.groups import GROUP_ELEMENTS, encode_group
 from delta_weight_sync.errors import CodecError
 from tests.fuzz.deltas import (
@@ -56,7 +57,7 @@ def group(parts: Parts, mode: str) -> dict[str, Any]:
 
 
 def with_groups(tensors: list[Any], groups: list[Any]) -> Parts:
-    versions = {"format": codec.DELTA_FORMAT, "base": "0", "version": "1"}
+    versions = {"format": DELTA_FORMAT, "base": "0", "version": "1"}
     return Parts(versions | {"tensors": tensors, "groups": groups}, {})
 
 

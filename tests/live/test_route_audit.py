@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from starlette.routing import Mount
 
 from delta_weight_sync.store import open_bucket
-from inference_space import dashboard
+from inference_space.dashboard.page import mount
 from tests.live.replica import HEADERS as RIGHT
 from tests.live.replica import KEY
 
@@ -77,7 +77,7 @@ class Nobody:
 def gradio_paths(tmp_path_factory) -> set[str]:
     async def mounted() -> FastAPI:  # outside of a loop Gradio makes its own and leaves them open
         bucket = open_bucket(tmp_path_factory.mktemp("empty").as_uri(), create=True)
-        return dashboard.mount(FastAPI(), bucket, None, controls=Nobody(), key=KEY)
+        return mount(FastAPI(), bucket, None, controls=Nobody(), key=KEY)
 
     with ThreadPoolExecutor(1) as pool:
         app = pool.submit(asyncio.run, mounted()).result()

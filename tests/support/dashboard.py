@@ -15,7 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from delta_weight_sync.store import Bucket, open_bucket
-from inference_space.dashboard import mount
+from inference_space.dashboard.page import mount
 
 KEY = "a-long-secret"
 REFUSED = "#dws-owner-answer [role=alert]"  # on the page

@@ -27,7 +27,7 @@ from huggingface_hub.utils._http import default_client_factory
 from huggingface_hub.utils.sha import git_hash
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from delta_weight_sync.cost import PRICES_READ_ON, price
+from delta_weight_sync.cost import HARDWARE, PRICES_READ_ON
 from trainer import spaces
 from trainer.deploy import DeployError
 from trainer.deploy.keys import Secrets
@@ -393,7 +393,8 @@ def table(found: list[Space]) -> str:
     rows = [("Space", "stage", "hardware", "version", "digest", "$/h")]
     now = total = 0.0
     for space in found:
-        usd, version, digest = price(space.hardware), "-", "-"
+        known, version, digest = HARDWARE.get(space.hardware or ""), "-", "-"
+        usd = known.usd_per_hour if known else None
         now, total = now + (usd or 0.0) * space.billed, total + (usd or 0.0)
         cost, hardware = "?" if usd is None else f"{usd * space.billed:.2f}", space.hardware or "-"
         if space.billed and not space.repo_id.endswith("-env"):  # a request would wake a sleeping Space

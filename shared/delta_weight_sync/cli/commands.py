@@ -24,7 +24,7 @@ from typing import Final
 from delta_weight_sync import checkpoint
 from delta_weight_sync.checkout import CheckpointFolder, FollowedVersion, build, follow, updates
 from delta_weight_sync.checkpoint import Bits
-from delta_weight_sync.errors import BisectError, CommandError, NoVersionError, ProtocolError, printable
+from delta_weight_sync.errors import CommandError, NoVersionError, ProtocolError, printable
 from delta_weight_sync.reader import RunReader, checkpoint_errors, manifests_of, open_run, require_digest
 from delta_weight_sync.records import Manifest
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, make_keys
@@ -279,7 +279,7 @@ def _bisect(arguments: Arguments) -> None:
             else:
                 bad = version
     if good + 1 < bad:
-        raise BisectError(
+        raise CommandError(
             f"the first bad version is one of {good + 1} to {bad}: those between could not be judged (exit"
             " code 125)"
         )
@@ -294,13 +294,13 @@ def _ends(reader: RunReader, judge: _Judge, good: int | None, bad: int | None) -
     oldest = min(manifests_of(reader.bucket.list(reader.keys.manifests)))
     first, last = oldest if good is None else good, newest if bad is None else bad
     if first >= last:
-        raise BisectError(f"nothing lies between good {first} and bad {last}: --bad must be a later version")
+        raise CommandError(f"nothing lies between good {first} and bad {last}: --bad must be a later version")
     for end in (first, last):
         reader.find(end)
     if bad is None and judge.verdict(last) is not False:
-        raise BisectError(f"the newest version, {last}, is not bad: there is nothing to find")
+        raise CommandError(f"the newest version, {last}, is not bad: there is nothing to find")
     if good is None and judge.verdict(first) is not True:
-        raise BisectError(f"the oldest version, {first}, is not good: the version that broke it was deleted")
+        raise CommandError(f"the oldest version, {first}, is not good: the version that broke it was deleted")
     return first, last
 
 

@@ -14,7 +14,7 @@ from delta_weight_sync.cost import Plan, Question
 from delta_weight_sync.records import POLL_S
 from delta_weight_sync.util import count_text, size_text, time_text
 
-_SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+_SCALES = {"m": 1e-3, "": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 
 def configure(parser: argparse.ArgumentParser, _: str) -> None:
@@ -62,9 +62,7 @@ def speed(text: str) -> float:
 
 def seconds(text: str) -> float:
     """Parse a time: `100ms`, `0.3s`, `0s`."""
-    scaled = text.removesuffix("ms") + "s" if text.endswith("ms") else text
-    wanted = "a time: write 100ms or 0.3s"
-    return _number(scaled, "()s", 0, math.inf, wanted) / (1000 if text.endswith("ms") else 1)
+    return _number(text, "(m?)s", 0, math.inf, "a time: write 100ms or 0.3s")
 
 
 def positive(text: str) -> int:

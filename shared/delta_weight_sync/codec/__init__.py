@@ -7,8 +7,6 @@ reads both.
 """
 
 from delta_weight_sync.codec._file import (
-    DELTA_FORMAT,
-    MAX_HEADER,
     Delta,
     Encoding,
     chain,
@@ -30,8 +28,6 @@ from delta_weight_sync.codec._patch import (
 )
 
 __all__ = [
-    "DELTA_FORMAT",
-    "MAX_HEADER",
     "ULP_CLASSES",
     "Bits",
     "Delta",

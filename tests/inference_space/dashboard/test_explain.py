@@ -8,7 +8,6 @@ import operator
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -18,6 +17,7 @@ import torch
 pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
 from playwright.sync_api import Browser, Page, expect
 
+from bench import learned
 from delta_weight_sync.util import size_text, time_text
 from inference_space.dashboard.html import STATIC, percent, plural
 from inference_space.dashboard.views import EXAMPLE, LINK, Facts, scene
@@ -29,11 +29,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.full
 
-CURVES = json.loads((STATIC / "study.json").read_text())["curves"]
-ENDS = [
-    (task.replace("_", "-"), mean(rewards[: len(rewards) // 10]), mean(rewards[-(len(rewards) // 10) :]))
-    for task, rewards in json.loads((STATIC / "pretrained.json").read_text()).items()
-]
+CURVES = json.loads((learned.DATA / "study.json").read_text())["curves"]
+ENDS = learned.ends(json.loads((learned.DATA / "pretrained.json").read_text()))
 SCENES = ("ship", "rounding", "landing", "sync")
 LINKS = (1e5, 3e6, LINK, 5e9)
 
@@ -171,7 +168,10 @@ def test_what_was_learned_with_the_project_is_drawn(example: Page) -> None:
     )
     expect(pretrained.locator("path.line")).to_have_count(2)
     expect(pretrained.locator(".keys b")).to_have_text(
-        [f"{task}: {first:.2f} \u2192 {last:.2f}, first and last tenth" for task, first, last in ENDS]
+        [
+            f"{task.replace('_', '-')}: {first:.2f} \u2192 {last:.2f}, first and last tenth"
+            for task, (first, last) in ENDS.items()
+        ]
     )
 
 

@@ -11,8 +11,10 @@ import pytest
 import zstandard
 from safetensors.numpy import save
 
+from bench import learned
 from delta_weight_sync import codec
 from delta_weight_sync.codec import Patch
+from delta_weight_sync.codec._file import DELTA_FORMAT, MAX_HEADER
 from delta_weight_sync.errors import CodecError
 from delta_weight_sync.store import ObjectInfo
 from inference_space.dashboard.views import (
@@ -98,7 +100,7 @@ def claiming(
     """A delta that lists `tensors`; nothing need be behind them."""
     metadata = {"tensors": json.dumps(tensors), "groups": json.dumps(groups), "base": "0", "version": "1"}
     streams = streams or {"x": np.zeros(1, np.uint8)}
-    path.write_bytes(save(streams, {"format": codec.DELTA_FORMAT, **metadata}))
+    path.write_bytes(save(streams, {"format": DELTA_FORMAT, **metadata}))
     return path
 
 
@@ -139,7 +141,7 @@ def test_a_longer_table_is_not_read_at_all(tmp_path: Path) -> None:
     path = claiming(
         tmp_path / "delta", [["w" * 2200 + str(n), [1], 1, 0] for n in range(8000)], [{"mode": "dense"}]
     )
-    assert path.stat().st_size > codec.MAX_HEADER
+    assert path.stat().st_size > MAX_HEADER
     for read, complaint in ((open_delta, "not opened here"), (codec.Delta, "its header claims")):
         with pytest.raises(CodecError, match=complaint):
             read(path)
@@ -173,3 +175,10 @@ def test_a_layer_of_thousands_of_digits_is_a_name(tmp_path: Path) -> None:
 def test_tensors_outside_of_layers_fill_no_page(tmp_path: Path) -> None:
     path = claiming(tmp_path / "delta", [[f"w{n}", [1], 1, 0] for n in range(60_000)], [{"mode": "bands"}])
     assert len(inside(open_delta(path))) < 50_000
+
+
+def test_the_page_of_what_was_learned_is_that_of_its_figures(tmp_path, monkeypatch) -> None:
+    page = learned.PAGE.read_text()
+    monkeypatch.setattr(learned, "PAGE", tmp_path / "learned.html")
+    learned.main()
+    assert learned.PAGE.read_text() == page
