@@ -72,7 +72,9 @@ def test_a_version_is_staged_when_all_have_staged_it(loop: asyncio.AbstractEvent
     done, busy = {"done": True, "stage_s": 1.0}, {"done": False}
     later = {"done": True, "stage_s": 2.0}
     staged = [[[done], [busy]], [[done], [busy]], [[done], [later]]]
-    assert engine(loop, {"stage": [[[{}], [{}]]], "staged": staged}).stage([]) == 2.0
+    assert (
+        engine(loop, {"stage": [[[{"done": False}], [{"done": False}]]], "staged": staged}).stage([]) == 2.0
+    )
     assert len(staged) == 1, "it asked until the last one was done"
 
 

@@ -9,8 +9,8 @@ succeeded on all workers, two things that vLLM leaves to a pause are done in the
 - The label of new tokens changes. With async scheduling a step may be under way on the device; its results
   were computed with the old weights and keep the old label.
 
-A call with op "staged" to a worker in this process answers when staging is done: vLLM waits for a `Future`
-without blocking its steps.
+A call with op "stage" to a worker in this process answers when staging is done, because each further call
+would wait for the step under way: vLLM waits for a `Future` without blocking its steps.
 
 Patches `EngineCore` of vLLM 0.32 (`v1/engine/core.py`, `v1/core/block_pool.py`, `v1/request.py`). `install`
 checks that it is the known class. Before the first commit, `hindrance` tries the forgetting on the engine's
@@ -74,7 +74,7 @@ def _with_commits(plain: Callable[..., Any]) -> Callable[..., Any]:
         op = kwargs.get("op") if kwargs and method == METHOD else None
         if op == "learn" and (refused := hindrance(core)):
             return [{"error": refused, "kind": CommitError.kind}]
-        if op == "staged" and isinstance(core.model_executor, UniProcExecutor):
+        if op == "stage" and isinstance(core.model_executor, UniProcExecutor):
             return _when_staged(core.model_executor.driver_worker.worker, call)
         return commit(core, call, kwargs["label"]) if kwargs and op == "commit" else call()
 
@@ -82,9 +82,9 @@ def _with_commits(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _when_staged(worker: Any, call: Callable[[], Answers]) -> Answers | Future[Answers]:
-    """The worker's answer, in the future while it stages."""
+    """Begin to stage; the worker's answer, in the future, is that of "staged"."""
     answers = call()
-    if answers[0].get("done", True):
+    if "error" in answers[0]:
         return answers
     later = Future[Answers]()
     worker._delta_worker.staging.add_done_callback(lambda staging: later.set_result([staging.result()]))

@@ -101,16 +101,16 @@ class Engine:
         self._wait(self._client.update_weight_version(label))
 
     def _stage(self, **what: Any) -> float:
-        """With one worker per engine, "staged" answers when staging is done (see `step_commit`). Other
-        workers are processes that answer one call at a time, so a call that waited would stop them."""
-        self._ask("stage", **what)
-        pause, longest = _POLL_S
-        while True:
-            answers = self._ask("staged", timeout_s=math.inf)
-            if all(answer["done"] for answer in answers):
-                return _longest("stage_s", answers)
+        """With one worker per engine, "stage" answers when staging is done (see `_step_commit`).
+
+        Other workers are processes that answer one call at a time, so a call that waited would stop them.
+        """
+        answers, (pause, longest) = self._ask("stage", timeout_s=math.inf, **what), _POLL_S
+        while not all(answer["done"] for answer in answers):
             time.sleep(pause)
             pause = min(1.5 * pause, longest)
+            answers = self._ask("staged", timeout_s=math.inf)
+        return _longest("stage_s", answers)
 
     def _ask(self, op: str, *, timeout_s: float = _TIMEOUT_S, **arguments: Any) -> list[dict[str, Any]]:
         """The answers of all workers of all engines; `EngineClient.collective_rpc` has only one engine's."""

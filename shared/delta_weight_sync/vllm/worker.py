@@ -3,8 +3,8 @@
 The plugin gives every vLLM worker one method, which the follower calls on all of them by `collective_rpc`:
 
     delta_weight_sync(op="learn", shapes={...})                -> {"digest"}  of the live weights
-    delta_weight_sync(op="stage", deltas=[...])                -> {}          begins, in a thread
-    delta_weight_sync(op="stage", checkpoint="folder")         -> {}          the same, from any live weights
+    delta_weight_sync(op="stage", deltas=[...])                -> {"done"}    begins, in a thread
+    delta_weight_sync(op="stage", checkpoint="folder")         -> {"done"}    the same, from any live weights
     delta_weight_sync(op="staged")                             -> {"done", "stage_s"}
     delta_weight_sync(op="commit", digest=..., label=...)      -> {"commit_s", "waited_s", "pause_s"}
 
@@ -303,7 +303,7 @@ class DeltaWorker:
             else partial(self._weights.stage, [Path(path) for path in deltas], self._digest)
         )
         Thread(target=self._stage, args=(work, self.staging), name="stage", daemon=True).start()
-        return {}
+        return {"done": False}
 
     def _stage(self, work: Callable[[], Staged], staging: Future[Answer]) -> None:
         started = time.perf_counter()
