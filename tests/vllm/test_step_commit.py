@@ -168,9 +168,9 @@ def test_the_cache_survives_being_used_up_after_a_commit(cache):
 
 def test_a_stage_is_answered_when_it_is_done():
     """vLLM sends the result of a `Future` when it is there, and goes on with its steps meanwhile."""
-    staging, done = Future(), {"done": True, "stage_s": 1.0}
+    staging, done, refused = Future(), {"done": True, "stage_s": 1.0}, {"error": "no such delta"}
     worker = SimpleNamespace(_delta_worker=SimpleNamespace(staging=staging))
-    assert _step_commit._when_staged(worker, lambda: [done]) == [done]
+    assert _step_commit._when_staged(worker, lambda: [refused]) == [refused]
     later = _step_commit._when_staged(worker, lambda: [{"done": False}])
     assert not later.done()
     staging.set_result(done)
