@@ -69,6 +69,8 @@ def _config(folder: Path, rank: int, ranks: int) -> VllmConfig:
         skip_tokenizer_init=True,
         tensor_parallel_size=ranks,
         distributed_executor_backend="mp" if ranks > 1 else "uni",
+        # Where the CPU has AMX, the default for MLA packs a weight; models without MLA ignore this.
+        attention_backend="CPU_MLA" if current_platform.is_cpu() else None,
     ).create_engine_config()
     config.parallel_config.rank = rank
     return config
