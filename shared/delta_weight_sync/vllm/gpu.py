@@ -208,11 +208,13 @@ class DeviceMemory:
             self._cells = torch.zeros(CELLS, dtype=torch.int64, device=self._device)
             (self._rows,) = self._upload([table.rows])
             self._tiles = {run: self._upload([tiles])[0] for run, tiles in _tiles(table).items()}
-        if len(table.rows):  # compile now, not in the first commit's pause: for a block without changes
-            nothing = np.array([[0, 0, 0, memory.EXPLICIT]])
-            write, _ = self.prepare(memory.Changes(nothing, np.empty(0, np.int32), np.empty(0, np.int16)))
+        if table.elements.any():  # compile now, not in the first commit's pause: for a change of nothing
+            row = table.elements.argmax()
+            change = np.array([[row, 0, 1, memory.EXPLICIT]])
+            write, _ = self.prepare(memory.Changes(change, np.zeros(1, np.int32), np.zeros(1, np.int16)))
             write.do()
             write.undo()
+            self.read(np.array([[row, 0, 1]]))
 
     def digest(self) -> int:
         """This worker's share of the live parameters' digest, read from memory."""
