@@ -24,13 +24,13 @@ FIND = DIFF | {"which": "*i32", "factors": "*i32", "nans": "*i16", "capacity": "
 ROWS = {"rows": "*i64"}
 CHANGED = ROWS | {"blocks": "*i64", "element": "*i32", "ulps": "*i16", "new": "*i16"}
 HASHED = ROWS | {"tiles": "*i64", "inner": "*i32", "cells": "*i64"}
-KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
+KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {  # kernel, arguments, constants and options
     "find bf16, whole": (_gpu.find, FIND, {"kind": tl.int16, "whole": True}),
     "find fp32, whole": (_gpu.find, FIND, {"kind": tl.float32, "whole": True}),
     "find fp16, in part": (_gpu.find, FIND, {"kind": tl.float16, "whole": False}),
     "keep": (_gpu.keep, DIFF, {}),
     "add": (_gpu.add, {"addresses": "*i64", "ulps": "*i16", "old": "*i16", "count": "i32"}, {}),
-    "digest of whole tiles": (replica.digest_whole, HASHED, {}),
+    "digest of whole tiles": (replica.digest_whole, HASHED | {"count": "i32"}, {"num_warps": replica.WARPS}),
     "digest in runs": (replica.digest, HASHED, {"run": 16}),
     "digest": (replica.digest, HASHED, {"run": 1}),
     "read": (replica.read_kernel, ROWS | {"tiles": "*i64", "out": "*i16"}, {}),
@@ -42,9 +42,10 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
 
 
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> dict[str, bool]:
+    options = {name: constants.pop(name) for name in constants.keys() - set(kernel.arg_names)}
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     target = GPUTarget("cuda", int(sys.argv[1]), 32)
-    code = triton.compile(ASTSource(kernel, signature, constants), target=target).asm
+    code = triton.compile(ASTSource(kernel, signature, constants), target=target, options=options).asm
     return {"machine code": bool(code["cubin"]), "16 bytes": "ld.global.v4.b32" in code["ptx"]}
 
 

@@ -37,13 +37,11 @@ def kernels() -> Iterator[None]:
 @contextmanager
 def forced() -> Iterator[None]:
     """The same for a process that no test runs in."""
-    from triton.runtime.interpreter import GridExecutor, InterpretedFunction
+    from triton.runtime.interpreter import GridExecutor
 
     interpreted("delta_weight_sync.publish._gpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("delta_weight_sync.publish.mirror.has_kernels", lambda tensor: True)
-        # It prepares the language again for each function that a kernel calls, and leaves it so.
-        patch.setattr(InterpretedFunction, "__call__", lambda function, *given: function.rewrite()(*given))
         # It copies what a kernel is given to the host and back, where it is already.
         patch.setattr(GridExecutor, "_init_args_hst", lambda _, *given: given)
         patch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)

@@ -77,7 +77,9 @@ def test_the_mirror_is_read_behind_the_last_write_and_nothing_else(monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("architecture", ["80", pytest.param("90", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "architecture", ["80", *(pytest.param(n, marks=pytest.mark.long) for n in ("89", "90", "100"))]
+)
 def test_there_is_machine_code_for_gpus(tmp_path, architecture):
     """In a process of its own: in this one Triton interprets. Whole tiles are read 16 bytes at a time."""
     # Without a choice of FP fusion Triton warns that its default will change.

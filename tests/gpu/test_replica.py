@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from delta_weight_sync.checkpoint import WEIGHTS
 from delta_weight_sync.digest import state_digest
 from delta_weight_sync.gpu import counted
 from delta_weight_sync.vllm import memory as memory_module
@@ -104,6 +106,39 @@ def test_a_tensor_with_more_elements_than_a_row_can_number(tmp_path, monkeypatch
     old = {name: rng.integers(0, 65536, shape).astype(np.uint16) for name, (shape, _) in views.items()}
     new = {name: np.roll(bits, 1) for name, bits in old.items()}
     commits_and_takes_back(tmp_path, Laid(views), old, new)
+
+
+def test_nothing_is_compiled_after_learning(tmp_path, monkeypatch):
+    """Not in a stage, a join, a pause or an undo: each launch has a program that learning has launched."""
+    compiled, plain = [], device_memory.launch
+
+    def launch(kernel, programs, *arguments, **constants):
+        kinds = [(a.dtype, a.data_ptr() % 16) if torch.is_tensor(a) else type(a) for a in arguments]
+        if programs:
+            compiled.append(f"{kernel.__name__} {kinds} {constants}")  # what Triton compiles for
+        plain(kernel, programs, *arguments, **constants)
+
+    monkeypatch.setattr(device_memory, "launch", launch)
+    rng, (old, new) = np.random.default_rng(4), ({}, {})
+    model = Laid({"flat": ((9001,), (0,)), "turned": ((48, 160), (1, 0)), "odd": ((7, 5, 6), (2, 0, 1))})
+    for name, shape in model.shapes.items():
+        old[name] = rng.integers(0, 65536, shape).astype(np.uint16)
+        new[name] = np.where(rng.random(shape) < (0.9 if name == "odd" else 0.01), old[name] + 1, old[name])
+    model.load_weights((name, torch.from_numpy(bits).view(torch.bfloat16)) for name, bits in old.items())
+    weights = live(model, model.shapes)
+    weights.digest()
+    learned = set(compiled)
+    staged = weights.stage([delta(tmp_path / "delta", old, new)], state_digest(old))
+    worker.commit(staged.steps, Ranks(1).agree)
+    save_file(
+        {name: torch.from_numpy(bits).view(torch.bfloat16) for name, bits in old.items()}, tmp_path / WEIGHTS
+    )
+    joined = weights.stage_checkpoint(tmp_path)
+    worker.commit(joined.steps, Ranks(1).agree)
+    for step in reversed(joined.steps):
+        step.undo()
+    assert weights.digest() == state_digest(new)
+    assert set(compiled) == learned
 
 
 @pytest.mark.parametrize("tensors", [10, 20_000])

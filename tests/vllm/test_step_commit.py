@@ -120,6 +120,16 @@ def test_a_prompt_that_is_half_computed_is_salted_too(cache):
     assert cache.found(TEXT[:300]) <= 96
 
 
+def test_of_a_decoding_request_only_the_last_hashes_are_salted(cache):
+    """However many tokens it has: the pause does not grow with the tokens in flight."""
+    running = cache.begin(TEXT)
+    before = list(running.block_hashes)
+    _step_commit.forget_prefixes(cache.manager, [running])
+    salted = [then != now for then, now in zip(before, running.block_hashes, strict=True)]
+    assert len(salted) == 25
+    assert 1 <= sum(salted) == sum(salted[-2:])
+
+
 def test_a_waiting_request_shares_what_it_computes_later(cache):
     waiting = cache.request(TEXT[:200])
     _step_commit.forget_prefixes(cache.manager, [waiting])

@@ -127,13 +127,17 @@ def forget_prefixes(manager: KVCacheManager, requests: Iterable[Request]) -> Non
         pool.cached_block_hashes_by_block.clear()
         if pool.enable_kv_cache_events:
             pool.kv_event_queue.append(AllBlocksCleared())
+    groups, size = manager.coordinator.single_type_managers, manager.block_pool.hash_block_size
     for request in requests:
         if request.num_computed_tokens:
             # A hash covers the tokens of all blocks before it but not the weights: with plain hashes, any new
-            # request that begins with the same tokens would find this request's blocks.
-            salt = os.urandom(16)
+            # request that begins with the same tokens would find this request's blocks. A block is cached once:
+            # of those that are, only the last hash is salted, on which the next one builds.
+            salt, known = os.urandom(16), request.block_hashes
             request.cache_salt = salt.hex()  # for a first block that is not full yet
-            request.block_hashes[:] = [salt + known[-16:] for known in request.block_hashes]
+            done = (group.num_cached_block.get(request.request_id, 0) * group.block_size for group in groups)
+            first = max(0, min(min(done, default=0) // size, len(known)) - 1)
+            known[first:] = [salt + each[-16:] for each in known[first:]]
 
 
 def _pools(manager: KVCacheManager) -> list[BlockPool]:

@@ -28,9 +28,12 @@ from delta_weight_sync.gpu import Clock, free_bytes, inner, launch, outer, read
 from delta_weight_sync.vllm import memory
 
 BLOCK = 1024  # changes of a program
-TILE = 4096  # elements of a program that hashes or reads
+TILE = 4096  # elements that a program hashes or reads at a time: a block of the digest
+PIECE = 1024  # elements of a program that hashes other layouts; more need more registers than there are
 CELLS = 256  # over which programs spread their sums
+WARPS = 16  # of a program that hashes many tiles: 16 bytes a thread
 _BLOCK, _TILE, _CELLS = tl.constexpr(BLOCK), tl.constexpr(TILE), tl.constexpr(CELLS)
+_PIECE = tl.constexpr(PIECE)
 _COLUMNS, _DIMS = tl.constexpr(memory.COLUMNS), tl.constexpr(memory.DIMS)
 _ADDRESS, _SEED, _COUNTED = (
     tl.constexpr(memory.ADDRESS),
@@ -68,33 +71,38 @@ def _add(cells: tl.tensor, program: tl.tensor, amount: tl.tensor) -> None:
     tl.atomic_add(cells + program % _CELLS, amount.to(tl.int64, bitcast=True))
 
 
-@triton.jit
-def digest_whole(rows: tl.tensor, tiles: tl.tensor, inner: tl.tensor, cells: tl.tensor) -> None:
-    """As `digest`, for tiles that are a whole block of it, consecutive in memory, and aligned to 16 bytes."""
-    program = tl.program_id(0)
-    tile = tiles + 3 * program.to(tl.int64)
-    row, first = rows + tl.load(tile) * _COLUMNS, tl.load(tile + 1)
-    lane = tl.arange(0, _TILE)
-    bits = tl.load(tl.multiple_of(_memory(row) + first, 16) + lane)
+@triton.jit(do_not_specialize=["count"])
+def digest_whole(
+    rows: tl.tensor, tiles: tl.tensor, inner: tl.tensor, cells: tl.tensor, count: tl.tensor
+) -> None:
+    """As `digest`, for tiles that are a whole block of it, consecutive in memory, and aligned to 16 bytes.
+
+    Each program takes an equal share of the `count` tiles, neighbours, and sums up lane by lane."""
+    program, lane = tl.program_id(0).to(tl.int64), tl.arange(0, _TILE)
+    sums = tl.zeros([_TILE], tl.uint64)
+    first_tile, programs = program * count // tl.num_programs(0), tl.num_programs(0)
+    for number in tl.range(first_tile, (program + 1) * count // programs, loop_unroll_factor=4):
+        row, first = rows + tl.load(tiles + 3 * number) * _COLUMNS, tl.load(tiles + 3 * number + 1)
+        bits = tl.load(tl.multiple_of(_memory(row) + first, 16) + lane)
+        seed = tl.load(row + _SEED).to(tl.uint64, bitcast=True)
+        sums += outer(seed, (tl.load(row + _FIRST) + first) // _TILE) * _unsigned(bits)
     factor = tl.load(inner + lane).to(tl.uint32, bitcast=True).to(tl.uint64)
-    seed = tl.load(row + _SEED).to(tl.uint64, bitcast=True)
-    block = (tl.load(row + _FIRST) + first) // 4096
-    _add(cells, program, outer(seed, block) * tl.sum(factor * _unsigned(bits), 0))
+    _add(cells, program, tl.sum(factor * sums, 0))
 
 
 @triton.jit
 def digest(rows: tl.tensor, tiles: tl.tensor, inner: tl.tensor, cells: tl.tensor, run: tl.constexpr) -> None:
     """Add the digest of live elements to `cells`, int64 [CELLS].
 
-    `tiles`: int64 [p, 3]: row, first element, number of elements (at most TILE). Every `run` elements from
+    `tiles`: int64 [p, 3]: row, first element, number of elements (at most PIECE). Every `run` elements from
     the first are consecutive in the checkpoint tensor and in one block of the digest, and share its factor.
     """
     program = tl.program_id(0)
     tile = tiles + 3 * program.to(tl.int64)
     row = rows + tl.load(tile) * _COLUMNS
     first, count = tl.load(tile + 1).to(tl.int32), tl.load(tile + 2).to(tl.int32)
-    number = tl.arange(0, _TILE // run)[:, None] * run + tl.arange(0, run)[None, :]
-    start = first + tl.arange(0, _TILE // run) * run
+    number = tl.arange(0, _PIECE // run)[:, None] * run + tl.arange(0, run)[None, :]
+    start = first + tl.arange(0, _PIECE // run) * run
     stride = tl.load(row + _TARGET + _DIMS - 1)
     places = _at(row, _TARGET, start)[:, None] + tl.arange(0, run)[None, :] * stride
     inside = number < count
@@ -198,29 +206,40 @@ _ALIGNED = 16  # bytes, of the beginnings of arrays: kernels are compiled again 
 
 
 class DeviceMemory:
-    """The parameters of a `Table` on a GPU."""
+    """The parameters of a `Table` on a GPU.
+
+    `programs`: at most so many multiprocessors hash whole tiles; the engine has the others meanwhile.
+    """
 
     def __init__(self, table: memory.Table) -> None:
         self._table, self._device = table, table.device
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._stream, self.programs = None, 8
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)
+            self.programs = max(1, torch.cuda.get_device_properties(self._device).multi_processor_count // 4)
         with self._staging():
             self._inner = inner(self._device)
             self._cells = torch.zeros(CELLS, dtype=torch.int64, device=self._device)
             (self._rows,) = self._upload([table.rows])
             self._tiles = {run: self._upload([tiles])[0] for run, tiles in _tiles(table).items()}
-        if len(table.rows):  # compile now, not in the first commit's pause: for a block without changes
-            nothing = np.array([[0, 0, 0, memory.EXPLICIT]])
-            write, _ = self.prepare(memory.Changes(nothing, np.empty(0, np.int32), np.empty(0, np.int16)))
+        if table.elements.any():  # compile now, not in the first commit's pause: for a change of nothing
+            row = table.elements.argmax()
+            change = np.array([[row, 0, 1, memory.EXPLICIT]])
+            write, _ = self.prepare(memory.Changes(change, np.zeros(1, np.int32), np.zeros(1, np.int16)))
             write.do()
             write.undo()
+            self.read(np.array([[row, 0, 1]]))
 
     def digest(self) -> int:
         """This worker's share of the live parameters' digest, read from memory."""
         with self._staging():
             self._cells.zero_()
             for run, tiles in self._tiles.items():
-                kernel, constants = (digest_whole, {}) if run == TILE else (digest, {"run": run})
-                launch(kernel, len(tiles), self._rows, tiles, self._inner, self._cells, **constants)
+                given, count = (self._rows, tiles, self._inner, self._cells), len(tiles)
+                if run == TILE:
+                    launch(digest_whole, min(count, self.programs), *given, count, num_warps=WARPS)
+                else:
+                    launch(digest, count, *given, run=run)
             return self._sum()
 
     def read(self, parts: memory.Rows) -> Bits:
@@ -299,7 +318,12 @@ def _tiles(table: memory.Table) -> dict[int, memory.Rows]:
     tiles = np.stack([counted[part], offset, count], 1)
     runs = _runs(table.rows)[tiles[:, 0]]
     runs = np.where((runs == TILE) & (count < TILE), _RUN, runs)
-    return {run: tiles[runs == run] for run in (TILE, _RUN, 1)}
+    found = {TILE: tiles[runs == TILE]}
+    for run in (_RUN, 1):
+        whole = tiles[runs == run]
+        part, offset, count = memory.cut(whole[:, 2], PIECE)
+        found[run] = np.stack([whole[part, 0], whole[part, 1] + offset, count], 1)
+    return found
 
 
 def _runs(rows: memory.Rows) -> NDArray[np.int64]:
