@@ -185,16 +185,12 @@ class RunReader:
             found = self.parent(found)
         return found
 
-    def fetch_ahead(self, held: Manifest) -> None:
-        """Begin to fetch what the version after `held` needs, while its HEAD is read: the keys are known.
+    def fetch_ahead(self, keys: Iterable[str]) -> None:
+        """Begin to read small objects side by side, to have them when they are asked for.
 
         Nothing is trusted earlier than otherwise: HEAD pins the manifest by its sha256, and it the delta.
         """
-        version, writer = held.version + 1, Writer(held.writer_term, held.writer)
-        self._ahead = {
-            key: self._begin(key)
-            for key in (self.keys.manifest(version, writer), self.keys.delta(version, writer))
-        }
+        self._ahead = {key: self._ahead.get(key) or self._begin(key) for key in keys}
 
     def _begin(self, key: str) -> Future[bytes]:
         future: Future[bytes] = Future()

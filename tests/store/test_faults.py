@@ -162,16 +162,42 @@ def test_a_failed_download_leaves_the_old_file_and_no_other(
         assert list(tmp_path.iterdir()) == [dest]
 
 
-@pytest.mark.parametrize("request_line", ["POST /cas/v1/xorbs", "POST /cas/v1/shards", "POST .*/batch"])
-@pytest.mark.parametrize("status", [400, 403, 500])
-def test_a_failed_upload_leaves_the_old_object(
+@pytest.mark.parametrize(
+    "request_line",
+    [
+        "POST .*/xorb-grants",
+        "PUT .*/granted|/v1/xorbs/",
+        "POST .*/xorb-commits",
+        "POST .*/shards",
+        "POST .*/batch",
+    ],
+)
+@pytest.mark.parametrize("status", [400, 401, 403, 500])
+def test_a_failed_upload_leaves_the_old_object_and_the_next_one_succeeds(
     bucket: Bucket, hub: HubSim, request_line: str, status: int
 ) -> None:
     hub.fault(request_line, status=status)
+    new = uuid4().bytes
     with pytest.raises(BucketError, match=bucket.url):
-        bucket.put(KEY, uuid4().bytes)
-    hub.clear()
+        bucket.put(KEY, new)
     assert bucket.get(KEY) == b"old"
+    hub.clear()
+    bucket.put(KEY, new)
+    assert bucket.get(KEY) == new
+
+
+def test_small_objects_are_one_upload_whose_token_serves_the_next_one(bucket: Bucket, hub: HubSim) -> None:
+    before = len(hub.requests())
+    bucket.put_all([("delta", uuid4().bytes), ("manifest", uuid4().bytes), (KEY, uuid4().bytes)])
+    made = [line.split("/default/")[0] for line in hub.requests()[before:] if "/granted/" not in line]
+    upload = ["POST /cas/v1/xorb-grants", "POST /cas/v1/xorb-commits", "POST /cas/v2/shards"]
+    assert made == [*upload, f"POST /api/buckets/{bucket.url.removeprefix('hf://buckets/')}/batch"]
+    hub.fault("POST .*/xorb-grants", times=1, status=401)
+    with pytest.raises(BucketError):
+        bucket.put(KEY, uuid4().bytes)
+    before = len(hub.requests())
+    bucket.put(KEY, uuid4().bytes)
+    assert "xet-write-token" in hub.requests()[before], "the storage had refused the old token"
 
 
 def test_an_upload_that_left_nothing_is_an_error(

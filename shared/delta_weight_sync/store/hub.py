@@ -6,9 +6,10 @@ about half a minute before it becomes a `BucketUnreachableError`; a server that 
 answers holds a call for a minute and a half, storage that stalls within a transfer for up to twelve minutes.
 
 Over the real wire a version is slow by its round trips, not by its bytes. So a version is one upload (one
-token, one block, one shard) and one request that registers its objects in order. A small object is read by
-its URL, as a browser does: one request, and one to the storage to which the Hub redirects. A large one goes
-through Xet, which needs five requests to begin and then transfers many parts at a time.
+block, one shard) and one request that registers its objects in order. The storage's token is kept until it
+expires, and nobody asks whether the storage knows parts of such an object: it is always new. A small object
+is read by its URL, as a browser does: one request, and one to the storage to which the Hub redirects. A large
+one goes through Xet, which needs five requests to begin and then transfers many parts at a time.
 
 The feed of a bucket's changes is server-sent events that can be resumed:
 
@@ -40,7 +41,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 from urllib.parse import quote
 
+from hf_xet import SKIP_SHA256, XetConfig, XetSession
 from huggingface_hub import HfApi, get_token, set_client_factory
+from huggingface_hub._buckets import _BucketAddFile
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
     BucketBatchError,
     EntryNotFoundError,
@@ -55,6 +58,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
     parse_ratelimit_headers,
 )
 from huggingface_hub.utils._http import default_client_factory
+from huggingface_hub.utils._xet import XET_CONNECTION_INFO_CACHE, XetFileData, refresh_xet_connection_info
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from delta_weight_sync import errors
@@ -94,6 +98,12 @@ def _configure_clients() -> None:
         os.environ.setdefault(name, value)
     disable_progress_bars()  # a bar for every sync would flood the log
     set_client_factory(_client)
+
+
+@cache
+def _uploads(_process: int) -> XetSession:
+    """For small new objects. A forked process needs its own."""
+    return XetSession(XetConfig().with_config("deduplication.global_dedup_query_enabled", False))
 
 
 def _client() -> Any:
@@ -165,8 +175,25 @@ class HubBucket(_base.Bucket):
 
     def put_all(self, objects: Sequence[tuple[str, bytes]]) -> None:
         """Store objects by one upload and one request, whose answer is the proof."""
+        paths, headers = [self._path(key) for key, _ in objects], build_hf_headers()
+        url = f"{self._api.endpoint}/api/buckets/{self._id}/xet-write-token"
         with self._explained(objects[-1][0], write=True):
-            self._api.batch_bucket_files(self._id, add=[(data, self._path(key)) for key, data in objects])
+            right = refresh_xet_connection_info(file_data=XetFileData("", url), headers=headers)
+            try:
+                with _uploads(os.getpid()).new_upload_commit(
+                    endpoint=right.endpoint,
+                    token=right.access_token,
+                    token_expiry_unix_secs=right.expiration_unix_epoch,
+                    token_refresh_url=url,
+                    token_refresh_headers=headers,
+                ) as commit:
+                    sent = [commit.start_upload_bytes(data, sha256=SKIP_SHA256) for _, data in objects]
+            except FAILURES:
+                XET_CONNECTION_INFO_CACHE.clear()  # the storage may have refused the token
+                raise
+            hashes = [one.result().xet_info.hash for one in sent]
+            added: list[Any] = [_BucketAddFile(b"", *one) for one in zip(paths, hashes, strict=True)]
+            self._api.batch_bucket_files(self._id, add=added)
 
     def get(self, key: str) -> bytes:
         """Read a small object."""
@@ -224,11 +251,14 @@ class HubBucket(_base.Bucket):
 
     def notifications(self, prefix: str) -> Notifications:
         """From the Hub's feed."""
-        folder = self._folder + _base.check_prefix(prefix)
-        return HubNotifications(self._api.endpoint, self._id, folder, _quotas[self._id])
+        _base.check_prefix(prefix)
+        return HubNotifications(self._api.endpoint, self._id, self._folder, prefix, _quotas[self._id])
 
     def _put(self, key: str, data: bytes | Path) -> None:
-        self._api.batch_bucket_files(self._id, add=[(data, self._path(key))])
+        if isinstance(data, bytes):
+            self.put_all([(key, data)])
+        else:
+            self._api.batch_bucket_files(self._id, add=[(data, self._path(key))])
 
     def _stat(self, key: str) -> _base.ObjectInfo:
         found = self._api.get_bucket_file_metadata(self._id, self._path(key))
@@ -305,10 +335,11 @@ def _reason(error: Exception) -> str:
 class HubNotifications(Notifications):
     """Notifications from the Hub's feed, if it has one."""
 
-    def __init__(self, endpoint: str, bucket_id: str, folder: str, quota: Quota) -> None:
-        """`folder`: a prefix of paths in the bucket; changes elsewhere are ignored."""
+    def __init__(self, endpoint: str, bucket_id: str, folder: str, prefix: str, quota: Quota) -> None:
+        """`prefix`: of keys, which lie in the bucket's `folder`; changes elsewhere are ignored."""
         super().__init__(quota)
-        self._url, self._folder, self._cursor = f"{endpoint}/api/buckets/{bucket_id}/events", folder, ""
+        self._url, self._folder, self._prefix = f"{endpoint}/api/buckets/{bucket_id}/events", folder, prefix
+        self._cursor = ""
         self._connection: socket.socket | None = None
         self._done, self._muted = threading.Event(), False
         self._thread: threading.Thread | None = None
@@ -380,11 +411,16 @@ class HubNotifications(Notifications):
                 self.wake()  # there may have been changes before this connection
         elif name == "changes":
             changes = [change for change in payload.get("changes") or () if isinstance(change, dict)]
-            if any(change.get("path", "").startswith(self._folder) for change in changes):
+            if any(self._is_news(change.get("path", ""), change.get("xetHash", "")) for change in changes):
                 self.wake()
         elif name == "reset":
             self._cursor = ""
         return name not in ("reset", "reconnect")
+
+    def _is_news(self, path: str, etag: str) -> bool:
+        """A poke may have come first."""
+        key = path.removeprefix(self._folder)
+        return path.startswith(self._folder + self._prefix) and (not etag or self.known.get(key) != etag)
 
 
 def _events(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
