@@ -173,6 +173,19 @@ class HubBucket(_base.Bucket):
             with self._explained("", write=True):
                 self._api.create_bucket(self._id, private=True, exist_ok=True)
 
+    def put(self, key: str, data: bytes | Path) -> None:
+        """Store an object, and wait until the Hub shows it."""
+        size = len(data) if isinstance(data, bytes) else data.stat().st_size
+        super().put(key, data)
+        info = None
+        for pause in self._settle_pauses:
+            time.sleep(pause)
+            info = self.stat(key)
+            if info and info.size == size:
+                return
+        found = f"has {info.size} bytes" if info else "is not there"
+        raise errors.BucketError(f"{self.url}/{key} {found} after an upload of {size} bytes: upload it again")
+
     def put_all(self, objects: Sequence[tuple[str, bytes]]) -> None:
         """Store objects by one upload and one request, whose answer is the proof."""
         paths, headers = [self._path(key) for key, _ in objects], build_hf_headers()
