@@ -36,7 +36,7 @@ POLICY = ROOT / "trainer" / "policies" / "wordle-tiny"
 RUN = "hf://buckets/team/bench#bench"
 SHARE, VERSIONS, WARM = 0.01, 20, 2
 READER = "hf_read"  # the followers' token; the publisher has another one
-LATENCIES = (0.1, 0.3)  # seconds
+LATENCIES = {0.1: VERSIONS, 0.3: 5}  # seconds, and versions with it
 WAYS = (("events", 1), ("polling", 1), ("events", 16))
 PUBLISH = "hand-over to HEAD"
 _IDS = re.compile(r"[0-9a-f]{32,}|(?<=/)\d+\..*|team/bench(/.*)?")
@@ -60,7 +60,9 @@ class Part(NamedTuple):
 
 def run(_: Results) -> dict[str, Any]:
     """The figures at each of `LATENCIES`."""
-    return {"latencies": {f"{latency:g}": measure(latency) for latency in LATENCIES}}
+    weights = sum(bits.size for _, bits in read_bits(POLICY))
+    measured = {f"{latency:g}": measure(latency, versions) for latency, versions in LATENCIES.items()}
+    return {"weights": weights, "latencies": measured}
 
 
 def measure(latency: float, versions: int = VERSIONS) -> dict[str, Any]:
@@ -124,7 +126,7 @@ def _versions(
                     bits = tensor.view(torch.int16).view(-1)
                     bits += torch.from_numpy((rng.random(bits.numel()) < SHARE).astype(np.int16))
                 # The run's log is written by itself, once a second, and a look follows a notification.
-                time.sleep(random.uniform(2.5 + 5 * latency, 3.5 + 5 * latency))
+                time.sleep(random.uniform(1.2 + 9 * latency, 2.2 + 9 * latency))
                 started = time.time()
                 publisher.publish(live.items())
                 publisher.flush()

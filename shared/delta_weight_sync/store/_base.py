@@ -22,6 +22,7 @@ from delta_weight_sync.errors import BucketError, DeltaWeightSyncError, ObjectMi
 from delta_weight_sync.store._notifications import Notifications
 
 SMALL: Final = 8 << 20  # bytes that `get` reads at most; every record of a run is smaller
+DIRECT: Final = 16 << 20  # bytes of an object that the Hub is asked for by its URL
 _PART = r"(?!\.)[!-.0-\[\]-~]+"  # printable ASCII except space, "/" and the backslash; no dot at its start
 _KEY = re.compile(f"{_PART}(/{_PART})*")
 

@@ -91,7 +91,7 @@ class Notifications:
         """Whether to look now; True counts as a look. `poll_s`: usual seconds between two looks."""
         with self._changed:
             now, interval = self._clock(), self._quota.interval(poll_s)
-            self._interval = interval
+            self._interval = max(interval, 1e-9)
             if self._quota.blocked_s():
                 return False
             early = now + _EARLY * interval

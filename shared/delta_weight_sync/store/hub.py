@@ -11,14 +11,8 @@ expires, and nobody asks whether the storage knows parts of such an object: it i
 is read by its URL, as a browser does: one request, and one to the storage to which the Hub redirects. A large
 one goes through Xet, which needs five requests to begin and then transfers many parts at a time.
 
-The feed of a bucket's changes is server-sent events that can be resumed:
-
-    GET /api/buckets/<owner>/<name>/events[?cursor=...]      Accept: text/event-stream
-
-Each event carries JSON: `ready` (everything missed has been sent, changes follow as they happen), `changes`
-(paths and what happened to them), `reset` (the cursor is too old: the Hub remembers about a quarter of an
-hour) and `reconnect` (the server wants to end this connection). Comments come in between, about every half
-minute. A Hub without this feed, or one that refuses it to this token, answers with an error.
+The feed of a bucket's changes is server-sent events, as `huggingface_hub._bucket_live_follow` describes them:
+`ready`, `changes`, `reset` (the cursor is too old), `reconnect`. A Hub without it answers with an error.
 """
 
 from __future__ import annotations
@@ -44,6 +38,7 @@ from urllib.parse import quote
 from hf_xet import SKIP_SHA256, XetConfig, XetSession
 from huggingface_hub import HfApi, get_token, set_client_factory
 from huggingface_hub._buckets import _BucketAddFile
+from huggingface_hub._hot_reload.sse_client import SSEClient
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
     BucketBatchError,
     EntryNotFoundError,
@@ -78,8 +73,7 @@ XET_SETTINGS = {
     "HF_XET_TELEMETRY_ENABLED": "false",
 }
 
-DIRECT: Final = 16 << 20  # bytes of an object that is read by its URL
-_READS: Final = 3  # of such an object, if the connection breaks within its body
+_READS: Final = 3  # of an object by its URL, if the connection breaks within its body
 
 CONNECT_S: Final = 10.0  # to connect to the feed
 SILENCE_S: Final = 90.0  # a feed without a byte for this long counts as dead
@@ -156,7 +150,6 @@ class HubBucket(_base.Bucket):
     """See `delta_weight_sync.store.Bucket`. An etag is the Xet hash of the content."""
 
     _failures = FAILURES
-    _settle_pauses = (0.0, 0.5, 1.0, 2.0, 4.0)  # the Hub may show a write a little later
 
     def __init__(self, url: str, *, create: bool = False) -> None:
         match = re.fullmatch(r"hf://buckets/([\w.-]+/[\w.-]+)(?:/(.*?))?/?", url)
@@ -172,19 +165,6 @@ class HubBucket(_base.Bucket):
         if create:
             with self._explained("", write=True):
                 self._api.create_bucket(self._id, private=True, exist_ok=True)
-
-    def put(self, key: str, data: bytes | Path) -> None:
-        """Store an object, and wait until the Hub shows it."""
-        size = len(data) if isinstance(data, bytes) else data.stat().st_size
-        super().put(key, data)
-        info = None
-        for pause in self._settle_pauses:
-            time.sleep(pause)
-            info = self.stat(key)
-            if info and info.size == size:
-                return
-        found = f"has {info.size} bytes" if info else "is not there"
-        raise errors.BucketError(f"{self.url}/{key} {found} after an upload of {size} bytes: upload it again")
 
     def put_all(self, objects: Sequence[tuple[str, bytes]]) -> None:
         """Store objects by one upload and one request, whose answer is the proof."""
@@ -215,7 +195,7 @@ class HubBucket(_base.Bucket):
 
     def fetch(self, key: str, dest: Path, limit: int) -> str:
         """Download to `dest`; returns the sha256."""
-        if limit <= DIRECT:
+        if limit <= _base.DIRECT:
             with _base.replacing(dest) as temporary, temporary.open("wb") as file:
                 return self._read(key, file, limit)
         path = self._path(key)
@@ -410,8 +390,9 @@ class HubNotifications(Notifications):
                 return _retry_after_s(answer.headers) or 0.0
             stream = answer.extensions.get("network_stream")
             self._connection = stream.get_extra_info("socket") if stream else None
-            for name, payload in _events(answer.iter_lines()):
-                if self._done.is_set() or not self._take(name, payload):
+            events: Any = SSEClient  # which has no types
+            for event in events(answer.iter_bytes()).events():
+                if self._done.is_set() or not self._take(event.event, json.loads(event.data)):
                     break
         return 0.0
 
@@ -434,22 +415,6 @@ class HubNotifications(Notifications):
         """A poke may have come first."""
         key = path.removeprefix(self._folder)
         return path.startswith(self._folder + self._prefix) and (not etag or self.known.get(key) != etag)
-
-
-def _events(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and payload of each event of a stream; raises `ValueError` for a payload that is not JSON."""
-    name, data = "", ""
-    for line in lines:
-        field, _, value = line.partition(":")
-        if field == "event":
-            name = value.strip()
-        elif field == "data":
-            data += value
-        elif not line:
-            payload = json.loads(data) if data else None
-            if isinstance(payload, dict):
-                yield name, payload
-            name, data = "", ""
 
 
 def _pause_s(failures: int) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Lock
 from typing import Annotated, Any
 from uuid import uuid4
 
@@ -134,17 +135,23 @@ OptionalRange = Annotated[str | None, Header()]
 
 
 GRANTED = "x-granted"  # a header that the client has to send where the grant leads
+HELD = 8  # files that are kept as a browser gets them
 OWN_CAS = "/_sim/cas"  # for the simulator itself: no faults, and no place among the counted requests
 
 
 def bridge_routes(cas: Cas) -> APIRouter:
     """Whole files by one request, as a browser gets them. The real one is another host, with signed URLs."""
-    routes = APIRouter()
+    routes, lock, held = APIRouter(), Lock(), dict[str, bytes]()
 
     @routes.get("/cas-bridge/{xet_hash}")
     def bridge(xet_hash: str, request: Request, range: OptionalRange = None) -> Response:
-        """In a thread: it asks this very server for the parts."""
-        return ranged(unpacked(request, cas, xet_hash), range, {})
+        """In a thread: it asks this very server for the parts. Many followers want one file at a time."""
+        with lock:
+            if (content := held.get(xet_hash)) is None:
+                content = held[xet_hash] = unpacked(request, cas, xet_hash)
+            while len(held) > HELD:
+                held.pop(next(iter(held)))
+        return ranged(content, range, {})
 
     return routes
 
