@@ -1,19 +1,24 @@
 """`python -m bench.hub`: how long one version takes over the Hub, and how many requests.
 
-A real Publisher and a real RunReader meet at the simulated Hub, which lets every request wait. Publishing is
-measured from the hand-over until `flush` returns; reading from there until the delta is on the follower's
-disk. Each runs alone.
+A real Publisher and followers without vLLM, which otherwise do what a replica does, meet at the simulated
+Hub, which lets every request wait. Publishing is measured from the hand-over until `flush` returns. Taking is
+measured from the moment at which the Hub has the new HEAD until the last follower has staged the version:
+fetched, checked and decoded its delta, found its places and computed the digest that will result.
+
+Requests are counted twice: all, and those that follow one another, which is the longest chain of requests
+that do not overlap in time.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
 import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -21,94 +26,124 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from bench.notice import Followers, following
 from bench.results import ROOT, Results
-from bench.tables import table
+from bench.tables import hub_table
 from delta_weight_sync.checkpoint import read_bits
 from tests.support.hubsim import HubSim
 
 POLICY = ROOT / "trainer" / "policies" / "wordle-tiny"
+RUN = "hf://buckets/team/bench#bench"
 SHARE, VERSIONS, WARM = 0.01, 20, 2
-LATENCIES = (0.1, 0.3)  # seconds
-_NAMES = re.compile(r"[0-9a-f]{64}|team/bench/(.*)|(?<=/)\d+\..*")
+READER = "hf_read"  # the followers' token; the publisher has another one
+LATENCIES = {0.1: VERSIONS, 0.3: 5}  # seconds, and versions with it
+WAYS = (("events", 1), ("polling", 1), ("events", 16))
+PUBLISH = "hand-over to HEAD"
+_IDS = re.compile(r"[0-9a-f]{32,}|(?<=/)\d+\..*|team/bench(/.*)?")
 
 
-class Measured(NamedTuple):
-    """One part of one version."""
+class Request(NamedTuple):
+    """One request at the Hub."""
+
+    line: str
+    token: str
+    start: float
+    end: float
+
+
+class Part(NamedTuple):
+    """One part of one version: its requests are those of all followers."""
 
     seconds: float
-    requests: tuple[str, ...]
+    requests: Sequence[Request]
 
 
 def run(_: Results) -> dict[str, Any]:
     """The figures at each of `LATENCIES`."""
-    return {"latencies": {f"{latency:g}": measure(latency) for latency in LATENCIES}}
+    weights = sum(bits.size for _, bits in read_bits(POLICY))
+    measured = {f"{latency:g}": measure(latency, versions) for latency, versions in LATENCIES.items()}
+    return {"weights": weights, "latencies": measured}
 
 
 def measure(latency: float, versions: int = VERSIONS) -> dict[str, Any]:
     """Medians over `versions` versions, with every request delayed by `latency` seconds."""
-    with tempfile.TemporaryDirectory() as folder, HubSim(Path(folder, "hub")) as hub:
-        os.environ.update(hub.env(Path(folder, "client")))
-        parts = _versions(hub, Path(folder), latency, versions)
+    figures: dict[str, Any] = {}
+    for way, count in WAYS:
+        with tempfile.TemporaryDirectory() as folder, HubSim(Path(folder, "hub")) as hub:
+            hub.feed(ping_s=30.0)
+            if way == "polling":
+                hub.fault("GET .*/events", status=404)
+            parts = list(_versions(hub, Path(folder), latency, versions, count))
+            if not figures:
+                figures[PUBLISH] = _figures([published for published, _ in parts], 1)
+            name = f"HEAD to staged, {count} follower{'s' if count > 1 else ''}, {way}"
+            figures[name] = _figures([taken for _, taken in parts], count)
+    return figures
+
+
+def _figures(parts: Sequence[Part], count: int) -> dict[str, Any]:
+    kinds = Counter(_IDS.sub("...", request.line) for part in parts for request in part.requests)
     return {
-        name: {
-            "seconds": round(median(one.seconds for one in some), 3),
-            "requests": median(len(one.requests) for one in some),
-            "kinds": Counter(some[-1].requests),
-        }
-        for name, some in parts.items()
+        "seconds": round(median(part.seconds for part in parts), 3),
+        # Those of many followers overlap: only one follower's are a chain.
+        "in_turn": median(in_turn(part.requests) for part in parts) if count == 1 else None,
+        "requests": median(len(part.requests) for part in parts) / count,
+        "files": median(sum("/resolve/" in one.line for one in part.requests) for part in parts) / count,
+        "kinds": {kind: round(number / len(parts) / count, 2) for kind, number in kinds.items()},
     }
 
 
-def _versions(hub: HubSim, folder: Path, latency: float, versions: int) -> dict[str, list[Measured]]:
-    from delta_weight_sync.publish.publisher import Publisher
-    from delta_weight_sync.reader import open_run
-    from delta_weight_sync.watch import Watcher
+def in_turn(requests: Sequence[Request]) -> int:
+    """The longest chain of requests of which none overlaps the next."""
+    length, reached = 0, 0.0
+    for request in sorted(requests, key=lambda request: request.end):
+        if request.start >= reached:
+            length, reached = length + 1, request.end
+    return length
 
-    url, rng = "hf://buckets/team/bench#bench", np.random.default_rng(0)
-    live = {name: torch.from_numpy(bits).view(torch.bfloat16) for name, bits in read_bits(POLICY)}
-    parts: dict[str, list[Measured]] = {"hand-over to HEAD": [], "HEAD to delta": []}
-    with Publisher(url, POLICY) as publisher:
+
+def _versions(
+    hub: HubSim, folder: Path, latency: float, versions: int, count: int
+) -> Iterator[tuple[Part, Part]]:
+    """Publishing and taking of each version."""
+    os.environ.update(hub.env(folder / "client"))
+    from delta_weight_sync.publish.publisher import Publisher
+
+    rng, live = np.random.default_rng(0), {}
+    for name, bits in read_bits(POLICY):
+        live[name] = torch.from_numpy(bits).view(torch.bfloat16)
+    with Publisher(RUN, POLICY) as publisher:
         publisher.publish(live.items())
         publisher.flush()
-        reader = open_run(url)
-        watcher = Watcher(reader)
-        seen = watcher.poll()
-        assert seen
-        watcher.mark_used()
-        hub.fault(match=".*", delay=latency)
-
-        def measured(work: Callable[[], object]) -> Measured:
-            before, started = len(hub.requests()), time.perf_counter()
-            work()
-            seconds = time.perf_counter() - started
-            return Measured(seconds, tuple(map(_kind, hub.requests()[before:])))
-
-        def publish() -> None:
-            publisher.publish(live.items())
-            publisher.flush()
-
-        def read() -> None:
-            manifest = watcher.poll()
-            assert manifest
-            _, deltas = reader.recipe(manifest, manifest.version - 1)
-            for delta in deltas:
-                reader.fetch(delta, folder / "replica")
-            watcher.mark_used()
-
-        for _ in range(versions + WARM):
-            for tensor in live.values():
-                bits = tensor.view(torch.int16).view(-1)
-                bits += torch.from_numpy((rng.random(bits.numel()) < SHARE).astype(np.int16))
-            parts["hand-over to HEAD"].append(measured(publish))
-            time.sleep(2.5)  # the run's log is written by itself, once a second
-            parts["HEAD to delta"].append(measured(read))
-        watcher.close()
-    return {name: some[WARM:] for name, some in parts.items()}
+        os.environ["HF_TOKEN"] = READER
+        with following(count, RUN, "stage") as followers:
+            os.environ["HF_TOKEN"] = hub.env(folder)["HF_TOKEN"]
+            followers.known(0)
+            time.sleep(2.0)  # until all have connections, where there are events
+            hub.fault(match="^(?!.*/events).*", delay=latency)
+            for version in range(1, versions + WARM + 1):
+                for tensor in live.values():
+                    bits = tensor.view(torch.int16).view(-1)
+                    bits += torch.from_numpy((rng.random(bits.numel()) < SHARE).astype(np.int16))
+                # The run's log is written by itself, once a second, and a look follows a notification.
+                time.sleep(random.uniform(1.2 + 9 * latency, 2.2 + 9 * latency))
+                started = time.time()
+                publisher.publish(live.items())
+                publisher.flush()
+                if version > WARM:
+                    yield _measured(hub, followers, version, started, time.time())
 
 
-def _kind(request: str) -> str:
-    """A request without what differs between two versions."""
-    return _NAMES.sub("...", request)
+def _measured(
+    hub: HubSim, followers: Followers, version: int, started: float, flushed: float
+) -> tuple[Part, Part]:
+    staged = max(staged for _, _, staged in followers.known(version))
+    requests = [Request(*line) for line in hub.times()]
+    theirs = [one for one in requests if one.token == READER or "/cas-bridge/" in one.line]
+    there = max(one.end for one in requests if one.line.endswith("/batch") and one.end < flushed)
+    made = [one for one in requests if one not in theirs and started <= one.start and one.end <= flushed]
+    taken = [one for one in theirs if there < one.end and one.start < staged]
+    return Part(flushed - started, made), Part(staged - there, taken)
 
 
 def main() -> None:
@@ -118,11 +153,10 @@ def main() -> None:
     parser.add_argument("--versions", type=int, default=VERSIONS)
     options = parser.parse_args()
     figures = measure(options.latency, options.versions)
-    rows = [[name, f"{one['seconds']:.2f} s", f"{one['requests']:g}"] for name, one in figures.items()]
-    print(table([f"{options.latency:g} s per request", "median", "requests"], rows))
+    print(hub_table({f"{options.latency:g}": figures}))
     for name, one in figures.items():
         print(f"\n{name}")
-        print("\n".join(f"  {count} x {kind}" for kind, count in one["kinds"].items()))
+        print("\n".join(f"  {count:g} x {kind}" for kind, count in one["kinds"].items()))
 
 
 if __name__ == "__main__":

@@ -53,8 +53,8 @@ class Followers:
         places = zip(self.ports, self.counts, strict=True)
         return [f"http://127.0.0.1:{port}/{n}" for port, count in places for n in range(count)]
 
-    def known(self, version: int) -> list[tuple[float, float]]:
-        """When each of them began to look and found `version`, once all have."""
+    def known(self, version: int) -> list[tuple[float, float, float]]:
+        """When each of them began to look, found and staged `version`, once all have."""
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             said = [one for port in self.ports for one in httpx.get(f"http://127.0.0.1:{port}/").json()]
@@ -107,8 +107,8 @@ def observed(hub: HubSim, writer: RunWriter, followers: Followers, versions: int
         def one(version: int = version) -> None:
             publish(writer)
             seen, there = followers.known(version), changed_at()
-            told.extend(looked - there for looked, _ in seen)
-            known.extend(read - there for _, read in seen)
+            told.extend(looked - there for looked, _, _ in seen)
+            known.extend(read - there for _, read, _ in seen)
 
         made.append((requests(hub, one) - own - 1) / count)  # one is ours: when HEAD changed
     seconds = [f"{value:.3f} s" for value in (median(told), median(known), max(known))]
@@ -149,13 +149,12 @@ def changed_at() -> float:
 
 
 @contextlib.contextmanager
-def following(count: int) -> Iterator[Followers]:
-    """So many followers, in few processes."""
+def following(count: int, url: str = f"hf://buckets/{BUCKET}#{RUN}", *options: str) -> Iterator[Followers]:
+    """So many followers of the run at `url`, in few processes."""
     counts = [min(IN_ONE_PROCESS, count - first) for first in range(0, count, IN_ONE_PROCESS)]
     words = [[sys.executable, "-m", "bench.notice_followers", str(n)] for n in counts]
-    url = f"hf://buckets/{BUCKET}#{RUN}"
     with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(started([*word, url])) for word in words]
+        processes = [stack.enter_context(started([*word, url, *options])) for word in words]
         ports = [int(process.stdout.readline()) for process in processes if process.stdout]
         yield Followers(tuple(ports), tuple(counts))
 

@@ -284,12 +284,25 @@ def _live_memory(section: dict[str, Any]) -> list[list[str]]:
 
 def hub(results: Results) -> str:
     """Seconds and requests of a version over the Hub."""
+    return hub_table(results["hub"]["latencies"])
+
+
+def hub_table(latencies: dict[str, Any]) -> str:
+    """The same, of figures by latency."""
     rows = [
-        [f"{latency} s", name, f"{part['seconds']:.2f} s", f"{part['requests']:g}"]
-        for latency, measured in results["hub"]["latencies"].items()
+        [
+            *(
+                f"{latency} s",
+                name,
+                f"{part['seconds']:.2f} s",
+                f"{part['in_turn']:g}" if part["in_turn"] else "",
+            ),
+            *(f"{part['requests']:g}", f"{part['files']:g}"),
+        ]
+        for latency, measured in latencies.items()
         for name, part in measured.items()
     ]
-    return table(["a request takes", "part", "median", "requests"], rows)
+    return table(["a request takes", "part", "median", "in turn", "requests of each", "for files"], rows)
 
 
 def rival(results: Results) -> str:

@@ -26,6 +26,7 @@ import numpy as np
 
 from delta_weight_sync import util
 from delta_weight_sync.records import ANCHOR_PAYS, MAX_FILES, POLL_S, STRIDES
+from delta_weight_sync.store._base import DIRECT, SMALL
 from delta_weight_sync.store._notifications import SAFETY_S
 
 if TYPE_CHECKING:  # the codec loads numba, which takes seconds
@@ -120,13 +121,16 @@ TRAINER_BYTES: Final = 16.0  # assumed per weight: fp32 weights, gradients and A
 REPLICA_BYTES: Final = 2.4  # assumed per weight: bf16, and a fifth for keys and values
 
 # Requests to the Hub per version, counted with the real clients at the simulated Hub: all, those to its API,
-# and those for files ("/resolve/"). A poll of HEAD is one request for a file; a safety poll, made although
-# the Hub sends events, also lists all writers' HEADs.
-PUBLISHING: Final = {"all": 10, "api": 3, "files": 0}
+# and those for files ("/resolve/"), without looks at HEAD. A look is one request for a file; a safety poll,
+# made although the Hub sends events, also lists all writers' HEADs.
+PUBLISHING: Final = {"all": 6, "api": 2, "files": 0}
 TAKING: Final = {"all": 6, "api": 0, "files": 3}
-# Of these, the requests that follow one another (`python -m bench.hub`); a reader's first is a look at HEAD.
-PUBLISHING_IN_TURN: Final = 8
+# Of these, the requests that follow one another (`python -m bench.hub`). A publisher's all do. A reader looks
+# at HEAD, then reads all small objects side by side, which takes two; after a notification it does not look
+# first. A delta that is not small comes after its manifest, by its URL or through Xet.
+PUBLISHING_IN_TURN: Final = 6
 TAKING_IN_TURN: Final = 3
+_LATER: Final = ((DIRECT, 5), (SMALL, 2))  # more in turn for a delta above so many bytes
 _POLLS: Final = 2  # of HEAD per version that the Hub announces: immediately, and an interval later
 WINDOW_S: Final = 300.0  # the Hub counts requests per user in windows of five minutes (docs/hub/rate-limits)
 FILES_ALLOWED: Final = "free 5,000, PRO 12,000, Team 20,000"
@@ -199,7 +203,6 @@ class Question:
     trainer: Trainer = "fp32"
     anchor_every: int | None = None  # versions; None: the publisher's own rule
     steps_per_hour: float | None = None  # None: as many as the system carries
-    egress_usd_gb: float = 0.0
     cores: int = 2  # for rank 0, and for each worker of a replica
     latency: float = 0.1  # seconds that a request to the Hub takes, however few its bytes
 
@@ -223,7 +226,8 @@ class Plan:
         self.diff_s = DIFF[asked.trainer].seconds(params) / self.trainer_ranks
         self.encode_s = encode_s(params, changes, asked.encoding) / self.threads
         self.upload_s = self.delta / link + PUBLISHING_IN_TURN * asked.latency
-        self.fetch_s = self.delta / link + TAKING_IN_TURN * asked.latency
+        self.fetches = TAKING_IN_TURN + next((more for size, more in _LATER if self.delta > size), 0)
+        self.fetch_s = self.delta / link + self.fetches * asked.latency
         self.notification_s = POLL_S / 2
         place_s = DIGEST.seconds(params) + PLACE.seconds(params, changes)
         self.stage_s = decode.seconds(params, changes) / self.threads + place_s / self.replica_workers
@@ -266,7 +270,6 @@ class Plan:
         self.replicas_usd_hour = HARDWARE[self.space].usd_per_hour * asked.replicas if self.space else None
         day_tb = 24 * self.stored_hour / 1e12
         self.storage_usd_month = PRIVATE_USD_TB_MONTH * max(day_tb - INCLUDED_TB, 0.0)  # a day's bucket
-        self.egress_usd_hour = asked.egress_usd_gb * self.egress_hour / 1e9
 
         # The same with full checkpoints.
         publish_s, load_s = SAVE.seconds(params) + self.full / link, self.full / link + LOAD.seconds(params)

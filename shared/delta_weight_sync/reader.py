@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -38,6 +37,7 @@ from delta_weight_sync.records import (
 from delta_weight_sync.signing import PublicKeys
 from delta_weight_sync.store import Bucket, Listing, ObjectInfo, open_bucket
 
+_SIDE_BY_SIDE = 6  # objects that are fetched ahead at a time
 _TRIES = 5  # to read a HEAD that a new writer removes meanwhile
 _MAX_UNSIGNED = 16  # refused manifests after which a search ends: a wrong public key refuses all
 _MAX_DAMAGED = 64  # manifests that a search tries: a forged object key can name any version
@@ -99,9 +99,8 @@ class RunReader:
         self.keys = Keys(run)
         self.public_keys = PublicKeys.load() if public_keys is None else public_keys
         self._unreadable = set[str]()  # keys of files that were missing or damaged when they were fetched
-        self._ahead: dict[
-            str, Future[bytes]
-        ] = {}  # by key: objects that are fetched before they are asked for
+        self._ahead: dict[str, Future[bytes]] = {}  # objects that are fetched before they are asked for
+        self._pool = ThreadPoolExecutor(_SIDE_BY_SIDE, "fetch-ahead")
 
     def newest(self) -> Manifest | None:
         """The newest version's manifest, or None before the first version."""
@@ -185,34 +184,17 @@ class RunReader:
             found = self.parent(found)
         return found
 
-    def fetch_ahead(self, held: Manifest) -> None:
-        """Begin to fetch what the version after `held` needs, while its HEAD is read: the keys are known.
+    def fetch_ahead(self, keys: Iterable[str]) -> None:
+        """Begin to read small objects side by side, to have them when they are asked for.
 
         Nothing is trusted earlier than otherwise: HEAD pins the manifest by its sha256, and it the delta.
         """
-        version, writer = held.version + 1, Writer(held.writer_term, held.writer)
-        self._ahead = {
-            key: self._begin(key)
-            for key in (self.keys.manifest(version, writer), self.keys.delta(version, writer))
-        }
-
-    def _begin(self, key: str) -> Future[bytes]:
-        future: Future[bytes] = Future()
-
-        def get() -> None:
-            try:
-                future.set_result(self.bucket.get(key))
-            except Exception as error:  # noqa: BLE001 - who needs the object asks for it again
-                future.set_exception(error)
-
-        threading.Thread(target=get, name="fetch-ahead", daemon=True).start()
-        return future
+        self._ahead = {key: self._ahead.get(key) or self._pool.submit(self.bucket.get, key) for key in keys}
 
     def _fetched_ahead(self, key: str) -> bytes | None:
         """An object that was fetched ahead, once."""
-        if future := self._ahead.pop(key, None):
-            with contextlib.suppress(errors.BucketError, errors.ProtocolError):
-                return future.result()
+        with contextlib.suppress(errors.BucketError, errors.ProtocolError):
+            return self._ahead.pop(key).result() if key in self._ahead else None
         return None
 
     def fetch(self, ref: FileRef, folder: Path) -> Path:

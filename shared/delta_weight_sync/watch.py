@@ -18,6 +18,7 @@ from delta_weight_sync.records import POLL_S, Head, Manifest, Rank, Writer, head
 FIRST_S = 1.0  # from the first failure to the next try; each further failure doubles it
 LONGEST_S = 600.0
 _LIST_EVERY = 30  # polls; in between, only the known HEAD is requested: the Hub allows more of these requests
+_AHEAD = 3  # deltas of further versions that are fetched before HEAD's manifest names them
 _STORE = "the store"
 _log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class Watcher:
         self._skipped_heads: Problems = {}
         # Failures to get an answer, to find a version behind the HEADs, and to use a version.
         self._asking, self._finding, self._using = (Backoff() for _ in range(3))
-        self._answered = False
+        self._answered, self._fruitful = False, True  # whether the last look that was prompted found news
         self._newest = seen
         self.reset(seen.rank if seen else None)
 
@@ -145,14 +146,21 @@ class Watcher:
             ProtocolError: Every record is damaged, older than one seen before, or not signed.
             BucketError: The store failed.
         """
+        prompted, following = self._notifications.prompted, self._newest.version + 1 if self._newest else 0
+        if prompted and self._fruitful:  # do not ask first whether there is something new
+            self._fetch_ahead(following, self._key)
         known = self._read_etags()
         self._answered, self._empty = True, 0 if self._found else self._empty + 1
         self._asking.reset()
+        self._notifications.known = self._found
+        self._fruitful = self._found != self._used if prompted else self._fruitful
         if self._found == self._used or not self._finding.allows(self._found):
             return None
-        if known and self._newest:
-            self._reader.fetch_ahead(self._newest)
+        if known:
+            self._fetch_ahead(following, self._key)
         head = (self._known_head() if known else None) or self._owner_head()
+        if head and head.version and head.version > following:
+            self._fetch_ahead(head.version)
         skipped: Problems = {}
         manifest = self._reader.resolve(head, skipped) if head else None
         if head is None or manifest is None:
@@ -167,6 +175,13 @@ class Watcher:
         self._notifications.confirm()
         _log.debug("found version %d of run %s", manifest.version, self._reader.keys.run)
         return manifest
+
+    def _fetch_ahead(self, version: int, *others: str) -> None:
+        """Begin to read what leads from the newest known version to `version`: the keys are known."""
+        if self._newest and (writer := head_writer(self._key)):
+            keys, first = self._reader.keys, self._newest.version + 1
+            deltas = [keys.delta(each, writer) for each in range(first, min(version, first + _AHEAD) + 1)]
+            self._reader.fetch_ahead([*others, keys.manifest(version, writer), *deltas])
 
     def _read_etags(self) -> bool:
         """Read the etags of the HEADs. True if only the known HEAD was requested."""
@@ -184,6 +199,8 @@ class Watcher:
         with contextlib.suppress(ProtocolError, ObjectMissingError):
             if writer := head_writer(self._key):
                 head = self._reader.head_of(writer, self._head_floor)
+                if head.rank == self._head_floor:  # fetched ahead, it may be older than its etag
+                    head = self._reader.head_of(writer, self._head_floor)
                 self._skipped_heads.pop(self._key, None)
                 return head
         return None

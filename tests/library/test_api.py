@@ -51,7 +51,7 @@ def test_naming_the_package_loads_neither_torch_nor_a_backend():
     [
         ("torch", "from delta_weight_sync import Publisher", "torch"),
         ("torch", "from delta_weight_sync import BucketWeightTransfer", "trl"),
-        ("s3fs", "from delta_weight_sync import open_bucket; open_bucket('s3://name')", "s3"),
+        ("obstore", "from delta_weight_sync import open_bucket; open_bucket('s3://name')", "s3"),
     ],
 )
 def test_a_missing_package_names_the_extra(missing, statement, extra):
@@ -59,7 +59,7 @@ def test_a_missing_package_names_the_extra(missing, statement, extra):
 import sys
 class Hidden:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ({missing!r}, "fsspec" if {missing!r} == "s3fs" else None):
+        if name.partition(".")[0] == {missing!r}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Hidden())
 try:

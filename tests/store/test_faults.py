@@ -11,6 +11,7 @@ import pytest
 from delta_weight_sync.errors import AccessDeniedError, BucketError, BucketUnreachableError
 from delta_weight_sync.store import Bucket, open_bucket
 from delta_weight_sync.store import hub as hub_bucket
+from delta_weight_sync.store._base import DIRECT
 from tests.support.buckets import KEY, OPERATIONS, every_operation
 from tests.support.hubsim import HubSim
 
@@ -152,7 +153,7 @@ def test_a_failed_download_leaves_the_old_file_and_no_other(
     dest = tmp_path / "model"
     dest.write_bytes(b"old weights")
     hub.fault("GET /cas/data/|GET /cas-bridge/", **fault)
-    for limit in (9, hub_bucket.DIRECT + 1):  # by its URL, and through Xet
+    for limit in (9, DIRECT + 1):  # by its URL, and through Xet
         if "flip" in fault and limit == 9:
             continue  # there is no checksum on the way: the reader's sha256 finds it
         sentence = "could not be transferred although the Hub answers|the Hub still answered 503"
@@ -162,36 +163,42 @@ def test_a_failed_download_leaves_the_old_file_and_no_other(
         assert list(tmp_path.iterdir()) == [dest]
 
 
-@pytest.mark.parametrize("request_line", ["POST /cas/v1/xorbs", "POST /cas/v1/shards", "POST .*/batch"])
-@pytest.mark.parametrize("status", [400, 403, 500])
-def test_a_failed_upload_leaves_the_old_object(
+@pytest.mark.parametrize(
+    "request_line",
+    [
+        "POST .*/xorb-grants",
+        "PUT .*/granted|/v1/xorbs/",
+        "POST .*/xorb-commits",
+        "POST .*/shards",
+        "POST .*/batch",
+    ],
+)
+@pytest.mark.parametrize("status", [400, 401, 403, 500])
+def test_a_failed_upload_leaves_the_old_object_and_the_next_one_succeeds(
     bucket: Bucket, hub: HubSim, request_line: str, status: int
 ) -> None:
     hub.fault(request_line, status=status)
+    new = uuid4().bytes
     with pytest.raises(BucketError, match=bucket.url):
-        bucket.put(KEY, uuid4().bytes)
-    hub.clear()
+        bucket.put(KEY, new)
     assert bucket.get(KEY) == b"old"
+    hub.clear()
+    bucket.put(KEY, new)
+    assert bucket.get(KEY) == new
 
 
-def test_an_upload_that_left_nothing_is_an_error(
-    bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hub_bucket.HubBucket, "_settle_pauses", (0, 0))
-    hub.fault("POST .*/batch", status=200)
-    with pytest.raises(BucketError, match=f"{KEY} has 3 bytes after an upload of 4 bytes: upload it again"):
-        bucket.put(KEY, b"new!")
-    with pytest.raises(BucketError, match="other is not there after an upload of 4 bytes"):
-        bucket.put("other", b"new!")
-
-
-def test_an_upload_may_show_a_little_late(
-    bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hub_bucket.HubBucket, "_settle_pauses", (0, 0))
-    hub.fault("HEAD .*/resolve/", times=1, status=404, headers={"X-Error-Code": "EntryNotFound"})
-    bucket.put("other", b"new!")
-    assert bucket.get("other") == b"new!"
+def test_small_objects_are_one_upload_whose_token_serves_the_next_one(bucket: Bucket, hub: HubSim) -> None:
+    before = len(hub.requests())
+    bucket.put_all([("delta", uuid4().bytes), ("manifest", uuid4().bytes), (KEY, uuid4().bytes)])
+    made = [line.split("/default/")[0] for line in hub.requests()[before:] if "/granted/" not in line]
+    upload = ["POST /cas/v1/xorb-grants", "POST /cas/v1/xorb-commits", "POST /cas/v2/shards"]
+    assert made == [*upload, f"POST /api/buckets/{bucket.url.removeprefix('hf://buckets/')}/batch"]
+    hub.fault("POST .*/xorb-grants", times=1, status=401)
+    with pytest.raises(BucketError):
+        bucket.put(KEY, uuid4().bytes)
+    before = len(hub.requests())
+    bucket.put(KEY, uuid4().bytes)
+    assert "xet-write-token" in hub.requests()[before], "the storage had refused the old token"
 
 
 def test_a_reply_that_repeats_the_token_is_not_passed_on(

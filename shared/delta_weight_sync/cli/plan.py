@@ -32,7 +32,6 @@ def configure(parser: argparse.ArgumentParser, _: str) -> None:
     add("--cores", type=positive, default=2, help="of rank 0 and of each worker (default: 2)")
     add("--anchor-every", type=positive, help="versions (default: the publisher's own rule)")
     add("--steps-per-hour", type=positive, help="of the trainer (default: as many as the system carries)")
-    add("--price-egress", dest="egress_usd_gb", type=dollars, default=0.0, help="USD per GB (default: 0)")
     add("--json", action="store_true", help="print all figures as JSON")
     parser.set_defaults(run=_run)
 
@@ -72,11 +71,6 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def dollars(text: str) -> float:
-    """Parse a price in dollars per gigabyte."""
-    return _number(text, "()", 0, math.inf, "a price: write dollars per gigabyte, such as 0.09")
-
-
 def _number(text: str, unit: str, least: float, most: float, wanted: str) -> float:
     match = re.fullmatch(rf"(\d+(?:\.\d+)?){unit}", text)
     if not match or not least <= (found := float(match[1]) * _SCALES[match[2]]) <= most:
@@ -95,7 +89,7 @@ the trainer needs {cost.TRAINER_BYTES:.0f} bytes per weight, and has one rank fo
 a replica needs {cost.REPLICA_BYTES:.1f} bytes per weight, and has one worker for every {gpu} of that
 each machine has a link of {size_text(asked.link)}/s, and the store serves all of them simultaneously
 the publisher makes {made["all"]} requests per version, {cost.PUBLISHING_IN_TURN} of them in turn
-each replica makes {taken["all"]} per version, {cost.TAKING_IN_TURN} of them in turn
+each replica makes {taken["all"]} per version and a look, {plan.fetches} of them in turn
 a request takes {time_text(asked.latency)} in addition to its bytes
 the Hub's events notify replicas; a replica without them makes {polls:.0f} requests for files in 5 minutes
 changes are spread like those of the measured models; clustered changes make smaller files
@@ -130,7 +124,6 @@ def _table(plan: Plan) -> str:
     spaces = f"none|no Space has {size(cost.REPLICA_BYTES * asked.params)} of GPU memory"
     if plan.replicas_usd_hour is not None:
         spaces = f"${plan.replicas_usd_hour:,.2f}/h|{asked.replicas} x {plan.space}"
-    own_price = f"\negress at your price|${plan.egress_usd_hour:,.2f}/h" if asked.egress_usd_gb else ""
     how = f"encoding {asked.encoding}, trainer {asked.trainer}"
     rows = f"""\
 one sync of {count_text(asked.params)} weights, {100 * asked.share:.3g} % changed, {how}
@@ -163,7 +156,7 @@ requests for files|{_figure(plan.file_requests)}|in 5 minutes; the Hub allows {c
 requests to the Hub's API|{_figure(plan.api_requests)}|in 5 minutes; the Hub allows {cost.API_ALLOWED}
 host memory of rank 0|{size(plan.mirror)}|the mirror, 2 bytes per weight
 a day's bucket, kept for a month|${plan.storage_usd_month:,.2f}|private, on the Hub
-replicas as Spaces|{spaces}{own_price}
+replicas as Spaces|{spaces}
 
 the same with full checkpoints
 a sync|{size(plan.full)}|{smaller} times as much

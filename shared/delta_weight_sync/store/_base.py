@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from delta_weight_sync.errors import BucketError, DeltaWeightSyncError, ObjectMi
 from delta_weight_sync.store._notifications import Notifications
 
 SMALL: Final = 8 << 20  # bytes that `get` reads at most; every record of a run is smaller
+DIRECT: Final = 16 << 20  # bytes of an object that the Hub is asked for by its URL
 _PART = r"(?!\.)[!-.0-\[\]-~]+"  # printable ASCII except space, "/" and the backslash; no dot at its start
 _KEY = re.compile(f"{_PART}(/{_PART})*")
 
@@ -45,22 +45,12 @@ class Bucket(ABC):
 
     url: str
     _failures: ClassVar[tuple[type[Exception], ...]]  # what the store's libraries raise
-    _settle_pauses: ClassVar[tuple[float, ...]] = (0.0,)  # seconds before each check of an upload
 
     def put(self, key: str, data: bytes | Path) -> None:
-        """Store an object, whole or not at all; replaces an older one and checks the stored size."""
+        """Store an object, whole or not at all; replaces an older one."""
         check_key(key)
-        size = len(data) if isinstance(data, bytes) else data.stat().st_size
         with self._explained(key, write=True):
             self._put(key, data)
-        info = None
-        for pause in self._settle_pauses:
-            time.sleep(pause)
-            info = self.stat(key)
-            if info and info.size == size:
-                return
-        found = f"has {info.size} bytes" if info else "is not there"
-        raise BucketError(f"{self.url}/{key} {found} after an upload of {size} bytes: upload it again")
 
     def put_all(self, objects: Sequence[tuple[str, bytes]]) -> None:
         """Store small objects, given as key and data, in this order; by one upload where the store can. If it

@@ -1,7 +1,8 @@
 """When to look at a bucket again: after an interval, or as soon as a notification arrives.
 
 A store that reports its changes (the Hub) has a subclass of `Notifications`; the others go by the clock. A
-poke from outside means "look now" and carries nothing else.
+poke from outside means "look now" and carries nothing else: what is read is what the bucket holds. The first
+pokes cause a look each, a flood of them one look per interval.
 
 All replicas of a user share one quota of requests and do not know of each other. The Hub counts requests in
 windows of five minutes and says in each answer how many are left for how long. The requests of the others
@@ -23,6 +24,7 @@ SLOWEST: Final = 60.0  # times the usual interval
 LONGEST_BLOCK_S: Final = 60.0  # a refusal counts for this long at most; some name hours
 _FIRST_BLOCK_S: Final = 2.0  # after a refusal that names no time; doubles with each further one
 SAFETY_S = 60.0  # between two looks at a store that reports its changes: a notification may get lost
+POKES: Final = 8  # looks that pokes may cause in a row; each interval allows one more
 _EARLY = 0.1  # of an interval: a turn that comes this much too early still counts
 
 
@@ -77,25 +79,28 @@ class Notifications:
         self._awake = self._closed = False
         self._notified, self._poked, self._live = True, False, False
         self._settled = False  # whether a look has shown what the last notification was about
+        self.known: dict[str, str] = {}  # key -> etag, as the last look found them
+        self.prompted = False  # whether a notification or a poke caused the last look
         self.expected = False  # whether the last look that was due should find something, or be thorough
         self._unprompted = False  # whether that look was for safety only
-        self._looked = self._poke_answered = -math.inf
-        self._interval = 0.0  # between two looks, as of the last call of `due`
+        self._looked = -math.inf
+        self._interval = 1e-9  # between two looks, as of the last call of `due`
+        self._allowed, self._counted = float(POKES), self._clock()  # looks for pokes, as of that time
 
     def due(self, poll_s: float) -> bool:
         """Whether to look now; True counts as a look. `poll_s`: usual seconds between two looks."""
         with self._changed:
             now, interval = self._clock(), self._quota.interval(poll_s)
-            self._interval = interval
+            self._interval = max(interval, 1e-9)
             if self._quota.blocked_s():
                 return False
             early = now + _EARLY * interval
-            poked = self._poked and early - self._poke_answered >= interval
+            poked = self._poked and self._may_answer(now)
             longest = max(SAFETY_S, interval) if self._live and self._settled else interval
-            prompted = self._notified or poked
+            self.prompted = prompted = self._notified or poked
             if not prompted and early - self._looked < longest:
                 return False
-            self._poke_answered = now if poked else self._poke_answered
+            self._allowed = max(self._allowed - self._poked, 0.0)
             self._unprompted = self._live and self._settled and not prompted
             self.expected = prompted or self._unprompted
             # A store may show a write a moment after it reported it: one more look will come soon.
@@ -110,12 +115,18 @@ class Notifications:
             self._awake = False
 
     def poke(self) -> None:
-        """Ask for a look from outside; however many pokes come, they cause one look per interval at most."""
+        """Ask for a look from outside."""
         with self._changed:
             self._poked = True
-            if self._clock() - self._poke_answered >= self._interval:  # else the next turn is soon enough
+            if self._may_answer(self._clock()):  # else the next turn is soon enough
                 self._awake = True
                 self._changed.notify_all()
+
+    def _may_answer(self, now: float) -> bool:
+        """Whether a poke may cause a look now."""
+        self._allowed = min(self._allowed + (now - self._counted) / self._interval, POKES)
+        self._counted = now
+        return self._allowed >= 1 - _EARLY
 
     def wake(self) -> None:
         """The store has reported a change."""

@@ -1,119 +1,160 @@
-"""A bucket of any S3-compatible store, through s3fs.
+"""A bucket of any S3-compatible store, through obstore.
 
 Keys, region and endpoint come from the usual variables: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
-AWS_DEFAULT_REGION, AWS_ENDPOINT_URL.
+AWS_DEFAULT_REGION, AWS_ENDPOINT_URL. Without keys, the role of the machine counts.
+
+obstore is one wheel with at most one dependency, s3fs one of twenty packages. obstore reads an object by one
+request, which also tells its size, where s3fs needs two; it deletes many objects by one. The answer to a put
+is the proof that the object is there: every S3 shows a write at once. So a version takes three requests in
+turn: delta and manifest side by side, HEAD, and the look for another trainer. Conditional puts are not used:
+no two writers share a key, and only a look tells that another trainer has claimed the run (decision 0010).
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Final
+from urllib.request import Request, urlopen
 
-import fsspec
-from aiohttp import ClientError as StreamError
-from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
+import obstore
+from obstore.exceptions import BaseError, InvalidPathError, PermissionDeniedError, UnauthenticatedError
+from obstore.store import S3Store
 
 from delta_weight_sync import errors
 from delta_weight_sync.store import _base
+
+_PARTS: Final = 8  # of an object, that are read side by side
+_MACHINE = "http://169.254.169.254"  # where a cloud's machine asks for its role's keys
 
 
 class S3Bucket(_base.Bucket):
     """See `delta_weight_sync.store.Bucket`."""
 
-    _failures = (OSError, ValueError, BotoCoreError, ClientError, StreamError)
+    _failures = (OSError, ValueError, BaseError)
 
     def __init__(self, url: str, *, create: bool = False) -> None:
         match = re.fullmatch(r"s3://([a-z0-9.-]+)(?:/(.*?))?/?", url)
         if not match:
             raise errors.BucketError(f"{url!r} is not an S3 bucket: write s3://<name>[/<prefix>]")
         self.url = url.rstrip("/")
-        self._root = f"{match[1]}/{_base.check_key(match[2])}/" if match[2] else f"{match[1]}/"
-        self._fs = fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True)
+        self._root = f"{_base.check_key(match[2])}/" if match[2] else ""
+        self._store = S3Store(
+            match[1],
+            client_options={"allow_http": True, "connect_timeout": "10s", "timeout": "120s"},
+            retry_config={"max_retries": 5, "retry_timeout": timedelta(seconds=60)},
+        )
         if create:
             with self._explained("", write=True):
-                self._fs.makedirs(match[1], exist_ok=True)
+                self._create()
+
+    def _create(self) -> None:
+        """Create the bucket unless it is there. obstore has no such call; it can sign the request."""
+        if not self._is_there():
+            url = obstore.sign(self._store, "PUT", "", timedelta(minutes=5))
+            region, kind = os.environ.get("AWS_DEFAULT_REGION", "us-east-1"), "CreateBucketConfiguration"
+            body = f"<{kind}><LocationConstraint>{region}</LocationConstraint></{kind}>"
+            data = b"" if region == "us-east-1" else body.encode()
+            urlopen(Request(url, data, method="PUT"), timeout=30).close()
+
+    def put_all(self, objects: Sequence[tuple[str, bytes]]) -> None:
+        """Store the last object once all others are there, those side by side."""
+        with ThreadPoolExecutor(_PARTS) as pool:
+            list(pool.map(self.put, *zip(*objects[:-1], strict=True)))
+        self.put(*objects[-1])
 
     def get(self, key: str) -> bytes:
         path = self._path(key)
         with self._explained(key):
-            data = self._first(path, _base.SMALL + 1)
-        self._check_limit(key, len(data), _base.SMALL)
-        return data
+            found = self._store.get(path)
+            self._check_limit(key, found.meta["size"], _base.SMALL)
+            return bytes(found.bytes())
 
     def fetch(self, key: str, dest: Path, limit: int) -> str:
-        path = self._path(key)
-        with self._explained(key):
-            size = self._fs.info(path)["size"]
-            self._check_limit(key, size, limit)
-            with _base.replacing(dest) as temporary:
-                if size <= _base.SMALL:
-                    data = self._first(path, size)
-                    temporary.write_bytes(data)
-                    return hashlib.sha256(data).hexdigest()
-                self._fs.get_file(path, str(temporary))  # writes parts side by side: hashed afterwards
-                return _base.file_sha256(temporary)
+        path, sha256 = self._path(key), hashlib.sha256()
+        with (
+            self._explained(key),
+            _base.replacing(dest) as temporary,
+            temporary.open("wb") as file,
+            ThreadPoolExecutor(_PARTS) as pool,
+        ):
+            found = self._store.get(path)
+            self._check_limit(key, size := found.meta["size"], limit)
+
+            def part(start: int) -> obstore.Bytes:
+                return self._store.get_range(path, start=start, end=min(start + _base.SMALL, size))
+
+            for first in range(0, size, _PARTS * _base.SMALL):
+                starts = range(first, min(first + _PARTS * _base.SMALL, size), _base.SMALL)
+                for data in [found.bytes()] if size <= _base.SMALL else pool.map(part, starts):
+                    sha256.update(data)
+                    file.write(data)
+        return sha256.hexdigest()
 
     def delete(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            path = self._path(key)
-            with self._explained(key, write=True):
-                self._fs.rm_file(path)
+        paths = [self._path(key) for key in keys]
+        with self._explained(keys[0] if keys else "", write=True):
+            if paths:
+                self._store.delete(paths)
 
     def _put(self, key: str, data: bytes | Path) -> None:
-        if isinstance(data, bytes):
-            self._fs.pipe_file(self._path(key), data)
-        else:
-            self._fs.put_file(str(data), self._path(key))
+        size = len(data) if isinstance(data, bytes) else data.stat().st_size
+        part = max(_base.SMALL, size >> 12)  # S3 takes up to 10,000 parts
+        self._store.put(self._path(key), data, chunk_size=part, max_concurrency=_PARTS)
 
-    def _stat(self, key: str) -> _base.ObjectInfo | None:
+    def _stat(self, key: str) -> _base.ObjectInfo:
         """One request, and a second one if the object is absent."""
-        found = self._fs.info(self._path(key))
-        return self._info(found) if found["type"] == "file" else None
+        return self._info(self._store.head(self._path(key)))
 
     def _list(self, prefix: str) -> Iterator[_base.ObjectInfo]:
         folder = self._root + prefix
-        found = self._fs.find(folder, detail=True)
-        return (self._info(entry) for name, entry in found.items() if name.startswith(folder))
-
-    def _first(self, path: str, size: int) -> bytes:
-        try:
-            return bytes(self._fs.cat_file(path, start=0, end=size))
-        except OSError as error:
-            if _code(error) == "InvalidRange":  # an object without a first byte
-                return b""
-            raise
+        found = (one for page in self._store.list(folder) for one in page)
+        return (self._info(one) for one in found if one["path"].startswith(folder))
 
     def _path(self, key: str) -> str:
         return self._root + _base.check_key(key)
 
-    def _info(self, found: dict[str, Any]) -> _base.ObjectInfo:
-        key, etag = found["name"].removeprefix(self._root), found["ETag"].strip('"')
-        return _base.ObjectInfo(key, found["size"], etag, found["LastModified"].timestamp())
+    def _info(self, found: obstore.ObjectMeta) -> _base.ObjectInfo:
+        key, etag = found["path"].removeprefix(self._root), (found["e_tag"] or "").strip('"')
+        return _base.ObjectInfo(key, found["size"], etag, found["last_modified"].timestamp())
 
     def _explain(self, error: Exception, place: str, write: bool) -> errors.BucketError:
         code, right = _code(error), "write" if write else "read"
-        if code == "NoSuchBucket":
+        missing = isinstance(error, FileNotFoundError)
+        if code == "NoSuchBucket" or (missing and not self._is_there()):
             return errors.BucketMissingError(
                 f"{self.url} does not exist: create the bucket or correct its name"
             )
-        if isinstance(error, FileNotFoundError):
+        if missing:
             return errors.ObjectMissingError(f"{place} does not exist")
-        if isinstance(error, PermissionError | NoCredentialsError):
+        if isinstance(error, PermissionDeniedError | UnauthenticatedError) or _MACHINE in str(error):
             return errors.AccessDeniedError(
                 f"the store refused {right} access to {place} ({code}): set AWS_ACCESS_KEY_ID and"
                 f" AWS_SECRET_ACCESS_KEY to keys with {right} access"
+            )
+        if isinstance(error, InvalidPathError):
+            return errors.BucketError(
+                f"{place} holds an object whose name no reader accepts ({error}): delete it"
             )
         return errors.BucketUnreachableError(
             f"{place} cannot be reached ({code}): check the network and AWS_ENDPOINT_URL, and try again later"
         )
 
+    def _is_there(self) -> bool:
+        """Whether the bucket exists; the answer to a HEAD of an object does not tell."""
+        try:
+            next(iter(self._store.list(self._root, chunk_size=1)), None)
+        except self._failures as error:
+            return _code(error) != "NoSuchBucket"
+        return True
+
 
 def _code(error: Exception) -> str:
-    """The store's own code for an error, if it gave one: s3fs keeps it in the exception's cause."""
-    for known in (error, error.__cause__):
-        if isinstance(known, ClientError):
-            return str(known.response["Error"]["Code"])
-    return type(error).__name__
+    """The store's own code for an error, if it gave one."""
+    code = re.search(r"<Code>(\w+)</Code>", str(error))
+    return code[1] if code else type(error).__name__

@@ -6,18 +6,13 @@ about half a minute before it becomes a `BucketUnreachableError`; a server that 
 answers holds a call for a minute and a half, storage that stalls within a transfer for up to twelve minutes.
 
 Over the real wire a version is slow by its round trips, not by its bytes. So a version is one upload (one
-token, one block, one shard) and one request that registers its objects in order. A small object is read by
-its URL, as a browser does: one request, and one to the storage to which the Hub redirects. A large one goes
-through Xet, which needs five requests to begin and then transfers many parts at a time.
+block, one shard) and one request that registers its objects in order. The storage's token is kept until it
+expires, and nobody asks whether the storage knows parts of such an object: it is always new. A small object
+is read by its URL, as a browser does: one request, and one to the storage to which the Hub redirects. A large
+one goes through Xet, which needs five requests to begin and then transfers many parts at a time.
 
-The feed of a bucket's changes is server-sent events that can be resumed:
-
-    GET /api/buckets/<owner>/<name>/events[?cursor=...]      Accept: text/event-stream
-
-Each event carries JSON: `ready` (everything missed has been sent, changes follow as they happen), `changes`
-(paths and what happened to them), `reset` (the cursor is too old: the Hub remembers about a quarter of an
-hour) and `reconnect` (the server wants to end this connection). Comments come in between, about every half
-minute. A Hub without this feed, or one that refuses it to this token, answers with an error.
+The feed of a bucket's changes is server-sent events, as `huggingface_hub._bucket_live_follow` describes them:
+`ready`, `changes`, `reset` (the cursor is too old), `reconnect`. A Hub without it answers with an error.
 """
 
 from __future__ import annotations
@@ -40,7 +35,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 from urllib.parse import quote
 
+from hf_xet import SKIP_SHA256, XetConfig, XetSession
 from huggingface_hub import HfApi, get_token, set_client_factory
+from huggingface_hub._buckets import _BucketAddFile
+from huggingface_hub._hot_reload.sse_client import SSEClient
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
     BucketBatchError,
     EntryNotFoundError,
@@ -55,6 +53,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
     parse_ratelimit_headers,
 )
 from huggingface_hub.utils._http import default_client_factory
+from huggingface_hub.utils._xet import XET_CONNECTION_INFO_CACHE, XetFileData, refresh_xet_connection_info
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from delta_weight_sync import errors
@@ -74,8 +73,7 @@ XET_SETTINGS = {
     "HF_XET_TELEMETRY_ENABLED": "false",
 }
 
-DIRECT: Final = 16 << 20  # bytes of an object that is read by its URL
-_READS: Final = 3  # of such an object, if the connection breaks within its body
+_READS: Final = 3  # of an object by its URL, if the connection breaks within its body
 
 CONNECT_S: Final = 10.0  # to connect to the feed
 SILENCE_S: Final = 90.0  # a feed without a byte for this long counts as dead
@@ -94,6 +92,12 @@ def _configure_clients() -> None:
         os.environ.setdefault(name, value)
     disable_progress_bars()  # a bar for every sync would flood the log
     set_client_factory(_client)
+
+
+@cache
+def _uploads(_process: int) -> XetSession:
+    """For small new objects. A forked process needs its own."""
+    return XetSession(XetConfig().with_config("deduplication.global_dedup_query_enabled", False))
 
 
 def _client() -> Any:
@@ -146,7 +150,6 @@ class HubBucket(_base.Bucket):
     """See `delta_weight_sync.store.Bucket`. An etag is the Xet hash of the content."""
 
     _failures = FAILURES
-    _settle_pauses = (0.0, 0.5, 1.0, 2.0, 4.0)  # the Hub may show a write a little later
 
     def __init__(self, url: str, *, create: bool = False) -> None:
         match = re.fullmatch(r"hf://buckets/([\w.-]+/[\w.-]+)(?:/(.*?))?/?", url)
@@ -165,8 +168,25 @@ class HubBucket(_base.Bucket):
 
     def put_all(self, objects: Sequence[tuple[str, bytes]]) -> None:
         """Store objects by one upload and one request, whose answer is the proof."""
+        paths, headers = [self._path(key) for key, _ in objects], build_hf_headers()
+        url = f"{self._api.endpoint}/api/buckets/{self._id}/xet-write-token"
         with self._explained(objects[-1][0], write=True):
-            self._api.batch_bucket_files(self._id, add=[(data, self._path(key)) for key, data in objects])
+            right = refresh_xet_connection_info(file_data=XetFileData("", url), headers=headers)
+            try:
+                with _uploads(os.getpid()).new_upload_commit(
+                    endpoint=right.endpoint,
+                    token=right.access_token,
+                    token_expiry_unix_secs=right.expiration_unix_epoch,
+                    token_refresh_url=url,
+                    token_refresh_headers=headers,
+                ) as commit:
+                    sent = [commit.start_upload_bytes(data, sha256=SKIP_SHA256) for _, data in objects]
+            except FAILURES:
+                XET_CONNECTION_INFO_CACHE.clear()  # the storage may have refused the token
+                raise
+            hashes = [one.result().xet_info.hash for one in sent]
+            added: list[Any] = [_BucketAddFile(b"", *one) for one in zip(paths, hashes, strict=True)]
+            self._api.batch_bucket_files(self._id, add=added)
 
     def get(self, key: str) -> bytes:
         """Read a small object."""
@@ -175,7 +195,7 @@ class HubBucket(_base.Bucket):
 
     def fetch(self, key: str, dest: Path, limit: int) -> str:
         """Download to `dest`; returns the sha256."""
-        if limit <= DIRECT:
+        if limit <= _base.DIRECT:
             with _base.replacing(dest) as temporary, temporary.open("wb") as file:
                 return self._read(key, file, limit)
         path = self._path(key)
@@ -224,11 +244,14 @@ class HubBucket(_base.Bucket):
 
     def notifications(self, prefix: str) -> Notifications:
         """From the Hub's feed."""
-        folder = self._folder + _base.check_prefix(prefix)
-        return HubNotifications(self._api.endpoint, self._id, folder, _quotas[self._id])
+        _base.check_prefix(prefix)
+        return HubNotifications(self._api.endpoint, self._id, self._folder, prefix, _quotas[self._id])
 
     def _put(self, key: str, data: bytes | Path) -> None:
-        self._api.batch_bucket_files(self._id, add=[(data, self._path(key))])
+        if isinstance(data, bytes):
+            self.put_all([(key, data)])
+        else:
+            self._api.batch_bucket_files(self._id, add=[(data, self._path(key))])
 
     def _stat(self, key: str) -> _base.ObjectInfo:
         found = self._api.get_bucket_file_metadata(self._id, self._path(key))
@@ -305,10 +328,11 @@ def _reason(error: Exception) -> str:
 class HubNotifications(Notifications):
     """Notifications from the Hub's feed, if it has one."""
 
-    def __init__(self, endpoint: str, bucket_id: str, folder: str, quota: Quota) -> None:
-        """`folder`: a prefix of paths in the bucket; changes elsewhere are ignored."""
+    def __init__(self, endpoint: str, bucket_id: str, folder: str, prefix: str, quota: Quota) -> None:
+        """`prefix`: of keys, which lie in the bucket's `folder`; changes elsewhere are ignored."""
         super().__init__(quota)
-        self._url, self._folder, self._cursor = f"{endpoint}/api/buckets/{bucket_id}/events", folder, ""
+        self._url, self._folder, self._prefix = f"{endpoint}/api/buckets/{bucket_id}/events", folder, prefix
+        self._cursor = ""
         self._connection: socket.socket | None = None
         self._done, self._muted = threading.Event(), False
         self._thread: threading.Thread | None = None
@@ -366,8 +390,9 @@ class HubNotifications(Notifications):
                 return _retry_after_s(answer.headers) or 0.0
             stream = answer.extensions.get("network_stream")
             self._connection = stream.get_extra_info("socket") if stream else None
-            for name, payload in _events(answer.iter_lines()):
-                if self._done.is_set() or not self._take(name, payload):
+            events: Any = SSEClient  # which has no types
+            for event in events(answer.iter_bytes()).events():
+                if self._done.is_set() or not self._take(event.event, json.loads(event.data)):
                     break
         return 0.0
 
@@ -380,27 +405,16 @@ class HubNotifications(Notifications):
                 self.wake()  # there may have been changes before this connection
         elif name == "changes":
             changes = [change for change in payload.get("changes") or () if isinstance(change, dict)]
-            if any(change.get("path", "").startswith(self._folder) for change in changes):
+            if any(self._is_news(change.get("path", ""), change.get("xetHash", "")) for change in changes):
                 self.wake()
         elif name == "reset":
             self._cursor = ""
         return name not in ("reset", "reconnect")
 
-
-def _events(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and payload of each event of a stream; raises `ValueError` for a payload that is not JSON."""
-    name, data = "", ""
-    for line in lines:
-        field, _, value = line.partition(":")
-        if field == "event":
-            name = value.strip()
-        elif field == "data":
-            data += value
-        elif not line:
-            payload = json.loads(data) if data else None
-            if isinstance(payload, dict):
-                yield name, payload
-            name, data = "", ""
+    def _is_news(self, path: str, etag: str) -> bool:
+        """A poke may have come first."""
+        key = path.removeprefix(self._folder)
+        return path.startswith(self._folder + self._prefix) and (not etag or self.known.get(key) != etag)
 
 
 def _pause_s(failures: int) -> float:

@@ -102,6 +102,10 @@ class HubSim:
     def requests(self) -> list[str]:
         return self._tell("GET", "/requests").json()
 
+    def times(self) -> list[tuple[str, str, float, float]]:
+        """Every request that has ended: "METHOD /path", token, start and end in unix seconds."""
+        return self._tell("GET", "/times").json()
+
     def add_account(self, name: str, **how: Any) -> None:
         self._tell("PUT", f"/accounts/{name}", json=how)
 

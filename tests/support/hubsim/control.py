@@ -71,6 +71,7 @@ class Plan:
     def __init__(self) -> None:
         self.faults: list[Fault] = []
         self.requests: list[str] = []
+        self.times: list[tuple[str, str, float, float]] = []  # request, token, start and end
         self.limits = Limits()
 
     def take(self, request: str) -> Fault | None:
@@ -92,8 +93,14 @@ class FaultMiddleware:
         send = _with(send, {"Date": http_date(), "X-Request-Id": f"Root=1-{uuid4().hex}"})
         if scope["type"] != "http" or scope["path"].startswith("/_sim"):
             return await self.app(scope, receive, send)
-        request = self.label(scope)
+        request, started = self.label(scope), time.time()
         self.plan.requests.append(request)
+        await self._answer(request, scope, receive, send)
+        token = dict(scope["headers"]).get(b"authorization", b"").decode().removeprefix("Bearer ")
+        self.plan.times.append((request, token, started, time.time()))
+        return None
+
+    async def _answer(self, request: str, scope: Scope, receive: Receive, send: Send) -> None:
         if fault := self.plan.take(request):
             return await self._fail(fault, scope, receive, send)
         headers, refused = self.plan.limits.take(scope)
@@ -177,6 +184,10 @@ def control_routes(hub: Hub, plan: Plan) -> APIRouter:
     @routes.get("/requests")
     async def requests() -> list[str]:
         return plan.requests
+
+    @routes.get("/times")
+    async def times() -> list[tuple[str, str, float, float]]:
+        return plan.times
 
     @routes.put("/clock/{skew}")
     async def set_clock(skew: float) -> None:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Lock
 from typing import Annotated, Any
+from uuid import uuid4
 
 import hf_xet
 from fastapi import APIRouter, Header, Request, Response
@@ -85,6 +87,7 @@ class Cas:
         self.xorbs: dict[str, list[int]] = {}  # where the chunks of each lie in its file
         self.files: dict[str, list[Term]] = {}
         self.by_sha256: dict[str, str] = {}  # SHA-256 -> Xet hash
+        self.grants: dict[str, tuple[int, bytes]] = {}  # length of a xorb that may come, and what came
 
     def put_xorb(self, name: str, data: bytes) -> bool:
         """Store a xorb; False if it was there already."""
@@ -131,17 +134,24 @@ Range = Annotated[str, Header()]
 OptionalRange = Annotated[str | None, Header()]
 
 
+GRANTED = "x-granted"  # a header that the client has to send where the grant leads
+HELD = 8  # files that are kept as a browser gets them
 OWN_CAS = "/_sim/cas"  # for the simulator itself: no faults, and no place among the counted requests
 
 
 def bridge_routes(cas: Cas) -> APIRouter:
     """Whole files by one request, as a browser gets them. The real one is another host, with signed URLs."""
-    routes = APIRouter()
+    routes, lock, held = APIRouter(), Lock(), dict[str, bytes]()
 
     @routes.get("/cas-bridge/{xet_hash}")
     def bridge(xet_hash: str, request: Request, range: OptionalRange = None) -> Response:
-        """In a thread: it asks this very server for the parts."""
-        return ranged(unpacked(request, cas, xet_hash), range, {})
+        """In a thread: it asks this very server for the parts. Many followers want one file at a time."""
+        with lock:
+            if (content := held.get(xet_hash)) is None:
+                content = held[xet_hash] = unpacked(request, cas, xet_hash)
+            while len(held) > HELD:
+                held.pop(next(iter(held)))
+        return ranged(content, range, {})
 
     return routes
 
@@ -155,11 +165,46 @@ def cas_routes(cas: Cas, place: str) -> APIRouter:
         _authorize(authorization, "xet-write")
         return {"was_inserted": cas.put_xorb(name, await request.body())}
 
+    @routes.post("/v1/xorb-grants/default/{name}", status_code=201)
+    async def grant(name: str, asked: dict[str, Any], request: Request, authorization: Auth = "") -> Any:
+        _authorize(authorization, "xet-write")
+        if name in cas.xorbs:
+            return JSONResponse({})
+        cas.grants[grant_id := uuid4().hex] = asked["length"], b""
+        url = f"{str(request.base_url).rstrip('/')}{place}/granted/{grant_id}"
+        return {"id": grant_id, "method": "PUT", "url": url, "headers": {GRANTED: grant_id}}
+
+    @routes.put("/granted/{grant_id}")
+    async def put_granted(grant_id: str, request: Request) -> None:
+        """Where a grant leads; on the real Hub another host, which knows only what it signed."""
+        length, _ = cas.grants.get(grant_id, (-1, b""))
+        body = await request.body()
+        if "authorization" in request.headers or request.headers.get(GRANTED) != grant_id:
+            raise HubError(403, "the headers are not those of the grant")
+        if len(body) != length:
+            raise HubError(400, "the body is not what the grant is for")
+        cas.grants[grant_id] = length, body
+
+    @routes.post("/v1/xorb-commits/default/{name}/grant/{grant_id}")
+    async def commit(name: str, grant_id: str, authorization: Auth = "") -> dict[str, bool]:
+        _authorize(authorization, "xet-write")
+        _, body = cas.grants.pop(grant_id, (0, b""))
+        if not body:
+            raise HubError(404, "nothing was uploaded for this grant")
+        return {"was_inserted": cas.put_xorb(name, body)}
+
     @routes.post("/v1/shards")
     async def put_shard(request: Request, authorization: Auth = "") -> dict[str, int]:
         _authorize(authorization, "xet-write")
         cas.put_shard(await request.body())
         return {"result": 1}
+
+    @routes.post("/v2/shards")
+    async def put_shard_told(request: Request, authorization: Auth = "") -> Response:
+        """As before, but the answer is a stream of what happens, whose last line is the result."""
+        await put_shard(request, authorization)
+        lines = '{"type":"validating","verified":1,"total":1}\n{"type":"result"}\n'
+        return Response(lines, media_type="application/x-ndjson")
 
     @routes.get("/v2/reconstructions/{file_hash}")
     async def reconstruct(
