@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,6 +54,7 @@ COLUMNS = TARGET + DIMS
 _DENSE = 2  # if more than one in two elements change, storing every element takes less memory
 _NO_BLOCK = np.uint64(1 << 63)
 _NEAR = 4096  # changes that are read back while they are still in the cache
+SLICES = 60  # of the parameters: `recheck` hashes one
 
 
 class Table:
@@ -225,15 +227,37 @@ class Step(NamedTuple):
 
 
 class HostMemory:
-    """The parameters of a `Table` on the host."""
+    """The parameters of a `Table` on the host.
+
+    It knows each row's digest: as it was when the row was last hashed, moved by later commits. Hashing may
+    coincide with a commit; what it finds then does not count.
+    """
 
     def __init__(self, table: Table) -> None:
         self._table = table
+        self._digests = np.zeros(len(table.rows), np.uint64)
+        self._writes = 0  # odd while a commit or an undo writes
+        ends = table.elements.cumsum()
+        shares = np.linspace(0, ends[-1] if ends.size else 0, SLICES + 1)
+        self._cuts, self._turn = np.append(np.searchsorted(ends, shares[:-1]), ends.size), 0
         self.prepare(collect((), table))[0].do()  # compile everything now, not in the first commit's pause
 
     def digest(self) -> int:
         """This worker's share of the live parameters' digest, read from memory."""
-        return int(_digest(self._table.rows, INNER))
+        self._digests = _digest(self._table.rows, INNER)
+        return self.known_digest()
+
+    def known_digest(self) -> int:
+        """The same without reading what was read before."""
+        return int(self._digests[self._table.rows[:, COUNTED] == 1].sum())
+
+    def recheck(self) -> None:
+        """Hash the next slice of the parameters again; `known_digest` shows a difference."""
+        part, before = slice(*self._cuts[self._turn : self._turn + 2]), self._writes
+        found = _digest(self._table.rows[part], INNER)
+        if before == self._writes and before % 2 == 0:
+            self._digests[part] = found
+            self._turn = (self._turn + 1) % SLICES
 
     def read(self, parts: Rows) -> Bits:
         """Live bits of parts, int64 [p, 3]: row of the table, first element, number of elements."""
@@ -244,12 +268,32 @@ class HostMemory:
     def prepare(self, changes: Changes) -> tuple[Step, int]:
         """The step that writes the changes, and by how much it moves this worker's share of the digest."""
         new = np.empty_like(changes.ulps)  # int16 [n], the bits after the changes
-        moved = _look(self._table.rows, changes.parts, changes.element, changes.ulps, new, INNER)
+        rows, parts, element = self._table.rows, changes.parts, changes.element
+        moved, before = np.zeros(len(rows), np.uint64), self._digests
+        _look(rows, parts, element, changes.ulps, new, moved, INNER)
 
-        def put(values: Ulps) -> int:
-            return int(_put(self._table.rows, changes.parts, changes.element, values))
+        @contextmanager
+        def writing() -> Iterator[None]:
+            self._writes += 1
+            try:
+                yield
+            finally:
+                self._writes += 1
 
-        return Step(lambda: (put(new), 0.0), lambda: put(new - changes.ulps)), int(moved)
+        def do() -> tuple[int, float]:
+            nonlocal before
+            before = self._digests
+            with writing():
+                wrong = int(_put(rows, parts, element, new))
+                self._digests = before + moved
+            return wrong, 0.0
+
+        def undo() -> None:
+            with writing():
+                _put(rows, parts, element, new - changes.ulps)
+                self._digests = before
+
+        return Step(do, undo), int(moved[rows[:, COUNTED] == 1].sum())
 
 
 @intrinsic
@@ -276,15 +320,15 @@ def _at(row: Rows, strides: int, element: Any) -> Any:
 
 
 @kernel
-def _digest(rows: Rows, inner: Any) -> np.uint64:
-    total = np.uint64(0)
+def _digest(rows: Rows, inner: Any) -> NDArray[np.uint64]:
+    """Of each row."""
+    totals = np.zeros(rows.shape[0], np.uint64)
     for r in range(rows.shape[0]):
         row = rows[r]
-        if row[COUNTED]:
-            length = row[SIZES + DIMS - 1]
-            for start in range(0, row[SIZES : SIZES + DIMS].prod(), length):
-                total += _digest_run(row, start, length, inner)
-    return total
+        length = row[SIZES + DIMS - 1]
+        for start in range(0, row[SIZES : SIZES + DIMS].prod(), length):
+            totals[r] += _digest_run(row, start, length, inner)
+    return totals
 
 
 @kernel
@@ -318,17 +362,23 @@ def _read(rows: Rows, parts: Rows, bits: Bits) -> None:
 
 
 @kernel
-def _look(rows: Rows, parts: Rows, element: Elements, ulps: Ulps, new: Ulps, inner: Any) -> np.uint64:
-    """Fill in `new`; returns by how much the digest moves."""
-    total = np.uint64(0)
+def _look(
+    rows: Rows,
+    parts: Rows,
+    element: Elements,
+    ulps: Ulps,
+    new: Ulps,
+    moved: NDArray[np.uint64],
+    inner: Any,
+) -> None:
+    """Fill in `new`, and add to `moved` [rows] by how much the digest of each row moves."""
     for p in range(parts.shape[0]):
         row, first, last, start = rows[parts[p, 0]], parts[p, 1], parts[p, 1] + parts[p, 2], parts[p, 3]
         if start < 0 and row[SIZES + DIMS - 2] == 1:
-            moved = _look_along(row, element[first:last], ulps[first:last], new[first:last], inner)
+            by = _look_along(row, element[first:last], ulps[first:last], new[first:last], inner)
         else:
-            moved = _look_any(row, first, last, start, element, ulps, new, inner)
-        total += np.uint64(row[COUNTED]) * moved
-    return total
+            by = _look_any(row, first, last, start, element, ulps, new, inner)
+        moved[parts[p, 0]] += by
 
 
 @kernel

@@ -8,11 +8,14 @@ The plugin gives every vLLM worker one method, which the follower calls on all o
     delta_weight_sync(op="staged")                             -> {"done", "stage_s"}
     delta_weight_sync(op="commit", digest=..., label=...)      -> {"commit_s", "waited_s", "pause_s"}
 
-Answers are plain data, because vLLM's messages are; {"error", "kind"} reports a failure. Staging hashes the
-live parameters, which proves that nothing has touched them since the last commit, and computes the digest
-that the changes lead to. A commit whose digest would be wrong writes nothing; one that fails on any worker is
-undone bit for bit on all of them. `waited_s` is how long a commit waited for the step that was under way,
-which is not a pause.
+Answers are plain data, because vLLM's messages are; {"error", "kind"} reports a failure. Staging computes the
+digest that the changes lead to. A commit whose digest would be wrong writes nothing; one that fails on any
+worker is undone bit for bit on all of them. `waited_s` is how long a commit waited for the step that was
+under way, which is not a pause.
+
+What a commit writes is read back. Beyond that, every live parameter is hashed again and again, to notice
+whatever else writes to it: on a GPU all of them in each stage, on a host a slice each second, all within
+`RECHECK_S`. Staging refuses live weights in which this found a difference, and the follower heals them.
 
 Tensors without a route: a few loaders compute with a tensor (cast it to float32, concatenate, reorder)
 instead of copying it. The model then does not hold the checkpoint's bits, so they can be neither patched in
@@ -24,6 +27,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -49,6 +53,7 @@ if TYPE_CHECKING:
     from delta_weight_sync.vllm.gpu import DeviceMemory
 
 _TIMEOUT = timedelta(seconds=120)
+RECHECK_S = 60.0  # within which the host's parameters are all hashed again
 _BATCH = 1 << 25  # at most twice as many elements are compared with a checkpoint at a time
 _log = logging.getLogger("delta_weight_sync")
 
@@ -175,7 +180,18 @@ class LiveWeights:
 
     def digest(self) -> int:
         """Digest of the live parameters of all workers, read from memory."""
-        return int(sum(self._ranks.gather(self._memory.digest()), self._fallback.digest())) % (1 << 64)
+        return self._together(self._memory.digest())
+
+    def known_digest(self) -> int:
+        """The same without reading what was read before."""
+        return self._together(self._memory.known_digest())
+
+    def _together(self, mine: int) -> int:
+        return int(sum(self._ranks.gather(mine), self._fallback.digest())) % (1 << 64)
+
+    def recheck(self) -> None:
+        """Hash a slice of this worker's parameters again; `stage` refuses weights that differ."""
+        self._memory.recheck()
 
     def bits(self, name: str) -> Bits:
         """One whole checkpoint tensor, on the host; every worker must ask for it."""
@@ -189,7 +205,7 @@ class LiveWeights:
 
         Raises `CodecError` if the files are no deltas of these weights, and `WeightsChangedError`.
         """
-        if (live := self.digest()) != known:
+        if (live := self.known_digest()) != known:
             raise errors.WeightsChangedError(
                 f"something else changed the live weights: digest {live:016x}, not {known:016x}"
             )
@@ -281,6 +297,11 @@ class DeltaWorker:
         self._ranks = Ranks(parallel.world_size)
         self._staged, self._digest = Staged(), 0
         self.staging: Future[Answer] = Future()  # the answer to "staged"
+        self._rechecks: Thread | None = None
+
+    def recheck(self) -> None:
+        """Hash a slice of the parameters again."""
+        self._weights.recheck()
 
     def learn(self, shapes: dict[str, list[int]]) -> Answer:
         """Learn where the tensors of a run (checkpoint name -> shape) are in the model's parameters."""
@@ -292,6 +313,9 @@ class DeltaWorker:
         fallback = Fallback(self._model, {name: bits for name, bits in loaded if name in unroutable})
         self._weights = LiveWeights(learned.routes, owned[self._ranks.rank], fallback, self._ranks)
         self._staged, self._digest = Staged(), self._weights.digest()
+        if not self._rechecks:
+            self._rechecks = Thread(target=_recheck, args=(weakref.ref(self),), name="recheck", daemon=True)
+            self._rechecks.start()
         return {"digest": to_hex(self._digest)}
 
     def stage(self, deltas: Sequence[str] = (), checkpoint: str = "") -> Answer:
@@ -330,6 +354,13 @@ class DeltaWorker:
         waited_s = commit(staged.steps, self._ranks.agree)
         self._digest = staged.digest
         return {"commit_s": time.perf_counter() - started - waited_s, "waited_s": waited_s}
+
+
+def _recheck(of: weakref.ref[DeltaWorker]) -> None:
+    while worker := of():
+        worker.recheck()
+        del worker
+        time.sleep(RECHECK_S / memory.SLICES)
 
 
 def call(worker: Any, op: str, **arguments: Any) -> Answer:
