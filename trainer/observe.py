@@ -22,7 +22,6 @@ from trainer import spaces
 POKE_PATH = "/delta_weight_sync/poke"
 POKE_TIMEOUT_S = 5.0
 _POLL_S = 1.0
-_MAX_REPORT, _BLOCK = 1 << 20, 1 << 16  # bytes of a replica's answer, and of one read
 _GUESS = re.compile(r"(?:[a-z]\d[+?-])+")
 _GROUP_EVERY_S = 5.0
 _RATES = 2  # metrics that `StepRecorder` adds
@@ -161,12 +160,7 @@ class ReplicaWatch:
         """The answer; empty if it is too long for a report."""
         query, headers = {"after": self._after[url]}, spaces.headers(url)
         with self._http.stream("GET", f"{url}/status", params=query, headers=headers) as answer:
-            body = b""
-            for part in answer.raise_for_status().iter_bytes(_BLOCK):
-                body += part
-                if len(body) > _MAX_REPORT:
-                    return b""
-            return body
+            return spaces.read(answer.raise_for_status())
 
     def _record(self, url: str, report: ReplicaReport) -> None:
         logged = self._after[url]
