@@ -273,7 +273,8 @@ class Sealed(Record):
     format: Literal["delta-weight-sync/2"] = FORMAT
     run: RunName
     seal: Sha256 | Literal[""] = ""  # computed if empty
-    signature: Annotated[str, StringConstraints(max_length=1024)] = ""
+    # One spelling each, so that equal content is an equal record.
+    signature: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{128})?$")] = ""
 
     @model_validator(mode="after")
     def _seal(self) -> Self:
