@@ -24,6 +24,7 @@ from starlette.types import ASGIApp
 
 from delta_weight_sync import gpu_build
 from delta_weight_sync.errors import EngineError
+from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.signing import PublicKeys
 from delta_weight_sync.vllm.disk import private_folder
 from delta_weight_sync.vllm.engine import Engine
@@ -90,6 +91,8 @@ class VllmServer(Engine):
         for sentence in gpu_build.missing():
             log.warning("%s", sentence)
         self._assets = _assets(checkpoint)
+        self._sockets = Scratch()
+        os.environ["VLLM_RPC_BASE_PATH"] = str(self._sockets.path)
         try:
             arguments = self._arguments(checkpoint)
             self._client = _client(arguments)

@@ -118,9 +118,9 @@ def request(url: str, method: str, path: str, kind: Kind = "replica", **content:
         credentials = headers(url) if kind == "replica" else env_headers(url)
         place = f"{url.rstrip('/')}{path}"
         with httpx.stream(method, place, headers=credentials, timeout=10.0, **content) as answer:
-            kind = {"content-type": answer.headers.get("content-type", "")}
+            plain = {"content-type": answer.headers.get("content-type", "")}
             return httpx.Response(
-                answer.status_code, headers=kind, content=read(answer), request=answer.request
+                answer.status_code, headers=plain, content=read(answer), request=answer.request
             )
     except ValueError as error:  # from `_variable`
         raise SpacesUnavailableError(str(error)) from error

@@ -8,11 +8,8 @@ replicas and the trainer.
 from __future__ import annotations
 
 import math
-import shutil
-import tempfile
 import threading
 import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,6 +22,7 @@ from delta_weight_sync import errors
 from delta_weight_sync.reader import RunReader, manifests_of, no_longer_held
 from delta_weight_sync.records import Keys, Manifest, RunInfo, parse
 from delta_weight_sync.runlog import SEGMENT, ReplicaEvent, RunLogReader
+from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.store import Bucket, Listing, ObjectInfo
 from delta_weight_sync.util import size_text
 from inference_space.dashboard.state import Digests, Progress, RunState
@@ -273,9 +271,8 @@ class Download:
     """An object of the bucket on this machine's disk, deleted when the last user lets go of it."""
 
     def __init__(self, bucket: Bucket, info: ObjectInfo) -> None:
-        folder = tempfile.mkdtemp(prefix="delta-weight-sync-object-")
-        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self.path, self.size = Path(folder, info.key.rsplit("/", 1)[-1]), info.size
+        self._folder = Scratch()
+        self.path, self.size = self._folder.path / info.key.rsplit("/", 1)[-1], info.size
         bucket.fetch(info.key, self.path, info.size)
 
 
@@ -358,8 +355,8 @@ class Library:
             raise errors.ProtocolError(
                 f"v{manifest.version} is an anchor: every weight is new, there is no delta"
             )
-        with tempfile.TemporaryDirectory() as folder:
-            return open_delta(RunReader(self.bucket, self.run).fetch(manifest.deltas[-1], Path(folder)))
+        with Scratch() as folder:
+            return open_delta(RunReader(self.bucket, self.run).fetch(manifest.deltas[-1], folder))
 
     def _rebuild(self, manifest: Manifest) -> str:
         way = manifest.recipe()
@@ -367,8 +364,8 @@ class Library:
             raise errors.ProtocolError(
                 f"this model is too large to be rebuilt here: delta-weight-sync verify {self.bucket.url}"
             )
-        with tempfile.TemporaryDirectory() as folder:
-            RunReader(self.bucket, self.run).checkout(manifest, Path(folder))
+        with Scratch() as folder:
+            RunReader(self.bucket, self.run).checkout(manifest, folder)
         return (
             f"v{manifest.version} was rebuilt from anchor v{manifest.anchor.version} and {len(way.deltas)}"
             f" deltas: all {manifest.total} weights give the published digest {manifest.digest}"

@@ -55,7 +55,8 @@ def main() -> None:
     parser.add_argument("--policy", choices=POLICIES, default="wordle-tiny")
     parser.add_argument("--minutes", type=_minutes, default=5.0, help="time limit (default: 5)")
     parser.add_argument("--port", type=int, default=0, help="port of the dashboard (default: any free port)")
-    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="folder for all files; an earlier demo's is emptied")
+    files = "folder for all files; an earlier demo's is emptied"
+    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help=files)
     arguments = parser.parse_args()
     interrupt_once()
     try:
