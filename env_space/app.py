@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import re
-import resource
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
@@ -16,7 +15,6 @@ from typing import Annotated, Any
 from uuid import UUID, uuid4
 
 import prometheus_client as prometheus
-import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse
@@ -44,7 +42,7 @@ from env_space.game import (
 from env_space.sessions import Origin, Session, Sessions
 from env_space.settings import Settings
 from env_space.watch import MAX_WATCHED, MAX_WATCHED_EACH
-from space_guard.limits import PROXIES, Limits, client_address, limited_http, log_as_json
+from space_guard.limits import PROXIES, Limits, client_address, limited_http, log_as_json, open_files, serve
 from space_guard.requests import (
     FRAMING,
     KEY_HEADER,
@@ -389,7 +387,7 @@ def server_options(key: str = "", games: int = 0, limits: Limits = LIMITS) -> di
     `games`."""
     visitors = max(MAX_VISITORS, games)
     wanted = visitors + 2 * games
-    connections = _open_files(wanted + _SPARE_FILES) - _SPARE_FILES
+    connections = open_files(wanted + _SPARE_FILES) - _SPARE_FILES
     visitors = visitors * connections // wanted
     return {
         "http": limited_http(limits, visitors, key),
@@ -407,15 +405,6 @@ def server_options(key: str = "", games: int = 0, limits: Limits = LIMITS) -> di
         "ws_ping_interval": PING_EVERY_S,
         "ws_ping_timeout": PING_TIMEOUT_S,
     }
-
-
-def _open_files(wanted: int) -> int:
-    """Let this process open `wanted` files, or as many as it may. Returns how many."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < allowed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    return allowed
 
 
 def find_problems(environ: Mapping[str, str]) -> Problems:
@@ -438,14 +427,14 @@ def main() -> None:
     if "SPACE_ID" in os.environ and (problems := find_problems(os.environ)):
         _log.error(SETUP.sentence(problems))
         host, port = Settings.listen_address(os.environ)
-        return uvicorn.run(SETUP.app(problems), host=host, port=port, **server_options())
+        return serve(SETUP.app(problems), host=host, port=port, **server_options())
     try:
         settings = Settings.read(os.environ)
         app = create_app(settings)
     except ValueError as error:
         sys.exit(f"The Wordle Space cannot start: {error}")
     options = server_options(settings.required_key, settings.max_sessions)
-    return uvicorn.run(app, host=settings.host, port=settings.port, **options)
+    return serve(app, host=settings.host, port=settings.port, **options)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from space_guard.requests import (
 
 BODY_S = 60.0  # seconds within which a request's body must arrive
 ARRIVING = Lane(64 << 20, BODY_S)  # its units are bytes of bodies that are still arriving
+LEAST = 256 << 10  # units of a visitor's body, however short: it holds a connection
 # The budget of one address: cost per second, and the most that it can save up. A route costs about the
 # milliseconds it takes.
 RATE = (200.0, 2000.0)
@@ -171,7 +172,8 @@ class Gate:
                 415, "the body must be JSON: send it with Content-Type: application/json", CLOSE
             )
         reader = self._readers[route.body]
-        with self._admission.admit("arriving", client, min(reader.limit, announced or reader.limit)):
+        units = min(reader.limit, announced or reader.limit)
+        with self._admission.admit("arriving", client, units if client is None else max(units, LEAST)):
             body = await read_body(receive, reader.limit, BODY_S)
         try:
             return reader.read(body)

@@ -14,7 +14,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from types import MappingProxyType
 
-import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -28,7 +27,7 @@ from inference_space.dashboard.page import mount
 from inference_space.gate import Completions, DashboardCalls, Gate
 from inference_space.settings import SETUP, Settings, access_problems
 from inference_space.vllm_server import VllmServer
-from space_guard.limits import PROXIES, Lane, Limits, LogLimit, limited_http
+from space_guard.limits import PROXIES, Lane, Limits, LogLimit, limited_http, open_files, serve
 from space_guard.requests import openai_error
 from space_guard.setup import Problems
 
@@ -36,7 +35,8 @@ INFERENCE = {"/v1/models": "GET", "/v1/completions": "POST", "/v1/chat/completio
 LIMITS = Limits(
     request_s=15.0, covers_body=False, unread_s=60.0, head_bytes=64 << 10, pipelined=0, keep_active=True
 )
-MAX_VISITORS = 256  # connections of visitors that wait for their next request
+MAX_VISITORS = 256  # connections of visitors without a complete request
+MAX_FILES = 1 << 16
 KEEP_ALIVE_S = 120  # a policy plays its environment for seconds between two requests on one connection
 LOG_LINES = 20  # of uvicorn per minute: each may be a traceback of kilobytes
 LANES = {
@@ -154,7 +154,8 @@ def _unavailable(reason: str) -> ASGIApp:
 def listen(app: ASGIApp, host: str, port: int, key: str = "") -> None:
     """Serve `app` until SIGTERM. Connections that show `key` are not evicted."""
     logging.getLogger("uvicorn.error").addFilter(LogLimit(LOG_LINES))
-    uvicorn.run(
+    open_files(MAX_FILES)
+    serve(
         app,
         host=host,
         port=port,

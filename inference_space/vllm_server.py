@@ -24,7 +24,8 @@ from starlette.types import ASGIApp
 
 from delta_weight_sync import gpu_build
 from delta_weight_sync.errors import EngineError
-from delta_weight_sync.signing import PUBLIC_KEY
+from delta_weight_sync.scratch import Scratch
+from delta_weight_sync.signing import PublicKeys
 from delta_weight_sync.vllm.disk import private_folder
 from delta_weight_sync.vllm.engine import Engine
 from delta_weight_sync.vllm.follower import Follower
@@ -90,6 +91,8 @@ class VllmServer(Engine):
         for sentence in gpu_build.missing():
             log.warning("%s", sentence)
         self._assets = _assets(checkpoint)
+        self._sockets = Scratch()
+        os.environ["VLLM_RPC_BASE_PATH"] = str(self._sockets.path)
         try:
             arguments = self._arguments(checkpoint)
             self._client = _client(arguments)
@@ -113,7 +116,7 @@ class VllmServer(Engine):
         settings = self._settings
         words = ["--model", str(checkpoint), "--served-model-name", MODEL_NAME, "--dtype", "bfloat16"]
         words += ["--max-num-seqs", str(settings.max_num_seqs), "--disable-log-stats"]
-        words += [] if os.environ.get(PUBLIC_KEY) else ["--chat-template", _UNSIGNED_TEMPLATE]
+        words += [] if PublicKeys.load() else ["--chat-template", _UNSIGNED_TEMPLATE]
         words += _ON_GPU if gpu_build.is_installed() else _ON_CPU
         if settings.max_model_len is not None:
             words += ["--max-model-len", str(settings.max_model_len)]

@@ -22,9 +22,7 @@ from trainer import spaces
 POKE_PATH = "/delta_weight_sync/poke"
 POKE_TIMEOUT_S = 5.0
 _POLL_S = 1.0
-_MAX_REPORT, _BLOCK = 1 << 20, 1 << 16  # bytes of a replica's answer, and of one read
 _GUESS = re.compile(r"(?:[a-z]\d[+?-])+")
-_GROUP, _TURNS, _CHARACTERS = 16, 16, 600  # of an event, so that it fits into a log line
 _GROUP_EVERY_S = 5.0
 _RATES = 2  # metrics that `StepRecorder` adds
 
@@ -74,7 +72,7 @@ class StepRecorder(TrainerCallback):
             metrics["games/invalid_rate"] = seen["invalid"] / seen["guesses"]
         group: list[Any] = []
         if time.monotonic() >= self._group_due:
-            group, self._complete = self._complete[:_GROUP], []
+            group, self._complete = self._complete, []
             self._group_due = time.monotonic() + _GROUP_EVERY_S
         event = StepEvent(
             t=time.time(),
@@ -84,7 +82,7 @@ class StepRecorder(TrainerCallback):
             prompt=_text(group[0].prompt[-1]) if group else "",
             rollouts=tuple(
                 Rollout(
-                    turns=_turns(sample.completion)[:_TURNS],
+                    turns=_turns(sample.completion),
                     reward=_number(sample.metrics.get("reward")),
                     sync=sample.model_version,
                 )
@@ -101,14 +99,14 @@ def _turns(completion: Sequence[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
         if message["role"] == "assistant":
             turns.append((_text(message), ""))
         elif turns:
-            turns[-1] = (turns[-1][0], (turns[-1][1] + _text(message))[:_CHARACTERS])
+            turns[-1] = (turns[-1][0], turns[-1][1] + _text(message))
     return tuple(turns)
 
 
 def _text(message: dict[str, Any]) -> str:
     calls = [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
     words = [" ".join(map(str, call.values())) if isinstance(call, dict) else str(call) for call in calls]
-    return " ".join(filter(None, [str(message.get("content") or ""), *words]))[:_CHARACTERS]
+    return " ".join(filter(None, [str(message.get("content") or ""), *words]))
 
 
 def _number(value: Any) -> float | None:
@@ -162,12 +160,7 @@ class ReplicaWatch:
         """The answer; empty if it is too long for a report."""
         query, headers = {"after": self._after[url]}, spaces.headers(url)
         with self._http.stream("GET", f"{url}/status", params=query, headers=headers) as answer:
-            body = b""
-            for part in answer.raise_for_status().iter_bytes(_BLOCK):
-                body += part
-                if len(body) > _MAX_REPORT:
-                    return b""
-            return body
+            return spaces.read(answer.raise_for_status())
 
     def _record(self, url: str, report: ReplicaReport) -> None:
         logged = self._after[url]

@@ -29,6 +29,7 @@ from huggingface_hub import get_token
 
 Kind = Literal["replica", "env"]
 
+MAX_ANSWER = 1 << 20  # bytes
 WAIT_LIMIT_S = 1800.0  # a paid Space takes minutes to wake and to load a model
 NO_VERSION_YET = "waiting for the run's first version"  # a replica's state before the trainer's first upload
 _NOT_SET_UP = "not set up"  # the state of either app if a variable or a secret is missing
@@ -115,12 +116,27 @@ def request(url: str, method: str, path: str, kind: Kind = "replica", **content:
     """Send one request with the credentials of this Space; raise `httpx.TransportError` if none answers."""
     try:
         credentials = headers(url) if kind == "replica" else env_headers(url)
-        return httpx.request(method, f"{url.rstrip('/')}{path}", headers=credentials, timeout=10.0, **content)
+        place = f"{url.rstrip('/')}{path}"
+        with httpx.stream(method, place, headers=credentials, timeout=10.0, **content) as answer:
+            plain = {"content-type": answer.headers.get("content-type", "")}
+            return httpx.Response(
+                answer.status_code, headers=plain, content=read(answer), request=answer.request
+            )
     except ValueError as error:  # from `_variable`
         raise SpacesUnavailableError(str(error)) from error
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         example = "https://<owner>-<name>.hf.space"
         raise SpacesUnavailableError(f"{url!r} is not the URL of a Space: write {example}") from error
+
+
+def read(answer: httpx.Response) -> bytes:
+    """The body of an answer that is streamed; empty if it has more than `MAX_ANSWER` bytes."""
+    body = b""
+    for part in answer.iter_bytes(1 << 16):
+        body += part
+        if len(body) > MAX_ANSWER:
+            return b""
+    return body
 
 
 def _check_key(url: str, kind: Kind) -> None:

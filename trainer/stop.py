@@ -1,14 +1,18 @@
 """Stops training cleanly: when its steps or its time are used up, on SIGTERM, or on Ctrl-C.
 
 A step in progress is finished first, because weights in the middle of a step belong to no version. Then there
-is time to publish what is pending and to save the state. A step that takes too long is abandoned.
+is time to publish what is pending and to save the state. A step that takes too long is abandoned. If a store
+that never answers holds the process after that, the process ends all the same.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
+import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any, Self
@@ -17,7 +21,8 @@ import torch
 from transformers import TrainerCallback
 
 GRACE_S = 10.0  # to finish the step in progress
-LIMIT_S = 30.0  # from the signal to the end of the process
+LIMIT_S = 24.0  # to finish everything, from the signal on
+END_S = 28.0  # from the signal to the end of the process, whatever its threads do
 
 
 class Stop(TrainerCallback):
@@ -84,6 +89,11 @@ class Stop(TrainerCallback):
 
     def _note(self, number: int) -> None:
         self.signal, self._deadline = number, time.monotonic() + LIMIT_S
+        removes = atexit._run_exitfuncs  # temporary folders
+        for seconds, work in ((END_S - 2, removes), (END_S, lambda: os._exit(128 + number))):
+            timer = threading.Timer(seconds, work)
+            timer.daemon = True
+            timer.start()
 
     def _receive(self, number: int, _: object) -> None:
         if not self.signal:

@@ -7,7 +7,6 @@ import socket
 import sys
 from pathlib import Path
 
-import uvicorn
 from fastapi import FastAPI
 
 from delta_weight_sync.errors import DeltaWeightSyncError
@@ -15,6 +14,7 @@ from delta_weight_sync.store import open_bucket
 from inference_space.app import exit_on_sigterm
 from inference_space.dashboard.export import export
 from inference_space.dashboard.page import mount
+from space_guard.limits import serve
 
 
 def main() -> None:
@@ -37,10 +37,9 @@ def main() -> None:
     app = mount(FastAPI(), bucket, args.run)
     with socket.create_server((args.host, args.port)) as listening:
         print(f"http://{args.host}:{listening.getsockname()[1]}/", flush=True)
-        # An open page holds a connection that would never end by itself.
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
         exit_on_sigterm()
-        uvicorn.Server(config).run(sockets=[listening])
+        # An open page holds a connection that would never end by itself.
+        serve(app, [listening], log_level="warning", timeout_graceful_shutdown=1)
 
 
 if __name__ == "__main__":

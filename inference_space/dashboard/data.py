@@ -8,11 +8,8 @@ replicas and the trainer.
 from __future__ import annotations
 
 import math
-import shutil
-import tempfile
 import threading
 import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,21 +22,23 @@ from delta_weight_sync import errors
 from delta_weight_sync.reader import RunReader, manifests_of, no_longer_held
 from delta_weight_sync.records import Keys, Manifest, RunInfo, parse
 from delta_weight_sync.runlog import SEGMENT, ReplicaEvent, RunLogReader
+from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.store import Bucket, Listing, ObjectInfo
 from delta_weight_sync.util import size_text
 from inference_space.dashboard.state import Digests, Progress, RunState
-from inference_space.dashboard.views import OpenedDelta, open_delta
+from inference_space.dashboard.views import OpenedDelta, can_download, open_delta
 from space_guard.requests import RateLimit
 
 EVERY_S = 1.0  # between two readings while there are viewers
 IDLE_S = 60.0  # and while there are none
-LIST_EVERY_S = 5.0
+LIST_EVERY_S = 5.0  # for each page of the listing
 FAILED_S = 300.0  # until a damaged object, which may be repaired, is read again
 MAX_REBUILD = 1_000_000_000  # bytes of a version's files that a dashboard rebuilds for a proof
 MAX_DOWNLOAD = 256_000_000  # bytes of an object that a visitor downloads through the dashboard
 WINDOW_S = 300.0  # of the rate limit; the Hub counts in the same window
 CALLS = 240  # per window; each is up to three requests: the Hub allows a free user 1,000 to its API
 BYTES = 2_000_000_000  # per window; enough for the largest version that a dashboard rebuilds
+_PAGE = 1000  # objects that one request lists
 _FIRST_WAIT_S = 1.0
 _DIGESTS = 4096  # kept
 _DIGEST_TRIES = 10
@@ -272,9 +271,8 @@ class Download:
     """An object of the bucket on this machine's disk, deleted when the last user lets go of it."""
 
     def __init__(self, bucket: Bucket, info: ObjectInfo) -> None:
-        folder = tempfile.mkdtemp(prefix="delta-weight-sync-object-")
-        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self.path, self.size = Path(folder, info.key.rsplit("/", 1)[-1]), info.size
+        self._folder = Scratch()
+        self.path, self.size = self._folder.path / info.key.rsplit("/", 1)[-1], info.size
         bucket.fetch(info.key, self.path, info.size)
 
 
@@ -303,11 +301,11 @@ class Library:
         return name
 
     def objects(self) -> Listing:
-        """List the run's objects, at most `LIST_EVERY_S` seconds old, or older while the rate limit is
-        exceeded."""
+        """List the run's objects, at most `LIST_EVERY_S` seconds old for each page of them, or older while
+        the rate limit is exceeded."""
         with self._lock:
             at, run, listing = self._listed
-            if run == self.run and self._clock() - at <= LIST_EVERY_S:
+            if run == self.run and self._clock() - at <= LIST_EVERY_S * _pages(listing):
                 return listing
             try:
                 self._listed = self._clock(), self.run, self.bucket.list(Keys(self.run).folder)
@@ -331,9 +329,9 @@ class Library:
         return {version: self._manifest(version).digest for version in there}
 
     def download(self, key: str) -> Download:
-        """Download an object of the run; anchors and objects of other runs are refused."""
+        """Download an object of the run; anchors, states and objects of other runs are refused."""
         found = next((info for info in self.objects() if info.key == key), None)
-        if found is None or "/anchors/" in key:
+        if found is None or not can_download(key.removeprefix(Keys(self.run).folder)):
             raise errors.ObjectMissingError(
                 f"{key} is no object of run {self.run!r} that can be downloaded here"
             )
@@ -357,8 +355,8 @@ class Library:
             raise errors.ProtocolError(
                 f"v{manifest.version} is an anchor: every weight is new, there is no delta"
             )
-        with tempfile.TemporaryDirectory() as folder:
-            return open_delta(RunReader(self.bucket, self.run).fetch(manifest.deltas[-1], Path(folder)))
+        with Scratch() as folder:
+            return open_delta(RunReader(self.bucket, self.run).fetch(manifest.deltas[-1], folder))
 
     def _rebuild(self, manifest: Manifest) -> str:
         way = manifest.recipe()
@@ -366,12 +364,17 @@ class Library:
             raise errors.ProtocolError(
                 f"this model is too large to be rebuilt here: delta-weight-sync verify {self.bucket.url}"
             )
-        with tempfile.TemporaryDirectory() as folder:
-            RunReader(self.bucket, self.run).checkout(manifest, Path(folder))
+        with Scratch() as folder:
+            RunReader(self.bucket, self.run).checkout(manifest, folder)
         return (
             f"v{manifest.version} was rebuilt from anchor v{manifest.anchor.version} and {len(way.deltas)}"
             f" deltas: all {manifest.total} weights give the published digest {manifest.digest}"
         )
+
+
+def _pages(listing: Listing) -> int:
+    """Requests that it took."""
+    return 1 + len(listing) // _PAGE
 
 
 class RateLimitError(errors.BucketError):
@@ -387,6 +390,7 @@ class RateLimitedBucket:
 
     def __init__(self, bucket: Bucket, clock: Clock = time.monotonic) -> None:
         self._bucket, self.url, self._lock = bucket, bucket.url, threading.Lock()
+        self._pages = 1  # of the last listing
         self._calls = RateLimit(CALLS / WINDOW_S, CALLS, clock)
         self._bytes = RateLimit(BYTES / WINDOW_S, BYTES, clock)
 
@@ -404,12 +408,14 @@ class RateLimitedBucket:
         return self._bucket.stat(key)
 
     def list(self, prefix: str) -> Listing:
-        self._spend()
-        return self._bucket.list(prefix)
+        self._spend(calls=self._pages)
+        listing = self._bucket.list(prefix)
+        self._pages = min(_pages(listing), CALLS)
+        return listing
 
-    def _spend(self, size: int = 0) -> None:
+    def _spend(self, size: int = 0, calls: int = 1) -> None:
         with self._lock:
-            used, wait_s = f"{CALLS} requests", self._calls.spend("visitors", 1)
+            used, wait_s = f"{CALLS} requests", self._calls.spend("visitors", calls)
             if not wait_s:
                 used, wait_s = size_text(BYTES), self._bytes.spend("visitors", size)
         if wait_s:

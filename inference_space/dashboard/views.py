@@ -151,6 +151,11 @@ def opened(manifest: Manifest, delta: OpenedDelta, *, served: bool) -> Markup:
     return render_template("delta.html", manifest=manifest, delta=delta, served=served, most=MAX_TENSORS)
 
 
+def can_download(name: str) -> bool:
+    """Whether visitors may read an object of a run: no model, and no state of a trainer."""
+    return re.match(r"(run\.json$|(deltas|jumps|manifests|heads|log)/)", name) is not None
+
+
 def listing(
     objects: Listing, run: str, page: int, *, served: bool, openable: Collection[int] | None = None
 ) -> Markup:
@@ -171,7 +176,7 @@ def listing(
             "size": info.size,
             "parts": re.findall(r".*?(?:/|\.t\d+)|.+", name),  # the name may be broken between them
             "delta": int(delta[1]) if delta and can_open else None,
-            "download": served and not name.startswith("anchors/"),
+            "download": served and can_download(name),
         }
 
     groups = []

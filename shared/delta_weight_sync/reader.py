@@ -41,6 +41,7 @@ _SIDE_BY_SIDE = 6  # objects that are fetched ahead at a time
 _TRIES = 5  # to read a HEAD that a new writer removes meanwhile
 _MAX_UNSIGNED = 16  # refused manifests after which a search ends: a wrong public key refuses all
 _MAX_DAMAGED = 64  # manifests that a search tries: a forged object key can name any version
+_MAX_HEADS = 16  # HEADs that a search tries: a trainer that takes over removes those of earlier ones
 Kind = TypeVar("Kind", bound=Sealed)
 Problems = dict[str, Exception]
 """The records that were skipped on the way to a valid one: key -> error."""
@@ -325,17 +326,18 @@ class RunReader:
         raise errors.BucketUnreachableError(f"the listing of {place} names HEADs that are gone: try again")
 
     def _last_valid(self, below: Writer | None, floor: Rank | None, skipped: Problems) -> Head | None:
-        for writer in reversed(self.writers()):
-            if below is not None and writer >= below:
-                continue
+        writers = [writer for writer in self.writers() if below is None or writer < below]
+        listing: Listing | None = None
+        for writer in reversed(writers[-_MAX_HEADS:]):
             try:
                 return self.head_of(writer, floor)
             except errors.ProtocolError as error:
                 skipped[self.keys.head(writer)] = error
-                rebuilt = self.rebuild_head(writer)
+                listing = listing or self.bucket.list(self.keys.folder)
+                rebuilt = self.rebuild_head(writer, listing)
                 if rebuilt and (floor is None or rebuilt.rank >= floor):
                     return rebuilt
-        rebuilt = self.rebuild_head()
+        rebuilt = self.rebuild_head(None, listing)
         if rebuilt and floor and rebuilt.rank < floor:
             skipped[self.keys.heads] = went_back(f"HEAD of run {self.keys.run!r}", rebuilt.version, floor)
             return None
@@ -351,9 +353,9 @@ class RunReader:
             raise went_back(key, head.version, floor)
         return head
 
-    def rebuild_head(self, writer: Writer | None = None) -> Head | None:
+    def rebuild_head(self, writer: Writer | None = None, listing: Listing | None = None) -> Head | None:
         """The HEAD that names the newest complete version, of one writer or of any. None if there is none."""
-        there = {info.key: info.size for info in self.bucket.list(self.keys.folder)}
+        there = {info.key: info.size for info in listing or self.bucket.list(self.keys.folder)}
         listed = [each for each in _manifests(there) if writer is None or each[0].written_by(writer)]
         unsigned = 0
         for _, key in sorted(listed, reverse=True)[:_MAX_DAMAGED]:

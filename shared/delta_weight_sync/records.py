@@ -159,13 +159,15 @@ def head_writer(key: str) -> Writer | None:
     return Writer(int(match[1]), match[2]) if match else None
 
 
-def _cut(characters: int) -> BeforeValidator:
-    """Shorten free text instead of refusing it. Half a UTF-16 character becomes "?"."""
+def cut(length: int) -> Any:
+    """Shorten free text, or a list, instead of refusing it. Half a UTF-16 character becomes "?"."""
 
-    def cut(text: Any) -> Any:
-        return text[:characters].encode(errors="replace").decode() if isinstance(text, str) else text
+    def shorten(value: Any) -> Any:
+        if isinstance(value, str):
+            return value[:length].encode(errors="replace").decode()
+        return value[:length] if isinstance(value, list | tuple) else value
 
-    return BeforeValidator(cut)
+    return Field(max_length=length), BeforeValidator(shorten)
 
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -176,9 +178,9 @@ WriterId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(ge=0, le=1 << 62)]
 Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
 Time = Annotated[float, Field(ge=0, lt=253_402_300_800)]  # unix seconds, up to the year 9999
-Word = Annotated[str, _cut(200)]  # a name
-Line = Annotated[str, _cut(4000)]  # a few sentences
-Text = Annotated[str, _cut(20_000)]  # a prompt
+Word = Annotated[str, *cut(200)]  # a name
+Line = Annotated[str, *cut(4000)]  # a few sentences
+Text = Annotated[str, *cut(600)]  # the part of a conversation that is shown
 Model = TypeVar("Model", bound="Record")
 Rank = tuple[float, int, str, int]
 """Orders versions from old to new: creation time of the run, term and id of the writer, version."""
@@ -271,7 +273,8 @@ class Sealed(Record):
     format: Literal["delta-weight-sync/2"] = FORMAT
     run: RunName
     seal: Sha256 | Literal[""] = ""  # computed if empty
-    signature: Annotated[str, StringConstraints(max_length=1024)] = ""
+    # One spelling each, so that equal content is an equal record.
+    signature: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{128})?$")] = ""
 
     @model_validator(mode="after")
     def _seal(self) -> Self:

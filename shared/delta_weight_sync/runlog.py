@@ -4,8 +4,8 @@ Buckets cannot append, so the log is a series of segments with at most `SEGMENT`
 segment is rewritten; a reader keeps the full ones. Only the trainer writes: replicas have read-only tokens,
 so the trainer asks them for their status and records the answer.
 
-The log is not signed, so readers trust nothing in it: numbers are finite, texts are cut, and lines that are
-not events are skipped and counted.
+The log is not signed, so readers trust nothing in it: every field of an event is bounded, texts and rollouts
+are cut, and lines that are not events are skipped and counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from delta_weight_sync.errors import ProtocolError
-from delta_weight_sync.records import FORMAT, Count, Digest, Keys, Line, Number, Record, Text, Time, Word
+from delta_weight_sync.records import FORMAT, Count, Digest, Keys, Line, Number, Record, Text, Time, Word, cut
 from delta_weight_sync.store import Bucket
 
 SEGMENT: Final = 512
@@ -49,7 +49,7 @@ class SyncEvent(Record):
 class Rollout(Record):
     """One conversation of a group. Each turn is the text of the policy and the environment's answer."""
 
-    turns: tuple[tuple[Text, Text], ...]
+    turns: Annotated[tuple[tuple[Text, Text], ...], *cut(16)]
     reward: Number | None
     sync: Count  # of the oldest weights that wrote a token of it
 
@@ -63,7 +63,7 @@ class StepEvent(Record):
     reward: Number | None
     metrics: Annotated[dict[Word, Number], Field(max_length=METRICS)]
     prompt: Text = ""  # of `rollouts`, which share it
-    rollouts: tuple[Rollout, ...] = ()
+    rollouts: Annotated[tuple[Rollout, ...], *cut(16)] = ()
 
 
 class ReplicaEvent(Record):

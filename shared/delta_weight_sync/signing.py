@@ -59,14 +59,16 @@ class PublicKeys:
     """The keys that a reader trusts. Without any, it accepts every record with a valid seal.
 
     Args:
-        text: Words of `ed25519_public_` and 64 hex digits, separated by commas.
+        text: Words of `ed25519_public_` and 64 hex digits, separated by commas. Only "" names no key.
 
     Raises:
         KeyFormatError: A word is not such a key.
     """
 
     def __init__(self, text: str = "") -> None:
-        words = (word.strip() for word in text.split(",") if word.strip())
+        words = [word.strip() for word in text.split(",") if word.strip()]
+        if text and not words:  # such as "," of two unset variables: checking must not be off
+            words = [text]
         self._keys = {word: _parsed(word, _PUBLIC, PUBLIC_KEY) for word in words}
 
     @classmethod

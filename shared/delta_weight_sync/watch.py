@@ -65,8 +65,8 @@ class Watcher:
         self.wait, self.poke, self.close = notifications.wait, notifications.poke, notifications.close
         self._skipped: Problems = {}  # records that were skipped to find the newest version
         self._skipped_heads: Problems = {}
-        # Failures to get an answer, to find a version behind the HEADs, and to use a version.
-        self._asking, self._finding, self._using = (Backoff() for _ in range(3))
+        # Failures to get an answer, to find a version behind the HEADs, to use it, and to find whole HEADs.
+        self._asking, self._finding, self._using, self._mending = (Backoff() for _ in range(4))
         self._answered, self._fruitful = False, True  # whether the last look that was prompted found news
         self._newest = seen
         self.reset(seen.rank if seen else None)
@@ -76,6 +76,7 @@ class Watcher:
         self._notifications.reset()
         self._finding.reset()
         self._using.reset()
+        self._mending.reset()
         self._key, self._polls, self._empty = "", 0, 0
         self._found: dict[str, str] = {}  # key -> etag of each HEAD
         self._used: dict[str, str] | None = None  # `_found` when its version was used
@@ -158,7 +159,11 @@ class Watcher:
             return None
         if known:
             self._fetch_ahead(following, self._key)
-        head = (self._known_head() if known else None) or self._owner_head()
+        head = self._known_head() if known else None
+        if head is None:
+            if not self._mending.allows(_STORE):  # torn HEADs may change each second
+                return None
+            head = self._owner_head()
         if head and head.version and head.version > following:
             self._fetch_ahead(head.version)
         skipped: Problems = {}
@@ -172,6 +177,10 @@ class Watcher:
         self._key = self._reader.keys.head(Writer(head.writer_term, head.writer))
         self._head_floor, self._floor, self._newest = head.rank, manifest.rank, manifest
         self._skipped = self._skipped_heads | skipped
+        if self._skipped_heads:
+            self._mending.failed(_STORE)
+        else:
+            self._mending.reset()
         self._notifications.confirm()
         _log.debug("found version %d of run %s", manifest.version, self._reader.keys.run)
         return manifest

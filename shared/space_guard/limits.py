@@ -1,4 +1,4 @@
-"""Limits on what clients may use: connections, capacity and log lines.
+"""Limits on what clients may use: connections, capacity, log lines, and time after a request to stop.
 
 A trainer is known by the key. A visitor is known by the network address. No visitor, and not all visitors
 together, can take the capacity that a trainer needs.
@@ -11,21 +11,27 @@ end a connection after an answer (`timeout_keep_alive`) or, under load, refuse e
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 import logging
+import os
+import resource
+import signal
 import socket
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Any
 
-from starlette.types import Scope
+import uvicorn
+from starlette.types import ASGIApp, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from space_guard.requests import has_key, too_many
@@ -62,7 +68,7 @@ class Limits:
     unread_s: float  # within which the client must read some of its answer
     head_bytes: int  # of a request without its body
     pipelined: int  # requests that may wait behind the one that is being answered
-    keep_active: bool  # whether a visitor's connection is safe from eviction while it is being answered
+    keep_active: bool  # whether a visitor's complete request keeps its connection safe from eviction
 
 
 class _Connection(HttpToolsProtocol):
@@ -130,7 +136,7 @@ class _Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._known = self._known or has_key(self._key, self.headers)
-        if self._known or self._limits.keep_active:
+        if self._known:
             self._visitors.pop(self, None)
         if not self._limits.covers_body:
             self._stop_clock()
@@ -143,6 +149,8 @@ class _Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._complete = True
         self._stop_clock()
+        if self._limits.keep_active:
+            self._visitors.pop(self, None)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -185,6 +193,43 @@ class _Connection(HttpToolsProtocol):
 def limited_http(limits: Limits, max_visitors: int, key: str) -> Any:
     """The value of uvicorn's option `http`: a protocol with these limits for one server."""
     return partial(_Connection, limits=limits, visitors={}, max_visitors=max_visitors, key=key)
+
+
+def open_files(wanted: int) -> int:
+    """Let this process open `wanted` files, or as many as it may. Returns how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return allowed
+
+
+STOP_S, _CLEAN_S = 20, 5  # from the request to stop, and to remove temporary files if that was not enough
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, in a process that ends when it is asked to, even if one of its threads never does."""
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        def end() -> None:
+            signal.alarm(_CLEAN_S)  # ends the process, whatever Python does
+            atexit._run_exitfuncs()
+            os._exit(128 + sig)
+
+        if not self.should_exit:
+            timer = threading.Timer(STOP_S, end)
+            timer.daemon = True
+            timer.start()
+        super().handle_exit(sig, frame)
+
+
+def serve(app: ASGIApp, sockets: list[socket.socket] | None = None, **options: Any) -> None:
+    """Serve `app` with uvicorn's `options` until SIGTERM or SIGINT; then the process ends within 30 s."""
+    server = _Server(uvicorn.Config(app, **options))
+    with suppress(KeyboardInterrupt):
+        server.run(sockets)
+    if not server.started:
+        sys.exit(1)
 
 
 @dataclass(frozen=True)

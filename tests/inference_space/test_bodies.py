@@ -5,7 +5,6 @@ import json
 import logging
 
 import pytest
-import uvicorn
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -221,7 +220,7 @@ def test_each_event_that_the_page_sends_is_known(dashboard):
 def test_the_servers_log_is_limited_and_has_no_line_for_requests_that_are_not_http(monkeypatch):
     given, server = {}, logging.getLogger("uvicorn.error")
     monkeypatch.setattr(server, "filters", [])
-    monkeypatch.setattr(uvicorn, "run", lambda app, **options: given.update(options))
+    monkeypatch.setattr(public_port, "serve", lambda app, **options: given.update(options))
     public_port.listen(None, "127.0.0.1", 1)
     assert [type(found) for found in server.filters] == [LogLimit]
     assert (given["access_log"], given["log_level"]) == (False, "error")

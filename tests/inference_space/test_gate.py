@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from inference_space import gate as gates
-from inference_space.gate import ARRIVING, find_route
+from inference_space.gate import ARRIVING, LEAST, find_route
 from space_guard.limits import Lane
 from space_guard.requests import RateLimit
 from tests.inference_space.asking import (
@@ -293,17 +293,19 @@ def test_a_request_takes_no_place_before_all_of_it_has_arrived(path, headers):
 
 
 @pytest.mark.finding(5)
-def test_one_visitors_unfinished_bodies_do_not_fill_the_memory():
+@pytest.mark.finding("N3")
+@pytest.mark.parametrize("said", [JSON, JSON | {"content-length": "1"}], ids=["chunked", "short"])
+def test_one_visitors_unfinished_bodies_take_little_memory_and_few_connections(said):
     async def scenario():
         app = gate(open_inference=True, rate=RateLimit(1e9, 1e9))
-        most = ARRIVING.capacity // 4 // LONGEST
+        most = ARRIVING.capacity // 4 // LEAST
         async with client(app, VISITOR) as slow, client(app, OTHER) as other, trainer(app) as http:
             asks = [
-                asyncio.create_task(slow.post(COMPLETIONS, content=silent(), headers=JSON, timeout=None))
+                asyncio.create_task(slow.post(COMPLETIONS, content=silent(), headers=said, timeout=None))
                 for _ in range(most)
             ]
             await asyncio.sleep(1)
-            refused = await slow.post(COMPLETIONS, content=silent(), headers=JSON, timeout=None)
+            refused = await slow.post(COMPLETIONS, content=silent(), headers=said, timeout=None)
             others = await other.post(COMPLETIONS, json={}), await http.post(COMPLETIONS, json={})
             for task in asks:
                 task.cancel()

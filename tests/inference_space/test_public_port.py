@@ -78,7 +78,7 @@ def test_only_the_hubs_proxies_set_the_clients_address(monkeypatch, in_a_space, 
     """uvicorn takes the last address that is not a proxy's; a visitor can only write those before it."""
     given = {}
     monkeypatch.setattr(logging.getLogger("uvicorn.error"), "filters", [])
-    monkeypatch.setattr(uvicorn, "run", lambda app, **options: given.update(options))
+    monkeypatch.setattr(public_port, "serve", lambda app, **options: given.update(options))
     monkeypatch.setenv("SPACE_ID", "ada/replica")
     if not in_a_space:
         monkeypatch.delenv("SPACE_ID")
@@ -234,6 +234,20 @@ def test_the_next_head_must_also_arrive_in_time():
     assert running(scenario) is False
 
 
+@pytest.mark.finding("N1")
+@pytest.mark.parametrize("more", [b"A: b\r\n" * 1000, b"x" * 8000], ids=["many", "one"])
+def test_headers_behind_a_body_are_bounded(more):
+    async def scenario():
+        link, sent = Link(Port()), 0
+        link.send(ASK + b"Transfer-Encoding: chunked\r\n\r\n0\r\nT: ")
+        while link.open and sent < 1 << 20:
+            link.send(more)
+            sent += len(more)
+        return sent
+
+    assert running(scenario) <= LIMITS.head_bytes + len(more)
+
+
 @pytest.mark.finding(6)
 def test_a_slow_answer_is_not_cut_off():
     async def scenario():
@@ -273,8 +287,14 @@ def test_a_request_behind_another_one_ends_both():
     assert running(scenario) is False
 
 
+HALF = ASK.replace(b"GET /health", b"POST /gradio_api/run/predict")
+HALF += b"Content-Type: application/json\r\nContent-Length: 1\r\n\r\n"
+
+
 @pytest.mark.finding(6)
-def test_the_longest_idle_visitor_is_evicted_and_no_trainer():
+@pytest.mark.finding("N3")
+@pytest.mark.parametrize("said", [ASK + b"\r\n", HALF], ids=["idle", "half a body"])
+def test_the_longest_idle_visitor_is_evicted_and_no_trainer(said):
     async def scenario():
         port = Port()
         trainer = Link(port)
@@ -283,7 +303,7 @@ def test_the_longest_idle_visitor_is_evicted_and_no_trainer():
         visitors = []
         for _ in range(MAX_VISITORS + 10):
             visitors.append(Link(port))
-            visitors[-1].send(ASK + b"\r\n")
+            visitors[-1].send(said)
             await asyncio.sleep(0.001)
         return trainer.open, [link.open for link in visitors]
 

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
 from delta_weight_sync.runlog import (
     LINE,
@@ -19,6 +20,7 @@ from delta_weight_sync.runlog import (
     SEGMENT_BYTES,
     DoneEvent,
     Event,
+    ReplicaReport,
     Rollout,
     RunLogReader,
     RunLogWriter,
@@ -85,6 +87,33 @@ def test_what_a_replica_says_is_cut_to_a_length(bucket: Bucket) -> None:
     logged(bucket, sync(0, 1100), status("x" * 10_000, 1, state="y" * 100_000))
     _, said = read(bucket)[0]
     assert (len(said.replica), len(said.state)) == (200, 4000)
+
+
+BOUNDS = {
+    "string": {"maxLength", "pattern", "const", "enum"},
+    "integer": {"maximum"},
+    "number": {"maximum", "exclusiveMaximum"},
+    "array": {"maxItems"},
+}
+
+
+def unbounded(schema: object, at: str) -> Iterator[str]:
+    """The places of a JSON schema where a record may say as much as it likes."""
+    for name, part in schema.items() if isinstance(schema, dict) else ():
+        yield from unbounded(part, f"{at}.{name}")
+    if isinstance(schema, dict) and isinstance(kind := schema.get("type"), str):
+        free = schema.get("additionalProperties", kind == "object") and "maxProperties" not in schema
+        if free or not BOUNDS.get(kind, schema.keys()) & schema.keys():
+            yield at
+    elif isinstance(schema, list):
+        for number, part in enumerate(schema):
+            yield from unbounded(part, f"{at}.{number}")
+
+
+@pytest.mark.finding("N2")
+def test_every_field_of_every_event_is_bounded() -> None:
+    assert list(unbounded(TypeAdapter(Event).json_schema(), "event")) == []
+    assert list(unbounded(ReplicaReport.model_json_schema(), "report")) == []
 
 
 def test_a_segment_that_is_too_large_is_left_out(bucket: Bucket) -> None:
@@ -183,7 +212,7 @@ def test_what_a_model_or_an_environment_wrote_cannot_stop_the_log(bucket: Bucket
 
 def test_segments_end_before_readers_refuse_them(bucket: Bucket) -> None:
     log = RunLogWriter(bucket, "r", every_s=3600)
-    rollouts = tuple(Rollout(turns=(("x" * 20_000, "y"),) * 5, reward=1.0, sync=0) for _ in range(9))
+    rollouts = tuple(Rollout(turns=(("x" * 20_000,) * 2,) * 99, reward=1.0, sync=0) for _ in range(99))
     for step in range(20):
         log.append(StepEvent(t=0, step=step, reward=1.0, metrics={}, rollouts=rollouts))
         if step % 3 == 0:

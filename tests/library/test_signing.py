@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from delta_weight_sync import open_run
 from delta_weight_sync.errors import KeyFormatError, SignatureError
@@ -61,6 +62,27 @@ def test_a_forgery_is_refused_by_name(forge):
     with pytest.raises(SignatureError, match=r"runs/a/heads/x\.json .*it was not applied") as refusal:
         PublicKeys(PUBLIC).signer(forge(SIGNING.sign(HEAD)), "runs/a/heads/x.json")
     assert fingerprint(PUBLIC) in str(refusal.value)
+
+
+@pytest.mark.finding("N11")
+@pytest.mark.parametrize(
+    "respell", [str.upper, lambda text: f" {text}", lambda text: text[:2] + " " + text[2:]]
+)
+def test_a_signature_has_one_spelling(respell: Callable[[str], str]):
+    signed = SIGNING.sign(HEAD)
+    forged = signed.to_bytes().replace(signed.signature.encode(), respell(signed.signature).encode())
+    with pytest.raises(ValidationError, match="signature"):
+        Head.model_validate_json(forged)
+
+
+@pytest.mark.finding("N6")
+@pytest.mark.parametrize("text", [",", " ", ", ,"])
+def test_a_variable_without_a_key_in_it_does_not_turn_checking_off(
+    text: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(PUBLIC_KEY, text)
+    with pytest.raises(KeyFormatError, match=f"{PUBLIC_KEY} is not a key"):
+        PublicKeys.load()
 
 
 @pytest.mark.parametrize(

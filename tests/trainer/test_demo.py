@@ -168,6 +168,24 @@ def test_a_second_demo_leaves_the_first_alone(tmp_path):
     assert complaint == f"demo: another demo runs in {tmp_path}/demo; end it first (Ctrl-C)\n"
 
 
+@pytest.mark.finding("N4")
+def test_only_what_an_earlier_demo_left_is_deleted(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.demo.__main__._run", lambda *_: None)
+    mine, demos = tmp_path / "mine", tmp_path / "demo"
+    mine.mkdir()
+    for precious in (mine / "thesis", tmp_path / "mine.lock", tmp_path / "file"):
+        precious.write_text("precious")
+    for folder in (mine, tmp_path / "file"):
+        with pytest.raises(ChildError, match="holds other files"):
+            run_demo("wordle-tiny", folder, 0, 1.0)
+    for _ in range(2):
+        run_demo("wordle-tiny", demos, 0, 1.0)
+        (demos / "left").touch()
+    run_demo("wordle-tiny", demos, 0, 1.0)
+    assert sorted(path.name for path in demos.iterdir()) == [".demo", "bucket"]
+    assert (mine / "thesis").read_text() == (tmp_path / "mine.lock").read_text() == "precious"
+
+
 def test_a_replica_that_cannot_start_ends_the_demo_with_its_reason():
     reason = "vLLM did not start: no memory; see the log above for the reason"
     failed = ReplicaEvent(t=0, replica="r", state="starting vLLM", version=None, digest=None, error=reason)

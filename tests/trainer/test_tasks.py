@@ -1,7 +1,9 @@
 """The tasks: Wordle as TRL sees it and its held-out games, on a real environment, and reverse-text."""
 
 import asyncio
+import contextlib
 import itertools
+import json
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,12 +17,13 @@ from bench.research.tokens import build_tokenizer
 from env_space.app import create_app
 from env_space.settings import Settings
 from examples import tiny_policy as tiny
+from tests.support.http_server import Request, answering
 from tests.support.serving import serving
 from trainer.demo.__main__ import env_settings
 from trainer.demo.processes import Processes, free_port
 from trainer.settings import Settings as TrainerSettings
-from trainer.tasks import make_task, reverse_text
-from trainer.tasks.wordle import WordleEnv, make_dataset
+from trainer.tasks import make_task, reverse_text, wordle
+from trainer.tasks.wordle import GameLostError, WordleEnv, make_dataset
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +116,36 @@ def test_a_restarted_environment_fails_its_games_but_not_the_run(words, tmp_path
         assert reward(env) is None, "not scored, rather than scored wrongly"
         env.reset(seed=2)
         assert guess(env, words[0])
+
+
+GAME = {"done": False, "solved": False, "observation": "c1-", "reward": 0.5}
+ODD = [GAME | {"reward": odd} for odd in (float("inf"), float("nan"), 1e300, "a lot", None, True)]
+ODD += [GAME | {"observation": "x" * 1001}, [], "game", {}, GAME | {"observation": "x" * (1 << 20)}]
+
+
+@pytest.mark.finding("N5")
+@pytest.mark.parametrize("answer", ODD, ids=lambda answer: str(answer)[:40])
+@pytest.mark.parametrize("to_a_guess", [True, False], ids=["guess", "end"])
+def test_what_is_no_games_answer_loses_the_game_and_is_not_scored(answer, to_a_guess):
+    def answers(request: Request):
+        odd = request.path.count("/") == (3 if to_a_guess else 2)
+        return 200, {}, json.dumps(answer if odd else GAME).encode()
+
+    with answering(answers) as somebody:
+        env = WordleEnv(somebody)
+        env.reset(seed=3)
+        with pytest.raises(GameLostError) if to_a_guess else contextlib.nullcontext():
+            guess(env, "crane")
+        assert reward(env) is None
+
+
+@pytest.mark.finding("N5")
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [("7", 7.0), ("1e9", 30.0), ("inf", 30.0), ("nan", 1.0), ("-1", 1.0), ("Tue, 24 Nov 2026", 1.0)],
+)
+def test_a_pause_that_an_environment_asks_for_has_a_limit(said, seconds):
+    assert wordle._pause_s(said) == seconds
 
 
 WORDS = ["".join(letters) for letters in itertools.product(ascii_lowercase[:5], repeat=3)]

@@ -298,6 +298,24 @@ def test_a_head_that_is_gone_or_damaged_while_nothing_is_new(run, time, serving)
     assert serving.serving == run.newest
 
 
+@pytest.mark.finding("N12")
+def test_two_hundred_torn_heads_of_which_one_changes_at_each_look(run, time, serving) -> None:
+    heads = run.folder / "runs" / RUN / "heads"
+    torn = [heads / f"{term:08d}.{term:032x}.json" for term in range(100, 300)]
+    head_of(run).write_bytes(b"torn")
+    for path in torn:
+        path.write_bytes(b"torn")
+    time.in_pauses = lambda: torn[int(time.now) % 200].write_bytes(b"torn")
+    assert asked_in_a_minute(time, serving) <= 2 * LOOKS + 7 * 24, "a few of them, seven times"
+    assert serving.serving == run.newest
+    for path in torn:
+        path.unlink()
+    time.in_pauses = lambda: None
+    run.step()
+    time.pass_for(64, serving)
+    assert serving.serving == run.newest
+
+
 def test_all_records_are_damaged_and_thousands_are_added(run, time, serving) -> None:
     manifests = run.folder / "runs" / RUN / "manifests"
     for path in (*manifests.iterdir(), *(run.folder / "runs" / RUN / "heads").iterdir()):

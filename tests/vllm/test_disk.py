@@ -13,8 +13,9 @@ import pytest
 from delta_weight_sync.checkout import CheckpointFolder
 from delta_weight_sync.errors import SettingsError
 from delta_weight_sync.reader import RunReader
+from delta_weight_sync.scratch import PREFIX, Scratch
 from delta_weight_sync.store import open_bucket
-from delta_weight_sync.vllm.disk import SCRATCH_PREFIX, private_folder, scratch_folder
+from delta_weight_sync.vllm.disk import private_folder
 from delta_weight_sync.vllm.follower import Follower
 from inference_space.settings import Settings
 from inference_space.vllm_server import VllmServer
@@ -22,7 +23,7 @@ from tests.support.fake_vllm import Mortal
 from tests.support.real_run import RUN, Drifting
 
 LEFT = ".0f0e0d.part"
-OWNER = "from delta_weight_sync.vllm.disk import *; print(scratch_folder(), flush=True); input()"
+OWNER = "from delta_weight_sync.scratch import *; own = Scratch(); print(own.path, flush=True); input()"
 
 
 @pytest.fixture
@@ -50,16 +51,16 @@ def owner(temporary: Path) -> tuple[subprocess.Popen[str], Path]:
 def test_the_folder_of_a_killed_replica_is_removed_and_that_of_a_living_one_stays(temporary) -> None:
     killed, left = owner(temporary)
     living, used = owner(temporary)
-    young = temporary / f"{SCRATCH_PREFIX}young"
+    young = temporary / f"{PREFIX}young"
     young.mkdir()
     killed.kill()
     killed.wait(60)
     try:
-        mine = scratch_folder()
+        mine = Scratch()
         assert not left.exists()
         assert (used / "model.safetensors").exists()
         assert young.exists(), "it is just being made"
-        assert mine.exists()
+        assert mine.path.exists()
     finally:
         living.communicate("\n", timeout=60)
         killed.communicate(timeout=60)
@@ -70,8 +71,8 @@ def test_the_folder_of_a_killed_replica_is_removed_and_that_of_a_living_one_stay
 def test_a_link_that_somebody_put_there_is_not_followed(temporary, tmp_path) -> None:
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / ".alive").touch()
-    (temporary / f"{SCRATCH_PREFIX}link").symlink_to(tmp_path / "precious")
-    scratch_folder()
+    (temporary / f"{PREFIX}link").symlink_to(tmp_path / "precious")
+    Scratch().close()
     assert (tmp_path / "precious").exists()
 
 

@@ -55,7 +55,8 @@ def main() -> None:
     parser.add_argument("--policy", choices=POLICIES, default="wordle-tiny")
     parser.add_argument("--minutes", type=_minutes, default=5.0, help="time limit (default: 5)")
     parser.add_argument("--port", type=int, default=0, help="port of the dashboard (default: any free port)")
-    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="folder for all files")
+    files = "folder for all files; an earlier demo's is emptied"
+    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help=files)
     arguments = parser.parse_args()
     interrupt_once()
     try:
@@ -74,12 +75,16 @@ def _minutes(text: str) -> float:
 
 
 def run_demo(name: str, folder: Path, port: int, minutes: float) -> None:
-    """Delete `folder` and run the demo in it; raises `ChildError`."""
+    """Run the demo in `folder`, which may be what an earlier one left; raises `ChildError`."""
     if problem := gpu_build.problem():
         raise ChildError(problem)
+    mark = folder / ".demo"
+    if folder.exists() and not (folder.is_dir() and (mark.exists() or not any(folder.iterdir()))):
+        raise ChildError(f"{folder} holds other files: name an empty folder, or one of an earlier demo")
     with exclusive(folder):
         shutil.rmtree(folder, ignore_errors=True)
         (folder / "bucket").mkdir(parents=True)
+        mark.touch()
         with Processes(folder) as processes:
             _run(processes, name, folder, port, minutes)
 

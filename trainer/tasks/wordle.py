@@ -8,10 +8,11 @@ import functools
 import json
 import time
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import aiohttp
 from datasets import Dataset
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainer import spaces
 from trainer.settings import Settings
@@ -23,10 +24,23 @@ if TYPE_CHECKING:
 _RETRY_S = 600.0
 _TIMEOUT = aiohttp.ClientTimeout(total=30.0)
 _RETRIED = (429, 502, 503, 504)
+_LONGEST_PAUSE_S = 30.0
+_MAX_ANSWER = 64 << 10  # bytes
+
+
+class Played(BaseModel):
+    """A game's answer. The environment may be somebody else's: one infinite reward would ruin all weights."""
+
+    model_config = ConfigDict(strict=True)
+
+    reward: Annotated[float, Field(ge=-1000, le=1000)]
+    done: bool = True
+    solved: bool = False
+    observation: Annotated[str, Field(max_length=1000)] = ""
 
 
 class GameLostError(ValueError):
-    """The server no longer knows the game: it was restarted, or the game expired."""
+    """The server no longer knows the game, or its answer is none: the game is not scored."""
 
 
 class WordleEnv:
@@ -66,12 +80,12 @@ class WordleEnv:
         self._turn += 1
         body = {"word": word, "turn": self._turn}
         try:
-            answer = await self._call("POST", f"/sessions/{self._session}/guess", body)
+            played = _played(await self._call("POST", f"/sessions/{self._session}/guess", body))
         except GameLostError:
             self.done, self._reward = True, None
             raise
-        self.done, self.solved, self._reward = answer["done"], answer["solved"], answer["reward"]
-        return str(answer["observation"])
+        self.done, self.solved, self._reward = played.done, played.solved, played.reward
+        return played.observation
 
     async def get_reward(self) -> float | None:
         """The game's reward; None, which TRL does not score, if a fault of the server lost the game."""
@@ -80,10 +94,10 @@ class WordleEnv:
                 await self._call("POST", "/sessions", self._opening)
             self._reward, self.done = None, True
             with contextlib.suppress(GameLostError):
-                self._reward = (await self._call("DELETE", f"/sessions/{self._session}", None))["reward"]
+                self._reward = _played(await self._call("DELETE", f"/sessions/{self._session}", None)).reward
         return self._reward
 
-    async def _call(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         # A redirect would carry the key to another host.
         options: dict[str, Any] = {"json": body, "allow_redirects": False, "timeout": _TIMEOUT}
         url, deadline = self._url, time.monotonic() + _RETRY_S
@@ -94,10 +108,10 @@ class WordleEnv:
                     spaces.connections() as session,
                     session.request(method, f"{url}{path}", headers=headers, **options) as response,
                 ):
-                    status, text = response.status, await response.read()
+                    status, text = response.status, await _read(response)
                 if status not in _RETRIED or time.monotonic() > deadline:
                     break
-                await asyncio.sleep(float(response.headers.get("retry-after", 1)))
+                await asyncio.sleep(_pause_s(response.headers.get("retry-after", "")))
             except (aiohttp.ClientError, TimeoutError) as error:
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"the environment at {url} does not answer: {error}") from error
@@ -106,12 +120,35 @@ class WordleEnv:
         with contextlib.suppress(ValueError):
             answer = json.loads(text)
         if 200 <= status < 300:
-            return dict(answer)
+            return answer
         if not isinstance(answer, dict) or "detail" not in answer:  # the Wordle Space always gives one
             fix = "check --env_url; if it is private, SPACE_HF_TOKEN must read it and SPACES must name it"
             raise ValueError(f"{url} answered {status} and is not the Wordle Space: {fix}")
         detail = str(answer["detail"])
         raise GameLostError(detail) if status == 404 else ValueError(f"{url} refused: {detail}")
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    """The body, or as much of it as an answer may have."""
+    try:
+        return await response.content.readexactly(_MAX_ANSWER)
+    except asyncio.IncompleteReadError as all_of_it:
+        return all_of_it.partial
+
+
+def _pause_s(retry_after: str) -> float:
+    """Seconds until the next try; a second if the server names a date, or no time at all."""
+    with contextlib.suppress(ValueError):
+        if (seconds := float(retry_after)) >= 1:
+            return min(seconds, _LONGEST_PAUSE_S)
+    return 1.0
+
+
+def _played(answer: Any) -> Played:
+    try:
+        return Played.model_validate(answer)
+    except ValidationError as error:
+        raise GameLostError(f"the environment's answer is not a game's: {error.errors()[0]['msg']}") from None
 
 
 def make_dataset(prompt: str, games: int, seed: int) -> Dataset:

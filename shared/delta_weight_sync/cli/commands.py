@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from delta_weight_sync.checkpoint import Bits
 from delta_weight_sync.errors import CommandError, NoVersionError, ProtocolError, printable
 from delta_weight_sync.reader import RunReader, checkpoint_errors, manifests_of, open_run, require_digest
 from delta_weight_sync.records import Manifest
+from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, make_keys
 
 Arguments = argparse.Namespace
@@ -168,8 +168,8 @@ def _show(arguments: Arguments) -> None:
     print(json.dumps(facts, indent=2))
     if not manifest.deltas:
         return
-    with tempfile.TemporaryDirectory() as folder:
-        delta = Delta(reader.fetch(manifest.deltas[-1], Path(folder)))
+    with Scratch() as folder:
+        delta = Delta(reader.fetch(manifest.deltas[-1], folder))
     for number, group in enumerate(delta.groups):
         print(f"group {number}, {printable(group.explain())}")
     print(f"{'changed':>10}  {'of':>12}  {'group':>5}  tensor")
@@ -186,8 +186,8 @@ def _verify(arguments: Arguments) -> None:
     while older := reader.parent(manifests[-1]):
         manifests.append(older)
     manifests.reverse()
-    with tempfile.TemporaryDirectory() as folder:
-        for manifest in _verified(reader, manifests, Path(folder)):
+    with Scratch() as folder:
+        for manifest in _verified(reader, manifests, folder):
             print(f"version {manifest.version} ok, digest {manifest.digest}", flush=True)
     _print_deleted(manifests[0])
     print(f"all {len(manifests)} versions verified")
@@ -239,8 +239,7 @@ def _blame(arguments: Arguments) -> None:
         raise ProtocolError(
             f"version {manifest.version} was published as an anchor only, so no delta shows its changes"
         )
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with Scratch() as folder:
         delta = Delta(reader.fetch(manifest.deltas[-1], folder))
         # The version before is fetched only if the delta is coded against it.
         before = functools.cache(
@@ -265,8 +264,8 @@ def _bisect(arguments: Arguments) -> None:
     if "{path}" not in arguments.eval and "{version}" not in arguments.eval:
         raise CommandError("--eval names neither {path} nor {version}, so it would judge the same each time")
     reader = _opened(arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        judge = _Judge(reader, arguments.eval, Path(folder))
+    with Scratch() as folder:
+        judge = _Judge(reader, arguments.eval, folder)
         good, bad = _ends(reader, judge, arguments.good, arguments.bad)
         unknown = set[int]()
         while left := [version for version in range(good + 1, bad) if version not in unknown]:

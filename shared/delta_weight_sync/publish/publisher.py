@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +24,7 @@ from delta_weight_sync.reader import RunReader, split_run
 from delta_weight_sync.records import Manifest
 from delta_weight_sync.resume._state import FoundState, Snapshot, StateRecord, StateSaver, find_state
 from delta_weight_sync.runlog import RunLogWriter
+from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.signing import writer_keys
 from delta_weight_sync.store import open_bucket
 
@@ -198,9 +198,8 @@ class Publisher:
         Raises:
             StateError: The run has versions but no state, or a state of another number of ranks.
         """
-        folder = tempfile.TemporaryDirectory()
-        self._resources.callback(folder.cleanup)
-        self._found = find_state(self.reader, self._outbox, self._peers, Path(folder.name))
+        folder = self._resources.enter_context(Scratch())
+        self._found = find_state(self.reader, self._outbox, self._peers, folder)
         self.resumed_from = self._found.record if self._found else None
         return self.resumed_from
 
@@ -314,7 +313,7 @@ class Publisher:
         start = Base(base) if base is not None else None
         bucket, run = open_bucket(place, create=True), named or DEFAULT_RUN
         with contextlib.ExitStack() as stack:
-            assets = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            assets = stack.enter_context(Scratch())
             if start:
                 start.write_files(assets)
             elif RunReader(bucket, run, writer_keys(key)[1]).newest() is None:

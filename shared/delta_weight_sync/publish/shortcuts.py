@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +28,7 @@ from delta_weight_sync.prune import Keep, Pruner, prune
 from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import apply_delta, require_digest
 from delta_weight_sync.records import STRIDES, Manifest
+from delta_weight_sync.scratch import Scratch
 
 _BEHIND: Final = 16  # versions that may wait here before jumps are skipped
 _RESTART_EVERY: Final = 64  # versions between retries, after a full disk
@@ -89,8 +89,8 @@ class Shortcuts:
         """`keep`: how much of the run stays in the bucket; None for all of it."""
         self._writer, self._encoding = writer, encoding
         self._pruner = Pruner(writer.reader, keep) if keep else None
-        self._scratch = tempfile.TemporaryDirectory(prefix="delta-weight-sync-")
-        self.folder = Path(self._scratch.name)
+        self._scratch = Scratch()
+        self.folder = self._scratch.path
         self.path = self.folder / WEIGHTS  # weights of the newest version; write them before `restart`
         self._version = -1
         self._starts = [_Start(stride, self.folder / f"from-{stride}") for stride in STRIDES]
@@ -153,7 +153,7 @@ class Shortcuts:
             self._closed = True
             self._changed.notify_all()
         self._thread.join(_CLOSING_S)
-        self._scratch.cleanup()
+        self._scratch.close()
 
     def _run(self) -> None:
         while True:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Container, Iterator
@@ -39,6 +38,7 @@ from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import Count, Digest, FileRef, Manifest, Sealed, Time, Writer
 from delta_weight_sync.resume import optimizer as parts
 from delta_weight_sync.resume.optimizer import Tensors, as_json, to_host
+from delta_weight_sync.scratch import Scratch
 
 _NOTE = {"weights", "optimizer", "random", "others"}
 _LOW, _PUBLISHED, _WHOLE = "low", "published", "whole"  # how a weight is saved
@@ -114,8 +114,8 @@ class StateSaver:
         if manifest is None:
             return
         name = self._reader.keys.state(manifest.version, sync, Writer(manifest.writer_term, manifest.writer))
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "state"
+        with Scratch() as folder:
+            path = folder / "state"
             snapshot.write(path)
             own_file = put_file(self._reader.bucket, path, f"{name}/rank-{self._peers.rank}.safetensors")
         refs = self._peers.exchange(own_file)

@@ -6,22 +6,17 @@ the anchor with its deltas applied; all workers map the same pages. The commit p
 
 from __future__ import annotations
 
-import atexit
 import fcntl
 import os
 import shutil
 import stat
-import tempfile
 from pathlib import Path
-from typing import Final
 
 from delta_weight_sync.checkpoint import WEIGHTS, map_bits
 from delta_weight_sync.errors import ProtocolError, SettingsError
 from delta_weight_sync.reader import RunReader, checkpoint_errors, remove_other_files
 from delta_weight_sync.records import Manifest
 
-SCRATCH_PREFIX: Final = "delta-weight-sync-replica-"
-_MARK: Final = ".alive"  # a file that stays locked while the process lives
 _STEPS = 10  # progress is reported in tenths, because each change is written to the run's log
 _COMING = "coming"
 
@@ -33,7 +28,7 @@ def private_folder(folder: str, variable: str) -> Path:
     """The folder that `variable` names, created for this user alone if it is missing.
 
     vLLM runs or serves what it reads there, so a folder of another user (anybody can create one in /tmp), or
-    one that everybody may write to, is refused with `SettingsError`.
+    one that everybody may write to, is refused with `SettingsError`; so is one of another process.
     """
     path, problem = Path(folder), ""
     try:
@@ -42,6 +37,11 @@ def private_folder(folder: str, variable: str) -> Path:
             problem = "belongs to another user"
         elif path.stat().st_mode & stat.S_IWOTH:
             problem = "may be written to by every user"
+        else:  # the lock is held until the process ends, however it ends
+            lock = os.open(path / ".lock", os.O_CREAT | os.O_WRONLY, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        problem = "is used by another replica"
     except OSError as error:
         problem = f"cannot be made ({error.strerror})"
     if problem:
@@ -49,33 +49,6 @@ def private_folder(folder: str, variable: str) -> Path:
             {variable: f"{folder} {problem}; name a folder of your own, or one that is not there"}
         )
     return path
-
-
-def scratch_folder() -> Path:
-    """A new temporary folder, removed when this process ends. Removes folders that killed replicas left."""
-    for left in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*"):
-        if _is_left(left):
-            shutil.rmtree(left, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    # The lock, held until the end, comes before the name: no other process ever finds the mark unlocked.
-    mark = folder / f"{_MARK}.new"
-    fcntl.flock(os.open(mark, os.O_CREAT | os.O_WRONLY, 0o600), fcntl.LOCK_EX)
-    mark.rename(folder / _MARK)
-    return folder
-
-
-def _is_left(folder: Path) -> bool:
-    """Whether it belongs to this user and its process is gone; a folder without a mark is being made."""
-    try:
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            return False
-        with (folder / _MARK).open() as mark:
-            fcntl.flock(mark, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # includes BlockingIOError: the lock is held
-        return False
-    return True
 
 
 class Layout:

@@ -28,8 +28,9 @@ from delta_weight_sync.errors import ProtocolError, SettingsError
 from delta_weight_sync.reader import open_run
 from delta_weight_sync.records import POLL_S
 from delta_weight_sync.runlog import ReplicaReport
+from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.signing import PublicKeys
-from delta_weight_sync.vllm.disk import private_folder, scratch_folder
+from delta_weight_sync.vllm.disk import private_folder
 from delta_weight_sync.vllm.engine import Engine
 from delta_weight_sync.vllm.follower import Follower
 
@@ -112,12 +113,13 @@ class Endpoint:
         embedded = hasattr(state, "follower")
         if settings is None or embedded or engine_client.vllm_config.parallel_config._api_process_rank > 0:
             return
-        folder = private_folder(settings.folder, f"{PREFIX}FOLDER") if settings.folder else scratch_folder()
+        state.scratch = Scratch()
+        own = private_folder(settings.folder, f"{PREFIX}FOLDER") if settings.folder else None
         state.follower = Follower(
             open_run(settings.run, public_key=settings.public_key or None),
             Engine(engine_client, asyncio.get_running_loop()),
             name=settings.name,
-            folder=folder,
+            folder=own or state.scratch.path,
             poll_s=settings.poll_s,
         )
         state.follower.start()

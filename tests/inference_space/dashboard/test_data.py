@@ -9,6 +9,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 from uuid import uuid4
 
 import numpy as np
@@ -17,11 +19,11 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from delta_weight_sync.codec import Bits
-from delta_weight_sync.errors import BucketUnreachableError, ProtocolError
+from delta_weight_sync.errors import BucketUnreachableError, ObjectMissingError, ProtocolError
 from delta_weight_sync.records import Manifest, RunInfo
 from delta_weight_sync.runlog import SEGMENT
 from delta_weight_sync.store import Bucket, ObjectInfo, open_bucket
-from inference_space.dashboard import data
+from inference_space.dashboard import data, views
 from inference_space.dashboard.data import (
     BYTES,
     CALLS,
@@ -406,19 +408,46 @@ def test_the_size_stated_by_a_manifest_is_not_trusted(
 
 def test_a_download_is_deleted_after_its_last_use(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "_DISK", 1)
-    bucket.put("runs/r/x", b"one")
-    bucket.put("runs/r/y", b"two")
+    bucket.put("runs/r/log/x", b"one")
+    bucket.put("runs/r/log/y", b"two")
     counted = CountedBucket(bucket)
     library = Library(counted, lambda: "r")
-    sending = library.download("runs/r/x")
-    assert library.download("runs/r/x") is sending
-    assert counted.fetched == {"runs/r/x": 1}
-    path = library.download("runs/r/y").path
+    sending = library.download("runs/r/log/x")
+    assert library.download("runs/r/log/x") is sending
+    assert counted.fetched == {"runs/r/log/x": 1}
+    path = library.download("runs/r/log/y").path
     assert path.read_bytes() == b"two"
     assert sending.path.read_bytes() == b"one", "although it made room for another"
     folder = sending.path.parent
     del sending
     assert not folder.exists()
+
+
+@pytest.mark.finding("N9")
+@pytest.mark.parametrize("name", ["state/1/rank-0.safetensors", "state/1.json", "anchors/0/config.json", "x"])
+def test_a_visitor_downloads_neither_models_nor_states(bucket: Bucket, name: str) -> None:
+    bucket.put(f"runs/r/{name}", b"x")
+    with pytest.raises(ObjectMissingError, match="no object of run 'r' that can be downloaded here"):
+        Library(bucket, lambda: "r").download(f"runs/r/{name}")
+    assert "/dashboard/object?" not in views.listing(bucket.list("runs/r/"), "r", 0, served=True)
+
+
+@pytest.mark.finding("N10")
+def test_a_long_listing_costs_its_pages_and_is_asked_for_less_often() -> None:
+    now, asked = [0.0], []
+    many = [ObjectInfo(f"runs/r/log/{number}", 1, "x") for number in range(20_000)]
+    listing = SimpleNamespace(url="file:///b", list=lambda prefix: asked.append(prefix) or many)
+    limited = RateLimitedBucket(cast(Bucket, listing), lambda: now[0])
+    library = Library(cast(Bucket, limited), lambda: "r", lambda: now[0])
+    for _ in range(60):
+        library.objects()
+        now[0] += 5.0
+    assert len(asked) < 4
+    limited = RateLimitedBucket(cast(Bucket, listing), lambda: now[0])
+    for _ in range(1 + CALLS // 21):
+        limited.list("runs/r/")
+    with pytest.raises(RateLimitError):
+        limited.list("runs/r/")
 
 
 @pytest.mark.finding(8)
@@ -486,7 +515,7 @@ class TestHubQuota:
     def test_many_objects_cost_no_more_than_the_limit(
         self, bucket: Bucket, hub: HubSim, visitor: TestClient
     ) -> None:
-        files = [(b"%d" % number, f"runs/r/x/{number}") for number in range(self.OBJECTS)]
+        files = [(b"%d" % number, f"runs/r/log/{number}") for number in range(self.OBJECTS)]
         bucket._api.batch_bucket_files(bucket._id, add=files)
         answers = []
 
