@@ -38,7 +38,7 @@ from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.records import AnchorRef, DeltaRef, Manifest
 from delta_weight_sync.runlog import RunLogWriter, SyncEvent
 
-Untrained = Callable[[Mapping[str, tuple[int, ...]]], Iterable[tuple[str, Bits]]]
+Untrained = Callable[[Mapping[str, tuple[int, ...]], Callable[[str], Bits]], Iterable[tuple[str, Bits]]]
 _RETRY_S = 2.0
 _STRIDES = {torch.float32: 2, torch.bfloat16: 1}  # 16-bit units from one weight's bf16 bits to the next's
 _log = logging.getLogger("delta_weight_sync")
@@ -186,9 +186,10 @@ class Outbox:
         mirror: Place = "host",
         untrained: Untrained | None = None,
         keep: Keep | None = None,
+        finite: bool = True,
     ) -> None:
         self._writer, self._log, self._encoding, self._untrained = writer, log, encoding, untrained
-        self.mirror = Mirror(mirror)  # with nothing pending, the newest version
+        self.mirror = Mirror(mirror, finite=finite)  # with nothing pending, the newest version
         self.repeated = RepeatedSyncs({})  # what a resumed trainer repeats, whose updates are held back
         self.undo_log: UndoLog | None = None  # gets the changes of every sync
         self._names: set[str] = set()  # tensors of every sync
@@ -320,8 +321,10 @@ class Outbox:
         started, created_at = time.perf_counter(), time.time()
         for name, tensor in weights:
             self.mirror.add(name, tensor)
+            self.mirror.require_finite(name, self.mirror.bits(name))
         self._names = set(self.mirror.shapes)
-        for name, bits in self._untrained(self.mirror.shapes) if self._untrained else ():
+        untrained = self._untrained(self.mirror.shapes, self.mirror.bits) if self._untrained else ()
+        for name, bits in untrained:
             self.mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16))
         base = PendingUpdate([], to_hex(self.mirror.digest), sync, created_at, time.perf_counter() - started)
         version = 0 if self.version is None else self.version + 1
