@@ -2,13 +2,17 @@
 
 import contextlib
 import ctypes
+import errno
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,9 +21,10 @@ from safetensors.torch import save_file
 
 from delta_weight_sync import DeltaWeightSyncError, Publisher, RunReader, open_run, util
 from delta_weight_sync.checkpoint import read_bits, to_bits
-from delta_weight_sync.errors import CheckpointError, CodecError, ConfigError
+from delta_weight_sync.errors import BucketError, CheckpointError, CodecError, ConfigError
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, new_pair
 from delta_weight_sync.store import open_bucket
+from delta_weight_sync.store._files import FileBucket
 
 SHAPES = {"embed.weight": (30, 4), "tower.weight": (7, 5), "tower.norm": (5,), "norm.weight": (4,)}
 TRAINED = ("embed.weight", "norm.weight")
@@ -188,6 +193,33 @@ def test_a_signed_run_is_not_continued_without_its_key(url, base):
     with pytest.raises(ConfigError, match="the versions of run 'main' are signed"):
         Publisher(url, base)
     assert open_run(url, public_key=pair[PUBLIC_KEY]).writers() == writers, "nobody was fenced off"
+
+
+def test_versions_that_do_not_arrive_are_said_at_once_and_again_and_the_first_error_last(
+    url, base, monkeypatch, caplog
+):
+    monkeypatch.setattr("delta_weight_sync.publish.outbox._RETRY_S", 0.01)
+    monkeypatch.setattr("delta_weight_sync.publish.outbox._REMIND_S", 0.0)
+    publisher, tries, again = Publisher(url, base), itertools.count(1), threading.Event()
+
+    def full(*_: object) -> None:
+        if (number := next(tries)) > 9:
+            again.set()
+        raise OSError(errno.ENOSPC, f"no space left, try {number}")
+
+    def end() -> None:
+        with publisher:
+            publisher.flush(0.01)
+
+    publisher.publish(trained(base).items())
+    monkeypatch.setattr(FileBucket, "_put", full)
+    monkeypatch.setattr(publisher.log, "_bucket", mock.Mock(put=mock.Mock(side_effect=BucketError("log"))))
+    publisher.publish(trained(base).items())
+    assert again.wait(60)
+    with pytest.raises(TimeoutError, match=r"not in the bucket after 0 s: .*no space left, try 1\)"):
+        end()
+    told = [r.message for r in caplog.records if "version 1 has not reached the bucket" in r.message]
+    assert len(told) > 2
 
 
 def test_what_cannot_be_known_is_an_error_that_names_the_fix(url, base, tmp_path):

@@ -16,7 +16,13 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from delta_weight_sync.codec import Encoding
 from delta_weight_sync.digest import to_hex
-from delta_weight_sync.errors import CheckpointError, CodecError, ConfigError, StateError
+from delta_weight_sync.errors import (
+    CheckpointError,
+    CodecError,
+    ConfigError,
+    DeltaWeightSyncError,
+    StateError,
+)
 from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish._base import Base
 from delta_weight_sync.publish.mirror import Place
@@ -317,10 +323,16 @@ class Publisher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close; flush first, unless an exception ends the block."""
-        with contextlib.closing(self):
-            if kind is None and self._begun:
+        """Close; flush first, unless an exception ends the block. The first error is the one to raise."""
+        failed = kind is not None
+        try:
+            if not failed and self._begun:
+                failed = True
                 self.flush()
+                failed = False
+        finally:
+            with contextlib.suppress(*(DeltaWeightSyncError, TimeoutError) if failed else ()):
+                self.close()
 
     def _named(self, weights: Model) -> Weights:
         names = set[str]()
