@@ -7,7 +7,6 @@ servers patch their live weights with the plugin of this package.
 from __future__ import annotations
 
 import importlib
-import logging
 from typing import TYPE_CHECKING, Any
 
 from delta_weight_sync.errors import (
@@ -84,8 +83,6 @@ _HOMES = {
     "open_run": "delta_weight_sync.reader",
 }
 _EXTRAS = {"BucketWeightTransfer": "trl", "Publisher": "torch"}
-
-logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:

@@ -167,11 +167,15 @@ class RunLogWriter:
         return count if more or count == SEGMENT else 0
 
     def _loop(self) -> None:
+        told = ""
         while not self._closed.wait(self._every_s):
             try:
                 self.flush()
+                told = ""
             except Exception as error:  # noqa: BLE001 - a lost log line must not stop training; the next flush retries
-                _log.warning("run log: not written yet (%s)", error)
+                if str(error) != told:
+                    _log.warning("run log: not written yet (%s)", error)
+                told = str(error)
 
 
 class RunLogReader:

@@ -1,13 +1,18 @@
 """The publisher as a user has it: where a run begins, what it takes from the base, what it costs."""
 
+import contextlib
 import ctypes
+import errno
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,8 +21,10 @@ from safetensors.torch import save_file
 
 from delta_weight_sync import DeltaWeightSyncError, Publisher, RunReader, open_run, util
 from delta_weight_sync.checkpoint import read_bits, to_bits
-from delta_weight_sync.errors import CheckpointError, CodecError
+from delta_weight_sync.errors import BucketError, CheckpointError, CodecError, ConfigError
+from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, new_pair
 from delta_weight_sync.store import open_bucket
+from delta_weight_sync.store._files import FileBucket
 
 SHAPES = {"embed.weight": (30, 4), "tower.weight": (7, 5), "tower.norm": (5,), "norm.weight": (4,)}
 TRAINED = ("embed.weight", "norm.weight")
@@ -106,6 +113,113 @@ def test_other_names_are_taken_where_nothing_is_missing(url, base, tmp_path):
     with Publisher(url, base) as publisher:
         publisher.publish(names.items())
     assert checkout(url, tmp_path / "out").keys() == names.keys()
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod.", "_fsdp_wrapped_module."])
+def test_wrappers_of_a_model_leave_no_trace(url, base, prefix):
+    """The names of torch.compile, DDP and FSDP1, also within a model; a state is restored under them, too."""
+    weights = trained(base)
+    wrapped = {prefix + name.replace("embed.", "embed._orig_mod."): weights[name] for name in TRAINED}
+    optimizer = torch.optim.SGD(weights.values())
+    with Publisher(url, base) as publisher:
+        publisher.publish(wrapped.items())
+        publisher.save_state(wrapped.items(), optimizer)
+        assert publisher.digest(wrapped.items()) == publisher.flush().digest
+    weights["norm.weight"] += 1
+    with Publisher(url) as resumed:
+        resumed.restore(wrapped, optimizer)
+        resumed.publish(wrapped)
+        assert resumed.flush().changed == 0, "what was restored is what was published"
+
+
+def test_a_state_dict_is_published_with_each_tied_weight_once(url, base, tmp_path):
+    weights = trained(base)
+    state = weights | {"lm_head.weight": weights["embed.weight"].detach()}
+    with Publisher(url, base) as publisher:
+        publisher.publish(state)
+        publisher.publish(state.items())
+    assert checkout(url, tmp_path / "out").keys() == SHAPES.keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "sentence"),
+    [
+        ({"base_model.model.embed.weight": (30, 4)}, {}, "is PEFT's name of a parameter"),
+        ({"norm.weight": (9,)}, {}, r"norm\.weight has shape \(9,\), but \(4,\) in my-policy"),
+        ({"lora.weight": (2, 2)}, {}, r"lora\.weight is not in my-policy, and tower\.norm was not"),
+        ({"lm_head.weight": (30, 4)}, {}, r"lm_head\.weight was published, but the config of my-policy ties"),
+        ({}, {"tie_word_embeddings": False}, r"lm_head\.weight was not published, but my-policy does not"),
+        ({"embed.weight": (30, 4)}, {}, r"embed\.weight has other values than in my-policy"),
+    ],
+)
+def test_a_base_that_the_policy_was_not_loaded_from_is_an_error(url, base, changes, config, sentence):
+    """Otherwise a version would be a mixture of two models, or one that no server can load."""
+    (base / "config.json").write_text(json.dumps({"tie_word_embeddings": True} | config))
+    weights = trained(base) | {name: torch.randn(shape) for name, shape in changes.items()}
+    with pytest.raises(DeltaWeightSyncError, match=sentence), Publisher(url, base) as publisher:
+        publisher.publish(weights.items())
+    assert open_run(f"{url}#main").newest() is None
+
+
+def test_what_is_not_trained_is_said_once(url, base, caplog):
+    with Publisher(url, base) as publisher:
+        for _ in range(2):
+            publisher.publish(trained(base).items())
+    assert [r.message for r in caplog.records] == [
+        "untrained, so taken from my-policy: 2 tensors (tower.norm, tower.weight)"
+    ]
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused_unless_allowed(url, base, at, value):
+    for allowed in (False, True):
+        weights = trained(base)
+        with contextlib.closing(Publisher(f"{url}#{allowed}", base, allow_nonfinite=allowed)) as publisher:
+            if at:
+                publisher.publish(weights.items())
+            weights["embed.weight"][3, 1] = value
+            refused = contextlib.nullcontext() if allowed else pytest.raises(CodecError, match="NaN or inf")
+            with refused:
+                publisher.publish(weights.items())
+                assert publisher.flush().version == at
+
+
+def test_a_signed_run_is_not_continued_without_its_key(url, base):
+    pair = new_pair()
+    with Publisher(url, base, signing_key=pair[SIGNING_KEY]) as publisher:
+        publisher.publish(trained(base).items())
+    writers = open_run(url, public_key=pair[PUBLIC_KEY]).writers()
+    with pytest.raises(ConfigError, match="the versions of run 'main' are signed"):
+        Publisher(url, base)
+    assert open_run(url, public_key=pair[PUBLIC_KEY]).writers() == writers, "nobody was fenced off"
+
+
+def test_versions_that_do_not_arrive_are_said_at_once_and_again_and_the_first_error_last(
+    url, base, monkeypatch, caplog
+):
+    monkeypatch.setattr("delta_weight_sync.publish.outbox._RETRY_S", 0.01)
+    monkeypatch.setattr("delta_weight_sync.publish.outbox._REMIND_S", 0.0)
+    publisher, tries, again = Publisher(url, base), itertools.count(1), threading.Event()
+
+    def full(*_: object) -> None:
+        if (number := next(tries)) > 9:
+            again.set()
+        raise OSError(errno.ENOSPC, f"no space left, try {number}")
+
+    def end() -> None:
+        with publisher:
+            publisher.flush(0.01)
+
+    publisher.publish(trained(base).items())
+    monkeypatch.setattr(FileBucket, "_put", full)
+    monkeypatch.setattr(publisher.log, "_bucket", mock.Mock(put=mock.Mock(side_effect=BucketError("log"))))
+    publisher.publish(trained(base).items())
+    assert again.wait(60)
+    with pytest.raises(TimeoutError, match=r"not in the bucket after 0 s: .*no space left, try 1\)"):
+        end()
+    told = [r.message for r in caplog.records if "version 1 has not reached the bucket" in r.message]
+    assert len(told) > 2
 
 
 def test_what_cannot_be_known_is_an_error_that_names_the_fix(url, base, tmp_path):

@@ -31,8 +31,9 @@ def run(bucket: Bucket) -> Iterator[RealRun]:
 
 
 @pytest.fixture
-def follower(follower: Follower) -> Follower:
+def follower(follower: Follower, caplog: pytest.LogCaptureFixture) -> Follower:
     """It serves version 3."""
+    caplog.set_level("INFO", "delta_weight_sync")
     follower.start()
     reaches(follower, 3)
     return follower
@@ -70,6 +71,48 @@ def test_a_pinned_version_is_served_exactly_whatever_comes(
     reaches(follower, 4)
     assert (vllm.digest(), vllm.starts) == (run.reader.manifest(4).digest, 1)
     assert vllm.compared == 2, "back by comparing, on by deltas"
+
+
+def test_what_holds_a_replica_back_is_in_its_status(follower: Follower) -> None:
+    notices = []
+    for order in (follower.commands.pause, lambda: follower.commands.pin(1), follower.commands.resume):
+        order()
+        notices.append(follower.report(0).notice)
+    wait = "newer versions wait until you resume this replica"
+    assert notices == [f"paused: {wait}", f"pinned to version 1: {wait}", "polls every 0.01 s"]
+
+
+def test_a_run_that_vanishes_and_returns_leaves_no_replica_stuck(
+    follower: Follower, bucket: Bucket, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The folder of the run was moved away for a moment; no new version comes."""
+    runs, away = Path(bucket.url.removeprefix("file://")) / "runs", tmp_path / "away"
+    runs.rename(away)
+    soon(lambda: "is gone from" in (follower.report(0).status.error or ""), "the error")
+    assert (follower.report(0).status.state, follower.report(0).status.version) == ("serving", 3)
+    away.rename(runs)
+    soon(lambda: follower.report(0).status.error is None, "serving again")
+    assert follower.report(0).status.state == "serving"
+    assert caplog.text.count("is gone from") == 1
+
+
+def test_each_state_is_one_line_of_the_log(
+    follower: Follower, run: RealRun, bucket: Bucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of versions that follow each other, one line a minute."""
+    for _ in range(3):
+        reaches(follower, run.step().version)
+    lines = [
+        record.message.removeprefix("replica r: ")
+        for record in (*caplog.get_records("setup"), *caplog.records)
+    ]
+    first = run.reader.manifest(3)
+    assert lines == [
+        f"follows {bucket.url}#ordered",
+        "fetching version 3",
+        "starting vLLM with version 3",
+        f"serves version 3, digest {first.digest}",
+    ]
 
 
 def test_a_later_version_is_reached_from_a_pinned_one_by_its_deltas(

@@ -93,7 +93,7 @@ def test_a_vllm_in_which_routes_do_not_read_what_it_has_just_loaded_never_serves
     vllm.shuffled = True
     follower.start()
     refuses(follower)
-    assert "and 0000000000000000 is where deltas would go" in (follower.report(0).status.error or "")
+    assert "would change have digest 0000000000000000" in (follower.report(0).status.error or "")
     assert (vllm.starts, vllm.learned, vllm.committed) == (2, 2, 0)
     follower.commands.heal()
     soon(lambda: vllm.starts == 4, "two more starts")

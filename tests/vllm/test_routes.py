@@ -260,7 +260,7 @@ def test_two_tensors_in_one_place_are_refused():
 @pytest.mark.parametrize("other", [{}, {"derived": (8, 6)}, {"failing": (8, 6)}], ids=str)
 def test_a_parameter_made_from_others_is_refused(other):
     """By vLLM after loading, or by its loader. One odd tensor does not switch the check off for all."""
-    with pytest.raises(routes.RouteError, match="experts: vLLM made it from other parameters"):
+    with pytest.raises(routes.RouteError, match="experts: no weight of the run fills this parameter"):
         routes.learn(Model(), {"plain": (8, 6), "twice": (6,), **other})
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from delta_weight_sync.errors import CheckpointError
 Shapes = Mapping[str, tuple[int, ...]]
 _WEIGHTS = "model*.safetensors"
 _HEAD = "lm_head.weight"
+_SAME = 0.01  # of a tensor's elements that a policy keeps, whatever it learned; strangers share fewer
+_log = logging.getLogger("delta_weight_sync")
 # What a server reads besides the weights: config, tokenizer, chat template, processors.
 _FILES = (
     *("config.json", "generation_config.json", "*token*", "vocab*", "merges.txt", "spiece.model"),
@@ -57,25 +60,54 @@ class Base:
                 part["dtype"] = "bfloat16"
         (folder / "config.json").write_text(json.dumps(config, indent=2))
 
-    def untrained(self, trained: Shapes) -> Iterator[tuple[str, Bits]]:
+    def untrained(self, trained: Shapes, bits: Callable[[str], Bits]) -> Iterator[tuple[str, Bits]]:
         """The checkpoint's tensors that the trainer does not publish itself.
 
-        A trainer may use other parameter names than the checkpoint, so the number of elements decides whether
-        any are missing. Raises `CheckpointError` if both names and numbers differ.
+        Args:
+            trained: Shapes of the tensors that the trainer publishes.
+            bits: Gives the bits of each of them.
+
+        Raises:
+            CheckpointError: The policy was not loaded from this checkpoint. Other parameter names are no
+                proof of that, as long as the checkpoint has as many elements under names of its own.
         """
-        paths = sorted(self.folder.glob(_WEIGHTS))
-        stored = {name: shape for path in paths for name, shape in shapes_in(path).items()}
+        files = {name: path for path in sorted(self.folder.glob(_WEIGHTS)) for name in shapes_in(path)}
+        stored = {name: shape for path in {*files.values()} for name, shape in shapes_in(path).items()}
+        if not stored:
+            return
         config = self._config
         tied = config.get("tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings"))
-        if tied and _HEAD not in trained:  # some checkpoints store a head that is the embedding
-            stored.pop(_HEAD, None)
-        missing = stored.keys() - trained.keys()
-        if not missing or sum(map(math.prod, trained.values())) >= sum(map(math.prod, stored.values())):
-            return
-        if strange := trained.keys() - stored.keys():
-            raise CheckpointError(
-                f"{min(missing)} was not published, and {min(strange)} is not in {self.name}: give as base"
-                " the checkpoint that the policy was loaded from, or publish every parameter"
+        if tied and _HEAD in trained:
+            raise self._other(
+                f"{_HEAD} was published, but the config of {self.name} ties it to the embedding"
             )
-        for path in paths:
+        if tied:  # some checkpoints store a head that is the embedding
+            stored.pop(_HEAD, None)
+        for name, shape in trained.items():
+            if stored.get(name, shape) != shape:
+                raise self._other(f"{name} has shape {shape}, but {stored[name]} in {self.name}")
+        missing, strange = stored.keys() - trained.keys(), trained.keys() - stored.keys()
+        if strange:
+            if _size(trained[name] for name in strange) == _size(stored[name] for name in missing):
+                return  # the same tensors under other names
+            lack = f", and {min(missing)} was not published" if missing else ""
+            raise self._other(f"{min(strange)} is not in {self.name}{lack}")
+        if _HEAD in missing and stored[_HEAD] in trained.values():
+            raise self._other(f"{_HEAD} was not published, but {self.name} does not tie it to the embedding")
+        if missing:
+            largest = max(trained, key=lambda name: math.prod(trained[name]))
+            ((_, loaded),) = read_tensors(files[largest], [largest])
+            if (loaded == bits(largest)).mean() < _SAME:
+                raise self._other(f"{largest} has other values than in {self.name}")
+            few = ", ".join(sorted(missing)[:3]) + (", ..." if len(missing) > 3 else "")
+            _log.warning("untrained, so taken from %s: %d tensors (%s)", self.name, len(missing), few)
+        for path in sorted(set(files.values())):
             yield from read_tensors(path, missing & shapes_in(path).keys())
+
+    def _other(self, why: str) -> CheckpointError:
+        fix = "give as base the checkpoint that the policy was loaded from, and publish every parameter"
+        return CheckpointError(f"{why}: {fix}")
+
+
+def _size(shapes: Iterable[tuple[int, ...]]) -> int:
+    return sum(map(math.prod, shapes))

@@ -8,8 +8,9 @@ leave the GPU. Parameters on the host are cast and compared a chunk at a time.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 from delta_weight_sync import codec, digest
+from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.codec import Bits, Index, Patch
 from delta_weight_sync.errors import CodecError
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:  # needs Triton, which only a GPU build of torch installs
 
 Place = Literal["host", "device"]
 _CHUNK = 1 << 18  # elements; the cast chunk stays in the cache
+_INFINITY = 0x7F80  # the exponent of infinities and NaNs
 _HELD = 1 << 30  # bytes of gathered or merged tensors that may wait for one comparison
 
 
@@ -89,8 +92,9 @@ class Found:
 class Mirror:
     """The newest synced bits, by parameter name."""
 
-    def __init__(self, place: Place = "host") -> None:
-        self._place = place
+    def __init__(self, place: Place = "host", *, finite: bool = False) -> None:
+        """`finite`: refuse changes to NaN or infinity."""
+        self._place, self._finite = place, finite
         self._bits: dict[str, torch.Tensor] = {}  # int16, the parameter's shape, contiguous
         self._devices: dict[torch.device, DeviceDiff] = {}
         self._reachable: set[str] = set()  # by the kernels that compare the parameter
@@ -137,10 +141,13 @@ class Mirror:
         for part in parts:
             shape, block = tuple(self._bits[part.name].shape), part.block
             if block.shape != shape or block.extent != part.tensor.shape:
-                raise CodecError(f"{part.name}: shape changed from {shape} to {block.shape} within a run")
+                raise CodecError(
+                    f"{part.name}: shape changed from {shape} to {block.shape}; start a new run for it"
+                )
             if not has_kernels(part.tensor):
                 old = self._bits[part.name][block.at].reshape(-1)  # a copy if the box is not one stretch
-                index, ulps = diff_flat(old, part.tensor.detach().reshape(-1))
+                check = functools.partial(self.require_finite, part.name)
+                index, ulps = diff_flat(old, part.tensor.detach().reshape(-1), check)
                 found.host.append(Patch(part.name, block.shape, block.positions(index), ulps))
                 continue
             waiting.append(part)
@@ -150,6 +157,14 @@ class Mirror:
                 waiting, held = [], 0
         found.devices.extend(self._find_on_devices(waiting))
         return found
+
+    def require_finite(self, name: str, bits: Bits) -> None:
+        """Raise `CodecError` for bits of a tensor that are NaN or infinite, unless those are allowed."""
+        if self._finite and ((bits & _INFINITY) == _INFINITY).any():
+            raise CodecError(
+                f"{name} has weights that are NaN or infinite, so nothing was published: lower the learning"
+                " rate or clip gradients, and resume; to publish them, set allow_nonfinite=True"
+            )
 
     def keep(self, found: Found) -> None:
         """Write what was found; the mirror then equals the parameters."""
@@ -181,6 +196,10 @@ class Mirror:
         for part in parts:
             by_device.setdefault(part.tensor.device, []).append(part)
         for device, some in by_device.items():
+            if self._finite:  # a sum is finite if all weights are; one answer for all tensors
+                sums = torch.stack([part.tensor.detach().sum(dtype=torch.float32) for part in some])
+                for number in (~sums.isfinite()).nonzero().flatten().tolist():
+                    self.require_finite(some[number].name, to_bits(some[number].tensor))
             if far := [part.name for part in some if part.name not in self._reachable]:
                 self._make_reachable(far, device)
         return [self._on(device).find(some, self._bits) for device, some in by_device.items()]
@@ -209,11 +228,17 @@ def has_kernels(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
-def diff_flat(old: torch.Tensor, new: torch.Tensor) -> tuple[Index, Bits]:
-    """(index, ulps) where flat bf16 bits `old` (int16) differ from `new` (any float), both on the host."""
+def diff_flat(
+    old: torch.Tensor, new: torch.Tensor, check: Callable[[Bits], object] = len
+) -> tuple[Index, Bits]:
+    """(index, ulps) where flat bf16 bits `old` (int16) differ from `new` (any float), both on the host.
+
+    `check` gets the new bits of what differs.
+    """
     found = []
     for start in range(0, old.numel(), _CHUNK):
         cast = new[start : start + _CHUNK].to(torch.bfloat16).contiguous().view(torch.int16)
         was, now = (bits.numpy().view(np.uint16) for bits in (old[start : start + _CHUNK], cast))
         found.append(codec.diff_flat(was, now, start))
+        check(now[found[-1][0] - start])
     return codec.join([index for index, _ in found], np.int64), codec.join([u for _, u in found], np.uint16)

@@ -12,9 +12,9 @@ of the model.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -38,8 +38,9 @@ from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.records import AnchorRef, DeltaRef, Manifest
 from delta_weight_sync.runlog import RunLogWriter, SyncEvent
 
-Untrained = Callable[[Mapping[str, tuple[int, ...]]], Iterable[tuple[str, Bits]]]
+Untrained = Callable[[Mapping[str, tuple[int, ...]], Callable[[str], Bits]], Iterable[tuple[str, Bits]]]
 _RETRY_S = 2.0
+_REMIND_S = 60.0  # between two warnings that a version has not reached the bucket
 _STRIDES = {torch.float32: 2, torch.bfloat16: 1}  # 16-bit units from one weight's bf16 bits to the next's
 _log = logging.getLogger("delta_weight_sync")
 
@@ -186,9 +187,10 @@ class Outbox:
         mirror: Place = "host",
         untrained: Untrained | None = None,
         keep: Keep | None = None,
+        finite: bool = True,
     ) -> None:
         self._writer, self._log, self._encoding, self._untrained = writer, log, encoding, untrained
-        self.mirror = Mirror(mirror)  # with nothing pending, the newest version
+        self.mirror = Mirror(mirror, finite=finite)  # with nothing pending, the newest version
         self.repeated = RepeatedSyncs({})  # what a resumed trainer repeats, whose updates are held back
         self.undo_log: UndoLog | None = None  # gets the changes of every sync
         self._names: set[str] = set()  # tensors of every sync
@@ -205,6 +207,7 @@ class Outbox:
         self._pinned: tuple[str, Manifest | None] = "", None  # digest, and its version once it is published
         self._busy, self._closed = False, False
         self._failure: BaseException | None = None
+        self._trouble: errors.BucketError | None = None  # why the version in flight is not in the bucket yet
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
@@ -242,9 +245,8 @@ class Outbox:
             idle = self._changed.wait_for(lambda: self._failure or self._idle(), timeout_s)
         self._raise_failure()
         if not idle or self._writer.newest is None:
-            raise TimeoutError(
-                f"the last version is not in the bucket after {timeout_s:.0f} s; is the link up?"
-            )
+            why = self._trouble or "the link is slow"
+            raise TimeoutError(f"the last version is not in the bucket after {timeout_s:.0f} s: {why}")
         return self._writer.newest
 
     def close(self) -> None:
@@ -320,8 +322,10 @@ class Outbox:
         started, created_at = time.perf_counter(), time.time()
         for name, tensor in weights:
             self.mirror.add(name, tensor)
+            self.mirror.require_finite(name, self.mirror.bits(name))
         self._names = set(self.mirror.shapes)
-        for name, bits in self._untrained(self.mirror.shapes) if self._untrained else ():
+        untrained = self._untrained(self.mirror.shapes, self.mirror.bits) if self._untrained else ()
+        for name, bits in untrained:
             self.mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16))
         base = PendingUpdate([], to_hex(self.mirror.digest), sync, created_at, time.perf_counter() - started)
         version = 0 if self.version is None else self.version + 1
@@ -356,11 +360,12 @@ class Outbox:
         try:
             delta = self._writer.put_delta(version, self._encoded, sum(p.index.size for p in job.patches))
             self._commit(job, delta, None, encode_s)
-        except (errors.AccessDeniedError, errors.BucketMissingError):
+        except errors.AccessDeniedError:
             raise  # a retry does not help
         except errors.BucketError as error:
-            _log.warning("not published yet: %s; trying again", error)
-            self._settle(job)
+            self._trouble = error
+            self._settle(version, job)
+            self._trouble = None
 
     def _write(self, path: Path) -> None:
         """Write the published weights as a file. A sync at the same time waits for the copy of one tensor."""
@@ -371,13 +376,23 @@ class Outbox:
         with self._changed:
             return published_bits(self.mirror.bits(name), name, [*reversed(self._updates), job])
 
-    def _settle(self, job: PendingUpdate) -> None:
+    def _settle(self, version: int, job: PendingUpdate) -> None:
         """Repeat a commit that failed. A part of it may be in the bucket, so the version stays the same."""
+        started, warned, error = time.monotonic(), -math.inf, self._trouble
         while not self._closed:
+            late = time.monotonic() - started
+            if late >= warned + _REMIND_S:
+                warned = late
+                _log.warning(
+                    "version %d has not reached the bucket for %.0f s, and later ones wait: %s; trying again",
+                    *(version, late, error),
+                )
             time.sleep(_RETRY_S)
-            with contextlib.suppress(errors.BucketError):
+            try:
                 self._report(self._writer.confirm(), job, 0.0)
                 return
+            except errors.BucketError as caught:
+                error = caught
 
     def _commit(
         self, job: PendingUpdate, delta: DeltaRef | None, anchor: AnchorRef | None, encode_s: float

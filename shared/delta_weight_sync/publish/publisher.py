@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import logging
+import re
+from collections.abc import Callable, ItemsView, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack, get_args
@@ -13,24 +15,34 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from delta_weight_sync.codec import Encoding
 from delta_weight_sync.digest import to_hex
-from delta_weight_sync.errors import CheckpointError, ConfigError, StateError
+from delta_weight_sync.errors import (
+    CheckpointError,
+    CodecError,
+    ConfigError,
+    DeltaWeightSyncError,
+    StateError,
+)
 from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish._base import Base
 from delta_weight_sync.publish.mirror import Place
 from delta_weight_sync.publish.outbox import Outbox, RepeatedSyncs, UndoLog
-from delta_weight_sync.publish.sharding import Peers, Shards, Weights, gathered, own_digest
+from delta_weight_sync.publish.sharding import Peers, Shards, Weights, gathered, local, own_digest
 from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import RunReader, split_run
 from delta_weight_sync.records import Manifest
 from delta_weight_sync.resume._state import FoundState, Snapshot, StateRecord, StateSaver, find_state
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.scratch import Scratch
-from delta_weight_sync.signing import writer_keys
+from delta_weight_sync.signing import SIGNING_KEY, writer_keys
 from delta_weight_sync.store import open_bucket
 
-__all__ = ["Publisher", "PublisherOptions"]
+__all__ = ["Publisher", "PublisherOptions", "checkpoint_weights"]
 DEFAULT_RUN = "main"
+Model = Weights | Mapping[str, torch.Tensor]
 _TIMEOUT_S = 600.0
+_WRAPPER = "_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module"  # torch.compile and others
+_PREFIX = re.compile(rf"^(?:(?:module|{_WRAPPER})\.)+|(?<=\.)(?:{_WRAPPER})\.")
+_log = logging.getLogger("delta_weight_sync")
 
 
 class PublisherOptions(TypedDict, total=False):
@@ -39,6 +51,7 @@ class PublisherOptions(TypedDict, total=False):
     encoding: Encoding
     mirror: Place
     keep: str | None
+    allow_nonfinite: bool
     signing_key: str | Path | None
     on_version: Callable[[Manifest], object] | None
 
@@ -51,9 +64,9 @@ class Publisher:
                 ...
                 publisher.publish(model.named_parameters(), step)
 
-    If `torch.distributed` is initialized, all ranks create it and call the same methods in the same order;
-    parameters may be FSDP2's. Only rank 0, the main rank, writes to the bucket. An error on one rank is
-    raised there, and as a `PeerError` on the others.
+    If `torch.distributed` is initialized, create a `Publisher` on every rank, and call the same methods in
+    the same order on all of them. Parameters may be sharded with FSDP2. Only rank 0, the main rank, writes to
+    the bucket. An error on one rank is raised there, and as a `PeerError` on the others.
 
     Opening the run fences off any other writer. An existing run continues from its newest version.
 
@@ -64,13 +77,14 @@ class Publisher:
         encoding: Encoding of deltas, "fast" or "small"; see `delta_weight_sync.codec`.
         mirror: Which memory holds the published bits, "host" or (on a GPU) "device".
         keep: How much of the run stays in the bucket, such as "20GB" or "7d"; by default all of it.
+        allow_nonfinite: Publish NaN and infinite weights; by default they are an error.
         signing_key: The key that signs every version, or the file that `delta-weight-sync keygen` wrote. By
             default the key in DELTA_WEIGHT_SYNC_SIGNING_KEY, if that is set.
         on_version: Called on the main rank with the manifest of each published version.
         peers: The processes that publish together, if not all ranks.
 
     Attributes:
-        sync: The number of the newest sync.
+        sync: The number of the newest sync. Each call of `publish` is one sync.
         reader: Reads the run that is published.
         log: The run's log; None on ranks other than the main one.
         resumed_from: The state that `find_state` or `restore` found.
@@ -97,23 +111,27 @@ class Publisher:
         self._outbox: Outbox | None = None
         self._shards: Shards | None = None
         self._begun, self._published = False, set[str]()  # names
+        self._continued = 0  # the newest version when the run was opened
         self._found: FoundState | None = None
         self._peers = peers or Peers()
         self._resources = contextlib.ExitStack()
         with self._peers.fail_together():
+            if unknown := options.keys() - PublisherOptions.__annotations__.keys():
+                raise ConfigError(f"Publisher has no option {min(unknown)!r}; see help(Publisher)")
             mirror = _allowed("mirror", options.get("mirror", "host"), Place)
             encoding = _allowed("encoding", options.get("encoding", "fast"), Encoding)
             if self._peers.main:
                 self._open(url, base, encoding, mirror, options)
             else:
-                self._shards = Shards(mirror)
+                self._shards = Shards(mirror, finite=not options.get("allow_nonfinite", False))
         if self._writer:
             self.reader = self._writer.reader
         else:
             place, run = split_run(url)
             trusted = writer_keys(options.get("signing_key"))[1]
             self.reader = RunReader(open_bucket(place), run or DEFAULT_RUN, trusted)
-        others = Peers(alone=self._peers.size == 1)  # for the background, on a channel of its own
+        others = Peers(alone=self._peers.size == 1)
+        # A second group of processes: the background thread must not share the trainer's collectives.
         self._saver = StateSaver(self.reader, others, self._outbox, self._writer)
 
     @property
@@ -123,19 +141,19 @@ class Publisher:
 
     @property
     def writer_term(self) -> int:
-        """The number of trainers that have opened this run, this one included; 0 on the other ranks."""
+        """How many trainers have opened this run, including this one; 0 on every rank but the main one."""
         return self._writer.writer.term if self._writer else 0
 
     @property
     def repeated_sync(self) -> int:
-        """The newest sync whose weights this trainer and the run's earlier one share; 0 if there is none."""
+        """The newest sync in which this resumed trainer had the same weights as the one before it, or 0."""
         return self._outbox.repeated.newest if self._outbox else 0
 
-    def publish_base(self, weights: Weights, step: int = 0) -> None:
-        """Publish version 0 of a new run; for a run that has versions, only check that it is of this model.
+    def publish_base(self, weights: Model, step: int = 0) -> None:
+        """Publish version 0 of a new run. If the run has versions, only check that they are of this model.
 
-        For a trainer that publishes before it shards its model: only the main rank needs the weights. The
-        first `publish` adds a version only if the weights have changed.
+        Call this before you shard the model. All ranks must call it, but only the main rank needs the
+        weights. If the weights have not changed by the first `publish`, that call adds no version.
 
         Raises:
             CodecError: The run is of another model.
@@ -143,9 +161,9 @@ class Publisher:
         if not self._peers.exchange(self._outbox is not None and not self._outbox.mirror)[0]:
             with self._peers.fail_together():
                 if self._outbox:
-                    self._outbox.require_same_model(weights)
+                    self._outbox.require_same_model(checkpoint_weights(weights))
             return
-        parts = gathered(weights, first=True, main=self._peers.main)
+        parts = gathered(self._named(weights), first=True, main=self._peers.main)
         with self._peers.fail_together(parts):
             if self._outbox:
                 self._outbox.publish(parts, step)
@@ -154,21 +172,28 @@ class Publisher:
                 for _ in parts:
                     pass
 
-    def publish(self, weights: Weights, step: int | None = None) -> None:
-        """Publish the weights as a new version; returns after the diff.
+    def publish(self, weights: Model, step: int | None = None) -> None:
+        """Hand over the weights for a new version. Returns when the changes since the last sync are known.
 
-        Do not change the tensors before this returns. A background thread turns the changes into a version.
-        The first version of a run is in the bucket before this returns.
+        A background thread encodes and uploads them. Syncs that arrive during an upload become one version.
+        Do not change the tensors before this returns. The first version of a run is in the bucket by then.
 
         Args:
-            weights: Checkpoint names and tensors of any float dtype, cast to bf16; always the same names.
-            step: Recorded as the version's `sync`; by default the number of calls.
+            weights: `model.named_parameters()`, or another iterable or mapping of checkpoint names and
+                tensors of any float dtype, which are cast to bf16; always the same names.
+            step: Number of this sync, stored in the version; by default syncs are counted from 1.
 
         Raises:
-            FencedError, AccessDeniedError, CodecError: What stopped the background thread, or this call.
+            FencedError, AccessDeniedError, CodecError: This call failed, or the background thread had failed.
         """
         self.sync = self.sync + 1 if step is None else step
         first, self._begun = not self._begun, True
+        if first and self._continued and self.resumed_from is None:
+            _log.warning(
+                "run %r has versions up to %d, and this trainer resumed no state: its next version holds the"
+                " weights that it begins with; to keep the two apart, choose another run name",
+                *(self.reader.keys.run, self._continued),
+            )
         parts = gathered(self._named(weights), first=first, main=self._peers.main)
         with self._peers.fail_together(parts):
             if self._outbox:
@@ -179,7 +204,7 @@ class Publisher:
                 self._peers.send(self._shards.changes(parts))
 
     def keep_undo_log(self, syncs: int) -> UndoLog:
-        """From here on, log what the newest `syncs` syncs changed; on the main rank, after `publish`.
+        """Start a log that can undo the last `syncs` syncs. Call this on the main rank, after a `publish`.
 
         Raises:
             ConfigError: This is not the main rank, the only one that knows all changes.
@@ -192,11 +217,11 @@ class Publisher:
     def find_state(self) -> StateRecord | None:
         """Find the newest state to resume from and set `resumed_from` to it; None for a new run.
 
-        From here on, versions that the earlier trainer published after that state are not published again.
-        Every rank reads the bucket.
+        If this trainer then repeats the syncs that the earlier one made after that state, they are not
+        published a second time. The first sync that differs is. Every rank reads the bucket.
 
         Raises:
-            StateError: The run has versions but no state, or a state of another number of ranks.
+            StateError: The run has versions but no state, or another number of ranks saved its state.
         """
         folder = self._resources.enter_context(Scratch())
         self._found = find_state(self.reader, self._outbox, self._peers, folder)
@@ -204,7 +229,7 @@ class Publisher:
         return self.resumed_from
 
     def restore(
-        self, weights: Weights, optimizer: torch.optim.Optimizer, **others: Stateful
+        self, weights: Model, optimizer: torch.optim.Optimizer, **others: Stateful
     ) -> dict[str, Any] | None:
         """Resume from the newest state: put back what `save_state` saved, bit for bit.
 
@@ -212,25 +237,25 @@ class Publisher:
         nothing changed, for a new run.
 
         Raises:
-            StateError: The state is of another model, optimizer or number of ranks; or as `find_state`.
+            StateError: The state is of another model, optimizer or number of ranks, or there is none.
         """
         if self._found is None and self.find_state() is None:
             return None
         found, self._found = self._found, None
         assert found is not None
-        live = dict(weights)
+        live = dict(checkpoint_weights(weights))
         found.restore(live, optimizer, others)
         if found.published_whole and self.digest(live.items()) != found.record.digest:
             raise StateError(
-                f"the restored weights are not those of version {found.record.version}: call `save_state`"
-                " right after `publish`"
+                f"the state was saved after the weights had changed since version {found.record.version}:"
+                " it cannot be restored; start again, and call `save_state` right after `publish`"
             )
         self.sync = found.record.sync
         return found.record.extra
 
     def save_state(
         self,
-        weights: Weights,
+        weights: Model,
         optimizer: torch.optim.Optimizer,
         *,
         extra: dict[str, Any] | None = None,
@@ -248,7 +273,8 @@ class Publisher:
             **others: Learning rate schedule, gradient scaler.
 
         Returns:
-            False while another state is on its way, or while it repeats syncs that the bucket has already.
+            False, with nothing saved, while an earlier state is being uploaded, or while this trainer repeats
+            syncs that are in the bucket already.
 
         Raises:
             StateError: A value cannot be saved.
@@ -257,7 +283,9 @@ class Publisher:
         if not all(self._peers.exchange(ready)):
             return False
         with self._peers.fail_together():
-            snapshot = Snapshot(weights, self._published, optimizer, others, main=self._peers.main)
+            snapshot = Snapshot(
+                checkpoint_weights(weights), self._published, optimizer, others, main=self._peers.main
+            )
         first = self.resumed_from is None and not self._saver.used
         self._saver.save(snapshot, self.sync, extra or {})
         if first:
@@ -277,9 +305,9 @@ class Publisher:
         manifest: Manifest = self._peers.exchange(newest)[0]
         return manifest
 
-    def digest(self, weights: Weights) -> str:
-        """Digest of the live weights of all ranks, cast to bf16: that of a version with the same weights."""
-        own, names = own_digest(weights, main=self._peers.main)
+    def digest(self, weights: Model) -> str:
+        """The digest of the live weights of all ranks, cast to bf16; a version with these weights has it."""
+        own, names = own_digest(checkpoint_weights(weights), main=self._peers.main)
         untrained = self._outbox.mirror.digest_without(names) if self._outbox else 0
         return to_hex(sum(self._peers.exchange(own + untrained)))
 
@@ -294,42 +322,90 @@ class Publisher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close; flush first, unless an exception ends the block."""
-        with contextlib.closing(self):
-            if kind is None and self._begun:
+        """Close; flush first, unless an exception ends the block. The first error is the one to raise."""
+        failed = kind is not None
+        try:
+            if not failed and self._begun:
+                failed = True
                 self.flush()
+                failed = False
+        finally:
+            with contextlib.suppress(*(DeltaWeightSyncError, TimeoutError) if failed else ()):
+                self.close()
 
-    def _named(self, weights: Weights) -> Weights:
-        for name, tensor in weights:
-            self._published.add(name)
+    def _named(self, weights: Model) -> Weights:
+        names = set[str]()
+        for name, tensor in checkpoint_weights(weights):
+            if name in names or not tensor.is_floating_point():
+                why = (
+                    "comes twice" if name in names else f"is {tensor.dtype}, and a version holds floats only"
+                )
+                raise CodecError(f"parameter {name} {why}: publish `model.named_parameters()`")
+            names.add(name)
             yield name, tensor
+        self._published |= names
 
     def _open(
         self, url: str, base: str | Path | None, encoding: Encoding, mirror: Place, options: PublisherOptions
     ) -> None:
         place, named = split_run(url)
         keep, on_version, key = options.get("keep"), options.get("on_version"), options.get("signing_key")
-        limit = Keep.parse(keep) if keep else None
+        limit, (signing, trusted) = Keep.parse(keep) if keep else None, writer_keys(key)
         start = Base(base) if base is not None else None
         bucket, run = open_bucket(place, create=True), named or DEFAULT_RUN
         with contextlib.ExitStack() as stack:
             assets = stack.enter_context(Scratch())
             if start:
                 start.write_files(assets)
-            elif RunReader(bucket, run, writer_keys(key)[1]).newest() is None:
+            newest = RunReader(bucket, run, trusted).newest()
+            if newest is None and not start:
                 raise CheckpointError(
                     f"run {run!r} in {bucket.url} is new: name the checkpoint that the policy was loaded"
                     ' from, as in base="Qwen/Qwen3-0.6B"; its config and tokenizer are published, too'
                 )
+            if newest and newest.signature and not signing:
+                raise ConfigError(
+                    f"the versions of run {run!r} are signed, and replicas with a key would refuse yours: set"
+                    f" {SIGNING_KEY}, or choose another run name"
+                )
+            self._continued = newest.version if newest else 0
             model = start.name if start else ""
             writer = RunWriter(bucket, run, model=model, assets=assets if start else None, signing_key=key)
             if on_version:
                 writer.on_version = on_version
             log = stack.enter_context(contextlib.closing(RunLogWriter(bucket, run)))
             untrained = start.untrained if start else None
-            outbox = Outbox(writer, log, encoding=encoding, mirror=mirror, untrained=untrained, keep=limit)
+            finite = not options.get("allow_nonfinite", False)
+            outbox = Outbox(
+                writer, log, encoding=encoding, mirror=mirror, untrained=untrained, keep=limit, finite=finite
+            )
             stack.enter_context(contextlib.closing(outbox))
             self._writer, self.log, self._outbox, self._resources = writer, log, outbox, stack.pop_all()
+
+
+def checkpoint_weights(weights: Model) -> Weights:
+    """Each weight once, without the prefixes of torch.compile, DDP, FSDP and gradient checkpointing.
+
+    In a mapping such as `model.state_dict()`, tied weights are one tensor with two names: the first counts.
+
+    Raises:
+        ConfigError: The names are those of PEFT.
+    """
+    kept, seen = isinstance(weights, Mapping | ItemsView), set[tuple[object, ...]]()
+    for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:
+        plain = _PREFIX.sub("", name)
+        if plain.startswith("base_model.model."):
+            raise ConfigError(
+                f"{plain} is PEFT's name of a parameter, which no server knows: merge adapters, and publish"
+                " the plain model, `model.merge_and_unload()`"
+            )
+        if kept:  # all tensors are alive, so no two share memory by chance
+            held = local(tensor)
+            place = held.untyped_storage()._cdata, held.storage_offset(), held.shape, held.stride()
+            if place in seen:
+                continue
+            seen.add(place)
+        yield plain, tensor
 
 
 def _allowed(argument: str, value: Any, kind: Any) -> Any:

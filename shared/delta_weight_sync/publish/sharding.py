@@ -67,8 +67,8 @@ def is_block(tensor: torch.Tensor) -> TypeGuard[DTensor]:
 class Shards:
     """On a rank that does not publish: its own blocks, as they were at the last sync."""
 
-    def __init__(self, place: Place) -> None:
-        self._mirror = Mirror(place)
+    def __init__(self, place: Place, *, finite: bool = False) -> None:
+        self._mirror = Mirror(place, finite=finite)
         self._blocks: dict[str, Block | None] = {}
 
     def begin(self, weights: Weights) -> None:

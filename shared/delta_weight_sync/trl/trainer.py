@@ -19,6 +19,8 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer
 
+from delta_weight_sync.publish.publisher import checkpoint_weights
+
 Named = Iterator[tuple[str, torch.Tensor]]
 # Fields of transformers' TrainerState: those that continue, and those that it compares with the settings.
 _KEPT = ("global_step", "epoch", "total_flos", "num_input_tokens_seen")
@@ -147,6 +149,4 @@ def named_weights(model: torch.nn.Module) -> Named:
 
 def live_weights(model: torch.nn.Module) -> Named:
     """Every parameter as it is, under its checkpoint name if it has one."""
-    for name, parameter in model.named_parameters():
-        # DDP and gradient checkpointing wrap modules; their prefixes are not part of a checkpoint.
-        yield name.removeprefix("module.").replace("_checkpoint_wrapped_module.", ""), parameter
+    yield from checkpoint_weights(model.named_parameters())

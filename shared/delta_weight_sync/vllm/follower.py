@@ -1,10 +1,10 @@
 """Keeps one vLLM at the newest version of a run, or at the version that its owner wants.
 
-A follower is one thread: watch the bucket, fetch a version, stage it, commit it, report it. The usual way to
-a version is by its deltas. A join works from any live weights: build the version as a checkpoint on disk
-(newest anchor, then deltas), find what differs from it in the live parameters, and commit that like a delta.
-The first version, healing and going back are joins. vLLM generates meanwhile, and the digest of its live
-parameters proves the result.
+A follower is one thread: watch the bucket, fetch a version, stage it, commit it, report it. Normally it
+applies the version's deltas. Where that is not possible it joins: it builds the version as a checkpoint on
+disk (newest anchor, then deltas), compares it with the live parameters, and commits what differs. That works
+from any live weights. It joins for its first version, to heal, and to go back. vLLM generates meanwhile, and
+the digest of its live parameters proves the result.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from delta_weight_sync.vllm.engine import Engine, TokenVersion
 from delta_weight_sync.watch import FIRST_S, Backoff, Watcher
 
 _VLLM = "vLLM"
+_LINE_S = 60.0  # between two log lines about versions that were served
 _log = logging.getLogger("delta_weight_sync")
 
 Wanted = tuple[Manifest | None, AnchorRef, str]
-"""What to serve: the version that the owner holds the replica at (None: the newest), the anchor that leads
-there, and the digest if a version is served already: a refusal then concerns this version, not the model."""
+"""A join that was tried: the pinned version or None, the anchor, and the digest. The digest is "" if nothing
+was served yet: then a refusal means that vLLM cannot take the model at all, otherwise only this version."""
 
 
 class Refusals:
@@ -82,6 +83,11 @@ class Commands:
         """Go to `version` and stay there; raises `ProtocolError` if the run has no such version."""
         self.paused, self.pinned = False, self._reader.find(version)
 
+    def describe(self) -> str:
+        """Why newer versions are not followed; "" if they are."""
+        held = f"pinned to version {self.pinned.version}" if self.pinned else "paused" * self.paused
+        return held and f"{held}: newer versions wait until you resume this replica"
+
     def heal(self) -> None:
         """Compare all live weights with the published ones, and write what differs."""
         self.healing.set()
@@ -98,6 +104,7 @@ class Follower:
         self._layout, self._watcher = Layout(reader, folder), Watcher(reader, poll_s)
         self._name, self._state, self._logged = name, "starting", ""
         self._error: str | None = None
+        self._next_line = 0.0  # when a served version is logged again
         self._signed_by: str | None = None  # the key that signed the served version
         self._commits = deque[CommitEvent](maxlen=256)
         self._refused, self._holding, self._starting = Refusals(), Backoff(), Backoff()
@@ -109,10 +116,11 @@ class Follower:
 
     def start(self) -> None:
         """Begin to follow."""
+        _log.info("replica %s: follows %s#%s", self._name, self._reader.bucket.url, self._reader.keys.run)
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop following, and stop the vLLM that it started, even while it starts."""
+        """Stop following. Also stop vLLM if this follower started it, even if vLLM is still starting."""
         self._stopped.set()
         self._watcher.close()
         while self._thread.is_alive():
@@ -138,7 +146,8 @@ class Follower:
             signed_by=self._signed_by if serving else None,
         )
         commits = tuple(commit for commit in list(self._commits) if commit.version > after)
-        return ReplicaReport(status=status, commits=commits, notice=self._watcher.describe())
+        notice = self.commands.describe() or self._watcher.describe()
+        return ReplicaReport(status=status, commits=commits, notice=notice)
 
     def explain(self, error: Exception | None) -> str:
         """The text to report for an error; called with None when all is well again. A Space overrides it."""
@@ -159,7 +168,7 @@ class Follower:
             self._watcher.wait(wait_s)
 
     def _turn(self) -> bool:
-        """One turn of the loop; False if there was nothing to do, so that an earlier error still holds."""
+        """One turn of the loop. False if nothing was tried; the caller then keeps the earlier error."""
         self._require_alive()
         if self.commands.healing.is_set():
             self.commands.healing.clear()
@@ -172,7 +181,7 @@ class Follower:
         return self._hold(held) if held else self._follow_newest()
 
     def _require_alive(self) -> None:
-        """Raise `EngineError` once after vLLM died."""
+        """Raise `EngineError` if vLLM has died since the last call; later calls do not raise it again."""
         if self.serving is not None and not self._engine.alive():
             self.serving = None
             self._refused.forget()
@@ -199,6 +208,11 @@ class Follower:
         try:
             taken = self._watcher.check(lambda newest: self._reach(newest, None))
         except errors.NoVersionError:
+            if self.serving:
+                raise errors.ObjectMissingError(
+                    f"run {self._reader.keys.run!r} is gone from {self._reader.bucket.url}; version"
+                    f" {self.serving.version} is still served"
+                ) from None
             self._note("waiting for the run's first version")
             return True
         if taken and (problem := self._watcher.problem()):
@@ -208,10 +222,10 @@ class Follower:
         return taken
 
     def _reach(self, manifest: Manifest, held: Manifest | None) -> None:
-        """Serve a version; `held` is the same one if the owner wants no other.
+        """Serve a version. `held` is that version if it is pinned, and None if the newest is wanted.
 
-        Raises `EngineError`, `ProtocolError` or `BucketError` if it cannot. The old version is then still
-        served, or none is.
+        Raises `EngineError`, `ProtocolError` or `BucketError` if it cannot. Then the old version is still
+        served, or none, or after `_join_first` an older one.
         """
         try:
             self._refused.check(manifest, held, self.serving)
@@ -234,7 +248,9 @@ class Follower:
         anchor, deltas = self._reader.recipe(manifest, serving.version)
         unchanged = not any(delta.changed for delta in deltas)
         if anchor or not deltas or (unchanged and manifest.digest != serving.digest):
-            self._join(manifest)  # too far behind, or not the history of the version that is served
+            self._join(
+                manifest
+            )  # its deltas do not reach back to the served version, or it does not descend from it
             return
         if unchanged:
             self._engine.relabel(str(TokenVersion.of(manifest)))
@@ -245,7 +261,8 @@ class Follower:
         except errors.EngineError as error:  # the old weights are back, but they may not be what we believed
             if error.kind == errors.WeightsChangedError.kind:
                 self.serving = None
-            self._note(self._state, f"version {manifest.version} was undone, healing: {error}")
+            undone = f"committing version {manifest.version} failed and was undone"
+            self._note(self._state, f"{undone}; this replica now repairs itself: {error}")
             self._join(manifest)
 
     def _apply(self, manifest: Manifest, deltas: tuple[DeltaRef, ...]) -> None:
@@ -294,16 +311,16 @@ class Follower:
         self._serve(manifest, fetch_s, stage_s, *seconds, joined=True)
 
     def _prepare_engine(self, manifest: Manifest, folder: Path, shapes: Shapes) -> None:
-        """Have a vLLM that knows where the run's tensors are."""
+        """Make sure that vLLM runs and has learned where the run's tensors are."""
         if started := not self._engine.serves(folder):
             self._start_engine(manifest, folder)
         if shapes != self._learned:
             found = self._engine.learn(shapes)
             if started and found != manifest.digest:
-                self._engine.stop()  # or the next try would take this digest for an older version's
+                self._engine.stop()  # otherwise the next try would assume that vLLM holds an older version
                 raise errors.EngineError(
-                    f"vLLM has just loaded {manifest.digest}, and {found} is where deltas would go; "
-                    "serve another model",
+                    f"vLLM loaded weights with digest {manifest.digest}, but the parameters that deltas would"
+                    f" change have digest {found}: vLLM rearranges this model's weights; serve another model",
                     errors.CodecError.kind,
                 )
             self._learned = shapes
@@ -312,28 +329,35 @@ class Follower:
         """Start or restart vLLM; restarts in a row are delayed longer and longer, whatever their reason."""
         if not self._starting.allows(_VLLM):
             raise errors.TooSoonError(
-                f"version {manifest.version} needs a restart of vLLM, too soon after the last; it waits"
+                f"version {manifest.version} needs a restart of vLLM, which was started only a moment ago;"
+                " the replica tries again later"
             )
-        self._starting.failed(_VLLM)  # a start counts as failed unless vLLM then lasts
+        self._starting.failed(_VLLM)  # forgotten if vLLM then runs for twice LONGEST_S
         self.serving, self._learned = None, {}
         self._note(f"starting vLLM with version {manifest.version}")
         self._engine.start(folder)
 
     # Note what `report` reports.
 
-    def _note(self, state: str, error: str | None = None) -> None:
+    def _note(self, state: str, error: str | None = None, line: str = "") -> None:
+        """Note the state, and log it if it changed; `line` is logged now and then although it did not."""
+        if state != self._state or (self._error and not error) or (line and time.time() >= self._next_line):
+            _log.info("replica %s: %s", self._name, line or state)
+            self._next_line = time.time() + _LINE_S
         self._state, self._error = state, error
+        if state == "serving" and not error:
+            self._logged = ""
 
     def _complain(self, reason: str, state: str) -> None:
         """Note an error, and log it unless it was the last one logged."""
         reason = errors.printable(reason)
-        self._note(state, reason)
         if reason != self._logged:
             _log.warning("replica %s: %s", self._name, reason)
-            self._logged = reason
+        self._note(state, reason)
+        self._logged = reason
 
     def _serve(self, manifest: Manifest, *seconds: float, joined: bool = False) -> None:
-        """`seconds`: of fetching, of staging, of the pause, and of writing during the pause."""
+        """Record that a version is served. `seconds`: fetch, stage, pause, and the writing in the pause."""
         fetch_s, stage_s, pause_s, commit_s = seconds or (0.0, 0.0, 0.0, 0.0)
         self._signed_by = self._reader.signer(manifest)
         self.serving = self._served_last = manifest
@@ -351,4 +375,4 @@ class Follower:
             joined=joined,
         )
         self._commits.append(event)
-        self._note("serving")
+        self._note("serving", line=f"serves version {manifest.version}, digest {manifest.digest}")

@@ -181,7 +181,10 @@ class Recorder(TorchDispatchMode):
         """Raise `RouteError` if vLLM computes with anything that loading does not fill."""
         for name, parameter in self._model.named_parameters():
             if parameter.numel() and storage_of(parameter) not in self.reached:
-                raise RouteError(f"{name}: vLLM made it from other parameters, which deltas would not repeat")
+                raise RouteError(
+                    f"{name}: no weight of the run fills this parameter of vLLM's model; start vLLM with the"
+                    " run's own model, which `delta-weight-sync checkout` writes"
+                )
         if sentence := stale(self._model, self.reached):
             raise RouteError(sentence)
 
