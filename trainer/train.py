@@ -67,7 +67,7 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
             "--token_budget is missing: set the most tokens of one forward pass, or 0 for no limit;"
             " see trainer/configs/"
         )
-    patches.install()
+    patches.install("every_rank", "replicas")
     stop = Stop(settings.minutes, alone=config.world_size == 1)
     task, peers = make_task(settings, config), Peers()
     replicas = settings.replicas if peers.main else []  # the other ranks contact no Space

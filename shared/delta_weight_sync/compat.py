@@ -1,30 +1,192 @@
-"""Which releases of vLLM and TRL this library is tested with.
+"""What this library needs of vLLM and TRL, and whether the installed releases have it.
 
-Both are patched in places that are no public interface, so any other release is refused.
+Both are used, and patched, in places that are no public interface. `compat.toml` lists these places; here
+each is looked for in the installed sources, without importing them. A release that was run with this library
+starts silently. Another one that has all places starts with a warning. A missing place switches off the
+feature that needs it, or raises if there is no way without it. DELTA_WEIGHT_SYNC_STRICT=1 refuses both.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import Final
+import ast
+import functools
+import importlib.metadata
+import importlib.util
+import logging
+import multiprocessing
+import os
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NamedTuple
 
 from delta_weight_sync.errors import CompatibilityError
 
-TESTED: Final = {"vllm": "0.32", "trl": "1.16"}
+STRICT: Final = "DELTA_WEIGHT_SYNC_STRICT"
+_PLACE: Final = re.compile(r"([\w.]+)(?:\(([\w, ]*)\)| with ([\w ]+))?")
+_log = logging.getLogger("delta_weight_sync")
 
 
-def require_tested(package: str) -> None:
-    """Raise `CompatibilityError` unless the installed release of `package` is the tested one."""
-    found, tested = importlib.import_module(package).__version__, TESTED[package]
-    if not f"{found}.".startswith(f"{tested}."):
-        raise CompatibilityError(
-            f"tested with {package} {tested}, found {found}; pip install '{package}=={tested}.*'"
-        )
+class Place(NamedTuple):
+    """Something that the library relies on: `what` must be in `file`, a path in the package."""
+
+    file: str
+    what: str
+    why: str
 
 
-def changed(package: str, what: str) -> CompatibilityError:
-    """The error to raise if `what`, which is about to be patched, is not as in the tested release."""
-    tested = TESTED[package]
-    return CompatibilityError(
-        f"{what} is not that of {package} {tested}; pip install '{package}=={tested}.*'"
-    )
+@dataclass(frozen=True)
+class Feature:
+    """What some places make possible. Optional if `without` says how it is without them."""
+
+    name: str
+    what: str
+    places: list[Place]
+    missing: list[Place]
+    without: str = ""
+    since: str = ""  # the first release that has all places
+    on: str = ""  # "cpu": nothing else needs it
+    upstream: str = ""  # patches in upstream/ that would replace it
+
+
+@dataclass(frozen=True)
+class Release:
+    """An installed release of vLLM or TRL, and what was found in it."""
+
+    package: str  # as its distribution is called
+    version: str  # "": it is not installed
+    run: list[str]  # releases that were run with this library, oldest first
+    features: dict[str, Feature] = field(default_factory=dict)  # those that this build needs
+
+    @property
+    def known(self) -> bool:
+        """Whether this release was run."""
+        return any(f"{self.version}.".startswith(f"{release}.") for release in self.run)
+
+    def works(self, feature: str) -> bool:
+        """Whether all places of a feature are there."""
+        return not self.features[feature].missing
+
+    def cure(self, since: str = "") -> str:
+        """How to install the nearest release that works, from `since` on."""
+        works = [release for release in self.run if _number(release) >= _number(since)]
+        newer = (release for release in works if _number(release) > _number(self.version))
+        return f"pip install '{self.package}=={next(newer, works[-1])}.*'"
+
+    def problems(self, *needed: str) -> tuple[list[str], list[str]]:
+        """What forbids it to those who need these optional features, and what others should know."""
+        fatal, told = list[str](), list[str]()
+        if not self.version:
+            fatal.append(f"it needs {self.package}; pip install 'delta-weight-sync[{self.package}]'")
+        elif not self.known:
+            told.append(f"{self.package} {self.version} was not run with this library; {self.cure()}")
+        for feature in self.features.values():
+            for place in feature.missing[:1]:
+                text = (
+                    f"{self.package} {self.version} has no {place.what} in {place.file}, which {feature.what}"
+                    f" needs ({place.why}); {self.cure(feature.since)}"
+                )
+                if not feature.without or feature.name in needed:
+                    fatal.append(text)
+                elif not (self.known and _number(self.version) < _number(feature.since)):
+                    told.append(f"{text}; until then {feature.without}")
+        return (fatal + told, []) if is_set(STRICT) else (fatal, told)
+
+    def require(self, *needed: str) -> None:
+        """Raise `CompatibilityError` if it lacks what this library, or one of these features, needs."""
+        for problem in self.problems(*needed)[0]:
+            raise CompatibilityError(problem)
+
+
+@functools.cache
+def examine(package: str, site: Path | None = None) -> Release:
+    """Look for all places in the installed release of `package` ("vllm" or "trl").
+
+    Args:
+        package: Its name. If it is not installed, the version is "".
+        site: A folder with the package and its metadata, such as an unpacked wheel, instead.
+    """
+    needs = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())[package]
+    spec = None if site else importlib.util.find_spec(package)
+    folder = site / package if site else Path(spec.origin).parent if spec and spec.origin else None
+    context = importlib.metadata.DistributionFinder.Context
+    where = {"path": [str(site)]} if site else {}
+    contexts = [context(name=name, **where) for name in needs["distributions"]]
+    found = [d for each in contexts for d in importlib.metadata.distributions(context=each)]
+    if folder is None or not found:
+        return Release(package, "", needs["run"])
+    name, version, features = found[0].name, found[0].version, dict[str, Feature]()
+    for feature, known in needs["features"].items():
+        if known.get("on", "") in f"{name} {version}":
+            places = [Place(*place) for place in known.pop("places")]
+            missing = [place for place in places if not _has(folder / place.file, place.what)]
+            features[feature] = Feature(feature, places=places, missing=missing, **known)
+    return Release(name, version, needs["run"], features)
+
+
+def require(package: str, *needed: str) -> Release:
+    """The installed release of `package`, after a warning if it deserves one.
+
+    Raises `CompatibilityError` if it lacks what this library, or one of the `needed` features, needs.
+    """
+    release = examine(package)
+    release.require(*needed)
+    told = release.problems(*needed)[1]
+    if told and multiprocessing.parent_process() is None:  # vLLM's other processes would repeat it
+        _log.warning("%s. `delta-weight-sync doctor` lists all places", ". ".join(told))
+    return release
+
+
+def is_set(variable: str) -> bool:
+    """Whether an environment variable is on."""
+    return os.environ.get(variable, "").lower() not in ("", "0", "false", "no", "off")
+
+
+def _number(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", release))
+
+
+def _has(file: Path, what: str) -> bool:
+    """Whether a source file has a place, as `compat.toml` describes them."""
+    place = _PLACE.fullmatch(what)
+    assert place, what
+    path, parameters, names = place.groups()
+    found: list[ast.AST] = [_parsed(file)]
+    for name in path.split("."):
+        found = [inner for node in found for inner in _named(node, name)]
+    for node in found:
+        if parameters is not None and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if [a.arg for a in (*node.args.args, *node.args.kwonlyargs)] == re.findall(r"\w+", parameters):
+                return True
+        elif parameters is None and {*(names or "").split()} <= {*_names(node)}:
+            return True
+    return False
+
+
+@functools.cache
+def _parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text() if file.is_file() else "")
+
+
+def _named(scope: ast.AST, name: str) -> Iterator[ast.AST]:
+    """What a module or a class calls `name`: a definition, an import, a variable, an attribute of `self`."""
+    inner = list(ast.iter_child_nodes(scope))
+    while inner:
+        node = inner.pop()
+        if name in (getattr(node, "name", ""), getattr(node, "asname", "")) or (
+            isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name
+        ):
+            yield node
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            stored = (n for n in ast.walk(node) if isinstance(n, ast.Attribute) and n.attr == name)
+            yield from (n for n in stored if isinstance(n.ctx, ast.Store) and isinstance(scope, ast.ClassDef))
+        elif not isinstance(node, ast.ClassDef):
+            inner.extend(ast.iter_child_nodes(node))
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    """All names in it: of variables, attributes and parameters."""
+    for inner in ast.walk(node):
+        yield getattr(inner, "id", getattr(inner, "attr", getattr(inner, "arg", ""))) or ""

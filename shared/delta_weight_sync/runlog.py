@@ -102,6 +102,7 @@ class ReplicaReport(Record):
     status: ReplicaEvent
     commits: Annotated[tuple[CommitEvent, ...], Field(max_length=1024)]
     notice: Line = ""  # how it learns of new versions
+    engine: Line = ""  # its vLLM, and how that takes commits
 
 
 class DoneEvent(Record):

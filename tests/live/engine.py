@@ -136,7 +136,7 @@ def facts(output: RequestOutput) -> dict[str, Any]:
     logprobs = [
         (token, step[token].logprob) for step, token in zip(choice.logprobs, choice.token_ids, strict=True)
     ]
-    spans = [(span.version, span.start, span.end) for span in choice.weight_versions]
+    spans = [(span.version, span.start, span.end) for span in getattr(choice, "weight_versions", ())]
     return {"prompt": output.prompt_token_ids[0], "logprobs": logprobs, "spans": spans}
 
 

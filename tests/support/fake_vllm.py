@@ -24,6 +24,9 @@ class Mortal:
     def __init__(self) -> None:
         self.starts, self.asked, self.compared, self._alive = 0, 0, 0, False
 
+    def describe(self) -> str:
+        return "a vLLM in memory"
+
     def alive(self) -> bool:
         self.asked += 1
         return self._alive

@@ -19,7 +19,8 @@ from uuid import uuid4
 
 import pytest
 
-from delta_weight_sync.errors import EngineError, SettingsError
+from delta_weight_sync import compat
+from delta_weight_sync.errors import CompatibilityError, EngineError, SettingsError
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, new_pair
 from delta_weight_sync.store import Bucket, open_bucket
@@ -150,10 +151,8 @@ PARALLEL = {"data_parallel_size": 1, "enable_eplb": False, "world_size": 1}
 
 @pytest.fixture
 def another_vllm(monkeypatch):
-    """A release that is not the tested one, and in which every import but its own fails."""
-    module = ModuleType("vllm")
-    module.__version__ = "0.99.0"
-    monkeypatch.setitem(sys.modules, "vllm", module)
+    """One in which every import but its own fails."""
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
 
 
 @pytest.mark.parametrize("asked_for", [None, "", "someone_elses", "lora_filesystem_resolver,someone_elses"])
@@ -165,11 +164,10 @@ def test_a_vllm_that_does_not_ask_for_it_is_left_alone(another_vllm, monkeypatch
 
 
 @pytest.mark.parametrize("asked_for", ["delta_weight_sync", "someone_elses,delta_weight_sync"])
-def test_one_that_does_and_is_not_the_tested_release_is_told(another_vllm, monkeypatch, asked_for):
+def test_one_that_does_and_cannot_be_used_is_told(another_vllm, monkeypatch, asked_for):
     monkeypatch.setenv("VLLM_PLUGINS", asked_for)
-    with pytest.raises(
-        RuntimeError, match=r"tested with vllm 0\.32, found 0\.99\.0; pip install 'vllm==0\.32"
-    ):
+    monkeypatch.setattr(compat, "examine", lambda package: compat.Release(package, "", ["0.32"]))
+    with pytest.raises(CompatibilityError, match=r"pip install 'delta-weight-sync\[vllm\]'"):
         plugin.register()
 
 

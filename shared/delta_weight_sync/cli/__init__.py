@@ -20,6 +20,7 @@ COMMANDS = {
     "gc": "delete the oldest versions of a run, within a budget of bytes or age",
     "keygen": "make a pair of keys to sign and check the versions of a run",
     "plan": "predict bytes, seconds and money of a run before it starts",
+    "doctor": "show what works with the packages that are installed here, and what would make the rest work",
 }
 
 
@@ -55,6 +56,6 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,  # an epilog keeps its lines
         )
         if name in words[:1]:
-            module = "plan" if name == "plan" else "commands"
+            module = name if name in ("plan", "doctor") else "commands"
             importlib.import_module(f"delta_weight_sync.cli.{module}").configure(command, name)
     return parser

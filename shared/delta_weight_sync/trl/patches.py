@@ -1,8 +1,8 @@
-"""Patches that let TRL 1.16's async GRPO run on a CPU, in float32, without vLLM or a kernel from the Hub.
+"""Patches that let TRL's async GRPO run on a CPU, in float32, without vLLM or a kernel from the Hub.
 
-They also end the rollout process with the trainer. `install` applies them to internals of the tested release,
-and refuses another one. Each patch checks first that its target still exists. TRL needs none of them in one
-process with a GPU that FlashAttention 3 supports, the package `kernels`, the Hub, 16-bit weights and vLLM.
+They also end the rollout process with the trainer. `install` applies those whose places this release has
+(`compat.toml`). TRL needs none of them in one process with a GPU that FlashAttention 3 supports, the package
+`kernels`, the Hub, 16-bit weights and vLLM.
 """
 
 from __future__ import annotations
@@ -19,38 +19,37 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.weak import WeakTensorKeyDictionary
-from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker, packing
-from trl.trainer.utils import get_peak_flops_per_device
+from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker
 
 from delta_weight_sync import compat
 
 _CHILD_MAIN: Any = getattr(async_rollout_worker, "_child_main", None)
+_PEAK_FLOPS: Any = getattr(async_grpo_trainer, "get_peak_flops_per_device", None)
+_replace = setattr
 _ROUNDING = 0.1  # 16 bits change averages of a few normal numbers by 0.01, another mask changes them by one
 
 
-def install() -> None:
-    """Patch TRL in this process; raises `CompatibilityError` if this release is not the tested one."""
-    compat.require_tested("trl")
-    if "_streaming_iter" not in async_grpo_trainer.AsyncGRPOTrainer._sync_weight_merged.__code__.co_names:
-        raise compat.changed("trl", "AsyncGRPOTrainer._sync_weight_merged")
-    # The rollout worker needs HTTP only, but refuses to start unless vLLM is installed. Remove this once TRL
-    # requires vLLM in `WeightTransferClient` only, the one place that imports it.
-    _replace(async_rollout_worker, "is_vllm_available", lambda *args, **kwargs: True)
-    # The rollout process runs for ever if the trainer is killed (kill -9). Remove this once TRL's child
-    # process watches its parent.
-    _replace(async_rollout_worker, "_child_main", play_rollouts)
-    # Tree packing downloads FlashAttention 3 from the Hub, which works on some GPUs and in 16 bits only.
-    # Remove this once TRL uses PyTorch's own attention if the package `kernels` is not installed.
-    _replace(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=_varlen_attention))
-    # TRL looks up the peak throughput by the name of the GPU, which a CPU does not have. Remove this once
-    # `get_peak_flops_per_device` returns None on a CPU, as it does for an unknown GPU.
-    _replace(async_grpo_trainer, "get_peak_flops_per_device", _peak_flops)
+def install(*needed: str) -> None:
+    """Patch TRL in this process. Raises `CompatibilityError` if this release cannot do without a patch, or
+    lacks a feature of `compat.toml` that is `needed`."""
+    release = compat.require("trl", *needed)
+    if release.works("without_vllm"):
+        # The rollout worker needs HTTP only, but refuses to start unless vLLM is installed. Remove this once
+        # TRL requires vLLM in `WeightTransferClient` only, the one place that imports it.
+        _replace(async_rollout_worker, "is_vllm_available", lambda *args, **kwargs: True)
+    if release.works("child"):
+        # The rollout process runs for ever if the trainer is killed (kill -9). Remove this once TRL's child
+        # process watches its parent.
+        _replace(async_rollout_worker, "_child_main", play_rollouts)
+    if release.works("attention"):
+        from trl.experimental.async_grpo import packing
 
-
-def _replace(module: Any, name: str, value: Any) -> None:
-    if not hasattr(module, name):
-        raise compat.changed("trl", f"{module.__name__}.{name}")
-    setattr(module, name, value)
+        # Tree packing downloads FlashAttention 3 from the Hub, which works on some GPUs and in 16 bits only.
+        # Remove this once TRL uses PyTorch's own attention if the package `kernels` is not installed.
+        _replace(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=_varlen_attention))
+        # TRL looks up the peak throughput by the name of the GPU, which a CPU does not have. Remove this once
+        # `get_peak_flops_per_device` returns None on a CPU, as it does for an unknown GPU.
+        _replace(async_grpo_trainer, "get_peak_flops_per_device", _peak_flops)
 
 
 def play_rollouts(*arguments: Any) -> None:
@@ -68,7 +67,7 @@ def _end_with_parent() -> None:
 
 
 def _peak_flops(accelerator: Any, dtype: str) -> float | None:
-    return get_peak_flops_per_device(accelerator, dtype) if accelerator.device.type == "cuda" else None
+    return _PEAK_FLOPS(accelerator, dtype) if accelerator.device.type == "cuda" else None
 
 
 def _varlen_attention(

@@ -1,6 +1,6 @@
 """TRL's `AsyncGRPOTrainer` that publishes its weights and resumes from a saved state.
 
-It uses internals of the TRL release that `patches.install` requires.
+It uses internals of TRL: the feature "every_rank" of `compat.toml`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,23 @@ import ctypes
 import os
 import signal
 
+from delta_weight_sync import compat
+
 METHOD = "delta_weight_sync"  # what the plugin gives to every worker of vLLM: see `worker`
+PAUSE = "DELTA_WEIGHT_SYNC_PAUSE"
 _PR_SET_PDEATHSIG = 1
+
+
+def commits_between_steps() -> bool:
+    """Whether a commit is one thing between two steps of vLLM; else vLLM is paused for it, by its own calls.
+
+    Raises `CompatibilityError` if this vLLM can do neither.
+    """
+    release = compat.examine("vllm")
+    if release.works("in_step") and not compat.is_set(PAUSE):
+        return True
+    release.require("paused")
+    return False
 
 
 def die_with_parent(parent: int) -> None:

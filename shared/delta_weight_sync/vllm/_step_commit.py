@@ -12,16 +12,14 @@ succeeded on all workers, two things that vLLM leaves to a pause are done in the
 A call with op "stage" to a worker in this process answers when staging is done, because each further call
 would wait for the step under way: vLLM waits for a `Future` without blocking its steps.
 
-Patches `EngineCore` of vLLM 0.32 (`v1/engine/core.py`, `v1/core/block_pool.py`, `v1/request.py`). `install`
-checks that it is the known class. Before the first commit, `hindrance` tries the forgetting on the engine's
-own cache, and refuses engines that keep old results elsewhere. A commit between steps in vLLM itself would
-replace this module: upstream/vllm/0001 and 0002.
+Patches vLLM's `EngineCore`; `compat.toml` lists what it relies on there. Before the first commit, `hindrance`
+tries the forgetting on the engine's own cache, and refuses engines that keep old results elsewhere. A commit
+between steps in vLLM itself would replace this module: upstream/vllm/0001 and 0002.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import time
 from collections import deque
@@ -47,18 +45,14 @@ Answers = list[dict[str, Any]]
 """One per worker."""
 
 
+_PLAIN = EngineCore.collective_rpc
+
+
 def install() -> None:
-    """Patch this process's `EngineCore`, once. Raises `CompatibilityError` if it is not the tested one."""
-    if EngineCore._attach_weight_version is _label_outputs:
-        return
-    for function, known in (
-        (EngineCore.collective_rpc, "self method timeout args kwargs"),
-        (EngineCore._attach_weight_version, "self outputs"),
-    ):
-        if " ".join(inspect.signature(function).parameters) != known:
-            raise compat.changed("vllm", function.__qualname__)
-    EngineCore.collective_rpc = _with_commits(EngineCore.collective_rpc)
-    EngineCore._attach_weight_version = _label_outputs
+    """Patch this process's `EngineCore`, and what labels the tokens of a step if this vLLM labels tokens."""
+    EngineCore.collective_rpc = _with_commits(_PLAIN)
+    if compat.examine("vllm").works("labels"):
+        EngineCore._attach_weight_version = _label_outputs
 
 
 def _with_commits(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,7 +177,9 @@ def _unforgotten(core: EngineCore) -> str:
     forget_prefixes(manager, [])
     if 0 < cached <= 2 * size and forgotten == 0 and 0 < reached <= 2 * size:
         return ""
-    return f"vLLM's prefix cache does not forget as in 0.32 (reused {cached}, {forgotten}, {reached} tokens)"
+    return (
+        f"vLLM's prefix cache does not forget as it should (reused {cached}, {forgotten}, {reached} tokens)"
+    )
 
 
 def _probe(core: EngineCore, name: str, length: int) -> Request:

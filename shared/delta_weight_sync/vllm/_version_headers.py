@@ -9,15 +9,14 @@
 Version 41 made tokens 0 to 30 of the completion, version 42 those from 31 to 63; ";" separates several
 choices, in order. The syncs, the trainer's own count, are of the same tokens; unpublished weights have none.
 The other three describe the oldest version of all tokens. vLLM knows these spans
-(`CompletionOutput.weight_versions`) but its OpenAI routes do not print them. If they did
-(upstream/vllm/0005), the patch here could go: it notes the spans that `AsyncLLM.generate` of vLLM 0.32
-returns.
+(`CompletionOutput.weight_versions`, since 0.32) but its OpenAI routes do not print them. If they did
+(upstream/vllm/0005), the patch here could go: it notes the spans that `AsyncLLM.generate` returns. An older
+vLLM has no spans: the three name the version that was served when the request came.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
@@ -84,13 +83,9 @@ def _text(name: str, span: Any) -> str:
 
 
 def install() -> None:
-    """Patch `AsyncLLM`, once. Raises `CompatibilityError` if it is not the tested one."""
-    if AsyncLLM.generate is _generate:
-        return
-    known = "weight_versions" in inspect.signature(CompletionOutput).parameters
-    if not known or not inspect.isasyncgenfunction(_plain):
-        raise compat.changed("vllm", "AsyncLLM.generate")
-    AsyncLLM.generate = _generate
+    """Patch `AsyncLLM`, if this vLLM labels tokens."""
+    if compat.examine("vllm").works("labels"):
+        AsyncLLM.generate = _generate
 
 
 _plain = AsyncLLM.generate

@@ -1,4 +1,4 @@
-"""Patches of vLLM 0.32's CPU backend that keep weights live.
+"""Patches of vLLM's CPU backend that keep weights live; `compat.toml` lists their places.
 
 1. After loading, the backend packs every Linear into an opaque oneDNN handle and drops the weight (embeddings
    compute from a packed copy), so that later writes to the weight change nothing. `install` makes it compute
@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from delta_weight_sync import compat
+
 
 def install() -> None:
-    """Patch vLLM in this process, before it loads a model. Idempotent."""
+    """Patch vLLM in this process, before it loads a model, in the places that it has. Idempotent."""
     from vllm.model_executor.layers import utils
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
     from vllm.model_executor.models import registry
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -39,12 +39,21 @@ def install() -> None:
     global _stock_dispatch
     _stock_dispatch = utils.dispatch_cpu_unquantized_gemm
     utils.dispatch_cpu_unquantized_gemm = _keep_weight_live
-    CPUUnquantizedExperts.process_weights_after_loading = _keep_experts_live
-    CPUUnquantizedExperts.apply = apply_live_experts
-    gdn_attention._causal_conv1d_fwd_cpu = from_live_weight(gdn_attention._causal_conv1d_fwd_cpu)
-    gdn_attention._causal_conv1d_update_cpu = from_live_weight(gdn_attention._causal_conv1d_update_cpu)
-    GPUModelRunner._bookkeeping_sync = _without_rewinds(GPUModelRunner._bookkeeping_sync)
-    registry._run_in_subprocess = operator.call
+    release = compat.examine("vllm")
+    if release.works("cpu_experts"):
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+        CPUUnquantizedExperts.process_weights_after_loading = _keep_experts_live
+        CPUUnquantizedExperts.apply = apply_live_experts
+    if release.works("cpu_convolutions"):
+        from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+        for name in ("_causal_conv1d_fwd_cpu", "_causal_conv1d_update_cpu"):
+            setattr(gdn_attention, name, from_live_weight(getattr(gdn_attention, name)))
+    if release.works("cpu_seeds"):
+        GPUModelRunner._bookkeeping_sync = _without_rewinds(GPUModelRunner._bookkeeping_sync)
+    if release.works("cpu_start"):
+        registry._run_in_subprocess = operator.call
 
 
 def self_test(model: torch.nn.Module) -> None:

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from delta_weight_sync.errors import EngineError
+from delta_weight_sync import compat
+from delta_weight_sync.errors import CommitError, EngineError
 from delta_weight_sync.records import Manifest
-from delta_weight_sync.vllm import METHOD
+from delta_weight_sync.vllm import METHOD, commits_between_steps
 from delta_weight_sync.vllm.disk import Shapes
 
 _POLL_S = 0.002, 0.05  # of a stage: first pause, longest pause
@@ -57,6 +58,13 @@ class Engine:
         """`client`: vLLM's `EngineClient`, which lives in `loop`."""
         self._client, self._loop = client, loop
 
+    def describe(self) -> str:
+        """The release of vLLM, how it takes commits, and what it cannot do."""
+        release = compat.examine("vllm")
+        how = "between two steps" if commits_between_steps() else "while it is paused"
+        off = [f"no {found.what}" for found in release.features.values() if found.missing]
+        return "; ".join((f"{release.package} {release.version}, commits {how}", *off))
+
     def alive(self) -> bool:
         """Whether it still answers."""
         return not self._client.errored
@@ -74,6 +82,17 @@ class Engine:
 
     def learn(self, shapes: Shapes) -> str:
         """Find a run's tensors in vLLM's parameters; returns the digest of the live weights."""
+        config = self._client.vllm_config
+        if not commits_between_steps() and (
+            config.kv_transfer_config
+            or config.ec_transfer_config
+            or config.model_config.supports_multimodal_inputs
+        ):
+            raise EngineError(
+                "this vLLM would reuse results of old weights; drop --kv-transfer-config and "
+                "--ec-transfer-config, and add --language-model-only",
+                CommitError.kind,
+            )
         return str(self._ask("learn", shapes=shapes)[0]["digest"])
 
     def stage(self, deltas: Sequence[Path]) -> float:
@@ -88,13 +107,30 @@ class Engine:
         """Write what is staged between two steps, or change nothing and raise.
 
         Running requests continue with the new weights, no new request gets a prefix of older weights, and
-        every later token carries `label`.
+        every later token carries `label`. In a vLLM that pauses for commits, running requests also compute
+        their prompts and tokens again.
 
         Returns:
             Seconds of the pause, and seconds of the writing in it.
         """
+        if not commits_between_steps():
+            seconds: tuple[float, float] = self._wait(self._commit_while_paused(digest, label))
+            return seconds
         answers = self._ask("commit", digest=digest, label=label)
         return _longest("pause_s", answers), _longest("commit_s", answers)
+
+    async def _commit_while_paused(self, digest: str, label: str) -> tuple[float, float]:
+        """The same by vLLM's own calls. All keys and values are dropped before anything is written."""
+        started = time.perf_counter()
+        await self._client.pause_generation(mode="keep", clear_cache=False)
+        try:
+            if not await self._client.reset_prefix_cache(reset_running_requests=True):
+                raise EngineError("vLLM kept prefixes of old weights, so nothing was written")
+            answers = await self._call("commit", digest=digest, label=label)
+            await self._client.update_weight_version(label)
+        finally:
+            await self._client.resume_generation()
+        return time.perf_counter() - started, _longest("commit_s", answers)
 
     def relabel(self, label: str) -> None:
         """Put `label` on later tokens, for a version that changes no weights."""
@@ -113,10 +149,20 @@ class Engine:
         return _longest("stage_s", answers)
 
     def _ask(self, op: str, *, timeout_s: float = _TIMEOUT_S, **arguments: Any) -> list[dict[str, Any]]:
+        answers: list[dict[str, Any]] = self._wait(self._call(op, **arguments), timeout_s)
+        return answers
+
+    async def _call(self, op: str, **arguments: Any) -> list[dict[str, Any]]:
         """The answers of all workers of all engines; `EngineClient.collective_rpc` has only one engine's."""
-        core, kwargs = self._client.engine_core, {"op": op, **arguments}
-        call = core.call_utility_all_async("collective_rpc", METHOD, None, (), kwargs)
-        answers = [answer for workers in self._wait(call, timeout_s) for answer in workers]
+        kwargs = {"op": op, **arguments}
+        if compat.examine("vllm").works("engines"):
+            core = self._client.engine_core
+            engines = await core.call_utility_all_async("collective_rpc", METHOD, None, (), kwargs)
+        elif self._client.vllm_config.parallel_config.data_parallel_size == 1:
+            engines = [await self._client.collective_rpc(METHOD, kwargs=kwargs)]
+        else:
+            raise EngineError("this vLLM answers for one engine only; drop --data-parallel-size")
+        answers = [answer for workers in engines for answer in workers]
         for answer in answers:
             if "error" in answer:
                 raise EngineError(answer["error"], answer["kind"])

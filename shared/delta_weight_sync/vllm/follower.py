@@ -146,8 +146,8 @@ class Follower:
             signed_by=self._signed_by if serving else None,
         )
         commits = tuple(commit for commit in list(self._commits) if commit.version > after)
-        notice = self.commands.describe() or self._watcher.describe()
-        return ReplicaReport(status=status, commits=commits, notice=notice)
+        notice, engine = self.commands.describe() or self._watcher.describe(), self._engine.describe()
+        return ReplicaReport(status=status, commits=commits, notice=notice, engine=engine)
 
     def explain(self, error: Exception | None) -> str:
         """The text to report for an error; called with None when all is well again. A Space overrides it."""

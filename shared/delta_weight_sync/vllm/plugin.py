@@ -13,25 +13,28 @@ NAME = "delta_weight_sync"
 def register() -> None:
     """Called by vLLM in each of its processes, possibly more than once.
 
-    Raises `CompatibilityError` if VLLM_PLUGINS names this plugin and vLLM is not a tested release.
+    Raises `CompatibilityError` if VLLM_PLUGINS names this plugin and vLLM lacks what it needs.
     """
     if NAME not in os.environ.get("VLLM_PLUGINS", "").split(","):
         return
     from delta_weight_sync import compat
 
-    compat.require_tested("vllm")
-    from vllm.platforms import current_platform
+    release = compat.require("vllm")
     from vllm.v1.worker.worker_base import WorkerBase
 
-    from delta_weight_sync.vllm import METHOD, _step_commit, die_with_parent, routes
+    from delta_weight_sync.vllm import METHOD, commits_between_steps, die_with_parent, routes
 
     parent = multiprocessing.parent_process()
     if parent and parent.pid:  # vLLM's engine and workers; the server belongs to whatever started vLLM
         die_with_parent(parent.pid)
     setattr(WorkerBase, METHOD, _call)
-    _step_commit.install()
-    routes.install()
-    if current_platform.is_cpu():
+    if commits_between_steps():
+        from delta_weight_sync.vllm import _step_commit
+
+        _step_commit.install()
+    if release.works("derived"):
+        routes.install()
+    if "cpu" in release.features:
         from delta_weight_sync.vllm import cpu
 
         cpu.install()

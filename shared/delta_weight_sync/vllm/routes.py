@@ -9,7 +9,7 @@ into the model's memory is recorded; if the loader does anything else there, the
 After loading, vLLM may derive other tensors from the weights: kernels reorder experts, attention keeps its
 sinks in float32, a quantiser packs. No delta would reach them, so such a model is refused. A tensor does not
 say where its numbers come from, but one that was there before loading, and still has its bits, holds no
-weight. So `install` watches vLLM's loader (`model_loader/base_loader.py` of vLLM 0.32, which all loaders of
+weight. So `install` watches vLLM's loader (`model_loader/base_loader.py`, which all loaders of
 checkpoints use): what a model held before loading, and which parameters changed in the steps after it.
 Without that record every such tensor counts as derived.
 """
@@ -17,7 +17,6 @@ Without that record every such tensor counts as derived.
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +30,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from delta_weight_sync import compat
 from delta_weight_sync.errors import RouteError
 
 _ATEN = torch.ops.aten
@@ -436,16 +434,13 @@ _watched: WeakKeyDictionary[torch.nn.Module, _Watched] = WeakKeyDictionary()
 
 
 def install() -> None:
-    """Watch the loaders of this process, once. Raises `CompatibilityError` if they are not as tested."""
+    """Watch the loaders of this process, once."""
     from vllm.model_executor.model_loader import base_loader
 
     build, finish = base_loader.initialize_model, base_loader.process_weights_after_loading
-    if build.__module__ == __name__:
-        return
-    if list(inspect.signature(finish).parameters) != ["model", "model_config", "target_device"]:
-        raise compat.changed("vllm", "process_weights_after_loading")
-    base_loader.initialize_model = watched_while_built(build)
-    base_loader.process_weights_after_loading = watched_while_finished(finish)
+    if build.__module__ != __name__:
+        base_loader.initialize_model = watched_while_built(build)
+        base_loader.process_weights_after_loading = watched_while_finished(finish)
 
 
 def watched_while_built(build: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:

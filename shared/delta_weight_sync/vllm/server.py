@@ -50,6 +50,8 @@ class Settings(BaseModel):
     public_key: str = ""  # versions without its signature are refused; see `signing`
     signing_key: str = Field("", repr=False)  # always refused: the trainer's secret
     poll_s: float = Field(POLL_S, gt=0)  # seconds between two polls of HEAD
+    pause: bool = False  # pause vLLM for each commit, by its own calls, instead of between two of its steps
+    strict: bool = False  # refuse releases of vLLM that were not run with this library; see `compat`
     folder: str = ""  # scratch space for one or two checkpoints; empty: a temporary folder
 
     @field_validator("key")

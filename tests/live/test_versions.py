@@ -1,0 +1,89 @@
+"""A plain vLLM follows a run, with commits between two steps and while it is paused: both are as exact.
+
+`make matrix` runs this file with each release of docs/versions.md.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+import pytest
+
+from delta_weight_sync import compat
+from delta_weight_sync.reader import RunReader
+from examples import tiny_policy as tiny
+from tests.live.replica import KEY, PROMPTS, Server, ask, served, soon
+from tests.live.run import Trainer, update
+
+pytestmark = [pytest.mark.live, pytest.mark.long]  # two processes import vLLM, three times
+
+DELTAS, LONG, BLOCK = 10, 400, 32
+SHARED = [3 + 37 * i % 200 for i in range(2 * BLOCK)]  # whole blocks, which a vLLM would find again
+MODES = {"between two steps": "0", "while it is paused": "1"}
+Answers = list[tuple[list[int], list[float]]]
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    base = tmp_path_factory.mktemp("base")
+    tiny.build(base, tie=True, seed=0)
+    trainer = Trainer(tmp_path_factory.mktemp("bucket").as_uri(), base)
+    trainer.publish()
+    yield trainer
+    trainer.close()
+
+
+@pytest.mark.parametrize("how", MODES)
+def test_ten_deltas_answer_as_a_fresh_load(how, trainer, tmp_path, monkeypatch, record_property):
+    if how == "between two steps" and not compat.examine("vllm").works("in_step"):
+        pytest.skip("this vLLM cannot")
+    monkeypatch.setenv("DELTA_WEIGHT_SYNC_PAUSE", MODES[how])
+    run, reader = f"{trainer.bucket.url}#live", RunReader(trainer.bucket, "live")
+    for name in ("vllm", "fresh"):
+        (tmp_path / name).mkdir()
+    options = {"max-model-len": 512, "block-size": BLOCK}
+    first = trainer.publisher.version
+    reader.checkout(reader.manifest(0), tmp_path / "base")
+    with served(tmp_path / "base", run, tmp_path / "vllm", **options) as vllm:
+        vllm.wait_for(first)
+        assert f"commits {how}" in vllm.status()["engine"]
+        before = answers(vllm)
+        with ThreadPoolExecutor(2) as pool:  # begun before the first commit; its blocks are those of SHARED
+            running = [pool.submit(ask, vllm.url, [*SHARED, i], LONG) for i in range(2)]
+            for _ in range(DELTAS):
+                newest = update(trainer, vllm)
+            after = answers(vllm)
+            for future in running:
+                answer = future.result()
+                assert len(answer.tokens) == LONG, "no commit ended it"
+                assert answer.headers["x-policy-version"] == (answer.spans or [(str(first),)])[0][0]
+        assert after != before
+        commits = vllm.status(after=first)["commits"]
+        assert [(c["version"], c["joined"]) for c in commits] == [
+            (first + 1 + i, False) for i in range(DELTAS)
+        ]
+        record_property("pause_ms", round(median(commit["pause_ms"] for commit in commits), 2))
+        assert went(vllm, "heal") == reader.manifest().digest
+        assert went(vllm, "pin", version=first) == reader.manifest(first).digest
+        assert answers(vllm) == before
+        assert went(vllm, "resume") == reader.manifest().digest
+    reader.checkout(reader.manifest(newest), tmp_path / "model")
+    with served(tmp_path / "model", run, tmp_path / "fresh", **options) as fresh:
+        assert fresh.wait_for(newest)["digest"] == reader.manifest().digest
+        assert answers(fresh) == after
+
+
+def answers(vllm: Server) -> Answers:
+    asked = [ask(vllm.url, prompt, 24) for prompt in (*PROMPTS, SHARED)]
+    return [(answer.tokens, answer.logprobs) for answer in asked]
+
+
+def went(vllm: Server, order: str, **parameters: int) -> str:
+    """Let it do as it is told, which is a join; returns the digest."""
+    done, headers = len(vllm.status()["commits"]), {"X-Delta-Weight-Sync-Key": KEY}
+    url = f"{vllm.url}/delta_weight_sync/{order}"
+    httpx.post(url, params=parameters, headers=headers).raise_for_status()
+    soon(lambda: len(vllm.status()["commits"]) > done)
+    return str(vllm.status()["status"]["digest"])
