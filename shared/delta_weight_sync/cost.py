@@ -130,7 +130,7 @@ TAKING: Final = {"all": 6, "api": 0, "files": 3}
 # first. A delta that is not small comes after its manifest, by its URL or through Xet.
 PUBLISHING_IN_TURN: Final = 6
 TAKING_IN_TURN: Final = 3
-_LATER: Final = ((DIRECT, 5), (SMALL, 2))  # more in turn for a delta above so many bytes
+_LATER: Final = ((DIRECT, 5), (SMALL, 2))  # (bytes, requests): a larger delta needs these in addition
 _POLLS: Final = 2  # of HEAD per version that the Hub announces: immediately, and an interval later
 WINDOW_S: Final = 300.0  # the Hub counts requests per user in windows of five minutes (docs/hub/rate-limits)
 FILES_ALLOWED: Final = "free 5,000, PRO 12,000, Team 20,000"

@@ -5,7 +5,7 @@ AWS_DEFAULT_REGION, AWS_ENDPOINT_URL. Without keys, the role of the machine coun
 
 obstore is one wheel with at most one dependency, s3fs one of twenty packages. obstore reads an object by one
 request, which also tells its size, where s3fs needs two; it deletes many objects by one. The answer to a put
-is the proof that the object is there: every S3 shows a write at once. So a version takes three requests in
+proves that the object is there: every S3 shows a write immediately. So a version takes three requests in
 turn: delta and manifest side by side, HEAD, and the look for another trainer. Conditional puts are not used:
 no two writers share a key, and only a look tells that another trainer has claimed the run (decision 0010).
 """

@@ -7,9 +7,9 @@ answers holds a call for a minute and a half, storage that stalls within a trans
 
 Over the real wire a version is slow by its round trips, not by its bytes. So a version is one upload (one
 block, one shard) and one request that registers its objects in order. The storage's token is kept until it
-expires, and nobody asks whether the storage knows parts of such an object: it is always new. A small object
-is read by its URL, as a browser does: one request, and one to the storage to which the Hub redirects. A large
-one goes through Xet, which needs five requests to begin and then transfers many parts at a time.
+expires. No request asks whether the storage already has parts of such an object: it is always new. A small
+object is read by its URL, as a browser does: one request, and one to the storage to which the Hub redirects.
+A large one goes through Xet, which needs five requests to begin and then transfers many parts at a time.
 
 The feed of a bucket's changes is server-sent events, as `huggingface_hub._bucket_live_follow` describes them:
 `ready`, `changes`, `reset` (the cursor is too old), `reconnect`. A Hub without it answers with an error.

@@ -125,8 +125,8 @@ def forget_prefixes(manager: KVCacheManager, requests: Iterable[Request]) -> Non
     for request in requests:
         if request.num_computed_tokens:
             # A hash covers the tokens of all blocks before it but not the weights: with plain hashes, any new
-            # request that begins with the same tokens would find this request's blocks. A block is cached once:
-            # of those that are, only the last hash is salted, on which the next one builds.
+            # request that begins with the same tokens would find this request's blocks. A block is cached
+            # once, so of the cached blocks only the last hash is salted; the next block's hash builds on it.
             salt, known = os.urandom(16), request.block_hashes
             request.cache_salt = salt.hex()  # for a first block that is not full yet
             done = (group.num_cached_block.get(request.request_id, 0) * group.block_size for group in groups)

@@ -208,7 +208,7 @@ _ALIGNED = 16  # bytes, of the beginnings of arrays: kernels are compiled again 
 class DeviceMemory:
     """The parameters of a `Table` on a GPU.
 
-    `programs`: at most so many multiprocessors hash whole tiles; the engine has the others meanwhile.
+    `programs`: how many multiprocessors hash whole tiles at most; the engine has the others meanwhile.
     """
 
     def __init__(self, table: memory.Table) -> None:
