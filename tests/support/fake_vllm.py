@@ -50,6 +50,12 @@ class Mortal:
     def digest(self) -> str:
         return to_hex(state_digest(self.bits))
 
+    def take(self, deltas: Sequence[Path], digest: str, label: str) -> tuple[float, float, float]:
+        return self.stage(deltas), *self.commit(digest, label)
+
+    def take_checkpoint(self, folder: Path, digest: str, label: str) -> tuple[float, float, float]:
+        return self.stage_checkpoint(folder), *self.commit(digest, label)
+
     def stage(self, deltas: Sequence[Path]) -> float:
         self._new = {name: bits.copy() for name, bits in self.bits.items()}
         for path in deltas:

@@ -61,28 +61,28 @@ def engine(loop: asyncio.AbstractEventLoop, answers: dict[str, list[list[list[An
     return Engine(SimpleNamespace(engine_core=SimpleNamespace(call_utility_all_async=call_all)), loop)
 
 
+STAGED = {"done": True, "stage_s": 1.0}
+VERSION = [], "0" * 16, "1.1.1"
+
+
 def test_what_one_of_them_refuses_is_refused(loop: asyncio.AbstractEventLoop) -> None:
-    refusal = {"error": "another digest", "kind": "codec"}
-    fine = {"commit_s": 0.1, "waited_s": 0.0, "pause_s": 0.2}
-    with pytest.raises(EngineError, match="another digest") as caught:
-        engine(loop, {"commit": [[[fine], [refusal]]]}).commit("0" * 16, "1.1.1")
-    assert caught.value.kind == "codec"
+    refusal, fine = {"error": "another digest", "kind": "codec"}, {"commit_s": 0.1, "pause_s": 0.2}
+    for answers in (
+        {"stage": [[[STAGED | fine], [refusal]]]},
+        {"stage": [[[STAGED]]], "commit": [[[refusal]]]},
+    ):
+        with pytest.raises(EngineError, match="another digest") as caught:
+            engine(loop, answers).take(*VERSION)
+        assert caught.value.kind == "codec"
 
 
-def test_a_version_is_staged_when_all_have_staged_it(loop: asyncio.AbstractEventLoop) -> None:
-    done, busy = {"done": True, "stage_s": 1.0}, {"done": False}
-    later = {"done": True, "stage_s": 2.0}
-    staged = [[[done], [busy]], [[done], [busy]], [[done], [later]]]
-    assert (
-        engine(loop, {"stage": [[[{"done": False}], [{"done": False}]]], "staged": staged}).stage([]) == 2.0
-    )
+def test_a_version_is_committed_when_all_have_staged_it(loop: asyncio.AbstractEventLoop) -> None:
+    busy, later = {"done": False}, {"done": True, "stage_s": 2.0}
+    staged = [[[STAGED], [busy]], [[STAGED], [busy]], [[STAGED], [later]]]
+    first, second = {"commit_s": 0.1, "pause_s": 0.2}, [{"commit_s": 0.3, "pause_s": 0.4}, {"commit_s": 0.2}]
+    answers = {"stage": [[[busy], [busy]]], "staged": staged, "commit": [[[first], second]]}
+    assert engine(loop, answers).take(*VERSION) == (2.0, 0.4, 0.3), "the longest of each"
     assert len(staged) == 1, "it asked until the last one was done"
-
-
-def test_the_pause_is_the_longest(loop: asyncio.AbstractEventLoop) -> None:
-    first = {"commit_s": 0.1, "waited_s": 0.0, "pause_s": 0.2}
-    second = [{"commit_s": 0.3, "waited_s": 0.0, "pause_s": 0.4}, {"commit_s": 0.2, "waited_s": 0.0}]
-    assert engine(loop, {"commit": [[[first], second]]}).commit("0" * 16, "1.1.1") == (0.4, 0.3)
 
 
 def test_a_vllm_that_dies_over_a_call_is_an_error(

@@ -9,8 +9,10 @@ succeeded on all workers, two things that vLLM leaves to a pause are done in the
 - The label of new tokens changes. With async scheduling a step may be under way on the device; its results
   were computed with the old weights and keep the old label.
 
-A call with op "stage" to a worker in this process answers when staging is done, because each further call
-would wait for the step under way: vLLM waits for a `Future` without blocking its steps.
+Each call waits for the step under way, and for the API server's event loop before and after. So if the worker
+is in this process, a call with op "stage" answers when staging is done (vLLM waits for a `Future` without
+blocking its steps), and if it has `then`, the arguments of the commit, it commits right after the next step
+and answers as a commit does.
 
 Patches vLLM's `EngineCore`; `compat.toml` lists what it relies on there. Before the first commit, `hindrance`
 tries the forgetting on the engine's own cache, and refuses engines that keep old results elsewhere. A commit
@@ -31,7 +33,7 @@ from vllm.distributed.kv_events import AllBlocksCleared
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.request import Request
 
@@ -39,20 +41,26 @@ from delta_weight_sync import compat
 from delta_weight_sync.errors import CommitError
 from delta_weight_sync.vllm import METHOD
 
+_RUN = "delta_weight_sync"  # a type of request that only this process makes; its content is called
 _STALE = "_versions_of_running_steps"  # our attribute of the engine core, see `_label_outputs`
 
 Answers = list[dict[str, Any]]
 """One per worker."""
 
 
-_PLAIN = EngineCore.collective_rpc
+_PLAIN, _PLAIN_HANDLE = EngineCore.collective_rpc, EngineCoreProc._handle_client_request
 
 
 def install() -> None:
     """Patch this process's `EngineCore`, and what labels the tokens of a step if this vLLM labels tokens."""
     EngineCore.collective_rpc = _with_commits(_PLAIN)
+    EngineCoreProc._handle_client_request = _handle_client_request
     if compat.examine("vllm").works("labels"):
         EngineCore._attach_weight_version = _label_outputs
+
+
+def _handle_client_request(core: EngineCore, request_type: Any, request: Any) -> Any:
+    return request() if request_type is _RUN else _PLAIN_HANDLE(core, request_type, request)
 
 
 def _with_commits(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,25 +72,43 @@ def _with_commits(plain: Callable[..., Any]) -> Callable[..., Any]:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        call = functools.partial(plain, core, method, timeout, args, kwargs)
         op = kwargs.get("op") if kwargs and method == METHOD else None
+        then = kwargs.pop("then", None) if kwargs and op == "stage" else None
+        call = functools.partial(plain, core, method, timeout, args, kwargs)
         if op == "learn" and (refused := hindrance(core)):
             return [{"error": refused, "kind": CommitError.kind}]
         if op == "stage" and isinstance(core.model_executor, UniProcExecutor):
-            return _when_staged(core.model_executor.driver_worker.worker, call)
+            finish = then and functools.partial(collective_rpc, core, METHOD, None, (), then)
+            return _when_staged(core, call, finish)
         return commit(core, call, kwargs["label"]) if kwargs and op == "commit" else call()
 
     return collective_rpc
 
 
-def _when_staged(worker: Any, call: Callable[[], Answers]) -> Answers | Future[Answers]:
-    """Begin to stage; the worker's answer, in the future, is that of "staged"."""
+def _when_staged(
+    core: EngineCore, call: Callable[[], Answers], finish: Callable[[], Answers] | None
+) -> Answers | Future[Answers]:
+    """Begin to stage. The answer, in the future, is the worker's to "staged", or `finish`'s between steps."""
     answers = call()
     if "error" in answers[0]:
         return answers
     later = Future[Answers]()
-    worker._delta_worker.staging.add_done_callback(lambda staging: later.set_result([staging.result()]))
+
+    def staged(staging: Future[dict[str, Any]]) -> None:
+        if finish and "error" not in staging.result():
+            core.input_queue.put_nowait((_RUN, lambda: _settle(later, staging.result(), finish)))
+        else:
+            later.set_result([staging.result()])
+
+    core.model_executor.driver_worker.worker._delta_worker.staging.add_done_callback(staged)
     return later
+
+
+def _settle(later: Future[Answers], staged: dict[str, Any], finish: Callable[[], Answers]) -> None:
+    try:
+        later.set_result([staged | answer for answer in finish()])
+    except Exception as error:  # noqa: BLE001 - as vLLM does with any call
+        later.set_exception(error)
 
 
 def commit(core: EngineCore, write: Callable[[], Answers], label: str) -> Answers:

@@ -48,6 +48,14 @@ class TokenVersion(NamedTuple):
         return cls(*map(int, known.groups())) if known else None
 
 
+class Seconds(NamedTuple):
+    """How long a version took: to stage it, the pause, and the writing in it."""
+
+    stage_s: float
+    pause_s: float
+    commit_s: float
+
+
 class Engine:
     """A running vLLM that takes commits. Each call blocks, and raises `EngineError`.
 
@@ -95,32 +103,22 @@ class Engine:
             )
         return str(self._ask("learn", shapes=shapes)[0]["digest"])
 
-    def stage(self, deltas: Sequence[Path]) -> float:
-        """Prepare delta files, in order, while vLLM generates; returns the seconds it took."""
-        return self._stage(deltas=[str(path.absolute()) for path in deltas])
-
-    def stage_checkpoint(self, folder: Path) -> float:
-        """Prepare to write what differs from a checkpoint; returns the seconds it took."""
-        return self._stage(checkpoint=str(folder.absolute()))
-
-    def commit(self, digest: str, label: str) -> tuple[float, float]:
-        """Write what is staged between two steps, or change nothing and raise.
+    def take(self, deltas: Sequence[Path], digest: str, label: str) -> Seconds:
+        """Prepare delta files, in order, while vLLM generates; then write them between two steps, or change
+        nothing and raise.
 
         Running requests continue with the new weights, no new request gets a prefix of older weights, and
         every later token carries `label`. In a vLLM that pauses for commits, running requests also compute
         their prompts and tokens again.
-
-        Returns:
-            Seconds of the pause, and seconds of the writing in it.
         """
-        if not commits_between_steps():
-            seconds: tuple[float, float] = self._wait(self._commit_while_paused(digest, label))
-            return seconds
-        answers = self._ask("commit", digest=digest, label=label)
-        return _longest("pause_s", answers), _longest("commit_s", answers)
+        return self._take(digest, label, deltas=[str(path.absolute()) for path in deltas])
+
+    def take_checkpoint(self, folder: Path, digest: str, label: str) -> Seconds:
+        """As `take`, for what differs from a checkpoint."""
+        return self._take(digest, label, checkpoint=str(folder.absolute()))
 
     async def _commit_while_paused(self, digest: str, label: str) -> tuple[float, float]:
-        """The same by vLLM's own calls. All keys and values are dropped before anything is written."""
+        """Commit by vLLM's own calls. All keys and values are dropped before anything is written."""
         started = time.perf_counter()
         await self._client.pause_generation(mode="keep", clear_cache=False)
         try:
@@ -136,17 +134,24 @@ class Engine:
         """Put `label` on later tokens, for a version that changes no weights."""
         self._wait(self._client.update_weight_version(label))
 
-    def _stage(self, **what: Any) -> float:
-        """With one worker per engine, "stage" answers when staging is done (see `_step_commit`).
+    def _take(self, digest: str, label: str, **what: Any) -> Seconds:
+        """With one worker per engine, "stage" answers when the commit is done (see `_step_commit`).
 
         Other workers are processes that answer one call at a time, so a call that waited would stop them.
         """
+        then: dict[str, Any] = {"op": "commit", "digest": digest, "label": label}
+        what |= {"then": then} if commits_between_steps() else {}
         answers, (pause, longest) = self._ask("stage", timeout_s=math.inf, **what), _POLL_S
         while not all(answer["done"] for answer in answers):
             time.sleep(pause)
             pause = min(1.5 * pause, longest)
             answers = self._ask("staged", timeout_s=math.inf)
-        return _longest("stage_s", answers)
+        stage_s = _longest("stage_s", answers)
+        if not commits_between_steps():
+            return Seconds(stage_s, *self._wait(self._commit_while_paused(digest, label)))
+        if not all("pause_s" in answer for answer in answers):
+            answers = self._ask(**then)
+        return Seconds(stage_s, _longest("pause_s", answers), _longest("commit_s", answers))
 
     def _ask(self, op: str, *, timeout_s: float = _TIMEOUT_S, **arguments: Any) -> list[dict[str, Any]]:
         answers: list[dict[str, Any]] = self._wait(self._call(op, **arguments), timeout_s)

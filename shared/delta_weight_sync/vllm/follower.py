@@ -271,12 +271,11 @@ class Follower:
             for delta in deltas:
                 paths.append(self._reader.fetch(delta, self._folder))
             fetch_s = time.perf_counter() - started
-            stage_s = self._engine.stage(paths)
-            seconds = self._engine.commit(manifest.digest, str(TokenVersion.of(manifest)))
+            seconds = self._engine.take(paths, manifest.digest, str(TokenVersion.of(manifest)))
         finally:
             for path in paths:
                 path.unlink(missing_ok=True)
-        self._serve(manifest, fetch_s, stage_s, *seconds)
+        self._serve(manifest, fetch_s, *seconds)
 
     # By a join: fetch a checkpoint, stage what differs, commit.
 
@@ -299,8 +298,8 @@ class Follower:
         fetch_s = time.perf_counter() - started
         try:
             self._prepare_engine(manifest, folder, shapes)
-            stage_s = self._engine.stage_checkpoint(folder)
-            seconds = self._engine.commit(manifest.digest, str(TokenVersion.of(manifest)))
+            label = str(TokenVersion.of(manifest))
+            seconds = self._engine.take_checkpoint(folder, manifest.digest, label)
         except errors.TooSoonError:
             raise
         except errors.EngineError as error:
@@ -308,7 +307,7 @@ class Follower:
             raise
         self._refused.forget()
         self._layout.done()
-        self._serve(manifest, fetch_s, stage_s, *seconds, joined=True)
+        self._serve(manifest, fetch_s, *seconds, joined=True)
 
     def _prepare_engine(self, manifest: Manifest, folder: Path, shapes: Shapes) -> None:
         """Make sure that vLLM runs and has learned where the run's tensors are."""
