@@ -50,6 +50,9 @@ def main() -> None:
     """Parse the command line and train. An error with a cause outside this program ends it with one sentence
     instead of a traceback."""
     logging.basicConfig(format="%(name)s: %(message)s")
+    # The publisher and the rollouts share the interpreter with the training. With Python's usual 5 ms, each
+    # of the publisher's many short calls may wait as long for the others.
+    sys.setswitchinterval(0.0005)
     settings, config = TrlParser((Settings, AsyncGRPOConfig)).parse_args_and_config()
     try:
         train(settings, config)

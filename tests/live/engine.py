@@ -240,7 +240,7 @@ def heal(engine: Engine, folder: Path, digest: str) -> dict[str, Any]:
     engine.model.model.layers[0].mlp.down_proj.weight.data[3] = 1.0
     engine.model.model.norm.weight.data.zero_()
     for _ in range(live_memory.SLICES):  # what a minute brings
-        engine.core.model_executor.driver_worker.worker._delta_worker.recheck()
+        engine.core.model_executor.driver_worker.worker._delta_worker.weights.memory.recheck()
     found = {"refused": refused(lambda: engine.stage(deltas=[str(folder / "back")]))}
     engine.take(digest, "4", checkpoint=str(folder / "next"))
     return found | {"as_before": engine.memory() == memory, "whole": refused(lambda: engine.stage(deltas=[]))}

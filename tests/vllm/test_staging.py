@@ -178,7 +178,7 @@ def test_weights_that_someone_else_changed_are_noticed_before_anything_is_writte
     with torch.no_grad():
         model.qkv[7, 3] += 1
     for _ in range(memory_module.SLICES):  # what a minute brings
-        weights.recheck()
+        weights.memory.recheck()
     before = model.memory()
     with pytest.raises(WeightsChangedError, match="something else changed the live weights"):
         weights.stage([path], known)
@@ -195,7 +195,7 @@ def test_a_delta_of_another_base_does_not_lead_to_its_digest(tmp_path, rng, weig
 def test_a_write_that_did_not_take_is_counted(weights):
     """No delta names an element twice; if one did, the reading back would tell."""
     twice = (0, np.array([3, 7, 7], np.int32), np.array([1, 2, 3], np.int16))
-    write, _ = weights._memory.prepare(collect([twice], weights._table))
+    write, _ = weights.memory.prepare(collect([twice], weights._table))
     assert write.do()[0] == 1
 
 

@@ -48,12 +48,8 @@ class TokenVersion(NamedTuple):
         return cls(*map(int, known.groups())) if known else None
 
 
-class Seconds(NamedTuple):
-    """How long a version took: to stage it, the pause, and the writing in it."""
-
-    stage_s: float
-    pause_s: float
-    commit_s: float
+Seconds = tuple[float, float, float]
+"""How long a version took: to stage it, the pause, and the writing in it."""
 
 
 class Engine:
@@ -148,10 +144,10 @@ class Engine:
             answers = self._ask("staged", timeout_s=math.inf)
         stage_s = _longest("stage_s", answers)
         if not commits_between_steps():
-            return Seconds(stage_s, *self._wait(self._commit_while_paused(digest, label)))
+            return stage_s, *self._wait(self._commit_while_paused(digest, label))
         if not all("pause_s" in answer for answer in answers):
             answers = self._ask(**then)
-        return Seconds(stage_s, _longest("pause_s", answers), _longest("commit_s", answers))
+        return stage_s, _longest("pause_s", answers), _longest("commit_s", answers)
 
     def _ask(self, op: str, *, timeout_s: float = _TIMEOUT_S, **arguments: Any) -> list[dict[str, Any]]:
         answers: list[dict[str, Any]] = self._wait(self._call(op, **arguments), timeout_s)

@@ -6,6 +6,7 @@ nothing unless VLLM_PLUGINS names it.
 
 import multiprocessing
 import os
+import sys
 
 NAME = "delta_weight_sync"
 
@@ -17,6 +18,9 @@ def register() -> None:
     """
     if NAME not in os.environ.get("VLLM_PLUGINS", "").split(","):
         return
+    # A process of vLLM has several busy threads. With Python's usual 5 ms, the follower or a stage would wait
+    # as long for the interpreter at each of many short calls, or let generation wait.
+    sys.setswitchinterval(0.0005)
     from delta_weight_sync import compat
 
     release = compat.require("vllm")

@@ -176,22 +176,18 @@ class LiveWeights:
         kept = {name: bits.shape for name, bits in fallback.bits.items()}
         self.shapes = {name: routes[name].shape for name in owned} | kept
         self._table = Table(routes, owned)
-        self._memory = memory_of(self._table)
+        self.memory = memory_of(self._table)
 
     def digest(self) -> int:
         """Digest of the live parameters of all workers, read from memory."""
-        return self._together(self._memory.digest())
+        return self._together(self.memory.digest())
 
     def known_digest(self) -> int:
         """The same without reading what was read before."""
-        return self._together(self._memory.known_digest())
+        return self._together(self.memory.known_digest())
 
     def _together(self, mine: int) -> int:
         return int(sum(self._ranks.gather(mine), self._fallback.digest())) % (1 << 64)
-
-    def recheck(self) -> None:
-        """Hash a slice of this worker's parameters again; `stage` refuses weights that differ."""
-        self._memory.recheck()
 
     def bits(self, name: str) -> Bits:
         """One whole checkpoint tensor, on the host; every worker must ask for it."""
@@ -227,14 +223,14 @@ class LiveWeights:
         blocks = np.stack(memory.cut(self._table.elements, _BATCH), 1)
         batches = np.flatnonzero(np.diff(blocks[:, 2].cumsum() // _BATCH)) + 1
         for batch in np.split(blocks, batches):
-            live = self._memory.read(batch)
+            live = self.memory.read(batch)
             for (row, first, count), end in zip(batch.tolist(), batch[:, 2].cumsum(), strict=True):
                 theirs = memory.part_of(self._table.rows[row], wanted[names[row]])[first : first + count]
                 index, ulps = codec.diff_flat(live[end - count : end], theirs, first)
                 yield row, index.astype(np.int32), ulps.view(np.int16)
 
     def _staged(self, found: Iterable[Found], reloaded: list[Patch], live: int) -> Staged:
-        write, moved = self._memory.prepare(memory.collect(found, self._table))
+        write, moved = self.memory.prepare(memory.collect(found, self._table))
         reload, moved_too = self._fallback.stage(reloaded)
         digest = sum(self._ranks.gather(moved), live + moved_too) % (1 << 64)
         return Staged(digest, [reload, write])
@@ -299,10 +295,6 @@ class DeltaWorker:
         self.staging: Future[Answer] = Future()  # the answer to "staged"
         self._rechecks: Thread | None = None
 
-    def recheck(self) -> None:
-        """Hash a slice of the parameters again."""
-        self._weights.recheck()
-
     def learn(self, shapes: dict[str, list[int]]) -> Answer:
         """Learn where the tensors of a run (checkpoint name -> shape) are in the model's parameters."""
         learned = routes.learn(self._model, shapes)
@@ -311,8 +303,8 @@ class DeltaWorker:
             _log.warning("every commit loads %s again, which is slow: %s", name, reason)
         loaded = _read_checkpoint(self._checkpoint) if unroutable else ()
         fallback = Fallback(self._model, {name: bits for name, bits in loaded if name in unroutable})
-        self._weights = LiveWeights(learned.routes, owned[self._ranks.rank], fallback, self._ranks)
-        self._staged, self._digest = Staged(), self._weights.digest()
+        self.weights = LiveWeights(learned.routes, owned[self._ranks.rank], fallback, self._ranks)
+        self._staged, self._digest = Staged(), self.weights.digest()
         if not self._rechecks:
             self._rechecks = Thread(target=_recheck, args=(weakref.ref(self),), name="recheck", daemon=True)
             self._rechecks.start()
@@ -322,9 +314,9 @@ class DeltaWorker:
         """Begin to prepare a commit: of delta files in order, or of what differs from a checkpoint."""
         self._staged, self.staging = Staged(), Future()
         work = (
-            partial(self._weights.stage_checkpoint, Path(checkpoint))
+            partial(self.weights.stage_checkpoint, Path(checkpoint))
             if checkpoint
-            else partial(self._weights.stage, [Path(path) for path in deltas], self._digest)
+            else partial(self.weights.stage, [Path(path) for path in deltas], self._digest)
         )
         Thread(target=self._stage, args=(work, self.staging), name="stage", daemon=True).start()
         return {"done": False}
@@ -358,7 +350,7 @@ class DeltaWorker:
 
 def _recheck(of: weakref.ref[DeltaWorker]) -> None:
     while worker := of():
-        worker.recheck()
+        worker.weights.memory.recheck()
         del worker
         time.sleep(RECHECK_S / memory.SLICES)
 
