@@ -71,8 +71,7 @@ class Switch:
     def sync(self) -> Sync:
         """Our way: stage beside generation, commit between two steps."""
         target = self.next()
-        stage_s = self.server.stage(target.delta)
-        return Sync(stage_s, *self.server.commit(target.digest, str(self.version)))
+        return Sync(*self.server.take(target.delta, target.digest, str(self.version)))
 
 
 def run(results: Results) -> dict[str, Any]:

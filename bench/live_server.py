@@ -95,12 +95,11 @@ class LiveServer:
             raise RuntimeError(answer["error"])
         return answer
 
-    def stage(self, delta: Path) -> float:
-        """Seconds of staging, in the background."""
-        self.ask("stage", deltas=[str(delta)])
-        while not (answer := self.ask("staged"))["done"]:
-            time.sleep(0.002)
-        return float(answer["stage_s"])
+    def take(self, delta: Path, digest: str, label: str) -> tuple[float, float, float]:
+        """Seconds of staging, of the pause, and of the commit in it; one call, as a replica makes it."""
+        then = {"op": "commit", "digest": digest, "label": label}
+        answer = self.ask("stage", deltas=[str(delta)], then=then)
+        return float(answer["stage_s"]), float(answer["pause_s"]), float(answer["commit_s"])
 
     def commit(self, digest: str, label: str) -> tuple[float, float]:
         """Seconds of the pause, and of the commit in it."""

@@ -178,15 +178,9 @@ class LiveWeights:
         self._table = Table(routes, owned)
         self.memory = memory_of(self._table)
 
-    def digest(self) -> int:
-        """Digest of the live parameters of all workers, read from memory."""
-        return self._together(self.memory.digest())
-
-    def known_digest(self) -> int:
-        """The same without reading what was read before."""
-        return self._together(self.memory.known_digest())
-
-    def _together(self, mine: int) -> int:
+    def digest(self, *, known: bool = False) -> int:
+        """Digest of the live parameters of all workers, read from memory; or as `known`, without reading."""
+        mine = self.memory.known_digest() if known else self.memory.digest()
         return int(sum(self._ranks.gather(mine), self._fallback.digest())) % (1 << 64)
 
     def bits(self, name: str) -> Bits:
@@ -201,7 +195,7 @@ class LiveWeights:
 
         Raises `CodecError` if the files are no deltas of these weights, and `WeightsChangedError`.
         """
-        if (live := self.known_digest()) != known:
+        if (live := self.digest(known=True)) != known:
             raise errors.WeightsChangedError(
                 f"something else changed the live weights: digest {live:016x}, not {known:016x}"
             )
