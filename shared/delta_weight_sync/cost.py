@@ -201,7 +201,6 @@ class Question:
     link: float
     encoding: Encoding = "fast"
     trainer: Trainer = "fp32"
-    anchor_every: int | None = None  # versions; None: the publisher's own rule
     steps_per_hour: float | None = None  # None: as many as the system carries
     cores: int = 2  # for rank 0, and for each worker of a replica
     latency: float = 0.1  # seconds that a request to the Hub takes, however few its bytes
@@ -215,7 +214,7 @@ class Plan:
         recipe = Recipe(params, asked.share, asked.encoding, asked.trainer)
         self.changes, self.full, self.delta = params * asked.share, 2.0 * params, recipe.delta
         self.per_change = self.delta / self.changes
-        self.anchor_every = asked.anchor_every or recipe.anchor_every()
+        self.anchor_every = recipe.anchor_every()
         self.trainer_ranks = math.ceil(TRAINER_BYTES * params / GPU_BYTES)
         self.replica_workers = math.ceil(REPLICA_BYTES * params / GPU_BYTES)
         self.threads = util.threads(asked.cores)  # that encode or decode

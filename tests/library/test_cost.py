@@ -208,8 +208,6 @@ def test_anchors_come_when_half_a_model_is_behind_the_last_or_so_many_files():
         size, _, files = recipe.after_anchor(plan.anchor_every)
         assert size > ANCHOR_PAYS * plan.full or files == MAX_FILES
     assert sparse.anchor_every > dense.anchor_every
-    often = Plan(Question(params=10**9, share=0.001, replicas=1, link=1e8, anchor_every=20))
-    assert often.stored_hour / often.published_hour > sparse.stored_hour / sparse.published_hour
 
 
 def test_spaces_have_room_for_the_model_or_there_are_none():
@@ -256,13 +254,12 @@ WORDS = ["plan", "--params", "1T", "--changed", "1%", "--replicas", "32", "--lin
 
 
 def test_the_table_states_its_assumptions(capsys):
-    main([*WORDS, "--anchor-every", "64", "--trainer", "bf16"])
+    main([*WORDS, "--trainer", "bf16"])
     printed = capsys.readouterr().out
     assert "one sync of 1 T weights, 1 % changed, encoding fast, trainer bf16" in printed
     for stated in (
         "no GPU was measured",
         "200 ranks",
-        "what-if",
         "the Hub includes 8 times",
     ):
         assert stated in printed

@@ -30,7 +30,6 @@ def configure(parser: argparse.ArgumentParser, _: str) -> None:
     kinds = "fp32: fp32 master weights (default); fp32-start: its first steps; bf16: no master weights"
     add("--trainer", choices=get_args(cost.Trainer), default="fp32", help=kinds)
     add("--cores", type=positive, default=2, help="of rank 0 and of each worker (default: 2)")
-    add("--anchor-every", type=positive, help="versions (default: the publisher's own rule)")
     add("--steps-per-hour", type=positive, help="of the trainer (default: as many as the system carries)")
     add("--json", action="store_true", help="print all figures as JSON")
     parser.set_defaults(run=_run)
@@ -103,8 +102,6 @@ private storage is ${cost.PRIVATE_USD_TB_MONTH:.0f} per TB and month beyond {cos
         )
     if not shares[0] / 1.34 <= asked.share <= shares[-1] * 1.34:
         text += f"\nsizes at {100 * asked.share:.3g} % were not measured for trainer {asked.trainer}"
-    if asked.anchor_every:
-        text += "\n--anchor-every is a what-if: the publisher writes an anchor after half a model of deltas"
     return text.split("\n")
 
 
