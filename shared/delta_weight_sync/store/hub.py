@@ -327,7 +327,7 @@ class HubNotifications(Notifications):
         self._url, self._folder, self._prefix = f"{endpoint}/api/buckets/{bucket_id}/events", folder, prefix
         self._cursor = ""
         self._connection: socket.socket | None = None
-        self._done, self._muted = threading.Event(), False
+        self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
     def due(self, poll_s: float) -> bool:
@@ -342,21 +342,11 @@ class HubNotifications(Notifications):
         """As in `Notifications`; ends the connection."""
         super().close()
         self._done.set()
-        self._hang_up()
-        if self._thread:
-            self._thread.join(CONNECT_S)
-
-    def confirm(self) -> None:
-        """As in `Notifications`; a feed that is open and reports nothing is left for the longest pause."""
-        if self._unprompted:
-            super().confirm()
-            self._muted = True
-            self._hang_up()
-
-    def _hang_up(self) -> None:
         if self._connection:
             with contextlib.suppress(OSError):  # it has ended already
                 self._connection.shutdown(socket.SHUT_RDWR)
+        if self._thread:
+            self._thread.join(CONNECT_S)
 
     def _run(self) -> None:
         """One connection after the other; between them the clock decides when to look."""
@@ -369,7 +359,6 @@ class HubNotifications(Notifications):
                 _log.debug("the feed at %s ended: %r", self._url, error)
             self._set_live(False)
             failures = 0 if time.monotonic() - started >= STEADY_S else failures + 1
-            pause_s, self._muted = LONGEST_FEED_PAUSE_S if self._muted else pause_s, False
             self._done.wait(max(_pause_s(failures), min(pause_s, LONGEST_FEED_PAUSE_S)))
 
     def _follow(self) -> float:
