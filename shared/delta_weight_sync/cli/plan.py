@@ -87,8 +87,8 @@ times assume one core of an AMD EPYC for each thread (`make bench`); no GPU was 
 the trainer needs {cost.TRAINER_BYTES:.0f} bytes per weight, and has one rank for every {gpu} of that
 a replica needs {cost.REPLICA_BYTES:.1f} bytes per weight, and has one worker for every {gpu} of that
 each machine has a link of {size_text(asked.link)}/s, and the store serves all of them simultaneously
-the publisher makes {made["all"]} requests per version, {cost.PUBLISHING_IN_TURN} of them in turn
-each replica makes {taken["all"]} per version and a look, {plan.fetches} of them in turn
+the publisher makes {made["all"]} requests per version, one after the other
+each replica looks at HEAD and makes {taken["all"]} requests per version, {plan.fetches} in turn in all
 a request takes {time_text(asked.latency)} in addition to its bytes
 the Hub's events notify replicas; a replica without them makes {polls:.0f} requests for files in 5 minutes
 changes are spread like those of the measured models; clustered changes make smaller files

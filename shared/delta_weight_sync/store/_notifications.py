@@ -81,8 +81,7 @@ class Notifications:
         self._settled = False  # whether a look has shown what the last notification was about
         self.known: dict[str, str] = {}  # key -> etag, as the last look found them
         self.prompted = False  # whether a notification or a poke caused the last look
-        self.expected = False  # whether the last look that was due should find something, or be thorough
-        self._unprompted = False  # whether that look was for safety only
+        self.unprompted = False  # whether that look was for safety only
         self._looked = -math.inf
         self._interval = 1e-9  # between two looks, as of the last call of `due`
         self._allowed, self._counted = float(POKES), self._clock()  # looks for pokes, as of that time
@@ -101,8 +100,7 @@ class Notifications:
             if not prompted and early - self._looked < longest:
                 return False
             self._allowed = max(self._allowed - self._poked, 0.0)
-            self._unprompted = self._live and self._settled and not prompted
-            self.expected = prompted or self._unprompted
+            self.unprompted = self._live and self._settled and not prompted
             # A store may show a write a moment after it reported it: one more look will come soon.
             self._settled = not prompted
             self._notified, self._poked, self._looked = False, False, now
@@ -136,7 +134,7 @@ class Notifications:
 
     def confirm(self) -> None:
         """The last look found something new; without a notification before it, poll again for a while."""
-        if self._unprompted:
+        if self.unprompted:
             self._set_live(False)
 
     def distrust(self) -> None:
