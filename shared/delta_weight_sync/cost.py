@@ -122,8 +122,8 @@ REPLICA_BYTES: Final = 2.4  # assumed per weight: bf16, and a fifth for keys and
 
 # Requests to the Hub per version, counted with the real clients at the simulated Hub: all, those to its API,
 # and those for files ("/resolve/"), without looks at HEAD. A look is one request for a file; a safety poll,
-# made although the Hub sends events, also lists all HEADs. A publisher's follow one another; a reader looks at
-# HEAD, then reads all small objects side by side.
+# made although the Hub sends events, also lists all HEADs. A publisher's follow one another; a reader looks
+# at HEAD, then reads all small objects side by side.
 PUBLISHING: Final = {"all": 6, "api": 2, "files": 0}
 TAKING: Final = {"all": 6, "api": 0, "files": 3}
 TAKING_IN_TURN: Final = 3
