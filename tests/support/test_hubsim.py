@@ -108,7 +108,7 @@ def test_a_gated_model_is_open_to_whom_its_owner_lets_in(api: HfApi, hub: HubSim
 
 
 def test_the_storage_refuses_what_was_not_granted(hub: HubSim, hub_env: None) -> None:
-    """As xet-core's own pages say: a block needs a grant, its headers and its length, and a commit its data."""
+    """As xet-core's pages say: a block needs a grant, its headers and its length, and a commit its data."""
     right = {"Authorization": "Bearer xet-write"}
     with httpx.Client(base_url=f"{hub.url}/cas/v1", trust_env=False) as client:
         asked = f"/xorb-grants/default/{uuid4().hex}", {"length": 3}
