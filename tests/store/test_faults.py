@@ -169,21 +169,6 @@ def test_a_failed_download_leaves_the_old_file_and_no_other(
 UPLOAD = ["xorb-grants", "PUT .*/granted|/v1/xorbs/", "xorb-commits", "POST .*/shards", "POST .*/batch"]
 
 
-@pytest.mark.parametrize("request_line", UPLOAD)
-@pytest.mark.parametrize("status", [400, 401, 403, 500])
-def test_a_failed_upload_leaves_the_old_object_and_the_next_one_succeeds(
-    bucket: Bucket, hub: HubSim, request_line: str, status: int
-) -> None:
-    hub.fault(request_line, status=status)
-    new = uuid4().bytes
-    with pytest.raises(BucketError, match=bucket.url):
-        bucket.put(KEY, new)
-    assert bucket.get(KEY) == b"old"
-    hub.clear()
-    bucket.put(KEY, new)
-    assert bucket.get(KEY) == new
-
-
 @pytest.mark.parametrize(
     ("request_line", "keys", "read", "resumed"),
     [

@@ -1,8 +1,7 @@
 """When to look at a bucket again: after an interval, or as soon as a notification arrives.
 
 A store that reports its changes (the Hub) has a subclass of `Notifications`; the others go by the clock. A
-poke from outside means "look now" and carries nothing else: what is read is what the bucket holds. The first
-pokes cause a look each, a flood of them one look per interval.
+poke from outside means "look now" and carries nothing else. A flood of them causes one look per interval.
 
 All replicas of a user share one quota of requests and do not know of each other. The Hub counts requests in
 windows of five minutes and says in each answer how many are left for how long. The requests of the others
@@ -121,7 +120,6 @@ class Notifications:
                 self._changed.notify_all()
 
     def _may_answer(self, now: float) -> bool:
-        """Whether a poke may cause a look now."""
         self._allowed = min(self._allowed + (now - self._counted) / self._interval, POKES)
         self._counted = now
         return self._allowed >= 1 - _EARLY

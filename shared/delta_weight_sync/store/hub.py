@@ -165,11 +165,10 @@ class HubBucket(_base.Bucket):
         """Store objects by one upload and one request, whose answer is the proof."""
         files, headers = [_BucketAddFile(data, self._path(key)) for key, data in objects], build_hf_headers()
         url = f"{self._api.endpoint}/api/buckets/{self._id}/xet-write-token"
-        known = any(isinstance(data, Path) for _, data in objects)
         with self._explained(objects[-1][0], write=True):
             right = refresh_xet_connection_info(file_data=XetFileData("", url), headers=headers)
             try:
-                with _uploads(os.getpid(), known=known).new_upload_commit(
+                with _uploads(os.getpid(), known=isinstance(objects[0][1], Path)).new_upload_commit(
                     endpoint=right.endpoint,
                     token=right.access_token,
                     token_expiry_unix_secs=right.expiration_unix_epoch,
@@ -394,8 +393,7 @@ class HubNotifications(Notifications):
         return name not in ("reset", "reconnect")
 
     def _is_news(self, path: str, etag: str) -> bool:
-        """A poke may have come first."""
-        key = path.removeprefix(self._folder)
+        key = path.removeprefix(self._folder)  # which a poke may have announced already
         return path.startswith(self._folder + self._prefix) and (not etag or self.known.get(key) != etag)
 
 
