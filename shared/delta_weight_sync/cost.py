@@ -122,13 +122,10 @@ REPLICA_BYTES: Final = 2.4  # assumed per weight: bf16, and a fifth for keys and
 
 # Requests to the Hub per version, counted with the real clients at the simulated Hub: all, those to its API,
 # and those for files ("/resolve/"), without looks at HEAD. A look is one request for a file; a safety poll,
-# made although the Hub sends events, also lists all writers' HEADs.
+# made although the Hub sends events, also lists all HEADs. A publisher's follow one another; a reader looks
+# at HEAD, then reads all small objects side by side.
 PUBLISHING: Final = {"all": 6, "api": 2, "files": 0}
 TAKING: Final = {"all": 6, "api": 0, "files": 3}
-# Of these, the requests that follow one another (`python -m bench.hub`). A publisher's all do. A reader looks
-# at HEAD, then reads all small objects side by side, which takes two; after a notification it does not look
-# first. A delta that is not small comes after its manifest, by its URL or through Xet.
-PUBLISHING_IN_TURN: Final = 6
 TAKING_IN_TURN: Final = 3
 _LATER: Final = ((DIRECT, 5), (SMALL, 2))  # (bytes, requests): a larger delta needs these in addition
 _POLLS: Final = 2  # of HEAD per version that the Hub announces: immediately, and an interval later
@@ -201,7 +198,6 @@ class Question:
     link: float
     encoding: Encoding = "fast"
     trainer: Trainer = "fp32"
-    anchor_every: int | None = None  # versions; None: the publisher's own rule
     steps_per_hour: float | None = None  # None: as many as the system carries
     cores: int = 2  # for rank 0, and for each worker of a replica
     latency: float = 0.1  # seconds that a request to the Hub takes, however few its bytes
@@ -215,7 +211,7 @@ class Plan:
         recipe = Recipe(params, asked.share, asked.encoding, asked.trainer)
         self.changes, self.full, self.delta = params * asked.share, 2.0 * params, recipe.delta
         self.per_change = self.delta / self.changes
-        self.anchor_every = asked.anchor_every or recipe.anchor_every()
+        self.anchor_every = recipe.anchor_every()
         self.trainer_ranks = math.ceil(TRAINER_BYTES * params / GPU_BYTES)
         self.replica_workers = math.ceil(REPLICA_BYTES * params / GPU_BYTES)
         self.threads = util.threads(asked.cores)  # that encode or decode
@@ -225,7 +221,7 @@ class Plan:
         changes, decode = self.changes, DECODE[asked.encoding]
         self.diff_s = DIFF[asked.trainer].seconds(params) / self.trainer_ranks
         self.encode_s = encode_s(params, changes, asked.encoding) / self.threads
-        self.upload_s = self.delta / link + PUBLISHING_IN_TURN * asked.latency
+        self.upload_s = self.delta / link + PUBLISHING["all"] * asked.latency
         self.fetches = TAKING_IN_TURN + next((more for size, more in _LATER if self.delta > size), 0)
         self.fetch_s = self.delta / link + self.fetches * asked.latency
         self.notification_s = POLL_S / 2

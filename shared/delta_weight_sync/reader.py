@@ -186,10 +186,7 @@ class RunReader:
         return found
 
     def fetch_ahead(self, keys: Iterable[str]) -> None:
-        """Begin to read small objects side by side, to have them when they are asked for.
-
-        Nothing is trusted earlier than otherwise: HEAD pins the manifest by its sha256, and it the delta.
-        """
+        """Begin to read small objects side by side. Each is checked as usual when it is asked for."""
         self._ahead = {key: self._ahead.get(key) or self._pool.submit(self.bucket.get, key) for key in keys}
 
     def _fetched_ahead(self, key: str) -> bytes | None:

@@ -1,14 +1,7 @@
 """Versions, manifests, HEAD and their keys: the records of a run in its bucket.
 
-A run is a folder of the bucket. Every object is written once, except HEADs and the newest log segment:
-
-    runs/<run>/run.json                               the run, for people and dashboards
-    runs/<run>/anchors/00000000.t1-5ad0b5d1/<file>    a whole Hugging Face checkpoint
-    runs/<run>/deltas/00000001.t1-5ad0b5d1.safetensors   the changes from version 0 to version 1
-    runs/<run>/jumps/00000000-00000008.t1-5ad0b5d1.safetensors   the same over several versions
-    runs/<run>/manifests/00000001.t1-5ad0b5d1.json    how to build version 1, and the digest that proves it
-    runs/<run>/log/00000000.jsonl                     events (see `runlog`)
-    runs/<run>/heads/00000001.<writer>.json           HEAD of one writer: its newest version
+A run is a folder of the bucket (docs/wire-format.md). Every object is written once, except HEADs and the
+newest log segment.
 
 Trust flows one way: HEAD names the manifest by sha256, and the manifest names every file by sha256. Each
 writer has its own HEAD and its own keys, so a trainer that was replaced cannot overwrite its successor. The

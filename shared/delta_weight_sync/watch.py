@@ -199,7 +199,8 @@ class Watcher:
         bucket, self._polls = self._reader.bucket, self._polls + 1
         known = bucket.stat(self._key) if self._key and self._polls % _LIST_EVERY else None
         # If news is expected and the known HEAD did not change, another writer's HEAD may have it.
-        if known and not (self._notifications.expected and known.etag == (self._used or {}).get(self._key)):
+        expected = self._notifications.prompted or self._notifications.unprompted
+        if known and not (expected and known.etag == (self._used or {}).get(self._key)):
             self._found = self._found | {self._key: known.etag}
             return True
         self._found = {info.key: info.etag for info in bucket.list(self._reader.keys.heads)}

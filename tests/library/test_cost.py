@@ -1,8 +1,11 @@
 """The cost model against what was measured here, and against the rules of the program."""
 
 import argparse
+import contextlib
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from uuid import uuid4
 
 import numpy as np
@@ -19,7 +22,7 @@ from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import ANCHOR_PAYS, MAX_FILES
 from delta_weight_sync.runlog import RunLogWriter
-from delta_weight_sync.store import open_bucket
+from delta_weight_sync.store import Bucket, open_bucket
 from delta_weight_sync.watch import Watcher
 from tests.support.hubsim import HubSim
 
@@ -106,39 +109,51 @@ def test_threads_help_as_much_as_is_said():
     assert (min(measured), max(measured)) == pytest.approx(cost.TWO_THREADS, rel=0.15)
 
 
-def test_requests_per_version_are_those_that_the_clients_make(hub, hub_env, tmp_path):
-    (tmp_path / "assets").mkdir()
-    bucket = open_bucket(f"hf://buckets/team/{uuid4().hex}", create=True)
+@contextlib.contextmanager
+def clients(bucket: Bucket, folder: Path) -> Iterator[tuple[Callable[[], None], Callable[[], None], Watcher]]:
+    """A publisher's next version, and a reader that takes it over; both hold version 0."""
+    (folder / "assets").mkdir()
     weights = {"w": torch.ones(300, 300)}
-    log = RunLogWriter(bucket, "run", every_s=3600)
-    publisher = Outbox(RunWriter(bucket, "run", model="m", assets=tmp_path / "assets"), log)
-    publisher.publish(weights.items(), 1)
-    weights["w"][7] *= 1.5
-
-    reader = RunReader(bucket, "run")
+    log, reader = RunLogWriter(bucket, "run", every_s=3600), RunReader(bucket, "run")
+    outbox = Outbox(RunWriter(bucket, "run", model="m", assets=folder / "assets"), log)
     watcher = Watcher(reader)
-    watcher.poll()
-    watcher.mark_used()
 
     def publish() -> None:
-        publisher.publish(weights.items(), 2)
-        publisher.flush()
+        weights["w"][7] *= 1.5
+        outbox.publish(weights.items(), 1)
+        outbox.flush()
 
     def take() -> None:
         newest = watcher.poll()
-        reader.fetch(newest.deltas[-1], tmp_path)
+        for delta in newest.deltas:
+            reader.fetch(delta, folder)
+        watcher.mark_used()
 
-    made = counted(hub, publish)
-    assert made == cost.PUBLISHING
-    assert made["all"] == cost.PUBLISHING_IN_TURN, "none overlaps another"
-    looking = {"all": 1, "api": 0, "files": 1}
-    assert counted(hub, take) == {kind: looking[kind] + cost.TAKING[kind] for kind in looking}
-    watcher.mark_used()
-    assert counted(hub, watcher.poll) == looking
-    watcher._notifications.expected = True
-    assert counted(hub, watcher.poll) == {"all": 2, "api": 1, "files": 1}, "a safety poll"
-    publisher.close()
-    log.close()
+    publish()
+    take()
+    with contextlib.closing(log), contextlib.closing(outbox):
+        yield publish, take, watcher
+
+
+def test_requests_per_version_are_those_that_the_clients_make(hub, hub_env, tmp_path):
+    bucket = open_bucket(f"hf://buckets/team/{uuid4().hex}", create=True)
+    with clients(bucket, tmp_path) as (publish, take, watcher):
+        looking = {"all": 1, "api": 0, "files": 1}
+        assert counted(hub, publish) == cost.PUBLISHING
+        assert counted(hub, take) == {kind: looking[kind] + cost.TAKING[kind] for kind in looking}
+        assert counted(hub, watcher.poll) == looking
+        watcher._notifications.unprompted = True
+        assert counted(hub, watcher.poll) == {"all": 2, "api": 1, "files": 1}, "a safety poll"
+
+
+def test_requests_per_version_on_s3(s3_env, caplog, tmp_path):
+    """Delta and manifest are put side by side, then HEAD; a look at HEAD, then three objects at once."""
+    bucket = open_bucket(f"s3://{uuid4().hex}", create=True)
+    with clients(bucket, tmp_path) as (publish, take, _), caplog.at_level("INFO", "werkzeug"):
+        for work, said in ((publish, ["GET", "PUT", "PUT", "PUT"]), (take, ["GET", "GET", "GET", "HEAD"])):
+            caplog.clear()
+            work()
+            assert sorted(re.findall(r"(GET|PUT|HEAD|POST) /", caplog.text)) == said
 
 
 @pytest.mark.parametrize("latency", MEASURED["hub"]["latencies"])
@@ -147,7 +162,7 @@ def test_seconds_over_the_hub_are_those_that_bench_measured(latency):
     published, polled = measured["hand-over to HEAD"], measured["HEAD to staged, 1 follower, polling"]
     notified = measured["HEAD to staged, 1 follower, events"]
     plan = Plan(Question(MEASURED["hub"]["weights"], 0.01, replicas=1, link=1e9, latency=float(latency)))
-    assert published["in_turn"] == cost.PUBLISHING_IN_TURN
+    assert published["in_turn"] == published["requests"] == cost.PUBLISHING["all"]
     assert polled["in_turn"] == plan.fetches == notified["in_turn"] + 1
     assert plan.diff_s + plan.encode_s + plan.upload_s == pytest.approx(published["seconds"], rel=0.2)
     taken = plan.notification_s + plan.fetch_s + plan.stage_s
@@ -208,8 +223,6 @@ def test_anchors_come_when_half_a_model_is_behind_the_last_or_so_many_files():
         size, _, files = recipe.after_anchor(plan.anchor_every)
         assert size > ANCHOR_PAYS * plan.full or files == MAX_FILES
     assert sparse.anchor_every > dense.anchor_every
-    often = Plan(Question(params=10**9, share=0.001, replicas=1, link=1e8, anchor_every=20))
-    assert often.stored_hour / often.published_hour > sparse.stored_hour / sparse.published_hour
 
 
 def test_spaces_have_room_for_the_model_or_there_are_none():
@@ -230,7 +243,6 @@ def test_spaces_have_room_for_the_model_or_there_are_none():
         (command.speed, "100MB/s", 1e8),
         (command.speed, "10Gb/s", 1.25e9),
         (command.positive, "32", 32),
-        (command.dollars, "0.09", 0.09),
     ],
 )
 def test_quantities_are_parsed(parse, text, value):
@@ -256,13 +268,12 @@ WORDS = ["plan", "--params", "1T", "--changed", "1%", "--replicas", "32", "--lin
 
 
 def test_the_table_states_its_assumptions(capsys):
-    main([*WORDS, "--anchor-every", "64", "--trainer", "bf16"])
+    main([*WORDS, "--trainer", "bf16"])
     printed = capsys.readouterr().out
     assert "one sync of 1 T weights, 1 % changed, encoding fast, trainer bf16" in printed
     for stated in (
         "no GPU was measured",
         "200 ranks",
-        "what-if",
         "the Hub includes 8 times",
     ):
         assert stated in printed

@@ -81,6 +81,23 @@ def foreign(head: Path) -> None:
 DAMAGES: list[Callable[[Path], None]] = [torn, empty, flipped, foreign, Path.unlink]
 
 
+@pytest.mark.parametrize(("poked", "at_once"), [(False, 3), (True, 4)])
+def test_all_of_the_next_version_is_read_at_once(tmp_path: Path, poked: bool, at_once: int) -> None:
+    """HEAD, manifest and delta. After a poke, the look whether HEAD changed does not come first, either."""
+    run, reader = Drifting(tmp_path, run=RUN), reader_of(tmp_path)
+    watcher, seen, together = Watcher(reader, poll_s=0.0), list[Manifest](), threading.Barrier(at_once)
+    assert watcher.check(seen.append)
+    run.step()
+    for name in ("get", "stat")[: 1 + poked]:
+        real = getattr(reader.bucket, name)
+        setattr(reader.bucket, name, lambda key, real=real: together.wait(60.0) + 1 and real(key))
+    if poked:
+        watcher.poke()
+    assert watcher.check(seen.append)
+    assert [each.version for each in seen] == [0, 1]
+    run.close()
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_head_is_read_around(written: Path, damage: Callable[[Path], None], tmp_path: Path) -> None:
     digest = reader_of(written).manifest().digest

@@ -8,10 +8,13 @@ from uuid import uuid4
 
 import pytest
 
-from delta_weight_sync.errors import AccessDeniedError, BucketError, BucketUnreachableError
+from delta_weight_sync.errors import AccessDeniedError, BucketError, BucketUnreachableError, FencedError
+from delta_weight_sync.publish.writer import RunWriter
+from delta_weight_sync.reader import RunReader
 from delta_weight_sync.store import Bucket, open_bucket
 from delta_weight_sync.store import hub as hub_bucket
 from delta_weight_sync.store._base import DIRECT
+from delta_weight_sync.store.hub import HubBucket
 from tests.support.buckets import KEY, OPERATIONS, every_operation
 from tests.support.hubsim import HubSim
 
@@ -163,28 +166,51 @@ def test_a_failed_download_leaves_the_old_file_and_no_other(
         assert list(tmp_path.iterdir()) == [dest]
 
 
+UPLOAD = ["xorb-grants", "PUT .*/granted|/v1/xorbs/", "xorb-commits", "POST .*/shards", "POST .*/batch"]
+
+
 @pytest.mark.parametrize(
-    "request_line",
+    ("request_line", "keys", "read", "resumed"),
     [
-        "POST .*/xorb-grants",
-        "PUT .*/granted|/v1/xorbs/",
-        "POST .*/xorb-commits",
-        "POST .*/shards",
-        "POST .*/batch",
+        *((line, 0, 0, 0) for line in UPLOAD),
+        ("GET .*/tree", 3, 1, 1),
+        *(("", keys, 0, resumed) for keys, resumed in ((1, 0), (2, 1))),  # of a batch that succeeds in part
     ],
 )
-@pytest.mark.parametrize("status", [400, 401, 403, 500])
-def test_a_failed_upload_leaves_the_old_object_and_the_next_one_succeeds(
-    bucket: Bucket, hub: HubSim, request_line: str, status: int
+def test_a_version_whose_trainer_ends_at_any_request_is_whole_or_absent(
+    bucket: HubBucket, hub: HubSim, tmp_path: Path, request_line: str, keys: int, read: int, resumed: int
 ) -> None:
-    hub.fault(request_line, status=status)
-    new = uuid4().bytes
-    with pytest.raises(BucketError, match=bucket.url):
-        bucket.put(KEY, new)
-    assert bucket.get(KEY) == b"old"
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    batch = bucket._api.batch_bucket_files
+    known = {"total": 9, "created_at": 1.0}
+
+    def trainer() -> RunWriter:
+        return RunWriter(bucket, "r", model="m", assets=tmp_path / "assets")
+
+    def publish(writer: RunWriter) -> None:
+        writer.commit(writer.put_delta(1, uuid4().bytes, 1), None, digest="1" * 16, sync=1, **known)
+
+    first = trainer()
+    anchor = first.put_anchor(0, tmp_path / "model.safetensors")
+    first.commit(None, anchor, digest="0" * 16, sync=0, **known)
+    if request_line:
+        hub.fault(request_line, status=400)
+    else:
+        bucket._api.batch_bucket_files = lambda name, add: (
+            batch(name, add=add[:keys]) or batch("no/bucket", add=add)
+        )
+    with pytest.raises(BucketError):
+        publish(first)
     hub.clear()
-    bucket.put(KEY, new)
-    assert bucket.get(KEY) == new
+    bucket._api.batch_bucket_files = batch
+    assert RunReader(bucket, "r").manifest().version == read
+    second = trainer()
+    assert second.newest.version == resumed
+    assert all(bucket.stat(file.key).size == file.size for file in second.newest.files)
+    with pytest.raises(FencedError):
+        first.confirm()
+    assert RunReader(bucket, "r").manifest() == second.newest
 
 
 def test_small_objects_are_one_upload_whose_token_serves_the_next_one(bucket: Bucket, hub: HubSim) -> None:

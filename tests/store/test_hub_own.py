@@ -171,7 +171,7 @@ def test_the_old_client_and_the_new_one_share_a_bucket(hub: HubSim, tmp_path: Pa
     url = f"hf://buckets/team/{uuid4().hex}"
     bucket = open_bucket(url, create=True)
     bucket.put("from/new", b"hello")
-    environment = {**os.environ, **hub.env(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **hub.env(tmp_path / "home"), "PYTHONPATH": str(ROOT / "shared")}
     result = subprocess.run(
         [python, "-c", OLD_CLIENT, url, str(tmp_path)], env=environment, capture_output=True, text=True
     )

@@ -336,20 +336,6 @@ def test_a_connection_on_which_nothing_comes_is_given_up(
     hears(feed, "the change")
 
 
-def test_a_feed_that_reports_nothing_is_left_for_long(
-    feed: HubNotifications, bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pauses: list[float] = []
-    monkeypatch.setattr(feed._done, "wait", lambda seconds: pauses.append(seconds) or time.sleep(0.01))
-    monkeypatch.setattr("delta_weight_sync.store._notifications.SAFETY_S", 0.0)
-    hub.feed(mute=True)
-    bucket.put(HEAD, b"version 2")
-    until(lambda: feed.due(0.01), "once more, as the first connection reported a change")
-    until(lambda: feed.due(0.01), "a look for safety")
-    feed.confirm()
-    until(lambda: hub_store.LONGEST_FEED_PAUSE_S in pauses, "a long pause")
-
-
 @pytest.mark.parametrize(
     "fault", [{"status": status} for status in (200, 401, 403, 404, 501)] + [{"drop": True}], ids=str
 )

@@ -105,3 +105,17 @@ def test_a_gated_model_is_open_to_whom_its_owner_lets_in(api: HfApi, hub: HubSim
         api.auth_check("meta/llama")
     path = api.hf_hub_download("meta/llama", "config.json", cache_dir=tmp_path, token="hf_free")
     assert Path(path).read_text() == "{}"
+
+
+def test_the_storage_refuses_what_was_not_granted(hub: HubSim, hub_env: None) -> None:
+    """As xet-core's pages say: a block needs a grant, its headers and its length, and a commit its data."""
+    right = {"Authorization": "Bearer xet-write"}
+    with httpx.Client(base_url=f"{hub.url}/cas/v1", trust_env=False) as client:
+        asked = f"/xorb-grants/default/{uuid4().hex}", {"length": 3}
+        assert client.post(asked[0], json=asked[1]).status_code == 401
+        grant = client.post(asked[0], json=asked[1], headers=right).json()
+        commit = f"{asked[0].replace('grants', 'commits')}/grant/{grant['id']}"
+        assert client.put(grant["url"], content=b"abc").status_code == 403
+        assert client.put(grant["url"], content=b"abc", headers=grant["headers"] | right).status_code == 403
+        assert client.put(grant["url"], content=b"abcd", headers=grant["headers"]).status_code == 400
+        assert client.post(commit, headers=right).status_code == 404

@@ -30,7 +30,6 @@ def configure(parser: argparse.ArgumentParser, _: str) -> None:
     kinds = "fp32: fp32 master weights (default); fp32-start: its first steps; bf16: no master weights"
     add("--trainer", choices=get_args(cost.Trainer), default="fp32", help=kinds)
     add("--cores", type=positive, default=2, help="of rank 0 and of each worker (default: 2)")
-    add("--anchor-every", type=positive, help="versions (default: the publisher's own rule)")
     add("--steps-per-hour", type=positive, help="of the trainer (default: as many as the system carries)")
     add("--json", action="store_true", help="print all figures as JSON")
     parser.set_defaults(run=_run)
@@ -88,8 +87,8 @@ times assume one core of an AMD EPYC for each thread (`make bench`); no GPU was 
 the trainer needs {cost.TRAINER_BYTES:.0f} bytes per weight, and has one rank for every {gpu} of that
 a replica needs {cost.REPLICA_BYTES:.1f} bytes per weight, and has one worker for every {gpu} of that
 each machine has a link of {size_text(asked.link)}/s, and the store serves all of them simultaneously
-the publisher makes {made["all"]} requests per version, {cost.PUBLISHING_IN_TURN} of them in turn
-each replica makes {taken["all"]} per version and a look, {plan.fetches} of them in turn
+the publisher makes {made["all"]} requests per version, one after the other
+each replica looks at HEAD and makes {taken["all"]} requests per version, {plan.fetches} in turn in all
 a request takes {time_text(asked.latency)} in addition to its bytes
 the Hub's events notify replicas; a replica without them makes {polls:.0f} requests for files in 5 minutes
 changes are spread like those of the measured models; clustered changes make smaller files
@@ -103,8 +102,6 @@ private storage is ${cost.PRIVATE_USD_TB_MONTH:.0f} per TB and month beyond {cos
         )
     if not shares[0] / 1.34 <= asked.share <= shares[-1] * 1.34:
         text += f"\nsizes at {100 * asked.share:.3g} % were not measured for trainer {asked.trainer}"
-    if asked.anchor_every:
-        text += "\n--anchor-every is a what-if: the publisher writes an anchor after half a model of deltas"
     return text.split("\n")
 
 

@@ -49,10 +49,12 @@ class Bucket(ABC):
     def put(self, key: str, data: bytes | Path) -> None:
         """Store an object, whole or not at all; replaces an older one."""
         check_key(key)
+        if isinstance(data, Path):
+            data.stat()  # outside: a file that cannot be read is no fault of the bucket
         with self._explained(key, write=True):
             self._put(key, data)
 
-    def put_all(self, objects: Sequence[tuple[str, bytes]]) -> None:
+    def put_all(self, objects: Sequence[tuple[str, bytes | Path]]) -> None:
         """Store small objects, given as key and data, in this order; by one upload where the store can. If it
         fails, some of them may be there, each whole."""
         for key, data in objects:

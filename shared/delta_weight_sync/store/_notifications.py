@@ -1,8 +1,7 @@
 """When to look at a bucket again: after an interval, or as soon as a notification arrives.
 
 A store that reports its changes (the Hub) has a subclass of `Notifications`; the others go by the clock. A
-poke from outside means "look now" and carries nothing else: what is read is what the bucket holds. The first
-pokes cause a look each, a flood of them one look per interval.
+poke from outside means "look now" and carries nothing else. A flood of them causes one look per interval.
 
 All replicas of a user share one quota of requests and do not know of each other. The Hub counts requests in
 windows of five minutes and says in each answer how many are left for how long. The requests of the others
@@ -81,8 +80,7 @@ class Notifications:
         self._settled = False  # whether a look has shown what the last notification was about
         self.known: dict[str, str] = {}  # key -> etag, as the last look found them
         self.prompted = False  # whether a notification or a poke caused the last look
-        self.expected = False  # whether the last look that was due should find something, or be thorough
-        self._unprompted = False  # whether that look was for safety only
+        self.unprompted = False  # whether that look was for safety only
         self._looked = -math.inf
         self._interval = 1e-9  # between two looks, as of the last call of `due`
         self._allowed, self._counted = float(POKES), self._clock()  # looks for pokes, as of that time
@@ -101,8 +99,7 @@ class Notifications:
             if not prompted and early - self._looked < longest:
                 return False
             self._allowed = max(self._allowed - self._poked, 0.0)
-            self._unprompted = self._live and self._settled and not prompted
-            self.expected = prompted or self._unprompted
+            self.unprompted = self._live and self._settled and not prompted
             # A store may show a write a moment after it reported it: one more look will come soon.
             self._settled = not prompted
             self._notified, self._poked, self._looked = False, False, now
@@ -123,7 +120,6 @@ class Notifications:
                 self._changed.notify_all()
 
     def _may_answer(self, now: float) -> bool:
-        """Whether a poke may cause a look now."""
         self._allowed = min(self._allowed + (now - self._counted) / self._interval, POKES)
         self._counted = now
         return self._allowed >= 1 - _EARLY
@@ -136,7 +132,7 @@ class Notifications:
 
     def confirm(self) -> None:
         """The last look found something new; without a notification before it, poll again for a while."""
-        if self._unprompted:
+        if self.unprompted:
             self._set_live(False)
 
     def distrust(self) -> None:

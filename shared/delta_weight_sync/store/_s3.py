@@ -1,13 +1,8 @@
 """A bucket of any S3-compatible store, through obstore.
 
 Keys, region and endpoint come from the usual variables: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
-AWS_DEFAULT_REGION, AWS_ENDPOINT_URL. Without keys, the role of the machine counts.
-
-obstore is one wheel with at most one dependency, s3fs one of twenty packages. obstore reads an object by one
-request, which also tells its size, where s3fs needs two; it deletes many objects by one. The answer to a put
-proves that the object is there: every S3 shows a write immediately. So a version takes three requests in
-turn: delta and manifest side by side, HEAD, and the look for another trainer. Conditional puts are not used:
-no two writers share a key, and only a look tells that another trainer has claimed the run (decision 0010).
+AWS_DEFAULT_REGION, AWS_ENDPOINT_URL; without keys, the machine's role counts. The answer to a put proves that
+the object is there. Why obstore, and why no conditional puts: decision 0008.
 """
 
 from __future__ import annotations
@@ -62,7 +57,7 @@ class S3Bucket(_base.Bucket):
             data = b"" if region == "us-east-1" else body.encode()
             urlopen(Request(url, data, method="PUT"), timeout=30).close()
 
-    def put_all(self, objects: Sequence[tuple[str, bytes]]) -> None:
+    def put_all(self, objects: Sequence[tuple[str, bytes | Path]]) -> None:
         """Store the last object once all others are there, those side by side."""
         with ThreadPoolExecutor(_PARTS) as pool:
             list(pool.map(self.put, *zip(*objects[:-1], strict=True)))

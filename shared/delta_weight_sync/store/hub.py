@@ -5,14 +5,10 @@ is bounded in time here, and what its answers say of the quota is noted. A faili
 about half a minute before it becomes a `BucketUnreachableError`; a server that accepts requests and never
 answers holds a call for a minute and a half, storage that stalls within a transfer for up to twelve minutes.
 
-Over the real wire a version is slow by its round trips, not by its bytes. So a version is one upload (one
-block, one shard) and one request that registers its objects in order. The storage's token is kept until it
-expires. No request asks whether the storage already has parts of such an object: it is always new. A small
-object is read by its URL, as a browser does: one request, and one to the storage to which the Hub redirects.
-A large one goes through Xet, which needs five requests to begin and then transfers many parts at a time.
-
-The feed of a bucket's changes is server-sent events, as `huggingface_hub._bucket_live_follow` describes them:
-`ready`, `changes`, `reset` (the cursor is too old), `reconnect`. A Hub without it answers with an error.
+A version is one upload and one request that registers its objects in order; a small object is read by its
+URL (docs/wire-format.md). The storage's token is kept until it expires. No request asks whether the storage
+already has parts of a small object: it is always new. A large object comes through Xet, many parts at a time.
+The feed of a bucket's changes is that of `huggingface_hub._bucket_live_follow`.
 """
 
 from __future__ import annotations
@@ -40,7 +36,6 @@ from huggingface_hub import HfApi, get_token, set_client_factory
 from huggingface_hub._buckets import _BucketAddFile
 from huggingface_hub._hot_reload.sse_client import SSEClient
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
-    BucketBatchError,
     EntryNotFoundError,
     HfHubHTTPError,
     HTTPError,  # of httpx or httpx2, whichever this version uses
@@ -95,9 +90,9 @@ def _configure_clients() -> None:
 
 
 @cache
-def _uploads(_process: int) -> XetSession:
-    """For small new objects. A forked process needs its own."""
-    return XetSession(XetConfig().with_config("deduplication.global_dedup_query_enabled", False))
+def _uploads(_process: int, *, known: bool) -> XetSession:
+    """For objects of which the storage may know parts, or for new ones; a forked process needs its own."""
+    return XetSession(XetConfig().with_config("deduplication.global_dedup_query_enabled", known))
 
 
 def _client() -> Any:
@@ -166,27 +161,29 @@ class HubBucket(_base.Bucket):
             with self._explained("", write=True):
                 self._api.create_bucket(self._id, private=True, exist_ok=True)
 
-    def put_all(self, objects: Sequence[tuple[str, bytes]]) -> None:
+    def put_all(self, objects: Sequence[tuple[str, bytes | Path]]) -> None:
         """Store objects by one upload and one request, whose answer is the proof."""
-        paths, headers = [self._path(key) for key, _ in objects], build_hf_headers()
+        files, headers = [_BucketAddFile(data, self._path(key)) for key, data in objects], build_hf_headers()
         url = f"{self._api.endpoint}/api/buckets/{self._id}/xet-write-token"
         with self._explained(objects[-1][0], write=True):
             right = refresh_xet_connection_info(file_data=XetFileData("", url), headers=headers)
             try:
-                with _uploads(os.getpid()).new_upload_commit(
+                with _uploads(os.getpid(), known=isinstance(objects[0][1], Path)).new_upload_commit(
                     endpoint=right.endpoint,
                     token=right.access_token,
                     token_expiry_unix_secs=right.expiration_unix_epoch,
                     token_refresh_url=url,
                     token_refresh_headers=headers,
                 ) as commit:
-                    sent = [commit.start_upload_bytes(data, sha256=SKIP_SHA256) for _, data in objects]
+                    starts = {bytes: commit.start_upload_bytes, str: commit.start_upload_file}
+                    sources = [data if isinstance(data, bytes) else str(data) for _, data in objects]
+                    sent = [starts[type(source)](source, sha256=SKIP_SHA256) for source in sources]
             except FAILURES:
                 XET_CONNECTION_INFO_CACHE.clear()  # the storage may have refused the token
                 raise
-            hashes = [one.result().xet_info.hash for one in sent]
-            added: list[Any] = [_BucketAddFile(b"", *one) for one in zip(paths, hashes, strict=True)]
-            self._api.batch_bucket_files(self._id, add=added)
+            for file, upload in zip(files, sent, strict=True):
+                file.xet_hash = upload.result().xet_info.hash
+            self._api.batch_bucket_files(self._id, add=files)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
         """Read a small object."""
@@ -248,10 +245,7 @@ class HubBucket(_base.Bucket):
         return HubNotifications(self._api.endpoint, self._id, self._folder, prefix, _quotas[self._id])
 
     def _put(self, key: str, data: bytes | Path) -> None:
-        if isinstance(data, bytes):
-            self.put_all([(key, data)])
-        else:
-            self._api.batch_bucket_files(self._id, add=[(data, self._path(key))])
+        self.put_all([(key, data)])
 
     def _stat(self, key: str) -> _base.ObjectInfo:
         found = self._api.get_bucket_file_metadata(self._id, self._path(key))
@@ -273,7 +267,7 @@ class HubBucket(_base.Bucket):
         if isinstance(error, EntryNotFoundError):
             return errors.ObjectMissingError(f"{place} does not exist")
         # Only the Hub's answers tell a refusal from an outage, and its own outage from the storage's: ask it.
-        cause = error if isinstance(error, HfHubHTTPError) else self._probe(write)
+        cause = error if isinstance(error, HfHubHTTPError) else self._probe()
         if isinstance(cause, HfHubHTTPError):
             return self._refusal(cause, place, write)
         if cause:
@@ -286,14 +280,12 @@ class HubBucket(_base.Bucket):
             " machine's free disk space and its way to the Hub's storage, and try again later"
         )
 
-    def _probe(self, write: bool) -> Exception | None:
+    def _probe(self) -> Exception | None:
         """Why the Hub would refuse this client, or None if it would not."""
         try:
             self._api.bucket_info(self._id)
-            if write:
-                self._api.batch_bucket_files(self._id, delete=[f"{self._folder}.no-such-object"])
         except FAILURES as error:
-            return None if isinstance(error, BucketBatchError) else error
+            return error
         return None
 
     def _refusal(self, error: HfHubHTTPError, place: str, write: bool) -> errors.BucketError:
@@ -334,7 +326,7 @@ class HubNotifications(Notifications):
         self._url, self._folder, self._prefix = f"{endpoint}/api/buckets/{bucket_id}/events", folder, prefix
         self._cursor = ""
         self._connection: socket.socket | None = None
-        self._done, self._muted = threading.Event(), False
+        self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
     def due(self, poll_s: float) -> bool:
@@ -349,21 +341,11 @@ class HubNotifications(Notifications):
         """As in `Notifications`; ends the connection."""
         super().close()
         self._done.set()
-        self._hang_up()
-        if self._thread:
-            self._thread.join(CONNECT_S)
-
-    def confirm(self) -> None:
-        """As in `Notifications`; a feed that is open and reports nothing is left for the longest pause."""
-        if self._unprompted:
-            super().confirm()
-            self._muted = True
-            self._hang_up()
-
-    def _hang_up(self) -> None:
         if self._connection:
             with contextlib.suppress(OSError):  # it has ended already
                 self._connection.shutdown(socket.SHUT_RDWR)
+        if self._thread:
+            self._thread.join(CONNECT_S)
 
     def _run(self) -> None:
         """One connection after the other; between them the clock decides when to look."""
@@ -376,7 +358,6 @@ class HubNotifications(Notifications):
                 _log.debug("the feed at %s ended: %r", self._url, error)
             self._set_live(False)
             failures = 0 if time.monotonic() - started >= STEADY_S else failures + 1
-            pause_s, self._muted = LONGEST_FEED_PAUSE_S if self._muted else pause_s, False
             self._done.wait(max(_pause_s(failures), min(pause_s, LONGEST_FEED_PAUSE_S)))
 
     def _follow(self) -> float:
@@ -412,8 +393,7 @@ class HubNotifications(Notifications):
         return name not in ("reset", "reconnect")
 
     def _is_news(self, path: str, etag: str) -> bool:
-        """A poke may have come first."""
-        key = path.removeprefix(self._folder)
+        key = path.removeprefix(self._folder)  # which a poke may have announced already
         return path.startswith(self._folder + self._prefix) and (not etag or self.known.get(key) != etag)
 
 

@@ -135,8 +135,8 @@ def _router(key: str) -> APIRouter:
         """Version, digest and state, and the commits of versions newer than `after`."""
         return _follower(request).report(after)
 
-    # Pokes at most double a replica's requests to the store, however many come. If there is a key they need
-    # it all the same: all replicas of a user share one quota of requests.
+    # After the first few, pokes cause one look per poll interval, however many come. If there is a key they
+    # need it all the same: all replicas of a user share one quota of requests.
     @router.post("/poke", dependencies=owner.dependencies if key else [])
     async def poke(request: Request) -> None:
         """Look for a new version now."""
