@@ -163,9 +163,8 @@ def test_a_full_service_answers_with_openenvs_code_until_a_game_ends():
 
 @pytest.mark.finding("N17")
 def test_connections_that_are_only_held_open_make_room_for_new_ones():
-    client = service(max_sessions=1)
-    with ExitStack() as opened:
-        player, *held = (opened.enter_context(client.websocket_connect("/ws")) for _ in range(MOST_IDLE + 1))
+    with service(max_sessions=1) as client, ExitStack() as opened:  # one event loop for all
+        player, *held = (opened.enter_context(client.websocket_connect("/ws")) for _ in range(MOST_IDLE))
         say(player, "reset")
         held += [opened.enter_context(client.websocket_connect("/ws")) for _ in range(2)]
         assert say(held[-1], "state")["type"] == say(player, "state")["type"] == "state"
