@@ -100,7 +100,7 @@ class Table:
 
     def __init__(self, sessions: Sessions, rules: Rules) -> None:
         self._sessions, self._rules = sessions, rules
-        self._prompt = _rules_text(rules.settings.length, rules.settings.hard_mode)
+        self._prompt = _rules_text(rules.settings.length)
         self._session: UUID | None = None
         self._episode: str | None = None
         self._text = ""
@@ -195,16 +195,15 @@ def _object(raw: str | bytes) -> Answer | None:
     return value if isinstance(value, dict) else None
 
 
-def _rules_text(length: int, hard_mode: bool) -> str:
+def _rules_text(length: int) -> str:
     """The first text that a policy reads."""
-    hints = "A guess must use every hint that you were given.\n" if hard_mode else ""
     return (
         f"You are playing Wordle. The secret is an English word of {length} letters; "
         f"you have {MAX_GUESSES} guesses.\n"
         f"Write each guess between square brackets, like [{_EXAMPLES[length]}].\n"
         "Every letter is then marked: G if it is in the right place, Y if it is in the word but elsewhere, "
         "X if it is not in the word.\n"
-        f"{hints}A guess that is not a word costs a turn."
+        "A guess that is not a word costs a turn."
     )
 
 
