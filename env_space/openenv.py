@@ -14,19 +14,22 @@ import re
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 from uuid import UUID, uuid4
 
 from fastapi import FastAPI, Request, WebSocket
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.websockets import WebSocketDisconnect
+from starlette.websockets import WebSocketDisconnect, WebSocketDisconnected
 
 from env_space.game import MAX_GUESSES, MAX_SEED, MOVE, GameError, Move, Rules, Split
 from env_space.sessions import Origin, Sessions
 
 Answer = dict[str, Any]
 Timer = Callable[[str, float], None]  # gets the protocol and the seconds of a move
+BUSY = "Too many connections wait without a game; connect again and reset."
+MOST_IDLE = 64  # connections without a game; if more games are allowed, as many as games
 IDLE = "Closed after {:g} s without a message; connect again and reset."
 RESET_FIRST = "No game is in play on this connection; send a reset first."
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
@@ -97,7 +100,7 @@ class Table:
 
     def __init__(self, sessions: Sessions, rules: Rules) -> None:
         self._sessions, self._rules = sessions, rules
-        self._prompt = _rules_text(rules.settings.length, rules.settings.hard_mode)
+        self._prompt = _rules_text(rules.settings.length)
         self._session: UUID | None = None
         self._episode: str | None = None
         self._text = ""
@@ -131,6 +134,11 @@ class Table:
                 return _error("EXECUTION_ERROR", str(error))
             counts = {"active_sessions": len(self._sessions), "max_sessions": self._sessions.capacity}
             return _error("CAPACITY_REACHED", str(error), **counts)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no game is in play."""
+        return self._session is None or self._last.get("done", False)
 
     def leave(self) -> None:
         """End the game; it is given up if it is not over."""
@@ -187,16 +195,15 @@ def _object(raw: str | bytes) -> Answer | None:
     return value if isinstance(value, dict) else None
 
 
-def _rules_text(length: int, hard_mode: bool) -> str:
+def _rules_text(length: int) -> str:
     """The first text that a policy reads."""
-    hints = "A guess must use every hint that you were given.\n" if hard_mode else ""
     return (
         f"You are playing Wordle. The secret is an English word of {length} letters; "
         f"you have {MAX_GUESSES} guesses.\n"
         f"Write each guess between square brackets, like [{_EXAMPLES[length]}].\n"
         "Every letter is then marked: G if it is in the right place, Y if it is in the word but elsewhere, "
         "X if it is not in the word.\n"
-        f"{hints}A guess that is not a word costs a turn."
+        "A guess that is not a word costs a turn."
     )
 
 
@@ -218,12 +225,26 @@ def _story(message: str, move: Move) -> str:
 
 
 def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, timer: Timer) -> None:
+    idle: dict[WebSocket, None] = {}  # connections without a game, quiet longest first
+
+    async def note(socket: WebSocket, table: Table) -> None:
+        """Like other visitors, connections that are only held open make room for new ones."""
+        idle.pop(socket, None)
+        if table.idle:
+            idle[socket] = None
+        if len(idle) > max(MOST_IDLE, sessions.capacity):
+            oldest = next(iter(idle))
+            del idle[oldest]
+            with suppress(WebSocketDisconnect, WebSocketDisconnected):  # it is closing already
+                await oldest.close(1013, BUSY)
+
     @app.websocket("/ws")
     async def play(socket: WebSocket) -> None:
         await socket.accept()
         table = Table(sessions, rules)
         try:
             while True:
+                await note(socket, table)
                 async with asyncio.timeout(sessions.ttl_s):
                     message = await socket.receive()
                 if message["type"] == "websocket.disconnect":
@@ -235,11 +256,12 @@ def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, timer: Timer) -> 
                     break
                 await socket.send_text(json.dumps(answer))
                 timer("ws", time.perf_counter() - started)
-        except WebSocketDisconnect:
+        except (WebSocketDisconnect, WebSocketDisconnected):
             pass
         except TimeoutError:
             await socket.close(1001, IDLE.format(sessions.ttl_s))
         finally:
+            idle.pop(socket, None)
             table.leave()
 
     @app.get("/schema")

@@ -1,7 +1,12 @@
 #!/bin/sh
-# Python for vLLM's engine: without the Space's secrets, and without the Hub, as it reads local files only.
-for name in $(env | sed -n 's/^\([A-Za-z_0-9]*\(TOKEN\|SECRET\|KEY\|PASSWORD\|CREDENTIAL\)[A-Za-z_0-9]*\)=.*/\1/p'); do
-    unset "$name"
-done
-export HF_HUB_OFFLINE=1
-exec "$ENGINE_PYTHON" "$@"
+# Python for vLLM's engine: it gets the variables that it needs and none of the Space's secrets, whatever their
+# names, and it reads local files only, so the Hub is off.
+exec "$ENGINE_PYTHON" -ISc '
+import os, re, sys
+needed = "(CUDA|CUBLAS|CUDNN|FLASHINFER|GLOO|HIP|HSA|KMP|LC|LD|MALLOC|MKL|NCCL|NUMBA|NVIDIA|OMP|OPENBLAS|PYTHON"
+needed += "|PYTORCH|ROCR|TORCH|TORCHINDUCTOR|TOKENIZERS|TRANSFORMERS|TRITON|VLLM|XDG)_?.*|HF_HOME|HOME|LANG|LOGNAME"
+needed += "|PATH|SHELL|TERM|TMPDIR|TZ|USER|CC|CXX|.*INCLUDE_PATH|LIBRARY_PATH"
+secret = "TOKEN(?!IZERS)|SECRET|KEY|PASSWORD|CREDENTIAL"
+kept = {n: v for n, v in os.environ.items() if re.fullmatch(needed, n) and not re.search(secret, n)}
+os.execve(os.environ["ENGINE_PYTHON"], [os.environ["ENGINE_PYTHON"], *sys.argv[1:]], kept | {"HF_HUB_OFFLINE": "1"})
+' "$@"

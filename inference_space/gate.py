@@ -8,10 +8,12 @@ the form that OpenAI's clients expect.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -176,7 +178,7 @@ class Gate:
         with self._admission.admit("arriving", client, units if client is None else max(units, LEAST)):
             body = await read_body(receive, reader.limit, BODY_S)
         try:
-            return reader.read(body)
+            return reader.read(body, client)
         except ValueError as error:
             raise HTTPException(422, str(error)) from None
 
@@ -209,6 +211,11 @@ MAX_BODY = 8 << 20  # bytes: the limit while the context is unknown, and the mos
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 1024  # as many strings as OpenAI takes; characters of all together
 MAX_CHOICES = 128  # that an answer is chosen from
 MAX_GRAMMAR = 16 << 10  # bytes of a grammar, and of the fields that vLLM makes one from
+GRAMMARS = "structured_outputs", "response_format", "tools"
+# Compiling one client's grammars, once each: milliseconds of a core per second, and the most at once. Nothing
+# ends a compilation, neither a limit of vLLM nor a client that hangs up.
+COMPILING = (250.0, 20_000.0)
+KNOWN_GRAMMARS = 1024  # vLLM keeps what it has compiled
 MAX_ENTRIES = 1024  # of any other list
 # The fields that OpenAI's clients and TRL send, and vLLM's sampling parameters that cost nothing.
 _NAMES = (
@@ -233,14 +240,17 @@ class Completions:
 
     context: Callable[[], int | None]
     batch: int
+    compiling: RateLimit = field(default_factory=lambda: RateLimit(*COMPILING))
+    known: dict[str, None] = field(default_factory=dict)  # grammars, by their hash
 
     @property
     def limit(self) -> int:
         context = self.context()
         return MAX_BODY if context is None else min(MAX_BODY, OTHER_BYTES + BYTES_PER_TOKEN * context)
 
-    def read(self, body: bytes) -> tuple[bytes, int]:
-        """The body unchanged, and its completions. Raises `ValueError` if vLLM may not have it."""
+    def read(self, body: bytes, client: Client = None) -> tuple[bytes, int]:
+        """The body unchanged, and its completions. Raises `ValueError` if vLLM may not have it, and
+        `HTTPException` if it may not have it yet."""
         try:
             asked = json.loads(body)  # as vLLM reads it
         except (ValueError, RecursionError):
@@ -270,11 +280,58 @@ class Completions:
         completions = n * (len(prompt) if many and prompt else 1)
         if completions > self.batch:
             raise ValueError(f"too many completions: at most {self.batch} in one request, prompts times n")
+        self._compile([asked[name] for name in GRAMMARS if asked.get(name)], client)
         return body, completions
+
+    def _compile(self, grammars: list[Any], client: Client) -> None:
+        digest = hashlib.sha256(json.dumps(grammars).encode()).hexdigest()
+        if not grammars or digest in self.known:
+            return
+        cost, most = compile_ms(grammars), COMPILING[1]
+        if cost > most:
+            raise ValueError(
+                f"the grammar may take {cost / 1000:.0f} s to compile, and at most {most / 1000:.0f} s are"
+                " allowed: use fewer repetitions (* + ? {}), shorter lengths or a smaller schema"
+            )
+        if self.compiling.spend(client or "with the key", cost):
+            raise too_many("your new grammars take too long to compile")
+        self.known[digest] = None
+        if len(self.known) > KNOWN_GRAMMARS:
+            del self.known[next(iter(self.known))]
+
+
+def compile_ms(grammars: list[Any]) -> float:
+    """About the milliseconds of a core in which vLLM's xgrammar compiles these grammars and JSON schemas. The
+    factors were measured with a vocabulary of 150,000 tokens; smaller ones take less."""
+    texts, lengths, waiting = list[str](), list[int](), list(grammars)
+    formats = ranges = 0
+    while waiting:  # a recursion could end in an error
+        part = waiting.pop()
+        if isinstance(part, list):
+            waiting += part
+        for name, value in part.items() if isinstance(part, dict) else ():
+            if name in ("json", "structural_tag") and isinstance(value, str):
+                with suppress(ValueError, RecursionError):
+                    value = json.loads(value)
+            waiting.append(value)
+            if name in ("regex", "pattern", "grammar"):
+                texts.append(str(value))
+            elif name == "patternProperties" and isinstance(value, dict):
+                texts += value
+            elif name in ("minLength", "maxLength") and isinstance(value, int):
+                lengths.append(value)
+            formats += name == "format"
+            ranges += name.lower().endswith(("minimum", "maximum"))
+    for text in texts:
+        within = " ".join(re.findall(r"\{[\d, ]*\}", text))
+        lengths += [int(number[:9]) for number in re.findall(r"\d+", within)]
+    repeats = sum(text.count(sign) for text in texts for sign in "*+?{")
+    sizes = len(json.dumps(grammars)) / 4 + 20.0 * sum(min(length, 300) for length in lengths)
+    return 2.0 * repeats**2 + 200.0 * formats + 15.0 * ranges + sizes
 
 
 def _check_size(name: str, value: Any) -> None:
-    if name in ("structured_outputs", "response_format", "tools"):
+    if name in GRAMMARS:
         if len(json.dumps(value)) > MAX_GRAMMAR:
             raise ValueError(f"{name} is too large: at most {MAX_GRAMMAR >> 10} KB")
         choices = value.get("choice") if isinstance(value, dict) else None
@@ -315,7 +372,7 @@ class DashboardCalls:
     events: Mapping[int, Sequence[Kind]]
     limit: int = 16 << 10
 
-    def read(self, body: bytes) -> tuple[bytes, int]:
+    def read(self, body: bytes, client: Client = None) -> tuple[bytes, int]:
         """The same call with only its known parts. Raises `ValueError` for any other call."""
         try:
             call = _Call.model_validate_json(body)

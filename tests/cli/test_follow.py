@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import psutil
 import pytest
 from safetensors import safe_open
 
@@ -349,13 +350,16 @@ def test_placeholders_come_quoted_and_other_braces_stay(run, tmp_path):
     assert json.loads(body.read_text()) == {"model_path": f"{folder}/00000000"}
 
 
+@pytest.mark.finding("N15")
 @pytest.mark.parametrize(("sign", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_signal_ends_it_with_a_whole_checkpoint(run, folder, sign, code):
-    ends = f"kill -{sign.value} $PPID; exec sleep 600"
+def test_a_signal_ends_it_and_its_command_with_a_whole_checkpoint(run, folder, sign, code, tmp_path):
+    ends = f"sleep 600 & echo $! > {tmp_path}/pid; kill -{sign.value} $PPID; sleep 600; exit 0"
     assert follow(run, folder, "--on-version", ends) == Result(
         code, f"version 0 (digest {run.newest.digest}) is in {folder}/00000000\n", ""
     )
     holds(folder, run)
+    with contextlib.suppress(psutil.NoSuchProcess):  # whoever reaps it may not have done so yet
+        assert psutil.Process(int((tmp_path / "pid").read_text())).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_signal_while_a_version_is_built_leaves_nothing_of_it(run, folder, turns):

@@ -5,14 +5,23 @@ import json
 import logging
 
 import pytest
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from delta_weight_sync.store import open_bucket
 from env_space.watch import Replica
 from inference_space import public_port
-from inference_space.gate import BYTES_PER_TOKEN, MAX_BODY, OTHER_BYTES, Completions, DashboardCalls
+from inference_space.gate import (
+    BYTES_PER_TOKEN,
+    COMPILING,
+    MAX_BODY,
+    OTHER_BYTES,
+    Completions,
+    DashboardCalls,
+)
 from space_guard.limits import LogLimit
+from space_guard.requests import RateLimit
 from tests.inference_space.asking import CONTEXT, RIGHT, ask_raw, client, gate, running, trainer
 from tests.support.dashboard import KEY as OWNERS
 from tests.support.dashboard import RecordedControls, mounted
@@ -53,6 +62,48 @@ def read(**fields) -> int:
 def test_an_expensive_request_is_refused(fields, sentence):
     with pytest.raises(ValueError, match=sentence):
         read(**fields)
+
+
+def strings(**limits) -> dict:
+    return {"properties": {"a": {"type": "string", **limits}}}
+
+
+SLOW = [{"regex": ".*" * 500 + "x"}, {"grammar": "root ::= " + "[a-z]* " * 128}]
+SLOW += [{"json": strings(pattern="x?" * 128)}, {"json": json.dumps(strings(pattern="(a|b)*" * 128))}]
+SLOW += [{"json": {"properties": {f"{n}": strings(maxLength=1000) for n in range(4)}}}]
+SLOW += [{"regex": "".join(f".{{1,{n}}}" for n in range(300, 304))}]
+SLOW += [{"structural_tag": json.dumps({"format": {"pattern": "x+" * 128}})}]
+SLOW += [
+    {"json": {"patternProperties": {"x?" * 128: {}}}},
+    {"json": strings(format="email") | {"a": [{"format": "uri"}] * 100}},
+]
+
+
+@pytest.mark.finding("N7")
+@pytest.mark.parametrize("outputs", SLOW, ids=lambda outputs: str(outputs)[:40])
+def test_a_grammar_that_compiles_for_long_is_refused(outputs):
+    with pytest.raises(ValueError, match="s to compile, and at most 20 s are allowed"):
+        read(structured_outputs=outputs)
+
+
+@pytest.mark.finding("N7")
+def test_a_client_has_new_grammars_compiled_at_a_rate_and_known_ones_always():
+    now = [0.0]
+    reader = Completions(lambda: CONTEXT, 64, RateLimit(*COMPILING, clock=lambda: now[0]))
+
+    def ask(number: int, client: str | None = None) -> None:
+        outputs = {"regex": f".{{1,300}}{number}"}
+        reader.read(json.dumps(PLAIN | {"structured_outputs": outputs}).encode(), client)
+
+    for number in range(3):
+        ask(number)
+    with pytest.raises(HTTPException, match="too long to compile") as refused:
+        ask(3)
+    assert refused.value.status_code == 429
+    ask(0)
+    ask(3, "another")
+    now[0] += 30.0
+    ask(4)
 
 
 @pytest.mark.finding(4)

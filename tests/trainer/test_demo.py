@@ -55,7 +55,7 @@ def wait_for_children(process: subprocess.Popen[str], count: int) -> list[psutil
 @pytest.mark.parametrize("often", [False, True], ids=["once", "often"])
 def test_interrupts_stop_every_process(tmp_path, sign, often):
     """Once: with a server up, which ends in its own time, and the other processes still starting."""
-    process = demo(tmp_path / "demo", DEMO_OF=str(tmp_path))
+    process = demo(tmp_path / "demo", PYTHON_DEMO_OF=str(tmp_path))
     log = tmp_path / "demo" / "env.log"
     if not often:
         wait_for(process, lambda: log.exists() and "Uvicorn running" in log.read_text())
@@ -95,7 +95,7 @@ def test_an_interrupt_while_a_child_starts_stops_that_child_too(tmp_path, monkey
 @pytest.mark.full
 def test_a_demo_that_is_killed_leaves_no_process(tmp_path):
     """It cannot stop anything then: the kernel does, and each process its own."""
-    process = demo(tmp_path / "demo", DEMO_OF=str(tmp_path))
+    process = demo(tmp_path / "demo", PYTHON_DEMO_OF=str(tmp_path))
     log = tmp_path / "demo" / "env.log"
     wait_for(process, lambda: log.exists() and "Uvicorn running" in log.read_text())
     children = wait_for_children(process, 3)
@@ -110,7 +110,7 @@ def left_of(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.environ().get("DEMO_OF") == str(folder):
+            if process.environ().get("PYTHON_DEMO_OF") == str(folder):
                 found.append(process)
     return found
 
@@ -131,7 +131,7 @@ def test_a_port_in_use_is_one_line_with_the_fix(tmp_path):
 
 @pytest.mark.full
 def test_a_crashed_child_is_one_line_that_names_its_log(tmp_path):
-    process = demo(tmp_path / "demo", WORDLE_NO_SUCH_SETTING="1", DEMO_OF=str(tmp_path))
+    process = demo(tmp_path / "demo", WORDLE_NO_SUCH_SETTING="1", PYTHON_DEMO_OF=str(tmp_path))
     _, complaint = process.communicate(timeout=PATIENCE_S)
     assert process.returncode != 0
     assert complaint.startswith("demo: env stopped (exit code 1)")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import re
 import shlex
 import shutil
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -31,6 +32,7 @@ from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, make_keys
 
 Arguments = argparse.Namespace
 _BLAMED: Final = 20  # tensors that `blame` lists
+_ENDING_S: Final = 5.0  # from SIGTERM to SIGKILL
 _UNKNOWN: Final = 125  # exit code of a command that cannot judge a version
 _NOT_STARTED: Final = (126, 127)  # the shell's codes for a program that is missing or not executable
 _VERDICTS: Final = {True: "good", False: "bad", None: "unknown"}
@@ -121,7 +123,16 @@ def _run_in_shell(command: str, path: Path, manifest: Manifest) -> int:
     """
     values = {"path": str(path), "version": str(manifest.version), "digest": manifest.digest}
     filled = re.sub(r"\{(path|version|digest)\}", lambda match: shlex.quote(values[match[1]]), command)
-    return subprocess.run(filled, shell=True).returncode
+    with subprocess.Popen(filled, shell=True, process_group=0) as shell:
+        try:
+            return shell.wait()
+        except BaseException:  # it is to end now, and so is all that it started
+            with suppress(ProcessLookupError):
+                os.killpg(shell.pid, signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    shell.wait(_ENDING_S)
+                os.killpg(shell.pid, signal.SIGKILL)
+            raise
 
 
 def _payload(manifest: Manifest) -> int:

@@ -1,0 +1,93 @@
+"""Every process ends when it is asked to, whatever its threads do, and leaves nothing behind."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.env_space.service import PATIENCE_S, ROOT
+from trainer.demo.processes import free_port
+
+pytestmark = pytest.mark.full
+
+URL = "hf://buckets/me/silent"
+SPACE = {"REPLICA_BUCKET": URL, "REPLICA_RUN": "r", "REPLICA_HOST": "127.0.0.1", "REPLICA_PORT": "0"}
+TRAIN = (
+    f"trainer.train --config trainer/configs/wordle_tiny.yaml --model trainer/policies/wordle-tiny --run r \
+--bucket {URL} --replicas http://127.0.0.1:9 --env_url http://127.0.0.1:9 --use_cpu true"
+)
+COMMANDS = {
+    "space": "inference_space.app",
+    "dashboard": f"inference_space.dashboard --bucket {URL} --run r",
+    "follow": f"delta_weight_sync follow {URL}#r --into followed",
+    "trainer": TRAIN,
+}
+STUCK = """
+import sys, threading
+import space_guard.limits as limits
+from delta_weight_sync.scratch import Scratch
+
+limits.STOP_S, scratch = 0.1, Scratch()
+threading.Thread(target=threading.Event().wait).start()
+
+
+async def app(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"%d", "more_body": True})
+    while True:
+        pass
+
+
+limits.serve(app, port=int(sys.argv[1]), lifespan="off", log_level="error")
+"""
+
+
+def ended(process: subprocess.Popen[bytes]) -> int:
+    """The exit code after SIGTERM; nothing that it started is left."""
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    try:
+        code = process.wait(PATIENCE_S)
+    finally:
+        process.kill()
+        process.wait(PATIENCE_S)
+    assert psutil.wait_procs(family, PATIENCE_S)[1] == []
+    return code
+
+
+@pytest.mark.finding("N8")
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_a_store_that_takes_connections_and_never_answers_holds_nothing(tmp_path: Path, command: str) -> None:
+    words = [sys.executable, "-m", *command.replace("followed", str(tmp_path / "followed")).split()]
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        places = {"HF_ENDPOINT": f"http://127.0.0.1:{store.getsockname()[1]}", "HF_TOKEN": "hf_x"}
+        environ = (
+            os.environ | SPACE | places | {"REPLICA_FOLDER": str(tmp_path / "r"), "TMPDIR": str(tmp_path)}
+        )
+        with (tmp_path / "log").open("wb") as log:
+            process = subprocess.Popen(words, cwd=ROOT, env=environ, stdout=log, stderr=log)
+        store.settimeout(5 * PATIENCE_S)
+        with store.accept()[0]:
+            assert ended(process) in (0, 128 + signal.SIGTERM, -signal.SIGTERM)
+    assert list(tmp_path.glob("delta-weight-sync-*")) == []
+
+
+@pytest.mark.finding("N8")
+def test_a_request_and_a_thread_that_never_end_do_not_hold_a_server(tmp_path: Path) -> None:
+    port, environ = free_port(), os.environ | {"TMPDIR": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-c", STUCK, str(port)], cwd=ROOT, env=environ)
+    answered = False
+    while not answered:
+        assert process.poll() is None
+        with contextlib.suppress(OSError):  # it starts
+            answered = bool(urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=PATIENCE_S).read(1))
+    assert list(tmp_path.iterdir()) != []
+    assert ended(process) == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
