@@ -113,6 +113,11 @@ locks: $(VENV)/.test
 	  --output-file inference_space/requirements.lock
 	sed -i 's|^\(FROM vllm/vllm-openai:v\).*|\1$(lastword $(subst ==, ,$(VLLM)))|' inference_space/Dockerfile
 
+# What it runs on: an environment for each row of docs/versions.md (an hour). Rows that are in build/matrix are kept.
+.PHONY: matrix
+matrix: $(VENV)/.app $(VENV)/.test
+	$(BIN)/python -m bench.matrix
+
 # What it costs, side by side with what it replaces (about 20 minutes): bench/results.json, docs/bench-*.svg.
 .PHONY: bench
 bench: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test $(VENV)/.bench

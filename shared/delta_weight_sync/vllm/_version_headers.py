@@ -8,10 +8,10 @@
 
 Version 41 made tokens 0 to 30 of the completion, version 42 those from 31 to 63; ";" separates several
 choices, in order. The syncs, the trainer's own count, are of the same tokens; unpublished weights have none.
-The other three describe the oldest version of all tokens. vLLM knows these spans
-(`CompletionOutput.weight_versions`, since 0.32) but its OpenAI routes do not print them. If they did
-(upstream/vllm/0005), the patch here could go: it notes the spans that `AsyncLLM.generate` returns. An older
-vLLM has no spans: the three name the version that was served when the request came.
+The other three describe the oldest version of all tokens. vLLM knows these spans since 0.32, and since 0.33
+prints them in answers to clients that ask with `return_weight_versions`. Here all clients get them, so a
+patch notes the spans that `AsyncLLM.generate` returns. An older vLLM has no spans: the three name the version
+that was served when the request came.
 """
 
 from __future__ import annotations
