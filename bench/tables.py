@@ -305,6 +305,16 @@ def hub_table(latencies: dict[str, Any]) -> str:
     return table(["a request takes", "part", "median", "in turn", "requests of each", "for files"], rows)
 
 
+def cpu(results: Results) -> str:
+    """Tokens per CPU second, without and with our patches."""
+    head = ["policy", "CPU", "before", "now", "times", "at the least"]
+    rows = [
+        [r["policy"], r["cpu"], f"{r['without']:.0f}", f"{r['with']:.0f}", f"{r['ratio']}", f"{r['worst']}"]
+        for r in results["cpu"]["runs"]
+    ]
+    return table(head, rows)
+
+
 def rival(results: Results) -> str:
     """Bytes and speeds next to those of ModelExpress, on the same deltas."""
     section = results.get("rival", {"unmeasured": "not yet"})
@@ -341,6 +351,7 @@ TABLES = {
     "memory": memory,
     "hub": hub,
     "live": live,
+    "cpu": cpu,
     "threads": threads,
     "dashboard": dashboard,
     "targets": targets,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -60,6 +61,16 @@ def _at(*path: str) -> Callable[[Any], float]:
     return read
 
 
+def _times(policy: str, cpu: str) -> Callable[[Any], float]:
+    """Tokens per CPU second with our patches, in multiples of those without."""
+
+    def read(section: Any) -> float:
+        found = [float(r["ratio"]) for r in section["runs"] if (r["policy"], r["cpu"]) == (policy, cpu)]
+        return found[0] if found else math.nan
+
+    return read
+
+
 TARGETS = (
     Target("fast, fp32 master, about 1 %: B per change", "size", _per_change("fast", deltas.LATE), most=1.27),
     Target(
@@ -85,6 +96,14 @@ TARGETS = (
     ),
     Target("throughput kept, a sync every 2 s", "live", _at("throughput_kept", "every 2 s"), least=0.95),
     Target("throughput kept, one sync per second", "live", _at("throughput_kept", "each second"), least=0.95),
+    Target(
+        "AVX2 only, shipped policy: times bf16", "cpu", _times("the shipped policy", "AVX2 only"), least=4.0
+    ),
+    Target("AVX2 only, SmolLM2-135M: times bf16", "cpu", _times("SmolLM2-135M", "AVX2 only"), least=5.0),
+    Target(
+        "this CPU, shipped policy: times bf16", "cpu", _times("the shipped policy", "this CPU"), least=1.0
+    ),
+    Target("this CPU, SmolLM2-135M: times bf16", "cpu", _times("SmolLM2-135M", "this CPU"), least=1.0),
     Target(
         "dashboard, 10,000 versions: worst refresh, ms", "dashboard", _at("refresh_ms", "worst"), most=300.0
     ),

@@ -11,15 +11,17 @@
    have, which kills the engine. TRL seeds every request. `install` hides those generators in that step.
 5. vLLM inspects a model's class in another process, to avoid initializing CUDA here: ten seconds of importing
    vLLM again at each start with an empty cache. `install` inspects it here.
+6. RMS norms are ten operations each, a tenth of a small model's time. `install` makes each one kernel.
 
 `self_test` raises if the first two no longer hold; if the third does not, `routes` sees what is packed.
 """
 
 from __future__ import annotations
 
+import math
 import operator
-import time
-from functools import cache
+import timeit
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -54,6 +56,10 @@ def install() -> None:
         GPUModelRunner._bookkeeping_sync = _without_rewinds(GPUModelRunner._bookkeeping_sync)
     if release.works("cpu_start"):
         registry._run_in_subprocess = operator.call
+    if release.works("cpu_norms"):
+        from vllm.model_executor.layers.layernorm import RMSNorm
+
+        RMSNorm.forward_cpu = norm_in_one_kernel(RMSNorm.forward_native)
 
 
 def self_test(model: torch.nn.Module) -> None:
@@ -73,8 +79,8 @@ def self_test(model: torch.nn.Module) -> None:
             raise RuntimeError(f"{name} computes from packed experts; this vLLM needs another patch")
 
 
-_FEW = 2  # rows of an input up to which bf16 is as fast on every CPU
-_TILE = 1 << 20  # elements of a weight that are float32 at a time: they fit into a CPU's cache
+_MANY = 32  # rows of an input: where bf16 is as fast with them, it is with any
+_TILE = 1 << 18  # elements of a weight that are float32 at a time: they fit into a core's cache
 _stock_dispatch: Any = None
 
 
@@ -92,8 +98,7 @@ class _LiveLinear:
         self.memory = weight.data
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        few = x.numel() <= _FEW * x.shape[-1]
-        if few or x.dtype is not torch.bfloat16 or not _float32_is_faster():
+        if x.dtype is not torch.bfloat16 or x.numel() <= _rows_in_bf16() * x.shape[-1]:
             return functional.linear(x, self.memory, bias)
         return linear_in_float32(x, self.memory, bias)
 
@@ -113,19 +118,40 @@ def linear_in_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 
 @cache
-def _float32_is_faster() -> bool:
-    """Whether this CPU multiplies bf16 so slowly (without AVX-512) that float32 pays; measured once."""
-    weight, x = torch.ones(256, 256, dtype=torch.bfloat16), torch.ones(16, 256, dtype=torch.bfloat16)
+def _rows_in_bf16() -> float:
+    """Rows of an input up to which bf16 is faster than float32 here: all, or a few without AVX-512. Measured
+    once, in some milliseconds."""
+    weight = torch.ones(512, 512, dtype=torch.bfloat16)
+    for rows in (_MANY, 16, 8, 4, 2, 1):
+        x = torch.ones(rows, 512, dtype=torch.bfloat16)
+        bf16, float32 = (
+            min(timeit.repeat(partial(linear, x, weight, None), number=1, repeat=9))
+            for linear in (functional.linear, linear_in_float32)
+        )
+        if bf16 < float32:
+            return math.inf if rows == _MANY else rows
+    return 0
 
-    def seconds(linear: Any) -> float:
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            linear(x, weight, None)
-            times.append(time.perf_counter() - start)
-        return min(times)
 
-    return seconds(functional.linear) > 1.5 * seconds(linear_in_float32)
+def norm_in_one_kernel(native: Any) -> Any:
+    """What `native`, vLLM's RMS norm in PyTorch operations, computes."""
+
+    def norm(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        usual = (
+            type(self).forward_native is native and self.has_weight and self.variance_size_override is None
+        )
+        usual = usual and x.dtype is self.weight.dtype is torch.bfloat16 and x.ndim in (2, 3)
+        if not usual or x.stride(-1) != 1 or not (residual is None or residual.is_contiguous()):
+            return self.forward_native(x, residual)
+        from delta_weight_sync.vllm.norms import normalize  # imported late: see `plugin`
+
+        out, size = torch.empty(x.shape, dtype=x.dtype), x.shape[-1]
+        columns, step = (x.shape[1], x.stride(1)) if x.ndim == 3 else (1, 0)
+        addresses = (x.data_ptr(), residual.data_ptr() if residual is not None else 0, self.weight.data_ptr())
+        normalize(*addresses, out.data_ptr(), len(x), columns, size, x.stride(0), step, self.variance_epsilon)
+        return out if residual is None else (out, residual)
+
+    return norm
 
 
 def _computes_from(linear: object, weight: torch.Tensor) -> bool:

@@ -297,7 +297,7 @@ class HostMemory:
 
 
 @intrinsic
-def _pointer(typing: Any, address: Any) -> Any:
+def pointer(typing: Any, address: Any) -> Any:
     """The memory of bf16 patterns at an address."""
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -336,7 +336,7 @@ def _digest_run(row: Rows, start: int, length: int, inner: Any) -> np.uint64:
     """The digest of elements that differ in the innermost dimension only."""
     first, place = row[FIRST] + _at(row, SOURCE, start), _at(row, TARGET, start)
     step, stride, seed = row[SOURCE + DIMS - 1], row[TARGET + DIMS - 1], np.uint64(row[SEED])
-    memory = _pointer(row[ADDRESS] + 2 * place)
+    memory = pointer(row[ADDRESS] + 2 * place)
     if step == 1 and stride == 1:
         return hash_dense(carray(memory, length), first, inner, seed)
     total = np.uint64(0)
@@ -353,9 +353,9 @@ def _read(rows: Rows, parts: Rows, bits: Bits) -> None:
     for p in range(parts.shape[0]):
         row, first, count = rows[parts[p, 0]], parts[p, 1], parts[p, 2]
         if row[SIZES + DIMS - 2] == 1 and row[TARGET + DIMS - 1] == 1:
-            bits[at : at + count] = carray(_pointer(row[ADDRESS] + 2 * first), count)
+            bits[at : at + count] = carray(pointer(row[ADDRESS] + 2 * first), count)
         else:
-            memory = _pointer(row[ADDRESS])
+            memory = pointer(row[ADDRESS])
             for j in range(count):
                 bits[at + j] = memory[_at(row, TARGET, first + j)]
         at += count
@@ -385,7 +385,7 @@ def _look(
 def _look_along(row: Rows, element: Elements, ulps: Ulps, new: Ulps, inner: Any) -> np.uint64:
     """As `_look`, of one part of one dimension with explicit elements. In two loops: in the first, which does
     nothing else, many waits for memory overlap."""
-    memory, stride = _pointer(row[ADDRESS]), row[TARGET + DIMS - 1]
+    memory, stride = pointer(row[ADDRESS]), row[TARGET + DIMS - 1]
     for j in range(element.size):
         new[j] = np.int16(memory[np.int64(element[j]) * stride])
     base, seed, step = np.uint64(row[FIRST]), np.uint64(row[SEED]), np.uint64(row[SOURCE + DIMS - 1])
@@ -407,7 +407,7 @@ def _look_any(
     row: Rows, first: int, last: int, start: int, element: Elements, ulps: Ulps, new: Ulps, inner: Any
 ) -> np.uint64:
     """As `_look`, of one part that may have several dimensions or be of consecutive elements."""
-    memory, seed = _pointer(row[ADDRESS]), np.uint64(row[SEED])
+    memory, seed = pointer(row[ADDRESS]), np.uint64(row[SEED])
     total, block, factor = np.uint64(0), _NO_BLOCK, np.uint64(0)
     for j in range(first, last):
         number = start + j - first if start >= 0 else np.int64(element[j])
@@ -428,7 +428,7 @@ def _put(rows: Rows, parts: Rows, element: Elements, values: Ulps) -> int:
     wrong = 0
     for p in range(parts.shape[0]):
         row, first, last, start = rows[parts[p, 0]], parts[p, 1], parts[p, 1] + parts[p, 2], parts[p, 3]
-        memory, stride = _pointer(row[ADDRESS]), row[TARGET + DIMS - 1]
+        memory, stride = pointer(row[ADDRESS]), row[TARGET + DIMS - 1]
         if start >= 0 or row[SIZES + DIMS - 2] != 1:
             wrong += _put_any(row, first, last, start, element, values)
             continue
@@ -444,7 +444,7 @@ def _put(rows: Rows, parts: Rows, element: Elements, values: Ulps) -> int:
 @kernel
 def _put_any(row: Rows, first: int, last: int, start: int, element: Elements, values: Ulps) -> int:
     """As `_put`, of one part that may have several dimensions or be of consecutive elements."""
-    wrong, memory = 0, _pointer(row[ADDRESS])
+    wrong, memory = 0, pointer(row[ADDRESS])
     for j in range(first, last):
         number = start + j - first if start >= 0 else np.int64(element[j])
         memory[_at(row, TARGET, number)] = np.uint16(values[j])

@@ -1,0 +1,78 @@
+"""RMS norm in bf16 as one kernel: vLLM's CPU backend computes it in ten operations, each dispatched.
+
+Sums are float32 and results are rounded once, to the nearest; vLLM's own kernel truncates without AVX-512.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+from delta_weight_sync.vllm.memory import pointer
+
+_INT16, _INT32 = ir.IntType(16), ir.IntType(32)
+
+
+@intrinsic
+def _widen(typing: Any, bits: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        upper = builder.shl(builder.zext(values[0], _INT32), ir.Constant(_INT32, 16))
+        return builder.bitcast(upper, ir.FloatType())
+
+    return types.float32(types.uint16), emit
+
+
+@intrinsic
+def _rounded(typing: Any, value: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        bits, half = builder.bitcast(values[0], _INT32), ir.Constant(_INT32, 0x7FFF)
+        odd = builder.and_(builder.lshr(bits, ir.Constant(_INT32, 16)), ir.Constant(_INT32, 1))
+        up = builder.add(bits, builder.add(half, odd))
+        return builder.trunc(builder.lshr(up, ir.Constant(_INT32, 16)), _INT16)
+
+    return types.uint16(types.float32), emit
+
+
+# Sums in any order: else they are not made with vector instructions.
+@njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+def normalize(
+    x: int,
+    residual: int,
+    weight: int,
+    out: int,
+    rows: int,
+    columns: int,
+    size: int,
+    row: int,
+    column: int,
+    epsilon: float,
+) -> None:
+    """`out` = x / rms(x) * weight, of rows * columns vectors of `size`.
+
+    The first four are addresses. In `x`, rows are `row` elements apart, columns `column`. A `residual`, if it
+    is not 0, is added to `x` and becomes that sum.
+    """
+    scale_of, line = carray(pointer(weight), size), np.empty(size, np.float32)
+    for i in range(rows):
+        for j in range(columns):
+            values = carray(pointer(x + 2 * (i * row + j * column)), size)
+            first = 2 * (i * columns + j) * size
+            total = np.float32(0)
+            if residual:
+                sums = carray(pointer(residual + first), size)
+                for k in range(size):
+                    line[k] = _widen(values[k]) + _widen(sums[k])
+                    sums[k] = _rounded(line[k])
+                    total += line[k] * line[k]
+            else:
+                for k in range(size):
+                    line[k] = _widen(values[k])
+                    total += line[k] * line[k]
+            scale = np.float32(1) / np.sqrt(total / np.float32(size) + np.float32(epsilon))
+            result = carray(pointer(out + first), size)
+            for k in range(size):
+                result[k] = _rounded(line[k] * scale * _widen(scale_of[k]))
