@@ -15,7 +15,6 @@ from datasets import Dataset
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from delta_weight_sync import BucketWeightTransfer
-from delta_weight_sync.trl import patches
 
 QUESTIONS = ["What is the sky?", "Why is grass green?", "Who are you?", "How are you?"]
 
@@ -27,8 +26,6 @@ def shorter(completions: list[list[dict[str, str]]], **_: object) -> list[float]
 
 def main(model: str, url: str, vllm: str, steps: int = 20) -> None:
     """Train for a few steps; the weights of each are in the bucket, and soon in vLLM."""
-    patches.install()  # TRL alone needs a GPU, a kernel from the Hub, and vLLM on the trainer's machine
-    on_gpu = torch.cuda.is_available()
     args = AsyncGRPOConfig(
         output_dir="trl_script",
         vllm_server_base_url=vllm,
@@ -36,8 +33,7 @@ def main(model: str, url: str, vllm: str, steps: int = 20) -> None:
         per_device_train_batch_size=16,
         max_completion_length=32,
         token_budget=0,
-        dtype="bfloat16" if on_gpu else "float32",
-        bf16=on_gpu,
+        use_cpu=not torch.cuda.is_available(),
         learning_rate=1e-5,
         logging_steps=1,
         report_to="none",

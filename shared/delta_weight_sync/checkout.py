@@ -258,6 +258,8 @@ class CheckpointFolder:
 
     def __init__(self, reader: RunReader, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / ".lock").exists() and any(folder.iterdir()):
+            raise errors.FolderError(f"{folder} holds something else: name an empty folder, or a new one")
         self.folder, self._reader = folder.absolute(), reader
         self._current, self._building = self.folder / "current", self.folder / ".building"
         with ExitStack() as stack:

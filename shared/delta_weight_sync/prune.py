@@ -28,7 +28,7 @@ from delta_weight_sync.util import size_text, time_text
 
 GRACE_S: Final = 3600.0
 _AT_ONCE: Final = 500  # objects per request, where the store takes several
-_UNITS: Final = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "h": 3600.0, "d": 86400.0}
+_UNITS: Final = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "H": 3600.0, "D": 86400.0}
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Keep:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Parse `20GB`, `500MB`, `7d` or `12h`. Raises `ConfigError`."""
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]B|[hd])", text)
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]B|[HD])", text.upper())
         if not match or not (amount := float(match[1]) * _UNITS[match[2]]):
             raise ConfigError(f"{text!r} is neither a size nor an age: write it as 20GB, 7d or 12h")
         return cls(size=amount) if match[2].endswith("B") else cls(age_s=amount)

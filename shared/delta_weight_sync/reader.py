@@ -69,9 +69,11 @@ def open_run(url: str, run: str | None = None, *, public_key: str | Path | None 
         KeyFormatError: `public_key` is not a key.
     """
     place, named = split_run(url)
+    if run and named and run != named:
+        raise errors.ConfigError(f"the URL names run {named!r}, and --run names {run!r}: name one")
     bucket = open_bucket(place)
     if not (run := run or named):
-        runs = sorted({info.key.split("/")[1] for info in bucket.list("runs/")})
+        runs = runs_in(bucket)
         if len(runs) != 1:
             known = (
                 f"it holds {', '.join(runs)}; name one: {bucket.url}#{runs[0]}"
@@ -81,6 +83,11 @@ def open_run(url: str, run: str | None = None, *, public_key: str | Path | None 
             raise errors.ProtocolError(f"{bucket.url} does not hold exactly one run: {known}")
         run = runs[0]
     return RunReader(bucket, run, PublicKeys.load(public_key))
+
+
+def runs_in(bucket: Bucket) -> list[str]:
+    """Names of the runs in a bucket."""
+    return sorted({info.key.split("/")[1] for info in bucket.list("runs/")})
 
 
 class RunReader:
@@ -124,8 +131,13 @@ class RunReader:
         place = f"run {self.keys.run!r} in {self.bucket.url}"
         if manifest and version is not None and 0 <= version < manifest.version:
             raise no_longer_held(place, version, manifest.version)
-        wanted = "a first version" if version is None else f"version {version}"
-        raise errors.NoVersionError(f"{place} has not published {wanted}")
+        if manifest and (newest := self.newest()):
+            raise errors.NoVersionError(
+                f"{place} has no version {version}, its newest is version {newest.version}"
+            )
+        others = ", ".join(run for run in runs_in(self.bucket) if run != self.keys.run)
+        known = f"; the bucket holds {others}" if others else ""
+        raise errors.NoVersionError(f"{place} has not published a first version{known}")
 
     def find(self, version: int) -> Manifest:
         """The manifest of `version`, found by one listing however long the run is.

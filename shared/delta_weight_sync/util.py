@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
-from numba import njit
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -17,6 +15,8 @@ Result = TypeVar("Result")
 
 def kernel(function: Function) -> Function:
     """Compile `function` with numba at its first call; it is cached on disk and runs without the GIL."""
+    from numba import njit  # here: not every command needs it
+
     return cast(Function, njit(cache=True, nogil=True)(function))
 
 

@@ -4,10 +4,12 @@ import json
 import math
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+import tqdm
 from transformers import AutoModelForCausalLM
 
 from delta_weight_sync.checkpoint import WEIGHTS, read_bits, to_bits
@@ -31,13 +33,26 @@ def test_log_lists_every_version(finished):
     url, digests = finished
     lines = command("log", url).output.splitlines()[1:]
     assert [line.split()[0] for line in lines] == ["4", "3", "2", "1", "0"]
-    assert [line.split()[6] for line in lines] == digests[::-1]
+    assert [line.split()[8] for line in lines] == digests[::-1]
+    assert [line.endswith("yes") for line in lines] == [False] * 4 + [True], "of version 0"
+    rows = [json.loads(line) for line in command("log", url, "--json", "-n", 2).output.splitlines()]
+    assert [(row["version"], row["syncs"], row["digest"]) for row in rows] == [
+        (4, "5", digests[4]),
+        (3, "4", digests[3]),
+    ]
+
+
+def test_runs_lists_the_runs_of_a_bucket(finished):
+    url, _ = finished
+    (row,) = [json.loads(line) for line in command("runs", url, "--json").output.splitlines()]
+    assert (row["run"], row["newest"]) == ("test", 4)
+    assert command("runs", url).output.splitlines()[1].split()[-1] == "test"
 
 
 def test_show_describes_a_version(finished):
     url, digests = finished
     output = command("show", url, "--version", "3").output
-    facts = json.loads(output[: output.index("\n}") + 2])
+    facts = json.loads(command("show", url, "--version", "3", "--json").output)
     manifest = RunReader(open_bucket(url), "test").manifest(3)
     assert facts["digest"] == digests[3]
     assert facts["changed"] == manifest.changed > 0
@@ -51,6 +66,8 @@ def test_verify_proves_the_whole_run(finished):
     output = command("verify", url).output
     assert all(f"version {v} ok, digest {digest}" in output for v, digest in enumerate(digests))
     assert output.endswith("all 5 versions verified\n")
+    rows = [json.loads(line) for line in command("verify", url, "--json").output.splitlines()]
+    assert [row["digest"] for row in rows] == digests
 
 
 @pytest.mark.parametrize("version", [0, 2, 4])
@@ -73,9 +90,9 @@ def test_a_run_is_named_in_the_url_or_beside_it(finished):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--run", "other"], "run 'other'"),
+        (["--run", "other"], "has not published a first version; the bucket holds test"),
         (["--run", "../x"], "run name '../x'"),
-        (["--version", "99"], "has not published version 99"),
+        (["--version", "99"], "has no version 99, its newest is version 4"),
     ],
 )
 def test_what_is_not_there_is_one_sentence(finished, arguments, complaint):
@@ -100,8 +117,40 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(finished, tmp_path):
     (tmp_path / "file").touch()
     result = command("checkout", finished[0], "--out", tmp_path / "file" / "model")
     assert result.code == 1
-    assert "Not a directory" in result.complaint
+    assert f"cannot use {tmp_path}/file/model: Not a directory" in result.complaint
     assert len(result.complaint.splitlines()) == 1
+
+
+def test_checkout_writes_over_other_files_only_if_told_to(finished, tmp_path):
+    (tmp_path / "adapter_config.json").touch()
+    result = command("checkout", finished[0], "--out", tmp_path)
+    assert (result.code, [path.name for path in tmp_path.iterdir()]) == (1, ["adapter_config.json"])
+    assert command("checkout", finished[0], "--out", tmp_path, "--force").code == 0
+    assert (tmp_path / WEIGHTS).exists()
+
+
+def test_a_download_of_more_than_two_seconds_has_a_bar_on_a_terminal(finished, tmp_path, monkeypatch):
+    shown, checkout = threading.Event(), RunReader.checkout
+
+    class Bar(tqdm.tqdm):
+        def __init__(self, **options: object) -> None:
+            assert (options.pop("delay"), options.pop("disable")) == (2, None)
+            super().__init__(**options)
+
+        def update(self, n: float = 1) -> None:
+            super().update(n)
+            if self.n == self.total:
+                shown.set()
+
+    def slow(*arguments: object) -> object:
+        written = checkout(*arguments)
+        assert shown.wait(60)
+        return written
+
+    monkeypatch.setattr(tqdm, "tqdm", Bar)
+    monkeypatch.setattr(RunReader, "checkout", slow)
+    result = command("checkout", finished[0], "--version", 0, "--out", tmp_path / "out")
+    assert (result.code, "100%" in result.complaint) == (0, True)
 
 
 def test_a_reader_that_has_seen_enough_is_no_fault(finished):
@@ -169,7 +218,7 @@ def test_the_planted_version_is_found_by_halving(broken, judge, tmp_path):
     assert (result.code, result.complaint) == (0, "")
     assert f"version {BROKEN} is the first bad one" in result.output
     assert len(asked(tmp_path)) <= math.ceil(math.log2(VERSIONS))
-    assert f"delta-weight-sync blame {broken.url}#drifting {BROKEN}" in result.output
+    assert f"delta-weight-sync blame {broken.url}#drifting --version {BROKEN}" in result.output
 
 
 def test_ends_that_are_not_given_are_judged_first(broken, judge, tmp_path):
@@ -205,18 +254,18 @@ def test_a_version_that_cannot_be_judged_is_passed_over(broken, judge, tmp_path)
     [
         (
             ("--eval", "exit 125 # {path}", "--good", 20, "--bad", 23),
-            "is one of 21 to 23: those between could",
+            "is in the range 21 to 23: your command could",
         ),
         (
             ("--eval", "true {path}", "--good", 9, "--bad", 9),
             "nothing lies between good 9 and bad 9: --bad must",
         ),
-        (("--eval", "true {path}"), f"the newest version, {VERSIONS}, is not bad"),
-        (("--eval", "false {path}"), "the oldest version, 0, is not good"),
+        (("--eval", "true {path}"), f"the newest version, {VERSIONS}, was not judged bad"),
+        (("--eval", "false {path}"), "the oldest version, 0, was not judged good"),
         (("--eval", "no-such-program {path}"), "--eval could not be started (exit code 127)"),
         (
             ("--eval", "kill -9 $$ # {path}"),
-            f"--eval ended with -9 at version {VERSIONS}, which is neither good",
+            f"--eval returned exit code -9 for version {VERSIONS}; expected 0",
         ),
         (("--eval", "true"), "names neither {path} nor {version}"),
         (("--eval", "true {path}", "--bad", 99), "has no version 99, its newest is version 40"),
@@ -231,7 +280,7 @@ def test_what_cannot_be_found_is_one_sentence(broken, words, sentence):
 
 
 def test_blame_shows_what_was_planted_first(broken):
-    lines = command("blame", broken.url, BROKEN).output.splitlines()
+    lines = command("blame", broken.url, "--version", BROKEN).output.splitlines()
     manifest = open_run(broken.url).find(BROKEN)
     assert lines[0].startswith(f"version {BROKEN} changed {manifest.changed:,} weights of {manifest.total:,}")
     first = lines[2].split()
@@ -242,7 +291,7 @@ def test_blame_shows_what_was_planted_first(broken):
 
 
 def test_blame_of_what_no_delta_leads_to(broken):
-    result = command("blame", broken.url, 0)
+    result = command("blame", broken.url, "--version", 0)
     sentence = "version 0 was published as an anchor only, so no delta shows its changes"
     assert result == Result(1, "", f"delta-weight-sync blame: {sentence}\n")
 
@@ -251,5 +300,5 @@ def test_blame_reads_deltas_that_were_coded_against_the_old_weights(tmp_path):
     run = Drifting(tmp_path / "bucket", encoding="small")
     manifest = run.step()
     run.close()
-    lines = command("blame", run.url, 1).output.splitlines()
+    lines = command("blame", run.url).output.splitlines()
     assert sum(int(line.split()[0].replace(",", "")) for line in lines[2:]) == manifest.changed > 0

@@ -372,17 +372,18 @@ def test_a_signal_while_a_version_is_built_leaves_nothing_of_it(run, folder, tur
 
 
 def test_what_is_not_ours_stays(run, folder):
-    (folder / "00000007").mkdir(parents=True)
+    assert follow(run, folder, "--once").code == 0
+    (folder / "00000007").mkdir()
     (folder / "00000007" / "precious").write_text("mine")
     (folder / "00000001").mkdir()
-    for _ in range(3):
+    for _ in range(2):
         run.step()
         assert follow(run, folder, "--once").code == 0
     assert (folder / "00000007" / "precious").read_text() == "mine"
-    assert versions(folder) == ["00000001", "00000002", "00000003", "00000007"]
+    assert versions(folder) == ["00000001", "00000001.1", "00000002", "00000007"]
     shutil.rmtree(folder)
     (folder / "current").mkdir(parents=True)
-    assert "is a folder, not a link of ours" in follow(run, folder, "--once").complaint
+    assert "holds something else: name an empty folder" in follow(run, folder, "--once").complaint
 
 
 def is_free(run: Drifting, folder: Path) -> bool:

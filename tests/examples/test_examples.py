@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -90,5 +91,8 @@ def test_a_trl_script_and_a_vllm_meet_in_the_bucket_only(place, tmp_path):
         run(place, sys.executable, str(EXAMPLES / "trl_script.py"), "policy", url, vllm.url, "6")
         newest = open_run(url).manifest()
         assert vllm.wait_for(newest.version)["digest"] == newest.digest
+    log = (tmp_path / "vllm.log").read_text()
+    assert re.search(r"INFO .* replica \S+: follows file://.*#trl\n", log), "vLLM's log names what it follows"
+    assert re.search(r"INFO .* replica \S+: serves version \d+, digest", log)
     assert newest.sync == 7, "the base, and a version of each of six steps"
     assert newest.changed > 0

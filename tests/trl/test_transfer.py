@@ -21,6 +21,22 @@ from examples import tiny_policy as tiny
 STEPS = 3
 
 
+PATCHED = (
+    ("async_rollout_worker", "is_vllm_available"),
+    ("async_rollout_worker", "_child_main"),
+    ("packing", "_flash_attn"),
+    ("async_grpo_trainer", "get_peak_flops_per_device"),
+)
+
+
+@pytest.fixture(autouse=True)
+def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each test, TRL is as it was."""
+    for module, name in PATCHED:
+        place = getattr(patches, module)
+        monkeypatch.setattr(place, name, getattr(place, name))
+
+
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     tiny.build(tmp_path / "base", tie=True, seed=0)
@@ -35,12 +51,15 @@ def test_it_has_what_trl_asks_for():
 
 
 def test_nothing_is_opened_before_training_begins(tmp_path):
-    """TRL's script makes one on every rank, and keeps that of the main one."""
+    """TRL's script makes one on every rank, and keeps that of the main one. Only what it needs is patched."""
+    before = [getattr(getattr(patches, module), name) for module, name in PATCHED]
     transfer = BucketWeightTransfer((tmp_path / "bucket").as_uri(), "no such model")
     transfer.pause()
     transfer.resume()
     transfer.destroy()
     assert not (tmp_path / "bucket").exists()
+    after = [getattr(getattr(patches, module), name) for module, name in PATCHED]
+    assert not any(old is new for old, new in zip(before, after, strict=True))
 
 
 def test_it_ends_with_all_published_and_can_begin_again(base, tmp_path):
@@ -92,8 +111,6 @@ def sample(number: int) -> RolloutSample:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_trls_trainer_with_a_frozen_part_publishes_whole_checkpoints(base, tmp_path, monkeypatch, dtype):
     """TRL leaves out what is frozen; the base has it. Neither of the two needs a kernel from the Hub."""
-    monkeypatch.setattr(patches, "_replace", monkeypatch.setattr)  # all is as it was, after this test
-    patches.install()
     if not compat.examine("trl").works("attention"):  # this TRL trains on GPUs only
         build = async_grpo_trainer.create_model_from_path
         sdpa = {"attn_implementation": "sdpa"}

@@ -7,9 +7,11 @@ import importlib
 import os
 import sys
 
+from delta_weight_sync import __version__
 from delta_weight_sync.errors import DeltaWeightSyncError, printable
 
 COMMANDS = {
+    "runs": "list the runs of a bucket",
     "log": "list the versions of a run, newest first",
     "show": "describe one version: tensors changed, sparsity, bytes",
     "verify": "rebuild every version from version 0 and check each digest",
@@ -41,12 +43,15 @@ def main(words: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except (DeltaWeightSyncError, OSError) as error:
-        sys.exit(f"delta-weight-sync {name}: {printable(str(error))}")
+        place = None if isinstance(error, DeltaWeightSyncError) else error.filename
+        sentence = f"cannot use {place}: {error.strerror}" if place else str(error)  # type: ignore[union-attr]
+        sys.exit(f"delta-weight-sync {name}: {printable(sentence)}")
 
 
 def _parser(words: list[str]) -> argparse.ArgumentParser:
     """The parser of all commands. Only the module of the given command is imported."""
     parser = argparse.ArgumentParser(prog="delta-weight-sync", description=__doc__)
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
         command = commands.add_parser(

@@ -13,22 +13,33 @@ import re
 import shlex
 import shutil
 import signal
+import string
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from delta_weight_sync import checkpoint
 from delta_weight_sync.checkout import CheckpointFolder, FollowedVersion, build, follow, updates
 from delta_weight_sync.checkpoint import Bits
-from delta_weight_sync.errors import CommandError, NoVersionError, ProtocolError, printable
-from delta_weight_sync.reader import RunReader, checkpoint_errors, manifests_of, open_run, require_digest
-from delta_weight_sync.records import Manifest
+from delta_weight_sync.errors import CommandError, FolderError, NoVersionError, ProtocolError, printable
+from delta_weight_sync.reader import (
+    RunReader,
+    checkpoint_errors,
+    manifests_of,
+    open_run,
+    require_digest,
+    runs_in,
+)
+from delta_weight_sync.records import Keys, Manifest
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, make_keys
+from delta_weight_sync.store import open_bucket
+from delta_weight_sync.util import size_text
 
 Arguments = argparse.Namespace
 _BLAMED: Final = 20  # tensors that `blame` lists
@@ -50,27 +61,30 @@ as with `git bisect run`:
 
   delta-weight-sync bisect RUN --eval 'python evaluate.py {path} --at-least 0.6'
 
-The number of runs of COMMAND is about log2 of the number of versions. An end that you do not give is judged
-first: the oldest version must be good, the newest bad. Each checkpoint is built from the last good one and
-the deltas after it, if that takes fewer bytes than an anchor."""
+The number of runs of COMMAND is about log2 of the number of versions. Without --good the search starts at the
+oldest version, without --bad at the newest. Such a default is judged first: the oldest must be good, and the
+newest must be bad. Each checkpoint is built from the last good one and the deltas after it, if that takes
+fewer bytes than an anchor."""
 _FOLLOW: Final = """\
 DIR/current is a link to the newest version's folder, such as DIR/00000041. It is replaced in one step, after
 that folder is complete and its digest is verified. Folders that readers can see are never written again. The
-version before stays until the next one is built. Damaged objects are reported and not applied, and an
-unreachable bucket is asked again; until then nothing changes. After a kill at any moment, the next start
-continues with what is there if its digest is right.
+version before stays until the next one is built. Damaged objects are reported and not applied. If the bucket
+is unreachable, the command keeps trying. DIR/current stays as it is in both cases. You can kill the command
+at any moment: at the next start it keeps the version in DIR if its digest is right.
 
-COMMAND runs in a shell after each new version, and the next version waits for it. If it fails or was never
-run for a version, it runs again at the next start. {path} is the version's own folder, {version} its number,
-{digest} its digest. They come quoted for the shell, so end your own quotes before them, as here for SGLang:
+COMMAND runs in a shell after each new version, and the next version waits for it. If COMMAND failed or did
+not run for the version in DIR, the next start runs it. {path} is the version's own folder, {version} its
+number, {digest} its digest. They come quoted for the shell, so end your own quotes before them, as here for
+SGLang:
 
   --on-version "curl -f localhost:30000/update_weights_from_disk --json '{\\"model_path\\": \\"'{path}'\\"}'"
 
 Ctrl-C ends it with exit code 130, SIGTERM with 0."""
 _GC: Final = """\
-The oldest versions go first. These always stay: all files that the newest version's manifest names, the
-files that versions of the last hour before it need, and objects younger than that. So you can run it while a
-trainer and replicas use the run. A deleted version can no longer be checked out, pinned or verified.
+The oldest versions go first. These are never deleted: all files that the newest manifest names; the files of
+versions published in the hour before the newest; the versions of saved trainer states, and all later ones;
+and objects written less than an hour before the newest one. So you can run it while a trainer and replicas
+use the run. A deleted version can no longer be checked out, pinned or verified.
 
 A trainer deletes old versions itself with Publisher(..., keep="20GB")."""
 _KEYGEN: Final = f"""\
@@ -89,22 +103,28 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
         add("file", type=Path, metavar="FILE", help="file to write; it must not exist")
         return
     urls = "hf://buckets/<owner>/<name>, s3://<bucket>/<prefix> or file:///<path>"
-    add("url", metavar="RUN", help=f"{urls}; add #<run> if the bucket holds several runs")
-    add("--run", dest="run_name", metavar="NAME", help="name of the run, instead of #<run>")
-    if name in ("show", "checkout"):
+    if name == "runs":
+        add("url", metavar="BUCKET", help=urls)
+    else:
+        add("url", metavar="RUN", help=f"{urls}; add #<run> if the bucket holds several runs")
+        add("--run", dest="run_name", metavar="NAME", help="name of the run, instead of #<run>")
+    if name in ("runs", "log", "show", "blame", "verify"):
+        add("--json", action="store_true", help="print JSON")
+    if name in ("show", "checkout", "blame"):
         add("--version", type=int, metavar="N", help="default: the newest")
-    if name == "checkout":
-        add("--out", type=Path, metavar="FOLDER", required=True, help="folder to write")
+    if name == "log":
+        add("-n", "--last", type=int, metavar="N", help="list the newest N versions only")
+    elif name == "checkout":
+        add("--out", type=Path, metavar="DIR", required=True, help="folder to write; it must be empty or new")
+        add("--force", action="store_true", help="write over the files in DIR")
     elif name == "bisect":
         add("--eval", metavar="COMMAND", required=True, help="command that judges a version")
         add("--good", type=int, metavar="N", help="a version that is good (default: the oldest)")
         add("--bad", type=int, metavar="N", help="a later one that is bad (default: the newest)")
-    elif name == "blame":
-        add("version", type=int, metavar="VERSION", help="its number")
     elif name == "follow":
         add("--into", type=Path, metavar="DIR", required=True, help="folder to write")
         add("--on-version", metavar="COMMAND", default="", help="command to run for each new version")
-        add("--once", action="store_true", help="end when the newest version is there, as for cron")
+        add("--once", action="store_true", help="exit once DIR holds the newest version; for a cron job")
     elif name == "gc":
         keep = "how much to keep: 20GB, 500MB, 7d or 12h"
         add("--keep", metavar="SIZE|AGE", required=True, help=keep)
@@ -145,18 +165,65 @@ def _print_deleted(oldest: Manifest) -> None:
         print(f"older versions were deleted; {oldest.version} is the oldest available")
 
 
+def _when(manifest: Manifest) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(manifest.created_at))
+
+
+def _print(columns: str, rows: Iterable[dict[str, Any]], as_json: bool) -> None:
+    """Print each row as a line of a table, with a header, or as a line of JSON."""
+    if not as_json:
+        print(columns.format_map({name: name for _, name, *_ in string.Formatter().parse(columns) if name}))
+    for row in rows:
+        print(json.dumps(row) if as_json else columns.format_map({k: _words(k, v) for k, v in row.items()}))
+
+
+def _words(name: str, value: Any) -> str:
+    if isinstance(value, float):
+        return f"{100 * value:.3f} %"
+    if isinstance(value, bool):
+        return "yes" if value else ""
+    return size_text(value) if name in ("payload", "size") else printable(str(value))
+
+
+def _runs(arguments: Arguments) -> None:
+    bucket = open_bucket(arguments.url)
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for run in runs_in(bucket):
+            size = sum(info.size for info in bucket.list(Keys(run).folder))
+            newest = RunReader(bucket, run).newest()
+            facts = {"newest": newest.version, "published": _when(newest)} if newest else {}
+            yield {"newest": "", "published": ""} | facts | {"size": size, "run": run}
+
+    _print("{newest:>7}  {published:19}  {size:>8}  {run}", rows(), arguments.json)
+
+
 def _log(arguments: Arguments) -> None:
-    reader = _opened(arguments)
-    manifest: Manifest | None = reader.manifest()
-    print(f"{'version':>7}  {'published':19}  {'payload':>12}  {'changed':>9}  digest            anchor")
-    while manifest:
-        anchor = "yes" if manifest.anchor.version == manifest.version else ""
-        share = f"{100 * (1 - manifest.sparsity):.3f} %"
-        published = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(manifest.created_at))
-        place = f"{manifest.version:7}  {published}"
-        print(f"{place}  {_payload(manifest):12,}  {share:>9}  {manifest.digest}  {anchor}")
-        oldest, manifest = manifest, reader.parent(manifest)
-    _print_deleted(oldest)
+    reader, anchors = _opened(arguments), set[int]()
+    manifests = [reader.manifest()]
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for manifest in manifests:
+            if arguments.last and len(manifests) > arguments.last:
+                return
+            anchors.add(manifest.anchor.version)  # a later version names it
+            if older := reader.parent(manifest):
+                manifests.append(older)
+            first = min(older.sync + 1, manifest.sync) if older else manifest.sync
+            yield {
+                "version": manifest.version,
+                "published": _when(manifest),
+                "syncs": f"{first}-{manifest.sync}" if first < manifest.sync else f"{manifest.sync}",
+                "payload": _payload(manifest),
+                "changed": 1 - manifest.sparsity,
+                "digest": manifest.digest,
+                "anchor": manifest.version in anchors,
+            }
+
+    columns = "{version:>7}  {published:19}  {syncs:>9}  {payload:>8}  {changed:>9}  {digest:16}  {anchor}"
+    _print(columns, rows(), arguments.json)
+    if not (arguments.json or arguments.last):
+        _print_deleted(manifests[-1])
 
 
 def _show(arguments: Arguments) -> None:
@@ -174,19 +241,26 @@ def _show(arguments: Arguments) -> None:
         "total": manifest.total,
         "sparsity": round(manifest.sparsity, 6),
         "anchor": manifest.anchor.version,
-        "way": [file.key for file in manifest.recipe().files],
+        "recipe": [file.key for file in manifest.recipe().files],
     }
-    print(json.dumps(facts, indent=2))
-    if not manifest.deltas:
+    groups, tensors = list[str](), list[dict[str, Any]]()
+    if manifest.deltas:
+        with Scratch() as folder:
+            delta = Delta(reader.fetch(manifest.deltas[-1], folder))
+        groups = [group.explain() for group in delta.groups]
+        tensors = [
+            {"changed": t.changes, "of": t.numel, "group": t.group, "tensor": f"{t.name} {list(t.shape)}"}
+            for t in delta.tensors
+        ]
+    if arguments.json:
+        print(json.dumps(facts | {"groups": groups, "tensors": tensors}, indent=2))
         return
-    with Scratch() as folder:
-        delta = Delta(reader.fetch(manifest.deltas[-1], folder))
-    for number, group in enumerate(delta.groups):
-        print(f"group {number}, {printable(group.explain())}")
-    print(f"{'changed':>10}  {'of':>12}  {'group':>5}  tensor")
-    for tensor in delta.tensors:
-        name = printable(tensor.name)
-        print(f"{tensor.changes:10,}  {tensor.numel:12,}  {tensor.group:5}  {name} {list(tensor.shape)}")
+    for name, value in facts.items():
+        print(f"{name:13}  {printable('  '.join(value) if isinstance(value, list) else str(value))}")
+    for number, group in enumerate(groups):
+        print(f"group {number}, {printable(group)}")
+    if tensors:
+        _print("{changed:>10}  {of:>12}  {group:>5}  {tensor}", tensors, as_json=False)
 
 
 def _verify(arguments: Arguments) -> None:
@@ -199,9 +273,12 @@ def _verify(arguments: Arguments) -> None:
     manifests.reverse()
     with Scratch() as folder:
         for manifest in _verified(reader, manifests, folder):
-            print(f"version {manifest.version} ok, digest {manifest.digest}", flush=True)
-    _print_deleted(manifests[0])
-    print(f"all {len(manifests)} versions verified")
+            facts = {"version": manifest.version, "digest": manifest.digest}
+            text = "version {version} ok, digest {digest}".format(**facts)
+            print(json.dumps(facts) if arguments.json else text, flush=True)
+    if not arguments.json:
+        _print_deleted(manifests[0])
+        print(f"all {len(manifests)} versions verified")
 
 
 def _verified(reader: RunReader, manifests: list[Manifest], folder: Path) -> Iterator[Manifest]:
@@ -234,18 +311,43 @@ def _verified(reader: RunReader, manifests: list[Manifest], folder: Path) -> Ite
 
 
 def _checkout(arguments: Arguments) -> None:
-    reader = _opened(arguments)
+    reader, out = _opened(arguments), arguments.out
     manifest = reader.manifest(arguments.version)
-    reader.checkout(manifest, arguments.out)
-    print(f"version {manifest.version} (digest {manifest.digest}) is in {arguments.out}")
+    if not arguments.force and out.is_dir() and any(out.iterdir()):
+        raise FolderError(f"{out} is not empty: name a new folder, or write over its files with --force")
+    with _progress(out, sum(file.size for file in reader.recipe(manifest).files)):
+        reader.checkout(manifest, out)
+    print(f"version {manifest.version} (digest {manifest.digest}) is in {out}")
+
+
+@contextmanager
+def _progress(folder: Path, total: int) -> Iterator[None]:
+    """On a terminal, show how many of `total` bytes are in `folder` if the block takes over 2 seconds."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    done = threading.Event()
+
+    def watch() -> None:
+        with tqdm(total=total, unit="B", unit_scale=True, delay=2, leave=False, disable=None) as bar:
+            while not (done.wait(0.2) or bar.disable):
+                with suppress(OSError):  # a file was renamed, or there is no folder yet
+                    bar.update(min(sum(path.stat().st_size for path in folder.iterdir()), total) - bar.n)
+
+    thread = threading.Thread(target=watch, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _blame(arguments: Arguments) -> None:
-    """Print a line for each of the tensors of which the largest shares changed."""
+    """Print one line for each of the tensors with the largest share of changed weights."""
     from delta_weight_sync.codec import ULP_CLASSES, Delta, count_ulps
 
     reader = _opened(arguments)
-    manifest = reader.find(arguments.version)
+    manifest = reader.manifest() if arguments.version is None else reader.find(arguments.version)
     if not manifest.deltas:
         raise ProtocolError(
             f"version {manifest.version} was published as an anchor only, so no delta shows its changes"
@@ -259,15 +361,19 @@ def _blame(arguments: Arguments) -> None:
         patches = delta.patches({t.name: t.shape for t in delta.tensors}, lambda name: before()[name])
         tensors = [(p.index.size / p.numel, p.index.size, p.name, p.shape, count_ulps(p)) for p in patches]
     tensors.sort(key=lambda tensor: tensor[:4], reverse=True)
-    changed = f"{manifest.changed:,} weights of {manifest.total:,}, {100 * (1 - manifest.sparsity):.3f} %"
-    print(f"version {manifest.version} changed {changed}")
-    if tensors:
-        classes = "".join(f"{name:>10}" for name in ULP_CLASSES[1:])
-        print(f"{'changed':>10}  {'share':>8}  {'ULPs':>10}{classes}  tensor")
-    for share, count, name, shape, moved in tensors[:_BLAMED]:
-        counts, percent = "".join(f"{number:>10,}" for number in moved), f"{100 * share:.3f} %"
-        print(f"{count:>10,}  {percent:>8}  {counts}  {printable(name)} {list(shape)}")
-    if len(tensors) > _BLAMED:
+    classes = [f"ULPs {name}" for name in ULP_CLASSES]
+    rows = [
+        {"changed": count, "share": share}
+        | dict(zip(classes, map(int, moved), strict=True))
+        | {"tensor": f"{name} {list(shape)}"}
+        for share, count, name, shape, moved in (tensors if arguments.json else tensors[:_BLAMED])
+    ]
+    if not arguments.json:
+        changed = f"{manifest.changed:,} weights of {manifest.total:,}, {100 * (1 - manifest.sparsity):.3f} %"
+        print(f"version {manifest.version} changed {changed}")
+    columns = "  ".join(["{changed:>10}", "{share:>9}", *(f"{{{name}:>11}}" for name in classes), "{tensor}"])
+    _print(columns, rows, arguments.json)
+    if len(tensors) > _BLAMED and not arguments.json:
         print(f"{len(tensors) - _BLAMED} more tensors changed by smaller shares")
 
 
@@ -290,12 +396,12 @@ def _bisect(arguments: Arguments) -> None:
                 bad = version
     if good + 1 < bad:
         raise CommandError(
-            f"the first bad version is one of {good + 1} to {bad}: those between could not be judged (exit"
-            " code 125)"
+            f"the first bad version is in the range {good + 1} to {bad}: your command could not judge the"
+            f" versions before {bad} (exit code 125)"
         )
     print(f"version {bad} is the first bad one; {judge.count} were judged")
     place = printable(f"{reader.bucket.url}#{reader.keys.run}")
-    print(f"to see what changed there: delta-weight-sync blame {place} {bad}")
+    print(f"to see what changed there: delta-weight-sync blame {place} --version {bad}")
 
 
 def _ends(reader: RunReader, judge: _Judge, good: int | None, bad: int | None) -> tuple[int, int]:
@@ -308,9 +414,11 @@ def _ends(reader: RunReader, judge: _Judge, good: int | None, bad: int | None) -
     for end in (first, last):
         reader.find(end)
     if bad is None and judge.verdict(last) is not False:
-        raise CommandError(f"the newest version, {last}, is not bad: there is nothing to find")
+        raise CommandError(f"the newest version, {last}, was not judged bad: there is nothing to find")
     if good is None and judge.verdict(first) is not True:
-        raise CommandError(f"the oldest version, {first}, is not good: the version that broke it was deleted")
+        raise CommandError(
+            f"the oldest version, {first}, was not judged good: the first bad one is not later than it"
+        )
     return first, last
 
 
@@ -334,7 +442,8 @@ class _Judge:
             )
         if not 0 <= code <= _UNKNOWN:
             raise CommandError(
-                f"--eval ended with {code} at version {version}, which is neither good (0) nor bad (1 to 124)"
+                f"--eval returned exit code {code} for version {version}; expected 0 (good), 1 to 124 (bad)"
+                " or 125 (unknown)"
             )
         good = None if code == _UNKNOWN else code == 0
         self.count += 1
@@ -383,7 +492,7 @@ def _complain(error: Exception) -> None:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the block, and a running command, as `sys.exit` does."""
+    """While the block runs, Ctrl-C and SIGTERM raise `SystemExit`, which also ends a running command."""
 
     def end(sign: int, _: object) -> None:
         sys.exit(_EXIT_CODES[sign])
@@ -398,14 +507,12 @@ def _ended_by_signals() -> Iterator[None]:
 
 def _gc(arguments: Arguments) -> None:
     from delta_weight_sync.prune import Keep, Pruner, prune
-    from delta_weight_sync.util import size_text
 
     reader, keep = _opened(arguments), Keep.parse(arguments.keep)
     survey = Pruner(reader, keep).survey()
     if survey is None:
-        raise NoVersionError(
-            f"run {reader.keys.run!r} in {reader.bucket.url} has not published a first version"
-        )
+        reader.manifest()  # raises, and names the runs that there are
+        raise NoVersionError(f"run {reader.keys.run!r} has no version")
     if arguments.dry_run:
         for info, why in survey.delete:
             print(f"{info.size:>14,}  {printable(info.key)}  {why}")
@@ -414,7 +521,7 @@ def _gc(arguments: Arguments) -> None:
     done = "would be deleted" if arguments.dry_run else "deleted"
     stay = f"versions {survey.oldest} to {survey.newest} stay, {size_text(survey.kept)}"
     if survey.kept > keep.size:
-        stay += f", which is more than {keep}: the newest version and the last hour need it"
+        stay += f", which is more than {keep}: the newest version, the last hour and saved states need it"
     print(f"{len(survey.delete)} objects {done}, {size_text(survey.freed)}; {stay}")
 
 
@@ -423,6 +530,7 @@ def _keygen(arguments: Arguments) -> None:
 
 
 _COMMANDS: Final = {  # what runs each, and the end of its help
+    "runs": (_runs, ""),
     "log": (_log, ""),
     "show": (_show, ""),
     "verify": (_verify, ""),

@@ -10,6 +10,7 @@ import torch
 
 from delta_weight_sync.publish.publisher import Publisher, PublisherOptions
 from delta_weight_sync.publish.sharding import Peers
+from delta_weight_sync.trl import patches
 
 
 class BucketWeightTransfer:
@@ -17,6 +18,9 @@ class BucketWeightTransfer:
 
         transfer = BucketWeightTransfer("hf://buckets/me/wordle#first", base="Qwen/Qwen3-0.6B")
         AsyncGRPOTrainer("Qwen/Qwen3-0.6B", ..., weight_transfer=transfer).train()
+
+    Making one also patches TRL in this process (see `delta_weight_sync.trl.patches`), so that the trainer
+    needs no vLLM, no kernel from the Hub and no GPU. Without a GPU, set `use_cpu=True` in TRL's config.
 
     TRL pauses generation before a sync and resumes it after the upload. Here both do nothing: each replica
     pauses itself for its own commit, once it has the delta.
@@ -26,9 +30,13 @@ class BucketWeightTransfer:
         base: As for `Publisher`.
         **options: The optional arguments of `Publisher`. The run opens when training begins, on TRL's
             main process only.
+
+    Raises:
+        CompatibilityError: This release of TRL cannot be patched.
     """
 
     def __init__(self, url: str, base: str | Path | None = None, **options: Unpack[PublisherOptions]) -> None:
+        patches.install()
         self._url, self._base, self._options = url, base, options
         self._publisher: Publisher | None = None
         self._syncs = 0

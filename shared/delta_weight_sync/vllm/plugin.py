@@ -4,11 +4,13 @@ vLLM loads every installed plugin unless VLLM_PLUGINS names those to load. This 
 nothing unless VLLM_PLUGINS names it.
 """
 
+import logging
 import multiprocessing
 import os
 import sys
 
 NAME = "delta_weight_sync"
+_log = logging.getLogger(NAME)
 
 
 def register() -> None:
@@ -16,11 +18,17 @@ def register() -> None:
 
     Raises `CompatibilityError` if VLLM_PLUGINS names this plugin and vLLM lacks what it needs.
     """
+    if not _log.handlers:  # a program without a log of its own: vLLM's server would drop our lines
+        _log.parent = logging.getLogger("vllm")
     if NAME not in os.environ.get("VLLM_PLUGINS", "").split(","):
+        if "DELTA_WEIGHT_SYNC_RUN" in os.environ and multiprocessing.parent_process() is None:
+            _log.warning("this vLLM follows no run: DELTA_WEIGHT_SYNC_RUN also needs VLLM_PLUGINS=%s", NAME)
         return
     # A process of vLLM has several busy threads. With Python's usual 5 ms, the follower or a stage would wait
     # as long for the interpreter at each of many short calls, or let generation wait.
     sys.setswitchinterval(0.0005)
+    if multiprocessing.parent_process() is None:
+        _check_settings()
     from delta_weight_sync import compat
 
     release = compat.require("vllm")
@@ -42,6 +50,18 @@ def register() -> None:
         from delta_weight_sync.vllm import cpu
 
         cpu.install()
+
+
+def _check_settings() -> None:
+    """End this process with one sentence if it cannot follow: before it loads the engine, not after."""
+    from delta_weight_sync.errors import DeltaWeightSyncError
+    from delta_weight_sync.vllm.server import PREFIX, check, settings_from
+
+    if f"{PREFIX}RUN" in os.environ:
+        try:
+            check(settings_from(os.environ))
+        except DeltaWeightSyncError as error:
+            sys.exit(f"{NAME}: {error}")
 
 
 def _call(worker: object, **call: object) -> object:

@@ -7,13 +7,16 @@
     POST /delta_weight_sync/pause|resume|heal      with the header X-Delta-Weight-Sync-Key
     POST /delta_weight_sync/pin?version=N          with the header X-Delta-Weight-Sync-Key
 
-The last four exist only if DELTA_WEIGHT_SYNC_KEY is set; a poke then needs the key, too.
+The last four exist only if DELTA_WEIGHT_SYNC_KEY is set; a poke then needs the key, too. Wrong settings end
+vLLM with one sentence before it loads its engine; what goes wrong later is in the status and in vLLM's log.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
+import logging
 import os
 import re
 import socket
@@ -24,7 +27,7 @@ from typing import Any
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from delta_weight_sync.errors import ProtocolError, SettingsError
+from delta_weight_sync.errors import BucketMissingError, BucketUnreachableError, ProtocolError, SettingsError
 from delta_weight_sync.reader import open_run
 from delta_weight_sync.records import POLL_S
 from delta_weight_sync.runlog import ReplicaReport
@@ -35,6 +38,7 @@ from delta_weight_sync.vllm.engine import Engine
 from delta_weight_sync.vllm.follower import Follower
 
 PREFIX = "DELTA_WEIGHT_SYNC_"
+_log = logging.getLogger("delta_weight_sync")
 _KEY_HEADER = "x-delta-weight-sync-key"
 NOT_HERE = "the trainer's alone: unset it here, a replica needs the public half only"
 
@@ -91,6 +95,15 @@ def settings_from(environ: Mapping[str, str]) -> Settings:
         ) from None
 
 
+def check(settings: Settings) -> None:
+    """Raise the `DeltaWeightSyncError` of settings with which no follower can start."""
+    reader = open_run(settings.run, public_key=settings.public_key or None)
+    with contextlib.suppress(BucketMissingError, BucketUnreachableError):  # the follower tries again
+        reader.writers()
+    if settings.folder:
+        private_folder(settings.folder, f"{PREFIX}FOLDER")
+
+
 class Endpoint:
     """vLLM's `EndpointPlugin`. An app that embeds vLLM sets `state.follower` and follows by itself."""
 
@@ -113,6 +126,8 @@ class Endpoint:
         """Begin to follow, in one of the processes that serve this engine."""
         settings: Settings | None = getattr(state, "delta_weight_sync", None)
         embedded = hasattr(state, "follower")
+        if settings is None and not embedded:
+            _log.warning("this vLLM follows no run: set %sRUN, or leave out VLLM_PLUGINS", PREFIX)
         if settings is None or embedded or engine_client.vllm_config.parallel_config._api_process_rank > 0:
             return
         state.scratch = Scratch()
