@@ -118,10 +118,9 @@ def request(url: str, method: str, path: str, kind: Kind = "replica", **content:
         credentials = headers(url) if kind == "replica" else env_headers(url)
         place = f"{url.rstrip('/')}{path}"
         with httpx.stream(method, place, headers=credentials, timeout=10.0, **content) as answer:
-            plain = {"content-type": answer.headers.get("content-type", "")}
-            return httpx.Response(
-                answer.status_code, headers=plain, content=read(answer), request=answer.request
-            )
+            body, known = read(answer), answer.headers.copy()
+            known.pop("content-encoding", "")  # of the content as it was sent
+            return httpx.Response(answer.status_code, headers=known, content=body, request=answer.request)
     except ValueError as error:  # from `_variable`
         raise SpacesUnavailableError(str(error)) from error
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:

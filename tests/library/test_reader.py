@@ -88,6 +88,7 @@ def test_all_of_the_next_version_is_read_at_once(tmp_path: Path, poked: bool, at
     watcher, seen, together = Watcher(reader, poll_s=0.0), list[Manifest](), threading.Barrier(at_once)
     assert watcher.check(seen.append)
     run.step()
+    reader.bucket.url = "hub"  # a folder would be read without threads
     for name in ("get", "stat")[: 1 + poked]:
         real = getattr(reader.bucket, name)
         setattr(reader.bucket, name, lambda key, real=real: together.wait(60.0) + 1 and real(key))
