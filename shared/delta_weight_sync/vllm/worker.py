@@ -346,7 +346,8 @@ def _recheck(of: weakref.ref[DeltaWorker]) -> None:
     while worker := of():
         worker.weights.memory.recheck()
         del worker
-        time.sleep(RECHECK_S / memory.SLICES)
+        # A tenth of the time is for the hashing, and for slices that a commit disturbed: they come again.
+        time.sleep(0.9 * RECHECK_S / memory.SLICES)
 
 
 def call(worker: Any, op: str, **arguments: Any) -> Answer:
