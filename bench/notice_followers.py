@@ -8,7 +8,6 @@ digest that will result, and writes. It ends with its standard input.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import sys
@@ -62,9 +61,11 @@ class Following(threading.Thread):
         """For ever."""
         with tempfile.TemporaryDirectory() as folder:
             while True:
-                with contextlib.suppress(DeltaWeightSyncError):
-                    began = time.time()
+                began = time.time()
+                try:
                     self.watcher.check(functools.partial(self._know, began, Path(folder)))
+                except DeltaWeightSyncError as error:
+                    print(error, file=sys.stderr)
                 self.watcher.wait(POLL_S)
 
     def _know(self, began: float, folder: Path, manifest: Manifest) -> None:
@@ -76,6 +77,7 @@ class Following(threading.Thread):
         if self.held is None:
             state = self.reader.checkout(manifest, folder)
             self.live = live(Plain(state), {name: bits.shape for name, bits in state.items()})
+            self.live.digest()
             self.held = manifest
             return time.time()
         _, deltas = self.reader.recipe(manifest, self.held.version)
