@@ -212,8 +212,8 @@ MAX_STOPS, MAX_STOP_CHARACTERS = 4, 1024  # as many strings as OpenAI takes; cha
 MAX_CHOICES = 128  # that an answer is chosen from
 MAX_GRAMMAR = 16 << 10  # bytes of a grammar, and of the fields that vLLM makes one from
 GRAMMARS = "structured_outputs", "response_format", "tools"
-# Compiling one client's grammars, once each: milliseconds of a core per second, and the most at once. Nothing
-# ends a compilation, neither a limit of vLLM nor a client that hangs up.
+# Compiling one client's grammars, once each: milliseconds of a core per second, and the most that it can save
+# up. Nothing ends a compilation, neither a limit of vLLM nor a client that hangs up.
 COMPILING = (250.0, 20_000.0)
 KNOWN_GRAMMARS = 1024  # vLLM keeps what it has compiled
 MAX_ENTRIES = 1024  # of any other list
@@ -303,7 +303,7 @@ class Completions:
 def compile_ms(grammars: list[Any]) -> float:
     """About the milliseconds of a core in which vLLM's xgrammar compiles these grammars and JSON schemas. The
     factors were measured with a vocabulary of 150,000 tokens; smaller ones take less."""
-    texts, lengths, waiting = list[str](), list[int](), list(grammars)
+    texts, lengths, waiting = list[str](), list[float](), list(grammars)
     formats = ranges = 0
     while waiting:  # a recursion could end in an error
         part = waiting.pop()
@@ -318,7 +318,7 @@ def compile_ms(grammars: list[Any]) -> float:
                 texts.append(str(value))
             elif name == "patternProperties" and isinstance(value, dict):
                 texts += value
-            elif name in ("minLength", "maxLength") and isinstance(value, int):
+            elif name in ("minLength", "maxLength") and isinstance(value, int | float):
                 lengths.append(value)
             formats += name == "format"
             ranges += name.lower().endswith(("minimum", "maximum"))
@@ -326,7 +326,7 @@ def compile_ms(grammars: list[Any]) -> float:
         within = " ".join(re.findall(r"\{[\d, ]*\}", text))
         lengths += [int(number[:9]) for number in re.findall(r"\d+", within)]
     repeats = sum(text.count(sign) for text in texts for sign in "*+?{")
-    sizes = len(json.dumps(grammars)) / 4 + 20.0 * sum(min(length, 300) for length in lengths)
+    sizes = len(json.dumps(grammars)) / 4 + 20.0 * sum(min(300, abs(length)) for length in lengths)
     return 2.0 * repeats**2 + 200.0 * formats + 15.0 * ranges + sizes
 
 

@@ -71,6 +71,7 @@ def strings(**limits) -> dict:
 SLOW = [{"regex": ".*" * 500 + "x"}, {"grammar": "root ::= " + "[a-z]* " * 128}]
 SLOW += [{"json": strings(pattern="x?" * 128)}, {"json": json.dumps(strings(pattern="(a|b)*" * 128))}]
 SLOW += [{"json": {"properties": {f"{n}": strings(maxLength=1000) for n in range(4)}}}]
+SLOW += [{"json": [strings(maxLength=length) for length in (float("nan"), 1e9, -1e9, 10**30)]}]
 SLOW += [{"regex": "".join(f".{{1,{n}}}" for n in range(300, 304))}]
 SLOW += [{"structural_tag": json.dumps({"format": {"pattern": "x+" * 128}})}]
 SLOW += [

@@ -20,8 +20,7 @@ def test_a_run_that_was_started_over_is_joined_afresh(trainer, replica):
     publisher = Outbox(restarted, trainer.log)
     publisher.publish(trainer.model.named_parameters(), 1)
     publisher.close()
-    status = replica.wait_for(0)
-    assert status["digest"] == restarted.newest.digest
+    replica.wait_until(lambda status: status["digest"] == restarted.newest.digest, "version of the new run")
 
 
 def test_nothing_outlives_a_killed_replica(replica):

@@ -48,6 +48,7 @@ def owner(temporary: Path) -> tuple[subprocess.Popen[str], Path]:
 
 
 @pytest.mark.finding(13)
+@pytest.mark.finding("N13")
 def test_the_folder_of_a_killed_replica_is_removed_and_that_of_a_living_one_stays(temporary) -> None:
     killed, left = owner(temporary)
     living, used = owner(temporary)
@@ -139,6 +140,13 @@ def test_a_link_that_another_user_has_laid_is_refused(tmp_path, monkeypatch):
         os.chown(link, 65534, 65534, follow_symlinks=False)
         with pytest.raises(SettingsError, match="belongs to another user"):
             private_folder(str(link), "REPLICA_FOLDER")
+
+
+@pytest.mark.finding("N16")
+def test_a_folder_of_another_replica_is_refused(tmp_path):
+    private_folder(str(tmp_path), "REPLICA_FOLDER")
+    with pytest.raises(SettingsError, match="is used by another replica; name a folder of your own"):
+        private_folder(str(tmp_path), "REPLICA_FOLDER")
 
 
 @pytest.mark.finding(17)
