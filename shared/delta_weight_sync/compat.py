@@ -16,11 +16,12 @@ import logging
 import multiprocessing
 import os
 import re
+import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from delta_weight_sync.errors import CompatibilityError
 
@@ -29,12 +30,8 @@ _PLACE: Final = re.compile(r"([\w.]+)(?:\(([\w, ]*)\)| with ([\w ]+))?")
 _log = logging.getLogger("delta_weight_sync")
 
 
-class Place(NamedTuple):
-    """Something that the library relies on: `what` must be in `file`, a path in the package."""
-
-    file: str
-    what: str
-    why: str
+Place = tuple[str, str, str]
+"""A file of the package, what must be in it, and why."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,6 @@ class Feature:
     missing: list[Place]
     without: str = ""
     since: str = ""  # the first release that has all places
-    on: str = ""  # "cpu": nothing else needs it
     upstream: str = ""  # patches in upstream/ that would replace it
 
 
@@ -83,21 +79,16 @@ class Release:
         elif not self.known:
             told.append(f"{self.package} {self.version} was not run with this library; {self.cure()}")
         for feature in self.features.values():
-            for place in feature.missing[:1]:
+            for file, what, why in feature.missing[:1]:
                 text = (
-                    f"{self.package} {self.version} has no {place.what} in {place.file}, which {feature.what}"
-                    f" needs ({place.why}); {self.cure(feature.since)}"
+                    f"{self.package} {self.version} has no {what} in {file}, which {feature.what} needs"
+                    f" ({why}); {self.cure(feature.since)}"
                 )
                 if not feature.without or feature.name in needed:
                     fatal.append(text)
                 elif not (self.known and _number(self.version) < _number(feature.since)):
                     told.append(f"{text}; until then {feature.without}")
         return (fatal + told, []) if is_set(STRICT) else (fatal, told)
-
-    def require(self, *needed: str) -> None:
-        """Raise `CompatibilityError` if it lacks what this library, or one of these features, needs."""
-        for problem in self.problems(*needed)[0]:
-            raise CompatibilityError(problem)
 
 
 @functools.cache
@@ -109,20 +100,18 @@ def examine(package: str, site: Path | None = None) -> Release:
         site: A folder with the package and its metadata, such as an unpacked wheel, instead.
     """
     needs = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())[package]
-    spec = None if site else importlib.util.find_spec(package)
-    folder = site / package if site else Path(spec.origin).parent if spec and spec.origin else None
-    context = importlib.metadata.DistributionFinder.Context
-    where = {"path": [str(site)]} if site else {}
-    contexts = [context(name=name, **where) for name in needs["distributions"]]
-    found = [d for each in contexts for d in importlib.metadata.distributions(context=each)]
-    if folder is None or not found:
+    spec = importlib.util.find_spec(package)
+    folder = site / package if site else Path(spec.origin or "").parent if spec else Path()
+    path = [str(site)] if site else sys.path
+    known = (importlib.metadata.distributions(name=name, path=path) for name in needs["distributions"])
+    found = [distribution for each in known for distribution in each]
+    if not (found and folder.is_dir()):
         return Release(package, "", needs["run"])
     name, version, features = found[0].name, found[0].version, dict[str, Feature]()
-    for feature, known in needs["features"].items():
-        if known.get("on", "") in f"{name} {version}":
-            places = [Place(*place) for place in known.pop("places")]
-            missing = [place for place in places if not _has(folder / place.file, place.what)]
-            features[feature] = Feature(feature, places=places, missing=missing, **known)
+    for feature, fields in needs["features"].items():
+        if fields.pop("on", "") in f"{name} {version}":
+            missing = [place for place in fields["places"] if not _has(folder / place[0], place[1])]
+            features[feature] = Feature(feature, missing=missing, **fields)
     return Release(name, version, needs["run"], features)
 
 
@@ -132,8 +121,9 @@ def require(package: str, *needed: str) -> Release:
     Raises `CompatibilityError` if it lacks what this library, or one of the `needed` features, needs.
     """
     release = examine(package)
-    release.require(*needed)
-    told = release.problems(*needed)[1]
+    fatal, told = release.problems(*needed)
+    if fatal:
+        raise CompatibilityError(fatal[0])
     if told and multiprocessing.parent_process() is None:  # vLLM's other processes would repeat it
         _log.warning("%s. `delta-weight-sync doctor` lists all places", ". ".join(told))
     return release

@@ -28,7 +28,7 @@ from delta_weight_sync.vllm import METHOD, _step_commit
 
 def only_once() -> None:
     """vLLM replaces its Triton kernels at each start, in all modules, and stumbles over one of numba's."""
-    CpuPlatform.register_triton_kernel_overrides()
+    getattr(CpuPlatform, "register_triton_kernel_overrides", lambda: None)()  # vLLM 0.29 and 0.30 have none
     CpuPlatform.register_triton_kernel_overrides = lambda *_: None
 
 

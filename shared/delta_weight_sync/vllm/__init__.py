@@ -5,6 +5,7 @@ import os
 import signal
 
 from delta_weight_sync import compat
+from delta_weight_sync.errors import CompatibilityError
 
 METHOD = "delta_weight_sync"  # what the plugin gives to every worker of vLLM: see `worker`
 PAUSE = "DELTA_WEIGHT_SYNC_PAUSE"
@@ -19,7 +20,8 @@ def commits_between_steps() -> bool:
     release = compat.examine("vllm")
     if release.works("in_step") and not compat.is_set(PAUSE):
         return True
-    release.require("paused")
+    if fatal := release.problems("paused")[0]:
+        raise CompatibilityError(fatal[0])
     return False
 
 

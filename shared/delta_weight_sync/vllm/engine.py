@@ -87,11 +87,8 @@ class Engine:
     def learn(self, shapes: Shapes) -> str:
         """Find a run's tensors in vLLM's parameters; returns the digest of the live weights."""
         config = self._client.vllm_config
-        if not commits_between_steps() and (
-            config.kv_transfer_config
-            or config.ec_transfer_config
-            or config.model_config.supports_multimodal_inputs
-        ):
+        keeps = config.kv_transfer_config or config.ec_transfer_config
+        if not commits_between_steps() and (keeps or config.model_config.supports_multimodal_inputs):
             raise EngineError(
                 "this vLLM would reuse results of old weights; drop --kv-transfer-config and "
                 "--ec-transfer-config, and add --language-model-only",
