@@ -2,7 +2,7 @@
 
 Without it, live layers multiply as PyTorch does by itself, norms are vLLM's, and so are blocks of 128 tokens.
 Each policy runs on this CPU and, where Linux can hide some of it (see avx2.c), as on one with AVX2 only. The
-shipped policy plays 32 games at once: six turns of seven tokens, whose prompts are the game so far. With
+shipped policy plays 32 games side by side: six turns of seven tokens, whose prompts are the game so far. With
 SmolLM2-135M, 32 requests of 8 tokens get 16 each. Only the engine counts, on one thread.
 
     python -m bench --only cpu
