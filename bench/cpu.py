@@ -1,9 +1,9 @@
-"""Tokens per CPU second of vLLM on a CPU, without and with what `vllm/cpu.py` makes faster, in turns.
+"""Tokens per CPU second of a replica on a CPU, with what makes it fast and without, in turns.
 
-Without it, live layers multiply as PyTorch does by itself, and norms are vLLM's. Each policy runs on this CPU
-and, where Linux can hide features of a CPU (see avx2.c), as on one with AVX2 only. The shipped policy gets
-requests as in games: six turns with longer and longer prompts, seven tokens each. SmolLM2-135M reads 32
-tokens and writes 32.
+Without it, live layers multiply as PyTorch does by itself, norms are vLLM's, and so are blocks of 128 tokens.
+Each policy runs on this CPU and, where Linux can hide some of it (see avx2.c), as on one with AVX2 only. The
+shipped policy plays 32 games side by side: six turns of seven tokens, whose prompts are the game so far. With
+SmolLM2-135M, 32 requests of 8 tokens get 16 each. Only the engine counts, on one thread.
 
     python -m bench --only cpu
 """
@@ -17,8 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,11 +29,11 @@ from bench.results import ROOT, SCRATCH, Results
 from trainer.policies import smollm2
 
 _AT_ONCE = 32
-_GAME, _TURN = (4, 19, 34, 49, 64, 79), 7  # tokens of the prompts of a game, and of each answer
-_POLICIES = {  # the prompts' lengths, tokens of an answer, rounds
-    "the shipped policy": (_GAME * _AT_ONCE, _TURN, 7),
-    "SmolLM2-135M": ((32,) * _AT_ONCE, 32, 3),
+_POLICIES = {  # rounds; tokens of the first prompt, of an answer, and of what comes after it; turns
+    "the shipped policy": (7, 4, 7, 8, 6),
+    "SmolLM2-135M": (3, 8, 16, 0, 1),
 }
+_BLOCK = {"without": 128, "with": 32}
 _ENVIRONMENT = {
     "VLLM_PLUGINS": "delta_weight_sync",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -48,16 +47,14 @@ _ENVIRONMENT = {
 def run(results: Results) -> dict[str, Any]:
     """The medians of each policy on each kind of CPU."""
     del results
-    kinds: dict[str, dict[str, str]] = {"this CPU": {}} | (
-        {"AVX2 only": {"LD_PRELOAD": str(library)}} if (library := _avx2()) else {}
-    )
-    folders = {
-        "the shipped policy": ROOT / "trainer/policies/wordle-tiny",
-        "SmolLM2-135M": smollm2.build(SCRATCH / "smollm2", "reverse_text"),
-    }
+    kinds: dict[str, dict[str, str]] = {"this CPU": {}}
+    if library := _avx2():
+        kinds["AVX2 only"] = {"LD_PRELOAD": str(library)}
+    folders = {"the shipped policy": ROOT / "trainer/policies/wordle-tiny"}
+    folders["SmolLM2-135M"] = smollm2.build(SCRATCH / "smollm2", "reverse_text")
     return {
         "runs": [
-            {"policy": policy, "cpu": kind, **_child(policy, folder, environment)}
+            {"policy": policy, "cpu": kind, **_in_turns(policy, folder, environment)}
             for policy, folder in folders.items()
             for kind, environment in kinds.items()
         ]
@@ -66,8 +63,7 @@ def run(results: Results) -> dict[str, Any]:
 
 def _avx2() -> Path | None:
     """The library that hides AVX-512, or None where it does not work."""
-    compiler, library = shutil.which("cc"), SCRATCH / "avx2.so"
-    cpu = Path("/proc/cpuinfo")
+    compiler, library, cpu = shutil.which("cc"), SCRATCH / "avx2.so", Path("/proc/cpuinfo")
     if not compiler or not cpu.exists() or "cpuid_fault" not in cpu.read_text():
         return None
     SCRATCH.mkdir(parents=True, exist_ok=True)
@@ -76,17 +72,32 @@ def _avx2() -> Path | None:
     return library
 
 
-def _child(policy: str, folder: Path, environment: dict[str, str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "bench.cpu", policy, str(folder)]
-    output = subprocess.check_output(command, env={**os.environ, **_ENVIRONMENT, **environment}, text=True)
-    figures: dict[str, Any] = json.loads(output.splitlines()[-1])
-    return figures
+def _in_turns(policy: str, folder: Path, environment: dict[str, str]) -> dict[str, Any]:
+    variables = {**os.environ, **_ENVIRONMENT, **environment}
+    per_second: dict[str, list[float]] = {way: [] for way in _BLOCK}
+    with ExitStack() as stack:
+        engines = {}
+        for way in _BLOCK:
+            command = [sys.executable, "-m", "bench.cpu", way, policy, str(folder)]
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            engines[way] = stack.enter_context(subprocess.Popen(command, env=variables, **pipes))
+        for _ in range(_POLICIES[policy][0]):
+            for way, engine in engines.items():
+                print("go", file=engine.stdin, flush=True)
+                assert engine.stdout
+                per_second[way].append(json.loads(engine.stdout.readline()))
+        for engine in engines.values():
+            engine.communicate()
+    ratios = [new / old for old, new in zip(per_second["without"], per_second["with"], strict=True)]
+    medians = {way: round(median(all_), 1) for way, all_ in per_second.items()}
+    return {**medians, "ratio": round(median(ratios), 2), "worst": round(min(ratios), 2)}
 
 
-def _measure(policy: str, folder: str) -> dict[str, Any]:
-    from vllm import LLM, SamplingParams  # slow to import, and only needed here
+def _engine(way: str, policy: str, folder: str) -> None:
+    """For each line that comes in, print the tokens per CPU second of one round."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # vLLM prints, too
+    from vllm import LLM, SamplingParams
 
-    prompts, tokens, rounds = _POLICIES[policy]
     llm = LLM(
         folder,
         dtype="bfloat16",
@@ -94,54 +105,44 @@ def _measure(policy: str, folder: str) -> dict[str, Any]:
         max_num_seqs=_AT_ONCE,
         max_model_len=256,
         kv_cache_memory_bytes=512 << 20,
-        enable_prefix_caching=False,
+        block_size=_BLOCK[way],
     )
-    size, choose = llm.llm_engine.model_config.get_vocab_size(), random.Random(0)
-    requests = [{"prompt_token_ids": [choose.randrange(10, size - 10) for _ in range(n)]} for n in prompts]
-    each = [
-        SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=0, seed=i) for i in range(len(prompts))
-    ]
-    ways = _ways(llm)
-    per_second: dict[str, list[float]] = {way: [] for way in ways}
-    for turn in range(rounds + 1):  # the first one warms up
-        for way, choose_way in ways.items():
-            choose_way()
-            started = time.process_time()
-            llm.generate(requests[: None if turn else 2], each[: None if turn else 2], use_tqdm=False)
-            if turn:
-                per_second[way].append(len(prompts) * tokens / (time.process_time() - started))
-    medians = {way: round(median(all_), 1) for way, all_ in per_second.items()}
-    ratios = [new / old for old, new in zip(*per_second.values(), strict=True)]
-    capability = torch.backends.cpu.get_cpu_capability()
-    return {
-        "capability": capability,
-        **medians,
-        "ratio": round(median(ratios), 2),
-        "worst": round(min(ratios), 2),
-    }
+    if way == "without":
+        _take_away(llm)
+    size = llm.llm_engine.model_config.get_vocab_size()
+    _, first, tokens, after, turns = _POLICIES[policy]
+    each = [SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=0, seed=i) for i in range(_AT_ONCE)]
+    llm.generate([{"prompt_token_ids": [1, 2, 3]}] * 3, SamplingParams(max_tokens=3), use_tqdm=False)
+    for number, _ in enumerate(sys.stdin):
+        choose = random.Random(number)
+
+        def some(count: int, choose: random.Random = choose) -> list[int]:
+            return [choose.randrange(10, size - 10) for _ in range(count)]
+
+        prompts = [some(first) for _ in each]
+        started = time.process_time()
+        for _ in range(turns):
+            outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], each, use_tqdm=False)
+            prompts = [
+                p + o.outputs[0].token_ids + some(after) for p, o in zip(prompts, outputs, strict=True)
+            ]
+        print(_AT_ONCE * tokens * turns / (time.process_time() - started), file=answers, flush=True)
 
 
-def _ways(llm: Any) -> dict[str, Callable[[], None]]:
+def _take_away(llm: Any) -> None:
     from vllm.model_executor.layers.layernorm import RMSNorm
 
     from delta_weight_sync.vllm.cpu import _LiveLinear
 
-    (modules,) = llm.apply_model(lambda model: list(model.modules()))
-    norms = [module for module in modules if isinstance(module, RMSNorm)]
-
-    def choose(norm: str, linear: Any) -> None:
-        for module in norms:
-            module._forward_method = getattr(module, norm)
-        _LiveLinear.__call__ = linear  # type: ignore[method-assign]
-
-    def plain(
-        layer: _LiveLinear, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def plain(layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return functional.linear(x, layer.memory, bias)
 
-    ours = partial(choose, "forward_cpu", _LiveLinear.__call__)
-    return {"without": partial(choose, "forward_native", plain), "with": ours}
+    setattr(_LiveLinear, "__call__", plain)  # noqa: B010
+    (modules,) = llm.apply_model(lambda model: list(model.modules()))
+    for module in modules:
+        if isinstance(module, RMSNorm):
+            module._forward_method = module.forward_native
 
 
 if __name__ == "__main__":
-    print(json.dumps(_measure(*sys.argv[1:])))
+    _engine(*sys.argv[1:])

@@ -36,6 +36,8 @@ MODEL_NAME = "policy"
 # named by class because vLLM overrules the short name.
 _IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _ON_CPU = ["--enforce-eager", "--distributed-executor-backend", _IN_PROCESS]
+# Blocks of 32 tokens instead of 128: only whole ones are kept for the next turn of a conversation.
+_ON_CPU += ["--block-size", "32"]
 _ON_CPU += ["--kv-cache-memory-bytes", str(1 << 30)]  # with a size given, vLLM need not measure and warm up
 # The kernels that vLLM prefers on some GPUs reorder the experts of a mixture, and no delta would fit them.
 _ON_GPU = ["--moe-backend", "triton"]

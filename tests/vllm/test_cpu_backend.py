@@ -1,4 +1,4 @@
-"""Live experts compute what vLLM's packed ones do, and a layer that computes from a copy is found."""
+"""Live layers, experts and norms compute what vLLM's do, and a layer that computes from a copy is found."""
 
 import warnings
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ with warnings.catch_warnings():
     from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.model_executor.layers.layernorm import RMSNorm
 
 pytestmark = pytest.mark.live  # vLLM's own kernels
 
@@ -55,7 +56,7 @@ def test_live_experts_compute_what_packed_ones_do(kind, weighted_before, biased)
 @pytest.mark.parametrize("tile", [1 << 20, 40 * HIDDEN], ids=["one tile", "three tiles"])
 def test_a_layer_in_float32_computes_from_the_live_weight(monkeypatch, tile, biased):
     monkeypatch.setattr(cpu, "_TILE", tile)
-    monkeypatch.setattr(cpu, "_float32_is_faster", lambda: True)
+    monkeypatch.setattr(cpu, "_rows_in_bf16", lambda: 0)
     torch.manual_seed(0)
     x, weight, bias = bf16(TOKENS, HIDDEN), torch.nn.Parameter(bf16(INNER, HIDDEN)), bf16(INNER)
     layer = cpu._LiveLinear(weight)
@@ -64,6 +65,27 @@ def test_a_layer_in_float32_computes_from_the_live_weight(monkeypatch, tile, bia
         result = layer(x, weight, bias if biased else None)
         torch.testing.assert_close(result, exact.to(torch.bfloat16), rtol=1 / 128, atol=1e-4)
         weight.data[3:5] += 1  # a commit
+
+
+class Norm(SimpleNamespace):
+    forward_native = RMSNorm.forward_native
+
+
+@pytest.mark.parametrize("heads", [None, 3], ids=["tokens", "heads of a fused projection"])
+def test_a_norm_in_one_kernel_is_that_of_vllm(heads):
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(1 + bf16(HIDDEN))
+    module = Norm(weight=weight, variance_epsilon=1e-6, has_weight=True, variance_size_override=None)
+    x = bf16(TOKENS, HIDDEN) if heads is None else bf16(TOKENS, heads + 2, HIDDEN)[:, 1:-1]
+    norm = cpu.norm_in_one_kernel(RMSNorm.forward_native)
+    for residual in (torch.zeros(x.shape, dtype=x.dtype), bf16(*x.shape)):
+        wide = x.double() + residual.double()
+        exact = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * weight.data.double()
+        result, held = norm(module, x, residual)
+        assert torch.equal(held, wide.to(torch.bfloat16))
+        torch.testing.assert_close(result, exact.to(torch.bfloat16), rtol=1 / 128, atol=1e-5)
+        weight.data[3:5] += 1  # a commit
+    assert torch.equal(norm(module, x), norm(module, x, torch.zeros_like(held))[0])
 
 
 @pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="only there vLLM packs these weights")

@@ -137,18 +137,16 @@ def norm_in_one_kernel(native: Any) -> Any:
     """What `native`, vLLM's RMS norm in PyTorch operations, computes."""
 
     def norm(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        usual = (
-            type(self).forward_native is native and self.has_weight and self.variance_size_override is None
-        )
+        usual = type(self).forward_native is native and self.has_weight and not self.variance_size_override
         usual = usual and x.dtype is self.weight.dtype is torch.bfloat16 and x.ndim in (2, 3)
         if not usual or x.stride(-1) != 1 or not (residual is None or residual.is_contiguous()):
             return self.forward_native(x, residual)
         from delta_weight_sync.vllm.norms import normalize  # imported late: see `plugin`
 
-        out, size = torch.empty(x.shape, dtype=x.dtype), x.shape[-1]
+        out, added = torch.empty(x.shape, dtype=x.dtype), residual.data_ptr() if residual is not None else 0
         columns, step = (x.shape[1], x.stride(1)) if x.ndim == 3 else (1, 0)
-        addresses = (x.data_ptr(), residual.data_ptr() if residual is not None else 0, self.weight.data_ptr())
-        normalize(*addresses, out.data_ptr(), len(x), columns, size, x.stride(0), step, self.variance_epsilon)
+        addresses = (x.data_ptr(), added, self.weight.data_ptr(), out.data_ptr())
+        normalize(addresses, (len(x), columns, x.shape[-1], x.stride(0), step), self.variance_epsilon)
         return out if residual is None else (out, residual)
 
     return norm

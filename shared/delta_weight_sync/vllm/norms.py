@@ -40,39 +40,27 @@ def _rounded(typing: Any, value: Any) -> Any:
 # Sums in any order: else they are not made with vector instructions.
 @njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 def normalize(
-    x: int,
-    residual: int,
-    weight: int,
-    out: int,
-    rows: int,
-    columns: int,
-    size: int,
-    row: int,
-    column: int,
-    epsilon: float,
+    addresses: tuple[int, int, int, int], shape: tuple[int, int, int, int, int], epsilon: float
 ) -> None:
-    """`out` = x / rms(x) * weight, of rows * columns vectors of `size`.
+    """Write x / rms(x) * weight of rows * columns vectors, which in x are `row` and `column` elements apart.
 
-    The first four are addresses. In `x`, rows are `row` elements apart, columns `column`. A `residual`, if it
-    is not 0, is added to `x` and becomes that sum.
+    The residual, if its address is not 0, is added to x and becomes that sum.
     """
-    scale_of, line = carray(pointer(weight), size), np.empty(size, np.float32)
+    x, residual, weight, out = addresses
+    rows, columns, size, row, column = shape
+    factors, line = carray(pointer(weight), size), np.empty(size, np.float32)
     for i in range(rows):
         for j in range(columns):
             values = carray(pointer(x + 2 * (i * row + j * column)), size)
             first = 2 * (i * columns + j) * size
+            sums, result = carray(pointer(residual + first), size), carray(pointer(out + first), size)
             total = np.float32(0)
-            if residual:
-                sums = carray(pointer(residual + first), size)
-                for k in range(size):
-                    line[k] = _widen(values[k]) + _widen(sums[k])
-                    sums[k] = _rounded(line[k])
-                    total += line[k] * line[k]
-            else:
-                for k in range(size):
-                    line[k] = _widen(values[k])
-                    total += line[k] * line[k]
-            scale = np.float32(1) / np.sqrt(total / np.float32(size) + np.float32(epsilon))
-            result = carray(pointer(out + first), size)
             for k in range(size):
-                result[k] = _rounded(line[k] * scale * _widen(scale_of[k]))
+                line[k] = _widen(values[k])
+                if residual:
+                    line[k] += _widen(sums[k])
+                    sums[k] = _rounded(line[k])
+                total += line[k] * line[k]
+            scale = np.float32(1) / np.sqrt(total / np.float32(size) + np.float32(epsilon))
+            for k in range(size):
+                result[k] = _rounded(line[k] * scale * _widen(factors[k]))
