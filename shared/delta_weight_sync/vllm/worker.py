@@ -200,7 +200,7 @@ class LiveWeights:
                 f"something else changed the live weights: digest {live:016x}, not {known:016x}"
             )
         patches = codec.chain([codec.Delta(path) for path in paths], self.shapes, self.bits)
-        found = (part for patch in patches for part in memory.of_patch(patch, self._table))
+        found = memory.of_patches(patches, self._table)
         return self._staged(found, [p for p in patches if p.name in self._fallback.bits], live)
 
     def stage_checkpoint(self, folder: Path) -> Staged:
