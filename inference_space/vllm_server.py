@@ -88,6 +88,8 @@ class VllmServer(Engine):
     def start(self, checkpoint: Path) -> None:
         """Start vLLM. The kernel ends the engine when the calling thread ends. Raises `EngineError`."""
         self.stop()
+        if gpu_build.is_installed() and (folder := gpu_build.use_compatibility()):
+            log.warning("the NVIDIA driver is older than vLLM's CUDA; vLLM uses the libraries in %s", folder)
         if problem := gpu_build.problem():
             raise EngineError(f"vLLM cannot start: {problem}")
         for sentence in gpu_build.missing():

@@ -18,6 +18,7 @@ from delta_weight_sync.resume import optimizer
 from delta_weight_sync.trl.trainer import BucketGRPOTrainer, Progress, live_weights
 
 _TIMEOUT_S = 600.0
+PAUSE_S = 300.0  # at least, between two saved states: one is as large as many deltas
 
 
 def find_progress(publisher: Publisher, *, fresh: bool) -> Progress | None:
@@ -54,7 +55,7 @@ class Restore(TrainerCallback):
 
 
 class SaveState(TrainerCallback):
-    """Saves the trainer's state after the first sync of a run, after every `every` syncs, and at the end.
+    """Saves the state after the first sync of a run, after every `every` syncs and `PAUSE_S`, and at the end.
 
     A state belongs to a version, so the last steps are published first if no sync followed them.
     """
@@ -79,7 +80,7 @@ class SaveState(TrainerCallback):
         self._synced, self._in_step = state.global_step % args.weight_sync_steps == 0, False
         self._syncs += self._synced
         if self._syncs >= self._every:
-            self._save()
+            self._save(PAUSE_S)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Publish the steps since the last sync."""
@@ -101,10 +102,11 @@ class SaveState(TrainerCallback):
             self._syncs += 1
             self._trainer._sync_weight()
 
-    def _save(self) -> None:
+    def _save(self, pause_s: float = 0.0) -> None:
         """Copy the state if it is that of a sync and not saved yet, unless another is still on its way."""
         if self._synced and self._syncs:
             now, extra = self._trainer.callback_handler, dataclasses.asdict(self._trainer.progress())
             weights, schedule = live_weights(now.model), now.lr_scheduler
-            if self._publisher.save_state(weights, now.optimizer, extra=extra, schedule=schedule):
+            options = {"extra": extra, "schedule": schedule, "pause_s": pause_s}
+            if self._publisher.save_state(weights, now.optimizer, **options):
                 self._syncs = 0

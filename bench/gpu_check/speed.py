@@ -1,88 +1,162 @@
-"""What a sync costs on the GPU, beside what a copy of the same bytes costs in the same run."""
+"""What a sync costs on the GPU: device and host apart, as a share of what a copy reaches in the same run.
+
+A verdict asks for a share that a healthy card exceeds by far, so that FAIL means that something is broken.
+"""
 
 from __future__ import annotations
 
 import gc
 import statistics
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 
+from bench.gpu_check import predict
 from bench.gpu_check.model import Replica
-from bench.shapes import Shapes, qwen_shapes, shapes_8b, shapes_experts
+from bench.gpu_check.report import Row, Rows, gb_s, ms
+from delta_weight_sync import util
+from delta_weight_sync.gpu import Clock
 from delta_weight_sync.publish.mirror import Block, Mirror, Part
+from delta_weight_sync.vllm.memory import Step
 
-_REPEATS = 7
-_SHARE = 0.6  # of a copy's bandwidth that digest and diff have to reach
+_REPEATS = 5
 _COPIED = 1 << 30  # bytes
+_SHARES = {
+    "digest": 0.4,
+    "commit": 0.25,
+    "diff": 0.2,
+}  # of the bandwidth of a copy, by the bytes that each moves
 
 
-def lines(device: torch.device) -> Iterator[str]:
-    """A line for each figure."""
+def rows(device: torch.device) -> Rows:
+    """One for each figure."""
     if device.type != "cuda":
-        yield "      speed: unmeasured, without a GPU"
+        yield Row("speed: unmeasured, without a GPU")
         return
-    bandwidth = _copy(device)
-    yield f"      a copy reaches {bandwidth / 1e9:,.0f} GB/s, read and written"
-    models: dict[str, tuple[Shapes, float]] = {
-        "Qwen3-0.6B": (qwen_shapes(), 2.0),
-        "Qwen3-8B": (shapes_8b(), float("inf")),
-        "Qwen3-30B-A3B": (shapes_experts(), 20.0),
-    }
-    for name, (shapes, most_ms) in models.items():
+    copied, up, down = _bandwidths(device)
+    yield Row("copy on the card, read and written", gb_s(copied))
+    yield Row("pinned memory to the card, and back", f"{gb_s(up)}, {gb_s(down)}")
+    for name, shapes in predict.models().items():
         try:
-            yield from _model(name, Replica(shapes, device), bandwidth, most_ms)
+            yield from _model(name, Replica(shapes, device), copied, min(up, down), device)
         except torch.cuda.OutOfMemoryError:
-            yield f"      {name}: this GPU has too little memory for it"
+            yield Row(f"{name}: this GPU has too little memory for it")
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def _model(name: str, replica: Replica, bandwidth: float, most_ms: float) -> Iterator[str]:
-    read = 2 * replica.elements / _seconds(replica.memory.digest)
-    yield _verdict(read >= _SHARE * bandwidth, f"{name}: digest {read / 1e9:,.0f} GB/s")
+def _bandwidths(device: torch.device) -> tuple[float, float, float]:
+    """Bytes per second of a copy on the card, read and written; to the card; and back."""
+    there, here = (torch.empty(_COPIED, dtype=torch.uint8, device=device) for _ in range(2))
+    pinned = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
+    copied = 2 * _COPIED / _device_s(device, lambda: here.copy_(there))
+    up = _COPIED / _device_s(device, lambda: there.copy_(pinned, non_blocking=True))
+    return copied, up, _COPIED / _device_s(device, lambda: pinned.copy_(there, non_blocking=True))
+
+
+def _model(name: str, replica: Replica, copied: float, bus: float, device: torch.device) -> Rows:
+    processors, weights = torch.cuda.get_device_properties(device).multi_processor_count, replica.elements
+    expected = predict.seconds(weights, copied, bus, processors, util.THREADS)
+
+    def row(part: str, seconds: float, kind: str = "", moved: float = 0.0) -> Row:
+        rate, right = moved / seconds, None
+        if kind:
+            right = rate >= _SHARES[kind] * copied
+        share = f", {gb_s(rate)}, {100 * rate / copied:.0f} % of a copy" if moved else ""
+        return Row(
+            f"{name}: {part}", ms(seconds) + share, right, ms(expected[part]) if part in expected else ""
+        )
+
+    memory, quarter = replica.memory, replica.memory.programs
+    digest = "stage, digest on a quarter of the GPU"
+    yield row(digest, _device_s(device, memory.digest, memory), moved=2.01 * weights)
+    yield Row(
+        f"{name}: a product of matrices beside it", f"takes {_slowed(replica, device):.2f} times as long"
+    )
+    memory.programs = 8 * processors
+    yield row("digest on all of the GPU", _device_s(device, memory.digest, memory), "digest", 2.01 * weights)
+    yield Row(
+        f"{name}: a product of matrices beside it", f"takes {_slowed(replica, device):.2f} times as long"
+    )
+    memory.programs = quarter
     changes = replica.changes()
-    yield f"      {name}: stage {1e3 * _seconds(lambda: replica.memory.prepare(changes)):.1f} ms, 1 % changed"
-    write, _ = replica.memory.prepare(changes)
-    commit_ms, undo_ms = 1e3 * _seconds(write.do), 1e3 * _seconds(write.undo)
-    yield _verdict(commit_ms <= most_ms, f"{name}: commit {commit_ms:.2f} ms, undo {undo_ms:.2f} ms")
+    yield row("stage, of placed changes", _wall_s(lambda: memory.prepare(changes)))
+    step, _ = memory.prepare(changes)
+    moved = 110 * changes.ulps.size
+    yield row("commit, write and read back", _device_s(device, step.do), "commit", moved)
+    yield row("commit, as the engine waits for it", _wall_s(step.do))
+    yield row("undo", _wall_s(step.undo))
+    del step
     places: tuple[Literal["host", "device"], ...] = ("device", "host")
     for place in places:
-        yield _diff(name, replica, bandwidth, place)
+        whole_s, device_s = _diff(replica, place, device)
+        mirror = "GPU" if place == "device" else "host"
+        kind = "diff" if place == "device" else ""
+        yield row(f"diff, device: mirror on the {mirror}", device_s, kind, 4 * weights)
+        yield row("diff, host: changes over the bus, unpacked", whole_s - device_s)
 
 
-def _diff(name: str, replica: Replica, bandwidth: float, place: Literal["host", "device"]) -> str:
-    """Of bf16 parameters: both they and the mirror are read."""
+def _diff(replica: Replica, place: Literal["host", "device"], device: torch.device) -> tuple[float, float]:
+    """Seconds of a hand-over of bf16 parameters, and of the comparison in it."""
     mirror = Mirror(place)
-    for tensor_name, tensor in replica.tensors.items():
-        mirror.add(tensor_name, tensor)
-    parts = [
-        Part(each, tensor, Block.whole(tensor.shape), lasting=True)
-        for each, tensor in replica.tensors.items()
-    ]
+    for name, tensor in replica.tensors.items():
+        mirror.add(name, tensor)
+    parts = [Part(name, t, Block.whole(t.shape), lasting=True) for name, t in replica.tensors.items()]
 
     def change() -> None:
         replica.flat[7::100] += 1
 
     mirror.keep(mirror.find(parts))
-    seconds = _seconds(lambda: mirror.keep(mirror.find(parts)), before=change)
-    text = (
-        f"{name}: diff and pack {2 * replica.elements / seconds / 1e9:,.0f} GB/s of model, mirror on {place}"
-    )
-    if place == "host":
-        return f"      {text}"
-    return _verdict(4 * replica.elements / seconds >= _SHARE * bandwidth, text)
+    whole = _wall_s(lambda: mirror.keep(mirror.find(parts)), before=change)
+    change()
+    diff = mirror._on(device)
+    (tiles,) = diff._tables.values()
+    return whole, _device_s(device, lambda: diff._compare(tiles))
 
 
-def _copy(device: torch.device) -> float:
-    source = torch.empty(_COPIED, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * _COPIED / _seconds(lambda: target.copy_(source))
+def _slowed(replica: Replica, device: torch.device) -> float:
+    """How many times as long products of matrices take while the model is hashed again and again."""
+    left = torch.randn(256, 4096, device=device, dtype=torch.bfloat16)
+    right = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+
+    def products() -> None:
+        for _ in range(200):
+            torch.mm(left, right)
+
+    alone, stop = _device_s(device, products), threading.Event()
+
+    def hash_on() -> None:
+        while not stop.is_set():
+            replica.memory.digest()
+
+    thread = threading.Thread(target=hash_on)
+    thread.start()
+    try:
+        return _device_s(device, products) / alone
+    finally:
+        stop.set()
+        thread.join()
 
 
-def _seconds(work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+def _device_s(device: torch.device, work: Callable[[], object], staging: object = None) -> float:
+    """Median of the device's own clock, on the stream that `staging` works on or on the current one."""
+    measured = []
+    for _ in range(_REPEATS + 1):
+        torch.cuda.synchronize()
+        stream = getattr(staging, "_stream", None)
+        with torch.cuda.stream(stream):
+            clock = Clock(device)
+            work()
+            clock.stop()
+        torch.cuda.synchronize()
+        measured.append(clock.seconds())
+    return statistics.median(measured[1:])
+
+
+def _wall_s(work: Callable[[], Step | object], before: Callable[[], object] = lambda: None) -> float:
     """Median of the wall's clock, with all of the device's work done; the first time warms up."""
     measured = []
     for _ in range(_REPEATS + 1):
@@ -93,7 +167,3 @@ def _seconds(work: Callable[[], object], before: Callable[[], object] = lambda: 
         torch.cuda.synchronize()
         measured.append(time.perf_counter() - started)
     return statistics.median(measured[1:])
-
-
-def _verdict(right: bool, text: str) -> str:
-    return f"{'PASS' if right else 'FAIL'}  {text}"

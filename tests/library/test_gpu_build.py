@@ -69,6 +69,28 @@ def test_a_gpu_that_a_build_cannot_use(install, monkeypatch, gpus, driver, words
     assert (gpu_build.problem() == "") is (gpus == 1)
 
 
+@pytest.mark.parametrize(
+    ("driver", "model", "used"),
+    [(12080, "NVIDIA L4", True), (12080, "GeForce RTX", False), (13000, "L4", False)],
+)
+def test_an_old_driver_of_a_data_centre_gets_newer_libraries(
+    install, monkeypatch, tmp_path, driver, model, used
+):
+    """Where vLLM's image has them; else, and for other GPUs, there is a sentence."""
+    install({"vllm": "0.32.0"}, driver=driver)
+    (tmp_path / "0000:01").mkdir()
+    (tmp_path / "0000:01" / "information").write_text(f"Model: {model}\n")
+    monkeypatch.setattr(gpu_build, "_GPUS", tmp_path)
+    monkeypatch.setattr(gpu_build, "_CUDA", f"{tmp_path}/cuda")
+    assert gpu_build.use_compatibility() == ""
+    folder = tmp_path / "cuda-13.0" / "compat"
+    folder.mkdir(parents=True)
+    (folder / "libcuda.so.1").touch()
+    assert gpu_build.use_compatibility() == (str(folder) if used else "")
+    assert (gpu_build.problem() == "") is (used or driver == 13000)
+    monkeypatch.delenv("VLLM_ENABLE_CUDA_COMPATIBILITY", raising=False)
+
+
 def test_the_driver_is_asked_what_it_runs(monkeypatch):
     class Driver:
         def cuDriverGetVersion(self, version):  # noqa: N802 - NVIDIA's name

@@ -172,23 +172,32 @@ def test_one_that_does_and_cannot_be_used_is_told(another_vllm, monkeypatch, ask
 
 
 @pytest.mark.parametrize(
-    ("option", "sentence"),
+    ("part", "option", "sentence"),
     [
         (
+            "parallel_config",
             {"data_parallel_size": 2},
             "a mixture of experts whose engines compute together (--data-parallel-size) cannot take a commit"
             " between two steps of all of them; start one replica per copy",
         ),
-        (
-            {"enable_eplb": True},
-            "--enable-eplb moves experts away from where deltas go; start vLLM without it",
-        ),
+        ("parallel_config", {"enable_eplb": True}, "--enable-eplb moves experts away"),
+        ("model_config", {"enable_sleep_mode": True}, "--enable-sleep-mode takes the weights away"),
+        ("lora_config", {"max_loras": 1}, "--enable-lora wraps layers"),
+        ("offload_config", {"prefetch": SimpleNamespace(offload_group_size=2)}, "--offload-group-size moves"),
     ],
 )
-def test_options_that_move_weights_are_refused(option, sentence):
-    config = SimpleNamespace(parallel_config=SimpleNamespace(**PARALLEL | option))
+def test_options_that_move_weights_are_refused(part, option, sentence):
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**PARALLEL),
+        model_config=SimpleNamespace(enable_sleep_mode=False),
+        lora_config=None,
+        offload_config=SimpleNamespace(prefetch=SimpleNamespace(offload_group_size=0)),
+    )
+    kept = vars(getattr(config, part) or SimpleNamespace())
+    setattr(config, part, SimpleNamespace(**kept | option))
     answer = call(SimpleNamespace(vllm_config=config), "learn", shapes={})
-    assert answer == {"error": sentence, "kind": "route"}
+    assert answer["error"].startswith(sentence)
+    assert answer["kind"] == "route"
 
 
 def test_a_vllm_that_follows_is_given_the_public_half_of_a_key_and_no_other():

@@ -38,7 +38,7 @@ _DISK_BYTES = 4.4  # per weight: two copies in bf16, the download, an anchor bef
 _TRAINER_BYTES = 16  # per weight, in fp32: itself, its gradient and AdamW's two moments
 _TRAINER_MARGIN = 5 * _GB  # activations at the token budget of the configs: computed, not measured
 _REPLICA_MARGIN = 4 * _GB  # CUDA graphs and a cache for 20 000 tokens of Qwen3-1.7B
-_VLLM_SHARE = 0.9  # of a GPU's memory, vLLM's default
+_VLLM_SHARE = 0.92  # of a GPU's memory, vLLM's default
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -135,9 +136,14 @@ def decode_group(group: Group, rows: Sequence[TensorRow], streams: Streams, old:
     if group.mode in ("dense", "raw"):
         changes = _decode_all(group.mode, rows, streams, old)
     else:
-        changes = _decode_values(group, rows, streams, _positions(group, rows, streams, old))
-    for row, (index, ulps) in zip(rows, changes, strict=True):
-        yield Patch(row.name, row.shape, index, ulps)
+        index, band_of = _positions(group, rows, streams, old)
+        ulps, ends = (
+            _decode_values(group, streams, band_of),
+            np.cumsum([row.changes for row in rows]).tolist(),
+        )
+        changes = ((index[a:b], ulps[a:b]) for a, b in pairwise([0, *ends]))
+    for row, change in zip(rows, changes, strict=True):
+        yield Patch(row.name, row.shape, *change)
 
 
 def _encode_all(mode: Mode, patches: Sequence[Patch], old: Old) -> Streams:
@@ -172,31 +178,56 @@ def _decode_all(
         first += row.numel
 
 
-def _positions(
-    group: Group, rows: Sequence[TensorRow], streams: Streams, old: Old
-) -> Iterator[tuple[Index, Band]]:
-    """(index, band of each change) of one tensor after the other."""
+def _positions(group: Group, rows: Sequence[TensorRow], streams: Streams, old: Old) -> tuple[Index, Band]:
+    """Positions of all changes in their tensors, and the band of each."""
+    numels, changes = np.array([row.numel for row in rows]), np.array([row.changes for row in rows])
+    total, ends = int(numels.sum()), [0, *np.cumsum(changes).tolist()]
+    band_of = np.zeros(ends[-1], np.uint8)
     if group.mode == "mask":
-        ends = np.cumsum([row.numel for row in rows])
-        mask = np.unpackbits(_unpack(streams["mask"], (ends[-1] + 7) // 8), count=ends[-1], bitorder="little")
-        for row, part in zip(rows, np.split(mask, ends[:-1]), strict=True):
-            index = np.flatnonzero(part)
-            row.require(index.size)
-            yield index, np.zeros(index.size, np.uint8)
-        return
+        mask = np.unpackbits(_unpack(streams["mask"], (total + 7) // 8), count=total, bitorder="little")
+        return _within(np.flatnonzero(mask), rows, numels, changes), band_of
     if any(not 0 <= limit <= 255 for limit in group.limits) or list(group.limits) != sorted(group.limits):
         raise CodecError(f"limits {list(group.limits)} are not ascending exponents")
-    by = positions.cut(group.limits)
-    words, state = bits.open_runs(group.gaps, streams["gaps"], "positions")
-    for row in rows:
-        index, band_of = np.empty(row.changes, np.int64), np.zeros(row.changes, np.uint8)
-        if group.mode == "bands":
-            row.require(positions.band_walk(words, state, old(row.name).reshape(-1), by, index, band_of))
-        else:
-            row.require(bits.flat_walk(words, state, row.numel, index))
-        yield index, band_of
+    index, (words, state) = (
+        np.empty(ends[-1], np.int64),
+        bits.open_runs(group.gaps, streams["gaps"], "positions"),
+    )
+    if group.mode == "bands":
+        by = positions.cut(group.limits)
+        for row, (a, b) in zip(rows, pairwise(ends), strict=True):
+            weights = old(row.name).reshape(-1)
+            row.require(positions.band_walk(words, state, weights, by, index[a:b], band_of[a:b]))
+    else:
+        found = bits.flat_walk(words, state, total, index)
+        index = _within(index[: max(found, 0)], rows, numels, changes)
     if not bits.finished(state):
         raise CodecError("there are more changes than the table lists")
+    return index, band_of
+
+
+def _within(index: Index, rows: Sequence[TensorRow], numels: Index, changes: Index) -> Index:
+    """Positions in a group as positions in its tensors; all must be where the table lists them."""
+    if (wrong := _move(index, numels, changes)) >= 0:
+        rows[wrong].require(-1)
+    return index
+
+
+@kernel
+def _move(index: Index, numels: Index, changes: Index) -> int:
+    """Make positions in a group positions in its tensors; returns a tensor that has not `changes`, or -1."""
+    at, first = 0, np.int64(0)
+    for tensor in range(numels.size):
+        end = at + changes[tensor]
+        if end > index.size or (end < index.size and index[end] < first + numels[tensor]):
+            return tensor
+        part, outside = index[at:end], False
+        for j in range(part.size):
+            part[j] -= first
+            outside |= (part[j] < 0) | (part[j] >= numels[tensor])
+        if outside:
+            return tensor
+        at, first = end, first + numels[tensor]
+    return -1 if at == index.size else numels.size - 1
 
 
 def _encode_values(ulps: Bits, band_of: Band, bands: int) -> tuple[dict[str, Any], Streams]:
@@ -218,37 +249,32 @@ def _encode_values(ulps: Bits, band_of: Band, bands: int) -> tuple[dict[str, Any
     return {"large": large, "sizes": sizes}, streams
 
 
-def _decode_values(
-    group: Group, rows: Sequence[TensorRow], streams: Streams, places: Iterable[tuple[Index, Band]]
-) -> Iterator[tuple[Index, Bits]]:
-    """(index, ULPs) of one tensor after the other, given the positions and bands of its changes."""
-    changes = sum(row.changes for row in rows)
-    if streams["signs"].size != (changes + 7) // 8:
-        raise CodecError(f"{streams['signs'].size} bytes of signs for {changes} changes")
-    negative = np.unpackbits(streams["signs"], count=changes, bitorder="little")
+def _decode_values(group: Group, streams: Streams, band_of: Band) -> Bits:
+    """ULPs of all changes, given their bands."""
+    if streams["signs"].size != (band_of.size + 7) // 8:
+        raise CodecError(f"{streams['signs'].size} bytes of signs for {band_of.size} changes")
     sizes, at = np.zeros((3, len(group.sizes)), np.int64), 0  # next bit, end, parameter
     for band, (k, length) in enumerate(group.sizes):
         if not (0 <= k <= bits.MAX_GOLOMB and 0 <= length <= 8 * streams["sizes"].size - at):
             raise CodecError(f"a section of {length} bits does not fit its stream")
         sizes[:, band] = (at, at + length, k)
         at += length
-    size_words = bits.to_words(streams["sizes"])
     words, state = bits.open_runs(group.large, streams["large"], "large changes")
-    first = 0
-    for index, band_of in places:
-        ulps = 1 - 2 * negative[first : first + index.size].astype(np.uint16)  # as if each were one ULP
-        first += index.size
-        large = np.empty(min(ulps.size, int((sizes[1] - sizes[0]).sum())), np.int64)
-        bands = np.zeros(large.size, np.uint8)
-        if len(group.large) > 1:
-            found = positions.band_walk(words, state, _as_weights(band_of), _BY_BAND, large, bands)
-        else:
-            found = bits.flat_walk(words, state, band_of.size, large)
-        if found < 0 or not _enlarge(size_words, sizes, large[:found], bands, ulps):
-            raise CodecError("the sizes of the large changes are damaged")
-        yield index, ulps
+    ulps = np.unpackbits(streams["signs"], count=band_of.size, bitorder="little").astype(np.uint16)
+    ulps *= np.uint16(65534)  # minus two: 0 and 1 become 1 and -1, as if each were one ULP
+    ulps += np.uint16(1)
+    large = np.empty(min(ulps.size, at), np.int64)
+    bands = np.zeros(large.size, np.uint8)
+    if len(group.large) > 1:
+        found = positions.band_walk(words, state, _as_weights(band_of), _BY_BAND, large, bands)
+    else:
+        found = bits.flat_walk(words, state, band_of.size, large)
+    size_words = bits.to_words(streams["sizes"])
+    if found < 0 or not _enlarge(size_words, sizes, large[:found], bands, ulps):
+        raise CodecError("the sizes of the large changes are damaged")
     if not bits.finished(state) or (sizes[0] != sizes[1]).any():
         raise CodecError("the values do not end with the last change")
+    return ulps
 
 
 def _as_weights(band_of: Band) -> Bits:

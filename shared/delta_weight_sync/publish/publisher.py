@@ -259,6 +259,7 @@ class Publisher:
         optimizer: torch.optim.Optimizer,
         *,
         extra: dict[str, Any] | None = None,
+        pause_s: float = 0.0,
         **others: Stateful,
     ) -> bool:
         """Save everything that a trainer needs to resume here; call it right after `publish`.
@@ -270,16 +271,19 @@ class Publisher:
             weights: Every tensor that training changes, under the names of `publish`.
             optimizer: Its state, such as moments, is saved.
             extra: JSON of your own, such as the number of samples used.
+            pause_s: Least seconds since the last state; the main rank's clock decides.
             **others: Learning rate schedule, gradient scaler.
 
         Returns:
-            False, with nothing saved, while an earlier state is being uploaded, or while this trainer repeats
-            syncs that are in the bucket already.
+            False, with nothing saved, while an earlier state is being uploaded, before `pause_s`, or while this
+            trainer repeats syncs that are in the bucket already.
 
         Raises:
             StateError: A value cannot be saved.
         """
-        ready = not self._saver.busy and (self._outbox is None or self._outbox.pin())
+        ready = not self._saver.busy and (
+            self._outbox is None or (time.monotonic() - self._saver.begun >= pause_s and self._outbox.pin())
+        )
         if not all(self._peers.exchange(ready)):
             return False
         with self._peers.fail_together():

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Container, Iterator
@@ -69,6 +70,7 @@ class StateSaver:
         self._reader, self._peers, self._outbox, self._writer = reader, peers, outbox, writer
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
+        self.begun = -math.inf  # the monotonic clock at the last snapshot
 
     @property
     def used(self) -> bool:
@@ -82,7 +84,7 @@ class StateSaver:
 
     def save(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
         """Put the snapshot into the bucket once its version is there."""
-        self._failure, arguments = None, (snapshot, sync, extra)
+        self._failure, arguments, self.begun = None, (snapshot, sync, extra), time.monotonic()
         self._thread = threading.Thread(target=self._run, args=arguments, name="state", daemon=True)
         self._thread.start()
 

@@ -21,7 +21,7 @@ from delta_weight_sync.records import Manifest
 from delta_weight_sync.vllm import METHOD, commits_between_steps
 from delta_weight_sync.vllm.disk import Shapes
 
-_POLL_S = 0.002, 0.05  # of a stage: first pause, longest pause
+_POLL_S = 0.02, 0.2  # of a stage: first pause, longest pause; each poll waits for the steps under way
 _TIMEOUT_S = 600.0  # for one answer; a large model is hashed in seconds
 _CHECK_S = 1.0  # how often a call checks that vLLM still lives
 

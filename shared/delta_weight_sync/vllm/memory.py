@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 from delta_weight_sync.codec import Bits, Index, Patch
 from delta_weight_sync.codec._patch import join
 from delta_weight_sync.digest import BLOCK, INNER, hash_dense, outer, seed
+from delta_weight_sync.errors import RouteError
 from delta_weight_sync.util import kernel
 from delta_weight_sync.vllm.routes import Geometry, Piece, Route
 
@@ -53,6 +55,7 @@ COLUMNS = TARGET + DIMS
 
 _DENSE = 2  # if more than one in two elements change, storing every element takes less memory
 _NO_BLOCK = np.uint64(1 << 63)
+_MANY = 1 << 14  # changes that are placed together: they stay in the cache
 _NEAR = 4096  # changes that are read back while they are still in the cache
 SLICES = 60  # of the parameters: `recheck` hashes one
 
@@ -73,6 +76,8 @@ class Table:
         self.rows = np.array(rows, np.int64).reshape(-1, COLUMNS)
         self.memory = [piece.memory for name in owned for piece in routes[name].pieces]
         self.device = self.memory[0].device if self.memory else torch.device("cpu")
+        if any(memory.device != self.device for memory in self.memory):
+            raise RouteError("the weights are not on one device; start vLLM without --cpu-offload-gb")
 
     @property
     def elements(self) -> Index:
@@ -110,47 +115,56 @@ def _parts(source: Geometry, target: Geometry) -> Iterator[tuple[Geometry, Geome
         yield from _parts(*both)
 
 
-def find(row: Row, index: Index) -> tuple[Elements, Index | slice]:
-    """Find the changes that are in a row's piece; `index`: positions in the checkpoint tensor, increasing.
-
-    Returns the numbers of the elements, int32 [m], and what selects them in `index`: a slice, or int64 [m].
-    """
-    sizes, strides = row[SIZES:SOURCE], row[SOURCE:TARGET]
-    end = row[FIRST] + ((sizes - 1) * strides).sum() + 1
-    low, high = np.searchsorted(index, (row[FIRST], end))
-    if strides[-1] == 1 and (sizes[:-1] == 1).all():
-        return _counted_from(row[FIRST], index[low:high]), slice(low, high)
-    element, which = np.empty(high - low, np.int32), np.empty(high - low, np.int64)
-    count = _find(row, index[low:high], element, which)
-    return element[:count], which[:count] + low
-
-
 @kernel
-def _counted_from(first: int, index: Index) -> Elements:
-    """Subtract and narrow to int32 in one pass, since there are many positions."""
-    element = np.empty(index.size, np.int32)
-    for j in range(index.size):
-        element[j] = index[j] - first
-    return element
-
-
-@kernel
-def _find(row: Row, index: Index, element: Elements, which: Index) -> int:
-    count = 0
-    for j in range(index.size):
-        rest, number, inside = index[j] - row[FIRST], np.int64(0), True
+def _bounds(rows: Rows, which: Index, low: Index, high: Index, index: Index) -> int:
+    """Narrow `low` to `high`, by part, to where `index` can be in row `which`; returns how many these are."""
+    total = 0
+    for p in range(which.size):
+        row, near = rows[which[p]], index[low[p] : high[p]]
+        end = row[FIRST] + 1
         for dim in range(DIMS):
-            size, stride = row[SIZES + dim], row[SOURCE + dim]
-            if size > 1:
-                steps = rest // stride
-                inside = inside and steps < size
-                rest -= steps * stride
-                number = number * size + steps
-        if inside and rest == 0:
-            element[count] = number
-            which[count] = j
-            count += 1
-    return count
+            end += (row[SIZES + dim] - 1) * row[SOURCE + dim]
+        low[p], high[p] = low[p] + np.searchsorted(near, row[FIRST]), low[p] + np.searchsorted(near, end)
+        total += high[p] - low[p]
+    return total
+
+
+@kernel
+def _find(
+    rows: Rows,
+    flat: NDArray[np.bool_],
+    which: Index,
+    low: Index,
+    high: Index,
+    index: Index,
+    element: Elements,
+    taken: Index,
+) -> None:
+    """Numbers of the elements of `index` that are in row `which`, by part, and where in `index` they are.
+
+    `high` gets the ends of the parts. `taken` is left out where a part has all from `low` on."""
+    at = 0
+    for p in range(which.size):
+        row, near = rows[which[p]], index[low[p] : high[p]]
+        if flat[p]:
+            part = element[at:]
+            for j in range(near.size):  # over a slice from its start, which becomes vector instructions
+                part[j] = near[j] - row[FIRST]
+            at += near.size
+        else:
+            for j in range(near.size):
+                rest, number, inside = near[j] - row[FIRST], np.int64(0), True
+                for dim in range(DIMS):
+                    size, stride = row[SIZES + dim], row[SOURCE + dim]
+                    if size > 1:
+                        steps = rest // stride
+                        inside = inside and steps < size
+                        rest -= steps * stride
+                        number = number * size + steps
+                if inside and rest == 0:
+                    element[at], taken[at] = number, low[p] + j
+                    at += 1
+        high[p] = at
 
 
 def part_of(row: Row, tensor: Bits) -> Bits:
@@ -192,7 +206,7 @@ class Changes:
 def collect(found: Iterable[Found], table: Table) -> Changes:
     """Everything that was found, as one `Changes`. A row may be found in several parts that do not
     overlap."""
-    sparse, dense, numbers, elements = [], [], [], table.elements
+    sparse, dense, numbers, elements = [], [], [], table.elements.tolist()
     for row, element, ulps in found:
         if _DENSE * element.size > elements[row]:
             first = int(element[0])  # only the found part becomes dense: another part may change the rest
@@ -208,11 +222,36 @@ def collect(found: Iterable[Found], table: Table) -> Changes:
     return Changes(parts, join(numbers, np.int32), join([ulps for *_, ulps in sparse + dense], np.int16))
 
 
-def of_patch(patch: Patch, table: Table) -> Iterator[Found]:
-    """What a patch changes, row by row."""
-    for row in table.of.get(patch.name, ()):
-        element, which = find(table.rows[row], patch.index)
-        yield row, element, patch.ulps[which].view(np.int16)
+def of_patches(patches: Iterable[Patch], table: Table) -> Iterator[Found]:
+    """What patches change, row by row; of many small patches together."""
+    flat = (table.rows[:, SIZES : SOURCE - 1] == 1).all(1) & (table.rows[:, TARGET - 1] == 1)
+    for some in _together(patch for patch in patches if patch.name in table.of):
+        rows = [table.of[patch.name] for patch in some]
+        which = np.concatenate([np.arange(each.start, each.stop) for each in rows])
+        ends, times = np.cumsum([patch.index.size for patch in some]), [len(each) for each in rows]
+        index, ulps = join([p.index for p in some], np.int64), join([p.ulps for p in some], np.uint16)
+        low, high = np.repeat(np.append(0, ends[:-1]), times), np.repeat(ends, times)
+        count = _bounds(table.rows, which, low, high, index)
+        element, taken = np.empty(count, np.int32), np.empty(count, np.int64)
+        _find(table.rows, flat[which], which, low, high, index, element, taken)
+        moved, parts = ulps.view(np.int16), pairwise([0, *high.tolist()])
+        for row, whole, first, (a, b) in zip(
+            which.tolist(), flat[which].tolist(), low.tolist(), parts, strict=True
+        ):
+            yield row, element[a:b], moved[first : first + b - a] if whole else moved[taken[a:b]]
+
+
+def _together(patches: Iterable[Patch]) -> Iterator[list[Patch]]:
+    """Patches in lists of about `_MANY` changes: one call for each would take longer than its work."""
+    some, changes = list[Patch](), 0
+    for patch in patches:
+        some.append(patch)
+        changes += patch.index.size
+        if changes >= _MANY:
+            yield some
+            some, changes = [], 0
+    if some:
+        yield some
 
 
 class Step(NamedTuple):

@@ -200,7 +200,7 @@ class LiveWeights:
                 f"something else changed the live weights: digest {live:016x}, not {known:016x}"
             )
         patches = codec.chain([codec.Delta(path) for path in paths], self.shapes, self.bits)
-        found = (part for patch in patches for part in memory.of_patch(patch, self._table))
+        found = memory.of_patches(patches, self._table)
         return self._staged(found, [p for p in patches if p.name in self._fallback.bits], live)
 
     def stage_checkpoint(self, folder: Path) -> Staged:
@@ -272,15 +272,8 @@ class DeltaWorker:
     def __init__(self, worker: Any) -> None:
         """`worker`: vLLM's, with a loaded model. All workers must call it together."""
         parallel = worker.vllm_config.parallel_config
-        if parallel.data_parallel_size != 1:
-            raise errors.RouteError(
-                "a mixture of experts whose engines compute together (--data-parallel-size) cannot take a"
-                " commit between two steps of all of them; start one replica per copy"
-            )
-        if parallel.enable_eplb:
-            raise errors.RouteError(
-                "--enable-eplb moves experts away from where deltas go; start vLLM without it"
-            )
+        if reason := _unsupported(worker.vllm_config):
+            raise errors.RouteError(reason)
         self._model, self._checkpoint = worker.get_model(), worker.vllm_config.model_config.model
         if next(self._model.parameters()).device.type == "cpu":
             cpu.self_test(self._model)
@@ -348,6 +341,23 @@ def _recheck(of: weakref.ref[DeltaWorker]) -> None:
         del worker
         # A tenth of the time is for the hashing, and for slices that a commit disturbed: they come again.
         time.sleep(0.9 * RECHECK_S / memory.SLICES)
+
+
+def _unsupported(config: Any) -> str:
+    """What of vLLM's settings deltas cannot do with, in one sentence, or ""."""
+    parallel, without = config.parallel_config, "; start vLLM without it"
+    reasons = {
+        "a mixture of experts whose engines compute together (--data-parallel-size) cannot take a commit"
+        " between two steps of all of them; start one replica per copy": parallel.data_parallel_size != 1,
+        "--enable-eplb moves experts away from where deltas go" + without: parallel.enable_eplb,
+        "--enable-lora wraps layers, and deltas do not find their weights; publish merged weights, and start"
+        " vLLM without it": config.lora_config is not None,
+        "--enable-sleep-mode takes the weights away while a stage may read them"
+        + without: config.model_config.enable_sleep_mode,
+        "--offload-group-size moves weights while vLLM runs"
+        + without: config.offload_config.prefetch.offload_group_size > 0,
+    }
+    return next((reason for reason, found in reasons.items() if found), "")
 
 
 def call(worker: Any, op: str, **arguments: Any) -> Answer:

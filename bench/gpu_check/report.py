@@ -1,0 +1,35 @@
+"""Rows of the report: one Markdown table per section, whose rows appear as soon as they are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Row(NamedTuple):
+    """One row; `right` is None for a figure without a verdict."""
+
+    what: str
+    figure: str = ""
+    right: bool | None = None
+    predicted: str = ""
+
+    def __str__(self) -> str:
+        verdict = {True: "PASS", False: "FAIL", None: ""}[self.right]
+        return (
+            "| " + " | ".join(part.replace("|", "/") for part in (verdict, *self[:2], self.predicted)) + " |"
+        )
+
+
+Rows = Iterator[Row]
+HEAD = "| | what | measured | predicted |\n| --- | --- | --- | --- |"
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds with three digits."""
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def gb_s(rate: float) -> str:
+    """A rate in bytes per second as GB/s."""
+    return f"{rate / 1e9:,.3g} GB/s"

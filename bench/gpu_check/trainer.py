@@ -1,0 +1,130 @@
+"""Five steps of TRL's trainer, with made-up samples: bf16 autocast, fp32 masters, a sync per step."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer
+from trl.experimental.async_grpo import AsyncGRPOConfig
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+from bench.gpu_check.report import Row, Rows, ms
+from delta_weight_sync import Publisher, open_run
+from delta_weight_sync.publish.sharding import Weights
+from delta_weight_sync.trl import patches
+from delta_weight_sync.trl.trainer import BucketGRPOTrainer
+from examples import tiny_policy
+
+_STEPS, _BATCH, _TOKENS = 5, 8, 200
+
+
+class Samples:
+    """TRL's `RolloutWorkerProtocol`: all samples are there from the start."""
+
+    # ruff: noqa: D102 - TRL documents them
+
+    def __init__(self) -> None:
+        self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue()
+        self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
+
+    def start(self) -> None:
+        """TRL looks a batch ahead."""
+        for number in range(_BATCH * (_STEPS + 1)):
+            self.rollout_buffer.put(_sample(number))
+
+    def inherit(self, sync: int) -> None: ...
+    def stop(self) -> None: ...
+    def update_model_version(self, model_version: int) -> None: ...
+    def check_health(self, stale_after_s: float) -> None: ...
+
+
+def _sample(number: int) -> RolloutSample:
+    numbers, asked = np.random.default_rng(number), 4
+    answered = _TOKENS - asked
+    return RolloutSample(
+        prompt=[{"role": "user", "content": "?"}],
+        completion=[{"role": "assistant", "content": "!"}],
+        input_ids=numbers.integers(5, 90, _TOKENS),
+        completion_mask=np.array([0] * asked + [1] * answered),
+        old_log_probs=np.array([0.0] * asked + [-3.0] * answered),
+        advantage=float(numbers.standard_normal()),
+        model_version=1,
+        group_id=number,
+        metrics={"reward": 1.0},
+    )
+
+
+def rows(device: torch.device) -> Rows:
+    """One for the versions, one for their bits, and what each step took."""
+    logging.disable(logging.WARNING)
+    patches.install()
+    with tempfile.TemporaryDirectory() as folder:
+        yield from _rows(Path(folder), device)
+
+
+def _rows(folder: Path, device: torch.device) -> Rows:
+    tiny_policy.build(folder / "base")
+    url, handed = f"{(folder / 'bucket').as_uri()}#run", list[float]()
+    for place in ("host", "device"):
+        with Publisher(f"{url}-{place}", folder / "base", mirror=place) as publisher:
+
+            def sync(weights: Weights, number: int, publisher: Publisher = publisher) -> None:
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                started = time.perf_counter()
+                publisher.publish(weights, number)
+                handed.append(time.perf_counter() - started)
+
+            with contextlib.redirect_stdout(None):
+                trainer = _trained(folder, sync, device)
+            publisher.flush()
+            digest = publisher.digest(trainer.weights())
+            newest = open_run(f"{url}-{place}").newest()
+        assert newest is not None
+        yield Row(f"{_STEPS} steps, mirror on the {place}", f"{newest.version} versions", newest.version >= 1)
+        yield Row("the newest version is the trainer's weights", right=newest.digest == digest)
+        yield Row("hand-over: the first, and the fastest", f"{ms(handed[0])}, {ms(min(handed))}")
+        handed.clear()
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    yield Row("memory of the card at most", f"{peak / 1e9:.2f} GB")
+
+
+def _trained(folder: Path, sync: Any, device: torch.device) -> BucketGRPOTrainer:
+    """As `trainer/configs` have it: fp32 masters, arithmetic in bf16."""
+    on_gpu = device.type == "cuda"
+    config = AsyncGRPOConfig(
+        output_dir=str(folder / "trl"),
+        dtype="float32",
+        bf16=on_gpu,
+        use_cpu=not on_gpu,
+        gradient_checkpointing=True,
+        token_budget=4096,
+        max_steps=_STEPS,
+        per_device_train_batch_size=_BATCH,
+        learning_rate=1e-4,
+        max_staleness=1000,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        logging_steps=1,
+    )
+    trainer = BucketGRPOTrainer(
+        on_sync=sync,
+        model=str(folder / "base"),
+        args=config,
+        processing_class=AutoTokenizer.from_pretrained(folder / "base"),
+        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "?"}]}] * _BATCH),
+        reward_funcs=[lambda **_: []],
+        rollout_worker=Samples(),
+    )
+    trainer.begin()
+    return trainer
