@@ -54,7 +54,8 @@ class Restore(TrainerCallback):
 
 
 class SaveState(TrainerCallback):
-    """Saves the trainer's state after the first sync of a run, after every `every` syncs, and at the end.
+    """Saves the trainer's state after the first sync of a run, then as often as `every` syncs and the
+    publisher's `state_minutes` allow, and at the end.
 
     A state belongs to a version, so the last steps are published first if no sync followed them.
     """
@@ -92,7 +93,7 @@ class SaveState(TrainerCallback):
         """
         self._sync()  # a signal between two steps ends training without `on_train_end`
         newest = self._publisher.flush(timeout_s)
-        self._save()
+        self._save(final=True)
         return newest
 
     def _sync(self) -> None:
@@ -101,10 +102,11 @@ class SaveState(TrainerCallback):
             self._syncs += 1
             self._trainer._sync_weight()
 
-    def _save(self) -> None:
-        """Copy the state if it is that of a sync and not saved yet, unless another is still on its way."""
+    def _save(self, *, final: bool = False) -> None:
+        """Copy the state if it is that of a sync and not saved yet. `final`: however new the last one is."""
         if self._synced and self._syncs:
             now, extra = self._trainer.callback_handler, dataclasses.asdict(self._trainer.progress())
             weights, schedule = live_weights(now.model), now.lr_scheduler
-            if self._publisher.save_state(weights, now.optimizer, extra=extra, schedule=schedule):
+            state = {"extra": extra, "final": final, "schedule": schedule}
+            if self._publisher.save_state(weights, now.optimizer, **state):
                 self._syncs = 0

@@ -98,6 +98,7 @@ def live(
         replicas=[],
         task="brevity",
         state_every=STATE_EVERY,
+        state_minutes=0.0,
         **others,
     )
     settings = cpu_config(

@@ -63,10 +63,16 @@ class StateSaver:
     """Puts one snapshot at a time into the bucket, in the background. Every rank has one; all go in step."""
 
     def __init__(
-        self, reader: RunReader, peers: Peers, outbox: Outbox | None, writer: RunWriter | None
+        self,
+        reader: RunReader,
+        peers: Peers,
+        outbox: Outbox | None,
+        writer: RunWriter | None,
+        every_s: float,
     ) -> None:
         """The main rank gives `outbox` and `writer`."""
         self._reader, self._peers, self._outbox, self._writer = reader, peers, outbox, writer
+        self._every_s, self._next = every_s, 0.0  # when the next snapshot is due
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
@@ -79,6 +85,11 @@ class StateSaver:
     def busy(self) -> bool:
         """Whether a snapshot is on its way."""
         return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def due(self) -> bool:
+        """Whether the last snapshot is old enough: uploads take a tenth of the time, so of the link."""
+        return time.monotonic() >= self._next
 
     def save(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
         """Put the snapshot into the bucket once its version is there."""
@@ -100,12 +111,16 @@ class StateSaver:
             raise self._failure
 
     def _run(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
+        started = time.monotonic()
         try:
             with self._peers.fail_together():
                 self._save(snapshot, sync, extra)
         except Exception as error:  # noqa: BLE001 - training continues; `require` raises it
             self._failure = error
             _log.warning("the trainer's state was not saved: %s; the previous one stays", error)
+        if self._every_s:
+            took = time.monotonic() - started
+            self._next = started + max(self._every_s, 10 * took)
 
     def _save(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
         # The main rank's count of syncs names the state, because TRL counts on that rank only.
