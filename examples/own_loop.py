@@ -41,7 +41,8 @@ def main(policy: str, url: str, steps: int = 5) -> None:
             optimizer.step()
             optimizer.zero_grad()
             publisher.publish(model.named_parameters(), step)
-            publisher.save_state(model.named_parameters(), optimizer, extra={"step": step})
+            end = step == int(steps)  # in between, a state is saved every few minutes
+            publisher.save_state(model.named_parameters(), optimizer, extra={"step": step}, final=end)
         newest = publisher.flush()
         print(f"version {newest.version}: {newest.changed} of {newest.total} weights changed at its step")
 

@@ -18,7 +18,6 @@ from delta_weight_sync.resume import optimizer
 from delta_weight_sync.trl.trainer import BucketGRPOTrainer, Progress, live_weights
 
 _TIMEOUT_S = 600.0
-PAUSE_S = 300.0  # at least, between two saved states: one is as large as many deltas
 
 
 def find_progress(publisher: Publisher, *, fresh: bool) -> Progress | None:
@@ -55,7 +54,8 @@ class Restore(TrainerCallback):
 
 
 class SaveState(TrainerCallback):
-    """Saves the state after the first sync of a run, after every `every` syncs and `PAUSE_S`, and at the end.
+    """Saves the trainer's state after the first sync of a run, then as often as `every` syncs and the
+    publisher's `state_minutes` allow, and at the end.
 
     A state belongs to a version, so the last steps are published first if no sync followed them.
     """
@@ -80,7 +80,7 @@ class SaveState(TrainerCallback):
         self._synced, self._in_step = state.global_step % args.weight_sync_steps == 0, False
         self._syncs += self._synced
         if self._syncs >= self._every:
-            self._save(PAUSE_S)
+            self._save()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Publish the steps since the last sync."""
@@ -93,7 +93,7 @@ class SaveState(TrainerCallback):
         """
         self._sync()  # a signal between two steps ends training without `on_train_end`
         newest = self._publisher.flush(timeout_s)
-        self._save()
+        self._save(final=True)
         return newest
 
     def _sync(self) -> None:
@@ -102,11 +102,11 @@ class SaveState(TrainerCallback):
             self._syncs += 1
             self._trainer._sync_weight()
 
-    def _save(self, pause_s: float = 0.0) -> None:
-        """Copy the state if it is that of a sync and not saved yet, unless another is still on its way."""
+    def _save(self, *, final: bool = False) -> None:
+        """Copy the state if it is that of a sync and not saved yet. `final`: however new the last one is."""
         if self._synced and self._syncs:
             now, extra = self._trainer.callback_handler, dataclasses.asdict(self._trainer.progress())
             weights, schedule = live_weights(now.model), now.lr_scheduler
-            options = {"extra": extra, "schedule": schedule, "pause_s": pause_s}
-            if self._publisher.save_state(weights, now.optimizer, **options):
+            state = {"extra": extra, "final": final, "schedule": schedule}
+            if self._publisher.save_state(weights, now.optimizer, **state):
                 self._syncs = 0

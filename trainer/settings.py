@@ -36,12 +36,18 @@ class Settings:
         "How much of the run stays in the bucket, such as '20GB' or '7d'; by default all.", ""
     )
     state_every: int = _option("Syncs between two saved states; a trainer that dies loses at most these.", 20)
+    state_minutes: float = _option("Least minutes between two saved states.", 5.0)
     norm_learning_rate: float = _option("Learning rate of norms and biases; 0 for --learning_rate.", 0.0)
     minutes: float = _option("Stop after this many minutes and publish everything; 0 for no limit.", 0.0)
     fresh: bool = _option("Start again from --model instead of resuming the run.", False)
     exact_old_policy: bool = _option("Compute old log-probabilities with each token's exact weights.", False)
 
     def __post_init__(self) -> None:
-        for option, least in (("minutes", 0), ("norm_learning_rate", 0), ("state_every", 1)):
+        for option, least in (
+            ("minutes", 0),
+            ("state_minutes", 0),
+            ("norm_learning_rate", 0),
+            ("state_every", 1),
+        ):
             if (number := getattr(self, option)) < least:
                 raise SystemExit(f"--{option} must be at least {least}; it is {number}")

@@ -101,6 +101,7 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
                 encoding=settings.encoding,
                 mirror=settings.mirror,
                 keep=settings.keep or None,
+                state_minutes=settings.state_minutes,
                 peers=peers,
                 on_version=pokes.send,
             )

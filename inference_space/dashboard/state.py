@@ -90,7 +90,7 @@ class Progress:
     done_ok: bool | None
     full_bytes: int
     payload_bytes: float | None  # median delta
-    sent_bytes: int  # deltas and anchors after version 0
+    sent_bytes: int  # all uploads after version 0
     sent_full_bytes: int  # the same syncs as whole checkpoints
     anchor_every: float | None  # versions, median of the last anchors; None before the second
     pause_ms: float | None  # median
@@ -273,9 +273,9 @@ class RunState:
             self._anchored.append(event.version)
             self._curves["anchors"].add(event.version, event.anchor_bytes or event.payload_bytes)
         if event.version:
-            self._sent += event.payload_bytes + event.anchor_bytes
+            self._sent += event.sent_bytes or event.payload_bytes + event.anchor_bytes
             self._sent_full += event.full_bytes
-            self._curves["saved"].add(event.version, self._sent_full - self._sent)
+            self._curves["saved"].add(event.version, max(0, self._sent_full - self._sent))
             self._curves["deltas"].add(event.version, event.payload_bytes)
             self._curves["changed"].add(event.version, event.changed / max(1, event.total))
             _insert(self._sizes, event.payload_bytes)

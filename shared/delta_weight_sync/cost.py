@@ -117,6 +117,10 @@ APPLY: Final = Rate(0.0, 8.6)  # add a decoded delta to weights in host memory
 TWO_THREADS: Final = (1.12, 1.62)  # least and greatest speed of two threads relative to one; section threads
 
 GPU_BYTES: Final = 80e9  # assumed: one accelerator
+STATE_BYTES: Final[dict[Trainer, float]] = {"fp32": 10.0, "fp32-start": 10.0, "bf16": 4.0}  # a saved state
+STATE_MINUTES: Final = (
+    5.0  # between two of them, the publisher's default; each takes a tenth of the link at most
+)
 TRAINER_BYTES: Final = 16.0  # assumed per weight: fp32 weights, gradients and AdamW's two moments
 REPLICA_BYTES: Final = 2.4  # assumed per weight: bf16, and a fifth for keys and values
 
@@ -254,6 +258,8 @@ class Plan:
 
         # Storage, requests to the Hub in five minutes, money.
         taken = min(self.published_hour, self.replica_versions_hour) * asked.replicas
+        self.state = STATE_BYTES[asked.trainer] * params
+        self.states_hour = min(self.state * 60 / STATE_MINUTES, _HOUR_S * link / 10)
         self.stored_hour, self.egress_hour = self.published_hour * stored, taken * self.delta
 
         def requests(kind: str, polls: int) -> float:
@@ -264,7 +270,7 @@ class Plan:
         fitting = [n for n in GPUS if 1e9 * HARDWARE[n].gpus * HARDWARE[n].gpu_gb >= REPLICA_BYTES * params]
         self.space = min(fitting, key=lambda name: HARDWARE[name].usd_per_hour, default=None)
         self.replicas_usd_hour = HARDWARE[self.space].usd_per_hour * asked.replicas if self.space else None
-        day_tb = 24 * self.stored_hour / 1e12
+        day_tb = (24 * self.stored_hour + 2 * self.state) / 1e12
         self.storage_usd_month = PRIVATE_USD_TB_MONTH * max(day_tb - INCLUDED_TB, 0.0)  # a day's bucket
 
         # The same with full checkpoints.

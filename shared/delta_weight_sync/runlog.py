@@ -38,6 +38,7 @@ class SyncEvent(Record):
     sync: Count
     payload_bytes: Count  # the delta's, or the anchor's for version 0
     anchor_bytes: Count  # of an anchor published with it, else 0
+    sent_bytes: Count = 0  # all uploads since the last version: also manifests, jumps, states and this log
     full_bytes: Count
     changed: Count
     total: Count

@@ -58,7 +58,7 @@ class Trainer(Mortal):
             dist.init_process_group("gloo", store=meeting, rank=self._rank, world_size=self._size)
 
     def open(self) -> None:
-        self._publisher = Publisher(self._url, self._base)
+        self._publisher = Publisher(self._url, self._base, state_minutes=0)
 
     def step(self, large: bool = False, full: bool = False) -> Published:
         """One optimizer step, on a disk that may be `full`; returns when it is published.

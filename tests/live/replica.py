@@ -151,6 +151,7 @@ def served(model: Path, run: str, folder: Path, **options: Any) -> Iterator[Serv
         "DELTA_WEIGHT_SYNC_RUN": run,
         "DELTA_WEIGHT_SYNC_KEY": KEY,
         "DELTA_WEIGHT_SYNC_POLL_S": "0.1",
+        "VLLM_LOGGING_LEVEL": "INFO",
         "DELTA_WEIGHT_SYNC_FOLDER": str(folder),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",  # as the other replica: another number adds up in another order

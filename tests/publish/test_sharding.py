@@ -140,7 +140,7 @@ def resume(layout: str, folder: Path) -> str:
         model = Model()
         shard(model, layout)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-        with Publisher(f"{(folder / 'bucket').as_uri()}#run", folder / "base") as publisher:
+        with Publisher(f"{(folder / 'bucket').as_uri()}#run", folder / "base", state_minutes=0) as publisher:
             digest = _live(publisher, model, optimizer, last)
     return digest
 

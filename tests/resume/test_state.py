@@ -6,7 +6,9 @@ A float32 master is made again from its published bf16 bits and what is kept bes
 import contextlib
 import json
 import random
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,10 @@ from delta_weight_sync import Publisher, open_run
 from delta_weight_sync.checkpoint import to_bits, to_nearest
 from delta_weight_sync.errors import StateError
 from delta_weight_sync.publish.outbox import RepeatedSyncs
+from delta_weight_sync.resume import _state
 from delta_weight_sync.resume._state import StateRecord
 from delta_weight_sync.resume.optimizer import masters, split
+from delta_weight_sync.runlog import RunLogReader
 from delta_weight_sync.signing import new_pair
 from delta_weight_sync.store import open_bucket
 
@@ -28,13 +32,13 @@ STEPS = 6
 class Loop:
     """Random gradients: of torch, numpy and python, so that each of their states counts."""
 
-    def __init__(self, url: str, base: Path, lr: float = 1e-2, wide: int = 40) -> None:
+    def __init__(self, url: str, base: Path, lr: float = 1e-2, wide: int = 40, minutes: float = 0) -> None:
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Embedding(30, 8), torch.nn.Linear(8, wide))
         self.model[1].bias.data = self.model[1].bias.data.bfloat16()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: 1 / (1 + n))
-        self.publisher = Publisher(url, base)
+        self.publisher = Publisher(url, base, state_minutes=minutes)
         self.step = 0
 
     def restore(self) -> bool:
@@ -332,3 +336,38 @@ def test_what_is_kept_beside_a_bf16_number_is_nothing_odd():
     assert not rest.low.any()
     assert not rest.odd.size
     np.testing.assert_array_equal(masters(to_nearest(numbers), rest), numbers)
+
+
+@pytest.mark.parametrize(("upload_s", "saved_at"), [(1, [0, 300, 600, 900]), (60, [0, 600, 1200])])
+def test_states_are_minutes_apart_and_take_a_tenth_of_the_time_at_most(
+    url, base, monkeypatch, upload_s, saved_at
+):
+    """Of a step every 100 seconds; all their bytes are in the run's log."""
+    clock, put_file = [0.0], _state.put_file
+
+    def slow(*arguments: Any) -> Any:
+        clock[0] += upload_s
+        return put_file(*arguments)
+
+    monkeypatch.setattr(_state, "put_file", slow)
+    monkeypatch.setattr(_state, "time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time))
+    done = []
+    with contextlib.closing(Loop(url, base, minutes=5)) as loop:
+        for at in range(0, 1201 if upload_s > 1 else 1000, 100):
+            clock[0] = at
+            loop.train()
+            loop.publish()
+            done += [at] * loop.save()
+            loop.publisher.flush()
+        assert not loop.save()
+        loop.train()
+        loop.publish()
+        assert loop.publisher.save_state(loop.weights(), loop.optimizer, final=True)
+        loop.publisher.flush()
+        loop.publish()
+        states = loop.publisher.reader.bucket.list("runs/run/state/")
+        sent = loop.publisher.reader.bucket.sent
+    assert done == saved_at
+    events = RunLogReader(open_bucket(url.partition("#")[0]), "run").poll()
+    logged = sum(event.sent_bytes for event in events)
+    assert sum(info.size for info in states) < logged <= sent

@@ -31,7 +31,7 @@ from delta_weight_sync import Publisher, open_run
 from delta_weight_sync.store._files import FileBucket
 from delta_weight_sync.trl.trainer import Progress
 from examples import tiny_policy as tiny
-from trainer import resume, rollouts, train
+from trainer import rollouts, train
 from trainer.settings import Settings
 
 BATCH, STATE_EVERY = 8, 3
@@ -98,6 +98,7 @@ def live(
         replicas=[],
         task="brevity",
         state_every=STATE_EVERY,
+        state_minutes=0.0,
         **others,
     )
     settings = cpu_config(
@@ -112,7 +113,6 @@ def live(
     )
     parser = SimpleNamespace(parse_args_and_config=lambda: (script, settings))
     with (
-        mock.patch.object(resume, "PAUSE_S", 0.0),
         mock.patch.object(train, "TrlParser", return_value=parser),
         mock.patch.object(rollouts, "make_worker", lambda *_, progress, **__: Recorded(steps, progress)),
         mock.patch.object(Publisher, "publish", one_by_one(Publisher.publish)),

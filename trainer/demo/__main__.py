@@ -95,11 +95,12 @@ def _run(processes: Processes, name: str, folder: Path, port: int, minutes: floa
     space, env = free_port(port), free_port()
     env_url, replica_url = f"http://127.0.0.1:{env}", f"http://127.0.0.1:{space}"
     progress.say(f"dashboard    {replica_url}   (bucket {bucket_url})")
+    progress.say(f"play Wordle  {env_url}   (yourself, or watch the policy)")
     progress.say(f"logs         {folder}/env.log, replica.log, trainer.log")
     model = _checkpoint(name, folder, progress)
     keys = new_pair()  # as on Spaces, the trainer signs and the replica verifies
     readers = keys | {SIGNING_KEY: ""}
-    processes.start("env", ["env_space.app"], env_settings(env))
+    processes.start("env", ["env_space.app"], env_settings(env, replica_url))
     replica = replica_settings(policy, bucket_url, space, folder)
     processes.start("replica", ["inference_space.app"], replica | readers)
     command = trainer_command(policy, model, bucket_url, replica_url, env_url)
@@ -133,8 +134,9 @@ def _checkpoint(name: str, folder: Path, progress: Progress) -> Path:
     return smollm2.build(folder.parent / "smollm2-reverse-text", "reverse_text")
 
 
-def env_settings(port: int) -> dict[str, str]:
-    return {"WORDLE_HOST": "127.0.0.1", "WORDLE_PORT": str(port)}
+def env_settings(port: int, replica_url: str) -> dict[str, str]:
+    """The page shows the replica's games, too."""
+    return {"WORDLE_HOST": "127.0.0.1", "WORDLE_PORT": str(port), "WORDLE_REPLICA_URL": replica_url}
 
 
 def replica_settings(policy: Policy, bucket_url: str, port: int, folder: Path) -> dict[str, str]:

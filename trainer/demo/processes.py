@@ -125,6 +125,7 @@ def _signals_delayed() -> Iterator[None]:
 def free_port(wanted: int = 0) -> int:
     """Return `wanted`, or any free port of the loopback interface; raises `ChildError` if it is taken."""
     with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an earlier demo's port is free again
         try:
             probe.bind(("127.0.0.1", wanted))
         except OSError:

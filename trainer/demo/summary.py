@@ -12,12 +12,16 @@ from delta_weight_sync.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent
 from delta_weight_sync.util import size_text
 from trainer.demo.processes import ChildError
 
+_QUIET_S = 10.0  # without a line, after which the next step gets one
+_ENOUGH = 40  # steps, so that their first and last tenth say something
+
 
 class Progress:
-    """Prints the run's events as lines, at most one per ten steps."""
+    """Prints the run's events as lines. Of steps: every tenth, and more of slow ones."""
 
     def __init__(self, minutes: float) -> None:
         self._started, self._all_s = time.monotonic(), 60 * minutes
+        self._said = 0.0  # when the last line was printed
         self.events: list[Event] = []
         self.newest: int | None = None  # version; None before the first
         self._sync: SyncEvent  # of that version
@@ -34,6 +38,7 @@ class Progress:
 
     def say(self, line: str) -> None:
         """Print a line with the seconds since the start."""
+        self._said = self.seconds
         print(f"[{self.seconds:6.1f} s] {printable(line)}", flush=True)
 
     def show(self, events: Iterable[Event]) -> None:
@@ -52,7 +57,9 @@ class Progress:
                 if event.state != self._state:
                     self._state = event.state
                     self.say(f"replica: {event.state}")
-            elif isinstance(event, StepEvent) and event.step % 10 == 0:
+            elif isinstance(event, StepEvent) and (
+                event.step % 10 == 0 or self.seconds > self._said + _QUIET_S
+            ):
                 self._step(event)
             elif isinstance(event, DoneEvent):
                 self.say(f"trained; the last version is {event.version}")
@@ -109,12 +116,13 @@ def summarize(events: Sequence[Event], model: str, seconds: float) -> dict[str, 
 def table(summary: dict[str, Any]) -> str:
     """Format the figures of `summarize` for a terminal."""
     deltas = [v for v in summary["versions"] if v["version"] > 0 and v["changed"]]
+    few = ", too few steps to judge" if summary["steps"] < _ENOUGH else ""
     limit = "step limit" if summary["stopped_by"] == "steps" else "time limit"
     rows = [
         ("model", f"{summary['model']}, {size_text(summary['full_bytes'])} in bf16"),
         ("time", f"{summary['seconds']:.0f} s; ended by its {limit}"),
         ("syncs", f"{summary['syncs']} in {summary['steps']} steps"),
-        ("reward", f"{summary['reward_first']:.3f} -> {summary['reward_last']:.3f}"),
+        ("reward", f"{summary['reward_first']:.3f} -> {summary['reward_last']:.3f}{few}"),
     ]
     if deltas:
         payload = _median(deltas, "payload_bytes")

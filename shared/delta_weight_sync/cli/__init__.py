@@ -6,8 +6,8 @@ import argparse
 import importlib
 import os
 import sys
+from importlib import metadata
 
-from delta_weight_sync import __version__
 from delta_weight_sync.errors import DeltaWeightSyncError, printable
 
 COMMANDS = {
@@ -51,7 +51,7 @@ def main(words: list[str] | None = None) -> None:
 def _parser(words: list[str]) -> argparse.ArgumentParser:
     """The parser of all commands. Only the module of the given command is imported."""
     parser = argparse.ArgumentParser(prog="delta-weight-sync", description=__doc__)
-    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("--version", action="version", version=metadata.version("delta-weight-sync"))
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
         command = commands.add_parser(

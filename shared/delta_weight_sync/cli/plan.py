@@ -148,6 +148,7 @@ total, before vLLM starts|{time(plan.join_s)}|at worst {time(plan.join_worst_s)}
 
 storage and money
 bucket grows by|{size(plan.stored_hour)}/h|nothing is deleted unless you ask for it
+trainer states|{size(plan.states_hour)}/h|in addition; two stay, {size(plan.state)} each
 egress|{size(plan.egress_hour)}/h|{ratio:.1f} times what is stored; {included}
 requests for files|{_figure(plan.file_requests)}|in 5 minutes; the Hub allows {cost.FILES_ALLOWED}
 requests to the Hub's API|{_figure(plan.api_requests)}|in 5 minutes; the Hub allows {cost.API_ALLOWED}

@@ -201,6 +201,7 @@ class Outbox:
             self.shortcuts.close()
             raise
         self._anchor = writer.newest.anchor.version if writer.newest else -1  # the newest that was logged
+        self._sent = 0  # bytes of all uploads up to the newest version
         self._encoded = b""  # the delta file of the version that is being published
         self._updates: list[PendingUpdate] = []  # oldest first; merged into one, but a pinned one stays alone
         self._held = False  # the updates may lead to a version that the bucket has
@@ -406,6 +407,7 @@ class Outbox:
     def _report(self, manifest: Manifest, job: PendingUpdate, encode_s: float) -> None:
         """Log a version that is in the bucket, and hand it to `shortcuts`."""
         anchor_bytes = manifest.anchor.files[0].size if manifest.anchor.version != self._anchor else 0
+        sent, self._sent = self._sent, self._writer.bucket.sent
         self._anchor = manifest.anchor.version
         self._log.append(
             SyncEvent(
@@ -413,6 +415,7 @@ class Outbox:
                 t=time.time(),
                 payload_bytes=manifest.deltas[-1].size if manifest.deltas else anchor_bytes,
                 anchor_bytes=anchor_bytes,
+                sent_bytes=self._sent - sent,
                 diff_s=job.diff_s,
                 encode_s=encode_s,
                 publish_s=time.time() - job.created_at,

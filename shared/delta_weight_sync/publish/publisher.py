@@ -52,6 +52,7 @@ class PublisherOptions(TypedDict, total=False):
     mirror: Place
     keep: str | None
     allow_nonfinite: bool
+    state_minutes: float
     signing_key: str | Path | None
     on_version: Callable[[Manifest], object] | None
 
@@ -78,6 +79,8 @@ class Publisher:
         mirror: Which memory holds the published bits, "host" or (on a GPU) "device".
         keep: How much of the run stays in the bucket, such as "20GB" or "7d"; by default all of it.
         allow_nonfinite: Publish NaN and infinite weights; by default they are an error.
+        state_minutes: Least minutes between two saved states, 5 by default; more after a slow upload, so that
+            states take a tenth of the time at most. With 0, `save_state` saves whenever it can.
         signing_key: The key that signs every version, or the file that `delta-weight-sync keygen` wrote. By
             default the key in DELTA_WEIGHT_SYNC_SIGNING_KEY, if that is set.
         on_version: Called on the main rank with the manifest of each published version.
@@ -132,7 +135,8 @@ class Publisher:
             self.reader = RunReader(open_bucket(place), run or DEFAULT_RUN, trusted)
         others = Peers(alone=self._peers.size == 1)
         # A second group of processes: the background thread must not share the trainer's collectives.
-        self._saver = StateSaver(self.reader, others, self._outbox, self._writer)
+        every_s = 60 * options.get("state_minutes", 5.0)
+        self._saver = StateSaver(self.reader, others, self._outbox, self._writer, every_s)
 
     @property
     def is_main(self) -> bool:
@@ -259,10 +263,10 @@ class Publisher:
         optimizer: torch.optim.Optimizer,
         *,
         extra: dict[str, Any] | None = None,
-        pause_s: float = 0.0,
+        final: bool = False,
         **others: Stateful,
     ) -> bool:
-        """Save everything that a trainer needs to resume here; call it right after `publish`.
+        """Save everything that a trainer needs to resume here; call it right after each `publish`.
 
         Returns once the state is copied to the host; the first state of a run is in the bucket by then. Later
         ones go there in the background, after their version.
@@ -271,19 +275,18 @@ class Publisher:
             weights: Every tensor that training changes, under the names of `publish`.
             optimizer: Its state, such as moments, is saved.
             extra: JSON of your own, such as the number of samples used.
-            pause_s: Least seconds since the last state; the main rank's clock decides.
+            final: Save it even if `state_minutes` have not passed: at the end of training.
             **others: Learning rate schedule, gradient scaler.
 
         Returns:
-            False, with nothing saved, while an earlier state is being uploaded, before `pause_s`, or while this
-            trainer repeats syncs that are in the bucket already.
+            False, with nothing saved, if the last state is younger than `state_minutes` or still being
+            uploaded, or while this trainer repeats syncs that are in the bucket already.
 
         Raises:
             StateError: A value cannot be saved.
         """
-        ready = not self._saver.busy and (
-            self._outbox is None or (time.monotonic() - self._saver.begun >= pause_s and self._outbox.pin())
-        )
+        ready = (final or self._saver.due) and not self._saver.busy
+        ready = ready and (self._outbox is None or self._outbox.pin())
         if not all(self._peers.exchange(ready)):
             return False
         with self._peers.fail_together():

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Container, Iterator
@@ -64,13 +63,18 @@ class StateSaver:
     """Puts one snapshot at a time into the bucket, in the background. Every rank has one; all go in step."""
 
     def __init__(
-        self, reader: RunReader, peers: Peers, outbox: Outbox | None, writer: RunWriter | None
+        self,
+        reader: RunReader,
+        peers: Peers,
+        outbox: Outbox | None,
+        writer: RunWriter | None,
+        every_s: float,
     ) -> None:
         """The main rank gives `outbox` and `writer`."""
         self._reader, self._peers, self._outbox, self._writer = reader, peers, outbox, writer
+        self._every_s, self._next = every_s, 0.0  # when the next snapshot is due
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        self.begun = -math.inf  # the monotonic clock at the last snapshot
 
     @property
     def used(self) -> bool:
@@ -82,9 +86,14 @@ class StateSaver:
         """Whether a snapshot is on its way."""
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def due(self) -> bool:
+        """Whether the last snapshot is old enough: uploads take a tenth of the time, so of the link."""
+        return time.monotonic() >= self._next
+
     def save(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
         """Put the snapshot into the bucket once its version is there."""
-        self._failure, arguments, self.begun = None, (snapshot, sync, extra), time.monotonic()
+        self._failure, arguments = None, (snapshot, sync, extra)
         self._thread = threading.Thread(target=self._run, args=arguments, name="state", daemon=True)
         self._thread.start()
 
@@ -102,12 +111,16 @@ class StateSaver:
             raise self._failure
 
     def _run(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
+        started = time.monotonic()
         try:
             with self._peers.fail_together():
                 self._save(snapshot, sync, extra)
         except Exception as error:  # noqa: BLE001 - training continues; `require` raises it
             self._failure = error
             _log.warning("the trainer's state was not saved: %s; the previous one stays", error)
+        if self._every_s:
+            took = time.monotonic() - started
+            self._next = started + max(self._every_s, 10 * took)
 
     def _save(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
         # The main rank's count of syncs names the state, because TRL counts on that rank only.

@@ -44,13 +44,13 @@ class Bucket(ABC):
     """Objects under one URL. Safe to use from several threads and processes."""
 
     url: str
+    sent: int = 0  # bytes of all uploads so far
     _failures: ClassVar[tuple[type[Exception], ...]]  # what the store's libraries raise
 
     def put(self, key: str, data: bytes | Path) -> None:
         """Store an object, whole or not at all; replaces an older one."""
         check_key(key)
-        if isinstance(data, Path):
-            data.stat()  # outside: a file that cannot be read is no fault of the bucket
+        self.sent += size_of(data)  # outside: a file that cannot be read is no fault of the bucket
         with self._explained(key, write=True):
             self._put(key, data)
 
@@ -135,6 +135,11 @@ class Bucket(ABC):
             raise ProtocolError(
                 f"{self.url}/{key} has {size} bytes, but at most {limit} are allowed: it was not read"
             )
+
+
+def size_of(data: bytes | Path) -> int:
+    """The bytes of an object to store."""
+    return len(data) if isinstance(data, bytes) else data.stat().st_size
 
 
 def is_key(key: str) -> bool:

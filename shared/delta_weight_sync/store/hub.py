@@ -163,6 +163,10 @@ class HubBucket(_base.Bucket):
 
     def put_all(self, objects: Sequence[tuple[str, bytes | Path]]) -> None:
         """Store objects by one upload and one request, whose answer is the proof."""
+        self.sent += sum(_base.size_of(data) for _, data in objects)
+        self._upload(objects)
+
+    def _upload(self, objects: Sequence[tuple[str, bytes | Path]]) -> None:
         files, headers = [_BucketAddFile(data, self._path(key)) for key, data in objects], build_hf_headers()
         url = f"{self._api.endpoint}/api/buckets/{self._id}/xet-write-token"
         with self._explained(objects[-1][0], write=True):
@@ -245,7 +249,7 @@ class HubBucket(_base.Bucket):
         return HubNotifications(self._api.endpoint, self._id, self._folder, prefix, _quotas[self._id])
 
     def _put(self, key: str, data: bytes | Path) -> None:
-        self.put_all([(key, data)])
+        self._upload([(key, data)])
 
     def _stat(self, key: str) -> _base.ObjectInfo:
         found = self._api.get_bucket_file_metadata(self._id, self._path(key))
