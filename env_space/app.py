@@ -1,4 +1,4 @@
-"""Games of Wordle over plain HTTP and over OpenEnv's WebSocket, and a page where a person plays."""
+"""Serves games of Wordle over plain HTTP and OpenEnv's WebSocket, and a page on which people play."""
 
 import asyncio
 import logging
@@ -59,29 +59,29 @@ MAX_BODY_BYTES = 16 * 1024
 LIMITS = Limits(
     request_s=20.0, covers_body=True, unread_s=30.0, head_bytes=16 * 1024, pipelined=8, keep_active=False
 )
-MAX_VISITORS = 1024  # connections without the key; if more games are allowed, as many as games
+MAX_VISITORS = 1024  # limit on connections without the key, or the maximum number of games if that is more
 MAX_PLAYED, MAX_PLAYED_EACH = 64, 8  # games on the page at the same time: in total, and per address
-LOG_LINES = 600  # per minute and source line
+LOG_LINES = 600  # lines that one logging call may write per minute
 REAP_EVERY_S = 5.0
-KEEP_ALIVE_S = 120  # a policy thinks for seconds between two moves on one connection
+KEEP_ALIVE_S = 120  # between two moves on one connection, a policy generates for seconds
 STOP_WITHIN_S = 10
-# A client may spend minutes on a training step. Games expire anyway; this only frees sockets.
+# Long, because a client may spend minutes on a training step. Games expire anyway: pings only free sockets.
 PING_EVERY_S, PING_TIMEOUT_S = 30, 300
-RETRY_AFTER_S = "1"  # a game takes seconds, and there is room as soon as one ends
+RETRY_AFTER_S = "1"  # a game takes seconds, and the end of any game makes room
 PAGE = Path(__file__).with_name("page")
-# The page loads nothing from other sites, and no text of a policy can run as a script.
+# The page may load nothing from other sites, and no text of a policy may run as a script.
 _PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'"}
 _BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
-_SPARE_FILES = 64  # besides connections: the log, the event loop's own, the watched replica
+_SPARE_FILES = 64  # open files that are not clients: the log, the event loop, the watched replica
 
-# All other paths need the key, so a route that is added is closed until it is listed here.
+# All other paths need the key, so a new route is closed until you add it here.
 OPEN = re.compile(
     r"/|/(health|words|metrics|schema|metadata|watch|mcp)|/(docs|redoc|openapi\.json)|/(page|play)(/.*)?"
 )
 KEY_MISSING = (
-    f"This needs the Space's key; send its WORDLE_KEY in the header {KEY_HEADER} (trainers: set SPACE_KEY)."
+    f"This needs a key: send the Space's WORDLE_KEY in the header {KEY_HEADER} (trainers: set SPACE_KEY)."
 )
-KEY_WRONG = f"The key in {KEY_HEADER} is not this Space's; compare it with its WORDLE_KEY."
+KEY_WRONG = f"The key in {KEY_HEADER} is wrong: send the value of this Space's WORDLE_KEY."
 
 SETUP = Setup(
     space="environment",
@@ -89,8 +89,8 @@ SETUP = Setup(
     needs={
         "WORDLE_KEY": Need(
             "secret",
-            "Opens the API. Trainers send it from their variable SPACE_KEY. Visitors play on the page without"
-            " it. To let anyone use the API, set the variable WORDLE_OPEN to true instead.",
+            "The API needs this key; trainers send it as SPACE_KEY. Visitors play on the page without it. To"
+            " let anyone use the API, set the variable WORDLE_OPEN to true instead.",
             NEW_KEY,
         )
     },
@@ -104,17 +104,17 @@ _INTEGER = BeforeValidator(lambda n: int(n) if isinstance(n, float) and n.is_int
 
 
 class Opening(BaseModel):
-    """A request for a game. Sent again with the same `id` and seed, it finds the game it opened."""
+    """A request for a game. If you send it again with the same `id` and seed, you get the same game."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     seed: Annotated[int, Field(gt=-MAX_SEED, lt=MAX_SEED, description="selects the secret"), _INTEGER]
-    split: Annotated[Split, Field(description="train, or the tenth of the words held out of it")] = "train"
-    id: Annotated[UUID | None, Field(strict=False, description="of your choice; makes a retry safe")] = None
+    split: Annotated[Split, Field(description="train, or held_out: words not used in train")] = "train"
+    id: Annotated[UUID | None, Field(strict=False, description="chosen by you; makes a retry safe")] = None
 
 
 class Opened(BaseModel):
-    """A game that waits for its first guess."""
+    """A new game, before its first guess."""
 
     session: UUID
     observation: str
@@ -123,7 +123,7 @@ class Opened(BaseModel):
 
 
 class Guess(BaseModel):
-    """Move number `turn` of a game. Sent again, it is played once and answered the same."""
+    """Move number `turn` of a game. If you send it again, it is not played twice; you get the same answer."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -142,7 +142,7 @@ class Closed(BaseModel):
 
 
 class Words(BaseModel):
-    """Every possible secret, the ones that no training game has, and the size of a game."""
+    """All possible secrets, those that training never uses, and the length of words and games."""
 
     answers: tuple[str, ...]
     held_out: tuple[str, ...]
@@ -151,7 +151,7 @@ class Words(BaseModel):
 
 
 class Health(BaseModel):
-    """Whether the service is up, and how full it is."""
+    """Whether the service is up, how many games are in play, and how many may be."""
 
     status: str
     sessions: int
@@ -159,7 +159,7 @@ class Health(BaseModel):
 
 
 class Metrics:
-    """The counters of one service. Games and guesses are counted when their game ends."""
+    """The metrics of one service. Games and guesses are counted when the game ends."""
 
     def __init__(self) -> None:
         self.registry = registry = prometheus.CollectorRegistry()
@@ -168,10 +168,8 @@ class Metrics:
         self._games = prometheus.Counter("wordle_games", "Games that ended", labels, registry=registry)
         self._guesses = prometheus.Counter("wordle_guesses", "Guesses played", ["kind"], registry=registry)
         self.active = prometheus.Gauge("wordle_active_sessions", "Games in play", registry=registry)
-        self.capacity = prometheus.Gauge(
-            "wordle_max_sessions", "Games that may be in play", registry=registry
-        )
-        about = "From a move's request being read to its answer being written"
+        self.capacity = prometheus.Gauge("wordle_max_sessions", "Maximum games in play", registry=registry)
+        about = "Seconds from the arrival of a move to its answer"
         seconds = prometheus.Histogram(
             "wordle_move_seconds", about, ["via"], buckets=_BUCKETS_S, registry=registry
         )
@@ -189,7 +187,7 @@ class Metrics:
 
 
 def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) -> FastAPI:
-    """The service with an empty store; games age by `clock`, in seconds.
+    """Build the service, with an empty store. `clock` returns the time in seconds, by which games expire.
 
     Raises `ValueError` if the word list has fewer words than `settings.answers`.
     """
@@ -200,7 +198,7 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) 
         _log.info("game ended", extra={"fields": session.summary()})
 
     sessions = Sessions(settings.max_sessions, settings.session_ttl_s, ended, clock)
-    # Visitors' games have stores of their own, so they take no room from a trainer. They are counted but not
+    # Visitors' games have separate stores, so they take no room from trainers. They are counted, but not
     # logged, so that a client without the key cannot fill the log.
     visitors_store = partial(
         Sessions, ttl_s=settings.session_ttl_s, on_end=metrics.count_game, clock=clock, advice=""
@@ -210,7 +208,7 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) 
     stores = (sessions, visitors, watched)
 
     async def reap_forever() -> None:
-        """Every request reaps too; this frees memory when no request comes."""
+        """Free memory even if no request comes. (Every request reaps, too.)"""
         while True:
             await asyncio.sleep(REAP_EVERY_S)
             for store in stores:
@@ -237,8 +235,8 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) 
 
 
 def _check_key(app: ASGIApp, key: str) -> ASGIApp:
-    """ASGI middleware: reading and the page's games are open, the API needs the key. Without a key everything
-    is open, for a machine that is not reachable by others."""
+    """ASGI middleware: the API needs the key; read-only routes and the page's games do not.
+    If no key is set, everything is open. Use that only on a machine that others cannot reach."""
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         opened = scope["type"] == "lifespan" or OPEN.fullmatch(scope["path"])
@@ -253,12 +251,12 @@ def _check_key(app: ASGIApp, key: str) -> ASGIApp:
 
 
 def _add_games(app: FastAPI, sessions: Sessions, rules: Rules, at: str, via: str, documented: bool) -> None:
-    """Add the routes of a session. No handler awaits after it reads its request: the store needs no locks."""
+    """Add the routes of games. No handler awaits after it read its request, so the store needs no locks."""
     statuses = refusals(400, 401, 409, 413, 422, 503)
 
     @app.post(at, status_code=201, responses=statuses, include_in_schema=documented)
     async def open(opening: Opening, request: Request) -> Opened:
-        """Start a game whose secret the seed selects."""
+        """Start a game. The seed selects its secret."""
         game = rules.deal(opening.seed, opening.split)
         origin = Origin(opening.seed, opening.split, via)
         session = sessions.open(opening.id or uuid4(), origin, game, client_address(request.scope))
@@ -270,7 +268,7 @@ def _add_games(app: FastAPI, sessions: Sessions, rules: Rules, at: str, via: str
         )
 
     async def guess(session: UUID, guess: Guess) -> Move:
-        """Play a move; an invalid word costs the turn too. `reward` is that of the game so far."""
+        """Play a move. An invalid word also costs a turn. `reward` is the reward of the game so far."""
         return sessions.play(session, guess.turn, guess.word)
 
     app.router.add_api_route(
@@ -284,7 +282,7 @@ def _add_games(app: FastAPI, sessions: Sessions, rules: Rules, at: str, via: str
 
     @app.delete(f"{at}/{{session}}", responses=refusals(401, 404, 422), include_in_schema=documented)
     async def close(session: UUID) -> Closed:
-        """End a session and read its final reward; a game that is not over is given up."""
+        """End a game (a session) and return its final reward. A game that is not over counts as given up."""
         game = sessions.close(session)
         parts = game.reward_parts()
         return Closed(
@@ -293,7 +291,7 @@ def _add_games(app: FastAPI, sessions: Sessions, rules: Rules, at: str, via: str
 
 
 def _add_pages(app: FastAPI, sessions: Sessions, rules: Rules, metrics: Metrics) -> None:
-    """Add the routes that only read: the page for people, the words, health, and metrics for Prometheus."""
+    """Add the read-only routes: the page for people, the words, health, and metrics for Prometheus."""
     every_word, length = rules.train + rules.held_out, rules.settings.length
     words = Words(answers=every_word, held_out=rules.held_out, length=length, max_guesses=MAX_GUESSES)
     metrics.active.set_function(sessions.__len__)
@@ -306,12 +304,12 @@ def _add_pages(app: FastAPI, sessions: Sessions, rules: Rules, metrics: Metrics)
 
     @app.get("/words")
     async def list_words() -> Words:
-        """Every word that can be the secret, in an order that is the same everywhere."""
+        """List all words that can be the secret, always in the same order."""
         return words
 
     @app.get("/health")
     async def health() -> Health:
-        """Whether the service is up, and how many games are in play."""
+        """Say whether the service is up, and how many games are in play."""
         return Health(status="healthy", sessions=len(sessions), max_sessions=sessions.capacity)
 
     @app.get("/metrics", response_class=Response, include_in_schema=False)
@@ -322,7 +320,7 @@ def _add_pages(app: FastAPI, sessions: Sessions, rules: Rules, metrics: Metrics)
 
 
 class _MoveRoute(APIRoute):
-    """Reads and writes a move with pydantic alone: most requests are moves, and this halves their cost."""
+    """Parses and answers moves with pydantic alone. Most requests are moves, and this halves their cost."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         async def play(request: Request) -> Response:
@@ -330,7 +328,7 @@ class _MoveRoute(APIRoute):
             try:
                 session = UUID(request.path_params["session"])
             except ValueError:
-                found = {"type": "uuid_parsing", "loc": ("path", "session"), "msg": "A session id is a UUID"}
+                found = {"type": "uuid_parsing", "loc": ("path", "session"), "msg": "it is not a UUID"}
                 raise RequestValidationError([found]) from None
             try:
                 guess = Guess.model_validate_json(await request.body())
@@ -360,14 +358,14 @@ def _answer_problems(app: FastAPI) -> None:
     async def unroutable(_: Request, error: HTTPException) -> JSONResponse:
         sentence = error.detail
         if error.status_code == HTTPStatus.BAD_REQUEST:
-            sentence = "The body could not be parsed; send a small JSON object."
+            sentence = "The body could not be parsed: send a small JSON object."
         elif sentence == HTTPStatus(error.status_code).phrase:
-            sentence = f"{sentence}: this path or method is not part of the API; GET /docs lists what is."
+            sentence = f"{sentence}: the API has no such path or method; GET /docs lists all."
         return problem(error.status_code, sentence, error.headers)
 
     @app.exception_handler(ClientDisconnect)
     async def left(_: Request, __: ClientDisconnect) -> JSONResponse:
-        """The client is gone, but without an answer each client that hangs up would log a traceback."""
+        """Answer a client that is gone. Without this, each one would leave a traceback in the log."""
         return problem(400, "The body is incomplete; send the request again.")
 
 
@@ -381,8 +379,8 @@ def _explain(found: Mapping[str, Any]) -> str:
 
 
 def server_options(key: str = "", games: int = 0, limits: Limits = LIMITS) -> dict[str, Any]:
-    """uvicorn's options. The limit on connections without the key leaves room for two connections per game of
-    `games`."""
+    """uvicorn's options. The limit on connections without the key leaves room for `games` games with two
+    connections each."""
     visitors = max(MAX_VISITORS, games)
     wanted = visitors + 2 * games
     connections = open_files(wanted + _SPARE_FILES) - _SPARE_FILES
@@ -390,7 +388,7 @@ def server_options(key: str = "", games: int = 0, limits: Limits = LIMITS) -> di
     return {
         "http": limited_http(limits, visitors, key),
         "limit_concurrency": connections,
-        # Shorter than the visitors' limit, so an accepted client is served before others evict it.
+        # Shorter than the visitors' limit, so that clients in the backlog cannot evict one that was accepted.
         "backlog": visitors // 2,
         "forwarded_allow_ips": PROXIES,
         "headers": [("Content-Security-Policy", FRAMING), ("Referrer-Policy", "no-referrer"), *SAFE_HEADERS],
@@ -406,7 +404,7 @@ def server_options(key: str = "", games: int = 0, limits: Limits = LIMITS) -> di
 
 
 def find_problems(environ: Mapping[str, str]) -> Problems:
-    """What keeps a Space on the Hub with these variables from starting."""
+    """The variables that would prevent a Space on the Hub from starting, each with its problem."""
     found = key_problem(environ, "WORDLE_KEY", "WORDLE_OPEN")
     try:
         rules_from(Settings.read(environ))
@@ -418,10 +416,10 @@ def find_problems(environ: Mapping[str, str]) -> Problems:
 
 
 def main() -> None:
-    """Serve with the settings in the environment, in one process, because games live in its memory. A Space
-    that is not set up says so: on the Hub on its page, elsewhere as it exits."""
+    """Serve with the settings in the environment, in one process, because it has all games in memory.
+    If settings are missing or wrong, a Space on the Hub shows that on its page; elsewhere this exits."""
     log_as_json(LOG_LINES)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would name the replica at every move
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # INFO would name the replica at every move
     if "SPACE_ID" in os.environ and (problems := find_problems(os.environ)):
         _log.error(SETUP.sentence(problems))
         host, port = Settings.listen_address(os.environ)

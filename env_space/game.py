@@ -1,4 +1,4 @@
-"""Wordle in plain Python: the words, the feedback, the rules, one game and its reward."""
+"""Wordle in plain Python: the words, the feedback, the rules, a game and its reward."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -14,13 +14,13 @@ from env_space.settings import Settings
 
 LENGTH = 5
 MAX_GUESSES = 6
-MAX_STORED = 32  # characters stored of a guess: a policy may write a novel, and 1,000 games store six each
-MAX_SEED = 2**53  # integers below are exact in every language's JSON
-HELD_OUT = 10  # one answer in ten is held out
+MAX_STORED = 32  # characters of a guess that are stored, because a policy may write very long ones
+MAX_SEED = 2**53  # all languages can read integers below this exactly from JSON
+HELD_OUT = 10  # one answer in ten is never used in training
 
-SOLVED, EARLY = 1.0, 0.05  # the reward for solving, and for each guess left over
-LETTERS = 0.2  # for a best guess that is all green; each green earns an equal part, each yellow half of one
-GAVE_UP = 0.2
+SOLVED, EARLY = 1.0, 0.05  # the reward for solving, and for each unused guess
+LETTERS = 0.2  # the reward if all letters of the best guess are green; a yellow earns half of a green
+GAVE_UP = 0.2  # the cost of giving up
 
 GREEN, YELLOW, GREY = "+", "?", "-"
 OPENING = "Play Wordle."
@@ -31,7 +31,7 @@ Split = Literal["train", "held_out"]
 
 
 class GameError(Exception):
-    """A request cannot be served; the message is a sentence for the client, `status` the HTTP status."""
+    """A request cannot be served. The message is a sentence for the client; `status` is the HTTP status."""
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -40,7 +40,7 @@ class GameError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RewardParts:
-    """What a game has earned so far, part by part; a trainer can use the sum or combine the parts itself."""
+    """The reward of a game so far, in parts. A trainer can use the sum, or combine the parts itself."""
 
     solved: float
     greens: float
@@ -57,14 +57,14 @@ class RewardParts:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One played turn.
+    """The result of one turn.
 
     Attributes:
         word: The guess in lower case, cut to `MAX_STORED` characters.
-        observation: The compact text for the policy.
+        observation: The feedback as a short text for the policy.
         feedback: One mark per letter, empty for an invalid word.
         message: A sentence if the word was invalid or repeated, else empty.
-        reward: What the game has earned so far, the sum of `reward_parts`.
+        reward: The reward of the game so far: the sum of `reward_parts`.
         secret: Empty until the game is over.
     """
 
@@ -87,8 +87,8 @@ MOVE = TypeAdapter(Move)
 def feedback(guess: str, secret: str) -> str:
     """Mark each letter of `guess`: '+' in place, '?' elsewhere, '-' absent.
 
-    A letter gets at most as many greens and yellows as it occurs in the secret: greens first, then yellows
-    from the left.
+    A letter gets at most as many '+' and '?' as it occurs in the secret: first every '+', then '?' from the
+    left.
     """
     unmatched = Counter(s for g, s in zip(guess, secret, strict=True) if g != s)
     marks = []
@@ -104,13 +104,13 @@ def feedback(guess: str, secret: str) -> str:
 
 
 def render(guess: str, marks: str) -> str:
-    """Letter, position and mark in turn: ('crane', '-?+--') gives 'c1-r2?a3+n4-e5-'."""
+    """Write letter, position and mark of each place: ('crane', '-?+--') gives 'c1-r2?a3+n4-e5-'."""
     return "".join(f"{letter}{i}{mark}" for i, (letter, mark) in enumerate(zip(guess, marks, strict=True), 1))
 
 
 @cache
 def guesses(length: int = LENGTH) -> frozenset[str]:
-    """Every word of `length` letters that may be guessed, answers included."""
+    """All words of `length` letters that may be guessed, including the answers."""
     return frozenset(_read(f"guesses-{length}.txt"))
 
 
@@ -132,12 +132,12 @@ def secret_for(seed: int, words: Sequence[str]) -> str:
 
 
 def quote(word: str) -> str:
-    """`word` in quotes for a sentence, cut to 20 characters."""
+    """Put `word`, cut to 20 characters, in quotes."""
     return repr(word if len(word) <= 20 else word[:20] + "...")
 
 
 class Game:
-    """Six guesses at one secret. Every guess costs a turn; only valid ones earn reward for letters."""
+    """A game: six guesses at one secret. Every guess costs a turn; only valid guesses earn a reward."""
 
     def __init__(
         self,
@@ -149,8 +149,8 @@ class Game:
         self.secret = secret
         self.moves: list[Move] = []
         self.solved = self.gave_up = False
-        self.turns = self.invalid = self.repeated = 0  # guesses: all, and the wasted ones
-        self._closest = (0, 0)  # greens and yellows of the best guess; a wasted guess does not change them
+        self.turns = self.invalid = self.repeated = 0  # number of guesses: all, invalid, and repeated ones
+        self._closest = (0, 0)  # greens and yellows of the best guess
         self._valid = valid
         self._invalid_cost, self._repeated_cost = invalid_cost, repeated_cost
 
@@ -160,7 +160,7 @@ class Game:
         return self.solved or self.gave_up or self.turns == MAX_GUESSES
 
     def guess(self, word: str) -> Move:
-        """Play one turn; upper case is read as lower case. Raises GameError after the end."""
+        """Play one turn. Upper case counts as lower case. Raises GameError if the game is over."""
         if self.over:
             raise GameError(409, f"The game ended after turn {self.turns}; start a new one to guess again.")
         word, self.turns = word.lower(), self.turns + 1
@@ -191,11 +191,11 @@ class Game:
         return move
 
     def give_up(self) -> None:
-        """End the game where it stands; a game that is over does not change."""
+        """End the game now. A game that is over does not change."""
         self.gave_up = self.gave_up or not self.over
 
     def reward_parts(self) -> RewardParts:
-        """What the game has earned so far."""
+        """The reward of the game so far."""
         greens, yellows = self._closest
         # Subtract from 0.0 instead of negating: without a cost the result is then 0.0, not -0.0.
         return RewardParts(
@@ -208,29 +208,29 @@ class Game:
         )
 
     def _invalid_reason(self, word: str) -> str:
-        """A sentence that says why `word` cannot be guessed, empty if it can."""
+        """A sentence that says why `word` is invalid; empty if it is valid."""
         if word in self._valid:
             return ""
         if not (word.isascii() and word.isalpha()):
-            return f"{quote(word)} is not made of the letters a to z."
+            return f"{quote(word)} has characters other than the letters a to z."
         if len(word) != len(self.secret):
-            return f"{quote(word)} has {len(word)} letters; a guess has {len(self.secret)}."
+            return f"{quote(word)} has {len(word)} letters; a guess must have {len(self.secret)}."
         return f"{quote(word)} is not in the word list."
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The words and the settings of every game. No training game has a secret in `held_out`."""
+    """The words and settings of all games. No training game has a secret from `held_out`."""
 
     train: tuple[str, ...]
     held_out: tuple[str, ...]
     settings: Settings
 
     def deal(self, seed: int, split: Split = "train") -> Game:
-        """The game whose secret `seed` selects. Raises GameError if `split` has no words."""
+        """Start the game whose secret `seed` selects. Raises GameError if `split` has no words."""
         words = self.train if split == "train" else self.held_out
         if not words:
-            without = f"With {len(self.train)} answers none is held out"
+            without = f"Of {len(self.train)} answers, none is held out"
             raise GameError(422, f"{without}: set WORDLE_ANSWERS to at least {HELD_OUT}.")
         given = self.settings
         return Game(
@@ -242,8 +242,7 @@ class Rules:
 
 
 def rules_from(settings: Settings) -> Rules:
-    """The rules that `settings` describe. Raises ValueError if there are fewer answers than
-    `settings.answers`."""
+    """Build the rules. Raises ValueError if the word list has fewer than `settings.answers` words."""
     words = answers(settings.answers, settings.length)
     trained = len(words) - len(words) // HELD_OUT
     return Rules(words[:trained], words[trained:], settings)

@@ -1,10 +1,9 @@
-"""OpenEnv's protocol: one game per WebSocket at `/ws`, and the HTTP routes by which OpenEnv's tools recognise
-an environment.
+"""OpenEnv's protocol: a WebSocket at `/ws`, with one game at a time, and the HTTP routes of OpenEnv's tools.
 
-It is implemented here because the `openenv` package installs a hundred others. The tests run its real client
-and its validation command against this module. The texts are those of the public OpenEnv Wordle environment,
-so that its clients understand them: the guess stands in square brackets, and the marks are the letters G, Y
-and X on a line below "Feedback:". "You attempted an invalid move" means that the guess was
+It is implemented here because the `openenv` package installs a hundred other packages. The tests run its real
+client and its validation command against this module. The texts are those of OpenEnv's public Wordle
+environment, so that its clients understand them: guesses are in square brackets, and the marks are the
+letters G, Y and X on a line below "Feedback:". "You attempted an invalid move" says that the guess was
 invalid: it used up a turn and got no marks.
 """
 
@@ -27,18 +26,18 @@ from env_space.game import MAX_GUESSES, MAX_SEED, MOVE, GameError, Move, Rules, 
 from env_space.sessions import Origin, Sessions
 
 Answer = dict[str, Any]
-Timer = Callable[[str, float], None]  # gets the protocol and the seconds of a move
-BUSY = "Too many connections wait without a game; connect again and reset."
-MOST_IDLE = 64  # connections without a game; if more games are allowed, as many as games
-IDLE = "Closed after {:g} s without a message; connect again and reset."
-RESET_FIRST = "No game is in play on this connection; send a reset first."
+Timer = Callable[[str, float], None]  # takes a protocol ("ws") and the seconds that a move took
+BUSY = "Too many connections wait without a game: connect again and send a reset."
+MOST_IDLE = 64  # limit on connections without a game, or the maximum number of games if that is more
+IDLE = "Closed after {:g} s without a message: connect again and send a reset."
+RESET_FIRST = "No game is in play on this connection: send a reset first."
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _EXAMPLES = {4: "lane", 5: "crane", 6: "planet", 7: "strange"}
 _LETTERS = str.maketrans("+?-", "GYX")
 
 
 class Reset(BaseModel):
-    """The data of a `reset` message; without a seed the server draws one."""
+    """The data of a `reset` message. Without a seed, the server draws one."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -48,7 +47,7 @@ class Reset(BaseModel):
 
 
 class Action(BaseModel):
-    """The data of a `step` message: a guess between square brackets, or only the word."""
+    """The data of a `step` message: a text with the guess in square brackets, or only the word."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -65,8 +64,8 @@ class Message(BaseModel):
 class Observation(BaseModel):
     """What a player sees after a reset or a step.
 
-    `messages` holds one message, the text of the game so far; `info` is the last move with its reward part
-    by part. `reward` is that of the game so far, and exists from the first step on.
+    `messages` has one message, the text of the game so far. `info` is the last move, with the parts of the
+    reward. `reward` is the reward of the game so far; before the first step it is None.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -82,7 +81,7 @@ class Observation(BaseModel):
 
 
 class State(BaseModel):
-    """Where the game of a connection stands, without the secret."""
+    """The state of the connection's game, without the secret."""
 
     episode_id: str | None
     step_count: int
@@ -96,7 +95,7 @@ class State(BaseModel):
 
 
 class Table:
-    """One connection and the game that is played on it."""
+    """One connection, and the game in play on it."""
 
     def __init__(self, sessions: Sessions, rules: Rules) -> None:
         self._sessions, self._rules = sessions, rules
@@ -107,11 +106,11 @@ class Table:
         self._last: Answer = {}  # the last move
 
     def answer(self, raw: str) -> Answer | None:
-        """The answer to one message, None to one that ends the connection."""
+        """Answer one message. Returns None if the message ends the connection."""
         message = _object(raw)
         if message is None:
             example = '{"type": "reset", "data": {}}'
-            return _error("INVALID_JSON", f"A message is a JSON object like {example}.")
+            return _error("INVALID_JSON", f"The message is not a JSON object: send one like {example}.")
         data = message.get("data", {})
         try:
             match message.get("type"):
@@ -123,7 +122,7 @@ class Table:
                     return {"type": "state", "data": self._state().model_dump()}
                 case "close":
                     return None
-            return _error("UNKNOWN_TYPE", "The type of a message is one of reset, step, state, close.")
+            return _error("UNKNOWN_TYPE", "The message's type must be one of reset, step, state, close.")
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"])) or "data"
@@ -141,7 +140,7 @@ class Table:
         return self._session is None or self._last.get("done", False)
 
     def leave(self) -> None:
-        """End the game; it is given up if it is not over."""
+        """End the game. If it is not over, it counts as given up."""
         if self._session is not None:
             self._sessions.leave(self._session)
             self._session = None
@@ -187,7 +186,7 @@ def _error(code: str, message: str, **more: Any) -> Answer:
 
 
 def _object(raw: str | bytes) -> Answer | None:
-    """The JSON object in `raw`, or None if it is anything else."""
+    """Parse `raw`. Returns None if it is not a JSON object."""
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError):
@@ -196,7 +195,7 @@ def _object(raw: str | bytes) -> Answer | None:
 
 
 def _rules_text(length: int) -> str:
-    """The first text that a policy reads."""
+    """The text with which every game begins."""
     return (
         f"You are playing Wordle. The secret is an English word of {length} letters; "
         f"you have {MAX_GUESSES} guesses.\n"
@@ -208,7 +207,7 @@ def _rules_text(length: int) -> str:
 
 
 def _story(message: str, move: Move) -> str:
-    """What one move adds to the text of the game."""
+    """The text that a move adds to the game's."""
     text = f"\n[Player 0] {message[:200]}\n[GAME] "
     if move.valid:
         text += f"Feedback:\n{' '.join(move.word.upper())}\n{' '.join(move.feedback.translate(_LETTERS))}\n"
@@ -272,16 +271,16 @@ def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, timer: Timer) -> 
 
     @app.get("/metadata")
     async def metadata() -> dict[str, str]:
-        """What this environment is."""
+        """Name and description of this environment."""
         about = "Seeded games of Wordle over HTTP and OpenEnv's WebSocket, with exact feedback."
         return {"name": "wordle", "description": about, "version": "0.1.0", "documentation_url": "/docs"}
 
     @app.post("/mcp", include_in_schema=False)
     async def mcp(request: Request) -> Answer:
-        """JSON-RPC, which OpenEnv requires of every environment; a game offers no MCP tools."""
+        """Answer JSON-RPC, because OpenEnv requires it of every environment. This one has no MCP tools."""
         call = _object(await request.body()) or {}
         answer: Answer = {"jsonrpc": "2.0", "id": call.get("id")}
         if call.get("method") == "tools/list":
             return answer | {"result": {"tools": []}}
-        error = {"code": -32601, "message": "This game has no MCP tools; play it over /ws."}
+        error = {"code": -32601, "message": "This environment has no MCP tools: play over /ws."}
         return answer | {"error": error}

@@ -1,4 +1,4 @@
-"""The store of games. Games that ended stay for a while, so that a retried request is answered again."""
+"""The store of games. A session is one game. Ended games stay for a while, to answer retried requests."""
 
 import time
 from collections.abc import Callable
@@ -15,7 +15,7 @@ START_ANOTHER = "POST /sessions starts a new one"
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What selected the secret of a game, and the protocol it is played over."""
+    """What selected the secret of a game, and over which protocol the game is played."""
 
     seed: int
     split: str = "train"
@@ -24,7 +24,7 @@ class Origin:
 
 @dataclass(slots=True)
 class Session:
-    """One game under its id; `used_at` is when it was opened, last played or ended."""
+    """One game and its id. `used_at` is the time when it was opened, last played or ended."""
 
     id: UUID
     origin: Origin
@@ -36,7 +36,7 @@ class Session:
 
     @property
     def outcome(self) -> str:
-        """How the game ended: solved, lost, expired, or gave_up if it was closed early."""
+        """How a game that is over ended: solved, lost, expired, or gave_up if it was closed early."""
         if self.game.solved:
             return "solved"
         if self.expired:
@@ -44,8 +44,8 @@ class Session:
         return "gave_up" if self.game.gave_up else "lost"
 
     def play(self, turn: int, word: str) -> Move:
-        """Play `word` as move number `turn`, or repeat its result if the same word was played as that move.
-        Raises GameError for another word in a played turn, for a skipped turn, and after the end."""
+        """Play `word` in turn number `turn`. If that turn was played with this word, return its result again.
+        Raises GameError if it was played with another word, if it skips a turn, or if the game is over."""
         moves = self.game.moves
         if turn <= len(moves):
             move = moves[turn - 1]
@@ -57,7 +57,7 @@ class Session:
         return self.game.guess(word)
 
     def summary(self) -> dict[str, Any]:
-        """The game in one line of the log."""
+        """The game, as a line of the log."""
         game, parts = self.game, self.game.reward_parts()
         return {
             "session": str(self.id),
@@ -73,16 +73,16 @@ class Session:
 
 
 class Sessions:
-    """At most `capacity` games in play.
+    """Holds at most `capacity` games in play.
 
-    A game expires `ttl_s` seconds after its last move; other requests do not keep it alive. Games that
-    ended take no room. They answer retries for `ttl_s` seconds, or until `capacity` later games have ended.
-    Nothing here awaits, so one event loop needs no locks.
+    A game expires `ttl_s` seconds after its last move; other requests do not keep it alive. Ended games take
+    no room. Unless they expired, they answer retries for `ttl_s` seconds, or until `capacity` later games
+    ended. Nothing here awaits, so with one event loop no locks are needed.
 
     Args:
         on_end: Called once for every game, when it ends.
-        advice: How to get more room, besides waiting.
-        per_client: Games in play of one client, None for no limit.
+        advice: How to get more room; ends the message of a full store.
+        per_client: Maximum number of games in play per client; None for no limit.
     """
 
     def __init__(
@@ -104,30 +104,30 @@ class Sessions:
         return len(self._playing)
 
     def open(self, id: UUID, origin: Origin, game: Game, client: str = "") -> Session:
-        """Put `game` in play under `id`, or find the session that the same request opened before.
+        """Put `game` in play under `id`. If the same request did that before, return that session.
 
-        Raises GameError: 409 if `id` belongs to another seed or to a game that ended, 503 if there is no
-        room, 429 if there is none for this `client`.
+        Raises GameError: 409 if `id` belongs to another seed or to an ended game, 503 if the store is full,
+        429 if this `client` has too many games.
         """
         self.reap()
         if id in self._ended:
-            raise GameError(409, f"Session {id} has ended; choose a new id.")
+            raise GameError(409, f"Session {id} has ended: choose a new id.")
         if session := self._playing.get(id):
             if (then := session.origin) != origin:
                 opened = f"Session {id} was opened with seed {then.seed} of split {then.split}"
-                raise GameError(409, f"{opened}, not {origin.seed} of {origin.split}; choose a new id.")
+                raise GameError(409, f"{opened}, not {origin.seed} of {origin.split}: choose a new id.")
             return session
         if len(self._playing) >= self.capacity:
-            raise GameError(503, f"{self.capacity} games are in play; try again in a moment{self._advice}.")
+            raise GameError(503, f"{self.capacity} games are in play: try again in a moment{self._advice}.")
         limit = self._per_client
         if limit and sum(session.client == client for session in self._playing.values()) >= limit:
-            raise GameError(429, f"{limit} games of your address are in play; end one of them, or wait.")
+            raise GameError(429, f"{limit} games of your address are in play: end one of them, or wait.")
         now = self._clock()
         session = self._playing[id] = Session(id, origin, game, client, now, now)
         return session
 
     def play(self, id: UUID, turn: int, word: str) -> Move:
-        """Play a move as `Session.play` does. An unknown or expired session is a GameError too."""
+        """Play a move, as `Session.play` does. Also raises GameError for an unknown or expired session."""
         session = self._find(id)
         if session.expired:
             expired = f"Session {id} expired after {self.ttl_s:g} s without a move"
@@ -142,7 +142,7 @@ class Sessions:
         return move
 
     def close(self, id: UUID) -> Game:
-        """End the session; a game that is not over is given up. Raises GameError if it is unknown."""
+        """End the session. A game that is not over counts as given up. Raises GameError for an unknown id."""
         session = self._find(id)
         self._end(session)
         return session.game
@@ -153,7 +153,7 @@ class Sessions:
             self.close(id)
 
     def reap(self) -> None:
-        """Expire games without moves, and forget those that ended long enough ago."""
+        """Let idle games expire, and forget games that ended long enough ago."""
         horizon = self._clock() - self.ttl_s
         for session in _unused_since(horizon, self._ended):
             del self._ended[session.id]

@@ -1,4 +1,4 @@
-"""Watching a policy play: a game that a replica's policy plays, streamed as server-sent events."""
+"""Lets visitors watch a replica's policy play a game, as a stream of server-sent events."""
 
 import json
 import os
@@ -21,13 +21,13 @@ from env_space.settings import Settings
 from space_guard.limits import client_address
 from space_guard.requests import KEY_HEADER, refusals
 
-# Watched games at the same time, in total and per address: they use the replica's time.
+# Watched games at the same time, in total and per address. They are limited because they use the replica.
 MAX_WATCHED, MAX_WATCHED_EACH = 8, 2
 TIMEOUT_S = 60.0
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _CALLED_WORD = re.compile(r'"word"\s*:\s*"([^"]*)"')
-_ASLEEP = "If it is a Space that sleeps, open its page to wake it, and try again in a few minutes."
-# The same tool as in training, so that the policy reads the prompt it was trained on.
+_ASLEEP = "If it is a sleeping Space, open its page to wake it, and try again in a few minutes."
+# The tool that the policy had in training, so that it reads the prompt that it was trained on.
 _TOOL = {
     "type": "function",
     "function": {
@@ -51,7 +51,7 @@ class Replica:
         self._model = ""
 
     async def turn(self) -> tuple[str, str | None, str]:
-        """The policy's next turn: its text, the word it guessed (None: no call), and the weights' version.
+        """Let the policy play a turn. Returns its text, its guess (None without a call), and its version.
         Raises GameError."""
         try:
             if not self._model:
@@ -59,7 +59,7 @@ class Replica:
             answer = await self._ask("POST", "/v1/chat/completions", self.request())
             text = answer.json()["choices"][0]["message"]["content"] or ""
         except (ValueError, LookupError, TypeError):
-            raise GameError(502, f"The replica did not answer as vLLM does. {_ASLEEP}") from None
+            raise GameError(502, f"The replica's answer is not one of vLLM's. {_ASLEEP}") from None
         self._messages.append({"role": "assistant", "content": text})
         called = _CALLED_WORD.findall(text)
         return text, called[-1] if called else None, answer.headers.get("x-policy-version", "")
@@ -72,7 +72,7 @@ class Replica:
             "model": self._model,
             "messages": self._messages,
             "tools": [_TOOL],
-            "tool_choice": "none",  # the call stays in the text, so vLLM needs no tool parser
+            "tool_choice": "none",  # leaves the call in the text, so vLLM needs no tool parser
             "temperature": 1.0,
             "include_stop_str_in_output": True,  # the end of a call may be a stop string
             "chat_template_kwargs": {"enable_thinking": False},
@@ -89,14 +89,14 @@ class Replica:
             try:
                 reason = str(answer.json()["error"]["message"])[:300]
             except (ValueError, LookupError, TypeError):
-                reason = f"it answers {answer.status_code}"
+                reason = f"it answered with status {answer.status_code}"
             raise GameError(502, f"The replica cannot play now: {reason}. {_ASLEEP}")
         return answer
 
 
 def replica_headers(url: str, key: str) -> dict[str, str]:
-    """The credentials for the replica at `url`: its key, and the Hub token for a Space of the same owner."""
-    owner = os.environ.get("SPACE_ID", "").partition("/")[0].replace("_", "-")  # as in host names
+    """The credentials for the replica at `url`: its key, and for a Space of the same owner the Hub token."""
+    owner = os.environ.get("SPACE_ID", "").partition("/")[0].replace("_", "-")  # as host names spell it
     space = rf"https://{re.escape(owner)}-[a-z0-9-]+\.hf\.space(:443)?(/.*)?"
     same_owner = owner and re.fullmatch(space, url, re.IGNORECASE)
     token = os.environ.get("HF_TOKEN", "") if same_owner else ""
@@ -106,19 +106,19 @@ def replica_headers(url: str, key: str) -> dict[str, str]:
 
 @cache
 def _tls() -> SSLContext:
-    """Cached, because reading the certificates blocks all players for tens of milliseconds."""
+    """The TLS settings. Cached, because reading the certificates blocks all players for tens of ms."""
     return httpx.create_ssl_context(trust_env=False)
 
 
 def add_route(app: FastAPI, sessions: Sessions, rules: Rules, settings: Settings) -> None:
-    """Add `/watch`: each request is a new game. `sessions` holds only watched games."""
+    """Add `/watch`: each request starts a new game. `sessions` is a store for watched games only."""
 
     @app.get("/watch", response_class=StreamingResponse, responses=refusals(404, 429, 503))
     async def watch(request: Request) -> StreamingResponse:
-        """Events of a game that the policy plays: `opened`, a `turn` per move, then `ended` or `problem`."""
+        """Stream a game that the policy plays: `opened`, a `turn` per move, then `ended` or `problem`."""
         if settings.replica_url is None:
-            fix = "set WORDLE_REPLICA_URL to the address of a replica to watch it play"
-            raise GameError(404, f"No policy is connected; {fix}.")
+            fix = "set WORDLE_REPLICA_URL to the address of the replica to watch"
+            raise GameError(404, f"No policy is connected: {fix}.")
         seed, client = secrets.randbits(31), client_address(request.scope)
         session = sessions.open(uuid4(), Origin(seed, via="watch"), rules.deal(seed), client)
         return _Stream(events(settings.replica_url, session), partial(sessions.leave, session.id))
@@ -146,7 +146,7 @@ def add_route(app: FastAPI, sessions: Sessions, rules: Rules, settings: Settings
 
 
 class _Stream(StreamingResponse):
-    """Calls `end` after the last event, also if the client left before the first."""
+    """Calls `end` after the last event, even if the client leaves before the first one."""
 
     def __init__(self, events: AsyncIterator[str], end: Callable[[], object]) -> None:
         super().__init__(events, headers=_HEADERS, media_type="text/event-stream")

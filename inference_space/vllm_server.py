@@ -1,6 +1,6 @@
-"""vLLM inside the Space's own process: its API server's app in our event loop, its engine as a child process.
+"""Runs vLLM inside the Space: its API server's app in this process's event loop, its engine in a child.
 
-A request makes no hop between the public port and vLLM, and vLLM restarts without being imported again. See
+So requests need no hop between the public port and vLLM, and a restart of vLLM imports nothing again. See
 docs/decisions/0002-one-process-per-replica.md.
 """
 
@@ -32,44 +32,44 @@ from delta_weight_sync.vllm.follower import Follower
 from inference_space.settings import Settings
 
 MODEL_NAME = "policy"
-# On a CPU the worker runs inside the engine's process; two processes would busy-wait on the same cores. It is
-# named by class because vLLM overrules the short name.
+# On a CPU, the worker runs in the engine's process, because two processes would busy-wait on the same cores.
+# It is named by its class, because vLLM overrides the short name.
 _IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _ON_CPU = ["--enforce-eager", "--distributed-executor-backend", _IN_PROCESS]
-# Blocks of 32 tokens instead of 128: only whole ones are kept for the next turn of a conversation.
+# Blocks of 32 tokens instead of 128, because only whole blocks are kept for the next turn of a conversation.
 _ON_CPU += ["--block-size", "32"]
-_ON_CPU += ["--kv-cache-memory-bytes", str(1 << 30)]  # with a size given, vLLM need not measure and warm up
-# The kernels that vLLM prefers on some GPUs reorder the experts of a mixture, and no delta would fit them.
+_ON_CPU += ["--kv-cache-memory-bytes", str(1 << 30)]  # with a fixed size, vLLM need not measure and warm up
+# On some GPUs, the kernels that vLLM prefers reorder the experts of a mixture, so deltas would not fit.
 _ON_GPU = ["--moe-backend", "triton"]
-# A chat template is a program, and anyone with write access to an unsigned bucket could make it loop forever.
-# The two messages that pass are vLLM's own, which it renders at its start.
+# A chat template is a program. Anyone with write access to an unsigned bucket could make it loop forever, so
+# this one replaces it. It passes only the two messages that vLLM itself renders when it starts.
 _UNSIGNED_TEMPLATE = """{% if messages[0].content in ['warmup', 'x'] %}{{ messages[0].content }}{% else %}
-{{ raise_exception('this replica checks no signatures, so it does not run the chat template that the ' +
-'bucket holds: set DELTA_WEIGHT_SYNC_PUBLIC_KEY, or set your own template with --chat-template in ' +
+{{ raise_exception('this replica checks no signatures, so it does not run the chat template from the ' +
+'bucket: set DELTA_WEIGHT_SYNC_PUBLIC_KEY, or set your own template with --chat-template in ' +
 'REPLICA_VLLM_ARGS') }}{% endif %}"""
 _ENVIRONMENT = {
     "VLLM_PLUGINS": "delta_weight_sync",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads, which a fork would lose
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would lose this process's threads
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 log = logging.getLogger("delta_weight_sync")
 
 
 class VllmServer(Engine):
-    """An `Engine` that this process starts. `app` answers its requests and is None while it does not run."""
+    """An `Engine` that this process starts. `app` answers vLLM's requests; it is None while vLLM is down."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self._client = settings, None
         self._assets: dict[str, str] = {}
         self.app: ASGIApp | None = None
-        self.context: int | None = None  # tokens that the model reads, None before its start
-        self.follower: Follower | None = None  # its version is named in a stream's headers
+        self.context: int | None = None  # tokens of the model's context; None before the start
+        self.follower: Follower | None = None  # a stream's headers name the version that it serves
         os.environ.update(_ENVIRONMENT, ENGINE_PYTHON=sys.executable)
         if not gpu_build.is_installed():
-            # vLLM compiles its ranking of logprobs: on a CPU that delays the first answer by ten seconds.
+            # Otherwise vLLM compiles its ranking of logprobs: ten seconds before the first answer on a CPU.
             os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-        # It runs the engine without the Space's secrets. It is a copy, because uploads lose file modes.
+        # This script starts the engine without the Space's secrets. A copy, because uploads lose file modes.
         folder = private_folder(settings.folder, "REPLICA_FOLDER")
         script = Path(shutil.copy(Path(__file__).with_name("engine_python.sh"), folder))
         script.chmod(0o700)
@@ -86,7 +86,7 @@ class VllmServer(Engine):
         return self.alive() and _assets(checkpoint) == self._assets
 
     def start(self, checkpoint: Path) -> None:
-        """Start vLLM. The kernel ends the engine when the calling thread ends. Raises `EngineError`."""
+        """Start vLLM. Raises `EngineError`. Linux kills the engine when the calling thread ends."""
         self.stop()
         if gpu_build.is_installed() and (folder := gpu_build.use_compatibility()):
             log.warning("the NVIDIA driver is older than vLLM's CUDA; vLLM uses the libraries in %s", folder)
@@ -101,12 +101,12 @@ class VllmServer(Engine):
             arguments = self._arguments(checkpoint)
             self._client = _client(arguments)
             self.context = self._client.model_config.max_model_len
-        except (Exception, SystemExit) as error:  # SystemExit: `--help` among the arguments
+        except (Exception, SystemExit) as error:  # SystemExit: `--help` in REPLICA_VLLM_ARGS
             raise EngineError(f"vLLM did not start: {error}; see the log above for the reason") from error
         self.app = self._wait(_app(self._client, arguments, self.follower))
 
     def stop(self) -> None:
-        """Stop vLLM, even while it starts."""
+        """Stop vLLM, even if it is still starting."""
         client, self._client, self.app = self._client, None, None
         if client is not None:
             client.shutdown()
@@ -136,7 +136,7 @@ def _reject_arguments(message: str) -> NoReturn:
 
 
 def _client(arguments: Namespace) -> Any:
-    """A started engine. It may block, because no event loop runs in this thread."""
+    """Start an engine. This may block, because no event loop runs in this thread."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -146,19 +146,19 @@ def _client(arguments: Namespace) -> Any:
 
 
 async def _app(client: Any, arguments: Namespace, follower: Follower | None) -> ASGIApp:
-    """The app that `vllm serve` would serve."""
+    """Build the app that `vllm serve` would serve."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
 
     tasks = await client.get_supported_tasks()
     app: FastAPI = build_app(arguments, tasks, client.model_config)
     app.state.follower = follower
-    app.state.server = SimpleNamespace(should_exit=False)  # vLLM sets it when its engine has died
+    app.state.server = SimpleNamespace(should_exit=False)  # vLLM sets this when its engine has died
     await init_app_state(client, app.state, arguments, tasks)
     return app
 
 
 def _assets(checkpoint: Path) -> dict[str, str]:
-    """The files of a checkpoint that vLLM reads at its start, except weights: file name -> sha256."""
+    """The files that vLLM reads when it starts, without the weights: file name -> sha256."""
     files = (path for path in checkpoint.iterdir() if path.is_file() and path.suffix != ".safetensors")
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

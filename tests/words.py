@@ -24,6 +24,7 @@ HABITS = {
     r"\bwhoever\b": "anyone who, a client that",
     r"\btold\b": "notified, informed; or say what is sent",
     r"\bat once\b": "immediately, or at the same time",
+    r"\bas many again\b": "the same number (it means twice as many)",
     _START + r"Who (?:\w+s|may|can)\b(?![^.]*\?)": "the subject: a client that ...",
     _START + r"What (?:fails|comes|goes|stays|needs|reads|lies|differs)\b(?![^.]*\?)": "the subject",
     r"\bno more(?=[.,;:)]|$)": "no longer",
@@ -34,14 +35,13 @@ _CODE = re.compile(r"```.*?```|`[^`\n]*`|\]\([^)]*\)|<!--.*?-->|(?<=\n)#+ [^\n]*
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
     """(line number, line) of what people read in a file."""
-    source = path.read_text()
     if path.suffix == ".py":
-        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
             if token.type in (tokenize.COMMENT, tokenize.STRING):
                 lines = re.sub(r"``?[^`\n]*``?", "", token.string).splitlines()
                 yield from ((token.start[0] + n, line.strip("#\"' rbf")) for n, line in enumerate(lines))
     else:
-        blank = _CODE.sub(lambda code: "\n" * code[0].count("\n"), source)
+        blank = _CODE.sub(lambda code: "\n" * code[0].count("\n"), path.read_text())
         yield from ((n, line.strip(" |*->")) for n, line in enumerate(blank.splitlines(), 1))
 
 

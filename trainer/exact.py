@@ -1,12 +1,13 @@
 """Exact old policies: each token's old log-probability is computed with the weights that generated it.
 
-An asynchronous trainer normally uses the engine's log-probabilities, which mix two effects: how far the
-policy has moved since, and how trainer and engine differ in arithmetic at equal weights. Here the trainer
-recomputes them with the published bits of the sync that generated the token, restored from what each sync
-changed. TRL's `ratio` and `kl` then measure how far the policy has moved; `exact/mismatch_*` is the rest.
+An asynchronous trainer normally takes old log-probabilities from the engine. That mixes two effects: how far
+the policy has moved since, and how the arithmetic of trainer and engine differs at equal weights. Here the
+trainer recomputes the log-probability of each token with the weights of the sync that generated it, which it
+restores by undoing later syncs. TRL's `ratio` and `kl` then measure only how far the policy has moved, and
+`exact/mismatch_*` measures the other effect.
 
-Keys and values of earlier tokens are recomputed too, while in an engine those of a request survive a commit.
-Tokens that follow a commit within their answer are therefore counted apart, in `exact/mixed_mean`.
+The trainer also recomputes keys and values of earlier tokens. An engine keeps those of a running request when
+it commits. So tokens that follow a commit within their answer are counted separately, in `exact/mixed_mean`.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ Mask = NDArray[np.bool_]
 
 
 class Query(NamedTuple):
-    """Tokens of one sample, int64 [n], and which of them are asked for, bool [n]; never the first one."""
+    """Tokens of one sample, int64 [n], and for which of them to compute, bool [n]; never for the first."""
 
     input_ids: NDArray[np.int64]
     asked: Mask
 
     def as_trl_sample(self) -> dict[str, Any]:
-        """A sample of TRL's that is trained on the tokens that are asked for."""
+        """Convert to a sample of TRL that trains on the tokens in `asked`."""
         return {
             "input_ids": self.input_ids,
             "completion_mask": self.asked.astype(np.int64),
@@ -53,22 +54,22 @@ class Query(NamedTuple):
 
 
 class PastPolicy:
-    """A second model with the bf16 bits of an earlier sync, in the trainer's arithmetic and attention.
+    """A second model, with the bf16 weights of an earlier sync and the trainer's arithmetic and attention.
 
-    It moves from sync to sync by writing what changed in between.
+    To move it to another sync, only the weights that changed in between are written.
     """
 
     def __init__(self, policy: torch.nn.Module, token_budget: int) -> None:
-        """Copy TRL's model. `token_budget`: the most tokens of a forward pass, 0 for no limit. Raises
-        `ValueError` for weights of a dtype that does not hold every bf16."""
+        """Copy `policy`. `token_budget`: maximum tokens of a forward pass, 0 for no limit.
+        Raises `ValueError` if the dtype of a weight cannot hold every bf16 value."""
         self._model = copy.deepcopy(policy).requires_grad_(False).eval()
         self._weights = dict(live_weights(self._model))
         for weights in self._weights.values():
             bf16_bits(weights)
         self._token_budget = token_budget
-        self._log: UndoLog  # since `begin`
+        self._log: UndoLog  # set by `begin`
         self.sync = -1
-        self.written = 0  # weights, by all calls of `roll`
+        self.written = 0  # number of weights that all calls of `roll` wrote
 
     def begin(self, policy: torch.nn.Module, log: UndoLog) -> None:
         """Copy the weights of `policy`, which has just published the only sync in `log`."""
@@ -80,18 +81,18 @@ class PastPolicy:
         return sync in self._log.syncs
 
     def keep_up(self) -> None:
-        """After a sync, move off the oldest kept sync, which the next one will drop."""
+        """After a sync: leave the oldest sync of the log, because the next sync drops it from the log."""
         if self._log.syncs[0] == self.sync != self._log.syncs[-1]:
             self.roll(self._log.syncs[1])
 
     def roll(self, sync: int) -> None:
-        """Restore the weights of `sync`; raises `UndoLogError`."""
+        """Restore the weights of `sync`. Raises `UndoLogError`."""
         self.written += self._log.roll(self._weights, self.sync, sync)
         self.sync = sync
 
     @torch.no_grad()
     def log_probs(self, queries: Sequence[Query]) -> LogProbs:
-        """Log-probabilities at the temperature of TRL's model, query by query, float32."""
+        """Return the log-probabilities of all queries in order, at the policy's temperature: float32."""
         found = [forward(self._model, row.pack()) for row in self._rows(queries)]
         return torch.cat(found).float().cpu().numpy()
 
@@ -107,7 +108,7 @@ class PastPolicy:
 
 
 def forward(model: torch.nn.Module, packed: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Log-probabilities of the tokens of one packed row, as in `AsyncGRPOTrainer.compute_loss`."""
+    """Compute the log-probabilities of one packed row's tokens, as in `AsyncGRPOTrainer.compute_loss`."""
     device = next(model.parameters()).device
     packed = {key: column.to(device) for key, column in packed.items()}
     longest_q, longest_k = packed["tree_max_seqlens"].tolist()
@@ -123,23 +124,23 @@ def forward(model: torch.nn.Module, packed: dict[str, torch.Tensor]) -> torch.Te
 
 
 def enable(trainer: BucketGRPOTrainer, publisher: Publisher) -> None:
-    """Give this single-process trainer exact old policies; call it before training."""
+    """Make a single-process trainer compute exact old policies. Call this before training."""
     config = trainer.args
     if config.world_size > 1:
-        raise SystemExit("--exact_old_policy needs a trainer of one process: start it with `python -m`")
+        raise SystemExit("--exact_old_policy needs a trainer with one process: start it with `python -m`")
     try:
         past = PastPolicy(trainer.model, max(config.token_budget, 0))
     except ValueError as error:
-        raise SystemExit(f"--exact_old_policy: {error}; set --dtype") from error
+        raise SystemExit(f"--exact_old_policy: {error} (--dtype)") from error
     trainer.rollout_queue = samples = ExactSamples(trainer.rollout_queue, past, trainer, publisher)
     trainer.add_callback(samples)
 
 
 class ExactSamples(TrainerCallback):
-    """TRL's queue of samples; it makes their old log-probabilities exact as they are taken.
+    """Wraps TRL's queue of samples, and makes their old log-probabilities exact when they are taken.
 
-    Waiting samples are computed together, at most a batch of them. A sample with a token whose weights are
-    unknown or no longer kept stays as it is, and is counted. At each sync the past policy is kept up to date.
+    It computes all waiting samples together, at most a batch. If the weights of one of a sample's tokens are
+    unknown or no longer in the log, the sample stays as it is, and is counted.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class ExactSamples(TrainerCallback):
         self._ready: deque[TracedSample] = deque()
 
     def on_train_begin(self, args: AsyncGRPOConfig, state: Any, control: Any, **_: Any) -> None:
-        # Undo as many syncs as a sample may be old, and one more, since the oldest is dropped next.
+        # As many syncs as a sample may be old, and one more, because the next sync drops the oldest.
         self._past.begin(self._trainer.model, self._publisher.keep_undo_log(args.max_staleness + 1))
 
     def on_step_end(self, args: AsyncGRPOConfig, state: Any, control: Any, **_: Any) -> None:
@@ -179,7 +180,7 @@ class ExactSamples(TrainerCallback):
             sample.old_log_probs = sample.old_log_probs.copy()
         syncs = sorted(set().union(*map(syncs_of, known)))
         if syncs and abs(self._past.sync - syncs[-1]) < abs(self._past.sync - syncs[0]):
-            syncs.reverse()  # start at the nearer end, so that rolling writes least
+            syncs.reverse()  # start at the nearer end, which writes the fewest weights
         for sync in syncs:
             self._compute(sync, known)
         self._record("exact/samples_left_total", float(len(samples) - len(known)))
@@ -217,23 +218,23 @@ class ExactSamples(TrainerCallback):
             self._record("exact/mixed_mean", (np.abs(mixed).sum(), mixed.size))
 
     def _record(self, name: str, value: float | tuple[float, int]) -> None:
-        """As TRL's metrics: it adds totals, takes the maximum of maxima, and divides sums by counts."""
+        """Record a metric. TRL then adds totals, takes the maximum of maxima, and divides sums by counts."""
         self._trainer._metrics["train"][name].append(value)
 
 
 def trained(sample: TracedSample) -> Mask:
-    """Tokens that have a loss; nothing predicts the first one."""
+    """Which tokens are trained on. The first is not, because nothing predicts it."""
     mask: Mask = sample.completion_mask == 1
     return mask & (np.arange(len(mask)) > 0)
 
 
 def syncs_of(sample: TracedSample) -> set[int]:
-    """Syncs whose weights generated the trained tokens."""
+    """The syncs whose weights generated the trained tokens."""
     return set(sample.token_syncs[trained(sample)].tolist())
 
 
 def of_one_version(sample: TracedSample) -> Mask:
-    """Trained tokens with no commit earlier in their answer: their keys and values are of one version."""
+    """Which trained tokens follow no commit in their answer: all keys and values are of one version."""
     own = trained(sample)
     begins = own & ~np.concatenate([[False], own[:-1]])
     answer = np.maximum.accumulate(np.where(begins, np.arange(len(own)), 0))

@@ -1,7 +1,7 @@
 """Resumes a run from the newest state in its bucket, and saves states there.
 
-Both halves are callbacks of TRL's trainer. `Restore` must be the first callback, because one of TRL's own
-publishes the weights as training begins; `SaveState` runs after it.
+Both classes are callbacks of TRL's trainer. `Restore` must be the first callback, because one of TRL's own
+callbacks publishes the weights when training begins. `SaveState` must come after that one.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _TIMEOUT_S = 600.0
 
 
 def find_progress(publisher: Publisher, *, fresh: bool) -> Progress | None:
-    """Find how far an earlier trainer of the run came; None for a new run, or if `fresh`.
+    """Find how far an earlier trainer of the run came. Returns None for a new run, or if `fresh`.
 
-    Raises `StateError` if the run has versions, but no state to resume from.
+    Raises `StateError` if the run has versions but no state to resume from.
     """
     if fresh or (record := publisher.find_state()) is None:
         return None
@@ -35,7 +35,7 @@ def find_progress(publisher: Publisher, *, fresh: bool) -> Progress | None:
 
 
 class Restore(TrainerCallback):
-    """Restores the state before TRL's first sync, and the random numbers before the first step."""
+    """Restores the state before TRL's first sync, and the random generators before the first step."""
 
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
@@ -54,17 +54,17 @@ class Restore(TrainerCallback):
 
 
 class SaveState(TrainerCallback):
-    """Saves the trainer's state after the first sync of a run, then as often as `every` syncs and the
-    publisher's `state_minutes` allow, and at the end.
+    """Saves the trainer's state after the first sync of a run, at the end, and in between when `every` syncs
+    and the publisher's `state_minutes` have both passed.
 
-    A state belongs to a version, so the last steps are published first if no sync followed them.
+    A state belongs to a version, so at the end, steps after the last sync are published first.
     """
 
     def __init__(self, publisher: Publisher, trainer: BucketGRPOTrainer, every: int) -> None:
         self._publisher, self._trainer, self._every = publisher, trainer, every
-        self._syncs = 0  # since the state that was saved last
-        self._synced = False  # the weights are those of the last sync
-        self._in_step = True  # the weights belong to no version
+        self._syncs = 0  # number of syncs after the last saved state
+        self._synced = False  # whether the weights are those of the last sync
+        self._in_step = True  # whether the weights may be in the middle of a step
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._publisher.resumed_from is None:
@@ -75,7 +75,7 @@ class SaveState(TrainerCallback):
         self._synced, self._in_step = False, True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Count TRL's sync, if this step had one."""
+        """Count the sync that TRL made after this step, if it made one."""
         self._trainer.groups.trained(args.gradient_accumulation_steps)
         self._synced, self._in_step = state.global_step % args.weight_sync_steps == 0, False
         self._syncs += self._synced
@@ -83,13 +83,13 @@ class SaveState(TrainerCallback):
             self._save()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Publish the steps since the last sync."""
+        """Publish the steps after the last sync."""
         self._sync()
 
     def finish(self, timeout_s: float = _TIMEOUT_S) -> Manifest:
-        """Publish what is pending, and start to save the last state; returns the newest manifest.
+        """Publish what is pending, and start to save the last state. Returns the newest manifest.
 
-        Raises `TimeoutError`, and the `DeltaWeightSyncError` that stopped the publisher.
+        Raises `TimeoutError`, or the `DeltaWeightSyncError` that stopped the publisher.
         """
         self._sync()  # a signal between two steps ends training without `on_train_end`
         newest = self._publisher.flush(timeout_s)
@@ -103,7 +103,7 @@ class SaveState(TrainerCallback):
             self._trainer._sync_weight()
 
     def _save(self, *, final: bool = False) -> None:
-        """Copy the state if it is that of a sync and not saved yet. `final`: however new the last one is."""
+        """Save the state if it belongs to a sync and is not saved yet. `final`: even if the last is new."""
         if self._synced and self._syncs:
             now, extra = self._trainer.callback_handler, dataclasses.asdict(self._trainer.progress())
             weights, schedule = live_weights(now.model), now.lr_scheduler

@@ -1,7 +1,7 @@
-"""Rollouts from several replicas, and the weights that generated each of their tokens.
+"""Collects rollouts from several replicas and records which sync's weights generated each token.
 
-This adapts TRL's rollout worker: requests are spread over the replicas, which may be asleep, and each sample
-is labelled with the versions that the replicas report.
+This adapts TRL's rollout worker: it spreads requests over the replicas, which may be asleep, and labels each
+sample with the syncs that the replicas report. A version is named by its sync, the trainer's own number.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from trainer.spaces import SpacesUnavailableError
 from trainer.tasks import Task
 
 MODEL_NAME = "policy"  # the name under which every replica serves its model
-UNKNOWN = -1  # sync of a token that the policy did not generate, or whose weights no replica reported
+UNKNOWN = -1  # for tokens that the policy did not generate, or whose weights no replica reported
 TokenSyncs = NDArray[np.int64]
 _SPAN = re.compile(r"(\d+):(\d+)-(\d+)", re.ASCII)
 _RETRIED = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
@@ -50,13 +50,13 @@ class RequestRefusedError(RuntimeError):
 
 @dataclass(slots=True, kw_only=True)
 class TracedSample(RolloutSample):
-    """TRL's sample, and for each of its tokens the sync whose weights generated it: int64 [tokens]."""
+    """TRL's sample, and the sync whose weights generated each of its tokens: int64 [tokens]."""
 
     token_syncs: TokenSyncs
 
 
 class Conversation:
-    """The weights that generated the answers of one conversation, as the replicas report them."""
+    """The syncs whose weights generated the answers of one conversation, as the replicas report them."""
 
     def __init__(self) -> None:
         self._oldest: list[int] = []
@@ -64,13 +64,13 @@ class Conversation:
         self._turns: list[TurnRecord] = []  # with syncs in place of log-probabilities
 
     def add_headers(self, headers: Mapping[str, str], writer_term: int, inherited: int) -> None:
-        """Record the headers of an answer; `add_turn` follows with its tokens.
+        """Record the headers of an answer. Call `add_turn` with its tokens next.
 
-        Weights of another trainer than `writer_term` count if this trainer inherited them, that is up to sync
-        `inherited`. It never had any later ones.
+        `writer_term` is this trainer's. Syncs of an earlier trainer count only up to `inherited`: up to there
+        both had the same weights. This trainer never had that trainer's later ones.
         """
         oldest = int(headers.get("x-policy-sync", 0))
-        first_choice = headers.get("x-policy-syncs", "").split(";")[0]  # the trainer asks for one
+        first_choice = headers.get("x-policy-syncs", "").split(";")[0]  # requests ask for one choice
         spans = [(int(sync), int(start), int(end)) for sync, start, end in _SPAN.findall(first_choice)]
         if int(headers.get("x-policy-term", -1)) != writer_term:
             oldest = min(oldest, inherited)
@@ -85,8 +85,8 @@ class Conversation:
         self._turns.append(TurnRecord(prompt_ids, output_ids, syncs.tolist()))
 
     def rows(self, fork_threshold: int) -> list[tuple[int, TokenSyncs]]:
-        """For each sample that TRL makes of this conversation: its oldest sync, and the sync of each token of
-        the sample."""
+        """Return a row for each sample that TRL makes of this conversation.
+        It has the oldest sync of the conversation, and the sync of each token of the sample."""
         sequences, _ = trl_worker._chain_to_sequences(self._turns, "", fork_threshold)
         found = [(np.array(s.completion_mask) == 1, np.array(s.old_log_probs)) for s in sequences]
         return [(min(self._oldest), np.where(own, syncs, UNKNOWN).astype(np.int64)) for own, syncs in found]
@@ -96,10 +96,10 @@ _conversation: contextvars.ContextVar[Conversation] = contextvars.ContextVar("co
 
 
 class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
-    """TRL's loop in its child process, with requests spread over replicas and samples labelled exactly.
+    """TRL's loop in its child process. Spreads requests over the replicas and labels samples exactly.
 
     A sample's `model_version` is the sync of the oldest weights that generated a token of its conversation.
-    TRL by itself would use the trainer's sync at the start of the sample's group.
+    TRL would use the trainer's sync at the moment when the sample's group began.
     """
 
     _env_tools: dict[str, Any]
@@ -107,12 +107,12 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
     def __init__(
         self, *, replicas: Sequence[str], writer_term: int, prompts: int, later: Sequence[int], **kwargs: Any
     ) -> None:
-        """`prompts` and `later` are those of `Progress`: prompts that were trained on are skipped."""
+        """`prompts` and `later` are those of `Progress`: the prompts to skip, because they are finished."""
         super().__init__(**kwargs)
         self._replicas, self._writer_term = list(replicas), writer_term
         self._prompts, self._later = prompts, set(later)
-        self._rows: dict[str, list[tuple[int, TokenSyncs]]] = {}  # by rollout id, until they are scored
-        # TRL would derive schemas and compile the template in each turn, which costs more than a request.
+        self._rows: dict[str, list[tuple[int, TokenSyncs]]] = {}  # rollout id -> rows, until it is scored
+        # Done here once, because TRL would do it in each turn, which takes longer than a request.
         if self.environment_factories is not None:
             self._env_tools = {name: [*map(get_json_schema, t)] for name, t in self._env_tools.items()}
         if template := getattr(self.tokenizer, "response_template", None):
@@ -130,7 +130,7 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
 
     async def _generate_one(self, prompt: Any, tool_dict: Any, tools: Any, group_id: int = 0) -> Any:
         conversation = Conversation()
-        _conversation.set(conversation)  # TRL gives each conversation a task, and so a context, of its own
+        _conversation.set(conversation)  # each conversation has its own task, and so its own context
         spaces.share(self.session)
         rollout = await super()._generate_one(prompt, tool_dict, tools, group_id)
         if sequences := rollout[2]:
@@ -162,7 +162,7 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
                 return await self._request(f"{url}{path}", payload, timeout)
             except _RETRIED as error:
                 status = getattr(error, "status", 0)
-                # A replica that is waking up may give any other status: try again.
+                # Other statuses may come from a replica that is waking up: try again.
                 if 400 <= status < 500 and status != 429:
                     raise RequestRefusedError(f"{url} refused a rollout's request: {error}") from error
                 if time.monotonic() > deadline:
@@ -172,7 +172,7 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
         raise AssertionError("unreachable")
 
     async def _request(self, url: str, payload: dict[str, Any], timeout: float) -> dict[str, Any]:
-        # A redirect would carry the key to another host.
+        # No redirects, because they would carry the key to another host.
         options = {"headers": spaces.headers(url), "allow_redirects": False}
         limit = aiohttp.ClientTimeout(total=timeout)
         async with self.session.post(url, json=payload, timeout=limit, **options) as response:
@@ -188,7 +188,7 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
 
 
 class Syncs(ctypes.Structure):
-    """Shared with the child process: the trainer's sync count, and the last sync that it inherited."""
+    """Shared with the child process: the trainer's newest sync, and the newest sync that it inherited."""
 
     _fields_ = (("value", ctypes.c_int), ("inherited", ctypes.c_int))
 
@@ -202,15 +202,15 @@ class ReplicaRolloutWorker(trl_worker.AsyncRolloutWorker):
         self._model_version_value = self._mp_ctx.Value(Syncs)
 
     def inherit(self, sync: int) -> None:
-        """Accept versions of the run's earlier trainer up to this sync: this trainer published the same."""
+        """Accept syncs of the run's earlier trainer up to this one: up to here both had the same weights."""
         self._model_version_value.inherited = sync
 
     def stop(self) -> None:
-        """End the child process, without TRL's stalls.
+        """End the child process quickly. (TRL's own `stop` can hang.)
 
-        A child that is blocked on a full queue does not exit, so the queues are drained. Daemon threads make
-        two calls that may block forever: setting an event on which a child waited when it died, and reading a
-        message that a killed child did not finish.
+        A child that is blocked on a full queue does not exit, so this drains the queues. Two calls may block
+        forever, so daemon threads make them: setting an event that a child waited for when it died, and
+        reading a message that a killed child did not finish.
         """
         process, self._process = self._process, None
         if process is None or not process.is_alive():
@@ -234,13 +234,13 @@ class ReplicaRolloutWorker(trl_worker.AsyncRolloutWorker):
 def make_worker(
     settings: Settings, config: AsyncGRPOConfig, task: Task, *, writer_term: int, progress: Progress | None
 ) -> ReplicaRolloutWorker:
-    """Build the worker that TRL would build from `config`, for the replicas, resuming from `progress`."""
+    """Build the worker that TRL would build from `config`, but for the replicas. Resumes from `progress`."""
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
     inflight = config.max_inflight_tasks
-    if inflight < 0:  # TRL's own rule: no more samples than can be trained on before they are too old
+    if inflight < 0:  # TRL's rule: only as many samples as can be trained on before they are too old
         batch = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
         inflight = max(config.max_staleness, 1) * batch
-    same = (  # options that TRL's worker calls by the same names
+    same = (  # options with the same name in TRL's worker
         "num_generations queue_maxsize temperature top_p top_k min_p repetition_penalty request_timeout"
         " chat_template_kwargs max_tool_calling_iterations log_completions num_completions_to_print"
         " fork_threshold_tokens"

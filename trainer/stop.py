@@ -1,8 +1,8 @@
-"""Stops training cleanly: when its steps or its time are used up, on SIGTERM, or on Ctrl-C.
+"""Stops training cleanly: when its time is up, on SIGTERM, or on Ctrl-C.
 
-A step in progress is finished first, because weights in the middle of a step belong to no version. Then there
-is time to publish what is pending and to save the state. A step that takes too long is abandoned. If a store
-that never answers holds the process after that, the process ends all the same.
+The step in progress is finished first, because weights in the middle of a step belong to no version. Then
+`train` publishes what is pending and saves the state. A step that takes too long is abandoned. If a store
+does not answer and so blocks the process after that, the process ends nevertheless.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from typing import Any, Self
 import torch
 from transformers import TrainerCallback
 
-GRACE_S = 10.0  # to finish the step in progress
-LIMIT_S = 24.0  # to finish everything, from the signal on
-END_S = 28.0  # from the signal to the end of the process, whatever its threads do
+GRACE_S = 10.0  # time to finish the step in progress
+LIMIT_S = 24.0  # time to finish everything, counted from the signal
+END_S = 28.0  # time from the signal to the end of the process, whatever its threads do
 
 
 class Stop(TrainerCallback):
     """Handles signals and the time limit. It must be the last callback.
 
-    In a trainer of one process, a signal between two steps raises `KeyboardInterrupt` immediately. All ranks
-    stop after the same step. A second signal has no effect.
+    If the trainer has one process, a signal between two steps raises `KeyboardInterrupt` immediately. All
+    ranks stop after the same step. A second signal has no effect.
     """
 
     def __init__(self, minutes: float, *, alone: bool) -> None:
         """Start the clock; `minutes` is 0 for no limit. `alone`: this trainer has a single process."""
-        self.signal = 0  # the one that was received
+        self.signal = 0  # the signal that was received
         self.out_of_time = False
         self._until = time.monotonic() + 60 * minutes if minutes else math.inf
         self._alone, self._in_step, self._deadline = alone, False, 0.0
@@ -53,12 +53,12 @@ class Stop(TrainerCallback):
 
     @property
     def left_s(self) -> float:
-        """Seconds until the process must have ended; at least one."""
+        """Seconds left until the process must have ended, at least 1."""
         return max(1.0, self._deadline - time.monotonic())
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """A signal ends the block quietly. After the block only the time limit of the signal interrupts."""
+        """Let a signal end the `with` block quietly. Later, it interrupts only when its time is over."""
         try:
             yield
         except KeyboardInterrupt:

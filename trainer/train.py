@@ -3,17 +3,18 @@
     python -m trainer.train --config trainer/configs/wordle_tiny.yaml --bucket hf://buckets/me/wordle \\
         --run first --replicas https://me-vllm.hf.space --env_url https://me-wordle.hf.space
 
-Read `train` from top to bottom: open the run in the bucket, load the policy, publish version 0, wait for a
-replica that serves it, train, publish the last version and the state. Rollouts come from the replicas over
-HTTPS. After each optimizer step the changed weights go to the bucket, and the replicas fetch them from there.
-Every few syncs the trainer's state goes there too. However a trainer ends, the same command resumes the run.
+Read `train` from top to bottom: open the run in the bucket, load the policy, publish version 0 if the run is
+new, wait until a replica serves a version, train, publish the last version and the state. Rollouts come from
+the replicas over HTTPS. After each optimizer step the trainer puts the changed weights into the bucket, and
+the replicas fetch them from there. Every few syncs it saves its state there, too. However a trainer ends, the
+same command resumes the run.
 
-To change the reward or the prompts, write a module in `trainer/tasks`. The sampling is in the configuration
-(`trainer/configs`) and in `rollouts`.
+To change the reward or the prompts, write a module in `trainer/tasks`. To change the sampling, edit the
+configuration (`trainer/configs`) or `rollouts`.
 
-For several processes write `accelerate launch --use_fsdp --fsdp_version 2 -m` instead of `python -m`. Only
-the main rank then publishes and talks to replicas. The other ranks train, report the changes in their shards,
-and save their part of the state.
+For several processes, write `accelerate launch --use_fsdp --fsdp_version 2 -m` instead of `python -m`. Then
+only the main rank publishes and talks to replicas. The others send it the changes in their shards, and save
+their part of the state.
 """
 
 from __future__ import annotations
@@ -47,8 +48,7 @@ _FIRST_SYNC = 1  # TRL's number of the sync before the first step
 
 
 def main() -> None:
-    """Parse the command line and train. An error with a cause outside this program ends it with one sentence
-    instead of a traceback."""
+    """Parse the command line and train. Expected errors print one sentence instead of a traceback."""
     logging.basicConfig(format="%(name)s: %(message)s")
     # The publisher and the rollouts share the interpreter with the training. With Python's usual 5 ms, each
     # of the publisher's many short calls may wait as long for the others.
@@ -71,9 +71,9 @@ def _multiplies_bf16() -> bool:
 
 def train(settings: Settings, config: AsyncGRPOConfig) -> None:
     """Train one run, from the base policy or from its newest saved state, to its last version."""
-    if config.token_budget is None:  # TRL would ask a replica, which cannot serve before version 0 exists
+    if config.token_budget is None:  # TRL would ask a replica for it, but none serves before version 0 exists
         raise SystemExit(
-            "--token_budget is missing: set the most tokens of one forward pass, or 0 for no limit;"
+            "--token_budget is missing: set the maximum tokens of one forward pass, or 0 for no limit;"
             " see trainer/configs/"
         )
     if not config.use_cpu and (problem := gpu_build.problem()):
@@ -88,14 +88,14 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
     task, peers = make_task(settings, config), Peers()
     replicas = settings.replicas if peers.main else []  # the other ranks contact no Space
     spaces = Spaces(replicas, settings.env_url if peers.main else "")
-    with peers.fail_together():  # an error of one rank ends all of them
+    with peers.fail_together():  # an error on one rank ends all ranks
         spaces.wake()  # waking takes minutes, so do it first; a wrong URL or key ends the run here
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(stop)
         pokes = stack.enter_context(contextlib.closing(Pokes(replicas)))
         publisher = stack.enter_context(
-            Publisher(  # the run, opened on all ranks; the main rank becomes its writer
+            Publisher(  # all ranks open the run; the main rank becomes its writer
                 f"{settings.bucket}#{settings.run}",
                 settings.model,
                 encoding=settings.encoding,
@@ -114,10 +114,10 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
         trainer = make_trainer(settings, config, task, publisher, lead, progress)
         states = resume.SaveState(publisher, trainer, settings.state_every)
         trainer.add_callback(states)
-        trainer.add_callback(stop)  # last: the step ends only when the other callbacks are done
+        trainer.add_callback(stop)  # last, because the step ends only when the other callbacks are done
 
         with stop.interruptible():
-            # Version 0, unless the run has it; a run of another model ends here.
+            # Publish version 0 if the run is new. Otherwise check that it has the same model.
             publisher.publish_base(trainer.weights(), _FIRST_SYNC)
             with peers.fail_together():
                 spaces.wait()  # until a replica serves a version
@@ -125,7 +125,7 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
 
         if stop.signal:
             sys.exit(finish_early(publisher, states, stop))
-        newest = states.finish()  # leaving the block waits until the state is in the bucket
+        newest = states.finish()  # the end of the `with` block waits until the state is in the bucket
         digest = publisher.digest(trainer.weights())
         if lead:
             lead.finish(newest, digest, stopped_by="time" if stop.out_of_time else "steps")
@@ -143,7 +143,7 @@ class Lead:
         progress: Progress | None,
         stack: contextlib.ExitStack,
     ) -> None:
-        """Start watching the replicas; `stack` ends that."""
+        """Start to watch the replicas; closing `stack` ends that."""
         assert publisher.log
         self.log = publisher.log
         self.watch = stack.enter_context(contextlib.closing(ReplicaWatch(settings.replicas, self.log)))
@@ -168,7 +168,7 @@ def make_trainer(
     lead: Lead | None,
     progress: Progress | None,
 ) -> PolicyTrainer:
-    """Build TRL's trainer. It publishes at each sync; when training begins, it restores `progress`."""
+    """Build the trainer. It publishes at each sync, and continues from `progress` when training begins."""
 
     def on_sync(weights: Weights, number: int) -> None:
         publisher.publish(weights, number)
@@ -198,10 +198,10 @@ def make_trainer(
 
 
 class PolicyTrainer(BucketGRPOTrainer):
-    """Trains norms and biases at `norm_rate`. If that is 0, at `learning_rate` like all other weights.
+    """Trains norms and biases at `norm_rate`, or if that is 0, at `learning_rate` like all other weights.
 
-    Norms are a thousandth of the weights and decide how confident a policy is. With a learning rate of their
-    own, a policy can become more confident, the first thing that RL teaches, while few other weights change.
+    Norms are a thousandth of the weights and decide how confident a policy is. More confidence is the first
+    thing that RL teaches. With a separate rate, the norms learn it while few other weights change.
     """
 
     def __init__(self, *, norm_rate: float, **kwargs: Any) -> None:
@@ -217,7 +217,7 @@ class PolicyTrainer(BucketGRPOTrainer):
 
 
 def finish_early(publisher: Publisher, states: resume.SaveState, stop: Stop) -> int:
-    """After a signal, publish what is pending and save the state in the time left; returns the exit code."""
+    """After a signal, publish what is pending and save the state in the time left. Returns the exit code."""
     try:
         newest = states.finish(stop.left_s)
         publisher.flush(stop.left_s)

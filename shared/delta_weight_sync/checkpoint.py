@@ -1,6 +1,6 @@
-"""Model weights as bits: ordinary Hugging Face checkpoints in, `{name: uint16 array}` out, and back.
+"""Reads Hugging Face checkpoints as bf16 bits, `{name: uint16 array}`, and writes bits as checkpoints.
 
-Reading one needs no torch, which takes seconds to import: only live tensors do.
+Only live tensors need torch, which takes seconds to import; files do not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CHUNK = 1 << 18  # elements cast at a time; the scratch space stays in the cach
 
 
 def to_bits(tensor: torch.Tensor) -> Bits:
-    """The bf16 cast of `tensor` as uint16: same shape, C-contiguous, on the host, never an alias."""
+    """Cast `tensor` to bf16 and copy it: uint16 bits of the same shape, C-contiguous, on the host."""
     import torch
 
     cast = tensor.detach().to(torch.bfloat16, copy=True).cpu().contiguous()
@@ -35,24 +35,24 @@ def to_bits(tensor: torch.Tensor) -> Bits:
 
 
 def read_bits(folder: Path) -> Iterator[tuple[str, Bits]]:
-    """Yield (name, bf16 cast) of every tensor of a checkpoint folder. Raises `CheckpointError`."""
+    """Yield (name, bf16 bits) of every tensor of a checkpoint folder. Raises `CheckpointError`."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointError(f"{folder.name} holds no .safetensors file; is it a Hugging Face checkpoint?")
+        raise CheckpointError(f"{folder.name} has no .safetensors file: name a Hugging Face checkpoint")
     for path in files:
         yield from read_tensors(path, shapes_in(path))
 
 
 def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of a `.safetensors` file; reads its header only."""
+    """Shape of every tensor of a `.safetensors` file. Reads only the header."""
     with safe_open(path, framework="numpy") as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
 def read_tensors(path: Path, names: Iterable[str]) -> Iterator[tuple[str, Bits]]:
-    """Yield (name, bf16 cast) of tensors of a `.safetensors` file, each in its shape.
+    """Yield (name, bf16 bits) of tensors of a `.safetensors` file, each in its shape.
 
-    Raises `CheckpointError` for a type that numpy does not know, as in a quantized checkpoint.
+    Raises `CheckpointError` for a dtype that numpy lacks, for example in a quantized checkpoint.
     """
     bf16 = map_bits(path)
     with safe_open(path, framework="numpy") as file:
@@ -64,7 +64,7 @@ def read_tensors(path: Path, names: Iterable[str]) -> Iterator[tuple[str, Bits]]
 
 
 def to_nearest(values: NDArray[Any]) -> Bits:
-    """bf16 bits (uint16) of numbers, in their shape: rounded from float32 to nearest, ties to even, as torch.
+    """Round `values` to bf16 as torch does (to nearest, ties to even); returns uint16 bits of the same shape.
 
     Every NaN becomes 0x7fc0. (torch's result for a NaN depends on the machine: 0x7fc0 or 0xffff.)
     """
@@ -80,11 +80,11 @@ def to_nearest(values: NDArray[Any]) -> Bits:
 
 
 def map_bits(path: Path, mode: Literal["r", "r+"] = "r") -> dict[str, Bits]:
-    """The bf16 tensors of a `.safetensors` file, as uint16 arrays mapped onto the file.
+    """Map the bf16 tensors of a `.safetensors` file into memory, as uint16 arrays.
 
-    In mode "r+" a write to them changes the file. Raises `SafetensorError` for any other file.
+    In mode "r+", writing to an array changes the file. Raises `SafetensorError` for any other kind of file.
     """
-    with safe_open(path, framework="numpy"):  # checks the header: no tensor lies outside of the file
+    with safe_open(path, framework="numpy"):  # checks that every tensor lies inside the file
         pages = np.memmap(path, np.uint8, mode).view(np.ndarray)
     data = 8 + int.from_bytes(pages[:8].tobytes(), "little")
     header = json.loads(pages[8:data].tobytes())
@@ -100,7 +100,7 @@ def map_bits(path: Path, mode: Literal["r", "r+"] = "r") -> dict[str, Bits]:
 def write_bits(shapes: Mapping[str, tuple[int, ...]], bits: Callable[[str], Bits], path: Path) -> None:
     """Write a bf16 `.safetensors` file that transformers and vLLM load.
 
-    `bits` gives each tensor of `shapes` when its turn comes, so that only one is held here.
+    `bits` is called for one tensor of `shapes` after the other, so only one has to be in memory.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0

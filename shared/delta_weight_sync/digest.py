@@ -1,14 +1,14 @@
-"""The state digest: one 64-bit number for all weight bits, updatable from a delta in O(changes).
+"""The digest: one 64-bit hash of all weight bits, which a delta updates in O(changes).
 
     digest = sum over tensors t, elements i of  r(t, i) * bits(t, i)             mod 2^64
     r(t, i) = (mix(seed(t) + i // 4096) | 1) * (mix(i mod 4096) mod 2^32 | 1)
 
 `bits` is the bf16 pattern as an unsigned integer, `i` the row-major position, `mix` the finalizer of
 splitmix64 (Steele, Lea & Flood, 2014), `seed(t)` the first eight bytes of sha256(name). The sum does not
-depend on order, so replicas can hash shards in any layout, and a change of one element from `a` to `b` moves
-it by `r * (b - a)`. Within a block of 4096 elements the products stay below 2^64 and a machine adds many of
-them with vector instructions. It always detects a single wrong element, and several with a probability of
-about 1 - 2^-48. The digest guards against mistakes; the sha256 in the manifest guards against tampering.
+depend on order, so replicas can hash shards in any layout, and changing one element from `a` to `b` adds
+`r * (b - a)`. In a block of 4096 elements no sum overflows, so vector instructions compute it. The digest
+always detects a single wrong element, and several with a probability of about 1 - 2^-48. It guards against
+mistakes; the sha256 in the manifest guards against tampering.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     import torch
 
 BLOCK = 4096
-_CHUNK = BLOCK << 12  # elements of a tensor per step: bounds the int64 temporaries to half a gigabyte
-_NO_BLOCK = np.uint64(1 << 63)  # not the number of any block
+_CHUNK = BLOCK << 12  # elements hashed at a time, so that int64 temporaries take at most half a gigabyte
+_NO_BLOCK = np.uint64(1 << 63)  # no block has this number
 Bits = NDArray[np.uint16]
 
 
 @kernel
 def _mix(i: Any) -> Any:
-    """Of a uint64, or of each in an array."""
+    """Mix the bits of a uint64, or of each uint64 in an array."""
     z = i * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -53,7 +53,7 @@ INNER: NDArray[np.uint32] = _mix(np.arange(BLOCK, dtype=np.uint64)).astype(np.ui
 
 @kernel
 def _hash_block(bits: Bits, factors: NDArray[np.uint32]) -> np.uint64:
-    """The compiler vectorises a loop over two slices only if both begin at their start."""
+    """Hash a part of one block. Numba vectorises this loop because both arrays start at index 0."""
     total = np.uint64(0)
     for j in range(bits.size):
         total += np.uint64(factors[j]) * np.uint64(bits[j])
@@ -106,44 +106,44 @@ def _add(
 
 
 def seed(name: str) -> np.uint64:
-    """Start of a tensor's blocks in the hash: the first eight bytes of sha256(name), little-endian."""
+    """The number of a tensor's first block in the hash: 8 bytes of sha256(name), little-endian."""
     return np.uint64(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
 
 
 def tensor_digest(name: str, bits: Bits, first: int = 0) -> int:
-    """Digest of a tensor's row-major bf16 patterns (uint16, any shape), or of a part from `first` on."""
+    """Digest of a tensor's row-major bf16 bits (uint16, any shape), or of a part that begins at `first`."""
     return int(hash_dense(np.ascontiguousarray(bits).reshape(-1), first, INNER, seed(name)))
 
 
 def change_digest(name: str, index: NDArray[np.int64], old: Bits, new: Bits) -> int:
-    """The change of a digest (mod 2^64) when `old` becomes `new` (uint16 [n]) at flat positions `index`."""
+    """How the digest changes (mod 2^64) when `old` becomes `new` (uint16 [n]) at flat positions `index`."""
     return int(_hash_change(index, old, new, INNER, seed(name)))
 
 
 def add(name: str, bits: Bits, index: NDArray[np.int64], ulps: Bits) -> int:
-    """Add `ulps` to flat `bits` (uint16) at `index`; returns the change of the digest (mod 2^64)."""
+    """Add `ulps` to flat `bits` (uint16) at `index`. Returns how the digest changes (mod 2^64)."""
     return int(_add(bits, index, ulps, INNER, seed(name)))
 
 
 def state_digest(state: Mapping[str, Bits]) -> int:
-    """Digest of a whole model, given as checkpoint name -> bf16 bits (uint16)."""
+    """Digest of a whole model: checkpoint name -> bf16 bits (uint16)."""
     return sum(tensor_digest(name, bits) for name, bits in state.items()) % (1 << 64)
 
 
 def to_hex(digest: int) -> str:
-    """A digest as manifests and status pages show it: 16 hex digits."""
+    """Format a digest as manifests and status pages show it: 16 hex digits."""
     return f"{digest % (1 << 64):016x}"
 
 
 def live_digest(name: str, bits: torch.Tensor) -> int:
-    """`tensor_digest` of an int16 tensor of bf16 patterns, contiguous, on any device."""
+    """`tensor_digest` for a torch tensor: bf16 bits as int16, contiguous, on any device."""
     if bits.device.type == "cpu":
         return tensor_digest(name, bits.numpy().view(np.uint16))
     return device_digest(name, bits)
 
 
 def device_digest(name: str, bits: torch.Tensor) -> int:
-    """`live_digest` with int64 tensor operations, which wrap as uint64 ones do; for every device."""
+    """`live_digest` by tensor operations, for devices without numba. int64 wraps around as uint64 does."""
     import torch
 
     flat, total = bits.reshape(-1), torch.zeros((), dtype=torch.int64, device=bits.device)
@@ -171,7 +171,7 @@ def _mix_tensor(i: torch.Tensor) -> torch.Tensor:
 
 
 def _shift(z: torch.Tensor, by: int) -> torch.Tensor:
-    """Logical right shift: torch's is arithmetic, so this masks the copied sign bits."""
+    """Logical right shift. torch's shift is arithmetic, so this masks the copies of the sign bit."""
     return (z >> by) & ((1 << (64 - by)) - 1)
 
 

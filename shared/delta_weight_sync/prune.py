@@ -1,15 +1,14 @@
 """Deletes the oldest versions of a run, until the rest fits a budget of bytes or age.
 
-This is safe while a writer and readers use the run. These always stay:
+This is safe while a writer and readers use the run. These objects always stay:
 
-- all files that the newest manifest names, and the files of versions published within `GRACE_S` before it, so
-  their readers find them;
-- the versions of saved trainer states, and all later ones;
-- every object younger than `GRACE_S`: a version that is being published is not named yet;
-- HEADs, the run's description and its log.
+- all files that the newest manifest names, and those of versions published up to `GRACE_S` seconds before it,
+  because readers may still fetch them;
+- the versions that saved trainer states belong to, and all later versions;
+- every object younger than `GRACE_S`, because no manifest names a version that is still being published;
+- the HEADs, the run's description, its log and the trainer states.
 
-Ages are relative to the newest object of the run, by the store's clock. So a finished run does not age away,
-and no other clock matters.
+The store's clock counts ages back from the newest object of the run, so a finished run does not age.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from delta_weight_sync.store import Bucket, ObjectInfo
 from delta_weight_sync.util import size_text, time_text
 
 GRACE_S: Final = 3600.0
-_AT_ONCE: Final = 500  # objects per request, where the store takes several
+_AT_ONCE: Final = 500  # objects in one call of `delete`; some stores send it as one request
 _UNITS: Final = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "H": 3600.0, "D": 86400.0}
 
 
 @dataclass(frozen=True)
 class Keep:
-    """A budget: the newest versions that fit into `size` bytes, or those of the last `age_s` seconds."""
+    """What to keep: the newest versions that fit into `size` bytes, or those of the last `age_s` seconds."""
 
     size: float = float("inf")
     age_s: float = float("inf")
@@ -61,9 +60,9 @@ class Doomed(NamedTuple):
 class Survey:
     """The plan of `prune`."""
 
-    delete: tuple[Doomed, ...]  # in this order
+    delete: tuple[Doomed, ...]  # to be deleted in this order
     kept: int  # bytes of the run that stay
-    oldest: int  # the oldest version that can still be built afterwards, as can all newer ones
+    oldest: int  # this and all newer versions can still be built afterwards
     newest: int
 
     @property
@@ -73,7 +72,7 @@ class Survey:
 
 
 class _Version(NamedTuple):
-    """The needed parts of a manifest, which itself takes a hundred times the memory."""
+    """The parts of a manifest that a survey needs. They take a hundredth of the manifest's memory."""
 
     number: int
     created_at: float
@@ -84,7 +83,7 @@ class _Version(NamedTuple):
 
 
 class Pruner:
-    """Surveys a run, repeatedly if you like; reads each manifest once.
+    """Finds what may be deleted from a run, as often as you ask; reads each manifest only once.
 
     Args:
         reader: The run.
@@ -97,16 +96,16 @@ class Pruner:
         self._read: dict[str, _Version] = {}  # by the manifest's key
 
     def survey(self, spare: Collection[str] = (), reserve: int = 0) -> Survey | None:
-        """Find the objects that may be deleted now. None for a run without versions.
+        """Find the objects that may be deleted now. Returns None for a run without versions.
 
         Args:
-            spare: Keys that a manifest is about to name.
+            spare: Keys to keep because the next manifest will name them.
             reserve: Bytes of the budget to leave free.
 
         Raises:
             BucketError, ProtocolError: The run cannot be read.
         """
-        newest = self._reader.newest()  # before the listing: objects that a writer adds meanwhile are newer
+        newest = self._reader.newest()  # before the listing, so that objects added meanwhile are newer
         if newest is None:
             return None
         infos = {info.key: info for info in self._reader.bucket.list(self._reader.keys.folder)}
@@ -116,12 +115,12 @@ class Pruner:
         young = max((info.written or 0.0 for info in infos.values()), default=0.0) - self._grace_s
 
         def is_young(key: str) -> bool:
-            """Whether it was written within the grace period, or the store does not say or list it yet."""
+            """Whether an object is in the grace period, or of unknown age (not listed yet, or no date)."""
             info = infos.get(key)
             return info is None or info.written is None or info.written > young
 
         def lasts(key: str) -> bool:
-            """Whether it is no part of a version, or may be part of one that is being published."""
+            """Whether an object belongs to no version, or maybe to one that is being published."""
             part = version_key(key)
             if part is None or is_young(key):
                 return True
@@ -143,14 +142,14 @@ class Pruner:
             size, oldest = size + size_of(more), version.number
         self._read = {key: version for key, version in self._read.items() if version.number >= oldest}
         doomed = [(part, infos[key]) for key in infos.keys() - kept if (part := version_key(key))]
-        # The oldest first, but manifests before all else: without its manifest a version is gone.
+        # Manifests first, so that an interruption leaves no version that seems whole; then by age.
         doomed.sort(key=lambda one: (one[0].kind != "manifests", one[0].version, one[1].key))
-        why = "no version that stays needs it", f"older than version {oldest}"
+        why = "no remaining version needs it", f"older than version {oldest}"
         delete = tuple(Doomed(info, why[part.version < oldest]) for part, info in doomed)
         return Survey(delete, size, oldest, newest.version)
 
     def _versions(self, newest: Manifest) -> Iterator[_Version]:
-        """As `RunReader.versions`, but reads each manifest once."""
+        """Like `RunReader.versions`, but reads each manifest only once."""
         version = self._remember(newest)
         yield version
         while parent := version.parent:
@@ -164,7 +163,7 @@ class Pruner:
     def _remember(self, manifest: Manifest) -> _Version:
         writer = Writer(manifest.writer_term, manifest.writer)
         key = self._reader.keys.manifest(manifest.version, writer)
-        # Each key once in memory: many versions name the same files.
+        # Interned, because many versions name the same files.
         needs = tuple(sys.intern(file.key) for file in manifest.recipe().files)
         names = tuple(sys.intern(file.key) for file in manifest.files)
         version = _Version(manifest.version, manifest.created_at, key, manifest.parent, needs, names)

@@ -58,8 +58,8 @@ UNKNOWN = "00000000-0000-0000-0000-000000000000"
 def test_the_api_needs_the_key_and_says_whether_it_is_missing_or_wrong(method, path):
     client = service(key=KEY)
     missing, wrong = (client.request(method, path, json={"seed": 1}, headers=given) for given in ({}, WRONG))
-    assert "send its WORDLE_KEY in the header X-Space-Key" in sentence(missing, 401)
-    assert "compare it with its WORDLE_KEY" in sentence(wrong, 401)
+    assert "send the Space's WORDLE_KEY in the header X-Space-Key" in sentence(missing, 401)
+    assert "send the value of this Space's WORDLE_KEY" in sentence(wrong, 401)
     assert KEY[:-1] not in wrong.text
 
 
@@ -127,7 +127,7 @@ def test_a_socket_is_refused_before_it_opens(url):
         socket.send(json.dumps({"type": "reset", "data": {"seed": 1}}))
         assert json.loads(socket.recv())["type"] == "observation"
     assert [refusal.status_code for refusal in refusals] == [401, 401]
-    assert b"send its WORDLE_KEY" in refusals[0].body
+    assert b"send the Space's WORDLE_KEY" in refusals[0].body
     assert b"compare it" in refusals[1].body
 
 
@@ -136,7 +136,7 @@ def test_a_socket_is_refused_before_it_opens(url):
 def test_a_trainer_sends_its_key_to_its_own_spaces_and_another_one_elsewhere(url, monkeypatch, at, variable):
     monkeypatch.setenv("SPACES", at or url)
     monkeypatch.setenv("SPACE_KEY", KEY)  # it does not go to an environment of another owner
-    for given, reason in (("", "send its WORDLE_KEY"), ("not-the-key", "compare it with its WORDLE_KEY")):
+    for given, reason in (("", "send the Space's WORDLE_KEY"), ("not-the-key", "this Space's WORDLE_KEY")):
         monkeypatch.setenv(variable, given)
         with pytest.raises(ValueError, match=reason):
             asyncio.run(trainer(url).get_reward())
@@ -174,7 +174,7 @@ def test_visitors_have_a_capacity_of_their_own():
         client.post("/play", json={"seed": seed}, headers=seen_from(seed)) for seed in range(MAX_PLAYED + 1)
     )
     assert {game.status_code for game in games} == {201}
-    assert sentence(full, 503) == f"{MAX_PLAYED} games are in play; try again in a moment."
+    assert sentence(full, 503) == f"{MAX_PLAYED} games are in play: try again in a moment."
     client.headers.update(RIGHT)
     start(client)
     elsewhere = guess(client, f"/sessions/{games[0].json()['session']}", "crane", 1)
@@ -237,7 +237,7 @@ def test_one_address_gets_only_its_share_of_the_pages_games():
     assert [game.status_code for game in mine] == [201] * MAX_PLAYED_EACH + [429]
     assert (
         sentence(mine[-1], 429)
-        == f"{MAX_PLAYED_EACH} games of your address are in play; end one of them, or wait."
+        == f"{MAX_PLAYED_EACH} games of your address are in play: end one of them, or wait."
     )
     assert mine[-1].headers["Retry-After"]
     assert (others.status_code, again.status_code) == (201, 201)
@@ -270,7 +270,7 @@ def test_a_game_stores_little_of_an_endless_word():
     first, again = (guess(client, game, novel, 1).json() for _ in range(2))
     assert first == again
     assert first["word"] == "x" * MAX_STORED
-    assert first["message"] == f"'{'x' * 20}...' has 16000 letters; a guess has 5."
+    assert first["message"] == f"'{'x' * 20}...' has 16000 letters; a guess must have 5."
     assert "already played with another word" in sentence(guess(client, game, "y", 1), 409)
 
 

@@ -148,13 +148,13 @@ def test_six_wrong_guesses_end_the_game_with_credit_for_the_closest():
     ("word", "sentence"),
     [
         ("abcde", "'abcde' is not in the word list."),
-        ("bridexx", "'bridexx' has 7 letters; a guess has 5."),
-        ("bri", "'bri' has 3 letters; a guess has 5."),
-        ("brid3", "'brid3' is not made of the letters a to z."),
-        ("brïde", "'brïde' is not made of the letters a to z."),
-        ("bride ", "'bride ' is not made of the letters a to z."),
-        ("", "'' is not made of the letters a to z."),
-        ("é" * 5000, f"'{'é' * 20}...' is not made of the letters a to z."),
+        ("bridexx", "'bridexx' has 7 letters; a guess must have 5."),
+        ("bri", "'bri' has 3 letters; a guess must have 5."),
+        ("brid3", "'brid3' has characters other than the letters a to z."),
+        ("brïde", "'brïde' has characters other than the letters a to z."),
+        ("bride ", "'bride ' has characters other than the letters a to z."),
+        ("", "'' has characters other than the letters a to z."),
+        ("é" * 5000, f"'{'é' * 20}...' has characters other than the letters a to z."),
     ],
 )
 def test_an_invalid_word_is_named_costs_a_turn_and_earns_no_letter_credit(word, sentence):
@@ -217,7 +217,7 @@ def test_words_of_other_lengths(secret, guess, marks):
     _, [move] = play(secret, guess)
     assert (move.feedback, move.valid) == (marks, True)
     _, [move] = play(secret, "crane")
-    assert move.message == f"'crane' has 5 letters; a guess has {len(secret)}."
+    assert move.message == f"'crane' has 5 letters; a guess must have {len(secret)}."
     _, [move] = play(secret, secret)
     assert move.solved
     assert move.reward == pytest.approx(1.45)
@@ -257,7 +257,7 @@ def test_no_training_game_has_a_held_out_secret_and_the_other_way_round():
 
 def test_without_held_out_words_such_a_game_is_refused_with_a_sentence():
     refusal = service(answers=9).post("/sessions", json={"seed": 1, "split": "held_out"})
-    assert sentence(refusal, 422) == "With 9 answers none is held out: set WORDLE_ANSWERS to at least 10."
+    assert sentence(refusal, 422) == "Of 9 answers, none is held out: set WORDLE_ANSWERS to at least 10."
 
 
 def test_another_process_plays_the_same_game_for_the_same_seed():
@@ -363,12 +363,12 @@ def test_no_more_games_that_ended_are_kept_than_may_be_in_play(sessions):
 
 def test_an_id_belongs_to_its_seed_and_to_one_game(sessions):
     id = start(sessions, seed=1)
-    with pytest.raises(GameError, match="with seed 1 of split train, not 2 of train; choose a new id"):
+    with pytest.raises(GameError, match="with seed 1 of split train, not 2 of train: choose a new id"):
         start(sessions, id, seed=2)
     with pytest.raises(GameError, match="not 1 of held_out"):
         start(sessions, id, split="held_out")
     sessions.close(id)
-    with pytest.raises(GameError, match="has ended; choose a new id"):
+    with pytest.raises(GameError, match="has ended: choose a new id"):
         start(sessions, id, seed=1)
 
 

@@ -188,7 +188,7 @@ def test_an_idle_connection_is_closed_with_a_sentence_and_its_game_given_up():
     socket = {"type": "websocket", "path": "/ws", "raw_path": b"/ws", "query_string": b"", "headers": []}
     idle_time.run(app(socket, receive, send))
     assert [message["type"] for message in sent] == ["websocket.accept", "websocket.send", "websocket.close"]
-    assert sent[-1]["reason"] == "Closed after 600 s without a message; connect again and reset."
+    assert sent[-1]["reason"] == "Closed after 600 s without a message: connect again and send a reset."
     assert playing(TestClient(app)) == 0
 
 
@@ -285,7 +285,7 @@ def test_the_state_names_the_episode_and_hides_the_secret(seen):
 @pytest.mark.long
 def test_a_step_without_a_reset_is_refused(seen):
     assert seen["refusal"] == (
-        "Server error: No game is in play on this connection; send a reset first. (code: EXECUTION_ERROR)"
+        "Server error: No game is in play on this connection: send a reset first. (code: EXECUTION_ERROR)"
     )
 
 

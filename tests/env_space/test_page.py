@@ -225,7 +225,7 @@ def test_without_a_replica_the_refusal_names_the_setting():
 def test_a_replica_that_cannot_be_reached_may_be_asleep():
     events, playing = watch(replica_url="http://127.0.0.1:9")
     assert [kind for kind, _ in events] == ["opened", "problem"]
-    assert events[1][1]["detail"].startswith("The replica cannot be reached. If it is a Space that sleeps")
+    assert events[1][1]["detail"].startswith("The replica cannot be reached. If it is a sleeping Space")
     assert playing == 0
 
 
@@ -233,10 +233,10 @@ def test_a_replica_that_cannot_be_reached_may_be_asleep():
     ("answer", "reason"),
     [
         ((503, b'{"error": {"message": "no version is served yet: joining"}}'), "no version is served yet"),
-        ((503, b"<html>Your space is waking up</html>"), "cannot play now: it answers 503."),
-        ((404, b'{"error": "nothing here"}'), "cannot play now: it answers 404."),
-        ((200, b"<html>"), "did not answer as vLLM does."),
-        ((200, b'{"data": []}'), "did not answer as vLLM does."),
+        ((503, b"<html>Your space is waking up</html>"), "cannot play now: it answered with status 503."),
+        ((404, b'{"error": "nothing here"}'), "cannot play now: it answered with status 404."),
+        ((200, b"<html>"), "answer is not one of vLLM's."),
+        ((200, b'{"data": []}'), "answer is not one of vLLM's."),
     ],
 )
 def test_a_replica_that_does_not_play_is_quoted(answer, reason):

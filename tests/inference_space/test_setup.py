@@ -66,7 +66,7 @@ def test_each_variable_that_is_missing_is_named_with_its_purpose(name):
         ({"REPLICA_KEY": "geheimnis mit leerzeichen"}, "REPLICA_KEY", "printable ascii without spaces"),
         ({"REPLICA_PORT": "http"}, "REPLICA_PORT", "valid integer"),
         ({PUBLIC_KEY: "ed25519_secret_geheimnis"}, PUBLIC_KEY, "is not a key"),
-        ({SIGNING_KEY: "ed25519_secret_geheimnis"}, SIGNING_KEY, "the trainer's alone: unset it here"),
+        ({SIGNING_KEY: "ed25519_secret_geheimnis"}, SIGNING_KEY, "only the trainer may have it"),
         ({"REPLICA_BUKCET": "x"}, "REPLICA_BUKCET", "there is no such variable"),
     ],
 )

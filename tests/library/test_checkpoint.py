@@ -74,7 +74,7 @@ def test_reading_and_writing_load_no_torch(tmp_path):
 
 
 def test_what_is_no_checkpoint_says_so(tmp_path):
-    with pytest.raises(CheckpointError, match=r"holds no \.safetensors file"):
+    with pytest.raises(CheckpointError, match=r"has no \.safetensors file"):
         next(read_bits(tmp_path))
     save_file({"w": torch.ones(8).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"w in model\.safetensors cannot be cast"):

@@ -118,7 +118,7 @@ def test_objects_on_their_way_stay_and_orphans_go(run):
         age = 600 * VERSIONS - (60 if key == fresh else 2 * HOUR)
         os.utime(Path(run.bucket.url.removeprefix("file://")) / key, (age, age))
     doomed = {one.info.key: one.why for one in survey(run, "90MB", spare=[offered]).delete}
-    assert doomed[orphan] == "no version that stays needs it"
+    assert doomed[orphan] == "no remaining version needs it"
     assert not doomed.keys() & {coming, offered, fresh}
 
 

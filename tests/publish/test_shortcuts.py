@@ -96,7 +96,7 @@ def test_where_a_manifest_is_damaged_nothing_is_deleted_and_jumps_go_on(tmp_path
         run.steps(10)
         assert run.newest.jumps
         assert len(list(manifest.parent.iterdir())) == 14
-        assert "nothing of the run is deleted: " in caplog.text
+        assert "deleted nothing of the run, because a manifest is damaged: " in caplog.text
         assert manifest.name in caplog.text
     finally:
         run.close()

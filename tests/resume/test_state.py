@@ -199,7 +199,7 @@ def test_another_trainer_is_refused_with_what_differs(url, base):
     life(url, base, 2)
     with pytest.raises(StateError, match=r"initial_lr was 0\.01 when the state was saved and is 0\.1"):
         life(url, base, 3, lr=0.1)
-    with pytest.raises(StateError, match=r"1\.weight had shape \[40, 8\] when it was saved"):
+    with pytest.raises(StateError, match=r"1\.weight was saved with shape \[40, 8\]"):
         life(url, base, 3, wide=41)
     with contextlib.closing(Loop(url, base)) as loop:
         loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=1e-2)

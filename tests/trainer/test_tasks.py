@@ -203,5 +203,5 @@ def test_a_model_whose_tokenizer_knows_no_words_is_refused_by_name(tmp_path):
     tiny.build(tmp_path / "base", tie=True, seed=0)
     places = {"bucket": "file:///b", "run": "first", "replicas": ["http://x"]}
     script = TrainerSettings(model=str(tmp_path / "base"), task="reverse_text", **places)
-    with pytest.raises(SystemExit, match=r"--task reverse_text: .* knows 0 English words"):
+    with pytest.raises(SystemExit, match=r"--task reverse_text: .* only 0 English words"):
         make_task(script, AsyncGRPOConfig(str(tmp_path), max_steps=1, use_cpu=True))

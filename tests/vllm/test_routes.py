@@ -106,12 +106,12 @@ OTHERS: dict[str, tuple[tuple[int, ...], Load, str]] = {
     "doubled_afterwards": (
         (8, 6),
         lambda model, t: (model.wide.data.copy_(t), model.wide.data[7].mul_(2)),
-        "writes to the same place again",
+        "writes to its place again",
     ),
     "twice_to_one_place": (
         (8, 6),
         lambda model, t: (model.wide.data.copy_(t), model.wide.data.copy_(t)),
-        "writes to the same place again",
+        "writes to its place again",
     ),
     "failing": ((8, 6), failing, "fails on a probe (AssertionError: an odd shape)"),
 }
@@ -438,7 +438,7 @@ def test_however_ranks_share_a_tensor_its_digest_is_the_tensors(memory, data):
 )
 def test_parts_that_are_not_the_tensor_are_refused_by_name(boxes):
     sources = [routes.learn(Rank([box]), {"w": (8, 6)}).sources for box in boxes]
-    with pytest.raises(routes.RouteError, match="w: its parts in the model overlap, or are not all of it"):
+    with pytest.raises(routes.RouteError, match="w: its parts in vLLM overlap, or do not cover all of it"):
         routes.ownership({"w": (8, 6)}, sources)
 
 

@@ -21,14 +21,14 @@ Arguments = argparse.Namespace
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run one command; an error is printed as one sentence, and the exit status is 1."""
+    """Run one command. An error ends it with one sentence and exit status 1."""
     arguments = _parser().parse_args(argv)
     try:
         arguments.run_command(arguments)
     except DeployError as error:
         sys.exit(f"deploy: {error}")
     except KeyboardInterrupt:
-        sys.exit("deploy: stopped; run the same command again to go on")
+        sys.exit("deploy: stopped; to continue, run the same command again")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -45,22 +45,22 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     up = command("up", _up, "create the bucket and the Spaces, or update them")
-    up.add_argument("--run", default="first", help="run that the replicas follow (default: first)")
-    up.add_argument("--hardware", choices=GPUS, default="l4x1", help="of each replica (default: l4x1)")
+    up.add_argument("--run", default="first", help="the run that the replicas follow (default: first)")
+    up.add_argument("--hardware", choices=GPUS, default="l4x1", help="GPUs of a replica (default: l4x1)")
     up.add_argument("--replicas", type=int, default=1, help="number of replicas (default: 1)")
     up.add_argument("--public", action="store_true", help="make the Spaces public; the bucket stays private")
-    up.add_argument("--unsigned", action="store_true", help="let replicas trust every version in the bucket")
-    up.add_argument("--dry-run", type=Path, metavar="DIR", help="only write the files for the upload to DIR")
-    command("status", _status, "show what each Space does, serves and costs")
+    up.add_argument("--unsigned", action="store_true", help="let replicas serve versions without a signature")
+    up.add_argument("--dry-run", type=Path, metavar="DIR", help="only write what it would upload to DIR")
+    command("status", _status, "show state, version and cost of each Space")
     logs = command("logs", _logs, "show the log of a Space")
     logs.add_argument("space", help="env, replica-1, ...")
     command("pause", _pause, "stop all Spaces until `resume`; a paused Space costs nothing")
     command("resume", _resume, "start paused Spaces again")
     down = command("down", _down, "delete the Spaces and keep the bucket")
     down.add_argument("--bucket", action="store_true", help="also delete the bucket, with all its runs")
-    doctor = command("doctor", _doctor, "check what a deployment needs")
+    doctor = command("doctor", _doctor, "check everything that a deployment needs")
     doctor.add_argument("--model", default="Qwen/Qwen3-0.6B", help="a Hub id, or the folder of a checkpoint")
-    doctor.add_argument("--hardware", choices=GPUS, default="l4x1", help="of each replica (default: l4x1)")
+    doctor.add_argument("--hardware", choices=GPUS, default="l4x1", help="GPUs of a replica (default: l4x1)")
     return parser
 
 
@@ -86,7 +86,7 @@ def _up(arguments: Arguments) -> None:
     token = hub.require_read_only(api, os.environ.get("SPACE_HF_TOKEN", ""))
     if (key := keys.read_space_key(arguments.owner)) is None:
         key, file = keys.make_space_key(arguments.owner), keys.space_key_file(arguments.owner)
-        print(f"made a new SPACE_KEY in {file}; Spaces with another key get this one")
+        print(f"made a new SPACE_KEY in {file}; it replaces any other key on the Spaces")
     os.environ["SPACE_KEY"] = key  # this process sends it to the Spaces, as a trainer does
     secrets = keys.Secrets(key, token)
     if needs_key:
@@ -103,11 +103,11 @@ def _new_signing_key(api: HfApi, deployment: Deployment) -> str:
     for space in spaces_of(api, deployment.owner, deployment.name):
         if trusted := space.variables.get(PUBLIC_KEY):
             raise DeployError(
-                f"{space.repo_id} trusts {PublicKeys(trusted)}, whose file {file} is not here; copy it to"
-                " this machine, or if it is lost run `up --unsigned`, and then `up`, which makes a new one"
+                f"{space.repo_id} trusts {PublicKeys(trusted)}, but the key's file {file} is missing: copy it"
+                " to this machine; if it is lost, run `up --unsigned` and then `up`, which makes a new key"
             )
     public = make_keys(file)
-    print(f"made a new signing key in {file}; replicas will serve only versions that it has signed")
+    print(f"made a new signing key in {file}; replicas will serve only versions that it signed")
     return public
 
 
@@ -125,13 +125,13 @@ replicas     {replicas}
 bucket       {deployment.bucket_url}
 signatures   {signatures}
 
-costs        ${usd:.2f} per hour while all of it runs, $0.00 asleep or paused (prices of {PRICES_READ_ON},
-             {PRICES_SOURCE}); a replica falls asleep after {SLEEP_S // 60} minutes
-             without a request, and the next request wakes it
+costs        ${usd:.2f} per hour while all Spaces run, $0.00 while they sleep or are paused (prices of
+             {PRICES_READ_ON}, {PRICES_SOURCE}); a replica falls asleep after
+             {SLEEP_S // 60} minutes without a request, and the next request wakes it
 
-the trainer, on a machine with a GPU:
+to train, on a machine with a GPU:
 
-    set -a; {sources}; set +a    # its keys; set HF_TOKEN and SPACE_HF_TOKEN there as here
+    set -a; {sources}; set +a    # the keys; also set HF_TOKEN and SPACE_HF_TOKEN as here
     export SPACES="{env} {replicas}"    # the only servers that receive the key
     accelerate launch -m trainer.train --config trainer/configs/qwen3_0_6b.yaml \\
         --bucket {deployment.bucket_url} --run {deployment.run} \\
@@ -147,7 +147,7 @@ def _logs(arguments: Arguments) -> None:
     api, prefix = connect(), f"{arguments.owner}/{arguments.name}-"
     found = {space.repo_id.removeprefix(prefix): space for space in _own_spaces(api, arguments)}
     if arguments.space not in found:
-        raise DeployError(f"there is no Space {prefix}{arguments.space}; there are {', '.join(found)}")
+        raise DeployError(f"there is no Space {prefix}{arguments.space}: choose {', '.join(found)}")
     space = found[arguments.space]
     build = "BUILD" in space.runtime.stage or space.runtime.stage == "CONFIG_ERROR"
     for line in hub.log_lines(api, space.repo_id, build=build):
@@ -187,7 +187,7 @@ def _doctor(arguments: Arguments) -> None:
 
 def _own_spaces(api: HfApi, arguments: Arguments) -> list[Space]:
     if not (spaces := spaces_of(api, arguments.owner, arguments.name)):
-        raise DeployError(f"{arguments.owner} has no Spaces called {arguments.name}-*; `up` makes them")
+        raise DeployError(f"{arguments.owner} has no Spaces called {arguments.name}-*: run `up` to make them")
     return spaces
 
 

@@ -1,6 +1,6 @@
 """Checks everything that a deployment and a trainer need, and names the fix for each problem.
 
-No deployment has to exist: the checks accept what `up` has yet to make.
+The checks also work before the first `up`: what `up` will make may be missing.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from trainer.deploy.hub import explained
 from trainer.deploy.plan import CHECKOUT
 
 _GB = 10**9
-_CLOCK_LIMIT_S = 30.0  # every lag in the run's log compares two machines' clocks
-_DISK_BYTES = 4.4  # per weight: two copies in bf16, the download, an anchor before its upload, and a margin
-_TRAINER_BYTES = 16  # per weight, in fp32: itself, its gradient and AdamW's two moments
-_TRAINER_MARGIN = 5 * _GB  # activations at the token budget of the configs: computed, not measured
+_CLOCK_LIMIT_S = 30.0  # lags in the run's log are differences between the clocks of two machines
+_DISK_BYTES = 4.4  # per weight: the download and an anchor before its upload, both bf16, and a margin
+_TRAINER_BYTES = 16  # per weight: the weight, its gradient and AdamW's two moments, all in float32
+_TRAINER_MARGIN = 5 * _GB  # activations, at the token budget of the configs; computed, not measured
 _REPLICA_MARGIN = 4 * _GB  # CUDA graphs and a cache for 20 000 tokens of Qwen3-1.7B
 _VLLM_SHARE = 0.92  # of a GPU's memory, vLLM's default
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What the checks look at. Each fact is looked up once, because the Hub limits the rate of requests."""
+    """What the checks examine. Each fact is requested only once, because the Hub limits requests."""
 
     api: HfApi
     given_owner: str  # may be empty
@@ -58,7 +58,7 @@ class Setup:
 
     @property
     def owner(self) -> str:
-        """The owner of bucket and Spaces; by default the account of the token."""
+        """The owner of bucket and Spaces, by default the token's account."""
         return self.given_owner or self.account.name
 
     @cached_property
@@ -87,12 +87,12 @@ class Setup:
             counts = (parse_local_safetensors_file_metadata(file).parameter_count for file in files)
             total = sum(sum(count.values()) for count in counts)
         if not total:
-            raise DeployError(f"{self.model} has no safetensors files; name a model that has them by --model")
+            raise DeployError(f"{self.model} has no safetensors files: choose a --model that has them")
         return total
 
 
 def examine(setup: Setup) -> bool:
-    """Run all checks and report the result of each; True if there is no problem."""
+    """Run all checks and print the result of each. Returns True if there is no problem."""
     problems = 0
     for name, check in CHECKS.items():
         try:
@@ -107,25 +107,25 @@ def examine(setup: Setup) -> bool:
 
 def _token(setup: Setup) -> str:
     setup.account.require_write(setup.owner)
-    return f"{setup.account.name}, {setup.account.role}, may write for {setup.owner}"
+    return f"the token of {setup.account.name} ({setup.account.role}) may write for {setup.owner}"
 
 
 def _space_token(setup: Setup) -> str:
     if not setup.space_token and setup.spaces and not any(space.private for space in setup.spaces):
-        return "not set on this machine: only a trainer of private Spaces needs it here"
+        return "not set here; only a trainer that uses private Spaces needs it"
     hub.require_read_only(setup.api, setup.space_token)
     return "SPACE_HF_TOKEN is read-only"
 
 
 def _plan(setup: Setup) -> str:
     if not setup.account.has_plan(setup.owner):
-        needs = "and a Docker Space on free hardware needs PRO, Team or Enterprise"
+        needs = "but Docker Spaces need PRO, Team or Enterprise"
         raise DeployError(
-            f"{setup.owner} has no paid plan, {needs}; subscribe at https://huggingface.co/pricing"
+            f"{setup.owner} has no paid plan, {needs}: subscribe at https://huggingface.co/pricing"
         )
     if setup.account.can_pay(setup.owner) is False:
         fix = "add a payment method and credits at https://huggingface.co/settings/billing"
-        raise DeployError(f"{setup.owner} cannot pay for a GPU; {fix}")
+        raise DeployError(f"{setup.owner} cannot pay for a GPU: {fix}")
     return f"{setup.owner} may run Docker Spaces"
 
 
@@ -138,7 +138,7 @@ def _licence(setup: Setup) -> str:
             setup.api.auth_check(model)
         except GatedRepoError:
             page = f"{setup.api.endpoint}/{model} as {setup.account.name}"
-            raise DeployError(f"{model} is gated; accept its licence at {page}") from None
+            raise DeployError(f"{model} is gated: accept its licence at {page}") from None
     return f"the licence of {model} was accepted"
 
 
@@ -149,51 +149,51 @@ def _clock(setup: Setup) -> str:
     if abs(skew) > _CLOCK_LIMIT_S:
         raise DeployError(
             f"this machine's clock is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the Hub's, so"
-            " signed links and every lag in the run's log are wrong; set it, for example with"
+            " signed links fail and all lags in the run's log are wrong: set it, for example with"
             " `timedatectl set-ntp true`"
         )
-    return f"within {_CLOCK_LIMIT_S:.0f} s of the Hub's"
+    return f"this machine's clock is within {_CLOCK_LIMIT_S:.0f} s of the Hub's"
 
 
 def _awake(setup: Setup) -> str:
     idle = [space for space in setup.spaces if space.runtime.stage != "RUNNING"]
     if not idle:
-        return f"{len(setup.spaces)} run" if setup.spaces else "there are none yet; `up` makes them"
+        return f"all {len(setup.spaces)} run" if setup.spaces else "there are none yet; `up` makes them"
     states = ", ".join(f"{space.repo_id} is {space.runtime.stage}" for space in idle)
     asleep = all(space.runtime.stage in hub.ASLEEP for space in idle)
-    fix = "`resume` them (a trainer also wakes sleeping ones)" if asleep else "see `logs`, then run `up`"
-    raise DeployError(f"{states}; {fix}")
+    fix = "run `resume` (a trainer also wakes sleeping ones)" if asleep else "see `logs`, then run `up`"
+    raise DeployError(f"{states}: {fix}")
 
 
 def _protocol(setup: Setup) -> str:
     running = [space for space in setup.replicas if space.runtime.stage == "RUNNING"]
     for space in running:
         if (spoken := hub.served(space)[0]) != FORMAT:
-            fix = "run `up` to bring both to one version"
-            raise DeployError(f"{space.repo_id} speaks {spoken}, this trainer {FORMAT}; {fix}")
-    return f"{len(running)} replicas speak {FORMAT}" if running else "no replica runs"
+            fix = "run `up` to update the Space"
+            raise DeployError(f"{space.repo_id} reads {spoken}, but this trainer writes {FORMAT}: {fix}")
+    return f"{len(running)} replicas read {FORMAT}" if running else "no replica is running"
 
 
 def _signatures(setup: Setup) -> str:
-    """Every replica trusts the key that a trainer on this machine signs with."""
+    """Check that every replica trusts the key with which a trainer on this machine signs."""
     file = keys.signing_file(setup.owner, setup.name)
     in_environment, _ = signing.keys_in(os.environ)
     in_file = keys.read_signing_keys(setup.owner, setup.name)
     signs = in_environment.public if in_environment else in_file.signs if in_file else None
     trusted = {space.repo_id: space.variables.get(signing.PUBLIC_KEY) for space in setup.replicas}
     if not trusted:
-        return "`up` makes keys"
+        return "there are no replicas yet; `up` makes the keys"
     if all(public is None for public in trusted.values()):
-        return "replicas check none; `up` without --unsigned changes that"
+        return "replicas do not check signatures; to change that, run `up` without --unsigned"
     if not signs:
-        raise DeployError(f"the signing key is not here: copy {file} from the machine where `up` made it")
+        raise DeployError(f"the signing key is missing: copy {file} from the machine where `up` made it")
     for repo_id, public in trusted.items():
         if signs not in (public or "").split(","):
             raise DeployError(
-                f"{repo_id} trusts {public or 'every version in the bucket'}, and a trainer on this machine"
-                f" signs with {signs}; run `up`, and start the trainer with {file}"
+                f"{repo_id} trusts {public or 'every version in the bucket'}, but a trainer on this machine"
+                f" signs with {signs}: run `up`, and start the trainer with the keys in {file}"
             )
-    return f"replicas trust {signing.fingerprint(signs)}, which signs on this machine"
+    return f"replicas trust {signing.fingerprint(signs)}, with which this machine signs"
 
 
 def _versions(setup: Setup) -> str:
@@ -210,8 +210,8 @@ def _versions(setup: Setup) -> str:
         except metadata.PackageNotFoundError:
             wrong.append(f"{need.name} is not installed")
     if wrong:
-        raise DeployError(f"{'; '.join(wrong)}; run `pip install -r requirements.txt`")
-    return f"{len(wanted)} packages as in requirements.txt"
+        raise DeployError(f"{'; '.join(wrong)}: run `pip install -r requirements.txt`")
+    return f"{len(wanted)} packages have the versions of requirements.txt"
 
 
 def _disk(setup: Setup) -> str:
@@ -220,9 +220,9 @@ def _disk(setup: Setup) -> str:
         existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
         free = shutil.disk_usage(existing).free
         if free < _DISK_BYTES * setup.weights:
-            fix = f"delete something, or set {variable} to a larger disk"
-            raise DeployError(f"{existing} has {free / _GB:.1f} GB free and {need}; {fix}")
-    return f"{need}, and there is room"
+            fix = f"free some space, or set {variable} to a folder on a larger disk"
+            raise DeployError(f"{existing} has {free / _GB:.1f} GB free, but {need}: {fix}")
+    return f"{need}, and there is enough space"
 
 
 def _replica_gpu(setup: Setup) -> str:
@@ -233,7 +233,7 @@ def _replica_gpu(setup: Setup) -> str:
         cheapest = min(fitting, key=lambda name: HARDWARE[name].usd_per_hour, default="")
         raise DeployError(
             f"{setup.model} needs {need / _GB:.0f} GB, but vLLM can use only {here / _GB:.0f} GB of"
-            f" {setup.hardware}; use {f'--hardware {cheapest}' if cheapest else 'a smaller model'}"
+            f" {setup.hardware}: use {f'--hardware {cheapest}' if cheapest else 'a smaller model'}"
         )
     return f"{setup.model} needs {need / _GB:.1f} of {here / _GB:.0f} GB on {setup.hardware}"
 
@@ -241,11 +241,11 @@ def _replica_gpu(setup: Setup) -> str:
 def _trainer_gpu(setup: Setup) -> str:
     need, room = _TRAINER_BYTES * setup.weights + _TRAINER_MARGIN, _gpu_bytes()
     if not room:
-        return f"there is none here: train on a machine with {need / _GB:.0f} GB of GPU memory"
+        return f"this machine has none; train on one with {need / _GB:.0f} GB of GPU memory"
     if need > room:
         raise DeployError(
-            f"training {setup.model} takes {need / _GB:.0f} GB and the GPUs here have {room / _GB:.0f} GB;"
-            " use a smaller --model, a larger GPU, or more of them with `accelerate launch --use_fsdp`"
+            f"training {setup.model} takes {need / _GB:.0f} GB, but the GPUs here have {room / _GB:.0f} GB:"
+            " use a smaller --model, a larger GPU, or more GPUs with `accelerate launch --use_fsdp`"
         )
     return f"{setup.model} needs {need / _GB:.0f} of {room / _GB:.0f} GB"
 
@@ -262,7 +262,7 @@ def _gpu_software(setup: Setup) -> str:
         return ""
     if found := [sentence for sentence in (gpu_build.problem(), *gpu_build.missing()) if sentence]:
         raise DeployError("; ".join(found))
-    return "the driver, a C compiler, Python's headers and shared memory are there"
+    return "driver, C compiler, Python's headers and shared memory are in order"
 
 
 def _bucket(setup: Setup) -> str:
@@ -273,13 +273,13 @@ def _bucket(setup: Setup) -> str:
     bucket.put(key, content)
     try:
         if bucket.get(key) != content:
-            raise DeployError(f"{name} returned other bytes than were written; try again, then report it")
+            raise DeployError(f"{name} did not return the bytes that were written: try again, then report it")
     finally:
         bucket.delete([key])
-    return f"{name} can be written and read{'' if private else '; it is public, and so are the weights'}"
+    return f"{name} can be written and read{'' if private else '; it is public: anyone can read the weights'}"
 
 
-# A check returns a text that says what is fine (empty: it does not apply here), or raises the fix.
+# A check returns what it found in order ("": it does not apply here), or raises an error with the fix.
 CHECKS: dict[str, Callable[[Setup], str]] = {
     "token": _token,
     "Space's token": _space_token,
@@ -294,5 +294,5 @@ CHECKS: dict[str, Callable[[Setup], str]] = {
     "GPU of the replicas": _replica_gpu,
     "GPU of the trainer": _trainer_gpu,
     "software for GPUs": _gpu_software,
-    "bucket": _bucket,  # last: opening a bucket gives the Hub's client other time limits
+    "bucket": _bucket,  # last, because opening a bucket changes the time limits of the Hub's client
 }

@@ -1,6 +1,6 @@
-"""The Hub: what a token may do, the state and health of the Spaces, and the changes that `up` makes.
+"""The Hub: the rights of a token, the state and health of the Spaces, and the changes that `up` makes.
 
-Every call goes through huggingface_hub, and `explained` turns its errors into a `DeployError`.
+Every call goes through huggingface_hub. `explained` turns its errors into a `DeployError`.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from trainer.deploy.plan import MARK, REMOVABLE, Deployment, SpacePlan, files
 PAUSED = ("PAUSED", "STOPPED")
 ASLEEP = ("SLEEPING", *PAUSED)
 FAILED = {
-    "NO_APP_FILE": "has no files to build; run `up` again",
-    "CONFIG_ERROR": "cannot be built with this configuration; fix the error below and run `up` again",
-    "BUILD_ERROR": "could not be built; fix the error in the log and run `up` again",
-    "RUNTIME_ERROR": "stopped right after its start; fix the error in the log and run `up` again",
+    "NO_APP_FILE": "has no files to build: run `up` again",
+    "CONFIG_ERROR": "cannot be built with this configuration: fix the error below and run `up` again",
+    "BUILD_ERROR": "could not be built: fix the error in the log and run `up` again",
+    "RUNTIME_ERROR": "stopped right after its start: fix the error in the log and run `up` again",
 }
 _UP = ("healthy", "serving", spaces.NO_VERSION_YET)
 TOKENS = "https://huggingface.co/settings/tokens"
-WAIT_LIMIT_S = 3600.0  # the first build pulls vLLM's image, some 10 GB
+WAIT_LIMIT_S = 3600.0  # the first build pulls vLLM's image, about 10 GB
 _POLL_S = 5.0
-_ERROR_LIMIT_S = 120.0  # for errors that may pass: one that the app reports, or an unknown host name
-_FAILED_LIMIT_S = 15.0  # the Hub may still show the state before the last change
+_ERROR_LIMIT_S = 120.0  # wait this long for an app's error, or an unknown host name, to go away
+_FAILED_LIMIT_S = 15.0  # the same for a failed state, which may be from before the last change
 _LOG_LINES = 15
 
-Change = Callable[..., None]  # makes one change: what to report, the function to call, and its arguments
+Change = Callable[..., None]  # makes one change; takes its description, a function and its arguments
 
 
 def connect() -> HfApi:
-    """A client of the Hub at HF_ENDPOINT. Its requests time out; by default they would wait forever."""
+    """A client of the Hub at HF_ENDPOINT, with a time limit for requests. By default there is none."""
 
     def client() -> Any:
         made = default_client_factory()
@@ -67,11 +67,11 @@ def connect() -> HfApi:
 
 @contextmanager
 def explained(what: str, variable: str = "HF_TOKEN") -> Iterator[None]:
-    """Turn the client's errors during `what` into a `DeployError`; `variable` holds the token in use."""
+    """Turn the client's errors into a `DeployError` that names `what` failed. `variable` holds the token."""
     try:
         yield
     except LocalTokenNotFoundError:
-        raise DeployError(f"there is no token: make one of type Write at {TOKENS} and set HF_TOKEN") from None
+        raise DeployError(f"HF_TOKEN is not set: create a token of type Write at {TOKENS}") from None
     except HfHubHTTPError as error:
         raise DeployError(f"{what}: {_refusal(error, variable)}") from error
     except (HTTPError, ConnectionError, TimeoutError) as error:
@@ -80,7 +80,7 @@ def explained(what: str, variable: str = "HF_TOKEN") -> Iterator[None]:
             " then run the same command again"
         ) from error
     except UnicodeEncodeError:
-        raise DeployError(f"{variable} has a character that no token has; copy it from {TOKENS}") from None
+        raise DeployError(f"{variable} has a character that no token has: copy it from {TOKENS}") from None
     except ValueError as error:  # the client itself refuses to send the request
         raise DeployError(f"{what}: {_one_line(error)}") from error
 
@@ -88,17 +88,17 @@ def explained(what: str, variable: str = "HF_TOKEN") -> Iterator[None]:
 def _refusal(error: HfHubHTTPError, variable: str) -> str:
     status = error.response.status_code
     if status == 429 or status >= 500:
-        return f"the Hub answered {status}; run the same command again in a few minutes"
+        return f"the Hub answered {status}: run the same command again in a few minutes"
     known = {
-        401: f"the Hub does not know this token (401); make a new one at {TOKENS} and set {variable}",
-        402: "the Hub asks for a paid plan (402); Docker Spaces need PRO, Team or Enterprise, and GPUs need"
-        " prepaid credits: https://huggingface.co/settings/billing",
-        403: "this token may not do that (403); set HF_TOKEN to one with write access to this owner, made at"
-        f" {TOKENS}",
-        404: "it does not exist, or this token may not see it; check its name and HF_TOKEN",
+        401: f"the Hub does not know this token (401): create a new one at {TOKENS} and set {variable} to it",
+        402: "the Hub asks for a paid plan (402): Docker Spaces need PRO, Team or Enterprise, and GPUs need"
+        " prepaid credits, see https://huggingface.co/settings/billing",
+        403: f"the token in {variable} lacks this right (403): create one at {TOKENS} that may write for this"
+        " owner",
+        404: f"it does not exist, or this token may not see it (404): check its name and {variable}",
     }
     text = re.sub(r"\?\S+", "", error.server_message or str(error))  # without the parameters of its URL
-    return known.get(status) or f"the Hub refused it ({status}: {_one_line(text)})"
+    return known.get(status) or f"the Hub refused the request ({status}: {_one_line(text)})"
 
 
 def _one_line(text: object) -> str:
@@ -106,14 +106,14 @@ def _one_line(text: object) -> str:
 
 
 def masked(text: str, secrets: Iterable[str] = ()) -> str:
-    """`text` without these secrets, and without anything that looks like a token or a signing key."""
+    """Mask these secrets in `text`, and anything that looks like a token or a signing key."""
     for secret in filter(None, secrets):
         text = text.replace(secret, "***")
     return re.sub(r"(hf|ed25519_secret)_[A-Za-z0-9_]{8,}", r"\1_***", text)
 
 
 class Account:
-    """The account of a token and the token's rights, as the Hub describes them."""
+    """The account that a token belongs to, and the token's rights."""
 
     def __init__(self, api: HfApi, token: str | None = None, variable: str = "HF_TOKEN") -> None:
         with explained(f"looking up the account of {variable}", variable):
@@ -130,9 +130,9 @@ class Account:
             allowed = "repo.write" in self._permissions(owner)
         if not allowed:
             raise DeployError(
-                f"the token of {self.name} ({self.role}) may not create anything for {owner}; set HF_TOKEN to"
-                " one of type Write, or a fine-grained one with write access to all repositories of"
-                f" {owner}, made at {TOKENS}"
+                f"the token of {self.name} ({self.role}) may not create anything for {owner}: create one at"
+                f" {TOKENS} of type Write, or a fine-grained one with write access to all repositories of"
+                f" {owner}, and set HF_TOKEN to it"
             )
 
     def can_write(self) -> bool:
@@ -147,20 +147,20 @@ class Account:
         return bool(self._who.get("isPro") if org is None else org.get("plan") or org.get("isEnterprise"))
 
     def can_pay(self, owner: str) -> bool | None:
-        """Whether the owner can pay for GPUs; None if this token may not know."""
+        """Whether the owner can pay for GPUs; None if the Hub does not say."""
         paying: bool | None = self._orgs.get(owner, self._who).get("canPay")
         return paying
 
     def _permissions(self, owner: str | None = None) -> set[str]:
-        """The permissions of a fine-grained token on the owner's repositories, or on all."""
+        """A fine-grained token's permissions on this owner's repositories, or by default on anyone's."""
         scopes = self._grants.get("scoped", ())
         wanted = [scope for scope in scopes if owner in (None, scope["entity"].get("name"))]
         return {permission for scope in wanted for permission in scope["permissions"]}
 
 
 def require_read_only(api: HfApi, token: str) -> str:
-    """The token, if it cannot write and so may go to the Spaces; raises `DeployError` otherwise."""
-    fix = f"make one of type Read at {TOKENS}"
+    """Return the token if it is read-only, as tokens on a Space must be. Otherwise raise `DeployError`."""
+    fix = f"create one of type Read at {TOKENS}"
     if not token:
         raise DeployError(
             "SPACE_HF_TOKEN is not set: replicas read the bucket with this read-only token, and trainers"
@@ -168,7 +168,7 @@ def require_read_only(api: HfApi, token: str) -> str:
         )
     account = Account(api, token, "SPACE_HF_TOKEN")
     if account.can_write():
-        raise DeployError(f"SPACE_HF_TOKEN may write ({account.role}), and no token on a Space should; {fix}")
+        raise DeployError(f"SPACE_HF_TOKEN may write ({account.role}), which no token on a Space may: {fix}")
     return token
 
 
@@ -181,12 +181,12 @@ class Space:
     private: bool
     variables: Mapping[str, str]
     secrets: Mapping[str, str | None]  # name -> description
-    files: Mapping[str, str | None]  # path -> git's hash of a small file, sha256 of a large one
+    files: Mapping[str, str | None]  # path -> git's hash of a small file, or sha256 of a large one
     runtime: SpaceRuntime
 
     @property
     def hardware(self) -> str | None:
-        """The hardware of the latest request."""
+        """The hardware that was requested last, or else the current one."""
         return self.runtime.requested_hardware or self.runtime.hardware
 
     @property
@@ -196,10 +196,10 @@ class Space:
 
 
 def spaces_of(api: HfApi, owner: str, name: str, expected: Iterable[str] = ()) -> list[Space]:
-    """All Spaces of this deployment, the environment's first; raises `DeployError` if one is foreign.
+    """Return all Spaces of this deployment, the environment's first. Raises `DeployError` for a foreign one.
 
-    The Hub's list may be out of date, so the `expected` ones are looked up as well. This process sends its
-    key only to the Spaces that it returns: it lists them in `SPACES`.
+    The Hub's list may be out of date, so `expected` Spaces are looked up as well. Sets the environment
+    variable `SPACES` to the URLs of the result, because this process sends its key only to URLs listed there.
     """
     pattern = re.compile(rf"{re.escape(f'{owner}/{name}')}-(env|replica-(\d+))")
     with explained(f"listing the Spaces of {owner}"):
@@ -209,7 +209,7 @@ def spaces_of(api: HfApi, owner: str, name: str, expected: Iterable[str] = ()) -
     existing = [space for space in found if space]
     if foreign := ", ".join(s.repo_id for s in existing if not s.variables.items() >= MARK.items()):
         fix = "choose another --name, or delete it on the Hub"
-        raise DeployError(f"{foreign} was not made by trainer.deploy, so nothing was changed; {fix}")
+        raise DeployError(f"{foreign} was not made by trainer.deploy, so nothing was changed: {fix}")
     os.environ["SPACES"] = " ".join(space.url for space in existing)
     return existing
 
@@ -241,20 +241,20 @@ def bucket_is_private(api: HfApi, bucket: str) -> bool | None:
 
 
 def log_lines(api: HfApi, repo_id: str, *, build: bool) -> list[str]:
-    """The lines of a Space's build log, or of its app's log."""
+    """The lines of a Space's build log, or of the log of its app."""
     with explained(f"reading the log of {repo_id}"):
         return [line for chunk in api.fetch_space_logs(repo_id, build=build) for line in chunk.splitlines()]
 
 
 def make_change(what: str, call: Callable[..., object], *given: object, **options: object) -> None:
-    """Make one change on the Hub, and report it once it is made."""
+    """Make one change on the Hub, then print it."""
     with explained(what):
         call(*given, **options)
     print(what, flush=True)
 
 
 def apply(api: HfApi, deployment: Deployment, secrets: Secrets) -> int:
-    """Make the Hub match the plan; returns the number of changes."""
+    """Make the Hub match the plan. Returns the number of changes."""
     plans = {plan.repo_id: plan for plan in deployment.spaces}
     found = {space.repo_id: space for space in spaces_of(api, deployment.owner, deployment.name, plans)}
     changes: list[str] = []
@@ -273,7 +273,7 @@ def apply(api: HfApi, deployment: Deployment, secrets: Secrets) -> int:
             if stage in PAUSED or (stage in FAILED and not uploaded):
                 change(f"restart {repo_id} ({stage})", api.restart_space, repo_id)
         else:
-            # All settings go into the request that creates the Space, so that it never runs without them.
+            # Create the Space with all settings in one request, so that it never runs without them.
             change(
                 f"create {repo_id} ({'private' if plan.private else 'public'}, {plan.hardware})",
                 api.create_repo,
@@ -296,7 +296,7 @@ def apply(api: HfApi, deployment: Deployment, secrets: Secrets) -> int:
 
 
 def _update(api: HfApi, plan: SpacePlan, space: Space, secrets: Secrets, change: Change) -> None:
-    """Change the settings that differ from the plan. A variable that the owner added stays."""
+    """Change the settings that differ from the plan. Other variables, which the owner added, stay."""
     repo_id, hardware, sleep_s = plan.repo_id, plan.hardware, plan.sleep_s
     if space.private != plan.private:
         what = f"make {repo_id} {'private' if plan.private else 'public'}"
@@ -319,14 +319,14 @@ def _update(api: HfApi, plan: SpacePlan, space: Space, secrets: Secrets, change:
 
 
 def _upload(api: HfApi, plan: SpacePlan, remote: Mapping[str, str | None], change: Change) -> bool:
-    """Upload what differs in one commit, and so one build; False if nothing differs."""
+    """Upload all changed files in one commit, so that the Space builds once. Returns False if none are."""
     local = {path: source.read_bytes() for path, source in files(plan.folder).items()}
     changed = [
         path
-        for path, data in local.items()  # the Hub names small files as git does, large ones by sha256
+        for path, data in local.items()  # the Hub gives git's hash of small files, sha256 of large ones
         if remote.get(path) not in (git_hash(data), hashlib.sha256(data).hexdigest())
     ]
-    gone = sorted(remote.keys() - local.keys() - {".gitattributes"})  # the Hub makes this one
+    gone = sorted(remote.keys() - local.keys() - {".gitattributes"})  # the Hub makes this file
     if changed or gone:
         operations = [*(CommitOperationAdd(p, local[p]) for p in changed), *map(CommitOperationDelete, gone)]
         what = f"upload {len(changed)} and delete {len(gone)} files of {plan.repo_id}"
@@ -336,10 +336,10 @@ def _upload(api: HfApi, plan: SpacePlan, remote: Mapping[str, str | None], chang
 
 
 def wait_until_healthy(api: HfApi, waiting: list[Space], secrets: tuple[str, ...]) -> None:
-    """Block until the apps of these Spaces are up, and report their states with `secrets` masked.
+    """Wait until the apps of these Spaces are up, and print their states with `secrets` masked.
 
-    A replica that waits for the run's first version is up. Raises `DeployError` for a Space that fails, or is
-    not up within an hour.
+    A replica that waits for the run's first version counts as up. Raises `DeployError` if a Space fails, or
+    is not up within an hour.
     """
     started = time.monotonic()
     states: dict[str, str] = {}
@@ -357,7 +357,7 @@ def wait_until_healthy(api: HfApi, waiting: list[Space], secrets: tuple[str, ...
         limit = _FAILED_LIMIT_S if answer.state in FAILED else _ERROR_LIMIT_S
         if time.monotonic() < error_since.setdefault(repo_id, time.monotonic()) + limit:
             return False
-        text = f"{repo_id} does not get ready: {answer}"
+        text = f"{repo_id} did not become ready: {answer}"
         if fix := FAILED.get(answer.state):
             log = "run" if answer.state == "RUNTIME_ERROR" else "build"
             lines = log_lines(api, repo_id, build=log == "build")[-_LOG_LINES:] or ["(nothing)"]
@@ -370,7 +370,7 @@ def wait_until_healthy(api: HfApi, waiting: list[Space], secrets: tuple[str, ...
             return
         time.sleep(_POLL_S)
     left = ", ".join(f"{space.repo_id}: {states[space.repo_id]}" for space in waiting)
-    raise DeployError(f"not up within {WAIT_LIMIT_S:.0f} s ({left}); see `logs`, then run `up` again")
+    raise DeployError(f"not up within {WAIT_LIMIT_S:.0f} s ({left}): see `logs`, then run `up` again")
 
 
 def _answer(api: HfApi, space: Space) -> spaces.Answer:
@@ -379,7 +379,7 @@ def _answer(api: HfApi, space: Space) -> spaces.Answer:
     if now.stage in FAILED:
         return spaces.Answer(now.stage, error=now.raw.get("errorMessage") or "the Hub gives no reason")
     if now.stage in PAUSED:
-        raise DeployError(f"{space.repo_id} was paused in the meantime; `resume` it")
+        raise DeployError(f"{space.repo_id} was paused in the meantime: run `resume`")
     if now.stage not in ("RUNNING", "SLEEPING"):  # a request wakes a sleeping Space
         return spaces.Answer(now.stage)
     try:
@@ -389,7 +389,7 @@ def _answer(api: HfApi, space: Space) -> spaces.Answer:
 
 
 def table(found: list[Space]) -> str:
-    """One row for each Space, and the cost now and while all of them run."""
+    """Format a row for each Space, and the cost per hour: now, and while all of them run."""
     rows = [("Space", "stage", "hardware", "version", "digest", "$/h")]
     now = total = 0.0
     for space in found:
@@ -410,7 +410,7 @@ def table(found: list[Space]) -> str:
 
 
 def served(space: Space) -> tuple[str, str, str]:
-    """Protocol, version and digest that a running replica reports; raises `DeployError` if it does not."""
+    """Protocol, version and digest that a running replica reports. Raises `DeployError` without an answer."""
     try:
         body = spaces.request(space.url, "GET", "/status").raise_for_status().json()
         version, digest = (body["status"].get(key) for key in ("version", "digest"))
@@ -419,4 +419,4 @@ def served(space: Space) -> tuple[str, str, str]:
         raise DeployError(str(error)) from error
     except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = type(error).__name__
-        raise DeployError(f"{space.repo_id} reports no status ({reason}); see its `logs`") from error
+        raise DeployError(f"{space.repo_id} reports no status ({reason}): see its `logs`") from error

@@ -1,9 +1,9 @@
-"""The secrets of a deployment: the files that hold them here, and the marks that show which a Space has.
+"""The secrets of a deployment: local files that hold them, and fingerprints that show what a Space has.
 
-The Hub never shows the value of a secret again, so each is stored with a fingerprint as its description: an
-HMAC of the value under the SPACE_KEY. The Hub replaces the description together with the value, shows it only
-to accounts that may change the Space, and restarts nothing for it. A local note would be wrong once a Space
-was deleted and made again, or changed from another machine.
+The Hub never shows the value of a secret again. So each secret gets a fingerprint as its description: an HMAC
+of the value under the SPACE_KEY. The Hub replaces the description together with the value, and shows it only
+to accounts that may change the Space. A local note would become wrong when a Space is deleted and made again,
+or changed from another machine.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class Secrets:
 
 
 def space_key_file(owner: str) -> Path:
-    """The shell file with the SPACE_KEY of all Spaces of this owner."""
+    """The shell file that holds the SPACE_KEY of all Spaces of this owner."""
     return FOLDER / owner / "env"
 
 
 def read_space_key(owner: str) -> str | None:
-    """The owner's SPACE_KEY, or None if there is none here."""
+    """The owner's SPACE_KEY, or None if this machine has no file with it."""
     file = space_key_file(owner)
     if not file.exists():
         return None
     if len(key := _variables(file).get("SPACE_KEY", "")) < 32:
-        raise DeployError(f"{file} holds no SPACE_KEY of at least 32 characters; delete it to get a new key")
+        raise DeployError(f"{file} has no SPACE_KEY of 32 or more characters: delete it to get a new key")
     return key
 
 
@@ -63,20 +63,20 @@ def make_space_key(owner: str) -> str:
 
 
 def signing_file(owner: str, name: str) -> Path:
-    """The shell file with the signing keys of this deployment. Deployments share no keys, or a run of one
-    bucket could be served in place of another bucket's."""
+    """The shell file that holds the signing keys of this deployment. Each deployment has keys of its own,
+    because replicas that trust the same keys would also serve a run copied from another bucket."""
     return FOLDER / owner / f"{name}.env"
 
 
 class SigningKeys(NamedTuple):
-    """The public halves of a deployment's signing keys."""
+    """The public keys that belong to a deployment's signing keys."""
 
-    signs: str  # the one that its trainer signs with
-    trusted: str  # those that its replicas trust, separated by commas; several while the owner changes keys
+    signs: str  # belongs to the key with which the trainer signs
+    trusted: str  # the keys that replicas trust, separated by commas; several while keys are changed
 
 
 def read_signing_keys(owner: str, name: str) -> SigningKeys | None:
-    """The public keys in this deployment's file, or None if there is no file here."""
+    """The public keys in this deployment's file, or None if this machine has no such file."""
     file = signing_file(owner, name)
     if not file.exists():
         return None
@@ -87,12 +87,12 @@ def read_signing_keys(owner: str, name: str) -> SigningKeys | None:
         raise DeployError(f"{file}: {error}") from None
     if signs is None or not (trusted := lines.get(signing.PUBLIC_KEY)):
         lacks = f"{file} lacks {signing.SIGNING_KEY} or {signing.PUBLIC_KEY}"
-        raise DeployError(f"{lacks}; delete it to get new keys")
+        raise DeployError(f"{lacks}: delete the file to get new keys")
     return SigningKeys(signs.public, trusted)
 
 
 def _variables(file: Path) -> dict[str, str]:
-    """The variables that a shell file sets; only this user can read it from now on."""
+    """Read the variables that a shell file sets, and make it readable only for this user."""
     file.chmod(0o600)
     pairs = [line.strip().partition("=") for line in file.read_text().splitlines()]
     return {variable: value for variable, _, value in pairs}

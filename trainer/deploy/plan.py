@@ -1,8 +1,7 @@
-"""The plan of a deployment, a pure function of command line and checkout: a bucket, Spaces and their files.
+"""The plan of a deployment: a bucket, Spaces and their files. It depends only on command line and checkout.
 
-A Space's repository has the files that its Dockerfile needs, and no others: of each package the modules and
-the data files that are listed here, if git tracks them. Caches, tests, other apps and untracked files of a
-checkout are never uploaded.
+A Space's repository gets only the files that its Dockerfile needs: the modules and data files listed here, if
+git tracks them. Caches, tests, other apps and untracked files of a checkout are never uploaded.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from delta_weight_sync.records import Keys
 from delta_weight_sync.signing import PUBLIC_KEY
 from trainer.deploy import DeployError
 
-MARK = {"DEPLOYED_BY": "delta-weight-sync"}  # a Space without this variable is never changed or deleted
+MARK = {"DEPLOYED_BY": "delta-weight-sync"}  # Spaces without this variable are never changed or deleted
 REMOVABLE = (PUBLIC_KEY,)  # variables that `up` removes from a Space if the plan no longer has them
 NO_KEY_YET = "made by the first `up`"  # stands for the key in a dry run
-SLEEP_S = 1800  # a replica falls asleep after this time without a request
+SLEEP_S = 1800  # a replica sleeps after this time without a request
 App = Literal["env", "replica"]
 APPS: tuple[App, ...] = ("env", "replica")
 
 CHECKOUT = Path(__file__).parents[2]
-_FILES: dict[App, tuple[str, ...]] = {  # patterns of git, whose `*` matches "/" too
+_FILES: dict[App, tuple[str, ...]] = {  # git's patterns, in which `*` also matches "/"
     "env": ("LICENSE", "env_space/*.py", "env_space/words/*", "env_space/page/*", "shared/space_guard/*"),
     "replica": (
         "LICENSE",
@@ -55,14 +54,14 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 @dataclass(frozen=True)
 class SpacePlan:
-    """One Space as it should be, with the names of its secrets and without their values."""
+    """One Space as it should be. Has the names of its secrets, but not their values."""
 
     repo_id: str
     folder: App  # see `stage`
     variables: Mapping[str, str]
     secrets: tuple[str, ...]
     hardware: str
-    sleep_s: int | None  # None on cpu-basic: the Hub allows no other value than its own, 48 hours
+    sleep_s: int | None  # None on cpu-basic, where the Hub allows only its own value, 48 hours
     private: bool
 
 
@@ -83,11 +82,11 @@ class Deployment:
 
     @property
     def bucket_url(self) -> str:
-        """The bucket as trainer and replicas name it."""
+        """The bucket's URL, as trainer and replicas use it."""
         return f"hf://buckets/{self.bucket}"
 
     def trusting(self, public_keys: str) -> Deployment:
-        """The same deployment, with replicas that trust these keys only."""
+        """The same deployment, but its replicas trust only these keys."""
         added = {PUBLIC_KEY: public_keys}
         plans = (replace(plan, variables={**plan.variables, **added}) for plan in self.replicas)
         return replace(self, replicas=tuple(plans))
@@ -102,10 +101,10 @@ class Deployment:
 
 
 def make_plan(owner: str, name: str, *, run: str, hardware: str, replicas: int, public: bool) -> Deployment:
-    """The deployment that the command line describes; raises `DeployError` for an impossible one."""
+    """Build the deployment that the command line describes. Raises `DeployError` for an impossible one."""
     for option, value in (("--owner", owner), ("--name", name)):
         if not _NAME.fullmatch(value):
-            raise DeployError(f"{option} {value!r} may hold letters, digits, '-' and '_' only")
+            raise DeployError(f"{option} {value!r} is not a name: use only letters, digits, '-' and '_'")
     if replicas < 1:
         raise DeployError(f"--replicas {replicas}: a deployment needs at least one replica")
     try:
@@ -129,7 +128,7 @@ def make_plan(owner: str, name: str, *, run: str, hardware: str, replicas: int, 
 
 
 def stage(app: App, out: Path) -> None:
-    """Write the repository of this Space to `out`; a pure function of the checkout."""
+    """Write the repository of this Space to `out`. The result depends only on the checkout."""
     for name, source in files(app).items():
         target = out / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -137,8 +136,8 @@ def stage(app: App, out: Path) -> None:
 
 
 def files(app: App) -> dict[str, Path]:
-    """Map each path in the Space's repository to a file of the checkout, sorted. Raises `DeployError` for a
-    link, and for a file of the packages that git does not track."""
+    """Map each path in the Space's repository to a file of the checkout, sorted.
+    Raises `DeployError` for a link, and for a file that matches `_FILES` but is not tracked by git."""
     moved = {f"{_FOLDERS[app]}/{name}": name for name in _MOVED[app]}
     patterns = [*_FILES[app], *moved]
     if untracked := _git("--others", *patterns):
@@ -146,7 +145,7 @@ def files(app: App) -> dict[str, Path]:
     found = {moved.get(path, path): path for path in _git("--cached", "--error-unmatch", *patterns)}
     for path in found.values():
         if (CHECKOUT / path).resolve() != CHECKOUT.resolve() / path:
-            raise DeployError(f"{path} is a link, or lies behind one: replace it with the file itself")
+            raise DeployError(f"{path} is a link, or in a linked folder: replace the link with the files")
         if not (CHECKOUT / path).is_file():
             raise DeployError(f"{path} is missing: `git restore` it, or `git rm` it")
     return {name: CHECKOUT / path for name, path in sorted(found.items())}
@@ -158,8 +157,8 @@ def _git(which: str, *patterns: str) -> list[str]:
     try:
         listed = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
-        raise DeployError("deploy uploads the files that git tracks: install git") from None
+        raise DeployError("git is missing: install it, because deploy uploads what git tracks") from None
     if listed.returncode:
         reason = " ".join(listed.stderr.split())
-        raise DeployError(f"deploy uploads what git tracks: run it from a clone of the repository ({reason})")
+        raise DeployError(f"git cannot list the files: run deploy from a clone of the repository ({reason})")
     return listed.stdout.split("\0")[:-1]

@@ -1,1 +1,1 @@
-"""Small local policies, built from code or installed packages without a model hub."""
+"""Small policies that are built from code or from installed packages, without a model hub."""

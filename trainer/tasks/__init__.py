@@ -1,6 +1,7 @@
-"""Tasks: prompts to train on, and what rewards the answers.
+"""Tasks: each has prompts to train on, and functions or an environment that reward the answers.
 
-A new task is a module here with a function `make_task(settings, config)`, and its name in `settings.TASKS`.
+To add a task, write a module here with a function `make_task(settings, config)`, and add its name to
+`settings.TASKS`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Task:
 
 
 def make_task(settings: Settings, config: AsyncGRPOConfig) -> Task:
-    """Build the task that the settings name; raises `SystemExit` if they name none, or lack what it needs."""
+    """Build the task that the settings name. Raises `SystemExit` if the name or another setting is wrong."""
     if settings.task not in TASKS:
         raise SystemExit(f"--task must be one of {', '.join(TASKS)}; it is {settings.task!r}")
     task: Task = importlib.import_module(f"trainer.tasks.{settings.task}").make_task(settings, config)
@@ -36,6 +37,6 @@ def make_task(settings: Settings, config: AsyncGRPOConfig) -> Task:
 
 
 def prompts_needed(config: AsyncGRPOConfig) -> int:
-    """Number of prompts that a run of `max_steps` trains on; at least one."""
+    """Number of prompts that `max_steps` steps train on, at least one."""
     batch = config.per_device_train_batch_size * config.world_size
     return int(max(config.max_steps * batch // config.num_generations, 1))

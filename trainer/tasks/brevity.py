@@ -1,6 +1,7 @@
 """Brevity: shorter answers earn more, and an empty answer earns most.
 
-The task needs no environment, and any chat model can learn it: a check that gradients reach the replicas.
+The task needs no environment, and any chat model can learn it. Use it to check that training reaches the
+replicas.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ _COUNTRIES = ("France", "Japan", "Brazil", "Kenya", "Canada", "India", "Norway",
 
 
 def reward_brevity(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """1 minus the share of `SCALE` tokens that each completion used, at least 0."""
+    """The reward falls from 1 for an empty completion to 0 for one of `SCALE` tokens or more."""
     return [max(0.0, 1.0 - (len(ids) - 1) / SCALE) for ids in completion_ids]
 
 
 def make_dataset() -> Dataset:
-    """Questions of one kind, so that the reward of a step does not depend on which of them it drew."""
+    """Questions of the same kind, so that a step's reward does not depend on which ones it uses."""
     questions = [f"What is the capital of {country}?" for country in _COUNTRIES]
     return Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in questions]})
 

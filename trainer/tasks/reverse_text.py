@@ -1,7 +1,7 @@
-"""Reverse-text: write a text backwards, letter by letter. A nearly right answer earns nearly everything.
+"""Reverse-text: the policy writes a text backwards, letter by letter. The reward is the similarity.
 
-Prompt, tags and reward are those of prime-rl's example, so its checkpoints can be trained here. The texts are
-words of the tokenizer's own vocabulary. Each is one token to the policy, which must know how it is spelled.
+Prompt, tags and reward are those of prime-rl's example, so its checkpoints can be trained here. A text is
+made of words from the tokenizer's vocabulary. To the policy, each word is one token that it has to spell.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PROMPT = "Reverse the text character-by-character. Put your answer in <reversed_text> tags."
 
 _WORDS_PER_TEXT = 3
-_VOCABULARY = 2000  # words; a vocabulary lists frequent ones first
+_VOCABULARY = 2000  # use the first words of the vocabulary, the most frequent ones
 _HELD_OUT_SHARE = 10  # one word in ten never appears in training
 _MIN_WORDS = 30  # an English tokenizer has thousands
 _WORD = re.compile("\u0120([a-z]{3,8})")  # byte-level BPE writes a space as this character
@@ -31,16 +31,16 @@ _ANSWER = re.compile("<reversed_text>(.*?)</reversed_text>", re.DOTALL)
 
 
 def words_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Frequent words that are one token; raises `ValueError` unless it is a byte-level BPE of English."""
+    """Find frequent words that are one token. Raises `ValueError` unless it is an English byte-level BPE."""
     tokens = sorted(tokenizer.get_vocab().items(), key=lambda token: token[1])
     words = [match[1] for token, _ in tokens if (match := _WORD.fullmatch(token))][:_VOCABULARY]
     if len(words) < _MIN_WORDS:
-        raise ValueError(f"the tokenizer knows {len(words)} English words; use a model of English")
+        raise ValueError(f"the tokenizer has only {len(words)} English words: use an English model")
     return words
 
 
 def similarity(answer: str, text: str) -> float:
-    """Similarity of the first pair of tags' content to the reversed text: 0 to 1, and 0 without tags."""
+    """Compare the text in the answer's first pair of tags with the reversed text: 0 (or no tags) to 1."""
     found = _ANSWER.search(answer)
     return SequenceMatcher(None, found[1].strip(), text[::-1]).ratio() if found else 0.0
 
@@ -51,7 +51,7 @@ def reward_reversed(completions: list[list[dict[str, str]]], text: list[str], **
 
 
 def texts(tokenizer: PreTrainedTokenizerBase, rows: int, seed: int, *, held_out: bool = False) -> list[str]:
-    """Draw `rows` texts, the same ones for the same seed. `held_out` texts share no word with the others."""
+    """Draw `rows` texts, the same ones for the same seed. `held_out` texts share no word with others."""
     words, rng = words_of(tokenizer), random.Random(seed)
     chosen = [word for i, word in enumerate(words) if (i % _HELD_OUT_SHARE == 0) == held_out]
     return [" ".join(rng.choices(chosen, k=_WORDS_PER_TEXT)) for _ in range(rows)]

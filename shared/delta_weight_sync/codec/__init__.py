@@ -1,9 +1,9 @@
 """The delta codec: old bits + new bits -> delta file -> patches; exact for every bf16 bit pattern.
 
-Most changes of an RL step move a weight by one unit in the last place (ULP), and the smaller a weight is,
-the likelier it moves. Encoding `fast` codes the distances between changes (1.25 bytes each if 1 % changed);
-`small` codes them given the magnitude of the old weight, which the receiver knows (0.88 bytes). One reader
-reads both.
+Most changes of an RL step move a weight by one unit in the last place (ULP), and the smaller a weight is, the
+likelier it moves. Encoding `fast` stores the distance from each change to the next: 1.25 bytes per change if
+1 % of the weights changed. `small` also uses the size of the old weights, which the receiver has: 0.89 bytes.
+One reader reads both.
 """
 
 from delta_weight_sync.codec._file import (

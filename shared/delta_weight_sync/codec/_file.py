@@ -1,13 +1,13 @@
-"""The delta file: plain safetensors whose metadata tells people and readers what is in it.
+"""The delta file: a safetensors file whose metadata says what is in it.
 
 `safe_open(...).metadata()` shows
 
-    format, base, version     what it is, and the two versions that it joins
-    tensors                   JSON rows [name, shape, changes, group] of every changed tensor
-    groups                    JSON objects: the mode of each group of tensors and its parameters
+    format, base, version     the file format, and the versions that the delta leads from and to
+    tensors                   JSON: a row [name, shape, changes, group] for each changed tensor
+    groups                    JSON: for each group of tensors, an object with its mode and its parameters
 
-and its tensors are the uint8 streams of the groups: `<group>.gaps`, `<group>.signs` and so on. Changes
-continue from tensor to tensor within a group, so that a group has one set of parameters.
+The tensors in the file are the groups' uint8 streams: `<group>.gaps`, `<group>.signs` and so on. A group's
+tensors are coded as one sequence, so they share one set of parameters.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ Shapes = Mapping[str, Sequence[int]]
 _UNREADABLE = (SafetensorError, zstandard.ZstdError, ValidationError, ValueError, LookupError, MemoryError)
 _LONGEST = 300  # characters of an error's reason
 MAX_HEADER: Final = 16 << 20  # bytes of a header: some 200,000 tensors
-_Number = Annotated[int, Field(ge=0, le=1 << 48)]  # of elements or of a group
+_Number = Annotated[int, Field(ge=0, le=1 << 48)]  # a number of elements, or a group's index
 _Shape = Annotated[Many[_Number], Field(max_length=32)]
 _TABLE = TypeAdapter(Many[tuple[str, _Shape, _Number, _Number]])
 _GROUPS = TypeAdapter(Many[Group])
 
 
 class Delta:
-    """A delta file whose table was read; `patches` reads the changes themselves."""
+    """A delta file whose header has been read; `patches` reads the changes."""
 
     def __init__(self, path: Path) -> None:
-        """Read the header and the table; raises `CodecError` naming the file if it is not a delta."""
+        """Read the header. Raises `CodecError`, which names the file, if it is not a delta."""
         self._path = path
         with _named(path):
             if (size := header_size(path)) > MAX_HEADER:
-                raise CodecError(f"its header claims {size} bytes, of at most {MAX_HEADER}")
+                raise CodecError(f"its header claims {size} bytes; at most {MAX_HEADER} are allowed")
             with safe_open(path, framework="numpy") as file:
                 metadata = file.metadata() or {}
             if metadata.get("format") != DELTA_FORMAT:
-                raise CodecError(f"format {metadata.get('format')!r}, this reader knows {DELTA_FORMAT!r}")
+                raise CodecError(f"its format is {metadata.get('format')!r}; readable is {DELTA_FORMAT!r}")
             self.base, self.version = int(metadata["base"]), int(metadata["version"])
             rows = _TABLE.validate_json(metadata["tensors"], strict=True)
             self.tensors = [TensorRow(*row) for row in rows]
@@ -64,17 +64,17 @@ class Delta:
             self._check_table()
 
     def patches(self, shapes: Shapes, old: Old) -> Iterator[Patch]:
-        """The changes, tensor by tensor.
+        """Yield the changes, one tensor at a time.
 
-        No file makes this allocate more than 64 bytes per byte of the file and 16 bytes per element of the
-        model: 10 for each change that it yields, the others for one group per thread, each of at most
-        `groups.GROUP_ELEMENTS` and the tensor that reaches them.
+        Memory is bounded for any file: 64 bytes per byte of the file, and 16 per element of the model. Of
+        these 16, a yielded change takes 10. The others are for the groups that are being decoded, one per
+        thread. A group ends with the tensor that brings it to `groups.GROUP_ELEMENTS`.
 
         Args:
-            shapes: Shapes of the model's tensors; the table is checked against them before anything is
+            shapes: Shapes of the model's tensors. The table is checked against them before anything is
                 unpacked.
-            old: Gives the bits of a tensor at version `base` (uint16, C-contiguous). It is called only for
-                modes that need it.
+            old: Returns the bits of a tensor at version `base` (uint16, C-contiguous). Called only for modes
+                that need it.
 
         Raises:
             CodecError: The file is damaged or does not fit the model. Discard what was yielded before.
@@ -98,7 +98,7 @@ class Delta:
             yield group, rows, streams, groups.read_old([group.mode], rows, old)
 
     def _check_table(self) -> None:
-        """Checks that need no model. A group ends where `encode` ends it: that bounds what it unpacks to."""
+        """Check the table without a model. Groups end where `encode` ends them, which bounds their size."""
         names = [tensor.name for tensor in self.tensors]
         if len(set(names)) != len(names):
             raise CodecError("a tensor is listed twice")
@@ -107,14 +107,14 @@ class Delta:
             if not 0 < tensor.changes <= (numel := tensor.numel):
                 raise CodecError(f"{tensor.name} lists {tensor.changes} changes of {numel} elements")
             if elements[tensor.group] >= groups.GROUP_ELEMENTS:
-                raise CodecError(f"group {tensor.group} goes on after {elements[tensor.group]} elements")
+                raise CodecError(f"group {tensor.group} continues after {elements[tensor.group]} elements")
             elements[tensor.group] += numel
         if elements.keys() != set(range(len(self.groups))):
-            raise CodecError(f"its {len(self.groups)} groups are not those that its tensors are in")
+            raise CodecError(f"it has {len(self.groups)} groups, but its tensors name other ones")
 
 
 def header_size(path: Path) -> int:
-    """Bytes of a safetensors file's header, as the file claims."""
+    """Size of a safetensors file's header in bytes, as the file claims it."""
     with path.open("rb") as file:
         return int.from_bytes(file.read(8), "little")
 
@@ -132,11 +132,11 @@ def encode(
     """Encode a delta file.
 
     Args:
-        patches: The changes. They are taken as they are coded, so that not all need to be in memory.
-        old: Gives the bits of a tensor at version `base` (uint16, C-contiguous).
+        patches: The changes. They are consumed one by one, so not all of them have to be in memory.
+        old: Returns the bits of a tensor at version `base` (uint16, C-contiguous).
         base: The version that the patches start from.
         version: The version that they lead to.
-        encoding: `fast`, or `small` for about 30 % fewer bytes at more work.
+        encoding: `fast`, or `small`: about 30 % fewer bytes, but more computation.
 
     Returns:
         The bytes of the file.
@@ -162,14 +162,14 @@ def encode(
 
 
 def _canonical(data: bytes) -> bytes:
-    """The same file with its header's keys in order: safetensors writes metadata in a random one."""
+    """Sort the keys of the file's header, because safetensors writes metadata in random order."""
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.dumps(json.loads(data[8:end]), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return data[:8] + header.encode().ljust(end - 8) + data[end:]
 
 
 def chain(deltas: Sequence[Delta], shapes: Shapes, old: Old) -> list[Patch]:
-    """The effect of consecutive deltas as one patch per tensor; `old` is at the base of the first."""
+    """Merge consecutive deltas into one patch per tensor. `old` gives the bits at the first delta's base."""
     merged: dict[str, Patch] = {}
 
     def between(name: str) -> Bits:
@@ -190,7 +190,7 @@ def _named(path: Path) -> Iterator[None]:
     try:
         yield
     except _UNREADABLE as error:
-        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        # No pages, no line breaks and no terminal codes from a file get into a log.
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        # A hostile file must not put long texts, line breaks or terminal codes into a log.
         line = "".join(letter for letter in " ".join(reason.split())[:_LONGEST] if letter.isprintable())
         raise CodecError(f"{path.name} is not a readable delta: {line}") from error

@@ -1,7 +1,7 @@
-"""Vector operations on 64 weights: compare a block of bf16 patterns and get one bit per weight.
+"""Vector operations that compare a block of 64 bf16 weights and return one bit per weight.
 
-LLVM vector operations through numba, so each machine runs its own widest instructions (AVX2, AVX-512, NEON)
-and nothing has to be compiled when the package is installed.
+They are LLVM vector operations, compiled by numba at run time. So each machine uses its own widest
+instructions (AVX2, AVX-512, NEON), and installing the package compiles nothing.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def differs(typing: Any, left: Any, right: Any, start: Any) -> Any:
 
 @intrinsic
 def split(typing: Any, bits: Any, start: Any, valid: Any, limits: Any, masks: Any) -> Any:
-    """Write one mask per band to `masks` (uint64 [8]): which weights from `start` are in it.
+    """Write one mask per band to `masks` (uint64 [8]): which of the 64 weights from `start` are in the band.
 
-    `bits`: uint16; `limits` (int8 [7], ascending): the lowest exponent of each band but the first, minus 128,
-    because narrow machines compare signed bytes only. Of the last band only the `valid` lanes count.
+    `bits` is uint16. `limits` (int8 [7], ascending) has the lowest exponent of each band but the first, minus
+    128, because some machines compare only signed bytes. The last band counts only the `valid` lanes.
     """
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -63,7 +63,7 @@ def split(typing: Any, bits: Any, start: Any, valid: Any, limits: Any, masks: An
 
 @intrinsic
 def at_most(typing: Any, numbers: Any, limit: Any) -> Any:
-    """uint64: bit j is set where `numbers[j]` (int16 [64]) is not above `limit` (int64, below 2^15)."""
+    """uint64: bit j is set where `numbers[j]` (int16 [64]) is at most `limit` (int64, below 2^15)."""
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         block = _load(context, builder, signature.args[0], values[0], ir.Constant(_WORD, 0))
@@ -75,7 +75,7 @@ def at_most(typing: Any, numbers: Any, limit: Any) -> Any:
 
 @intrinsic
 def ones(typing: Any, word: Any) -> Any:
-    """How many bits of a uint64 are set."""
+    """Number of set bits of a uint64."""
     return types.int64(types.uint64), lambda context, builder, signature, values: builder.ctpop(values[0])
 
 
@@ -91,7 +91,7 @@ def lowest(typing: Any, word: Any) -> Any:
 
 @intrinsic
 def length(typing: Any, word: Any) -> Any:
-    """Bits up to and including the highest set one of a uint64; 0 for zero."""
+    """Number of bits that a uint64 needs: the position of its highest set bit, plus 1; 0 for zero."""
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         zeros = builder.ctlz(values[0], ir.Constant(ir.IntType(1), 0))
@@ -106,7 +106,7 @@ def select(word: np.uint64, rank: int) -> int:
     position = np.uint64(0)
     for width in (32, 16, 8, 4, 2, 1):
         below = ones((word >> position) & np.uint64((1 << width) - 1))
-        above = np.int64(rank >= below)  # arithmetic: a branch would be mispredicted half of the time
+        above = np.int64(rank >= below)  # not a branch: the CPU would mispredict it half of the time
         rank -= below * above
         position += np.uint64(width * above)
     return int(position)

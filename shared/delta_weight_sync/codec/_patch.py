@@ -18,7 +18,7 @@ from delta_weight_sync.util import kernel
 Bits = NDArray[np.uint16]
 Index = NDArray[np.int64]
 Number = TypeVar("Number", bound=np.generic)
-_CHUNK = 1 << 18  # elements compared at a time: bounds the scratch space and keeps it in the cache
+_CHUNK = 1 << 18  # elements compared at a time, so that the scratch space stays in the cache
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,18 @@ class Patch:
         return math.prod(self.shape)
 
 
-ULP_CLASSES = ("1", "2", "3-4", "5-16", "17-256", "257+")  # distances in units of the last place, up or down
+ULP_CLASSES = ("1", "2", "3-4", "5-16", "17-256", "257+")  # sizes of changes in ULPs, in either direction
 _CLASS_STARTS = np.array([2, 3, 5, 17, 257])  # of all classes but the first
 
 
 def count_ulps(patch: Patch) -> NDArray[np.int64]:
-    """Changes of a patch in each of `ULP_CLASSES`; a change of sign counts in the last one."""
+    """Count the changes of a patch in each of `ULP_CLASSES`. A change of sign counts in the last class."""
     distance = np.abs(patch.ulps.view(np.int16).astype(np.int32))
     return np.bincount(np.searchsorted(_CLASS_STARTS, distance, side="right"), minlength=len(ULP_CLASSES))
 
 
 def diff(name: str, old: Bits, new: Bits) -> Patch:
-    """Exact difference of two versions of a tensor; -0.0 and every NaN pattern count as themselves.
+    """Find the exact difference of two versions of a tensor. Bit patterns are compared, so -0.0 is not 0.0.
 
     Args:
         name: The tensor's name in the checkpoint.
@@ -72,7 +72,7 @@ def diff(name: str, old: Bits, new: Bits) -> Patch:
 
 
 def diff_flat(old: Bits, new: Bits, first: int = 0) -> tuple[Index, Bits]:
-    """(index, ulps) of two flat uint16 arrays whose first element has position `first`."""
+    """Return (index, ulps) of the differences of two flat uint16 arrays that begin at position `first`."""
     found: list[tuple[Index, Bits]] = []
     index, ulps = _scratch.arrays
     for start in range(0, old.size, _CHUNK):
@@ -83,7 +83,7 @@ def diff_flat(old: Bits, new: Bits, first: int = 0) -> tuple[Index, Bits]:
 
 
 class _Scratch(threading.local):
-    """Room for the changes of a chunk, by thread: fresh pages cost more than the comparison."""
+    """Each thread's buffers for the changes of a chunk. New ones would cost more than the comparison."""
 
     def __init__(self) -> None:
         self.arrays = np.empty(_CHUNK, np.int64), np.empty(_CHUNK, np.uint16)
@@ -93,7 +93,7 @@ _scratch = _Scratch()
 
 
 def join(parts: Sequence[NDArray[Number]], dtype: type[Number]) -> NDArray[Number]:
-    """The parts in one array; empty for none."""
+    """Join the parts to one array, which is empty if there are none."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, dtype)])
 
 
@@ -112,7 +112,7 @@ def inverse(patch: Patch) -> Patch:
 
 
 def merge(first: Sequence[Patch], second: Sequence[Patch]) -> list[Patch]:
-    """One patch per tensor with the effect of `first`, then `second`; changes that cancel are dropped."""
+    """Return one patch per tensor that has the effect of `first`, then `second`; drop changes that cancel."""
     merged = {p.name: p for p in first}
     for patch in second:
         merged[patch.name] = _merge_one(merged[patch.name], patch) if patch.name in merged else patch

@@ -1,14 +1,15 @@
 """Bit streams of the codec: Rice codes for distances, Exp-Golomb codes for magnitudes.
 
-A stream is little-endian 64-bit words, filled from the lowest bit. A Rice section with parameter k holds all
-remainders (k bits each), then all quotients in unary (q zeros and a one): Rice & Plaunt (1971). Distances
-between independent events are geometric; for them a Rice code is within 3 % of the entropy. To encode v with
-an Exp-Golomb code of parameter k, let w = v + 2^k have n bits; write n - k - 1 zeros, a one, and the low n -
-1 bits of w.
+A stream is little-endian 64-bit words, filled from the lowest bit.
 
-A sequence ("band") of items, some of which are events, is coded as its runs: the items between two events.
-Up to eight bands are read side by side. If more than half of a band's items are events, the other items are
-coded instead (`flipped`).
+Rice code (Rice & Plaunt, 1971): a section with parameter k holds the remainders of all numbers, k bits each,
+then all quotients in unary, as q zeros and a one. For distances between independent events, it is within 3 %
+of the entropy. Exp-Golomb code of v with parameter k: let w = v + 2^k, a number of n bits; write n - k - 1
+zeros, a one, and the low n - 1 bits of w.
+
+A *band* is a sequence of items, some of which are events (changes, or large changes). It is coded as run
+lengths: a *run* is the number of items before an event that are no events. Readers step through up to eight
+bands in parallel. If more than half of a band's items are events, it is `flipped`: the others are coded.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from delta_weight_sync.util import kernel
 MAX_K = 40
 MAX_GOLOMB = 14
 FAR = 1 << 62  # a run longer than any sequence: there is no further event
-_PART = 4096  # items of a flipped band that are read at a time
+_PART = 4096  # a flipped band is read this many items at a time
 REMAINDER, QUOTIENT, END, K, LEFT, RUN, FLIPPED = range(7)  # rows of a reader's state
 Words = NDArray[np.uint64]
 Numbers = NDArray[np.int64]
@@ -36,7 +37,7 @@ State = NDArray[np.int64]
 
 @kernel
 def rice_k(numbers: Numbers) -> tuple[int, int]:
-    """(k, bits): the parameter with the shortest Rice section for `numbers`, and that length."""
+    """(k, bits): the parameter with which the Rice section of `numbers` is shortest, and its length."""
     total = np.int64(0)
     for number in numbers:
         total += number
@@ -55,7 +56,7 @@ def rice_k(numbers: Numbers) -> tuple[int, int]:
 
 @kernel
 def _quotients(numbers: Numbers, k: int) -> tuple[int, int, int]:
-    """Sums of the quotients with parameters k, k + 1 and k + 2."""
+    """Sum the quotients for each of the parameters k, k + 1 and k + 2."""
     one, two, three = np.uint64(0), np.uint64(0), np.uint64(0)
     for number in numbers:
         quotient = np.uint64(number) >> np.uint64(k)
@@ -106,7 +107,7 @@ def _peek(words: Words, at: int) -> np.uint64:
 
 @kernel
 def take(words: Words, at: int, bits: int) -> int:
-    """`bits` bits (0 to 63) at bit `at`; readable as for `_peek`."""
+    """Read `bits` bits (0 to 63) at bit `at`, which must be as for `_peek`."""
     return int(_peek(words, at) & ((np.uint64(1) << np.uint64(bits)) - np.uint64(1)))
 
 
@@ -122,7 +123,7 @@ def next_one(words: Words, at: int, end: int) -> int:
 
 @kernel
 def golomb_k(numbers: Numbers) -> tuple[int, int]:
-    """(k, bits): the parameter with the shortest Exp-Golomb section for `numbers`, and that length."""
+    """(k, bits): the parameter with which the Exp-Golomb section of `numbers` is shortest, and its length."""
     best_k, best_bits = 0, np.int64(-1)
     for k in range(MAX_GOLOMB + 1):
         bits = np.int64(0)
@@ -130,7 +131,7 @@ def golomb_k(numbers: Numbers) -> tuple[int, int]:
             bits += 2 * length(np.uint64(number) + (np.uint64(1) << np.uint64(k)))
         bits -= np.int64(numbers.size) * (k + 1)
         if best_bits >= 0 and bits > best_bits:
-            break  # the length has one minimum
+            break  # the length has a single minimum
         best_k, best_bits = k, bits
     return best_k, int(best_bits)
 
@@ -182,7 +183,7 @@ def to_bytes(words: Words, bits: int) -> NDArray[np.uint8]:
 
 
 class Section(NamedTuple):
-    """One band of a stream: `events` coded items, as Rice codes with parameter `k` in `bits` bits."""
+    """One band of a stream: `events` runs, as Rice codes with parameter `k` in `bits` bits."""
 
     events: int
     k: int
@@ -191,8 +192,7 @@ class Section(NamedTuple):
 
 
 def encode_runs(bands: Sequence[Numbers], totals: Sequence[int]) -> tuple[list[Section], NDArray[np.uint8]]:
-    """Encode bands: `bands[b]` is the run before each event of band b, `totals[b]` the number of its
-    items."""
+    """Encode bands. `bands[b]` has the run before each event of band b; `totals[b]` counts its items."""
     flips = [2 * runs.size > total for runs, total in zip(bands, totals, strict=True)]
     flipped = zip(bands, totals, flips, strict=True)
     coded = [_others(runs, total) if flip else runs for runs, total, flip in flipped]
@@ -208,17 +208,16 @@ def encode_runs(bands: Sequence[Numbers], totals: Sequence[int]) -> tuple[list[S
 def open_runs(
     sections: Sequence[tuple[int, int, bool, int]], stream: NDArray[np.uint8], what: str
 ) -> tuple[Words, State]:
-    """The words of a stream and a reader's state before its first item, int64 [7, bands].
+    """Return the words of a stream, and the state of a reader before the first item: int64 [7, bands].
 
-    Raises `CodecError` if the sections do not fit the stream or a first run is damaged; `what` names the
-    stream.
+    Raises `CodecError`, which names the stream as `what`, if the sections do not fit it or a run is damaged.
     """
     words, state = to_words(stream), np.zeros((7, len(sections)), np.int64)
     at = 0
     for band, (events, k, flipped, bits) in enumerate(sections):
         if not (0 <= k <= MAX_K and 0 <= events * (k + 1) <= bits <= 8 * stream.size - at):
             raise CodecError(f"a section of {events} events in {bits} bits does not fit its stream")
-        state[:, band] = (at, at + events * k, at + bits, k, events, -1, flipped)  # as if one had just been
+        state[:, band] = (at, at + events * k, at + bits, k, events, -1, flipped)  # an event at item -1
         if walk(words, state, band, 0, np.empty(1, np.int64)) < 0:
             raise CodecError(f"the section of {what} is damaged")
         at += bits
@@ -227,7 +226,7 @@ def open_runs(
 
 @kernel
 def walk(words: Words, state: State, band: int, numel: int, index: Index) -> int:
-    """Put the events among the band's next `numel` items into `index`; returns how many, -1 if damaged."""
+    """Write the events among a band's next `numel` items to `index`. Returns their number, -1 if damaged."""
     count, at, k = 0, state[RUN, band], state[K, band]  # the state stays in registers
     left, remainder = state[LEFT, band], state[REMAINDER, band]
     quotient, end = state[QUOTIENT, band], state[END, band]
@@ -260,7 +259,7 @@ def walk(words: Words, state: State, band: int, numel: int, index: Index) -> int
 
 @kernel
 def flat_walk(words: Words, state: State, numel: int, index: Index) -> int:
-    """As `walk`, for a single band that may be flipped."""
+    """Like `walk`, for a single band, which may be flipped."""
     if not state[FLIPPED, 0]:
         return walk(words, state, 0, numel, index)
     others, found = np.empty(_PART, np.int64), 0
@@ -279,7 +278,7 @@ def flat_walk(words: Words, state: State, numel: int, index: Index) -> int:
 
 
 def finished(state: State) -> bool:
-    """Whether every coded item was read, and none lies beyond the items walked."""
+    """Whether every run has been read, and no event lies after the last item."""
     return bool((state[LEFT] == 0).all() and (state[RUN] > FAR >> 1).all())
 
 

@@ -1,14 +1,14 @@
-"""Groups of tensors: which tensors are coded together, and in which mode, so that the file is smallest.
+"""Groups of tensors: decides which tensors are coded together, and in which mode, so that the file is small.
 
-    gaps    distances between changes, one band                           needs nothing
-    bands   distances within eight bands of like magnitude                needs the old weights
-    mask    a bitmask of the changes through zstd: for clustered changes  needs nothing
-    dense   the difference of every element through zstd                  needs nothing
-    raw     the new bits of every element through zstd                    needs the old weights (for the ULPs)
+    gaps    distances between changes                                   reading needs only the file
+    bands   distances within eight bands of weights with like exponent  reading needs the old weights
+    mask    a bitmask of the changes, zstd; for clustered changes       reading needs only the file
+    dense   the difference of every element, zstd                       reading needs only the file
+    raw     the new bits of every element, zstd                         reading needs the old weights
 
-A tensor without changes is not listed. The first three modes have separate streams for the size of the
-changes: a sign bit each, which changes are large (more than one ULP), and how large. A new mode is an entry
-of `Mode` and `LAYOUTS`, and a branch each of `encode_group`, `decode_group` and `_other_modes`.
+A tensor without changes is not listed. The first three modes store the sizes of the changes in separate
+streams: one sign bit per change, which changes are large (more than one ULP), and how large these are. To add
+a mode, add an entry to `Mode` and `LAYOUTS`, and a branch to `encode_group`, `decode_group`, `_other_modes`.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ Old = Callable[[str], Bits]
 Bytes = NDArray[np.uint8]
 Streams = dict[str, Bytes]
 Item = TypeVar("Item")
-Many = Annotated[tuple[Item, ...], FailFast()]  # ends at the first bad item: a list could have a million
+Many = Annotated[tuple[Item, ...], FailFast()]  # stops at the first bad item of perhaps a million
 
 GROUP_ELEMENTS = 1 << 25  # a group ends with the tensor that reaches this many elements
-_CLUSTERED = 4.0  # times as many adjacent changes as independent ones would have: worth a bitmask
+_CLUSTERED = 4.0  # with this many times the adjacent changes expected by chance, try a bitmask
 _UP, _DOWN = np.uint16(1), np.uint16(0xFFFF)
-_BY_BAND = positions.cut(range(1, BANDS))  # of weights whose exponents are bands
+_BY_BAND = positions.cut(range(1, BANDS))  # exponent e is band e; see `_as_weights`
 _ZSTD_LEVEL = 1
 
 
 class Layout(NamedTuple):
-    """What a group of a mode has: lengths of its limits, gaps, large and sizes; and what it reads."""
+    """A mode: its description, the lengths of a `Group`'s four lists (`rows`), its streams, what it reads."""
 
     words: str
     rows: tuple[int, int, int, int]
@@ -56,10 +56,10 @@ class Layout(NamedTuple):
 
 _VALUES = ("signs", "large", "sizes")
 _ONE_BAND, _EIGHT_BANDS = (0, 1, 1, 1), (BANDS - 1, BANDS, BANDS, BANDS)
-_BY_MAGNITUDE = "distances within eight bands of magnitude, cut at exponents {}"
+_BY_EXPONENT = "distances within eight bands of weights, separated at exponents {}"
 LAYOUTS: dict[Mode, Layout] = {
     "gaps": Layout("distances between changes", _ONE_BAND, ("gaps", *_VALUES)),
-    "bands": Layout(_BY_MAGNITUDE, _EIGHT_BANDS, ("gaps", *_VALUES), reads_old=True),
+    "bands": Layout(_BY_EXPONENT, _EIGHT_BANDS, ("gaps", *_VALUES), reads_old=True),
     "mask": Layout("one bit per element, compressed", (0, 0, 1, 1), ("mask", *_VALUES)),
     "dense": Layout("the difference of every element, compressed", (0, 0, 0, 0), ("low", "high")),
     "raw": Layout("the new bits of every element, compressed", (0, 0, 0, 0), ("low", "high"), reads_old=True),
@@ -67,10 +67,10 @@ LAYOUTS: dict[Mode, Layout] = {
 
 
 class Group(BaseModel):
-    """How the tensors of one group are coded: what a reader needs besides the streams.
+    """How the tensors of one group are coded: all that a reader needs in addition to the streams.
 
-    `gaps` and `large` are rows of `bits.Section`, `sizes` rows (Exp-Golomb parameter, bits), each by band.
-    They are plain tuples, because pydantic reports each surplus item of a named tuple as a separate error.
+    For each band, `gaps` and `large` have the fields of a `bits.Section`, and `sizes` has (Exp-Golomb
+    parameter, bits). They are plain tuples, because pydantic reports each surplus item of a named tuple.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -81,7 +81,7 @@ class Group(BaseModel):
     sizes: Many[tuple[int, int]] = ()
 
     def explain(self) -> str:
-        """What the mode means, in words."""
+        """Describe the mode in words."""
         return f"{self.mode}: {LAYOUTS[self.mode].words.format(list(self.limits))}"
 
 
@@ -99,14 +99,13 @@ class TensorRow(NamedTuple):
         return math.prod(self.shape)
 
     def require(self, changes: int) -> None:
-        """Raise `CodecError` unless the streams hold as many changes as the table lists."""
+        """Raise `CodecError` unless `changes`, the number found in the streams, is what the table lists."""
         if changes != self.changes:
-            raise CodecError(f"{self.name}: its changes are not the {self.changes} that the table lists")
+            raise CodecError(f"{self.name}: its streams lack the {self.changes} changes that the table lists")
 
 
 def encode_group(mode: Mode, patches: Sequence[Patch], old: Old) -> tuple[Group, Streams]:
-    """Code a group of tensors in `mode`; `old` gives the bits of a tensor at the version where the patches
-    start."""
+    """Code a group of tensors in `mode`. `old` returns a tensor's bits at the delta's base version."""
     if mode in ("dense", "raw"):
         return Group(mode=mode), _encode_all(mode, patches, old)
     ulps = join([p.ulps for p in patches], np.uint16)
@@ -129,10 +128,10 @@ def encode_group(mode: Mode, patches: Sequence[Patch], old: Old) -> tuple[Group,
 
 
 def decode_group(group: Group, rows: Sequence[TensorRow], streams: Streams, old: Old) -> Iterator[Patch]:
-    """The patches of a group, one tensor at a time."""
+    """Yield the patches of a group, one tensor at a time."""
     lengths = tuple(len(each) for each in (group.limits, group.gaps, group.large, group.sizes))
-    if lengths != LAYOUTS[group.mode].rows:  # the kernels rely on it
-        raise CodecError(f"a group of mode {group.mode} has {lengths} bands, not {LAYOUTS[group.mode].rows}")
+    if lengths != (expected := LAYOUTS[group.mode].rows):  # the kernels rely on it
+        raise CodecError(f"the lists of a group of mode {group.mode} have {lengths} items, not {expected}")
     if group.mode in ("dense", "raw"):
         changes = _decode_all(group.mode, rows, streams, old)
     else:
@@ -147,14 +146,14 @@ def decode_group(group: Group, rows: Sequence[TensorRow], streams: Streams, old:
 
 
 def _encode_all(mode: Mode, patches: Sequence[Patch], old: Old) -> Streams:
-    """Code every element, as two planes of bytes."""
+    """Code every element, as two streams: all low bytes, and all high bytes."""
     parts = []
     for patch in patches:
         part = old(patch.name).reshape(-1).copy() if mode == "raw" else np.zeros(patch.numel, np.uint16)
         part[patch.index] += patch.ulps
         parts.append(part)
     content = np.concatenate(parts)
-    if mode == "dense":  # 0, -1, +1, -2 -> 0, 1, 2, 3: small moves of either sign have a zero high byte
+    if mode == "dense":  # 0, -1, +1, -2 -> 0, 1, 2, 3: small changes of either sign have a zero high byte
         content = ((content << 1) ^ -(content >> 15)).astype(np.uint16)
     return {"low": _pack(content.astype(np.uint8)), "high": _pack((content >> 8).astype(np.uint8))}
 
@@ -162,7 +161,7 @@ def _encode_all(mode: Mode, patches: Sequence[Patch], old: Old) -> Streams:
 def _decode_all(
     mode: Mode, rows: Sequence[TensorRow], streams: Streams, old: Old
 ) -> Iterator[tuple[Index, Bits]]:
-    """(index, ULPs) of one tensor after the other, in the modes that hold every element."""
+    """Yield (index, ULPs) of each tensor, in the modes that store every element."""
     count = sum(row.numel for row in rows)
     low, high = (_unpack(streams[key], count).astype(np.uint16) for key in ("low", "high"))
     content = (low | (high << 8)).astype(np.uint16)
@@ -179,7 +178,7 @@ def _decode_all(
 
 
 def _positions(group: Group, rows: Sequence[TensorRow], streams: Streams, old: Old) -> tuple[Index, Band]:
-    """Positions of all changes in their tensors, and the band of each."""
+    """Return the position of each change in its tensor, and the band of each change."""
     numels, changes = np.array([row.numel for row in rows]), np.array([row.changes for row in rows])
     total, ends = int(numels.sum()), [0, *np.cumsum(changes).tolist()]
     band_of = np.zeros(ends[-1], np.uint8)
@@ -206,7 +205,7 @@ def _positions(group: Group, rows: Sequence[TensorRow], streams: Streams, old: O
 
 
 def _within(index: Index, rows: Sequence[TensorRow], numels: Index, changes: Index) -> Index:
-    """Positions in a group as positions in its tensors; all must be where the table lists them."""
+    """Convert positions in a group to positions in its tensors; `CodecError` unless the table agrees."""
     if (wrong := _move(index, numels, changes)) >= 0:
         rows[wrong].require(-1)
     return index
@@ -214,7 +213,7 @@ def _within(index: Index, rows: Sequence[TensorRow], numels: Index, changes: Ind
 
 @kernel
 def _move(index: Index, numels: Index, changes: Index) -> int:
-    """Make positions in a group positions in its tensors; returns a tensor that has not `changes`, or -1."""
+    """Convert in place. Returns -1, or the index of a tensor that does not have its number of `changes`."""
     at, first = 0, np.int64(0)
     for tensor in range(numels.size):
         end = at + changes[tensor]
@@ -231,7 +230,7 @@ def _move(index: Index, numels: Index, changes: Index) -> int:
 
 
 def _encode_values(ulps: Bits, band_of: Band, bands: int) -> tuple[dict[str, Any], Streams]:
-    """Code `ulps` [n], whose bands are `band_of` [n]: fields of `Group`, and the streams."""
+    """Code `ulps` [n], which are in the bands `band_of` [n]. Returns fields of `Group`, and the streams."""
     at = np.flatnonzero((ulps != _UP) & (ulps != _DOWN))
     if bands > 1:
         runs, changes, _ = positions.band_runs([_as_weights(band_of)], [at], _BY_BAND)
@@ -250,7 +249,7 @@ def _encode_values(ulps: Bits, band_of: Band, bands: int) -> tuple[dict[str, Any
 
 
 def _decode_values(group: Group, streams: Streams, band_of: Band) -> Bits:
-    """ULPs of all changes, given their bands."""
+    """Return the ULPs of all changes, given their bands."""
     if streams["signs"].size != (band_of.size + 7) // 8:
         raise CodecError(f"{streams['signs'].size} bytes of signs for {band_of.size} changes")
     sizes, at = np.zeros((3, len(group.sizes)), np.int64), 0  # next bit, end, parameter
@@ -261,7 +260,7 @@ def _decode_values(group: Group, streams: Streams, band_of: Band) -> Bits:
         at += length
     words, state = bits.open_runs(group.large, streams["large"], "large changes")
     ulps = np.unpackbits(streams["signs"], count=band_of.size, bitorder="little").astype(np.uint16)
-    ulps *= np.uint16(65534)  # minus two: 0 and 1 become 1 and -1, as if each were one ULP
+    ulps *= np.uint16(65534)  # -2: the bits 0 and 1 become 1 and -1, for now one ULP each
     ulps += np.uint16(1)
     large = np.empty(min(ulps.size, at), np.int64)
     bands = np.zeros(large.size, np.uint8)
@@ -273,29 +272,29 @@ def _decode_values(group: Group, streams: Streams, band_of: Band) -> Bits:
     if found < 0 or not _enlarge(size_words, sizes, large[:found], bands, ulps):
         raise CodecError("the sizes of the large changes are damaged")
     if not bits.finished(state) or (sizes[0] != sizes[1]).any():
-        raise CodecError("the values do not end with the last change")
+        raise CodecError("the sizes hold more than the changes need")
     return ulps
 
 
 def _as_weights(band_of: Band) -> Bits:
-    """bf16 bits whose exponents are the bands."""
+    """Make bf16 weights whose exponents are the bands, so that `positions` can sort by band."""
     return np.left_shift(band_of, 7, dtype=np.uint16)
 
 
 @kernel
 def _enlarge(words: Words, sizes: State, large: Index, bands: Band, ulps: Bits) -> bool:
-    """Read the sizes of the `large` changes and multiply `ulps`, which have their signs already."""
+    """Read the sizes of the `large` changes and multiply `ulps`, which are 1 or -1, by them."""
     good = True
     for i in range(large.size):
         band = bands[i]
         extra, sizes[0, band] = bits.take_golomb(words, sizes[0, band], sizes[1, band], sizes[2, band])
-        ulps[large[i]] *= np.uint16(extra + 2)  # times one or minus one; 65535 stands for -1 modulo 2^16
+        ulps[large[i]] *= np.uint16(extra + 2)  # -1 is 65535 modulo 2^16
         good &= 0 <= extra <= 32766
     return good
 
 
 def _flat_runs(patches: Sequence[Patch]) -> Index:
-    """int64 [n]: the unchanged elements before each change of a group."""
+    """int64 [n]: the number of unchanged elements before each change of a group."""
     out = np.empty(sum(p.index.size for p in patches), np.int64)
     carried, first = 0, 0
     for patch in patches:
@@ -318,19 +317,19 @@ def _pack(content: Bytes) -> Bytes:
 
 
 def _unpack(frame: Bytes, size: int) -> Bytes:
-    """The content of a zstd frame; the length it claims is checked before anything is unpacked."""
+    """Unpack a zstd frame, after a check that it claims `size` bytes."""
     if zstandard.frame_content_size(frame.tobytes()) != size:
-        raise CodecError(f"a frame whose content is not {size} bytes")
+        raise CodecError(f"a compressed stream does not hold {size} bytes")
     return np.frombuffer(zstandard.ZstdDecompressor().decompress(frame.tobytes()), np.uint8)
 
 
 def encode_jobs(
     patches: Iterable[Patch], old: Old, sparse: Sequence[Mode]
 ) -> Iterator[tuple[Sequence[Mode], list[Patch], Old]]:
-    """The modes that compete for each group, its members, and their old bits.
+    """Yield the groups: the modes to try for each, its patches, and the lookup of their old bits.
 
-    Consecutive tensors for which the same mode is smallest are put into one group. The modes in `sparse`
-    count as one here, and tensors with few changes use only them.
+    Consecutive tensors for which the same mode is smallest form a group. The modes in `sparse` count as one
+    here; for tensors with few changes no other modes are tried.
     """
     members: list[Patch] = []
     modes, elements = sparse, 0
@@ -349,7 +348,7 @@ def encode_jobs(
 
 
 def encode_smallest(modes: Sequence[Mode], patches: Sequence[Patch], old: Old) -> tuple[Group, Streams]:
-    """A group in the mode that takes the fewest bytes; if several are equal, the last of them."""
+    """Code a group in the mode that takes the fewest bytes; of several such modes, in the last."""
     best = encode_group(modes[0], patches, old)
     for mode in modes[1:]:
         if _least_bytes(mode, patches) <= _bytes(best):
@@ -362,7 +361,7 @@ def _bytes(coded: tuple[Group, Streams]) -> int:
 
 
 def _least_bytes(mode: Mode, patches: Sequence[Patch]) -> int:
-    """A lower bound of a group's bytes in `mode`, if one is cheap to compute; else 0."""
+    """A lower bound of a group's bytes in `mode`; 0 if none is cheap to compute."""
     changes, elements = sum(p.index.size for p in patches), sum(p.numel for p in patches)
     if mode != "gaps" or 2 * changes > elements:
         return 0
@@ -371,7 +370,7 @@ def _least_bytes(mode: Mode, patches: Sequence[Patch]) -> int:
 
 
 def _other_modes(patch: Patch) -> list[Mode]:
-    """The modes besides the sparse ones that can be the smallest for a tensor."""
+    """Which of the modes `mask`, `dense` and `raw` may be the smallest for a tensor."""
     density, share = patch.index.size / patch.numel, positions.neighbours(patch.index) / patch.index.size
     worth: dict[Mode, bool] = {
         "mask": density > 1 / 8 or share > _CLUSTERED * density + 0.05,
@@ -382,7 +381,9 @@ def _other_modes(patch: Patch) -> list[Mode]:
 
 
 def read_old(modes: Sequence[Mode], tensors: Iterable[TensorRow | Patch], old: Old) -> Old:
-    """A lookup like `old` for other threads. The bits are read now, in this thread: `old` may take a lock, or
-    ask other ranks in a fixed order."""
+    """Read what `modes` need of `old` now, and return it as a lookup that other threads may call.
+
+    `old` must run in this thread: it may take a lock, or ask other ranks in a fixed order.
+    """
     needed = any(LAYOUTS[mode].reads_old for mode in modes)
     return {tensor.name: old(tensor.name) for tensor in tensors if needed}.__getitem__

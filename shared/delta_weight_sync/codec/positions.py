@@ -1,12 +1,12 @@
-"""Where the changes are: the distances between them, in one band or in a band per magnitude.
+"""Codes where the changes are, as runs: the number of unchanged weights before each change.
 
-One band: the distance from each change to the next, which needs nothing but the stream. Eight bands: the
-distance to the next change of a weight of like exponent, which needs the old weights. The smaller a weight
-is, the likelier it changes (its ULP is smaller), and the receiver knows how large it was; so the weights of
-a band form a sequence with its own rate of changes and of large ones.
+With one band, a run counts all weights since the last change; a reader needs only the stream. With eight
+bands, the weights are sorted into bands by their exponent, and a run counts only weights of the same band; a
+reader also needs the old weights. That takes fewer bytes: the smaller a weight is, the likelier it changes
+(its ULP is smaller), so each band has its own rate of changes, and of large changes (more than one ULP).
 
-A chunk of weights is sorted into bands first; then each change is looked up by its position (writing) or by
-its rank within its band (reading).
+Both directions sort a chunk of weights into bands first. Writing then finds the rank of each change within
+its band by its position in the chunk, and reading finds the position by the rank.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from delta_weight_sync.util import kernel
 Band = NDArray[np.uint8]
 Cut = tuple[NDArray[np.int8], Band]
 Chunk = tuple[Words, NDArray[np.int16], Index]  # see `_sort`
-_WEIGHTS, _CHANGES = 1 << 16, 1 << 15  # of a group, about, from which the rates are estimated
-_NEIGHBOURS = 64  # weights sampled at a time: memory comes in lines anyway
-_BLOCKS = 64  # of a chunk: as many as `at_most` compares
+_WEIGHTS, _CHANGES = 1 << 16, 1 << 15  # sampled from a group, about, to estimate the rates
+_NEIGHBOURS = 64  # consecutive weights per sample: the CPU loads whole cache lines anyway
+_BLOCKS = 64  # blocks in a chunk: as many as `at_most` compares
 _CHUNK = _BLOCKS * LANES
 _ALL = np.uint64((1 << 64) - 1)
-_AHEAD = 2  # positions written for a block that may have fewer
-_NEVER = np.int16(0x7FFF)  # more than a chunk has weights
+_AHEAD = 2  # positions written for each block even if it has fewer changes
+_NEVER = np.int16(0x7FFF)  # above every rank in a chunk
 
 
 def cut(limits: Sequence[int]) -> Cut:
-    """The bands between seven ascending exponents.
+    """Prepare the eight bands that seven ascending exponents separate, in the two forms that kernels need.
 
-    That is int8 [7], the limits minus 128 as `_lanes.split` takes them, and uint8 [256], exponent -> band.
+    Returns int8 [7], the limits minus 128 for `_lanes.split`, and uint8 [256], the band of each exponent.
     """
     table = np.searchsorted(np.asarray(limits), np.arange(256), side="right")
     return (np.asarray(limits) - 128).astype(np.int8), table.astype(np.uint8)
 
 
 def choose_limits(olds: Sequence[Bits], patches: Sequence[Patch]) -> list[int]:
-    """Seven exponents between eight bands of unlike rates, some 0 if fewer do. `olds`: flat old bits."""
+    """Choose the exponents that separate the bands. Some are 0 if fewer than eight bands are best."""
     weight_step = max(sum(old.size for old in olds) // _WEIGHTS, 1)
     change_step = max(sum(patch.index.size for patch in patches) // _CHANGES, 1)
     counts = np.zeros((3, 256), np.int64)
@@ -77,9 +77,9 @@ def _sample(
 
 @kernel
 def _firsts(counts: NDArray[np.int64]) -> Index:
-    """Begins of at most eight bands that need the fewest bits; `counts` [3, n] of ascending exponents.
+    """Where each of at most eight bands starts so that they need the fewest bits, by `counts` [3, n].
 
-    Dynamic programming: the best `used` bands up to an exponent are a last band and the best bands before it.
+    Dynamic programming: the best split into `used` bands is a last band after a best split into one fewer.
     """
     size = counts.shape[1]
     bits, begin = np.full((BANDS + 1, size + 1), np.inf), np.zeros((BANDS + 1, size + 1), np.int64)
@@ -105,7 +105,7 @@ def _firsts(counts: NDArray[np.int64]) -> Index:
 
 @kernel
 def _section(items: int, events: int) -> float:
-    """Bits of a Rice section if each item is an event with the same probability."""
+    """Expected bits of a Rice section if all items are events with the same probability."""
     rare = min(events, items - events)
     if rare == 0:
         return 0.0
@@ -120,7 +120,8 @@ def _section(items: int, events: int) -> float:
 
 @kernel
 def flat_runs(index: Index, numel: int, carried: int, out: Index) -> int:
-    """Runs of one tensor into `out` [n], the first after `carried` elements; returns the elements left."""
+    """Write a tensor's runs to `out` [n]. `carried`: number of unchanged elements before the tensor.
+    Returns the number of unchanged elements at its end, for the next tensor."""
     before = np.int64(-1) - carried
     for j in range(index.size):
         out[j] = index[j] - before - 1
@@ -130,7 +131,7 @@ def flat_runs(index: Index, numel: int, carried: int, out: Index) -> int:
 
 @kernel
 def neighbours(index: Index) -> int:
-    """Changes right after another one."""
+    """Count the changes whose preceding element changed, too."""
     count = 0
     for j in range(1, index.size):
         count += index[j] == index[j - 1] + 1
@@ -140,9 +141,9 @@ def neighbours(index: Index) -> int:
 def band_runs(
     olds: Sequence[Bits], indices: Sequence[Index], cut: Cut
 ) -> tuple[list[Index], list[int], Band]:
-    """Runs of each of eight bands, elements of each, and uint8 [n], the band of every change.
+    """Return each band's runs, each band's number of elements, and the band of each change, uint8 [n].
 
-    `olds`, `indices`: flat old bits and positions of the changes, by tensor.
+    `olds`, `indices`: for each tensor, its flat old bits and the positions of its changes.
     """
     changes = sum(index.size for index in indices)
     runs, band_of = np.empty(changes, np.int64), np.empty(changes, np.uint8)
@@ -154,7 +155,7 @@ def band_runs(
 
 
 def by_band(numbers: Index, band_of: Band, bands: int) -> list[Index]:
-    """The numbers of each band, in their order."""
+    """Split `numbers` by band, and keep their order."""
     out, ends = np.empty_like(numbers), np.zeros(bands, np.int64)
     _place(numbers, band_of, ends, out)
     return np.split(out, ends[:-1])
@@ -162,7 +163,7 @@ def by_band(numbers: Index, band_of: Band, bands: int) -> list[Index]:
 
 @kernel
 def band_walk(words: Words, state: State, old: Bits, cut: Cut, index: Index, band_of: Band) -> int:
-    """As `bits.walk` for eight bands of `old` [numel]; `band_of` [n] gets the band of each change."""
+    """Like `bits.walk`, for the eight bands of `old` [numel]; writes each change's band to `band_of` [n]."""
     chunk, ranks, marked = _empty_chunk(), np.empty(_CHUNK, np.int64), np.empty(_BLOCKS, np.uint64)
     found = 0
     for start in range(0, old.size, _CHUNK):
@@ -185,8 +186,11 @@ def _empty_chunk() -> Chunk:
 
 @kernel
 def _sort(old: Bits, limits: NDArray[np.int8], chunk: Chunk) -> None:
-    """The bands of a chunk: masks [64, 8] of each block of 64 weights, weights [8, 64] of the band before the
-    block, and totals [8]."""
+    """Sort a chunk of weights into bands: fill `masks` [64, 8], `before` [8, 64] and `totals` [8] of `chunk`.
+
+    For each block of 64 weights and each band, `masks` says which weights are in the band, and `before` how
+    many weights of the band precede the block. `totals` counts the weights of each band in the chunk.
+    """
     masks, before, totals = chunk
     totals[:] = 0
     whole = old.size // LANES
@@ -196,7 +200,7 @@ def _sort(old: Bits, limits: NDArray[np.int8], chunk: Chunk) -> None:
     masks[whole:], before[:, whole:] = 0, _NEVER
     rest = old.size - whole * LANES
     if rest > 0:
-        padded = np.full(LANES, 0x7FFF, np.uint16)  # in no band but the last
+        padded = np.full(LANES, 0x7FFF, np.uint16)  # the padding is in the last band, where it is masked
         padded[:rest] = old[whole * LANES :]
         split(padded, 0, (np.uint64(1) << np.uint64(rest)) - np.uint64(1), limits, masks[whole])
         _count(masks[whole], before[:, whole], totals)
@@ -213,7 +217,7 @@ def _count(masks: Words, before: NDArray[np.int16], totals: Index) -> None:
 def _band_runs(
     old: Bits, cut: Cut, index: Index, carried: Index, elements: Index, runs: Index, band_of: Band
 ) -> None:
-    """Runs and bands of one tensor's changes; by band: `carried` since a change, `elements` in all."""
+    """Write run and band of each change of a tensor; count weights per band: since a change, and in all."""
     chunk, at = _empty_chunk(), 0
     masks, before, totals = chunk
     for start in range(0, old.size, _CHUNK):
@@ -233,7 +237,7 @@ def _band_runs(
 
 @kernel
 def _place(numbers: Index, band_of: Band, ends: Index, out: Index) -> None:
-    """Numbers by band into `out`; `ends` [bands], zeros before, gets the end of each band."""
+    """Write `numbers` to `out`, grouped by band. `ends` [bands], zeros at first, gets each group's end."""
     for band in band_of:
         ends[band] += 1
     total = 0
@@ -264,13 +268,13 @@ def _mark(words: Words, state: State, chunk: Chunk, ranks: Index, marked: Words)
 
 @kernel
 def _list(marked: Words, first: int, index: Index, found: int) -> int:
-    """Append the positions of a chunk's `marked` weights; returns how many there are, -1 if too many."""
+    """Append the positions of a chunk's `marked` weights to `index`. Returns their number, -1 if too many."""
     for block in range(_BLOCKS):
         word, end = marked[block], found + ones(marked[block])
         if end > index.size:
             return -1
         start = first + block * LANES
-        if found + _AHEAD <= index.size:  # a branch on their number would often be mispredicted
+        if found + _AHEAD <= index.size:  # a branch on the number of changes would often be mispredicted
             for j in range(_AHEAD):
                 index[found + j] = start + lowest(word)
                 word &= word - np.uint64(1)

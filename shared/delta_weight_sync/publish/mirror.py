@@ -1,9 +1,9 @@
-"""The trainer's one bf16 copy of the model, and the diff of live parameters against it.
+"""The mirror: a bf16 copy of the weights of the newest sync, and the diff of live parameters against it.
 
-A sync has two halves: `find` only reads, so other threads may read the mirror meanwhile; `keep` writes what
-was found into the mirror. The mirror of a GPU's parameters is on the GPU ("device", the fastest) or in pinned
-host memory ("host", which takes no GPU memory and is read over the bus). Either way only the changed elements
-leave the GPU. Parameters on the host are cast and compared a chunk at a time.
+The diff has two halves: `find` only reads, so that other threads may read the mirror meanwhile; `keep` then
+writes the changes into the mirror. For parameters on a GPU, the mirror is on the GPU ("device", the fastest)
+or in pinned host memory ("host", which takes no GPU memory, but is read over the bus). In both cases only the
+changed elements leave the GPU. Parameters on the host are cast and compared chunk by chunk.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:  # needs Triton, which only a GPU build of torch installs
     from delta_weight_sync.publish._gpu import Changes, DeviceDiff
 
 Place = Literal["host", "device"]
-_CHUNK = 1 << 18  # elements; the cast chunk stays in the cache
+_CHUNK = 1 << 18  # elements cast at a time, so that they stay in the cache
 _INFINITY = 0x7F80  # the exponent of infinities and NaNs
-_HELD = 1 << 30  # bytes of gathered or merged tensors that may wait for one comparison
+_HELD = 1 << 30  # bytes of temporary tensors (gathered, merged) above which they are compared
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class Block:
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.extent, strict=True))
 
     def stretches(self) -> tuple[Index, int]:
-        """Where the box's stretches of memory begin in the parameter, int64 [n], and their length."""
+        """Return where the box's contiguous stretches begin in the parameter, int64 [n], and their length."""
         rest = range(1, len(self.shape) + 1)
         outer = next((d for d in rest if self.extent[d:] == self.shape[d:]), 1) - 1
         length = math.prod(self.extent[outer:])
         return self.positions(np.arange(0, math.prod(self.extent), max(1, length))), length
 
     def positions(self, index: Index) -> Index:
-        """Convert row-major positions in the box to row-major positions in the parameter."""
+        """Convert row-major positions in the box to row-major positions in the whole parameter."""
         if self.extent == self.shape:
             return index
         if self.extent[1:] == self.shape[1:]:  # whole rows, as FSDP2 shards by default
@@ -68,7 +68,7 @@ class Block:
 
 
 class Part(NamedTuple):
-    """What this rank compares of a parameter."""
+    """The part of a parameter that this rank compares."""
 
     name: str
     tensor: torch.Tensor  # the elements of the block, in the block's shape
@@ -78,26 +78,26 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """The differences from the mirror: compared on the host, and on devices."""
+    """The differences from the mirror, found on the host and on devices."""
 
     host: list[Patch]
     devices: list[Changes]
 
     @property
     def patches(self) -> list[Patch]:
-        """One for each part that was compared, empty if nothing changed."""
+        """One patch for each part that was compared; a patch is empty if nothing changed."""
         return self.host + [patch for changes in self.devices for patch in changes.patches]
 
 
 class Mirror:
-    """The newest synced bits, by parameter name."""
+    """The bf16 bits of the newest sync, by parameter name."""
 
     def __init__(self, place: Place = "host", *, finite: bool = False) -> None:
         """`finite`: refuse changes to NaN or infinity."""
         self._place, self._finite = place, finite
         self._bits: dict[str, torch.Tensor] = {}  # int16, the parameter's shape, contiguous
         self._devices: dict[torch.device, DeviceDiff] = {}
-        self._reachable: set[str] = set()  # by the kernels that compare the parameter
+        self._reachable: set[str] = set()  # parameters whose mirror the GPU kernels can read
         self.digest = 0
 
     def __bool__(self) -> bool:
@@ -114,14 +114,14 @@ class Mirror:
         return sum(bits.numel() for bits in self._bits.values())
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Start to mirror a parameter; any float dtype."""
+        """Start to mirror a parameter of any float dtype."""
         cast = tensor.detach().to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
         bits = cast.view(torch.int16)
         self._bits[name] = bits if self._place == "device" else bits.cpu()
         self.digest += digest.tensor_digest(name, self._bits[name].cpu().numpy().view(np.uint16))
 
     def bits(self, name: str) -> Bits:
-        """The bits of one parameter on the host; a view if the mirror is there."""
+        """The bits of one parameter, on the host: a view if the mirror is on the host, else a copy."""
         bits = self._bits[name]
         if bits.is_cuda:
             bits = self._on(bits.device).side_stream.read(bits)
@@ -132,10 +132,10 @@ class Mirror:
         return sum(digest.tensor_digest(name, self.bits(name)) for name in self._bits.keys() - names)
 
     def find(self, parts: Iterable[Part]) -> Found:
-        """Find what changed in the parts, of any float dtype, since the last sync; writes nothing.
+        """Find what changed in the parts (of any float dtype) since the last sync. Writes nothing.
 
-        Parts on the host are compared one at a time. Parts on a device are compared together, or earlier if
-        the copies that were made for this sync take a gigabyte. Raises `CodecError` if a shape changed.
+        Parts on the host are compared one by one. Parts on a device are compared all together, or as soon as
+        their temporary copies take more than a gigabyte. Raises `CodecError` if a shape changed.
         """
         found, waiting, held = Found([], []), list[Part](), 0
         for part in parts:
@@ -167,7 +167,7 @@ class Mirror:
             )
 
     def keep(self, found: Found) -> None:
-        """Write what was found; the mirror then equals the parameters."""
+        """Write the found changes into the mirror, which then equals the parameters."""
         self.take(found.host)
         for changes in found.devices:
             self.digest += changes.moved
@@ -205,7 +205,7 @@ class Mirror:
         return [self._on(device).find(some, self._bits) for device, some in by_device.items()]
 
     def _make_reachable(self, names: list[str], device: torch.device) -> None:
-        """Tensors that were added or resumed are in plain host memory, which kernels cannot read."""
+        """Move tensors out of plain host memory, which kernels cannot read, into pinned or device memory."""
         if self._place == "host":
             from delta_weight_sync.gpu import pin
 
@@ -224,16 +224,16 @@ class Mirror:
 
 
 def has_kernels(tensor: torch.Tensor) -> bool:
-    """Whether a kernel compares this tensor; otherwise the host does."""
+    """Whether a GPU kernel compares this tensor; otherwise the host does."""
     return tensor.is_cuda
 
 
 def diff_flat(
     old: torch.Tensor, new: torch.Tensor, check: Callable[[Bits], object] = len
 ) -> tuple[Index, Bits]:
-    """(index, ulps) where flat bf16 bits `old` (int16) differ from `new` (any float), both on the host.
+    """Return (index, ulps) where flat `new` (any float) differs from bf16 bits `old` (int16), on the host.
 
-    `check` gets the new bits of what differs.
+    `check` is called with the new bits of the elements that differ.
     """
     found = []
     for start in range(0, old.numel(), _CHUNK):

@@ -1,9 +1,9 @@
-"""Several trainer processes and one publisher: who diffs which elements, and how changes reach rank 0.
+"""Several trainer processes and one publisher: which rank diffs which elements, and how changes reach rank 0.
 
-Under FSDP2 each rank holds a block of each parameter (a `DTensor`) and finds the changes of its own blocks.
-Once per sync the changes travel to rank 0, which alone holds the whole mirror and writes to the bucket. The
-model itself travels in two cases only, one tensor at a time: at the first sync, and for placements that are
-not a plain block. Ranks go through a sync in step. If one fails, all of them stop with its message.
+Under FSDP2 each rank holds a block of each parameter (a `DTensor`) and finds the changes in its own blocks.
+Once per sync the changes are sent to rank 0. Only rank 0 holds the whole mirror and writes to the bucket.
+Whole tensors are sent in two cases only, one at a time: at the first sync, and for placements that are not a
+plain block. All ranks call the methods here in the same order. If one fails, all stop with its message.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from delta_weight_sync.errors import CodecError, PeerError
 from delta_weight_sync.publish.mirror import Block, Mirror, Part, Place
 
 Weights = Iterable[tuple[str, torch.Tensor]]
-_TIMEOUT = datetime.timedelta(hours=2)  # rank 0 uploads the base and waits for a replica in the meantime
-_CHUNK = 1 << 20  # elements that are hashed at a time
+_TIMEOUT = datetime.timedelta(hours=2)  # other ranks wait while rank 0 uploads the base and awaits a replica
+_CHUNK = 1 << 20  # elements hashed at a time
 
 
 def own_block(tensor: torch.Tensor, *, main: bool) -> Block | None:
-    """The block of a parameter that this rank diffs; None if another rank diffs it.
+    """The block of a parameter that this rank diffs; None if it diffs nothing of it.
 
-    The main rank diffs tensors that every rank holds in full. If a mesh dimension holds copies of a block,
-    the first rank along it diffs the block.
+    If every rank holds the whole tensor, the main rank diffs it. If a mesh dimension holds copies of a block,
+    the first rank along that dimension diffs the block.
     """
     if not is_block(tensor):
         return Block.whole(tensor.shape) if main else None
@@ -46,7 +46,7 @@ def own_block(tensor: torch.Tensor, *, main: bool) -> Block | None:
 
 
 def held_block(tensor: torch.Tensor) -> Block:
-    """The block of a parameter on this rank, for a tensor that is whole or `is_block`."""
+    """The block of a parameter that this rank holds. The tensor must be whole or `is_block`."""
     if not isinstance(tensor, DTensor):
         return Block.whole(tensor.shape)
     place = tensor.device_mesh, tensor.placements
@@ -55,17 +55,17 @@ def held_block(tensor: torch.Tensor) -> Block:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a parameter on this rank, without a gradient."""
+    """The elements of a parameter that this rank holds, detached from the graph."""
     return cast(DTensor, tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def is_block(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """Whether each rank holds a plain block, not a strided or partial one; all ranks agree."""
+    """Whether each rank holds a plain block, not a strided or partial one. The same on all ranks."""
     return isinstance(tensor, DTensor) and all(type(p) in (Shard, Replicate) for p in tensor.placements)
 
 
 class Shards:
-    """On a rank that does not publish: its own blocks, as they were at the last sync."""
+    """The mirror of a rank that does not publish: its own blocks, as they were at the last sync."""
 
     def __init__(self, place: Place, *, finite: bool = False) -> None:
         self._mirror = Mirror(place, finite=finite)
@@ -79,7 +79,7 @@ class Shards:
                 self._mirror.add(name, local(tensor))
 
     def changes(self, weights: Weights) -> list[Patch]:
-        """What changed since the last sync; raises `CodecError` if a tensor is sharded differently."""
+        """Find what changed since the last sync. Raises `CodecError` if the sharding of a tensor changed."""
         found = self._mirror.find(self._parts(weights))
         self._mirror.keep(found)
         return [
@@ -93,17 +93,17 @@ class Shards:
             block = own_block(tensor, main=False)
             if name not in self._blocks or self._blocks[name] != block:
                 raise CodecError(
-                    f"{name} is not sharded as it was at the first sync; restart the trainer to continue"
+                    f"the sharding of {name} changed after the first sync: restart the trainer to continue"
                 )
-            if block:  # the mirror holds only this block, as if it were a whole parameter
+            if block:  # to the mirror, this block is a whole parameter
                 whole = Block.whole(local(tensor).shape)
                 yield Part(name, local(tensor), whole, isinstance(tensor, torch.nn.Parameter))
 
 
 def own_parts(weights: Weights, known: Container[str], names: dict[str, list[Patch]]) -> Iterator[Part]:
-    """What the main rank compares of the weights; `names` gets all of their names in order.
+    """Yield the parts that the main rank compares, and add the names of all weights to `names`, in order.
 
-    Raises `CodecError` for a name that is not `known` or comes twice.
+    Raises `CodecError` for a name that is not `known` or occurs twice.
     """
     for name, tensor in weights:
         if name not in known:
@@ -116,10 +116,9 @@ def own_parts(weights: Weights, known: Container[str], names: dict[str, list[Pat
 
 
 def gathered(weights: Weights, *, first: bool, main: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights; the main rank gets in full all of them at the `first` sync, later those that are not a
-    block.
+    """Yield the weights. The main rank gets all whole at the `first` sync, later those without a block.
 
-    A collective, so every rank must take it to its end. The other ranks get their own part of each tensor.
+    Every rank must iterate to the end, because this is a collective. Other ranks get their own parts.
     """
     for name, tensor in weights:
         if not isinstance(tensor, DTensor) or (is_block(tensor) and not first):
@@ -130,7 +129,7 @@ def gathered(weights: Weights, *, first: bool, main: bool) -> Iterator[tuple[str
 
 
 def union(parts: Iterable[Patch]) -> list[Patch]:
-    """Join what several ranks found in one tensor, without overlap, to one patch; none if nothing changed."""
+    """Join several ranks' patches of one tensor, which do not overlap, to one; to none if nothing changed."""
     found = sorted((p for p in parts if p.index.size), key=lambda p: int(p.index[0]))
     if len(found) < 2:
         return found
@@ -142,10 +141,10 @@ def union(parts: Iterable[Patch]) -> list[Patch]:
 
 
 class Peers:
-    """The processes of this trainer; a single process waits for none.
+    """Communication between the processes of this trainer. With a single process, it does nothing.
 
-    All processes must create it and then call its methods in the same order, unless `alone` is set: then this
-    process acts for itself.
+    All processes must create one and call its methods in the same order. With `alone`, this process acts as
+    if it were the only one.
     """
 
     def __init__(self, *, alone: bool = False) -> None:
@@ -159,7 +158,7 @@ class Peers:
         return self.rank == 0
 
     def exchange(self, message: Any, failure: str = "") -> list[Any]:
-        """Return every rank's message, in rank order. Raises `PeerError` on all ranks if one failed."""
+        """Return all ranks' messages, in rank order. Raises `PeerError` on all if one gives a `failure`."""
         if self._group is None:
             return [message]
         answers: list[Any] = [None] * self.size
@@ -172,14 +171,13 @@ class Peers:
 
     @contextlib.contextmanager
     def fail_together(self, weights: Iterable[object] = ()) -> Iterator[None]:
-        """Run a `with` body that fails on all ranks if it fails on one; `weights` is then iterated to its
-        end."""
+        """Run a `with` body, which fails on all ranks if on one; that rank iterates `weights` to the end."""
         try:
             yield
         except PeerError:
-            raise  # every rank knows
+            raise  # all ranks raise it
         except Exception as error:
-            for _ in weights:  # the others wait for this rank in its collectives
+            for _ in weights:  # a collective: the other ranks wait in it for this one
                 pass
             with contextlib.suppress(PeerError):
                 self.exchange(None, f"{type(error).__name__}: {error}")
@@ -187,7 +185,7 @@ class Peers:
         self.exchange(None)
 
     def send(self, patches: Sequence[Patch]) -> None:
-        """Send what this rank found to rank 0, which is in `receive`."""
+        """Send this rank's patches to rank 0, which calls `receive` meanwhile."""
         self.exchange([(p.name, p.shape, p.index.size) for p in patches])
         with _lost_contact():
             if any(p.index.size for p in patches):
@@ -195,7 +193,7 @@ class Peers:
                 dist.send(_wire(np.concatenate([p.ulps for p in patches])), 0, group=self._group)
 
     def receive(self) -> list[Patch]:
-        """On rank 0: what the other ranks found."""
+        """On rank 0, receive the other ranks' patches."""
         patches: list[Patch] = []
         for rank, table in enumerate(self.exchange([])):
             if not table:
@@ -210,7 +208,7 @@ class Peers:
         return patches
 
     def share(self, bits: Bits | None, shape: Sequence[int]) -> Bits:
-        """Rank 0's `bits`, uint16 of `shape`, on every rank."""
+        """Give rank 0's `bits`, uint16 of `shape`, to every rank."""
         if self._group is None:
             assert bits is not None
             return bits
@@ -229,11 +227,11 @@ def _lost_contact() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise PeerError(f"another process of the trainer is gone; its own log says why ({error})") from error
+        raise PeerError(f"another process of the trainer has ended: see its own log ({error})") from error
 
 
 def own_digest(weights: Weights, *, main: bool) -> tuple[int, set[str]]:
-    """Digest of this rank's blocks of the live parameters, cast to bf16, and all parameters' names."""
+    """Return the digest of this rank's blocks of the live parameters, cast to bf16, and all names."""
     total, names = 0, set()
     for name, tensor in gathered(weights, first=False, main=main):
         names.add(name)

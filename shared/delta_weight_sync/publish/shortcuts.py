@@ -1,13 +1,13 @@
-"""Shortcuts to the newest version, made in the background: jumps over several versions, and anchors.
+"""Makes shortcuts to the newest version, in the background: jumps over several versions, and anchors.
 
-A thread applies each published patch to a copy of the checkpoint on this machine's disk. An anchor is that
-copy. The jump over few versions is an exact merge of their patches, which stay in memory within a budget.
-Beyond it, and for the jump over many versions, a second copy of the checkpoint stays at the version where the
-jump begins, and the jump is the difference of the two files. So neither the trainer nor the next version
+A thread applies each published patch to a copy of the checkpoint on this machine's disk. An anchor is an
+upload of that copy. A jump over 8 versions is an exact merge of their patches, which stay in memory. If they
+exceed a budget, and for a jump over 64 versions, a second copy of the checkpoint stays at the version where
+the jump begins; the jump is then the difference of the two files. So neither the trainer nor the next version
 waits for a shortcut, and memory never holds a second model.
 
-A later manifest names the shortcuts that are in the bucket by then. After a crash no manifest names them, and
-`prune` finds them.
+The next manifest names the shortcuts that have been uploaded. Those that no manifest names, because the
+trainer crashed before, are deleted by `prune`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from delta_weight_sync.reader import apply_delta, require_digest
 from delta_weight_sync.records import STRIDES, Manifest
 from delta_weight_sync.scratch import Scratch
 
-_BEHIND: Final = 16  # versions that may wait here before jumps are skipped
-_RESTART_EVERY: Final = 64  # versions between retries, after a full disk
+_BEHIND: Final = 16  # while more versions than this wait here, no jumps and anchors are made
+_RESTART_EVERY: Final = 64  # versions between two attempts to begin again, for example after a full disk
 _CLOSING_S: Final = 5.0
-_SMALLEST: Final = 1 << 24  # bytes of patches that always stay in memory
-_SHARE: Final = 3  # beyond that, they take at most a third of the bf16 model
+_SMALLEST: Final = 1 << 24  # bytes of memory that patches may always take
+_SHARE: Final = 3  # they may take up to 1 / _SHARE of the bf16 model if that is more
 _log = logging.getLogger("delta_weight_sync")
 
 
 class _Start:
-    """The version where the next jump of a stride begins: as the patches since then, or as a file."""
+    """Where the next jump of a stride begins: holds the patches since that version, or its checkpoint."""
 
     def __init__(self, stride: int, path: Path) -> None:
         self.stride, self.version = stride, -1
@@ -53,7 +53,7 @@ class _Start:
             _copy(newest, self._path)
 
     def add(self, patches: Sequence[Patch] | None, newest: Path, budget: int) -> None:
-        """Add a version's patches before they are applied to `newest`; None if they are not in memory."""
+        """Add a version's patches (None if not in memory). `newest` must still be at the version before."""
         earlier = self._patches
         if earlier is None:
             return
@@ -67,7 +67,7 @@ class _Start:
             codec.apply(codec.inverse(patch), bits[patch.name])
 
     def jump(self, newest: dict[str, Bits]) -> tuple[Iterator[Patch], Callable[[str], Bits]]:
-        """The patches from here to `newest` in its order of tensors, and the bits of a tensor here."""
+        """Return the patches from here to `newest`, in its order, and a lookup of the bits here."""
         if self._patches is None:
             old = map_bits(self._path)
             return (codec.diff(name, old[name], new) for name, new in newest.items()), old.__getitem__
@@ -83,28 +83,28 @@ class _Start:
 
 
 class Shortcuts:
-    """One thread, the one that publishes, calls `restart` and `add` in the order of versions."""
+    """Makes jumps and anchors. The publishing thread calls `restart` and `add`, in the order of versions."""
 
     def __init__(self, writer: RunWriter, encoding: Encoding, keep: Keep | None) -> None:
-        """`keep`: how much of the run stays in the bucket; None for all of it."""
+        """`keep`: how much of the run stays in the bucket; None for everything."""
         self._writer, self._encoding = writer, encoding
         self._pruner = Pruner(writer.reader, keep) if keep else None
         self._scratch = Scratch()
         self.folder = self._scratch.path
-        self.path = self.folder / WEIGHTS  # weights of the newest version; write them before `restart`
+        self.path = self.folder / WEIGHTS  # the copy; write the newest version here before `restart`
         self._version = -1
         self._starts = [_Start(stride, self.folder / f"from-{stride}") for stride in STRIDES]
         self._published: deque[tuple[Manifest, Sequence[Patch] | Path]] = deque()
         self._waiting = 0  # bytes of patches in `_published`
         self._changed = threading.Condition()
         self._busy, self._closed, self._said = False, False, ""
-        self._stayed = self._came = 0  # bytes: left by the last pruning, and added since
-        self.lost = True  # the files are at no version, until `restart`
+        self._stayed = self._came = 0  # bytes that the last pruning left, and bytes added before it
+        self.lost = True  # the files hold no known version; `restart` is needed
         self._thread = threading.Thread(target=self._run, name="shortcuts", daemon=True)
         self._thread.start()
 
     def restart(self, version: int, write: Callable[[Path], object] | None = None) -> None:
-        """Begin at the newest version, whose weights are at `path` or are written there by `write`."""
+        """Begin at the newest version, whose weights are at `path`, or are written there by `write`."""
         if write:
             try:
                 write(self.path)
@@ -119,7 +119,7 @@ class Shortcuts:
     def add(
         self, manifest: Manifest, patches: Sequence[Patch], delta: bytes, write: Callable[[Path], object]
     ) -> None:
-        """A version was published: its patches, the same as a delta file, and what writes its weights."""
+        """Add a published version: its patches, its delta file, and a function that writes its weights."""
         if self.lost and manifest.version % _RESTART_EVERY == 0 and self.idle(0):
             self.restart(manifest.version, write)
             return
@@ -140,14 +140,14 @@ class Shortcuts:
             self._changed.notify_all()
 
     def idle(self, timeout_s: float) -> bool:
-        """Wait until everything that was added is done; False if that takes longer."""
+        """Wait until all added versions are done. Returns False if that takes longer than `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: not (self._busy or self._published), timeout_s)
 
     def close(self) -> None:
-        """Stop. Unfinished shortcuts are dropped, since no manifest of this writer would name them.
+        """Stop, and drop unfinished shortcuts, because no later manifest of this writer would name them.
 
-        An upload in progress is not waited for either; it ends with this process.
+        An upload that takes longer than a few seconds is abandoned and ends with this process.
         """
         with self._changed:
             self._closed = True
@@ -166,12 +166,12 @@ class Shortcuts:
                 self._waiting -= 0 if isinstance(change, Path) else nbytes(change)
             try:
                 self._follow(manifest, change)
-            except BucketError as error:  # tried again with the next version
+            except BucketError as error:  # the next version tries again
                 self._complain(error)
             except Exception as error:  # noqa: BLE001 - the run continues without shortcuts
                 with self._changed:
                     self._lose(error)
-            del change  # its patches
+            del change  # frees its patches
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
@@ -219,7 +219,7 @@ class Shortcuts:
             nonlocal changed
             for patch in patches:
                 if self._closed:
-                    raise RuntimeError("the publisher ends, and no manifest would name this jump")
+                    raise RuntimeError("the publisher is closing: this jump is dropped")
                 changed += patch.index.size
                 yield patch
 
@@ -229,14 +229,14 @@ class Shortcuts:
         start.begin(self._version, self.path)
 
     def _prune(self, newest: Manifest) -> None:
-        """Prune so that an anchor and twice what the last interval added still fit until the next pruning."""
+        """Prune, and leave room for an anchor and twice the bytes added between the last two prunings."""
         if self._pruner is None:
             return
         room = newest.full_bytes + 2 * self._came
         try:
             survey = self._pruner.survey(self._writer.pending_keys(), room)
-        except ProtocolError as error:  # a damaged manifest does not say what it needs
-            _log.warning("nothing of the run is deleted: %s", error)
+        except ProtocolError as error:  # a damaged manifest does not say which files it needs
+            _log.warning("deleted nothing of the run, because a manifest is damaged: %s", error)
             return
         if survey:
             self._came = survey.kept + survey.freed - self._stayed if self._stayed else 0
@@ -245,7 +245,7 @@ class Shortcuts:
 
 
 def nbytes(patches: Iterable[Patch]) -> int:
-    """Memory of patches."""
+    """Bytes of memory that patches take."""
     return sum(patch.index.nbytes + patch.ulps.nbytes for patch in patches)
 
 
@@ -254,7 +254,7 @@ def _budget(manifest: Manifest) -> int:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a file so that `target` is never half of it."""
+    """Copy a file. `target` is never incomplete."""
     coming = target.with_suffix(".coming")
     shutil.copyfile(source, coming)
     coming.replace(target)

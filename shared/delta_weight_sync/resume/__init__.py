@@ -1,1 +1,1 @@
-"""Trainer states: saved to the bucket, found again and restored, bit for bit."""
+"""Trainer states: saves them to the bucket, finds them again and restores them, bit for bit."""

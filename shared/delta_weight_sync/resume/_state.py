@@ -1,15 +1,16 @@
-"""Trainer states in the bucket: saved after a version, found again, and restored bit for bit.
+"""Trainer states in the bucket: saves them, finds them again, and restores them bit for bit.
 
-A state is one object per rank and a small record, which is written last, after its version:
+A state belongs to a version: it holds what the trainer needs to resume from that version. It has one object
+per rank and a small record. The record is written last, when the version and all objects are in the bucket:
 
-    runs/<run>/state/00000040.00000041.t1-3fa9c2d1.json                 of version 40, after sync 41
-    runs/<run>/state/00000040.00000041.t1-3fa9c2d1/rank-0.safetensors   what rank 0 adds to that version
+    runs/<run>/state/00000040.00000041.t1-3fa9c2d1.json                 for version 40, after sync 41
+    runs/<run>/state/00000040.00000041.t1-3fa9c2d1/rank-0.safetensors   what rank 0 saves for that version
 
-Two states stay in the bucket: the newest, and the previous one in case an object of the newest is damaged.
+Two states stay in the bucket: the newest, and the one before it in case an object of the newest is damaged.
 
-Of a published float32 parameter only the low 16 bits are saved, of a bfloat16 one nothing: the rest is in the
-version of that moment. Everything else is saved in full. The trainer's thread copies a state to the host, a
-background thread writes it.
+The version already holds the upper half of a published float32 parameter and the whole of a bfloat16 one. So
+a state holds only the lower 16 bits of the former (see `optimizer`) and nothing of the latter, and all else
+in full. The trainer's thread copies a state to host memory; a background thread writes the copy.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from delta_weight_sync.resume.optimizer import Tensors, as_json, to_host
 from delta_weight_sync.scratch import Scratch
 
 _NOTE = {"weights", "optimizer", "random", "others"}
-_LOW, _PUBLISHED, _WHOLE = "low", "published", "whole"  # how a weight is saved
+_LOW, _PUBLISHED, _WHOLE = "low", "published", "whole"  # how much of a weight is saved: half, none, all
 _DTYPES = {_LOW: torch.float32, _PUBLISHED: torch.bfloat16}
 _DAMAGED = (ProtocolError, CodecError, ObjectMissingError, SafetensorError)
 _log = logging.getLogger("delta_weight_sync")
@@ -50,17 +51,17 @@ _log = logging.getLogger("delta_weight_sync")
 class StateRecord(Sealed):
     """One state: the version it belongs to, its objects, and the trainer's own `extra`."""
 
-    born: Time  # of the run, as in its manifests
+    born: Time  # when the run began, as in its manifests
     version: Count
     digest: Digest  # of that version
-    sync: Count  # the trainer's own count of weight syncs
+    sync: Count  # the trainer's number of the sync
     created_at: Time  # unix seconds
     ranks: tuple[FileRef, ...]
     extra: dict[str, Any]
 
 
 class StateSaver:
-    """Puts one snapshot at a time into the bucket, in the background. Every rank has one; all go in step."""
+    """Uploads one snapshot at a time, in the background. Every rank has one, and all save together."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class StateSaver:
         writer: RunWriter | None,
         every_s: float,
     ) -> None:
-        """The main rank gives `outbox` and `writer`."""
+        """Only the main rank has an `outbox` and a `writer`."""
         self._reader, self._peers, self._outbox, self._writer = reader, peers, outbox, writer
         self._every_s, self._next = every_s, 0.0  # when the next snapshot is due
         self._thread: threading.Thread | None = None
@@ -78,34 +79,34 @@ class StateSaver:
 
     @property
     def used(self) -> bool:
-        """Whether there was a snapshot."""
+        """Whether `save` was ever called."""
         return self._thread is not None
 
     @property
     def busy(self) -> bool:
-        """Whether a snapshot is on its way."""
+        """Whether a snapshot is being uploaded."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def due(self) -> bool:
-        """Whether the last snapshot is old enough: uploads take a tenth of the time, so of the link."""
+        """Whether the next snapshot may be saved: uploads take at most a tenth of the time."""
         return time.monotonic() >= self._next
 
     def save(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
-        """Put the snapshot into the bucket once its version is there."""
+        """Upload the snapshot in the background, once its version is in the bucket."""
         self._failure, arguments = None, (snapshot, sync, extra)
         self._thread = threading.Thread(target=self._run, args=arguments, name="state", daemon=True)
         self._thread.start()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until no snapshot is on its way; raises `TimeoutError`."""
+        """Wait until no snapshot is being uploaded. Raises `TimeoutError`."""
         if self._thread:
             self._thread.join(timeout_s)
         if self.busy:
-            raise TimeoutError(f"the state is not in the bucket after {timeout_s:.0f} s; is the link up?")
+            raise TimeoutError(f"the state is not in the bucket after {timeout_s:.0f} s: check the network")
 
     def require(self, timeout_s: float) -> None:
-        """Wait until the last snapshot is in the bucket; raises `TimeoutError`, or why it is not there."""
+        """Wait until the last snapshot is uploaded. Raises `TimeoutError`, or the error that prevented it."""
         self.wait(timeout_s)
         if self._failure:
             raise self._failure
@@ -117,13 +118,13 @@ class StateSaver:
                 self._save(snapshot, sync, extra)
         except Exception as error:  # noqa: BLE001 - training continues; `require` raises it
             self._failure = error
-            _log.warning("the trainer's state was not saved: %s; the previous one stays", error)
+            _log.warning("the trainer's state was not saved: %s; the previous state is still valid", error)
         if self._every_s:
             took = time.monotonic() - started
             self._next = started + max(self._every_s, 10 * took)
 
     def _save(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
-        # The main rank's count of syncs names the state, because TRL counts on that rank only.
+        # The state is named by the main rank's number of the sync, because TRL counts only there.
         own = (self._outbox.pinned(), sync) if self._outbox else None
         manifest, sync = self._peers.exchange(own)[0]
         if manifest is None:
@@ -150,7 +151,7 @@ class StateSaver:
 
 
 def _prune(reader: RunReader, newest: str) -> None:
-    """Delete all states older than the one before `newest`, the name of a complete state; records first."""
+    """Delete all states but `newest`, the name of a complete one, and the one before it; records first."""
     listing = [info.key for info in reader.bucket.list(reader.keys.states)]
     older = [key.removesuffix(".json") for key in listing if key.endswith(".json") and key < f"{newest}.json"]
     if older:
@@ -160,7 +161,7 @@ def _prune(reader: RunReader, newest: str) -> None:
 
 
 class Snapshot:
-    """Copies of one rank's part of the state, on the host; `published` names the weights that versions hold.
+    """Copies one rank's part of the state to the host. `published` has the names of the published weights.
 
     Raises `StateError` if a value cannot be saved.
     """
@@ -189,7 +190,7 @@ class Snapshot:
         self._note = {"weights": kinds, "optimizer": optimizer_note, "random": random_note, "others": states}
 
     def write(self, path: Path) -> None:
-        """Write a `.safetensors` file, and free the masters on the way."""
+        """Write a `.safetensors` file. Frees each copy of a float32 weight as soon as it is split."""
         for name in list(self._masters):
             rest = parts.split(self._masters.pop(name).reshape(-1).numpy())
             self._tensors[f"low/{name}"] = torch.from_numpy(rest.low.view(np.int16))
@@ -200,7 +201,7 @@ class Snapshot:
 
 
 def _kind(name: str, tensor: torch.Tensor, published: Container[str]) -> str:
-    """How to save a weight; all ranks decide alike."""
+    """How to save a weight. All ranks decide the same."""
     plain = not isinstance(tensor, DTensor) or is_block(tensor)
     if name in published and plain:
         return {torch.float32: _LOW, torch.bfloat16: _PUBLISHED}.get(tensor.dtype, _WHOLE)
@@ -208,10 +209,10 @@ def _kind(name: str, tensor: torch.Tensor, published: Container[str]) -> str:
 
 
 class FoundState:
-    """A whole state in local files: those of this rank and of the `main` rank, which holds what all share.
+    """A downloaded state: this rank's file (`path`), and the main rank's, which also has what ranks share.
 
-    `bits` gives the weights of the state's version, on the main rank. Raises `ProtocolError` for a file that
-    is not a state.
+    On the main rank, `bits` returns the weights of the state's version. Raises `ProtocolError` for a file
+    that is not a state.
     """
 
     def __init__(
@@ -223,16 +224,16 @@ class FoundState:
 
     @property
     def published_whole(self) -> bool:
-        """Whether the version holds every weight of the state."""
+        """Whether no weight is saved in full: the version holds at least the upper half of each."""
         return all(kind != _WHOLE for kind, _ in self._note["weights"].values())
 
     def restore(
         self, live: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, others: dict[str, Stateful]
     ) -> None:
-        """Restore the state on all ranks alike; raises `StateError` if it does not fit this trainer."""
+        """Restore the state, on every rank. Raises `StateError` if it does not fit this trainer."""
         with self._peers.fail_together():
             self._require_same(live, others)
-            tensors: Tensors = {}  # this rank's replace the main rank's
+            tensors: Tensors = {}  # where both files have a tensor, this rank's counts
             for path in self._files:
                 with safe_open(path, framework="pt") as file:
                     tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -257,18 +258,15 @@ class FoundState:
         for name, tensor in live.items():
             kind, shape = kinds[name]
             if list(tensor.shape) != shape:
-                raise StateError(
-                    f"{name} had shape {shape} when it was saved: train that model, or start again"
-                )
+                raise StateError(f"{name} was saved with shape {shape}: train the model that was saved")
             if kind in _DTYPES and tensor.dtype != _DTYPES[kind]:
                 now, then = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, _DTYPES[kind]))
                 raise StateError(
-                    f"{name} was {then} when the state was saved and is {now}: use --dtype {then}"
+                    f"{name} was {then} when the state was saved and is {now}: load the model in {then}"
                 )
         if strange := others.keys() ^ self._note["others"].keys():
-            raise StateError(
-                f"the state was saved with another {min(strange)}: use the old one, or start again"
-            )
+            owner = "this trainer" if min(strange) in others else "the saved state"
+            raise StateError(f"only {owner} has a {min(strange)}: restore with the objects that you saved")
 
     def _restore_weight(self, name: str, tensor: torch.Tensor, tensors: Tensors) -> None:
         own, kind = local(tensor), self._note["weights"][name][0]
@@ -307,21 +305,23 @@ def _master(name: str, bits: Bits, tensors: Tensors) -> torch.Tensor:
 
 
 def _other_layout(name: str) -> StateError:
-    return StateError(f"{name} is not sharded as it was when it was saved: start as many processes")
+    return StateError(f"{name} was saved with another sharding: start as many processes as then")
 
 
 def find_state(reader: RunReader, outbox: Outbox | None, peers: Peers, folder: Path) -> FoundState | None:
-    """Find the newest state that a run can resume from, with its objects in `folder`; None for a new run.
+    """Find the newest state that a run can resume from and download it to `folder`; None for a new run.
 
-    Versions that the earlier trainer published after it are then not published again. Raises `StateError` if
-    the run has versions but no state, or a state of another number of processes.
+    Tells `outbox` which syncs the earlier trainer published after that state; if this trainer repeats them
+    exactly, they are not published again. Raises `StateError` if the run has versions after version 0 but no
+    state, or if another number of processes saved the state.
     """
     with peers.fail_together():
         listed = list(usable_states(reader)) if outbox else []
     for record, later in peers.exchange(listed)[0]:
         if len(record.ranks) != peers.size:
             raise StateError(
-                f"the state was saved by {len(record.ranks)} processes, not {peers.size}: start as many again"
+                f"the state was saved by {len(record.ranks)} processes, and now there are {peers.size}:"
+                " start the old number of processes"
             )
         with peers.fail_together():
             found = _fetched(reader, outbox, record, peers, folder)
@@ -342,14 +342,14 @@ def find_state(reader: RunReader, outbox: Outbox | None, peers: Peers, folder: P
 
 
 def usable_states(reader: RunReader) -> Iterator[tuple[StateRecord, list[Manifest]]]:
-    """The states of versions in HEAD's chain, newest first, each with the versions after it."""
+    """Yield the complete states of the run, newest first, each with the versions after it."""
     listing = {info.key: info.size for info in reader.bucket.list(reader.keys.states)}
     records: list[StateRecord] = []
     for key in sorted((key for key in listing if key.endswith(".json")), reverse=True):
         try:
             records.append(reader.read(StateRecord, key))
         except (ProtocolError, ObjectMissingError) as error:
-            _log.warning("a trainer's state is skipped: %s", error)
+            _log.warning("skipped a damaged trainer state: %s", error)
     oldest = min((record.version for record in records), default=None)
     later: list[Manifest] = []
     for manifest in reader.versions():
@@ -364,8 +364,8 @@ def usable_states(reader: RunReader) -> Iterator[tuple[StateRecord, list[Manifes
 
 
 def _repeated(record: StateRecord, later: list[Manifest]) -> dict[int, str]:
-    """Digest by sync of what a trainer publishes if it resumes from `record` and does the same again. `later`
-    is newest first. It may hold versions that a resumed trainer did not repeat; they are left out."""
+    """Map each sync from `record` on to its digest in a resumed trainer that repeats every step exactly.
+    `later`: the versions after `record`, newest first. Those that a resumed trainer replaced are left out."""
     line: list[Manifest] = []
     for manifest in later:
         if not line or manifest.sync < line[-1].sync:
@@ -387,5 +387,5 @@ def _fetched(
             bits = reader.checkout(manifest, folder / "version").__getitem__
         return FoundState(record, peers, own, main, bits)
     except _DAMAGED as error:
-        _log.warning("the state of version %d is skipped: %s", record.version, error)
+        _log.warning("skipped the damaged state of version %d: %s", record.version, error)
         return None

@@ -1,11 +1,11 @@
-"""The parts of a trainer state as tensors and JSON, restored bit for bit: optimizer, random numbers, masters.
+"""The parts of a trainer state, as tensors and JSON: optimizer, random numbers, float32 master weights.
 
-Of a sharded (FSDP2) parameter each rank saves its own part; the main rank saves any other in full.
-`Optimizer.load_state_dict` does not fit, since it casts moments to the dtype of the parameter.
+Each rank saves its own part of a sharded (FSDP2) parameter; the main rank saves all other parameters in full.
+Optimizer moments are restored here, because `Optimizer.load_state_dict` casts them to the parameter's dtype.
 
-A float32 master is its published bf16 bits and 16 more bits. bf16 is the upper half of a float32, rounded to
-nearest even, so the lower half says how the upper one was rounded. There are two exceptions, saved in full: a
-number exactly halfway between two bf16, and NaN.
+A float32 master weight is stored as its published bf16 bits and 16 more bits. bf16 is the upper half of a
+float32, rounded to nearest even, and the lower half tells which way it was rounded. Two exceptions are saved
+in full: a number exactly halfway between two bf16 values, and NaN.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from delta_weight_sync.errors import StateError
 from delta_weight_sync.publish.sharding import local
 
 _HOST, _DEVICE = "random/torch", "random/device"
-_MOVES = ("params", "lr")  # keys of a parameter group that may differ: the parameters, and a schedule's rate
+_MOVES = ("params", "lr")  # keys of a parameter group that may differ from the saved ones
 _MIDDLE = 0x8000
-_CHUNK = 1 << 16  # elements at a time; the scratch space stays in the cache
+_CHUNK = 1 << 16  # elements split at a time, so that the scratch space stays in the cache
 _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool} | {
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-}  # that a state can hold
+}  # what a state can hold
 Tensors = dict[str, torch.Tensor]
 Words = NDArray[np.uint32]
 
 
 def take_random_state() -> tuple[dict[str, torch.Tensor], Any]:
-    """The states of python, numpy, torch and its GPU in this process: tensors, and the rest as JSON."""
+    """Return the states of all random generators (python, numpy, torch, its GPU): tensors, and JSON."""
     tensors = {_HOST: torch.random.get_rng_state()}
     if torch.cuda.is_available():
         tensors[_DEVICE] = torch.cuda.get_rng_state()
@@ -58,15 +58,15 @@ def put_random_state(tensors: dict[str, torch.Tensor], note: Any) -> None:
 
 
 class Rest(NamedTuple):
-    """What float32 numbers hold besides their bf16 cast."""
+    """What float32 numbers hold in addition to their bf16 cast."""
 
     low: Bits  # uint16 [n], the lower half of each
-    odd: Index  # int64 [m], the exceptions
-    words: Words  # uint32 [m], their bits
+    odd: Index  # int64 [m], positions of the exceptions
+    words: Words  # uint32 [m], all bits of the exceptions
 
 
 def split(masters: NDArray[np.float32]) -> Rest:
-    """What to save besides the bf16 cast of `masters`, float32 [n]."""
+    """Return what to save of `masters`, float32 [n], in addition to their bf16 cast."""
     words = masters.view(np.uint32)
     low, found = np.empty(words.size, np.uint16), [np.empty(0, np.int64)]
     for start in range(0, words.size, _CHUNK):
@@ -80,20 +80,20 @@ def split(masters: NDArray[np.float32]) -> Rest:
 
 
 def join(published: Bits, low: Bits) -> Words:
-    """The bits of the float32 numbers, uint32, except the odd ones; from bf16 bits and lower halves."""
+    """Join bf16 bits and lower halves to float32 bits, uint32; wrong for the exceptions."""
     high = published - (low > _MIDDLE)
     return high.astype(np.uint32) << np.uint32(16) | low.astype(np.uint32)
 
 
 def masters(published: Bits, rest: Rest) -> NDArray[np.float32]:
-    """The float32 numbers [n], exactly as before `split`."""
+    """Return the float32 numbers [n], exactly as before `split`."""
     words = join(published, rest.low)
     words[rest.odd] = rest.words
     return words.view(np.float32)
 
 
 def take_optimizer(optimizer: torch.optim.Optimizer, *, main: bool) -> tuple[Tensors, Any]:
-    """Copies on the host of this rank's part of the optimizer, and the rest as JSON. Raises `StateError`."""
+    """Return this rank's part of the optimizer: copies on the host, and JSON. Raises `StateError`."""
     tensors: Tensors = {}
     values: dict[str, dict[str, Any]] = {}
     on_host: list[str] = []
@@ -111,11 +111,11 @@ def take_optimizer(optimizer: torch.optim.Optimizer, *, main: bool) -> tuple[Ten
 
 
 def put_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], note: Any) -> None:
-    """Restore what `take_optimizer` gave into a new optimizer. Raises `StateError`."""
+    """Put what `take_optimizer` returned into a new optimizer. Raises `StateError`."""
     _require_same(optimizer, note)
     for group, then in zip(optimizer.param_groups, note["groups"], strict=True):
         for key, value in then.items():
-            if key != "params":  # JSON makes lists of tuples
+            if key != "params":  # JSON turned tuples into lists
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
     parameters = dict(_parameters(optimizer))
     for entry, tensor in tensors.items():
@@ -128,7 +128,7 @@ def put_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.
 
 
 def to_host(tensor: torch.Tensor, what: str) -> torch.Tensor:
-    """A copy on the host of this rank's part of `tensor`. Raises `StateError` for a special tensor type."""
+    """Copy this rank's part of `tensor` to the host. Raises `StateError` for a special tensor type."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, DTensor) or tensor.dtype not in _DTYPES:
         raise StateError(
             f"{what} is a {type(tensor).__name__} of {tensor.dtype}, which a state cannot hold; use an"
@@ -138,7 +138,7 @@ def to_host(tensor: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def as_json(value: Any, what: str) -> Any:
-    """`value` as JSON gives it back. Raises `StateError` if it is not JSON."""
+    """Return `value` as JSON would give it back. Raises `StateError` if JSON cannot hold it."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
@@ -169,8 +169,8 @@ def _require_same(optimizer: torch.optim.Optimizer, note: Any) -> None:
         raise _changed("class", note["kind"], _kind(optimizer))
     if [group["params"] for group in now] != [group["params"] for group in then]:
         raise StateError(
-            "the optimizer has other parameters than when the state was saved: train the same ones, or start"
-            " again"
+            "the optimizer has different parameters than the saved state: train the same parameters, or"
+            " start again"
         )
     for old, new in zip(then, now, strict=True):
         for key in sorted((old.keys() | new.keys()) - set(_MOVES)):
@@ -180,13 +180,13 @@ def _require_same(optimizer: torch.optim.Optimizer, note: Any) -> None:
 
 def _changed(what: str, then: object, now: object) -> StateError:
     return StateError(
-        f"the optimizer's {what} was {then} when the state was saved and is {now}: use the old one, or start"
+        f"the optimizer's {what} was {then} when the state was saved and is {now}: set it to {then}, or start"
         " again"
     )
 
 
 def _onto(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A saved tensor on the parameter's device, and sharded as the parameter is."""
+    """Move a saved tensor to the parameter's device, and shard it like the parameter."""
     own = local(parameter)
     moved = tensor.to(own.device, copy=True)
     if not isinstance(parameter, DTensor) or tensor.shape != own.shape:

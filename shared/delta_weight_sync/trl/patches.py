@@ -1,8 +1,8 @@
 """Patches that let TRL's async GRPO run on a CPU, in float32, without vLLM or a kernel from the Hub.
 
-They also end the rollout process with the trainer. `install` applies those whose places this release has
-(`compat.toml`). TRL needs none of them in one process with a GPU that FlashAttention 3 supports, the package
-`kernels`, the Hub, 16-bit weights and vLLM.
+They also make the rollout process end with the trainer. `install` applies the patches for which this release
+has the code to patch (`compat.toml`). TRL works without them if it has one process, a GPU that FlashAttention
+3 supports, the package `kernels`, the Hub, 16-bit weights and vLLM.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from delta_weight_sync import compat
 _CHILD_MAIN: Any = getattr(async_rollout_worker, "_child_main", None)
 _PEAK_FLOPS: Any = getattr(async_grpo_trainer, "get_peak_flops_per_device", None)
 _replace = setattr
-_ROUNDING = 0.1  # 16 bits change averages of a few normal numbers by 0.01, another mask changes them by one
+_ROUNDING = 0.1  # rounding to 16 bits changes the test's results by 0.01, a different mask by 1
 
 
 def install(*needed: str) -> None:
-    """Patch TRL in this process. Raises `CompatibilityError` if this release cannot do without a patch, or
-    lacks a feature of `compat.toml` that is `needed`."""
+    """Patch TRL in this process. Raises `CompatibilityError` if this release lacks the code for a patch that
+    it needs, or a feature of `compat.toml` that is `needed`."""
     release = compat.require("trl", *needed)
     if release.works("without_vllm"):
-        # The rollout worker needs HTTP only, but refuses to start unless vLLM is installed. Remove this once
-        # TRL requires vLLM in `WeightTransferClient` only, the one place that imports it.
+        # The rollout worker needs only HTTP, but refuses to start unless vLLM is installed. Remove this once
+        # TRL requires vLLM only in `WeightTransferClient`, the one place that imports it.
         _replace(async_rollout_worker, "is_vllm_available", lambda *args, **kwargs: True)
     if release.works("child"):
-        # The rollout process runs for ever if the trainer is killed (kill -9). Remove this once TRL's child
+        # If the trainer is killed (kill -9), the rollout process never ends. Remove this once TRL's child
         # process watches its parent.
         _replace(async_rollout_worker, "_child_main", play_rollouts)
     if release.works("attention"):
@@ -53,7 +53,7 @@ def install(*needed: str) -> None:
 
 
 def play_rollouts(*arguments: Any) -> None:
-    """TRL's child process, except that it ends with its parent and ignores Ctrl-C."""
+    """Run TRL's child process, but end it with its parent, and ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     _CHILD_MAIN(*arguments)
@@ -84,16 +84,16 @@ def _varlen_attention(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """FlashAttention's varlen function through PyTorch: its kernel in 16 bits on a GPU, otherwise its SDPA.
+    """FlashAttention's varlen function in PyTorch: its varlen kernel for 16 bits on a GPU, otherwise SDPA.
 
     `q` is [queries, heads, head_dim], `k` and `v` are [keys, heads or fewer, head_dim]. `starts_*`, int32
     [sequences + 1], are the cumulative lengths of the packed sequences; `max_*` are the longest lengths. The
-    last query of a sequence sees its last key. Each query sees `window_size[0]` keys before its own, or all
-    (-1).
+    last query of a sequence is at its last key. Each query sees its own key and `window_size[0]` keys before
+    it (-1: all).
     """
     if softcap or not causal:
         raise ValueError(
-            "PyTorch has no kernel for attention with a soft cap, or not causal; train another model"
+            "PyTorch has no kernel for attention that is not causal or has a soft cap: train another model"
         )
     if _kernel_takes(q):
         _require_same_mask(q.device)
@@ -107,7 +107,7 @@ def _kernel_takes(q: torch.Tensor) -> bool:
 
 @functools.cache
 def _require_same_mask(device: torch.device) -> None:
-    """Once per process, raise `RuntimeError` unless the kernel lets queries see the keys described above."""
+    """Raise `RuntimeError` unless the kernel lets each query see the keys described above. Runs once."""
     random = torch.Generator().manual_seed(0)
     q, k = (
         torch.randn(n, heads, 16, generator=random).to(device).bfloat16() for n, heads in ((3, 4), (7, 2))
@@ -120,12 +120,12 @@ def _require_same_mask(device: torch.device) -> None:
         ours = _one_by_one(q, k, k, starts_q, starts_k, None, before)
         if not torch.allclose(theirs, ours, rtol=0.0, atol=_ROUNDING):
             raise RuntimeError(
-                f"torch {torch.__version__} masks packed attention differently; pip install torch==2.13.0"
+                f"torch {torch.__version__} masks packed attention differently: pip install torch==2.13.0"
             )
 
 
 def _kernel(*packed: Any, scale: float | None, before: int) -> torch.Tensor:
-    """All sequences in one call; the device reads their starts. `packed`: as for `_varlen_attention`."""
+    """Compute all sequences in one call. `packed`: the arguments of `_varlen_attention`."""
     out = varlen_attn(*packed, scale=scale, window_size=(before, 0), enable_gqa=True)
     assert isinstance(out, torch.Tensor)  # a pair only with `return_aux`
     return out
@@ -140,17 +140,17 @@ def _one_by_one(
     scale: float | None,
     before: int,
 ) -> torch.Tensor:
-    # Split instead of slices: the gradient of each slice would be as large as the whole tensor.
+    # `split`, because with slices the gradient of each would be as large as the whole tensor.
     keys = _lengths(starts_k)
     parts = zip(q.split(_lengths(starts_q)), k.split(keys), v.split(keys), strict=True)
     return torch.cat([_attend(*part, scale, before) for part in parts])
 
 
-_LENGTHS = WeakTensorKeyDictionary()  # by the starts, which all layers of a forward pass share
+_LENGTHS = WeakTensorKeyDictionary()  # starts -> lengths; all layers of a forward pass share the starts
 
 
 def _lengths(starts: torch.Tensor) -> list[int]:
-    """The length of each sequence, read from the device once per pass instead of once per layer."""
+    """Lengths of the sequences. Reads them from the device once per forward pass, not once per layer."""
     lengths: list[int] | None = _LENGTHS.get(starts)
     if lengths is None:
         lengths = _LENGTHS[starts] = starts.diff().tolist()

@@ -1,4 +1,4 @@
-"""TRL's `AsyncGRPOTrainer` that publishes its weights and resumes from a saved state.
+"""A subclass of TRL's `AsyncGRPOTrainer` that publishes its weights and resumes from a saved state.
 
 It uses internals of TRL: the feature "every_rank" of `compat.toml`.
 """
@@ -22,18 +22,18 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer
 from delta_weight_sync.publish.publisher import checkpoint_weights
 
 Named = Iterator[tuple[str, torch.Tensor]]
-# Fields of transformers' TrainerState: those that continue, and those that it compares with the settings.
+# Fields of transformers' TrainerState: restored ones, and ones that it compares with the settings.
 _KEPT = ("global_step", "epoch", "total_flos", "num_input_tokens_seen")
-_IN_PLAY = 4096  # prompts; more than TRL has in play
+_IN_PLAY = 4096  # more prompts than TRL ever has in play
 _COMPARED = ("train_batch_size", "logging_steps", "eval_steps", "save_steps")
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a trainer is: its weight syncs, its steps, and the prompts that it has trained on.
+    """How far a trainer is: its weight syncs, its steps, and the prompts that it has finished.
 
-    These are the first `prompts` of the repeated data set and some `later` ones. A few of the first may have
-    been dropped instead, because their samples were too old.
+    Finished are the first `prompts` of the repeated data set, and the `later` ones listed here. A few of them
+    may not have been trained on: they were dropped, because their samples were too old.
     """
 
     syncs: int
@@ -43,7 +43,7 @@ class Progress:
 
 
 class TrainedGroups(set[int]):
-    """The numbers of the prompts that were trained on. TRL counts a batch when it packs it, one ahead."""
+    """The numbers of the prompts that were trained on. TRL adds a batch one step early, when it packs it."""
 
     def __init__(self, groups: Iterable[int]) -> None:
         super().__init__(groups)
@@ -55,9 +55,9 @@ class TrainedGroups(set[int]):
         self._ahead.extend(set(batch) for batch in batches)
 
     def position(self) -> tuple[int, tuple[int, ...]]:
-        """The first prompt that was not trained on yet, and the later ones that were.
+        """Return the first prompt that was not trained on yet, and all later ones that were.
 
-        A prompt that is `_IN_PLAY` behind the newest was dropped, because its samples were too old.
+        A prompt that is `_IN_PLAY` behind the newest counts as dropped, because its samples were too old.
         """
         self._first = max(self._first, self._newest - _IN_PLAY)
         self._first = next(number for number in itertools.count(self._first) if number not in self)
@@ -71,14 +71,14 @@ class TrainedGroups(set[int]):
 
 
 class BucketGRPOTrainer(AsyncGRPOTrainer):
-    """Calls `on_sync` on every rank at each weight sync, with all parameters as they are on that rank.
+    """Calls `on_sync` on every rank at each weight sync, with all parameters as that rank holds them.
 
-    TRL skips frozen parameters, gathers each sharded one in full, and calls `weight_transfer` on the main
-    rank only. Remove this once TRL gives a `WeightTransferProtocol` the parameters as they are, on all ranks.
+    TRL skips frozen parameters, gathers each sharded one, and calls `weight_transfer` only on the main rank.
+    Remove this class once TRL gives a `WeightTransferProtocol` the parameters of each rank as they are.
 
     Args:
         on_sync: Called with named parameters and the number of the sync.
-        resumed_from: How far an earlier trainer came; its weights are restored when training begins.
+        resumed_from: How far an earlier trainer came. Training continues from there.
         **kwargs: Arguments of TRL's trainer.
     """
 
@@ -98,7 +98,7 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
             self.model_version = resumed_from.syncs - 1  # TRL's first sync publishes the same weights again
 
     def begin(self) -> None:
-        """Train, or resume as from a checkpoint of TRL's that holds everything but the weights."""
+        """Train. To resume, give TRL a checkpoint that holds everything but the weights."""
         if self._resumed_from is None:
             self.train()
             return
@@ -109,19 +109,19 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
             self.train(resume_from_checkpoint=folder)
 
     def progress(self) -> Progress:
-        """How far this trainer is."""
+        """Return how far this trainer is."""
         kept = {name: getattr(self.state, name) for name in (*_KEPT, *_COMPARED)}
         return Progress(self.model_version, kept, *self.groups.position())
 
     def _load_from_checkpoint(self, *_: Any) -> None:
-        """The weights come from the bucket."""
+        """Load nothing: the weights come from the bucket."""
 
     def weights(self) -> Named:
         """Every parameter of the policy."""
         return named_weights(self.accelerator.unwrap_model(self.model))
 
     def _streaming_iter(self) -> Named:
-        # At each sync, TRL takes this to its end on every rank, through `_NoTransfer` on the main one.
+        # At each sync, TRL iterates over this on every rank; on the main one `_NoTransfer` does.
         self._on_sync(self.weights(), self.model_version + 1)
         yield from ()
 
@@ -140,7 +140,7 @@ class _NoTransfer:
 
 
 def named_weights(model: torch.nn.Module) -> Named:
-    """Every parameter under its checkpoint name, frozen ones too; LoRA adapters are merged."""
+    """Yield every parameter, also frozen ones, under its checkpoint name. LoRA adapters are merged."""
     if async_grpo_trainer.is_peft_model(model):
         yield from async_grpo_trainer._iter_vllm_named_params(model)
     else:
@@ -148,5 +148,5 @@ def named_weights(model: torch.nn.Module) -> Named:
 
 
 def live_weights(model: torch.nn.Module) -> Named:
-    """Every parameter as it is, under its checkpoint name if it has one."""
+    """Yield every parameter as it is, under its checkpoint name if it has one."""
     yield from checkpoint_weights(model.named_parameters())

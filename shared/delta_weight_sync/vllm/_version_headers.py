@@ -1,4 +1,4 @@
-"""Response headers of vLLM's API server that name the versions behind an answer's tokens.
+"""Response headers of vLLM's API server that say which version made which tokens of an answer.
 
     x-policy-versions: 41:0-31,42:31-64
     x-policy-syncs: 40:0-31,42:31-64
@@ -6,12 +6,12 @@
     x-policy-term: 1
     x-policy-sync: 40
 
-Version 41 made tokens 0 to 30 of the completion, version 42 those from 31 to 63; ";" separates several
-choices, in order. The syncs, the trainer's own count, are of the same tokens; unpublished weights have none.
-The other three describe the oldest version of all tokens. vLLM knows these spans since 0.32, and since 0.33
-prints them in answers to clients that ask with `return_weight_versions`. Here all clients get them, so a
-patch notes the spans that `AsyncLLM.generate` returns. An older vLLM has no spans: the three name the version
-that was served when the request came.
+Version 41 made tokens 0 to 30 of the completion, version 42 made tokens 31 to 63. If there are several
+choices, ";" separates them, in order. The syncs (the trainer's own numbers) are for the same tokens; weights
+that were never published have no sync. The other three headers describe the oldest version of all tokens.
+Since 0.32 vLLM knows these spans, and since 0.33 it prints them for clients that ask for them with
+`return_weight_versions`. Here all clients get them, so a patch records the spans that `AsyncLLM.generate`
+returns. An older vLLM has no spans: the three headers then name the version served when the request came.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from delta_weight_sync.vllm.engine import TokenVersion
 
 Choices = list[CompletionOutput]
 _PATHS = ("/v1/", "/inference/")
-_LONGEST = 1 << 12  # bytes, of hundreds of commits; common clients refuse headers of more than 8190
+_LONGEST = 1 << 12  # bytes; longer headers are left out, because common clients refuse more than 8190
 _prompts: ContextVar[list[Choices]] = ContextVar("prompts")  # finished choices per prompt of an HTTP request
 
 
 class VersionHeaders:
-    """ASGI middleware: adds the headers when a response begins: after generation, unless it is a stream.
+    """ASGI middleware that adds the headers when a response begins.
 
-    A stream begins before its versions are known, so its headers name the version that is served then: the
-    oldest that can produce one of its tokens.
+    A streamed response begins before its versions are known. Its headers name only the version that is served
+    at that moment, which is the oldest that can produce one of its tokens.
     """
 
     def __init__(self, app: Any, serving: Callable[[], Manifest | None]) -> None:
-        """`serving`: the version whose weights are live, None before the first."""
+        """`serving` returns the version whose weights are live, or None before the first."""
         install()
         self._app, self._serving = app, serving
 
@@ -78,7 +78,7 @@ def _headers(prompts: list[Choices], serving: Manifest | None) -> list[tuple[byt
 def _text(name: str, span: Any) -> str:
     label = TokenVersion.parse(span.version)
     if label is None and name == "sync":
-        return ""  # unpublished weights have none
+        return ""  # these weights were never published
     return f"{getattr(label, name) if label else span.version}:{span.start}-{span.end}"
 
 

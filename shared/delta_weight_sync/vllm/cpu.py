@@ -1,19 +1,19 @@
-"""Patches of vLLM's CPU backend that keep weights live; `compat.toml` lists their places.
+"""Patches of vLLM's CPU backend, so that it computes from the live weights; `compat.toml` lists their places.
 
 1. After loading, the backend packs every Linear into an opaque oneDNN handle and drops the weight (embeddings
-   compute from a packed copy), so that later writes to the weight change nothing. `install` makes it compute
-   from the live weight; in float32 if that is faster, as on CPUs without AVX-512.
-2. It packs the experts of a mixture of experts (MoE), too. `install` leaves them as loaded and computes the
-   chosen experts one after the other: exact and plain, slower than vLLM's packed kernel.
-3. It packs the weights of short convolutions (of gated delta nets, for example) in place. `install` leaves
-   them as loaded, and tells the kernels that use them.
-4. A seeded request with a split prefill rewinds its random generator by an offset that CPU generators do not
-   have, which kills the engine. TRL seeds every request. `install` hides those generators in that step.
-5. vLLM inspects a model's class in another process, to avoid initializing CUDA here: ten seconds of importing
-   vLLM again at each start with an empty cache. `install` inspects it here.
-6. RMS norms are ten operations each, a tenth of a small model's time. `install` makes each one kernel.
+   compute from a packed copy), so later writes to the weight change nothing. `install` makes it compute from
+   the live weight, and in float32 if that is faster, as on CPUs without AVX-512.
+2. The backend also packs the experts of a mixture of experts (MoE). `install` leaves them as loaded, and
+   computes the chosen experts one after the other: exact and simple, but slower than vLLM's packed kernel.
+3. It packs the weights of short convolutions (for example in gated delta nets) in place. `install` leaves
+   them as loaded, and passes that to the kernels that use them.
+4. If the prefill of a seeded request is split, vLLM sets its random generator back by an offset, which CPU
+   generators do not have: the engine dies. TRL seeds every request. `install` hides these generators then.
+5. vLLM inspects a model's class in another process, so that CUDA is not initialized here. With an empty
+   cache, importing vLLM there takes ten seconds at each start. `install` inspects the class here.
+6. An RMS norm takes ten operations, a tenth of a small model's time. `install` makes it one kernel.
 
-`self_test` raises if the first two no longer hold; if the third does not, `routes` sees what is packed.
+`self_test` raises an error if patch 1 or 2 has no effect. If patch 3 has none, `routes` finds packed weights.
 """
 
 from __future__ import annotations
@@ -67,32 +67,32 @@ def self_test(model: torch.nn.Module) -> None:
     layers = [(name, module) for name, module in model.named_modules() if hasattr(module, "cpu_linear")]
     for name, module in layers:
         if module.weight.ndim == 2 and not _computes_from(module.cpu_linear, module.weight):
-            raise RuntimeError(f"{name} does not compute from its weight; this vLLM needs another patch")
+            raise RuntimeError(f"{name} does not compute from its weight: install a tested release of vLLM")
     if not layers:
-        raise RuntimeError("found no CPU linear layer; this vLLM needs another patch")
+        raise RuntimeError("the model has no CPU linear layer: install a tested release of vLLM")
     for name, module in model.named_modules():
         moe = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         if moe is None:
             continue
         kind = type(moe.fused_experts)
         if (kind.process_weights_after_loading, kind.apply) != (_keep_experts_live, apply_live_experts):
-            raise RuntimeError(f"{name} computes from packed experts; this vLLM needs another patch")
+            raise RuntimeError(f"{name} computes from packed experts: install a tested release of vLLM")
 
 
-_MANY = 32  # rows of an input: where bf16 is as fast with them, it is with any
-_TILE = 1 << 18  # elements of a weight that are float32 at a time: they fit into a core's cache
+_MANY = 32  # rows of an input: if bf16 is faster with this many, it is faster with any number
+_TILE = 1 << 18  # elements of a weight cast to float32 at a time; they fit into a core's cache
 _stock_dispatch: Any = None
 
 
 def _keep_weight_live(layer: Any, remove_weight: bool) -> None:
     if layer.weight.is_meta:
         _stock_dispatch(layer, remove_weight)
-    elif layer.weight.ndim == 2:  # a convolution's kernels take the weight as it is
+    elif layer.weight.ndim == 2:  # the kernels of convolutions take the weight as it is
         layer.cpu_linear = _LiveLinear(layer.weight)
 
 
 class _LiveLinear:
-    """`x @ weight.T + bias` from a parameter's memory; its own dispatch costs as much as the product."""
+    """`x @ weight.T + bias` from a parameter's memory, without the slow dispatch of a Parameter."""
 
     def __init__(self, weight: torch.nn.Parameter) -> None:
         self.memory = weight.data
@@ -104,7 +104,7 @@ class _LiveLinear:
 
 
 def linear_in_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`x @ weight.T + bias` of bf16 tensors, multiplied in float32, a tile of `weight`'s rows at a time."""
+    """`x @ weight.T + bias` of bf16 tensors, computed in float32, for a tile of `weight`'s rows at a time."""
     wide, rows = x.float(), max(1, _TILE // weight.shape[1])
     if len(weight) <= rows:
         return functional.linear(wide, weight.float(), None if bias is None else bias.float()).to(x.dtype)
@@ -119,8 +119,8 @@ def linear_in_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 @cache
 def _rows_in_bf16() -> float:
-    """Rows of an input up to which bf16 is faster than float32 here: all, or a few without AVX-512. Measured
-    once, in some milliseconds."""
+    """The number of input rows up to which this CPU is faster in bf16 than in float32: all, or only a few
+    without AVX-512. Measured once, in some milliseconds."""
     weight = torch.ones(512, 512, dtype=torch.bfloat16)
     for rows in (_MANY, 16, 8, 4, 2, 1):
         x = torch.ones(rows, 512, dtype=torch.bfloat16)
@@ -155,12 +155,12 @@ def norm_in_one_kernel(native: Any) -> Any:
 def _computes_from(linear: object, weight: torch.Tensor) -> bool:
     if isinstance(linear, _LiveLinear):
         return linear.memory.is_set_to(weight.data) and weight.numel() > 0
-    # A few layers that vLLM does not pack: they get the weight in each call.
+    # vLLM does not pack a few layers: they get the weight in each call.
     return linear is functional.linear and weight.numel() > 0
 
 
 def _keep_experts_live(experts: Any, layer: torch.nn.Module) -> None:
-    """Replaces weight packing with a no-op."""
+    """Replace vLLM's packing of experts: do nothing."""
 
 
 def apply_live_experts(
@@ -176,21 +176,21 @@ def apply_live_experts(
     apply_router_weight_on_input: bool,
     **_options: Any,
 ) -> None:
-    """`output` [tokens, hidden] = each token's chosen experts, weighted; experts in ascending order."""
+    """Write the weighted sum of each token's chosen experts to `output` [tokens, hidden]."""
     total = torch.zeros(output.shape, dtype=torch.float32)
     for expert in topk_ids.unique().tolist():
         token, choice = (topk_ids == expert).nonzero(as_tuple=True)
         up_bias, down_bias = (b if b is None else b[expert] for b in (experts.w1_bias, experts.w2_bias))
         up = functional.linear(hidden_states[token], w1[expert], up_bias)
         down = functional.linear(_activated(activation, up), w2[expert], down_bias)
-        if not apply_router_weight_on_input:  # else the input has it already
+        if not apply_router_weight_on_input:  # otherwise the input is already weighted
             down = down * topk_weights[token, choice].unsqueeze(1)
         total.index_add_(0, token, down.float())
     output.copy_(total)
 
 
 def _activated(activation: Any, x: torch.Tensor) -> torch.Tensor:
-    """The gated activations that vLLM's CPU experts have, in float32 as there."""
+    """Apply a gated activation of vLLM's CPU experts, in float32 as they do."""
     wide, kind = x.float(), activation.value
     if kind == "swigluoai":  # gates and values alternate
         gate, value = wide[:, ::2].clamp(max=7.0), wide[:, 1::2].clamp(-7.0, 7.0)
@@ -205,7 +205,7 @@ def _activated(activation: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def from_live_weight(convolve: Any) -> Any:
-    """A convolution of vLLM's that computes from a weight [channels, 1, width] as it was loaded."""
+    """Wrap a convolution of vLLM, so that it takes a weight [channels, 1, width] as it was loaded."""
 
     def convolved(*, weight: torch.Tensor, is_weight_packed: bool, **options: Any) -> torch.Tensor:
         result: torch.Tensor = convolve(weight=weight.flatten(1), is_weight_packed=False, **options)

@@ -1,17 +1,17 @@
-"""Routes: where each checkpoint tensor lives in vLLM's parameters, learned from the model's own loader.
+"""Routes: where each checkpoint tensor is in vLLM's parameters, learned from the model's own loader.
 
-vLLM fuses, splits, transposes and renames: `q_proj`, `k_proj` and `v_proj` become rows of one `qkv_proj`, of
-which a tensor-parallel rank holds some. The model's `load_weights` knows how, so it runs once on probes and
-the copies that it would make are recorded. Probes are tensors without memory ("meta" tensors): they cost
-nothing and have no values. A dispatch mode sees every operation of the loader's thread. A copy from a probe
-into the model's memory is recorded; if the loader does anything else there, the tensor has no route.
+vLLM fuses, splits, transposes and renames: `q_proj`, `k_proj` and `v_proj` become rows of one `qkv_proj`, and
+each tensor-parallel rank holds some of these rows. The model's `load_weights` knows how. So it runs once on
+probes, and the copies that it would make are recorded. Probes are tensors without memory ("meta" tensors):
+they cost nothing and have no values. A dispatch mode sees every operation of the loader's thread and records
+copies from a probe into the model's memory. If the loader writes anything else there, there is no route.
 
 After loading, vLLM may derive other tensors from the weights: kernels reorder experts, attention keeps its
-sinks in float32, a quantiser packs. No delta would reach them, so such a model is refused. A tensor does not
-say where its numbers come from, but one that was there before loading, and still has its bits, holds no
-weight. So `install` watches vLLM's loader (`model_loader/base_loader.py`, which all loaders of
-checkpoints use): what a model held before loading, and which parameters changed in the steps after it.
-Without that record every such tensor counts as derived.
+sinks in float32, a quantizer packs. Deltas would not update those, so such a model is refused. Nothing marks
+a derived tensor, but a tensor that existed before loading and still has the same bits cannot be derived. So
+`install` wraps vLLM's loader (`model_loader/base_loader.py`, which loads all checkpoints) and records which
+tensors the model had before loading, and which parameters changed in the steps after it. Without this record,
+every tensor outside of the parameters counts as derived.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _VIEWS = (_ATEN.view.default, _ATEN._unsafe_view.default)
 _EXACT = (torch.bfloat16, torch.float32)  # a bf16 pattern is the upper half of the same number in float32
 # Attributes that hold no weights although they are made, or written, after loading.
 _NO_WEIGHTS = {
-    "kv_cache": "keys, values and states of requests; a commit leaves them on purpose",
-    "cos_sin_cache": "positions, which are cast when the first queries come",
-    "_k_scale_cpu": "1.0, of a cache that is not quantised",
+    "kv_cache": "keys, values and states of requests, which a commit keeps on purpose",
+    "cos_sin_cache": "a table of positions, which vLLM casts at the first query",
+    "_k_scale_cpu": "1.0, because the cache is not quantized",
     "_v_scale_cpu": "1.0, as above",
 }
 _DEPTH = 4  # module.quant_method.moe_kernel.fused_experts.tensor
 _OPAQUE = (torch.nn.Module, torch.Tensor, type, ModuleType, FunctionType, str, bytes, int, float)
-_COMPILERS = ("torch", "vllm.compilation")  # they keep inputs and outputs of captured graphs
+_COMPILERS = ("torch", "vllm.compilation")  # their objects keep inputs and outputs of captured graphs
 
 Names = tuple[str, ...]
 Shapes = Mapping[str, Sequence[int]]
@@ -54,7 +54,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 class Geometry(NamedTuple):
-    """A strided part of flat memory, in elements; outer dimensions first."""
+    """A strided part of flat memory, in units of elements; outer dimensions first."""
 
     offset: int
     sizes: tuple[int, ...]
@@ -67,20 +67,20 @@ class Geometry(NamedTuple):
         return self.offset + last + 1
 
     def of(self, memory: torch.Tensor) -> torch.Tensor:
-        """The part of flat `memory`, as a view."""
+        """View this part of flat `memory`."""
         return memory.as_strided(self.sizes, self.strides, memory.storage_offset() + self.offset)
 
 
 def part_of(tensor: torch.Tensor) -> Geometry:
-    """Where a tensor lies in its storage; equal for the same elements, however they were sliced."""
+    """Where a tensor lies in its storage. Equal for the same elements, however they were sliced."""
     return Geometry(int(tensor.storage_offset()), *joined(tensor.shape, tensor.stride()))
 
 
 def joined(sizes: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, ...]]:
-    """The same elements in fewer dimensions, sorted by the first strides, largest first: [sizes, strides,
-    ...].
+    """Describe the same elements in as few dimensions as possible. Returns [sizes, strides, ...].
 
-    Drops dimensions of one element, and merges those that are contiguous in all the strides.
+    Drops dimensions of one element, and merges dimensions that are contiguous in every list of strides. Sorts
+    them by the first list of strides, largest stride first.
     """
     dims: list[tuple[int, ...]] = []
     for size, *steps in sorted(zip(sizes, *strides, strict=True), key=lambda dim: -dim[1]):
@@ -93,8 +93,8 @@ def joined(sizes: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, ...
 
 
 def times_touched(parts: Sequence[Geometry], numel: int) -> torch.Tensor:
-    """How many parts hold each element: int32 [numel / n], one for each run of n elements that no part
-    splits."""
+    """Count how many parts contain each element: int32 [numel / n], one count for n neighbouring elements.
+    n is the largest number for which no part splits such a group."""
     runs = [part.sizes[-1] if part.strides[-1] == 1 else 1 for part in parts]
     steps = [step for part in parts for step in (part.offset, *part.strides[:-1])]
     unit = math.gcd(numel, *runs, *steps)
@@ -107,36 +107,36 @@ def times_touched(parts: Sequence[Geometry], numel: int) -> torch.Tensor:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """The identity of a tensor's storage, which all its views share, even without memory."""
+    """An id of a tensor's storage. All views of a tensor have the same id. Meta tensors have one, too."""
     return int(tensor.untyped_storage()._cdata)
 
 
-# Record what the loader copies.
+# 1. Record what the loader copies.
 
 
 def record(model: torch.nn.Module, shapes: Shapes) -> Recorder:
-    """Let the model load a probe for each tensor in `shapes`; nothing is written.
+    """Let the model load a probe for each tensor in `shapes`. Nothing is written.
 
-    Raises `RouteError` if changes of a tensor could not reach what the model computes with.
+    Raises `RouteError` if the model computes with data that deltas would not update.
     """
     recorder = Recorder(model, shapes)
     try:
         recorder.load(shapes)
     except RouteError:
         raise
-    except Exception:  # noqa: BLE001 - a loader may raise anything on a probe: load each on its own
+    except Exception:  # noqa: BLE001 - a loader may raise anything on a probe: load the probes one by one
         failures = {name: why for name, shape in shapes.items() if (why := _failure(model, name, shape))}
         recorder = Recorder(model, shapes)
         recorder.load([name for name in shapes if name not in failures])
         for name, (reason, touched) in failures.items():
             recorder.unroutable[name] = reason
-            recorder.reached |= touched  # loading this tensor again refills whatever the loader touched
+            recorder.reached |= touched  # a commit reloads this tensor, which refills them
     recorder.check_reach()
     return recorder
 
 
 def _failure(model: torch.nn.Module, name: str, shape: Sequence[int]) -> tuple[str, set[int]] | None:
-    """Why loading this tensor fails, and the storages of the model that the loader touched until then."""
+    """Return why loading this tensor fails, and the model's storages that the loader touched before."""
     recorder = Recorder(model, {name: shape})
     try:
         recorder.load([name])
@@ -148,7 +148,7 @@ def _failure(model: torch.nn.Module, name: str, shape: Sequence[int]) -> tuple[s
 
 
 class Recorder(TorchDispatchMode):
-    """What a loader does with probes."""
+    """Records what a loader does with probes."""
 
     def __init__(self, model: torch.nn.Module, shapes: Shapes) -> None:
         super().__init__()
@@ -157,37 +157,37 @@ class Recorder(TorchDispatchMode):
             name: torch.empty(tuple(shape), dtype=torch.bfloat16, device="meta")
             for name, shape in shapes.items()
         }
-        # Per tensor its copies: destination, and source of the same shape.
+        # Name -> copies: (destination, source), of the same shape.
         self.copies: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in shapes}
-        self.unroutable: dict[str, str] = {}  # why some tensors do not arrive by copies alone
-        self.touched: set[int] = set()  # storages of the model that were written, or viewed
+        self.unroutable: dict[str, str] = {}  # name -> why the loader does more than copy the tensor
+        self.touched: set[int] = set()  # storages of the model that the loader wrote or viewed
         self.reached: set[int] = set()  # storages of the model that loading fills
-        # Storage -> names of the probes whose bits it holds, and what was done to them ("" for a probe).
+        # Storage -> names of the probes that it was made from, and by what operation ("": by copies only).
         self._origin: dict[int, tuple[Names, str]] = {
             storage_of(probe): ((name,), "") for name, probe in self._probes.items()
         }
         self._live = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._placed: dict[int, list[tuple[str, Geometry]]] = {}
-        self._kept: list[torch.Tensor] = []  # a freed storage could be reused while its identity is a key
+        self._kept: list[torch.Tensor] = []  # keeps storages alive, so that no id is used twice
 
     def load(self, names: Iterable[str]) -> None:
-        """Let the model's loader have these probes."""
+        """Let the model's loader load these probes."""
         with torch.no_grad(), _parameters_kept(self._model), self:
             self._model.load_weights(iter([(name, self._probes[name]) for name in names]))  # type: ignore[operator]
 
     def check_reach(self) -> None:
-        """Raise `RouteError` if vLLM computes with anything that loading does not fill."""
+        """Raise `RouteError` if vLLM computes with a tensor that loading does not fill."""
         for name, parameter in self._model.named_parameters():
             if parameter.numel() and storage_of(parameter) not in self.reached:
                 raise RouteError(
-                    f"{name}: no weight of the run fills this parameter of vLLM's model; start vLLM with the"
+                    f"{name}: no weight of the run fills this parameter of vLLM's model: start vLLM with the"
                     " run's own model, which `delta-weight-sync checkout` writes"
                 )
         if sentence := stale(self._model, self.reached):
             raise RouteError(sentence)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One operation of the loader."""
+        """Handle one operation of the loader."""
         kwargs = kwargs or {}
         written = _written(func, args, kwargs)
         names, how = self._origin_of((args, kwargs))
@@ -204,7 +204,7 @@ class Recorder(TorchDispatchMode):
         return self._follow(func, args, kwargs, names, how)
 
     def _write(self, func: Any, args: Any, written: list[torch.Tensor], names: Names, how: str) -> None:
-        """A write into the model's memory, which is recorded and not done."""
+        """Record a write into the model's memory, without doing it."""
         if names or func in _FILLS:
             self.reached.update(storage_of(tensor) for tensor in written)
         if not names:
@@ -219,7 +219,7 @@ class Recorder(TorchDispatchMode):
             self.copies[names[0]].append((args[0], args[1].expand(args[0].shape)))
 
     def _overwrite(self, written: list[torch.Tensor], by: str) -> None:
-        """Earlier copies to the same place are lost."""
+        """Refuse tensors whose copies this write overlaps; two tensors in one place raise `RouteError`."""
         for tensor in written:
             numel = tensor.untyped_storage().nbytes() // tensor.element_size()
             part = part_of(tensor)
@@ -229,13 +229,13 @@ class Recorder(TorchDispatchMode):
                 if (times_touched([earlier, part], numel) <= 1).all():
                     continue
                 if by and by != name:
-                    raise RouteError(f"{name} and {by} are one parameter in vLLM; publish only one of them")
-                self._refuse((name,), "writes to the same place again")
+                    raise RouteError(f"{name} and {by} are one parameter in vLLM: publish only one of them")
+                self._refuse((name,), "writes to its place again")
 
     def _follow(self, func: Any, args: Any, kwargs: Any, names: Names, how: str) -> Any:
-        """An operation on bits of a probe, outside of the model's memory."""
+        """Run an operation on a probe's bits outside of the model's memory, on meta tensors."""
         if func in _MOVES and kwargs.get("dtype") in (None, args[0].dtype, *_EXACT):
-            return args[0]  # the same numbers elsewhere
+            return args[0]  # a copy, which holds the same numbers
         if func is _ATEN._local_scalar_dense.default:
             self._refuse(names, "reads its values")
             return 0
@@ -246,7 +246,7 @@ class Recorder(TorchDispatchMode):
         except RuntimeError:
             if func not in _VIEWS:
                 raise
-            # A view of a contiguous copy that was skipped above.
+            # The view is of a contiguous copy, which was not made above.
             result = func(args[0].contiguous(), *args[1:])
         new = [tensor for tensor in _tensors(result) if storage_of(tensor) not in self._origin]
         self._trace(new, names, how or str(func))
@@ -257,7 +257,7 @@ class Recorder(TorchDispatchMode):
         self._origin.update((storage_of(tensor), (names, how)) for tensor in tensors)
 
     def _origin_of(self, values: Any) -> tuple[Names, str]:
-        """The probes whose bits some tensors hold together, and what was done to them."""
+        """Return the probes that these tensors were made from, and the operation ("": by copies only)."""
         found = [self._origin.get(storage_of(tensor), ((), "")) for tensor in _tensors(values)]
         names = dict.fromkeys(name for names, _ in found for name in names)
         return tuple(names), next((how for _, how in found if how), "")
@@ -272,7 +272,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that an operation changes, by its schema."""
+    """The tensors that an operation changes, according to its schema."""
     arguments = func._schema.arguments
     values = {**dict(zip((argument.name for argument in arguments), args, strict=False)), **kwargs}
     changed = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -281,7 +281,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def _parameters_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Put back parameters that were replaced rather than filled, and raise `RouteError` for them."""
+    """Put back parameters that the loader replaced instead of filling, and raise `RouteError` for them."""
     held = [
         (f"{path}.{key}", module, key, parameter, parameter.detach())
         for path, module in model.named_modules()
@@ -301,35 +301,35 @@ def _parameters_kept(model: torch.nn.Module) -> Iterator[None]:
         raise RouteError(f"{replaced[0]}: vLLM's loader replaces this parameter instead of filling it")
 
 
-# Turn the record into routes.
+# 2. Turn the record into routes.
 
 
 @dataclass(frozen=True)
 class Piece:
     """One recorded copy: where a strided part of a checkpoint tensor is in a parameter of vLLM.
 
-    `memory` is a flat int16 view of the parameter, from the part's first element to its last; in a float32
-    parameter the bf16 patterns are every other element.
+    `memory` is a flat int16 view of the parameter, from the part's first element to its last. In a float32
+    parameter, every other int16 is a bf16 pattern.
     """
 
     memory: torch.Tensor
-    source: Geometry  # in the row-major checkpoint tensor
-    target: Geometry  # the same elements, in the same dimensions, in `memory`
-    whole: bool  # the part is the entire tensor, and each element has the same position in `memory`
+    source: Geometry  # of the part in the row-major checkpoint tensor
+    target: Geometry  # of the same elements in `memory`, with the same dimensions
+    whole: bool  # the part is the whole tensor, and its elements have the same order in `memory`
 
 
 @dataclass(frozen=True)
 class Route:
-    """All pieces of one checkpoint tensor on this rank: none if others hold it, several if it is split."""
+    """All pieces of one checkpoint tensor on this rank: none if it is on other ranks, several if split."""
 
     name: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
     def read(self, which: Sequence[int]) -> torch.Tensor:
-        """The tensor's live bits in the pieces with these numbers, zero elsewhere: row-major int16 [numel].
+        """Read the live bits of the pieces `which` (indices into `pieces`): row-major int16 [numel].
 
-        A single piece that is the whole tensor is not copied: the result is the parameter's memory.
+        Elements of other pieces are 0. A piece that is the whole tensor is returned as a view, not a copy.
         """
         chosen = [self.pieces[number] for number in which]
         if len(chosen) == 1 and chosen[0].whole:
@@ -342,20 +342,20 @@ class Route:
 
 
 Sources = dict[str, tuple[Geometry, ...] | str]
-"""What one rank holds: per tensor its parts, or why it has no route. Plain data, for the other ranks."""
+"""What one rank holds: name -> its parts, or why there is no route. Plain data, sent to other ranks."""
 
 
 class Learned(NamedTuple):
-    """What a rank learned: the routes of the tensors that have one, and what `ownership` needs."""
+    """What a rank learned: the routes, and the `sources` that `ownership` needs from every rank."""
 
     routes: dict[str, Route]
     sources: Sources
 
 
 def learn(model: torch.nn.Module, shapes: Shapes) -> Learned:
-    """Routes of the tensors in `shapes`, all bf16; nothing is written.
+    """Learn the routes of the tensors in `shapes`, which are all bf16. Nothing is written.
 
-    Raises `RouteError` for a model that deltas cannot be written into.
+    Raises `RouteError` for a model that deltas cannot update.
     """
     recorder, routes = record(model, shapes), dict[str, Route]()
     sources: Sources = {**recorder.unroutable}
@@ -371,11 +371,11 @@ def learn(model: torch.nn.Module, shapes: Shapes) -> Learned:
 def ownership(
     shapes: Shapes, ranks: Sequence[Sources]
 ) -> tuple[list[dict[str, tuple[int, ...]]], dict[str, str]]:
-    """Decide which pieces each rank counts in the digest, so that every element counts once.
+    """Decide which pieces each rank adds to the digest, so that every element counts once.
 
-    Returns {name: numbers of its pieces} per rank, and {name: reason} of the tensors without a route. Of
-    equal parts the first one counts. Raises `RouteError` if parts overlap without being equal, or leave
-    elements of a tensor out.
+    Returns for each rank {name: indices of its pieces}, and {name: reason} of the tensors without a route. If
+    several ranks hold equal parts, the first one counts. Raises `RouteError` if unequal parts overlap, or if
+    the parts do not cover a tensor.
     """
     owned: list[dict[str, tuple[int, ...]]] = [{} for _ in ranks]
     unroutable: dict[str, str] = {}
@@ -392,18 +392,18 @@ def ownership(
 
 
 def _first_of_each(name: str, numel: int, held: Sequence[Sequence[Geometry]]) -> list[tuple[int, ...]]:
-    """Per rank the numbers of its parts that no earlier part equals; together they must be the tensor."""
+    """For each rank, the indices of its parts that equal no earlier part. They must cover the tensor once."""
     seen: dict[Geometry, tuple[int, int]] = {}
     for rank, parts in enumerate(held):
         for number, part in enumerate(parts):
             seen.setdefault(part, (rank, number))
     if (times_touched(list(seen), numel) != 1).any():
-        raise RouteError(f"{name}: its parts in the model overlap, or are not all of it: {list(seen)}")
+        raise RouteError(f"{name}: its parts in vLLM overlap, or do not cover all of it: {list(seen)}")
     return [tuple(number for at, number in seen.values() if at == rank) for rank in range(len(held))]
 
 
 def _pieces(destination: torch.Tensor, source: torch.Tensor, numel: int) -> list[Piece]:
-    """The copy as pieces: one, or one for each repetition of a source that is broadcast."""
+    """Turn a copy into pieces: one, or one for each repetition if the source is broadcast."""
     for dim, size in enumerate(source.shape):
         if size > 1 and source.stride(dim) == 0:
             pairs = zip(destination.unbind(dim), source.unbind(dim), strict=True)
@@ -416,7 +416,7 @@ def _pieces(destination: torch.Tensor, source: torch.Tensor, numel: int) -> list
     return [Piece(memory, Geometry(int(source.storage_offset()), sizes, strides), to, whole)]
 
 
-# Find tensors that vLLM derives from the weights.
+# 3. Find tensors that vLLM derives from the weights.
 
 Bits = tuple[torch.Size, int]
 """Shape and digest of a tensor."""
@@ -424,17 +424,17 @@ Bits = tuple[torch.Size, int]
 
 @dataclass
 class _Watched:
-    """A model before loading: path -> the tensor, which keeps its memory alive, and its bits."""
+    """What a model held before loading: path -> (tensor, its bits). A reference keeps the memory in use."""
 
     before: dict[str, tuple[torch.Tensor, Bits]] = field(default_factory=dict)
-    changed: str = ""  # a parameter whose bits the steps after loading changed
+    changed: str = ""  # name of a parameter that changed in the steps after loading
 
 
 _watched: WeakKeyDictionary[torch.nn.Module, _Watched] = WeakKeyDictionary()
 
 
 def install() -> None:
-    """Watch the loaders of this process, once."""
+    """Wrap the loaders of this process, once."""
     from vllm.model_executor.model_loader import base_loader
 
     build, finish = base_loader.initialize_model, base_loader.process_weights_after_loading
@@ -444,7 +444,7 @@ def install() -> None:
 
 
 def watched_while_built(build: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """Wrap `build`, which returns a model without weights, to note what the model holds."""
+    """Wrap `build`, which returns a model without weights, and record what the model holds."""
 
     @functools.wraps(build, assigned=())
     def initialize_model(*args: Any, **kwargs: Any) -> torch.nn.Module:
@@ -458,7 +458,7 @@ def watched_while_built(build: Callable[..., torch.nn.Module]) -> Callable[..., 
 
 
 def watched_while_finished(finish: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `finish`, which may change what was loaded, to compare the parameters before and after it."""
+    """Wrap `finish`, which may change loaded parameters, and record whether it does."""
 
     @functools.wraps(finish, assigned=())
     def process_weights_after_loading(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -472,23 +472,23 @@ def watched_while_finished(finish: Callable[..., None]) -> Callable[..., None]:
 
 
 def stale(model: torch.nn.Module, filled: set[int]) -> str:
-    """Why deltas would leave a part of this model behind, in one sentence, or "".
+    """Say in one sentence why deltas would not update all of this model; "" if they would.
 
-    `filled`: storages that loading fills; it must include the parameters (see `Recorder.check_reach`).
+    `filled`: the storages that loading fills, including all parameters (see `Recorder.check_reach`).
     """
     watched = _watched.get(model, _Watched())
     if watched.changed:
         return (
-            f"{watched.changed}: vLLM changes it after loading, so that deltas would not fit; start vLLM "
-            "without quantization, a mixture of experts with --moe-backend triton, MLA on a CPU with "
-            "--attention-backend CPU_MLA"
+            f"{watched.changed}: vLLM changes it after loading, so deltas would not fit; start vLLM without "
+            "quantization, add --moe-backend triton for a mixture of experts, or --attention-backend CPU_MLA "
+            "for MLA on a CPU"
         )
     known = filled | {storage_of(parameter) for parameter in model.parameters()}
     for path, tensor in floating(model):
         if storage_of(tensor) not in known and not _holds_no_weight(path, tensor, watched):
             return (
-                f"{path}: vLLM keeps it outside of the parameters and may have made it from them, so that "
-                "deltas would not reach it; try another --attention-backend, or serve another model"
+                f"{path}: vLLM keeps it outside of the parameters and may have computed it from them, so "
+                "deltas would not update it; try another --attention-backend, or serve another model"
             )
     return ""
 
@@ -501,13 +501,13 @@ def _holds_no_weight(path: str, tensor: torch.Tensor, watched: _Watched) -> bool
 
 
 def floating(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Path and tensor of all floating-point numbers that a model holds.
+    """Yield (path, tensor) for every floating-point tensor that a model holds.
 
-    Covers parameters, buffers, and other attributes of its modules, including plain objects, lists and
-    dictionaries there, `_DEPTH` levels deep.
+    Searches parameters, buffers and all other attributes of its modules, and plain objects, lists and
+    dictionaries in them, `_DEPTH` levels deep.
     """
     queue = deque((path, vars(module), 0) for path, module in model.named_modules())
-    met: set[int] = set()  # breadth first, so that each object is met by its shortest path
+    met: set[int] = set()  # the search is breadth first, so each object gets its shortest path
     while queue:
         path, holder, depth = queue.popleft()
         for key, value in _inside(holder):
@@ -533,7 +533,7 @@ def _parameters(model: torch.nn.Module) -> dict[str, Bits]:
 
 
 def _bits(tensor: torch.Tensor) -> Bits:
-    # Imported late: while vLLM starts, it replaces kernels in all loaded modules, and fails on numba's.
+    # Imported here, because vLLM, as it starts, replaces kernels in all loaded modules and fails on numba's.
     from delta_weight_sync.digest import live_digest
 
     flat = tensor.detach().reshape(-1).contiguous()

@@ -1,14 +1,14 @@
-"""The `vllm.endpoint_plugins` entry point: the follower and its routes inside vLLM's own API server.
+"""The `vllm.endpoint_plugins` entry point: runs the follower, with its routes, in vLLM's own API server.
 
     VLLM_PLUGINS=delta_weight_sync DELTA_WEIGHT_SYNC_RUN=hf://buckets/me/wordle#first vllm serve MODEL
 
-    GET  /delta_weight_sync/status?after=N         the replica's state, and its commits newer than version N
+    GET  /delta_weight_sync/status?after=N         the replica's state, and the commits of versions after N
     POST /delta_weight_sync/poke                   look for a new version now
     POST /delta_weight_sync/pause|resume|heal      with the header X-Delta-Weight-Sync-Key
     POST /delta_weight_sync/pin?version=N          with the header X-Delta-Weight-Sync-Key
 
-The last four exist only if DELTA_WEIGHT_SYNC_KEY is set; a poke then needs the key, too. Wrong settings end
-vLLM with one sentence before it loads its engine; what goes wrong later is in the status and in vLLM's log.
+The last four exist only if DELTA_WEIGHT_SYNC_KEY is set. Then a poke needs the key, too. If a setting is
+wrong, vLLM ends with one sentence before it loads its engine; later errors are in the status and in its log.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from delta_weight_sync.vllm.follower import Follower
 PREFIX = "DELTA_WEIGHT_SYNC_"
 _log = logging.getLogger("delta_weight_sync")
 _KEY_HEADER = "x-delta-weight-sync-key"
-NOT_HERE = "the trainer's alone: unset it here, a replica needs the public half only"
+NOT_HERE = "only the trainer may have it: unset it here, a replica needs only the public key"
 
 
 class Settings(BaseModel):
-    """Each field is a variable `DELTA_WEIGHT_SYNC_<FIELD>`, read once; an unknown variable is an error."""
+    """Each field is read from the variable `DELTA_WEIGHT_SYNC_<FIELD>`. An unknown variable is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str  # hf://buckets/<owner>/<name>#<run>; without #<run> the only run of the bucket
     name: str = Field(default_factory=socket.gethostname)  # the replica's name on the dashboard
-    key: str = Field("", repr=False)  # opens the routes that control the follower; empty: no such routes
-    public_key: str = ""  # versions without its signature are refused; see `signing`
-    signing_key: str = Field("", repr=False)  # always refused: the trainer's secret
+    key: str = Field("", repr=False)  # for the routes that control the follower; empty: no such routes
+    public_key: str = ""  # refuse versions that this key did not sign; see `signing`
+    signing_key: str = Field("", repr=False)  # must be empty: it is the trainer's secret
     poll_s: float = Field(POLL_S, gt=0)  # seconds between two polls of HEAD
     pause: bool = False  # pause vLLM for each commit, by its own calls, instead of between two of its steps
     strict: bool = False  # refuse releases of vLLM that were not run with this library; see `compat`
@@ -62,7 +62,7 @@ class Settings(BaseModel):
     @classmethod
     def _sendable(cls, key: str) -> str:
         if not re.fullmatch("[!-~]*", key):
-            raise ValueError("a header cannot hold it; use printable ASCII without spaces")
+            raise ValueError("no HTTP header can hold it; use printable ASCII without spaces")
         return key
 
     @field_validator("public_key")
@@ -80,14 +80,14 @@ class Settings(BaseModel):
 
 
 def settings_from(environ: Mapping[str, str]) -> Settings:
-    """The settings in `environ`. Raises `SettingsError`."""
+    """Read the settings from `environ`. Raises `SettingsError`."""
     values = {key[len(PREFIX) :].lower(): value for key, value in environ.items() if key.startswith(PREFIX)}
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
         known = {"missing": "not set", "extra_forbidden": "there is no such variable"}
         raise SettingsError(
-            {  # without the value: it may be a secret
+            {  # without the value, which may be a secret
                 f"{PREFIX}{str(problem['loc'][0]).upper()}": known.get(problem["type"])
                 or problem["msg"].removeprefix("Value error, ").lower()
                 for problem in error.errors()
@@ -105,13 +105,13 @@ def check(settings: Settings) -> None:
 
 
 class Endpoint:
-    """vLLM's `EndpointPlugin`. An app that embeds vLLM sets `state.follower` and follows by itself."""
+    """vLLM's `EndpointPlugin`. An app that embeds vLLM and runs its own follower sets `state.follower`."""
 
     name = "delta_weight_sync"
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the version headers, and the routes if there is something to follow."""
+        """Add the version headers, and if there is a run to follow, the routes."""
         from delta_weight_sync.vllm._version_headers import VersionHeaders  # imports vLLM
 
         app.add_middleware(
@@ -123,7 +123,7 @@ class Endpoint:
             app.include_router(_router(settings.key), prefix="/delta_weight_sync")
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Begin to follow, in one of the processes that serve this engine."""
+        """Start the follower, in only one of the processes that serve this engine."""
         settings: Settings | None = getattr(state, "delta_weight_sync", None)
         embedded = hasattr(state, "follower")
         if settings is None and not embedded:
@@ -147,11 +147,11 @@ def _router(key: str) -> APIRouter:
 
     @router.get("/status")
     async def status(request: Request, after: int = -1) -> ReplicaReport:
-        """Version, digest and state, and the commits of versions newer than `after`."""
+        """Return version, digest and state, and the commits of versions after `after`."""
         return _follower(request).report(after)
 
-    # After the first few, pokes cause one look per poll interval, however many come. If there is a key they
-    # need it all the same: all replicas of a user share one quota of requests.
+    # After the first few, any number of pokes causes one look per poll interval. If there is a key, they need
+    # it anyway, because all replicas of a Hub account share one request quota.
     @router.post("/poke", dependencies=owner.dependencies if key else [])
     async def poke(request: Request) -> None:
         """Look for a new version now."""
@@ -159,7 +159,7 @@ def _router(key: str) -> APIRouter:
 
     @owner.post("/pause")
     async def pause(request: Request) -> None:
-        """Stay at the version that is served."""
+        """Stay at the version that is being served."""
         _follower(request).commands.pause()
 
     @owner.post("/resume")
@@ -169,7 +169,7 @@ def _router(key: str) -> APIRouter:
 
     @owner.post("/heal")
     async def heal(request: Request) -> None:
-        """Compare all live weights with the published ones, and write what differs."""
+        """Compare all live weights with the published ones, and overwrite those that differ."""
         _follower(request).commands.heal()
 
     @owner.post("/pin")
@@ -188,7 +188,7 @@ def _router(key: str) -> APIRouter:
 def _follower(request: Request) -> Follower:
     follower: Follower | None = getattr(request.app.state, "follower", None)
     if follower is None:
-        raise HTTPException(503, "another process of this server follows the run; ask again")
+        raise HTTPException(503, "another process of this server follows the run: repeat the request")
     return follower
 
 

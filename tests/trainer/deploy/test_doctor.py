@@ -59,7 +59,7 @@ def test_all_is_well_with_a_deployment(world: World, api, monkeypatch):
     found = doctor(world)
     assert not [name for name, (ok, _) in found.items() if not ok], found
     assert "can be written and read" in found["bucket"][1]
-    assert "1 replicas speak" in found["protocol"][1]
+    assert "1 replicas read" in found["protocol"][1]
     assert list(api.list_bucket_tree(f"{OWNER}/{world.name}", recursive=True)) == [], "the probe is deleted"
 
 
@@ -278,7 +278,7 @@ def test_a_machine_without_the_key_does_not_replace_it(world: World):
     key, before = trusted(world), world.changes()
     file_of(world).rename("elsewhere.env")
     out = world.fails("up")
-    assert f"whose file {file_of(world)} is not here" in out
+    assert f"the key's file {file_of(world)} is missing" in out
     assert fingerprint(key) in out
     assert world.changes() == before
     world.up("--unsigned")
@@ -316,11 +316,11 @@ def test_a_damaged_key_file_is_named_and_not_shown(world: World, text: str, said
 
 
 def test_doctor_compares_the_keys_of_replicas_and_trainer(world: World, monkeypatch):
-    assert doctor(world)["signatures"] == (True, "`up` makes keys")
+    assert doctor(world)["signatures"] == (True, "there are no replicas yet; `up` makes the keys")
     world.up()
     assert doctor(world)["signatures"] == (
         True,
-        f"replicas trust {fingerprint(trusted(world))}, which signs on this machine",
+        f"replicas trust {fingerprint(trusted(world))}, with which this machine signs",
     )
     for name, word in new_pair().items():
         monkeypatch.setenv(name, word)
@@ -336,4 +336,4 @@ def test_doctor_reports_a_missing_key_file(world: World):
     file_of(world).unlink()
     assert f"copy {file_of(world)}" in problems(world)["signatures"]
     world.up("--unsigned")
-    assert "replicas check none" in doctor(world)["signatures"][1]
+    assert "replicas do not check signatures" in doctor(world)["signatures"][1]

@@ -147,7 +147,7 @@ def test_no_link_is_followed(checkout, package):
     (outside / "key.py").write_text("KEY = 'planted'")
     (checkout / package / "linked.py").symlink_to(outside / "key.py")
     git(checkout, "add", ".")
-    with pytest.raises(DeployError, match=r"linked\.py is a link, or lies behind one"):
+    with pytest.raises(DeployError, match=r"linked\.py is a link, or in a linked folder"):
         files(PACKAGE_APPS[package])
 
 
@@ -155,14 +155,14 @@ def test_no_link_is_followed(checkout, package):
 def test_no_folder_is_followed_that_became_a_link(checkout, package):
     shutil.move(checkout / package, checkout.parent / "elsewhere")
     (checkout / package).symlink_to(checkout.parent / "elsewhere")
-    with pytest.raises(DeployError, match="is a link, or lies behind one"):
+    with pytest.raises(DeployError, match="is a link, or in a linked folder"):
         files(PACKAGE_APPS[package])
 
 
 @pytest.mark.finding(15)
 def test_without_git_nothing_is_uploaded(checkout, package):
     shutil.rmtree(checkout / ".git")
-    with pytest.raises(DeployError, match="run it from a clone of the repository"):
+    with pytest.raises(DeployError, match="run deploy from a clone of the repository"):
         files(PACKAGE_APPS[package])
 
 

@@ -58,7 +58,7 @@ def test_up_ends_with_urls_the_trainer_s_command_and_the_cost(world: World):
     assert progress == sorted(progress)
     assert f"environment  {world.apps.env}" in out
     assert "$1.60 per hour" in out
-    assert "$0.00 asleep" in out
+    assert "$0.00 while they sleep" in out
     command = out[out.index("set -a") :]
     assert f". .deploy/{OWNER}/env" in command
     assert f"--bucket hf://buckets/{OWNER}/{world.name} --run first" in command
@@ -82,7 +82,7 @@ def test_a_replica_that_reports_an_error_ends_the_wait(world: World, server, ans
     with server({"/ready": answer}) as url:
         world.apps = type(world.apps)(world.apps.env, url)
         out = world.fails("up")
-    assert f"{world.replica()} does not get ready" in out
+    assert f"{world.replica()} did not become ready" in out
     assert words in out
 
 
@@ -296,7 +296,7 @@ def test_logs_are_those_of_the_build_while_it_builds_and_of_the_app_afterwards(w
 
 def test_logs_of_an_unknown_space_list_the_known_ones(world: World):
     world.up()
-    assert "there are env, replica-1" in world.fails("logs", "replica-7")
+    assert "choose env, replica-1" in world.fails("logs", "replica-7")
 
 
 def test_pause_stops_what_costs_and_resume_starts_it_again(world: World):
@@ -333,7 +333,7 @@ def test_down_touches_no_space_of_a_similar_name(world: World, api):
 
 @pytest.mark.parametrize("command", ["status", "pause", "resume"])
 def test_without_spaces_a_command_says_how_to_get_them(world: World, command):
-    assert "`up` makes them" in world.fails(command)
+    assert "run `up` to make them" in world.fails(command)
 
 
 def plan(**changed) -> Deployment:
