@@ -135,6 +135,7 @@ def _shown(figure: float | None) -> str:
 
 def _check(target: Target, section: Any) -> dict[str, Any]:
     figure = None if section is None or "unmeasured" in section else round(target.read(section), 4)
+    figure = None if figure is None or math.isnan(figure) else figure
     bound = f"at most {target.most}" if target.least is None else f"at least {target.least}"
     met = None if figure is None else _holds(target, figure)
     return {"text": target.text, "bound": bound, "figure": figure, "met": met}
