@@ -74,8 +74,8 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
         raise SystemExit(f"trainer: {problem}")
     if config.n_gpu > 1:
         raise SystemExit(
-            "TRL packs batches for one GPU per process and here are several: write `accelerate launch` in place"
-            " of `python`, or set CUDA_VISIBLE_DEVICES=0"
+            "TRL packs batches for one GPU per process, and here are several: write `accelerate launch` in"
+            " place of `python`, or set CUDA_VISIBLE_DEVICES=0"
         )
     patches.install("every_rank", "replicas")
     stop = Stop(settings.minutes, alone=config.world_size == 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import time
 from collections.abc import Callable, ItemsView, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -275,8 +276,8 @@ class Publisher:
             **others: Learning rate schedule, gradient scaler.
 
         Returns:
-            False, with nothing saved, while an earlier state is being uploaded, before `pause_s`, or while this
-            trainer repeats syncs that are in the bucket already.
+            False, with nothing saved, before `pause_s`, while an earlier state is being uploaded, or while
+            this trainer repeats syncs that are in the bucket already.
 
         Raises:
             StateError: A value cannot be saved.
