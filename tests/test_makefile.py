@@ -1,7 +1,9 @@
 """What `make` would run on a machine with a GPU: the demo there, the tests on the CPU's builds."""
 
 import os
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,3 +37,18 @@ def test_the_demo_has_the_builds_for_gpus():
 
 def test_without_a_gpu_one_environment_does():
     assert ".venv-test" not in would_run("test", "") + would_run("demo", "")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("requirements", ["requirements.txt", "inference_space/requirements.txt"])
+def test_what_a_gpu_installs_fits_together(requirements):
+    """Trainer and replica, resolved from metadata alone: no gigabytes are fetched."""
+    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate"]
+    command += ["--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_28"]
+    done = subprocess.run(
+        [*command, requirements, "pyproject.toml"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    tested = (ROOT / "tests" / "requirements.txt").read_text()
+    assert {"torch==2.13.0", "cuda-toolkit==13.0.3.0"} <= set(done.stdout.split())
+    assert re.search("^triton==[0-9.]+", done.stdout, re.M)[0] in tested.split()

@@ -66,7 +66,7 @@ def _sample(number: int) -> RolloutSample:
 def rows(device: torch.device) -> Rows:
     """One for the versions, one for their bits, and what each step took."""
     logging.disable(logging.WARNING)
-    patches.install()
+    patches.install("every_rank")
     with tempfile.TemporaryDirectory() as folder:
         yield from _rows(Path(folder), device)
 
@@ -107,7 +107,7 @@ def _trained(folder: Path, sync: Any, device: torch.device) -> BucketGRPOTrainer
         bf16=on_gpu,
         use_cpu=not on_gpu,
         gradient_checkpointing=True,
-        token_budget=4096,
+        token_budget=0,
         max_steps=_STEPS,
         per_device_train_batch_size=_BATCH,
         learning_rate=1e-4,

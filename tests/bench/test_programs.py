@@ -10,8 +10,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from bench.compatibility import PAGE
+from bench.gpu_check import __main__ as command
 from bench.results import ROOT
 
 BREAK = """
@@ -23,7 +25,14 @@ from delta_weight_sync.vllm import gpu as device_memory
 plain = device_memory.launch
 device_memory.launch = lambda kernel, *rest, **more: kernel.__name__ == "put" or plain(kernel, *rest, **more)
 command._as_on_a_device()
-print(next(exact.lines(torch.device("cpu"))))
+print(next(exact.rows(torch.device("cpu"))))
+"""
+
+TRAINER = """
+import torch
+from bench.gpu_check import attention, trainer
+for part in (attention, trainer):
+    print(*part.rows(torch.device("cpu")), sep="\\n")
 """
 
 ONLY = """
@@ -52,15 +61,18 @@ installed = {canonicalize_name(home) for homes in packages.values() for home in 
 for name in ("delta-weight-sync", "torch", "triton"):
     add(name)
 sys.meta_path.insert(0, Blocker())
-from bench.gpu_check import __main__ as command, counts, environment, exact, speed
-print(*command._replica())
+from bench.gpu_check import __main__ as command, counts, environment, exact, predict, speed, state
+import torch
+torch.cuda.is_available = lambda: True
+for name in ("attention", "trainer", "replica"):
+    print(*command._section(name, False))
 """
 
 
 def test_the_checks_of_kernels_need_only_the_packages_that_the_command_names():
     said = subprocess.run([sys.executable, "-c", ONLY], capture_output=True, text=True)
     assert said.returncode == 0, said.stderr
-    assert said.stdout.strip().endswith("is not installed: no replica was tried")
+    assert said.stdout.count("is not installed: the section was left out") == 3
 
 
 @pytest.mark.long  # what it checks, tests/gpu does piece by piece
@@ -69,9 +81,28 @@ def test_without_a_gpu_the_kernels_are_interpreted():
         [sys.executable, "-m", "bench.gpu_check", "--interpret"], capture_output=True, text=True
     )
     assert said.returncode == 0, said.stdout + said.stderr
-    verdicts = [line[:4] for line in said.stdout.splitlines() if not line.startswith(" ")]
-    assert verdicts == ["PASS"] * 5
+    rows = [line for line in said.stdout.splitlines() if line.startswith("| PASS")]
+    assert len(rows) == 10
     assert "speed: unmeasured" in said.stdout
+
+
+def test_the_page_has_the_predictions_that_the_command_prints():
+    from bench.gpu_check import predict
+
+    assert predict.table() in (ROOT / "docs" / "benchmarks.md").read_text()
+
+
+@pytest.mark.full
+def test_a_section_that_takes_too_long_ends_alone():
+    rows = list(command._limited("environment", 0.01, interpret=True))
+    assert any(row.startswith("| FAIL | environment was ended at its limit") for row in rows)
+
+
+@pytest.mark.live
+def test_the_trainers_parts_pass_here_too():
+    """TRL's attention in both directions, and five steps with versions that are the trainer's weights."""
+    said = subprocess.run([sys.executable, "-c", TRAINER], capture_output=True, text=True)
+    assert said.stdout.count("| PASS") == 8, said.stdout + said.stderr
 
 
 @pytest.mark.full
@@ -79,32 +110,30 @@ def test_without_a_gpu_and_unasked_it_says_what_to_do():
     said = subprocess.run([sys.executable, "-m", "bench.gpu_check"], capture_output=True, text=True)
     assert said.returncode == 1
     assert (
-        "FAIL  there is no GPU that torch can use; --interpret checks the kernels without one" in said.stdout
+        "FAIL | there is no GPU that torch can use; --interpret checks the kernels without one" in said.stdout
     )
 
 
 @pytest.mark.full
 def test_a_kernel_that_writes_nothing_is_a_failure():
     said = subprocess.run([sys.executable, "-c", BREAK], capture_output=True, text=True)
-    assert said.stdout.startswith("FAIL  a replica: every bit pattern"), said.stdout + said.stderr
+    assert said.stdout.startswith("| FAIL | a replica: every bit pattern"), said.stdout + said.stderr
 
 
 @pytest.mark.long
 def test_a_replica_passes_here_too(monkeypatch):
     """In real vLLM on the CPU, with SmolLM2-135M: what is tried on a GPU is tried rightly."""
-    from bench import live
     from bench.gpu_check import replica
 
     for module, name, value in (
-        (replica, "_SHARES", (0.01,)),
         (replica, "_SYNCS", 2),
         (replica, "_LONG", 192),
+        (replica, "_WINDOWS", 1),
+        (replica, "_WINDOW_S", 2.0),
     ):
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(live, "_WINDOWS", 1)
-    monkeypatch.setattr(live, "_WINDOW_S", 2.0)
-    told = [line for line in replica.lines() if not line.startswith(" ")]
-    assert [line[:4] for line in told] == ["PASS"] * 4, told
+    rights = [row.right for row in replica.rows(torch.device("cpu")) if row.right is not None]
+    assert rights == [True] * 4
 
 
 # A tied and fused one, one that is loaded anew in part, and one whose weights vLLM would pack on a CPU.
