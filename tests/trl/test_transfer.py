@@ -9,23 +9,26 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
+from trl.experimental.async_grpo import (
+    AsyncGRPOConfig,
+    AsyncGRPOTrainer,
+    async_grpo_trainer,
+    async_rollout_worker,
+    packing,
+)
 from trl.experimental.async_grpo.async_grpo_trainer import WeightTransferProtocol
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from delta_weight_sync import BucketWeightTransfer, compat, open_run
 from delta_weight_sync.checkpoint import read_bits, to_bits
-from delta_weight_sync.trl import patches
 from examples import tiny_policy as tiny
 
 STEPS = 3
-
-
-PATCHED = (
-    ("async_rollout_worker", "is_vllm_available"),
-    ("async_rollout_worker", "_child_main"),
-    ("packing", "_flash_attn"),
-    ("async_grpo_trainer", "get_peak_flops_per_device"),
+PATCHED = (  # in the tested release
+    (async_rollout_worker, "is_vllm_available"),
+    (async_rollout_worker, "_child_main"),
+    (packing, "_flash_attn"),
+    (async_grpo_trainer, "get_peak_flops_per_device"),
 )
 
 
@@ -33,8 +36,7 @@ PATCHED = (
 def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
     """After each test, TRL is as it was."""
     for module, name in PATCHED:
-        place = getattr(patches, module)
-        monkeypatch.setattr(place, name, getattr(place, name))
+        monkeypatch.setattr(module, name, getattr(module, name))
 
 
 @pytest.fixture
@@ -52,13 +54,13 @@ def test_it_has_what_trl_asks_for():
 
 def test_nothing_is_opened_before_training_begins(tmp_path):
     """TRL's script makes one on every rank, and keeps that of the main one. Only what it needs is patched."""
-    before = [getattr(getattr(patches, module), name) for module, name in PATCHED]
+    before = [getattr(*place) for place in PATCHED]
     transfer = BucketWeightTransfer((tmp_path / "bucket").as_uri(), "no such model")
     transfer.pause()
     transfer.resume()
     transfer.destroy()
     assert not (tmp_path / "bucket").exists()
-    after = [getattr(getattr(patches, module), name) for module, name in PATCHED]
+    after = [getattr(*place) for place in PATCHED]
     assert not any(old is new for old, new in zip(before, after, strict=True))
 
 
