@@ -2,6 +2,8 @@
 
 import logging
 import os
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,3 +80,23 @@ def test_what_may_be_lacking_later_is_a_warning(vllm, tmp_path, monkeypatch, cap
     with caplog.at_level(logging.WARNING, "delta_weight_sync"), pytest.raises(EngineError, match="is wanted"):
         vllm.start(tmp_path)
     assert caplog.messages == ["there is no compiler; install gcc"]
+
+
+@pytest.mark.full
+def test_the_image_brings_the_loops_of_a_stage(tmp_path):
+    """A new container compiles nothing for its first delta: a second run finds all in the cache."""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "inference_space.compiled"]
+    found = []
+    for _ in range(2):
+        subprocess.run(command, env=environment, check=True)
+        found.append({path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nbc")})
+    names = {path.name.split("-")[0] for path in found[0]}
+    assert {
+        "memory._find",
+        "memory._bounds",
+        "positions.band_walk",
+        "bits.flat_walk",
+        "_patch._merge",
+    } <= names
+    assert found[0] == found[1]

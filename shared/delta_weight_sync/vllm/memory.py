@@ -225,7 +225,10 @@ def collect(found: Iterable[Found], table: Table) -> Changes:
 def of_patches(patches: Iterable[Patch], table: Table) -> Iterator[Found]:
     """What patches change, row by row; of many small patches together."""
     flat = (table.rows[:, SIZES : SOURCE - 1] == 1).all(1) & (table.rows[:, TARGET - 1] == 1)
-    for some in _together(patch for patch in patches if patch.name in table.of):
+    known = [patch for patch in patches if patch.name in table.of]
+    cuts = np.flatnonzero(np.diff(np.cumsum([patch.index.size for patch in known]) // _MANY)) + 1
+    for begin, end in pairwise([0, *cuts.tolist(), len(known)] if known else []):
+        some = known[begin:end]
         rows = [table.of[patch.name] for patch in some]
         which = np.concatenate([np.arange(each.start, each.stop) for each in rows])
         ends, times = np.cumsum([patch.index.size for patch in some]), [len(each) for each in rows]
@@ -239,19 +242,6 @@ def of_patches(patches: Iterable[Patch], table: Table) -> Iterator[Found]:
             which.tolist(), flat[which].tolist(), low.tolist(), parts, strict=True
         ):
             yield row, element[a:b], moved[first : first + b - a] if whole else moved[taken[a:b]]
-
-
-def _together(patches: Iterable[Patch]) -> Iterator[list[Patch]]:
-    """Patches in lists of about `_MANY` changes: one call for each would take longer than its work."""
-    some, changes = list[Patch](), 0
-    for patch in patches:
-        some.append(patch)
-        changes += patch.index.size
-        if changes >= _MANY:
-            yield some
-            some, changes = [], 0
-    if some:
-        yield some
 
 
 class Step(NamedTuple):

@@ -1,0 +1,29 @@
+"""Compiles a replica's loops into numba's cache when its image is built; a new container has an empty one."""
+
+import tempfile
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import torch
+
+from delta_weight_sync import codec
+from delta_weight_sync.vllm.memory import Table, collect, of_patches
+from delta_weight_sync.vllm.routes import Geometry, Piece, Route
+
+SHAPE, SHARES = (256, 96), {"fast": (0.01, 0.2, 0.4, 0.9), "small": (0.01,)}
+
+if __name__ == "__main__":  # decodes and places deltas of every mode
+    turned = Geometry(0, SHAPE, (SHAPE[1], 1)), Geometry(0, SHAPE, (1, SHAPE[0]))
+    piece = Piece(torch.zeros(SHAPE[0] * SHAPE[1], dtype=torch.int16), *turned, False)
+    table, rng = Table({"w": Route("w", SHAPE, (piece,))}, {"w": (0,)}), np.random.default_rng(0)
+    old = {"w": rng.integers(0, 1 << 16, SHAPE).astype(np.uint16)}
+    with tempfile.TemporaryDirectory() as folder:
+        for encoding, share in ((each, share) for each in get_args(codec.Encoding) for share in SHARES[each]):
+            moved = (rng.random(SHAPE) < share) * rng.integers(1, 9, SHAPE)
+            patch = codec.diff("w", old["w"], (old["w"] + moved).astype(np.uint16))
+            data = codec.encode([patch], old.__getitem__, base=0, version=1, encoding=encoding)
+            (path := Path(folder, "delta")).write_bytes(data)
+            patches = codec.chain([codec.Delta(path)], {"w": SHAPE}, old.__getitem__)
+            collect(of_patches(codec.merge(patches, patches), table), table)
+            codec.apply(patches[0], old["w"])
