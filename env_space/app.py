@@ -120,6 +120,7 @@ class Opened(BaseModel):
     observation: str
     max_guesses: int
     length: int
+    hard_mode: bool
 
 
 class Guess(BaseModel):
@@ -265,6 +266,7 @@ def _add_games(app: FastAPI, sessions: Sessions, rules: Rules, at: str, via: str
             observation=OPENING,
             max_guesses=MAX_GUESSES,
             length=rules.settings.length,
+            hard_mode=rules.settings.hard_mode,
         )
 
     async def guess(session: UUID, guess: Guess) -> Move:

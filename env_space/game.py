@@ -1,7 +1,7 @@
 """Wordle in plain Python: the words, the feedback, the rules, a game and its reward."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -131,6 +131,24 @@ def secret_for(seed: int, words: Sequence[str]) -> str:
     return words[int(sha256(str(seed).encode()).hexdigest(), 16) % len(words)]
 
 
+def ignored_hint(word: str, clues: Iterable[tuple[str, str]]) -> str:
+    """A sentence that names a hint which `word` ignores, empty if it uses all (hard mode).
+
+    `clues` are the valid guesses so far with their marks. Greens must stay in place, and each letter must
+    occur as often as a guess has shown it to be in the secret.
+    """
+    for guess, marks in clues:
+        for place, (letter, mark) in enumerate(zip(guess, marks, strict=True)):
+            if mark == GREEN and word[place] != letter:
+                return f"Hard mode: letter {place + 1} of a guess must be '{letter}', as '{guess}' showed."
+        found = Counter(letter for letter, mark in zip(guess, marks, strict=True) if mark != GREY)
+        for letter, times in found.items():
+            if word.count(letter) < times:
+                often = f" {times} times" if times > 1 else ""
+                return f"Hard mode: a guess must contain '{letter}'{often}, as '{guess}' showed."
+    return ""
+
+
 def quote(word: str) -> str:
     """Put `word`, cut to 20 characters, in quotes."""
     return repr(word if len(word) <= 20 else word[:20] + "...")
@@ -145,13 +163,14 @@ class Game:
         valid: Collection[str],
         invalid_cost: float = 0.05,
         repeated_cost: float = 0.05,
+        hard_mode: bool = False,
     ) -> None:
         self.secret = secret
         self.moves: list[Move] = []
         self.solved = self.gave_up = False
         self.turns = self.invalid = self.repeated = 0  # number of guesses: all, invalid, and repeated ones
         self._closest = (0, 0)  # greens and yellows of the best guess
-        self._valid = valid
+        self._valid, self._hard_mode = valid, hard_mode
         self._invalid_cost, self._repeated_cost = invalid_cost, repeated_cost
 
     @property
@@ -210,7 +229,8 @@ class Game:
     def _invalid_reason(self, word: str) -> str:
         """A sentence that says why `word` is invalid; empty if it is valid."""
         if word in self._valid:
-            return ""
+            clues = ((move.word, move.feedback) for move in self.moves if move.valid)
+            return ignored_hint(word, clues) if self._hard_mode else ""
         if not (word.isascii() and word.isalpha()):
             return f"{quote(word)} has characters other than the letters a to z."
         if len(word) != len(self.secret):
@@ -238,6 +258,7 @@ class Rules:
             guesses(given.length),
             given.invalid_cost,
             given.repeated_cost,
+            given.hard_mode,
         )
 
 

@@ -99,7 +99,7 @@ class Table:
 
     def __init__(self, sessions: Sessions, rules: Rules) -> None:
         self._sessions, self._rules = sessions, rules
-        self._prompt = _rules_text(rules.settings.length)
+        self._prompt = _rules_text(rules.settings.length, rules.settings.hard_mode)
         self._session: UUID | None = None
         self._episode: str | None = None
         self._text = ""
@@ -194,15 +194,17 @@ def _object(raw: str | bytes) -> Answer | None:
     return value if isinstance(value, dict) else None
 
 
-def _rules_text(length: int) -> str:
+def _rules_text(length: int, hard_mode: bool) -> str:
     """The text with which every game begins."""
+    hints = "A guess must use every hint that you were given.
+" if hard_mode else ""
     return (
         f"You are playing Wordle. The secret is an English word of {length} letters; "
         f"you have {MAX_GUESSES} guesses.\n"
         f"Write each guess between square brackets, like [{_EXAMPLES[length]}].\n"
         "Every letter is then marked: G if it is in the right place, Y if it is in the word but elsewhere, "
         "X if it is not in the word.\n"
-        "A guess that is not a word costs a turn."
+        f"{hints}A guess that is not a word costs a turn."
     )
 
 

@@ -12,6 +12,7 @@ class Settings(SpaceSettings):
 
     answers: int | None = Field(None, ge=1)  # words that can be the secret; unset: all
     length: int = Field(5, ge=4, le=7)  # letters of a word
+    hard_mode: bool = False  # a guess must use every hint
     invalid_cost: float = Field(0.05, ge=0, le=1)  # off the reward for each invalid guess
     repeated_cost: float = Field(0.05, ge=0, le=1)  # off the reward for each repeated guess
     max_sessions: int = Field(1024, ge=1)  # games in play at the same time

@@ -38,7 +38,7 @@ async function start(seed) {
     seedLink.textContent = `#${seed}`;
     seedLink.href = `#seed=${seed}`;
     seedLink.title = "A link to the same word, for somebody else";
-    says.textContent = `Guess a word of ${opened.length} letters.`;
+    says.textContent = `Guess a word of ${opened.length} letters.${opened.hard_mode ? " Use every hint." : ""}`;
   } catch (problem) {
     says.textContent = problem.message;
   }

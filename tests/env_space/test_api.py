@@ -211,7 +211,7 @@ def test_an_unknown_variable_is_refused_with_the_known_ones():
         Settings.read({"WORDLE_ANSWER": "3"})
     assert str(refusal.value) == (
         "set these variables: WORDLE_ANSWER: there is no such variable; the variables are WORDLE_ANSWERS, "
-        "WORDLE_LENGTH, WORDLE_INVALID_COST, WORDLE_REPEATED_COST, WORDLE_MAX_SESSIONS, "
+        "WORDLE_LENGTH, WORDLE_HARD_MODE, WORDLE_INVALID_COST, WORDLE_REPEATED_COST, WORDLE_MAX_SESSIONS, "
         "WORDLE_SESSION_TTL_S, WORDLE_REPLICA_URL, WORDLE_REPLICA_PROMPT, WORDLE_REPLICA_KEY, WORDLE_KEY, "
         "WORDLE_OPEN, WORDLE_HOST, WORDLE_PORT"
     )
@@ -227,6 +227,7 @@ def test_an_unknown_variable_is_refused_with_the_known_ones():
         ("WORDLE_SESSION_TTL_S", "nan"),
         ("WORDLE_SESSION_TTL_S", "inf"),
         ("WORDLE_LENGTH", "8"),
+        ("WORDLE_HARD_MODE", "maybe"),
         ("WORDLE_INVALID_COST", "-0.1"),
         ("WORDLE_INVALID_COST", "nan"),
         ("WORDLE_REPEATED_COST", "2"),

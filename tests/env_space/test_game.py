@@ -211,6 +211,30 @@ def test_the_reward_is_the_sum_of_its_parts():
 
 
 @pytest.mark.parametrize(
+    ("secret", "first", "word", "sentence"),
+    [
+        ("bride", "crane", "bumpy", "Hard mode: letter 2 of a guess must be 'r', as 'crane' showed."),
+        ("bride", "dream", "crane", "Hard mode: a guess must contain 'd', as 'dream' showed."),
+        ("geese", "eerie", "remit", "Hard mode: letter 5 of a guess must be 'e', as 'eerie' showed."),
+        ("label", "llama", "lucky", "Hard mode: a guess must contain 'l' 2 times, as 'llama' showed."),
+    ],
+)
+def test_hard_mode_names_the_hint_that_a_guess_ignores(secret, first, word, sentence):
+    _, moves = play(secret, first, word, hard_mode=True)
+    assert (moves[1].message, moves[1].valid, moves[1].feedback) == (sentence, False, "")
+    assert moves[1].reward_parts.invalid == pytest.approx(-0.05)
+    assert play(secret, first, word)[1][1].valid, "without hard mode the word is fine"
+
+
+def test_hard_mode_allows_what_uses_every_hint_and_remembers_all_guesses():
+    _, moves = play("bride", "crane", "gripe", "crime", "bride", hard_mode=True)
+    assert [move.valid for move in moves] == [True, True, True, True]
+    _, moves = play("bride", "gripe", "zonal", "crane", hard_mode=True)
+    assert [move.valid for move in moves] == [True, False, False]
+    assert moves[2].message.endswith("as 'gripe' showed.")
+
+
+@pytest.mark.parametrize(
     ("secret", "guess", "marks"), [("tree", "reed", "??+-"), ("letters", "settler", "?+++???")]
 )
 def test_words_of_other_lengths(secret, guess, marks):
@@ -279,13 +303,13 @@ def test_another_process_plays_the_same_game_for_the_same_seed():
     assert len({json.dumps(game) for game in games}) > 5
 
 
-def test_length_and_costs_reach_the_games():
-    client = service(length=6, invalid_cost=0.3, repeated_cost=0.2)
+def test_length_and_hard_mode_and_costs_reach_the_games():
+    client = service(length=6, hard_mode=True, invalid_cost=0.3, repeated_cost=0.2)
     words = client.get("/words").json()
     opened = client.post("/sessions", json={"seed": 3}).json()
     game, tried = f"/sessions/{opened['session']}", ["cranes", "cranes", "zzzzzz", "crane"]
     moves = [guess(client, game, word, turn).json() for turn, word in enumerate(tried, 1)]
-    assert (opened["length"], words["length"]) == (6, 6)
+    assert (opened["length"], opened["hard_mode"], words["length"]) == (6, True, 6)
     assert {len(word) for word in words["answers"]} == {6}
     assert len(moves[0]["feedback"]) == 6
     assert moves[-1]["reward_parts"]["repetition"] == pytest.approx(-0.2)

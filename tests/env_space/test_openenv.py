@@ -192,11 +192,12 @@ def test_an_idle_connection_is_closed_with_a_sentence_and_its_game_given_up():
     assert playing(TestClient(app)) == 0
 
 
-def test_the_prompt_names_the_length():
-    with connection(length=7) as socket:
+def test_the_prompt_names_the_length_and_hard_mode():
+    with connection(length=7, hard_mode=True) as socket:
         prompt = say(socket, "reset", seed=1)["data"]["observation"]["prompt"]
     assert "an English word of 7 letters" in prompt
     assert "like [strange]" in prompt
+    assert "must use every hint" in prompt
 
 
 def test_the_routes_that_openenvs_tools_need():
