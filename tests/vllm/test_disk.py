@@ -15,6 +15,7 @@ from delta_weight_sync.errors import SettingsError
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.scratch import PREFIX, Scratch
 from delta_weight_sync.store import open_bucket
+from delta_weight_sync.vllm import server
 from delta_weight_sync.vllm.disk import private_folder
 from delta_weight_sync.vllm.follower import Follower
 from inference_space.settings import Settings
@@ -144,6 +145,7 @@ def test_a_link_that_another_user_has_laid_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.finding("N16")
 def test_a_folder_of_another_replica_is_refused(tmp_path):
+    server.check(server.Settings(run=f"{tmp_path.as_uri()}#x", folder=str(tmp_path)))  # keeps nothing
     private_folder(str(tmp_path), "REPLICA_FOLDER")
     with pytest.raises(SettingsError, match="is used by another replica; name a folder of your own"):
         private_folder(str(tmp_path), "REPLICA_FOLDER")

@@ -24,11 +24,12 @@ Shapes = dict[str, list[int]]
 """Checkpoint name -> shape."""
 
 
-def private_folder(folder: str, variable: str) -> Path:
+def private_folder(folder: str, variable: str, *, keep: bool = True) -> Path:
     """The folder that `variable` names, created for this user alone if it is missing.
 
     vLLM runs or serves what it reads there, so a folder of another user (anybody can create one in /tmp), or
-    one that everybody may write to, is refused with `SettingsError`; so is one of another process.
+    one that everybody may write to, is refused with `SettingsError`; so is one of another process. It is then
+    this process's own, unless `keep` is False.
     """
     path, problem = Path(folder), ""
     try:
@@ -40,6 +41,8 @@ def private_folder(folder: str, variable: str) -> Path:
         else:  # the lock is held until the process ends, however it ends
             lock = os.open(path / ".lock", os.O_CREAT | os.O_WRONLY, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not keep:
+                os.close(lock)
     except BlockingIOError:
         problem = "is used by another replica"
     except OSError as error:

@@ -101,7 +101,7 @@ def check(settings: Settings) -> None:
     with contextlib.suppress(BucketMissingError, BucketUnreachableError):  # the follower tries again
         reader.writers()
     if settings.folder:
-        private_folder(settings.folder, f"{PREFIX}FOLDER")
+        private_folder(settings.folder, f"{PREFIX}FOLDER", keep=False)
 
 
 class Endpoint:
