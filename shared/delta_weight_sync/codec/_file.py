@@ -104,11 +104,11 @@ class Delta:
             raise CodecError("a tensor is listed twice")
         elements = Counter[int]()
         for tensor in self.tensors:
-            if not 0 < tensor.changes <= (numel := tensor.numel):
-                raise CodecError(f"{tensor.name} lists {tensor.changes} changes of {numel} elements")
+            if not 0 < tensor.changes <= tensor.numel:
+                raise CodecError(f"{tensor.name} lists {tensor.changes} changes of {tensor.numel} elements")
             if elements[tensor.group] >= groups.GROUP_ELEMENTS:
                 raise CodecError(f"group {tensor.group} continues after {elements[tensor.group]} elements")
-            elements[tensor.group] += numel
+            elements[tensor.group] += tensor.numel
         if elements.keys() != set(range(len(self.groups))):
             raise CodecError(f"it has {len(self.groups)} groups, but its tensors name other ones")
 
