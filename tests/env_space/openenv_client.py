@@ -18,7 +18,7 @@ from openenv.cli.__main__ import app as openenv_command
 from openenv.core.client_types import StepResult
 from openenv.core.env_client import EnvClient
 from openenv.core.generic_client import GenericEnvClient
-from openenv.validation import Encoding, run_validation
+from openenv.validation import Level, run_validation
 from openenv.validation.types import ProviderCapability
 from typer.testing import CliRunner
 
@@ -140,7 +140,7 @@ class Running:
 
 
 def runtime_checks(url, folder):
-    report = run_validation(folder, max_level=Encoding.RUNTIME, provider=Running(url))
+    report = run_validation(folder, max_level=Level.RUNTIME, provider=Running(url))
     return {result.check_id: [result.status.value, result.evidence] for result in report.results}
 
 
