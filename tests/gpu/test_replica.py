@@ -178,7 +178,7 @@ def test_staging_has_a_stream_of_its_own_and_a_commit_is_on_vllms(tmp_path, monk
 
     @contextlib.contextmanager
     def stream(ours):
-        assert ours is weights._memory._stream
+        assert ours is weights.memory._stream
         entered[0] = True
         yield
         entered[0] = False
@@ -192,7 +192,7 @@ def test_staging_has_a_stream_of_its_own_and_a_commit_is_on_vllms(tmp_path, monk
     monkeypatch.setattr(device_memory, "launch", lambda *a, **k: (inside.append(entered[0]), plain(*a, **k)))
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    weights._memory._stream = object()
+    weights.memory._stream = object()
     staged = weights.stage([delta(tmp_path / "delta", old, {"w": np.roll(old["w"], 1)})], weights.digest())
     assert inside
     assert all(inside)
