@@ -196,8 +196,7 @@ def _object(raw: str | bytes) -> Answer | None:
 
 def _rules_text(length: int, hard_mode: bool) -> str:
     """The text with which every game begins."""
-    hints = "A guess must use every hint that you were given.
-" if hard_mode else ""
+    hints = "A guess must use every hint that you were given.\n" if hard_mode else ""
     return (
         f"You are playing Wordle. The secret is an English word of {length} letters; "
         f"you have {MAX_GUESSES} guesses.\n"
