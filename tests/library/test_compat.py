@@ -102,6 +102,12 @@ def test_what_changed_for_a_needed_feature_is_an_error_with_the_nearest_release(
     assert "  off      the version of each token: an answer" in found.output
 
 
+def test_a_release_without_labels_that_never_had_any_is_silent(site, caplog):
+    site("vllm", "0.31.0", LABELS)
+    assert not compat.require("vllm").works("labels")
+    assert not caplog.records
+
+
 def test_a_vllm_that_takes_nothing_between_two_steps_is_paused(site, monkeypatch):
     assert commits_between_steps()
     monkeypatch.setenv(PAUSE, "1")
