@@ -128,7 +128,7 @@ def test_a_socket_is_refused_before_it_opens(url):
         assert json.loads(socket.recv())["type"] == "observation"
     assert [refusal.status_code for refusal in refusals] == [401, 401]
     assert b"send the Space's WORDLE_KEY" in refusals[0].body
-    assert b"compare it" in refusals[1].body
+    assert b"is wrong" in refusals[1].body
 
 
 @pytest.mark.full

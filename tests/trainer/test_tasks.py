@@ -103,7 +103,7 @@ def test_an_instance_is_reused_for_the_next_game(url, words):
 def test_a_restarted_environment_fails_its_games_but_not_the_run(words, tmp_path):
     port = free_port()
     env = WordleEnv(f"http://127.0.0.1:{port}")
-    settings = env_settings(port) | {"WORDLE_ANSWERS": "128"}
+    settings = env_settings(port, "http://127.0.0.1:1") | {"WORDLE_ANSWERS": "128"}
     env.reset(seed=1)
     with Processes(tmp_path) as space:
         space.start("env", ["env_space.app"], settings)

@@ -40,6 +40,7 @@ _FILES: dict[App, tuple[str, ...]] = {  # git's patterns, in which `*` also matc
         "inference_space/dashboard/templates/*",
         "shared/space_guard/*",
         "shared/delta_weight_sync/*.py",
+        "shared/delta_weight_sync/compat.toml",
         "shared/delta_weight_sync/prices.json",
         "shared/delta_weight_sync/py.typed",
     ),

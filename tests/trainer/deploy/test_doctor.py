@@ -84,7 +84,7 @@ def test_a_token_that_may_not_write(world: World, monkeypatch):
 def test_no_token_at_all(world: World, monkeypatch, tmp_path):
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
-    assert "set HF_TOKEN" in problems(world)["token"]
+    assert "HF_TOKEN is not set" in problems(world)["token"]
 
 
 def test_a_token_that_no_space_should_have(world: World, monkeypatch):
