@@ -305,7 +305,7 @@ class Manifest(Sealed):
     def _chain_is_whole(self) -> Self:
         first = self.version - len(self.deltas)
         if [(d.base, d.version) for d in self.deltas] != [(v, v + 1) for v in range(first, self.version)]:
-            raise ValueError(f"the deltas must lead to version {self.version} one by one, without a gap")
+            raise ValueError(f"deltas do not lead to version {self.version} one by one, without a gap")
         if self.recipe_without(()) is None:
             raise ValueError(f"nothing leads from anchor {self.anchor.version} to version {self.version}")
         if (self.parent is None) != (self.version == 0):
