@@ -1,13 +1,13 @@
 """Keeps a folder at a run's newest version, as an ordinary checkpoint for any engine.
 
-    DIR/current -> 00000041      replaced in one step, after the version behind it is complete and verified
+    DIR/current -> 00000041      replaced in one step, after the new folder is complete and verified
     DIR/00000041/                config.json, the tokenizer, model.safetensors, and the version's manifest
     DIR/00000040/                the version before, for readers that still use it; removed by the next update
     DIR/.building/               the version that is being built
 
-A reader never sees a torn version. Each version is a copy of the one before with the changes written into
-it: an update downloads only the deltas, and copies the checkpoint once on the disk. Changing the old file in
-place would save little: if one weight in a hundred changes, almost every page of the file changes.
+A reader never sees a half-written version. Each version is a copy of the one before, with the changes written
+into it. So an update downloads only the deltas, and copies the checkpoint once on the disk. Changing the old
+file in place would save little: if one weight in a hundred changes, almost every page of the file changes.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class FollowedVersion:
 
     Attributes:
         manifest: Its manifest.
-        path: Its own folder, an ordinary Hugging Face checkpoint. It stays while the next version is the
-        newest; the update after that removes it.
+        path: Its own folder, an ordinary Hugging Face checkpoint. The next update keeps it, and the update
+        after that removes it.
     """
 
     manifest: Manifest
@@ -110,15 +110,15 @@ def follow(
     version: int | None = None,
     once: bool = False,
 ) -> FollowedVersions:
-    """Keep `into/current` at the newest version of a run, and yield each version after it is there.
+    """Keep `into/current` at the newest version of a run, and yield each version once it is in place.
 
         for version in follow("hf://buckets/me/wordle#first", into="policy"):
             engine.reload(version.path)
 
     `into/current` is a link to an ordinary checkpoint. It is replaced in one step, after the digest of the
-    new version was verified. After a kill at any moment, the next call continues with what is there.
-    `async for` works too. While you use a version, newer ones are not fetched; the next iteration yields the
-    newest.
+    new version was verified. You can kill the program at any moment: the next call keeps the version that is
+    there. `async for` works too. While you use a version, newer ones are not fetched; the next iteration
+    yields the newest.
 
     Errors of the bucket and of damaged versions are logged and retried. The folder is locked until the
     iteration ends: leave the loop, or call `close` if you hold the iterator in a variable.
@@ -126,7 +126,7 @@ def follow(
     Args:
         run: URL of the run, as for `open_run`, or an open run.
         into: The folder. It is created if it does not exist.
-        poll_s: Usual seconds between two polls if the store sends no events.
+        poll_s: Usual seconds between two polls if the store sends no notifications.
         public_key: As for `open_run`.
         version: Yield this version only, then end.
         once: Yield the newest version only, then end.
@@ -135,8 +135,8 @@ def follow(
         An iterator of `FollowedVersion`, for `for` and for `async for`. It is a context manager too.
 
     Raises:
-        FolderError: Another process follows into this folder, or it holds something else. Like all errors,
-            it is raised by the first iteration.
+        FolderError: Another process follows into this folder, or it holds other files. Like all errors, it
+            is raised by the first iteration.
         DeltaWeightSyncError: The run cannot be opened. With `version` or `once`, any other error too.
     """
     if isinstance(run, RunReader) and public_key is not None:
@@ -168,9 +168,9 @@ def updates(
 ) -> Iterator[FollowedVersion]:
     """Yield each newer version after the folder holds it, until `stopped` is set.
 
-    A version that cannot be built is retried at growing intervals. If the folder holds nothing yet, an older
-    version is built meanwhile. A version may be yielded twice, but none older than one that the folder held.
-    `complain` gets each `DeltaWeightSyncError` and `OSError`, and skipped records; equal ones in a row once.
+    A version that cannot be built is retried at growing intervals. If the folder holds no version yet, an
+    older one is built meanwhile. A version may be yielded twice, but none older than what the folder held.
+    `complain` gets each `DeltaWeightSyncError` and `OSError`, and skipped records; repeated ones only once.
     """
     stopped, last_complaint = stopped or threading.Event(), ""
     error: Exception | None = None
@@ -203,8 +203,8 @@ def updates(
 def build(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersion | None) -> None:
     """Write a version to `into` and verify its digest. Complete files of a failed try are used again.
 
-    If the deltas from the held version are fewer bytes than the way from the anchor, copy the held version
-    and write the changes into the copy. `held` may be any version. Raises as `CheckpointFolder.update`.
+    If it takes fewer bytes to start at the held version than at the anchor, copy the held version and write
+    the changes into the copy. `held` may be any version. Raises what `CheckpointFolder.update` raises.
     """
     if held is None or not _patched(reader, manifest, into, held):
         remove_other_files(into, manifest.anchor)
@@ -213,10 +213,9 @@ def build(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersi
 
 
 def _patched(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersion) -> bool:
-    """Build from the held version. Return False if it must be built from its anchor.
-
-    That is so if the anchor is cheaper, if no deltas lead from the held version, or if they do not result in
-    the published digest, because the run was restarted or another program wrote into the held version.
+    """Build from the held version. Return False if the version must be built from its anchor: it takes fewer
+    bytes, files besides the weights differ, no deltas lead from the held version, or they do not result in
+    the published digest, because the run was restarted or another program changed the held version.
     """
     recipe = reader.recipe(manifest, held.version)
     if recipe.anchor or not recipe.deltas or _assets(held.manifest) != _assets(manifest):
@@ -252,14 +251,14 @@ class CheckpointFolder:
         held: The verified version behind `current`, or None.
 
     Raises:
-        FolderError: Another process has the folder open, or it holds something else.
+        FolderError: Another process has the folder open, or it holds other files.
         OSError: The disk failed.
     """
 
     def __init__(self, reader: RunReader, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / ".lock").exists() and any(folder.iterdir()):
-            raise errors.FolderError(f"{folder} holds something else: name an empty folder, or a new one")
+            raise errors.FolderError(f"{folder} holds other files: name an empty folder, or a new one")
         self.folder, self._reader = folder.absolute(), reader
         self._current, self._building = self.folder / "current", self.folder / ".building"
         with ExitStack() as stack:
@@ -273,7 +272,7 @@ class CheckpointFolder:
                 ) from None
             if self._current.is_dir() and not self._current.is_symlink():
                 raise errors.FolderError(
-                    f"{self._current} is a folder, not a link of ours: name another folder"
+                    f"{self._current} is a folder, not a link of `follow`: name another folder"
                 )
             self._clear()
             self.held = self._verified()
@@ -291,7 +290,7 @@ class CheckpointFolder:
         self.close()
 
     def update(self, manifest: Manifest) -> Path:
-        """Put a version behind `current`. After any error, and after `kill -9`, `current` is unchanged.
+        """Point `current` at a version. After any error, and after `kill -9`, `current` is unchanged.
 
         Returns:
             The folder of the version.
@@ -309,7 +308,7 @@ class CheckpointFolder:
         return self._current.resolve()
 
     def _verified(self) -> Manifest | None:
-        """The version behind `current`, or None if that is not exactly what was published."""
+        """The version that `current` leads to, or None if its files are not exactly what was published."""
         try:
             manifest = parse(Manifest, (self._current / RECORD).read_bytes(), RECORD)
             small = (ref for ref in manifest.anchor.files if ref.name != WEIGHTS)
@@ -321,7 +320,7 @@ class CheckpointFolder:
         return manifest
 
     def _clear(self) -> None:
-        """Remove an unfinished version, also of a process that was killed."""
+        """Remove an unfinished version, also one that a killed process left."""
         shutil.rmtree(self._building, ignore_errors=True)
 
     def _remove_older(self) -> None:
@@ -333,8 +332,8 @@ class CheckpointFolder:
                 shutil.rmtree(folder)
 
     def _show(self, manifest: Manifest) -> None:
-        """Move the finished version to a free name and point `current` at it. A restarted run has the same
-        version numbers again, while `current` is still the old run's."""
+        """Move the finished version to a free name and point `current` at it. The name may be taken: a
+        restarted run uses the same version numbers again, while `current` still leads to the old run's."""
         (self._building / RECORD).write_bytes(manifest.to_bytes())
         name = f"{manifest.version:08d}"
         names = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(1)))

@@ -1,9 +1,9 @@
 """What this library needs of vLLM and TRL, and whether the installed releases have it.
 
-Both are used, and patched, in places that are no public interface. `compat.toml` lists these places; here
-each is looked for in the installed sources, without importing them. A release that was run with this library
-starts silently. Another one that has all places starts with a warning. A missing place switches off the
-feature that needs it, or raises if there is no way without it. DELTA_WEIGHT_SYNC_STRICT=1 refuses both.
+The library uses and patches places of both that are not a public interface. `compat.toml` lists them. This
+module looks for each in the installed sources, without importing them. A release that was tested with this
+library starts silently. Any other release that has all places starts with a warning. A missing place switches
+off its feature, or is an error if the feature is needed. DELTA_WEIGHT_SYNC_STRICT=1 makes warnings errors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Place = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Feature:
-    """What some places make possible. Optional if `without` says how it is without them."""
+    """What some places make possible. Optional if `without` says what happens without them."""
 
     name: str
     what: str
@@ -44,21 +44,21 @@ class Feature:
     missing: list[Place]
     without: str = ""
     since: str = ""  # the first release that has all places
-    upstream: str = ""  # patches in upstream/ that would replace it
+    upstream: str = ""  # proposed changes in upstream/ that would make these places unnecessary
 
 
 @dataclass(frozen=True)
 class Release:
     """An installed release of vLLM or TRL, and what was found in it."""
 
-    package: str  # as its distribution is called
-    version: str  # "": it is not installed
-    run: list[str]  # releases that were run with this library, oldest first
+    package: str  # name of its distribution
+    version: str  # "" if it is not installed
+    run: list[str]  # releases that were tested with this library, oldest first
     features: dict[str, Feature] = field(default_factory=dict)  # those that this build needs
 
     @property
     def known(self) -> bool:
-        """Whether this release was run."""
+        """Whether this release was tested with this library."""
         return any(f"{self.version}.".startswith(f"{release}.") for release in self.run)
 
     def works(self, feature: str) -> bool:
@@ -66,18 +66,18 @@ class Release:
         return not self.features[feature].missing
 
     def cure(self, since: str = "") -> str:
-        """How to install the nearest release that works, from `since` on."""
+        """How to install a tested release, `since` or later: the next newer one, or else the newest."""
         works = [release for release in self.run if _number(release) >= _number(since)]
         newer = (release for release in works if _number(release) > _number(self.version))
         return f"pip install '{self.package}=={next(newer, works[-1])}.*'"
 
     def problems(self, *needed: str) -> tuple[list[str], list[str]]:
-        """What forbids it to those who need these optional features, and what others should know."""
+        """Errors and warnings about this release. The optional features in `needed` count as required."""
         fatal, told = list[str](), list[str]()
         if not self.version:
-            fatal.append(f"it needs {self.package}; pip install 'delta-weight-sync[{self.package}]'")
+            fatal.append(f"{self.package} is not installed; pip install 'delta-weight-sync[{self.package}]'")
         elif not self.known:
-            told.append(f"{self.package} {self.version} was not run with this library; {self.cure()}")
+            told.append(f"{self.package} {self.version} was not tested with this library; {self.cure()}")
         for feature in self.features.values():
             for file, what, why in feature.missing[:1]:
                 text = (
@@ -96,8 +96,8 @@ def examine(package: str, site: Path | None = None) -> Release:
     """Look for all places in the installed release of `package` ("vllm" or "trl").
 
     Args:
-        package: Its name. If it is not installed, the version is "".
-        site: A folder with the package and its metadata, such as an unpacked wheel, instead.
+        package: Its name. If it is not installed, the version of the result is "".
+        site: Look in this folder instead: it holds the package and its metadata, as an unpacked wheel does.
     """
     needs = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())[package]
     spec = importlib.util.find_spec(package)
@@ -116,9 +116,9 @@ def examine(package: str, site: Path | None = None) -> Release:
 
 
 def require(package: str, *needed: str) -> Release:
-    """The installed release of `package`, after a warning if it deserves one.
+    """The installed release of `package`. Logs a warning if it is untested or lacks an optional feature.
 
-    Raises `CompatibilityError` if it lacks what this library, or one of the `needed` features, needs.
+    Raises `CompatibilityError` if it lacks a place that this library or a feature in `needed` requires.
     """
     release = examine(package)
     fatal, told = release.problems(*needed)
@@ -139,7 +139,7 @@ def _number(release: str) -> tuple[int, ...]:
 
 
 def _has(file: Path, what: str) -> bool:
-    """Whether a source file has a place, as `compat.toml` describes them."""
+    """Whether a source file has a place, written as in `compat.toml`."""
     place = _PLACE.fullmatch(what)
     assert place, what
     path, parameters, names = place.groups()
@@ -177,6 +177,6 @@ def _named(scope: ast.AST, name: str) -> Iterator[ast.AST]:
 
 
 def _names(node: ast.AST) -> Iterator[str]:
-    """All names in it: of variables, attributes and parameters."""
+    """All names of variables, attributes and parameters in `node`."""
     for inner in ast.walk(node):
         yield getattr(inner, "id", getattr(inner, "attr", getattr(inner, "arg", ""))) or ""

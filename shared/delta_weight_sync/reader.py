@@ -37,11 +37,11 @@ from delta_weight_sync.records import (
 from delta_weight_sync.signing import PublicKeys
 from delta_weight_sync.store import Bucket, Listing, ObjectInfo, open_bucket
 
-_SIDE_BY_SIDE = 6  # objects that are fetched ahead at a time
-_TRIES = 5  # to read a HEAD that a new writer removes meanwhile
-_MAX_UNSIGNED = 16  # refused manifests after which a search ends: a wrong public key refuses all
-_MAX_DAMAGED = 64  # manifests that a search tries: a forged object key can name any version
-_MAX_HEADS = 16  # HEADs that a search tries: a trainer that takes over removes those of earlier ones
+_SIDE_BY_SIDE = 6  # objects that are fetched ahead at the same time
+_TRIES = 5  # times to list HEADs again if a new writer removes the one that was listed
+_MAX_UNSIGNED = 16  # a search ends after this many unsigned manifests: with a wrong public key, all are
+_MAX_DAMAGED = 64  # a search reads at most this many manifests: a forged key can claim any version
+_MAX_HEADS = 16  # a search reads at most this many HEADs: usually there is one
 Kind = TypeVar("Kind", bound=Sealed)
 Problems = dict[str, Exception]
 """The records that were skipped on the way to a valid one: key -> error."""
@@ -99,7 +99,7 @@ class RunReader:
     Args:
         bucket: The bucket that holds the run.
         run: Name of the run.
-        public_keys: Trusted keys, one of which must have signed every record. By default the environment's.
+        public_keys: Trusted keys: one of them must have signed each record. By default the environment's.
     """
 
     def __init__(self, bucket: Bucket, run: str, public_keys: PublicKeys | None = None) -> None:
@@ -107,7 +107,7 @@ class RunReader:
         self.keys = Keys(run)
         self.public_keys = PublicKeys.load() if public_keys is None else public_keys
         self._unreadable = set[str]()  # keys of files that were missing or damaged when they were fetched
-        self._ahead: dict[str, Future[bytes]] = {}  # objects that are fetched before they are asked for
+        self._ahead: dict[str, Future[bytes]] = {}  # objects that are fetched before anything needs them
         self._pool = ThreadPoolExecutor(_SIDE_BY_SIDE, "fetch-ahead")
 
     def newest(self) -> Manifest | None:
@@ -140,10 +140,10 @@ class RunReader:
         raise errors.NoVersionError(f"{place} has not published a first version{known}")
 
     def find(self, version: int) -> Manifest:
-        """The manifest of `version`, found by one listing however long the run is.
+        """The manifest of `version`, found with one listing, however long the run is.
 
-        No chain of hashes leads from HEAD to the result: the caller must check the digest of the weights that
-        it builds.
+        The result is not pinned by a chain of hashes from HEAD. So check the digest of the weights that you
+        build from it.
 
         Raises:
             ProtocolError: The run has no such version, or no trusted key signed it.
@@ -187,22 +187,22 @@ class RunReader:
         return self.read(Manifest, ref.key, ref)
 
     def recipe(self, manifest: Manifest, held: int | None = None) -> Recipe:
-        """As `Manifest.recipe`, but if possible without files that could not be read."""
+        """Like `Manifest.recipe`, but avoids files that could not be read, if another recipe exists."""
         return manifest.recipe_without(self._unreadable, held) or manifest.recipe(held)
 
     def readable(self, manifest: Manifest) -> Manifest | None:
-        """`manifest`, or the newest version before it that can be built from readable files, if any."""
+        """The newest version up to `manifest` that can be built from readable files, if any."""
         found: Manifest | None = manifest
         while found and not found.recipe_without(self._unreadable):
             found = self.parent(found)
         return found
 
     def fetch_ahead(self, keys: Iterable[str]) -> None:
-        """Begin to read small objects side by side. Each is checked as usual when it is asked for."""
+        """Begin to read small objects in parallel. Each is checked as usual when it is used."""
         self._ahead = {key: self._ahead.get(key) or self._pool.submit(self.bucket.get, key) for key in keys}
 
     def _fetched_ahead(self, key: str) -> bytes | None:
-        """An object that was fetched ahead, once."""
+        """Return an object that was fetched ahead, and forget it. None if there is none or it failed."""
         with contextlib.suppress(errors.BucketError, errors.ProtocolError):
             return self._ahead.pop(key).result() if key in self._ahead else None
         return None
@@ -273,15 +273,15 @@ class RunReader:
                 self.read_manifest(head.manifest)
 
     def writers(self) -> list[Writer]:
-        """All writers that have a HEAD. The last one owns the run."""
+        """All writers that have a HEAD, sorted. The last one owns the run."""
         found = (head_writer(info.key) for info in self.bucket.list(self.keys.heads))
         return sorted(writer for writer in found if writer)
 
     def successor(self, of: Writer, born: float | None, problems: Problems) -> Writer | None:
-        """The last writer after `of`, which took over the run, or None.
+        """The writer that took the run over from `of`, or None. If several did, the last one.
 
-        With trusted keys, a HEAD counts only if it is signed and not of an older run: write access to the
-        bucket is not enough to stop a trainer.
+        With trusted keys, a HEAD counts only if it is signed and does not belong to an older run. So write
+        access to the bucket is not enough to stop a trainer.
 
         Args:
             of: The current writer.
@@ -307,13 +307,13 @@ class RunReader:
     def head(
         self, below: Writer | None = None, floor: Rank | None = None, problems: Problems | None = None
     ) -> Head | None:
-        """The owner's HEAD, or None for a run without one.
+        """The HEAD of the writer that owns the run, or None if the run has no version and no HEAD.
 
         A HEAD that is damaged, missing, not signed or below `floor` is rebuilt from the manifests.
 
         Args:
             below: Only consider writers before this one.
-            floor: The lowest acceptable rank.
+            floor: The rank of the oldest version to accept.
             problems: Receives the HEADs that were skipped.
 
         Raises:
@@ -332,7 +332,7 @@ class RunReader:
                     problems.update(skipped)
                 return head
         place = f"{self.bucket.url}/{self.keys.heads}"
-        raise errors.BucketUnreachableError(f"the listing of {place} names HEADs that are gone: try again")
+        raise errors.BucketUnreachableError(f"the listing of {place} names missing HEADs: try again later")
 
     def _last_valid(self, below: Writer | None, floor: Rank | None, skipped: Problems) -> Head | None:
         writers = [writer for writer in self.writers() if below is None or writer < below]
@@ -353,17 +353,17 @@ class RunReader:
         return rebuilt
 
     def head_of(self, writer: Writer, floor: Rank | None = None) -> Head:
-        """HEAD of a writer. Raises `ProtocolError` (damaged, below `floor`) or `ObjectMissingError`."""
+        """HEAD of a writer. Raises `ObjectMissingError`, or `ProtocolError` (damaged, or below `floor`)."""
         key = self.keys.head(writer)
         head = self.read(Head, key)
         if (head.writer_term, head.writer) != writer:
-            raise errors.ProtocolError(f"{key} is the HEAD of another writer: it was not followed")
+            raise errors.ProtocolError(f"{key} is the HEAD of another writer: it was not used")
         if floor and head.rank < floor:
             raise went_back(key, head.version, floor)
         return head
 
     def rebuild_head(self, writer: Writer | None = None, listing: Listing | None = None) -> Head | None:
-        """The HEAD that names the newest complete version, of one writer or of any. None if there is none."""
+        """A HEAD that names the newest complete version, of `writer` if given. None if there is none."""
         there = {info.key: info.size for info in listing or self.bucket.list(self.keys.folder)}
         listed = [each for each in _manifests(there) if writer is None or each[0].written_by(writer)]
         unsigned = 0
@@ -385,8 +385,7 @@ class RunReader:
         return None
 
     def resolve(self, head: Head, problems: Problems | None = None) -> Manifest | None:
-        """The manifest that `head` names, or that of the newest complete version if `head` names a damaged or
-        missing one.
+        """The manifest that `head` names. If it is damaged or missing, that of the newest complete version.
 
         `problems` receives the manifest that was skipped.
         """
@@ -403,15 +402,15 @@ class RunReader:
             return self.read_manifest(rebuilt.manifest)
 
     def read_listed(self, key: str) -> Manifest:
-        """The manifest at a key found by listing. No record names its sha256, so its content must match
-        the key."""
+        """The manifest at a key that a listing showed. No record names its sha256, so its content must
+        match the key."""
         manifest = self.read(Manifest, key)
         if key != self.keys.manifest(manifest.version, Writer(manifest.writer_term, manifest.writer)):
             raise errors.ProtocolError(f"{key} holds the manifest of another version: it was not used")
         return manifest
 
     def read(self, kind: type[Kind], key: str, ref: FileRef | None = None) -> Kind:
-        """Read a record of this run, pinned by `ref` if given. Every record that is acted on is read here.
+        """Read a record of this run, pinned by `ref` if given, and check it.
 
         Raises:
             SignatureError: No trusted key signed it.
@@ -452,7 +451,7 @@ def _manifests(keys: Iterable[str]) -> Iterator[tuple[VersionKey, str]]:
 
 
 def remove_other_files(folder: Path, anchor: AnchorRef) -> None:
-    """Create `folder` if needed, and remove all subfolders, and all files that are not named like a file of
+    """Create `folder` if needed. Remove its subfolders, and its files that are named unlike those of
     `anchor`."""
     folder.mkdir(parents=True, exist_ok=True)
     names = {ref.name for ref in anchor.files}
@@ -465,7 +464,7 @@ def remove_other_files(folder: Path, anchor: AnchorRef) -> None:
 
 @contextmanager
 def checkpoint_errors(anchor: AnchorRef) -> Iterator[None]:
-    """Turn errors of files that are not a checkpoint into a `ProtocolError` that names the anchor."""
+    """If the anchor's files are not a checkpoint, raise a `ProtocolError` that names the anchor."""
     try:
         yield
     except (SafetensorError, ValueError, LookupError) as error:
@@ -494,6 +493,6 @@ def require_digest(state: dict[str, Bits], manifest: Manifest) -> None:
     digest = to_hex(state_digest(state))
     if digest != manifest.digest:
         raise errors.ProtocolError(
-            f"version {manifest.version} has digest {manifest.digest}, its files give {digest}; "
-            "the run is damaged, resume from an earlier version"
+            f"version {manifest.version} has digest {manifest.digest}, but its files give {digest}; "
+            "the run is damaged: resume from an earlier version"
         )

@@ -1,7 +1,7 @@
 """Versions, manifests, HEAD and their keys: the records of a run in its bucket.
 
 A run is a folder of the bucket (docs/wire-format.md). Every object is written once, except HEADs and the
-newest log segment.
+newest segment of the log.
 
 Trust flows one way: HEAD names the manifest by sha256, and the manifest names every file by sha256. Each
 writer has its own HEAD and its own keys, so a trainer that was replaced cannot overwrite its successor. The
@@ -37,10 +37,10 @@ from delta_weight_sync.store._base import file_sha256
 FORMAT: Final = "delta-weight-sync/2"
 POLL_S: Final = 1.0  # usual seconds between two requests for HEAD
 MAX_ASSETS: Final = 256  # files of one anchor
-LARGEST: Final = 1e15  # largest measured number, in any unit
+LARGEST: Final = 1e15  # the largest number that a log event may report, in any unit
 STRIDES: Final = (8, 64)  # versions that a jump spans
-ANCHOR_PAYS: Final = 0.5  # deltas of this many model sizes call for an anchor: a join costs at most 1.5
-MAX_FILES: Final = 128  # deltas after an anchor, however small they are
+ANCHOR_PAYS: Final = 0.5  # write an anchor if a join fetches deltas of more than this share of the model
+MAX_FILES: Final = 128  # write an anchor if a join fetches this many deltas, however small they are
 WINDOW: Final = 64  # newest versions whose deltas a manifest always names
 RUN_NAME: Final = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 
@@ -54,7 +54,7 @@ _PART = re.compile(
 
 
 class Writer(NamedTuple):
-    """A trainer that took over the run. The greatest writer owns the run.
+    """A trainer that opened the run. The writer with the highest term, then the highest id, owns the run.
 
     `term` grows by one with each writer. `id` is 32 random hex digits: two trainers that start at the same
     moment may get the same term, but never the same keys.
@@ -83,7 +83,7 @@ class Keys:
 
     def __init__(self, run: str) -> None:
         if not re.fullmatch(RUN_NAME, run):
-            raise ProtocolError(f"run name {run!r} may hold letters, digits, '.', '_' and '-' only")
+            raise ProtocolError(f"{run!r} is not a run name: use 1 to 96 letters, digits, '.', '_' and '-'")
         self.run = run
         self.folder = f"runs/{run}/"
         self.heads = f"{self.folder}heads/"
@@ -113,7 +113,7 @@ class Keys:
         return f"{self.manifests}{version:08d}.{writer}.json"
 
     def state(self, version: int, sync: int, writer: Writer) -> str:
-        """Folder of the trainer state at `version` and `sync`. Its record has the same name and `.json`."""
+        """Folder of the trainer state at `version` and `sync`. The record's key is this plus `.json`."""
         return f"{self.states}{version:08d}.{sync:08d}.{writer}"
 
     def segment(self, number: int) -> str:
@@ -153,7 +153,7 @@ def head_writer(key: str) -> Writer | None:
 
 
 def cut(length: int) -> Any:
-    """Shorten free text, or a list, instead of refusing it. Half a UTF-16 character becomes "?"."""
+    """Shorten free text, or a list, instead of refusing it. A lone surrogate becomes "?"."""
 
     def shorten(value: Any) -> Any:
         if isinstance(value, str):
@@ -199,7 +199,7 @@ class FileRef(Record):
     @model_validator(mode="after")
     def _no_parent_folder(self) -> Self:
         if ".." in self.key.split("/") or "//" in self.key:
-            raise ValueError(f"key {self.key!r} leaves its folder")
+            raise ValueError(f"key {self.key!r} contains '..' or '//'")
         return self
 
     @property
@@ -250,7 +250,7 @@ class AnchorRef(Record):
     @model_validator(mode="after")
     def _one_of_each_name(self) -> Self:
         if len({file.name for file in self.files}) < len(self.files):
-            raise ValueError("two files of the anchor have one name")
+            raise ValueError("two files of the anchor have the same name")
         return self
 
 
@@ -266,7 +266,7 @@ class Sealed(Record):
     format: Literal["delta-weight-sync/2"] = FORMAT
     run: RunName
     seal: Sha256 | Literal[""] = ""  # computed if empty
-    # One spelling each, so that equal content is an equal record.
+    # Hex digits are lower-case, so that equal content is an equal record.
     signature: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{128})?$")] = ""
 
     @model_validator(mode="after")
@@ -274,7 +274,7 @@ class Sealed(Record):
         content = f"{type(self).__name__}\n{self.model_dump_json(exclude={'seal', 'signature'})}"
         seal = hashlib.sha256(content.encode()).hexdigest()
         if self.seal not in ("", seal):
-            raise ValueError("seal does not fit the other fields: the object is damaged")
+            raise ValueError("`seal` does not match the other fields: the object is damaged")
         object.__setattr__(self, "seal", seal)
         return self
 
@@ -282,22 +282,22 @@ class Sealed(Record):
 class Manifest(Sealed):
     """How to build one version, and the digest that proves it.
 
-    `deltas` holds one delta per version without a gap up to `version`: the newest ones, for replicas that
-    are a little behind, and all that the recipe from the anchor needs. `jumps` shorten that recipe.
+    `deltas` holds one delta for each version up to `version`, without a gap. They go back far enough for a
+    replica that is a little behind, and for one that starts at the anchor. `jumps` let both skip deltas.
     """
 
     born: Time  # unix seconds when the run was created: a restarted run is another run
     version: Count
     writer_term: Count
     writer: WriterId
-    sync: Count  # the trainer's number of the sync whose weights this version holds
+    sync: Count  # number of the trainer's sync whose weights this version holds
     created_at: Time  # unix seconds when the trainer handed over the weights
     digest: Digest
     anchor: AnchorRef
     deltas: Deltas
     jumps: Deltas
     parent: FileRef | None  # the manifest of version - 1
-    changed: Count  # elements that differ from version - 1
+    changed: Count  # elements that differ from version - 1; 0 without a delta
     total: Count  # elements of the model
     full_bytes: Count  # bytes of all weights in bf16
 
@@ -309,21 +309,21 @@ class Manifest(Sealed):
         if self.recipe_without(()) is None:
             raise ValueError(f"nothing leads from anchor {self.anchor.version} to version {self.version}")
         if (self.parent is None) != (self.version == 0):
-            raise ValueError("exactly version 0 has no parent")
+            raise ValueError("version 0 must have no parent, and every other version must have one")
         return self
 
     def recipe(self, held: int | None = None) -> Recipe:
-        """The files to fetch for this version with the fewest bytes.
+        """The smallest set of files that builds this version.
 
         Args:
-            held: A version that you already have. It must belong to the same history; the digest proves that.
+            held: A version that you already have. It must belong to this run; the digest shows if it does.
         """
         recipe = self.recipe_without((), held)
         assert recipe is not None, "the anchor leads here"
         return recipe
 
     def recipe_without(self, unreadable: Container[str], held: int | None = None) -> Recipe | None:
-        """As `recipe`, but without the files with these keys. None if no other recipe exists."""
+        """Like `recipe`, but without the files that have these keys. None if no other recipe exists."""
         deltas = [delta for delta in (*self.deltas, *self.jumps) if delta.key not in unreadable]
         whole = not any(file.key in unreadable for file in self.anchor.files)
         return cheapest_recipe(self.anchor if whole else None, deltas, self.version, held)
@@ -335,7 +335,7 @@ class Manifest(Sealed):
 
     @property
     def rank(self) -> Rank:
-        """See `Rank`."""
+        """The manifest's place in the order of versions."""
         return self.born, self.writer_term, self.writer, self.version
 
     @property
@@ -356,12 +356,12 @@ class Head(Sealed):
     @model_validator(mode="after")
     def _both_or_neither(self) -> Self:
         if (self.version is None) != (self.manifest is None):
-            raise ValueError("a version has a manifest")
+            raise ValueError("`version` and `manifest` must both be set, or both be null")
         return self
 
     @property
     def rank(self) -> Rank:
-        """See `Rank`. Before the first version it is the rank of version -1."""
+        """HEAD's place in the order of versions. Before the first version it is that of version -1."""
         return self.born, self.writer_term, self.writer, -1 if self.version is None else self.version
 
 
@@ -376,7 +376,7 @@ class RunInfo(Record):
 
 
 def reference(key: str, record: Record) -> FileRef:
-    """Pin a stored record by its content."""
+    """A reference that pins a record by its content."""
     data = record.to_bytes()
     return FileRef(key=key, size=len(data), sha256=hashlib.sha256(data).hexdigest())
 
@@ -392,7 +392,7 @@ def parse(kind: type[Model], data: bytes, key: str) -> Model:
 
 
 class Recipe(NamedTuple):
-    """The files that build a version, in order: an anchor, unless a version is held, then deltas."""
+    """The files that build a version, in order: an anchor (if no version is held), then deltas."""
 
     anchor: AnchorRef | None
     deltas: tuple[DeltaRef, ...]
@@ -413,7 +413,7 @@ def cheapest_recipe(
 ) -> Recipe | None:
     """The recipe with the fewest bytes, then the fewest files. None if nothing leads to `version`.
 
-    All deltas lead forward, so one pass over them in the order of their bases finds it.
+    One pass over the deltas, sorted by base, finds it, because all deltas lead to later versions.
 
     Args:
         anchor: An anchor to start from, if any.
@@ -448,8 +448,8 @@ def links_for(
     """Choose the deltas and jumps that the manifest of `version` names.
 
     These are the cheapest recipe from the anchor, the deltas of the last `WINDOW` versions for replicas that
-    are a little behind, and the jumps that such replicas can use. If jumps exist, the manifest grows by only
-    one jump in 64 versions after an anchor.
+    are a little behind, and the jumps that such replicas can use. With jumps, a manifest grows slowly: by one
+    jump for every 64 versions since the anchor.
     """
     deltas, jumps = tuple(deltas), tuple(jumps)
     recipe = cheapest_recipe(anchor, (*deltas, *jumps), version, None)

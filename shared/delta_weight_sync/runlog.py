@@ -1,8 +1,8 @@
 """The event log of a run, in its bucket: the only source of the curves on the dashboard.
 
 Buckets cannot append, so the log is a series of segments with at most `SEGMENT` events each. Only the newest
-segment is rewritten; a reader keeps the full ones. Only the trainer writes: replicas have read-only tokens,
-so the trainer asks them for their status and records the answer.
+segment is rewritten, so a reader reads each full one once. Only the trainer writes: replicas have read-only
+tokens, so the trainer asks them for their status and records the answer.
 
 The log is not signed, so readers trust nothing in it: every field of an event is bounded, texts and rollouts
 are cut, and lines that are not events are skipped and counted.
@@ -22,10 +22,10 @@ from delta_weight_sync.errors import ProtocolError
 from delta_weight_sync.records import FORMAT, Count, Digest, Keys, Line, Number, Record, Text, Time, Word, cut
 from delta_weight_sync.store import Bucket
 
-SEGMENT: Final = 512
-SEGMENT_BYTES: Final = 4 << 20  # of a segment
-LINE: Final = 1 << 20  # bytes of an event
-METRICS: Final = 256  # of one step
+SEGMENT: Final = 512  # events in a segment, at most
+SEGMENT_BYTES: Final = 4 << 20
+LINE: Final = 1 << 20  # bytes of an event, at most
+METRICS: Final = 256  # of one step, at most
 _log = logging.getLogger(__name__)
 
 
@@ -37,7 +37,7 @@ class SyncEvent(Record):
     version: Count
     sync: Count
     payload_bytes: Count  # the delta's, or the anchor's for version 0
-    anchor_bytes: Count  # of an anchor published with it, else 0
+    anchor_bytes: Count  # of a new anchor that the manifest names, else 0
     sent_bytes: Count = 0  # all uploads since the last version: also manifests, jumps, states and this log
     full_bytes: Count
     changed: Count
@@ -48,11 +48,11 @@ class SyncEvent(Record):
 
 
 class Rollout(Record):
-    """One conversation of a group. Each turn is the text of the policy and the environment's answer."""
+    """One conversation of a group. A turn is a text of the policy and the environment's answer."""
 
     turns: Annotated[tuple[tuple[Text, Text], ...], *cut(16)]
     reward: Number | None
-    sync: Count  # of the oldest weights that wrote a token of it
+    sync: Count  # of the oldest weights that generated one of its tokens
 
 
 class StepEvent(Record):
@@ -63,7 +63,7 @@ class StepEvent(Record):
     step: Count
     reward: Number | None
     metrics: Annotated[dict[Word, Number], Field(max_length=METRICS)]
-    prompt: Text = ""  # of `rollouts`, which share it
+    prompt: Text = ""  # shared by all `rollouts`
     rollouts: Annotated[tuple[Rollout, ...], *cut(16)] = ()
 
 
@@ -77,7 +77,7 @@ class ReplicaEvent(Record):
     version: Count | None
     digest: Digest | None
     error: Line | None = None
-    signed_by: Word | None = None  # whose signature of `version` was checked: a key's fingerprint
+    signed_by: Word | None = None  # fingerprint of the key that signed `version`, if signatures are checked
 
 
 class CommitEvent(Record):
@@ -92,8 +92,8 @@ class CommitEvent(Record):
     fetch_s: Number
     stage_s: Number
     pause_ms: Number  # how long generation paused
-    commit_ms: Number  # the part of it that wrote and checked weights
-    joined: bool = False  # from a whole checkpoint, not by deltas
+    commit_ms: Number  # the part of the pause in which weights were written and checked
+    joined: bool = False  # whether it took a whole checkpoint instead of deltas
 
 
 class ReplicaReport(Record):
@@ -102,8 +102,8 @@ class ReplicaReport(Record):
     format: Word = FORMAT
     status: ReplicaEvent
     commits: Annotated[tuple[CommitEvent, ...], Field(max_length=1024)]
-    notice: Line = ""  # how it learns of new versions
-    engine: Line = ""  # its vLLM, and how that takes commits
+    notice: Line = ""  # how the replica learns of new versions
+    engine: Line = ""  # its vLLM, and the way in which that vLLM commits
 
 
 class DoneEvent(Record):
@@ -126,9 +126,9 @@ class RunLogWriter:
     def __init__(self, bucket: Bucket, run: str, *, every_s: float = 1.0) -> None:
         self._bucket, self._keys, self._every_s = bucket, Keys(run), every_s
         there = {info.key for info in bucket.list(self._keys.log)}
-        # The first free number, because a reader would wait forever for a missing segment.
+        # Use the first free number, because a reader would wait forever for a missing segment.
         self._segment = next(n for n in itertools.count() if self._keys.segment(n) not in there)
-        self._lines: list[bytes] = []  # of the newest segment, and what comes after it
+        self._lines: list[bytes] = []  # events of the newest segment and later ones
         self._written = 0
         self._lock, self._writing, self._closed = threading.Lock(), threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._loop, name="run-log", daemon=True)
@@ -158,10 +158,10 @@ class RunLogWriter:
                 self._segment, self._written = self._segment + 1, 0
 
     def _write_segment(self) -> int:
-        """Write new events of the newest segment. Returns its number of events if it is full, else 0."""
+        """Write the newest segment if it has new events. Returns its number of events if full, else 0."""
         with self._lock:
             sizes = itertools.accumulate(len(line) + 1 for line in self._lines[:SEGMENT])
-            count = sum(size <= SEGMENT_BYTES for size in sizes)  # that fit into one segment
+            count = sum(size <= SEGMENT_BYTES for size in sizes)  # events that fit into one segment
             lines, more = self._lines[:count], len(self._lines) > count
         if count > self._written:
             self._bucket.put(self._keys.segment(self._segment), b"\n".join(lines))
@@ -208,7 +208,7 @@ class RunLogReader:
             data = self._bucket.get(self._keys.segment(self._segment))
         except ProtocolError:  # far too large
             data = b"?"
-        for line in data.split(b"\n", SEGMENT)[self._seen :]:  # the last one holds the excess
+        for line in data.split(b"\n", SEGMENT)[self._seen :]:  # the last line holds whatever is too much
             self._seen += 1
             try:
                 yield _EVENT.validate_json(line if len(line) <= LINE else b"")

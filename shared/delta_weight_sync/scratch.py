@@ -26,7 +26,7 @@ class Scratch:
             if _is_left(left):
                 shutil.rmtree(left, ignore_errors=True)
         folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-        # The lock, held until the end, comes before the name: no other process ever finds the mark unlocked.
+        # Lock the file before it gets its name, so no other process finds the mark unlocked while this lives.
         mark = folder / f"{_MARK}.new"
         lock = os.open(mark, os.O_CREAT | os.O_WRONLY, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -48,7 +48,7 @@ def _remove(folder: Path, lock: int) -> None:
 
 
 def _is_left(folder: Path) -> bool:
-    """Whether it belongs to this user and its process is gone; a folder without a mark is being made."""
+    """Whether the folder is this user's and its process is gone. One without a mark is still being made."""
     try:
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():

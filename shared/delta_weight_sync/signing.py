@@ -5,10 +5,10 @@ the matching public key refuse every record without its signature. A seal covers
 run and all other fields, including the sha256 of every file. Keys are one word of text each:
 
     DELTA_WEIGHT_SYNC_SIGNING_KEY=ed25519_secret_<64 hex digits>     only for the trainer
-    DELTA_WEIGHT_SYNC_PUBLIC_KEY=ed25519_public_<64 hex digits>      the readers'; separate several by commas
+    DELTA_WEIGHT_SYNC_PUBLIC_KEY=ed25519_public_<64 hex digits>      for readers; separate several by commas
 
-Without the first, nothing is signed. Without the second, no signature is checked. `cryptography` is imported
-only when a key is set.
+Without the first, nothing is signed. Without both, no signature is checked. `cryptography` is imported only
+when a key is set.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ class PublicKeys:
     """The keys that a reader trusts. Without any, it accepts every record with a valid seal.
 
     Args:
-        text: Words of `ed25519_public_` and 64 hex digits, separated by commas. Only "" names no key.
+        text: Keys, each `ed25519_public_` and 64 hex digits, separated by commas. Only "" names no key.
 
     Raises:
-        KeyFormatError: A word is not such a key.
+        KeyFormatError: `text` holds something else than such keys.
     """
 
     def __init__(self, text: str = "") -> None:
         words = [word.strip() for word in text.split(",") if word.strip()]
-        if text and not words:  # such as "," of two unset variables: checking must not be off
+        if text and not words:  # such as "," from two unset variables: this must not turn checking off
             words = [text]
         self._keys = {word: _parsed(word, _PUBLIC, PUBLIC_KEY) for word in words}
 
@@ -116,10 +116,10 @@ class PublicKeys:
 
 
 def keys_in(environ: Mapping[str, str]) -> tuple[SigningKey | None, PublicKeys]:
-    """The key to sign with, if any, and the keys to trust, which include its public half.
+    """The key to sign with, if any, and the keys to trust, which include the signing key's public half.
 
     Raises:
-        KeyFormatError: A key is invalid, or the trusted keys would refuse what the signing key signs.
+        KeyFormatError: A key is invalid, or the signing key's public half is not among the trusted keys.
     """
     text = environ.get(SIGNING_KEY, "")
     signing = SigningKey(text) if text else None
@@ -139,8 +139,8 @@ def writer_keys(signing_key: str | Path | None = None) -> tuple[SigningKey | Non
         signing_key: The key, or the file that `delta-weight-sync keygen` wrote. By default the environment's.
 
     Raises:
-        KeyFormatError: It is not a key, or readers with the environment's public key would refuse its
-            versions.
+        KeyFormatError: It is not a key, or readers with the environment's public key would refuse what it
+            signs.
     """
     environ = dict(os.environ)
     if signing_key is not None:
@@ -164,7 +164,7 @@ def make_keys(file: Path) -> str:
 
     Raises:
         KeyFormatError: The file exists.
-        OSError: The disk refused the file.
+        OSError: The file cannot be written.
     """
     pair = new_pair()
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -172,7 +172,7 @@ def make_keys(file: Path) -> str:
         file.touch(mode=0o600, exist_ok=False)
     except FileExistsError:
         raise KeyFormatError(
-            f"{file} exists, and a lost key cannot be made again: name another file"
+            f"{file} exists, and a key that is overwritten is lost: name another file"
         ) from None
     file.write_text("".join(f"{name}={word}\n" for name, word in pair.items()))
     return pair[PUBLIC_KEY]
@@ -185,18 +185,18 @@ def new_pair() -> dict[str, str]:
 
 
 def _message(record: Sealed) -> bytes:
-    """The signed bytes: the seal after a prefix that no other use of the key would sign."""
+    """The bytes to sign: the seal, after a prefix that keeps the signature from fitting anything else."""
     return f"{FORMAT} {record.seal}".encode()
 
 
 def _word(given: str | Path, variable: str, kind: str) -> str:
-    """The text of a key, from itself or from a file of `make_keys`."""
+    """The text of a key, which is given itself or in a file of `make_keys`."""
     if isinstance(given, str) and given.strip().startswith(kind):
         return given
     try:
         lines = Path(given).read_text().splitlines()
         return next(line.partition("=")[2] for line in lines if line.startswith(f"{variable}="))
-    except (OSError, ValueError, StopIteration):  # the error does not quote it: it may be a secret
+    except (OSError, ValueError, StopIteration):  # do not quote what was given: it may be a secret
         raise KeyFormatError(
             f"the given {variable} is neither a key, which begins with {kind}, nor a file that"
             " `delta-weight-sync keygen FILE` wrote"
@@ -208,7 +208,7 @@ def _parsed(text: str, kind: str, variable: str) -> bytes:
     found = re.fullmatch(f"{kind}([0-9a-f]{{64}})", text.strip())
     if not found:
         raise KeyFormatError(
-            f"{variable} is not a key: a key is {kind} and 64 hex digits, as `delta-weight-sync keygen FILE`"
-            " writes it"
+            f"{variable} is not a key: write {kind} and 64 hex digits, as `delta-weight-sync keygen FILE`"
+            " does"
         )
     return bytes.fromhex(found[1])

@@ -14,14 +14,14 @@ Result = TypeVar("Result")
 
 
 def kernel(function: Function) -> Function:
-    """Compile `function` with numba at its first call; it is cached on disk and runs without the GIL."""
-    from numba import njit  # here: not every command needs it
+    """Compile `function` with numba at its first call. It is cached on disk and runs without the GIL."""
+    from numba import njit  # imported here, because not every command needs it
 
     return cast(Function, njit(cache=True, nogil=True)(function))
 
 
 def threads(cores: int) -> int:
-    """Threads for a machine with `cores` cores: the trainer or vLLM needs the others."""
+    """Threads to use on a machine with `cores` cores. The trainer or vLLM needs the other cores."""
     return min(16, max(1, cores // 2))
 
 
@@ -31,8 +31,8 @@ THREADS = threads(len(os.sched_getaffinity(0)))
 def in_order(work: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:
     """Yield `work(job)` of each job in order, on `THREADS` threads.
 
-    Jobs are made in the caller's thread, one at a time and at most `THREADS` ahead of what was taken.
-    Exceptions of `work` and of the making of jobs pass through; jobs that have not begun are then dropped.
+    `jobs` is read in the caller's thread, at most `THREADS` jobs ahead of the result that was yielded last.
+    Exceptions of `work` and `jobs` pass through; jobs that have not begun are then dropped.
     """
     if THREADS == 1:
         yield from map(work, jobs)

@@ -1,7 +1,7 @@
 """Watches a run for newer versions: polls HEAD, wakes up when it is notified, and backs off from failures.
 
-A failure is retried at growing intervals: a store that does not answer, records that cannot be read, a
-version that cannot be used. A new version or the program's owner ends such a pause. A notification does not.
+Three failures are retried at growing intervals: the store does not answer, records cannot be read, or a
+version cannot be used. `reset` ends all these waits; `refresh` or a new version ends those for the last two.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from delta_weight_sync.errors import NoVersionError, ObjectMissingError, Protoco
 from delta_weight_sync.reader import Problems, RunReader, went_back
 from delta_weight_sync.records import POLL_S, Head, Manifest, Rank, Writer, head_writer
 
-FIRST_S = 1.0  # from the first failure to the next try; each further failure doubles it
+FIRST_S = 1.0  # wait after the first failure; each further failure doubles it
 LONGEST_S = 600.0
-_LIST_EVERY = 30  # polls; in between, only the known HEAD is requested: the Hub allows more of these requests
-_AHEAD = 3  # deltas of further versions that are fetched before HEAD's manifest names them
+_LIST_EVERY = 30  # one poll in 30 lists all HEADs; the Hub allows more of the other polls, for one HEAD
+_AHEAD = 3  # deltas of further versions that are fetched before a manifest names them
 _STORE = "the store"
 _log = logging.getLogger(__name__)
 
 
 class Backoff:
-    """Counts failures of one thing at a time. Another thing may be tried immediately. Not thread-safe."""
+    """Delays new tries of what failed last; anything else may be tried immediately. Not thread-safe."""
 
     def __init__(self) -> None:
         self.reset()
@@ -39,7 +39,7 @@ class Backoff:
         return what != self._what or monotonic() >= self._next
 
     def failed(self, what: object) -> None:
-        """Record that `what` failed. Its earlier failures count unless the last one is long ago."""
+        """Record that `what` failed. Earlier failures of it count, unless the last one is long ago."""
         now = monotonic()
         if what != self._what or now - self._failed > 2 * LONGEST_S:
             self._failures = 0
@@ -55,7 +55,7 @@ class Watcher:
 
     Args:
         reader: The run.
-        poll_s: Usual seconds between two polls if the store sends no events.
+        poll_s: Usual seconds between two polls if the store sends no notifications.
         seen: A version that you already have. Older ones are refused.
     """
 
@@ -65,33 +65,33 @@ class Watcher:
         self.wait, self.poke, self.close = notifications.wait, notifications.poke, notifications.close
         self._skipped: Problems = {}  # records that were skipped to find the newest version
         self._skipped_heads: Problems = {}
-        # Failures to get an answer, to find a version behind the HEADs, to use it, and to find whole HEADs.
+        # These wait if: no answer came; the HEADs led to no version; it could not be used; HEADs are damaged.
         self._asking, self._finding, self._using, self._mending = (Backoff() for _ in range(4))
-        self._answered, self._fruitful = False, True  # whether the last look that was prompted found news
+        self._answered, self._fruitful = False, True  # whether the last poll after a notification found news
         self._newest = seen
         self.reset(seen.rank if seen else None)
 
     def refresh(self) -> None:
-        """Poll now and treat any version as new, but still refuse versions older than one seen before."""
+        """Make the next `check` poll and take any version as new, except those older than one seen before."""
         self._notifications.reset()
         self._finding.reset()
         self._using.reset()
         self._mending.reset()
         self._key, self._polls, self._empty = "", 0, 0
         self._found: dict[str, str] = {}  # key -> etag of each HEAD
-        self._used: dict[str, str] | None = None  # `_found` when its version was used
+        self._used: dict[str, str] | None = None  # what `_found` was for the version used last
 
     def reset(self, floor: Rank | None = None) -> None:
-        """Accept whatever HEAD says now, including an older version, but none older than `floor`."""
+        """Forget the versions seen so far: from now on, accept any version that is not older than `floor`."""
         self.refresh()
         self._asking.reset()
         self._head_floor, self._floor = floor, floor
 
     def check(self, use: Callable[[Manifest], object]) -> bool:
-        """Poll if it is time to, and call `use` with a new version. Raises as `poll` and `use`.
+        """Poll if it is time to, and call `use` with a new version. Raises what `poll` and `use` raise.
 
         Returns:
-            Whether this was a poll, and no version is left to be used.
+            True if the run was polled and its newest version is in use.
         """
         if not self._asking.allows(_STORE):
             return False
@@ -114,7 +114,7 @@ class Watcher:
         return self._found == self._used
 
     def _use(self, manifest: Manifest, use: Callable[[Manifest], object]) -> None:
-        """If `use` fails, back off from this version however often HEAD is rewritten."""
+        """Call `use`. If it fails, delay the next try of this version, even if HEAD is rewritten."""
         if not self._using.allows(manifest.seal):
             self._finding.failed(self._found)
             return
@@ -126,7 +126,7 @@ class Watcher:
         self.mark_used()
 
     def mark_used(self) -> None:
-        """Do not return the version that was found last again."""
+        """Mark the version that `poll` returned last as used: `poll` does not return it again."""
         self._used = self._found
 
     def describe(self) -> str:
@@ -140,7 +140,7 @@ class Watcher:
     def poll(self) -> Manifest | None:
         """The newest version, or None if it was used already or failed a moment ago.
 
-        Damaged records besides a valid version are no error; `problem` names them.
+        If a valid version is found, damaged records are not an error; `problem` names them.
 
         Raises:
             NoVersionError: There is no version yet.
@@ -148,7 +148,7 @@ class Watcher:
             BucketError: The store failed.
         """
         prompted, following = self._notifications.prompted, self._newest.version + 1 if self._newest else 0
-        if prompted and self._fruitful:  # do not ask first whether there is something new
+        if prompted and self._fruitful:  # expect a new version, instead of checking HEAD's etag first
             self._fetch_ahead(following, self._key)
         known = self._read_etags()
         self._answered, self._empty = True, 0 if self._found else self._empty + 1
@@ -161,7 +161,7 @@ class Watcher:
             self._fetch_ahead(following, self._key)
         head = self._known_head() if known else None
         if head is None:
-            if not self._mending.allows(_STORE):  # torn HEADs may change each second
+            if not self._mending.allows(_STORE):  # damaged HEADs may change each second
                 return None
             head = self._owner_head()
         if head and head.version and head.version > following:
@@ -186,8 +186,8 @@ class Watcher:
         return manifest
 
     def _fetch_ahead(self, version: int, *others: str) -> None:
-        """Begin to read what leads from the newest known version to `version`: the keys are known. A folder
-        is read faster than threads start."""
+        """Begin to read what leads from the newest known version to `version`: the keys follow from it. Not
+        for a folder, which is read faster than threads start."""
         folder = self._reader.bucket.url.startswith("file:")
         if self._newest and not folder and (writer := head_writer(self._key)):
             keys, first = self._reader.keys, self._newest.version + 1
@@ -198,7 +198,7 @@ class Watcher:
         """Read the etags of the HEADs. True if only the known HEAD was requested."""
         bucket, self._polls = self._reader.bucket, self._polls + 1
         known = bucket.stat(self._key) if self._key and self._polls % _LIST_EVERY else None
-        # If news is expected and the known HEAD did not change, another writer's HEAD may have it.
+        # If a change is expected and the known HEAD is the same, another writer's HEAD may have changed.
         expected = self._notifications.prompted or self._notifications.unprompted
         if known and not (expected and known.etag == (self._used or {}).get(self._key)):
             self._found = self._found | {self._key: known.etag}
@@ -211,14 +211,14 @@ class Watcher:
         with contextlib.suppress(ProtocolError, ObjectMissingError):
             if writer := head_writer(self._key):
                 head = self._reader.head_of(writer, self._head_floor)
-                if head.rank == self._head_floor:  # fetched ahead, it may be older than its etag
+                if head.rank == self._head_floor:  # it was fetched before its etag, so read it again
                     head = self._reader.head_of(writer, self._head_floor)
                 self._skipped_heads.pop(self._key, None)
                 return head
         return None
 
     def _owner_head(self) -> Head | None:
-        """HEAD of the writer that owns the run. Without any HEAD, the run is listed only now and then."""
+        """HEAD of the writer that owns the run. If there is no HEAD, the run is listed only now and then."""
         if self._empty > 1 and self._empty % _LIST_EVERY != 1:
             return None
         self._skipped_heads = {}

@@ -383,7 +383,7 @@ def test_what_is_not_ours_stays(run, folder):
     assert versions(folder) == ["00000001", "00000001.1", "00000002", "00000007"]
     shutil.rmtree(folder)
     (folder / "current").mkdir(parents=True)
-    assert "holds something else: name an empty folder" in follow(run, folder, "--once").complaint
+    assert "holds other files: name an empty folder" in follow(run, folder, "--once").complaint
 
 
 def is_free(run: Drifting, folder: Path) -> bool:

@@ -71,9 +71,9 @@ def test_an_unknown_release_with_all_places_starts_with_one_warning(
     compat.require(package)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert f" {version} was not run with this library" in record.getMessage()
+    assert f" {version} was not tested with this library" in record.getMessage()
     monkeypatch.setenv(compat.STRICT, "1")
-    with pytest.raises(CompatibilityError, match=rf"{version} was not run .*pip install '{package}(-cpu)?=="):
+    with pytest.raises(CompatibilityError, match=rf"{version} was not tested .*install '{package}(-cpu)?=="):
         compat.require(package)
 
 

@@ -112,7 +112,7 @@ def test_no_compiler_and_no_headers(install, monkeypatch, tmp_path):
     (tmp_path / "Python.h").unlink()
     compiler, headers = gpu_build.missing()
     assert "install gcc" in compiler
-    assert f"{tmp_path}/Python.h is not there; install python3-dev" in headers
+    assert f"{tmp_path}/Python.h is missing; install python3-dev" in headers
     (tmp_path / "clang").touch(mode=0o700)
     assert gpu_build.missing() == [headers]
 

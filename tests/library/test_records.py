@@ -56,9 +56,9 @@ def test_a_delta_leads_forward():
         ({"surprise": 1}, "surprise"),
         ({"format": "other/1"}, "format"),
         ({"writer": "me"}, "writer"),
-        ({"version": None}, "a version has a manifest"),
-        ({"seal": SHA}, "seal does not fit"),
-        ({"manifest": {"key": "runs/../secret", "size": 1, "sha256": SHA}}, "leaves its folder"),
+        ({"version": None}, "must both be set"),
+        ({"seal": SHA}, "`seal` does not match"),
+        ({"manifest": {"key": "runs/../secret", "size": 1, "sha256": SHA}}, "contains '..'"),
         ({"manifest": {"key": "/etc/passwd", "size": 1, "sha256": SHA}}, "key"),
     ],
 )

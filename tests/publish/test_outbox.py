@@ -284,7 +284,7 @@ def test_what_is_not_kept_is_refused_before_anything_is_written(walk):
     past = past_of(walk, keep=2)
     assert past.syncs == [3, 4, 5]
     weights = {name: weights_of(bits, torch.float32) for name, bits in walk[4].items()}
-    with pytest.raises(UndoLogError, match="the undo log holds syncs 3 to 5, not 2; keep more of them"):
+    with pytest.raises(UndoLogError, match="the undo log holds syncs 3 to 5, not 2; call `keep_undo_log`"):
         past.roll(weights, 5, 2)
     assert torch.equal(bf16_bits(weights["every"]), torch.from_numpy(walk[4]["every"].view(np.int16)))
     past.roll(weights, 5, 3)
@@ -292,7 +292,7 @@ def test_what_is_not_kept_is_refused_before_anything_is_written(walk):
 
 
 def test_weights_that_cannot_hold_every_published_one_are_refused():
-    with pytest.raises(ValueError, match=r"torch\.float16 do not hold every bf16: use float32 or bfloat16"):
+    with pytest.raises(ValueError, match=r"torch\.float16 cannot hold every bf16 value: use float32"):
         bf16_bits(torch.zeros(3, dtype=torch.float16))
 
 

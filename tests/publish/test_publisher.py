@@ -166,7 +166,7 @@ def test_what_is_not_trained_is_said_once(url, base, caplog):
         for _ in range(2):
             publisher.publish(trained(base).items())
     assert [r.message for r in caplog.records] == [
-        "untrained, so taken from my-policy: 2 tensors (tower.norm, tower.weight)"
+        "2 untrained tensors were taken from my-policy (tower.norm, tower.weight)"
     ]
 
 

@@ -238,7 +238,7 @@ def test_what_cannot_be_exact_is_refused_with_what_to_change():
     half = SimpleNamespace(
         args=SimpleNamespace(world_size=1, token_budget=0), model=torch.nn.Linear(2, 2).half()
     )
-    with pytest.raises(SystemExit, match=r"float16 do not hold every bf16: .* \(--dtype\)"):
+    with pytest.raises(SystemExit, match=r"float16 cannot hold every bf16 value: .* \(--dtype\)"):
         exact.enable(half, None)
 
 

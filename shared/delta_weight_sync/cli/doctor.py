@@ -55,7 +55,7 @@ def _packages() -> bool:
 def _release(release: compat.Release) -> bool:
     """Print a line for each feature of vLLM or TRL; whether it is installed and cannot be used."""
     problems = release.problems()[0]
-    state = "was run with this library" if release.known else "was not run with this library"
+    state = "was tested with this library" if release.known else "was not tested with this library"
     print(f"{release.package} {release.version} {state}" if release.version else problems[0])
     for feature in release.features.values():
         lacks, off = bool(feature.missing), f": {feature.without}" if feature.without else ""

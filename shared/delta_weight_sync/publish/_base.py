@@ -18,7 +18,7 @@ from delta_weight_sync.errors import CheckpointError
 Shapes = Mapping[str, tuple[int, ...]]
 _WEIGHTS = "model*.safetensors"
 _HEAD = "lm_head.weight"
-_SAME = 0.01  # of a tensor's elements that a policy keeps, whatever it learned; strangers share fewer
+_SAME = 0.01  # a policy keeps at least this share of a tensor's elements; unrelated models share fewer
 _log = logging.getLogger("delta_weight_sync")
 # What a server reads besides the weights: config, tokenizer, chat template, processors.
 _FILES = (
@@ -48,7 +48,7 @@ class Base:
         self._config: dict[str, Any] = json.loads((self.folder / "config.json").read_text())
 
     def write_files(self, folder: Path) -> None:
-        """Copy the files a server needs; the config says bfloat16, the dtype of published weights."""
+        """Copy the files that a server needs. The config gets bfloat16, the dtype of published weights."""
         for pattern in _FILES:
             for path in self.folder.glob(pattern):
                 if path.is_file() and path.suffix not in (".py", ".safetensors"):
@@ -65,11 +65,11 @@ class Base:
 
         Args:
             trained: Shapes of the tensors that the trainer publishes.
-            bits: Gives the bits of each of them.
+            bits: Returns the bits of one of these tensors.
 
         Raises:
-            CheckpointError: The policy was not loaded from this checkpoint. Other parameter names are no
-                proof of that, as long as the checkpoint has as many elements under names of its own.
+            CheckpointError: The policy was not loaded from this checkpoint. Names may differ, if the tensors
+                with other names have as many elements together as those that they replace.
         """
         files = {name: path for path in sorted(self.folder.glob(_WEIGHTS)) for name in shapes_in(path)}
         stored = {name: shape for path in {*files.values()} for name, shape in shapes_in(path).items()}
@@ -81,7 +81,7 @@ class Base:
             raise self._other(
                 f"{_HEAD} was published, but the config of {self.name} ties it to the embedding"
             )
-        if tied:  # some checkpoints store a head that is the embedding
+        if tied:  # some checkpoints store the tied head, too
             stored.pop(_HEAD, None)
         for name, shape in trained.items():
             if stored.get(name, shape) != shape:
@@ -100,7 +100,7 @@ class Base:
             if (loaded == bits(largest)).mean() < _SAME:
                 raise self._other(f"{largest} has other values than in {self.name}")
             few = ", ".join(sorted(missing)[:3]) + (", ..." if len(missing) > 3 else "")
-            _log.warning("untrained, so taken from %s: %d tensors (%s)", self.name, len(missing), few)
+            _log.warning("%d untrained tensors were taken from %s (%s)", len(missing), self.name, few)
         for path in sorted(set(files.values())):
             yield from read_tensors(path, missing & shapes_in(path).keys())
 

@@ -1,13 +1,13 @@
-"""Syncs on their way to the bucket: diffed in the trainer's thread, published in the background.
+"""Finds what each sync (a hand-over of weights) changed, and publishes the changes in the background.
 
-The trainer waits for the diff only, which compares its weights with `mirror`, the newest synced bits. A
+The trainer waits for the diff only: its weights are compared with `mirror`, the bits of the newest sync. A
 background thread encodes and uploads. While it is busy, later syncs are merged into one pending update, so a
 slow link skips versions instead of queueing them. A failed upload is repeated until it succeeds. At all times
 
     published bits  +  the update in flight  +  the pending updates  =  mirror
 
-So no change is lost, however many uploads fail, and the encoder gets the published bits without a second copy
-of the model.
+So no change is lost, however many uploads fail. The encoder gets the published bits by undoing the updates:
+no second copy of the model is needed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from delta_weight_sync.runlog import RunLogWriter, SyncEvent
 Untrained = Callable[[Mapping[str, tuple[int, ...]], Callable[[str], Bits]], Iterable[tuple[str, Bits]]]
 _RETRY_S = 2.0
 _REMIND_S = 60.0  # between two warnings that a version has not reached the bucket
-_STRIDES = {torch.float32: 2, torch.bfloat16: 1}  # 16-bit units from one weight's bf16 bits to the next's
+_STRIDES = {torch.float32: 2, torch.bfloat16: 1}  # 16-bit units per weight, one of which has its bf16 bits
 _log = logging.getLogger("delta_weight_sync")
 
 
@@ -49,12 +49,12 @@ class RepeatedSyncs:
     """The syncs that a resumed trainer repeats: the bucket has them, so they are not published again."""
 
     def __init__(self, published: Mapping[int, str]) -> None:
-        """`published`: digest by sync, of the versions that come again if each step is repeated exactly."""
+        """`published`: sync -> digest of each version that an exact repetition would produce again."""
         self._published = published
-        self.newest = min(published, default=0)  # the newest sync with equal weights in both trainers
+        self.newest = min(published, default=0)  # the newest sync with weights as in the trainer before
 
     def holds_back(self, sync: int, digest: str) -> bool:
-        """Whether this sync is in the bucket, or may lead to one that is. False for ever once one differs."""
+        """Whether the bucket has this sync, or may have a later one. Always False after one that differs."""
         if sync > max(self._published, default=-1) or self._published.get(sync, digest) != digest:
             self._published = {}
             return False
@@ -70,10 +70,10 @@ class _Change(NamedTuple):
 
 
 class UndoLog:
-    """What the newest syncs changed, to restore the weights of any of them in another copy of the model.
+    """What the newest syncs changed. It can restore the weights of each of them in another copy of the model.
 
     A change is exact in both directions, so moving a copy from one sync to another writes only what differs,
-    about one weight in a hundred per sync. For one thread, the trainer's.
+    about one weight in a hundred per sync. Only the trainer's thread may use it.
 
     Args:
         sync: The sync that the log begins with.
@@ -85,7 +85,7 @@ class UndoLog:
 
     def __init__(self, sync: int, keep: int) -> None:
         self.syncs = [sync]
-        self._steps: list[list[_Change]] = []  # from each of them to the next
+        self._steps: list[list[_Change]] = []  # the changes from each of `syncs` to the next
         self._keep = keep
 
     def add(self, sync: int, patches: Iterable[Patch]) -> None:
@@ -118,7 +118,7 @@ class UndoLog:
             if sync not in self.syncs:
                 raise errors.UndoLogError(
                     f"the undo log holds syncs {self.syncs[0]} to {self.syncs[-1]}, not {sync};"
-                    " keep more of them"
+                    " call `keep_undo_log` with a larger number"
                 )
         first, last = self.syncs.index(start), self.syncs.index(end)
         steps = self._steps[first:last] if first <= last else self._steps[last:first][::-1]
@@ -131,19 +131,19 @@ class UndoLog:
 
 
 def bf16_bits(weights: torch.Tensor) -> torch.Tensor:
-    """The bf16 bits of weights that `UndoLog.roll` takes: an int16 [n] view into their memory.
+    """The bf16 bits of a tensor, as an int16 [n] view of its own memory.
 
     Raises `ValueError` for a dtype that cannot hold every published weight.
     """
     if weights.dtype not in _STRIDES:
-        raise ValueError(f"weights in {weights.dtype} do not hold every bf16: use float32 or bfloat16")
+        raise ValueError(f"{weights.dtype} cannot hold every bf16 value: use float32 or bfloat16")
     stride = _STRIDES[weights.dtype]
     return weights.detach().view(-1).view(torch.int16)[stride - 1 :: stride]
 
 
 @dataclass(frozen=True)
 class PendingUpdate:
-    """What one version will hold: the patches since the last published one, and the digest they lead to."""
+    """What one version will hold: the patches since the version before, and the digest that they lead to."""
 
     patches: list[Patch]
     digest: str
@@ -163,7 +163,7 @@ class PendingUpdate:
 
 
 def published_bits(bits: Bits, name: str, pending: Iterable[PendingUpdate | None]) -> Bits:
-    """A copy of a tensor's newest bits as they were before the `pending` updates, which come newest first."""
+    """A copy of `bits`, a tensor's newest bits, with the `pending` updates undone, newest first."""
     bits = bits.copy()
     for update in filter(None, pending):
         if patch := update.by_name.get(name):
@@ -174,8 +174,8 @@ def published_bits(bits: Bits, name: str, pending: Iterable[PendingUpdate | None
 class Outbox:
     """The publishing half of the main rank. One thread, the trainer's, calls `publish`.
 
-    Its options are those of `Publisher`, but `untrained` returns the model's other tensors, given the shapes
-    of those in the first sync.
+    Its options are those of `Publisher`, and `untrained`: a function that takes the shapes and bits of the
+    tensors in the first sync and returns the model's other tensors.
     """
 
     def __init__(
@@ -190,8 +190,8 @@ class Outbox:
         finite: bool = True,
     ) -> None:
         self._writer, self._log, self._encoding, self._untrained = writer, log, encoding, untrained
-        self.mirror = Mirror(mirror, finite=finite)  # with nothing pending, the newest version
-        self.repeated = RepeatedSyncs({})  # what a resumed trainer repeats, whose updates are held back
+        self.mirror = Mirror(mirror, finite=finite)  # bits of the newest sync
+        self.repeated = RepeatedSyncs({})  # syncs that a resumed trainer repeats and that are held back
         self.undo_log: UndoLog | None = None  # gets the changes of every sync
         self._names: set[str] = set()  # tensors of every sync
         self.shortcuts = Shortcuts(writer, encoding, keep)
@@ -200,10 +200,10 @@ class Outbox:
         except BaseException:
             self.shortcuts.close()
             raise
-        self._anchor = writer.newest.anchor.version if writer.newest else -1  # the newest that was logged
+        self._anchor = writer.newest.anchor.version if writer.newest else -1  # newest anchor in the log
         self._sent = 0  # bytes of all uploads up to the newest version
         self._encoded = b""  # the delta file of the version that is being published
-        self._updates: list[PendingUpdate] = []  # oldest first; merged into one, but a pinned one stays alone
+        self._updates: list[PendingUpdate] = []  # oldest first; merged into one, unless `pin` was called
         self._held = False  # the updates may lead to a version that the bucket has
         self._pinned: tuple[str, Manifest | None] = "", None  # digest, and its version once it is published
         self._busy, self._closed = False, False
@@ -219,7 +219,7 @@ class Outbox:
         return self._writer.newest.version if self._writer.newest else None
 
     def publish(self, weights: Weights, sync: int, remote_patches: Callable[[], list[Patch]] = list) -> None:
-        """As `Publisher.publish`, of this rank's part; `remote_patches` gives what other ranks found."""
+        """Like `Publisher.publish`, for this rank's part. `remote_patches` returns other ranks' changes."""
         self._raise_failure()
         try:
             if self.mirror:
@@ -227,11 +227,11 @@ class Outbox:
             else:
                 self._publish_base(weights, sync)
         except BaseException as error:
-            self._failure = error  # the mirror may hold changes that are lost: no version may follow
+            self._failure = error  # the mirror may hold changes that no update has: publish nothing more
             raise
 
     def require_same_model(self, weights: Weights) -> None:
-        """Raise `CodecError` for a weight that the run does not have, or has in another shape."""
+        """Raise `CodecError` for a parameter that the run does not have, or has in another shape."""
         shapes = self.mirror.shapes
         for name, tensor in weights:
             if shapes.get(name) != tensor.shape:
@@ -241,7 +241,7 @@ class Outbox:
                 )
 
     def flush(self, timeout_s: float = 600.0) -> Manifest:
-        """Wait until every sync is published; returns the newest manifest. Raises as `publish`."""
+        """Wait until every sync is published; returns the newest manifest. Raises as `publish` does."""
         with self._changed:
             idle = self._changed.wait_for(lambda: self._failure or self._idle(), timeout_s)
         self._raise_failure()
@@ -259,7 +259,7 @@ class Outbox:
         self.shortcuts.close()
 
     def pin(self) -> bool:
-        """Make the last sync a version of its own; False if it is held back, as the bucket has it already."""
+        """Publish the last sync as a version of its own. False if it is held back, see `RepeatedSyncs`."""
         with self._changed:
             digest, newest = to_hex(self.mirror.digest), self._writer.newest
             there = newest and newest.digest == digest and self._idle()
@@ -281,7 +281,7 @@ class Outbox:
         try:
             published = self._writer.reader.checkout(self._writer.newest, self.shortcuts.folder)
         except (errors.ProtocolError, errors.CodecError, errors.ObjectMissingError, SafetensorError) as error:
-            _log.warning("the newest version cannot be rebuilt, the next one will be an anchor: %s", error)
+            _log.warning("the newest version cannot be rebuilt, so the next one is an anchor: %s", error)
             return
         for name, bits in published.items():
             self.mirror.add(name, torch.from_numpy(bits).view(torch.bfloat16))
@@ -293,7 +293,7 @@ class Outbox:
     def _add(self, weights: Weights, sync: int, remote_patches: Callable[[], list[Patch]]) -> None:
         started, created_at = time.perf_counter(), time.time()
         by_name: dict[str, list[Patch]] = {}
-        # Without the lock, because the diff waits until the steps that are queued on a GPU are done.
+        # Do this without the lock: on a GPU the diff first waits for all work that is queued there.
         found = self.mirror.find(own_parts(weights, self.mirror.shapes, by_name))
         self._names = self._names or set(by_name)
         if missing := self._names - by_name.keys():
@@ -316,7 +316,7 @@ class Outbox:
             self._updates.append(new)
             self._held = self.repeated.holds_back(sync, new.digest)
             if self._held and not any(patch.index.size for patch in new.patches):
-                self._updates.clear()  # these are the newest published bits
+                self._updates.clear()  # no net change: the mirror equals the newest version
             self._changed.notify_all()
 
     def _publish_base(self, weights: Weights, sync: int) -> None:
@@ -369,7 +369,7 @@ class Outbox:
             self._trouble = None
 
     def _write(self, path: Path) -> None:
-        """Write the published weights as a file. A sync at the same time waits for the copy of one tensor."""
+        """Write the published weights as a file. A concurrent sync waits for one tensor at most."""
         write_bits(self.mirror.shapes, functools.partial(self._before, None), path)
 
     def _before(self, job: PendingUpdate | None, name: str) -> Bits:

@@ -58,7 +58,7 @@ class PublisherOptions(TypedDict, total=False):
 
 
 class Publisher:
-    """Publishes a model's weights as versions of one run; only the changed weights travel.
+    """Publishes a model's weights as versions of one run; only the changed weights are uploaded.
 
         with Publisher("hf://buckets/me/wordle#first", base="Qwen/Qwen3-0.6B") as publisher:
             for step in range(100):
@@ -79,8 +79,8 @@ class Publisher:
         mirror: Which memory holds the published bits, "host" or (on a GPU) "device".
         keep: How much of the run stays in the bucket, such as "20GB" or "7d"; by default all of it.
         allow_nonfinite: Publish NaN and infinite weights; by default they are an error.
-        state_minutes: Least minutes between two saved states, 5 by default; more after a slow upload, so that
-            states take a tenth of the time at most. With 0, `save_state` saves whenever it can.
+        state_minutes: Least minutes between two saved states, 5 by default. After a slow upload the pause is
+            longer: uploads of states take a tenth of the time at most. With 0, `save_state` saves if it can.
         signing_key: The key that signs every version, or the file that `delta-weight-sync keygen` wrote. By
             default the key in DELTA_WEIGHT_SYNC_SIGNING_KEY, if that is set.
         on_version: Called on the main rank with the manifest of each published version.
@@ -154,13 +154,13 @@ class Publisher:
         return self._outbox.repeated.newest if self._outbox else 0
 
     def publish_base(self, weights: Model, step: int = 0) -> None:
-        """Publish version 0 of a new run. If the run has versions, only check that they are of this model.
+        """Publish version 0 of a new run. If the run has versions, only check that the model is the same.
 
         Call this before you shard the model. All ranks must call it, but only the main rank needs the
         weights. If the weights have not changed by the first `publish`, that call adds no version.
 
         Raises:
-            CodecError: The run is of another model.
+            CodecError: The run's model is another one.
         """
         if not self._peers.exchange(self._outbox is not None and not self._outbox.mirror)[0]:
             with self._peers.fail_together():
@@ -184,7 +184,7 @@ class Publisher:
 
         Args:
             weights: `model.named_parameters()`, or another iterable or mapping of checkpoint names and
-                tensors of any float dtype, which are cast to bf16; always the same names.
+                tensors of any float dtype, which are cast to bf16. Each call must have the same names.
             step: Number of this sync, stored in the version; by default syncs are counted from 1.
 
         Raises:
@@ -222,10 +222,10 @@ class Publisher:
         """Find the newest state to resume from and set `resumed_from` to it; None for a new run.
 
         If this trainer then repeats the syncs that the earlier one made after that state, they are not
-        published a second time. The first sync that differs is. Every rank reads the bucket.
+        published a second time. The first sync that differs is published. Every rank reads the bucket.
 
         Raises:
-            StateError: The run has versions but no state, or another number of ranks saved its state.
+            StateError: The run has versions after 0 but no state, or its state has another number of ranks.
         """
         folder = self._resources.enter_context(Scratch())
         self._found = find_state(self.reader, self._outbox, self._peers, folder)
@@ -300,11 +300,11 @@ class Publisher:
         return True
 
     def flush(self, timeout_s: float = _TIMEOUT_S) -> Manifest:
-        """Wait until every sync and saved state is in the bucket; returns the newest manifest, on all ranks.
+        """Wait until every sync and state is in the bucket; returns the newest manifest, on all ranks.
 
         Raises:
-            TimeoutError: It takes longer than `timeout_s`.
-            DeltaWeightSyncError: What stopped the background thread.
+            TimeoutError: The syncs, or then the states, take longer than `timeout_s`.
+            DeltaWeightSyncError: The background thread had failed with this error.
         """
         with self._peers.fail_together():
             newest = self._outbox.flush(timeout_s) if self._outbox else None
@@ -313,13 +313,13 @@ class Publisher:
         return manifest
 
     def digest(self, weights: Model) -> str:
-        """The digest of the live weights of all ranks, cast to bf16; a version with these weights has it."""
+        """The digest of the live weights of all ranks, cast to bf16. A version of them has the same one."""
         own, names = own_digest(checkpoint_weights(weights), main=self._peers.main)
         untrained = self._outbox.mirror.digest_without(names) if self._outbox else 0
         return to_hex(sum(self._peers.exchange(own + untrained)))
 
     def close(self) -> None:
-        """Stop; what was not flushed stays unpublished. Raises `BucketError` if the log cannot be written."""
+        """Stop; what was not flushed stays unpublished. Raises `BucketError` if writing the log failed."""
         self._resources.close()
         self._saver.wait(_TIMEOUT_S)
 
@@ -329,7 +329,7 @@ class Publisher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close; flush first, unless an exception ends the block. The first error is the one to raise."""
+        """Flush, unless an exception ended the block, then close. The first error is raised."""
         failed = kind is not None
         try:
             if not failed and self._begun:
@@ -393,7 +393,7 @@ class Publisher:
 def checkpoint_weights(weights: Model) -> Weights:
     """Each weight once, without the prefixes of torch.compile, DDP, FSDP and gradient checkpointing.
 
-    In a mapping such as `model.state_dict()`, tied weights are one tensor with two names: the first counts.
+    In a mapping such as `model.state_dict()`, tied weights are one tensor with two names; the first is used.
 
     Raises:
         ConfigError: The names are those of PEFT.
@@ -406,7 +406,7 @@ def checkpoint_weights(weights: Model) -> Weights:
                 f"{plain} is PEFT's name of a parameter, which no server knows: merge adapters, and publish"
                 " the plain model, `model.merge_and_unload()`"
             )
-        if kept:  # all tensors are alive, so no two share memory by chance
+        if kept:  # the mapping keeps all tensors alive, so two share memory only if they are tied
             held = local(tensor)
             place = held.untyped_storage()._cdata, held.storage_offset(), held.shape, held.stride()
             if place in seen:

@@ -45,8 +45,8 @@ class _Pending(NamedTuple):
 class RunWriter:
     """The one writer of a run. A crash between any two writes leaves the previous HEAD valid.
 
-    Opening it fences off any other writer. A new run needs the name of its base `model`, and `assets`: the
-    folder with the small files of a checkpoint (config, tokenizer, chat template).
+    Creating a `RunWriter` fences off any other writer. A new run needs the name of its base `model`, and
+    `assets`: the folder with the small files of a checkpoint (config, tokenizer, chat template).
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class RunWriter:
         self._decided: Manifest | None = None  # the next version, until the store has taken it
         self._delta: tuple[str, bytes] | None = None  # key and content of its delta
         self._lock = threading.Lock()
-        self._pending = self._considered = _Pending()  # what was pending when that version was decided
-        self._listed: dict[str, ObjectInfo | None] = {}  # files of the newest version, when they were checked
-        self._intact = 0  # the last version whose files were all as they were published
+        self._pending = self._considered = _Pending()  # `_considered`: `_pending` when `_decided` was made
+        self._listed: dict[str, ObjectInfo | None] = {}  # files of the version that was found intact last
+        self._intact = 0  # the last version whose files were all found as published
         self._started = time.time()
-        self.on_version: Callable[[Manifest], object] | None = None  # called once a version is real
+        self.on_version: Callable[[Manifest], object] | None = None  # called after each published version
         self.newest: Manifest | None = None
         others = self.reader.writers()
         self.writer = Writer.after(others)
@@ -78,9 +78,9 @@ class RunWriter:
     def _claim(self, others: list[Writer]) -> Manifest | None:
         """Take the run over; returns its newest version.
 
-        This writer claims the run before it looks at what others published; a publisher looks for claims
-        after it has published. So either this writer continues from their version, or they learn that it does
-        not count. After Lamport's bakery algorithm (Communications of the ACM 17, 1974).
+        This writer claims the run before it looks for versions of others; every writer looks for claims after
+        it has published. So either this writer continues from another's version, or that writer learns that
+        its version does not count. After Lamport's bakery algorithm (Communications of the ACM 17, 1974).
         """
         newest = self._last_of_others()
         self._put([self._head(newest)])
@@ -91,12 +91,12 @@ class RunWriter:
             raise
         if (latest := self._last_of_others()) != newest:
             self._put([self._head(latest)])
-        # Replicas poll the HEAD that they know: its absence tells them of this writer.
+        # Replicas poll the HEAD that they know. If it is gone, they look for this writer's.
         self.bucket.delete([self.keys.head(other) for other in others])
         return latest
 
     def _last_of_others(self) -> Manifest | None:
-        """The newest version of an earlier writer, even if that writer did not live to point HEAD to it."""
+        """The newest version of an earlier writer, even if that writer died before HEAD named it."""
         head = self.reader.head(below=self.writer)
         if head is None:
             return None
@@ -104,7 +104,7 @@ class RunWriter:
         return self.reader.resolve(last if last and last.rank > head.rank else head)
 
     def anchor_is_due(self) -> bool:
-        """Whether a new anchor pays, because a new replica would fetch too much after the newest one."""
+        """Whether to write an anchor: a join would fetch too much, or the newest version is damaged."""
         newest, (jumps, anchor) = self.newest, self._pending
         if newest is None or anchor:
             return False
@@ -116,10 +116,10 @@ class RunWriter:
         return sum(d.size for d in behind) > ANCHOR_PAYS * newest.full_bytes or len(behind) >= MAX_FILES
 
     def _finds_damage(self, newest: Manifest) -> bool:
-        """Whether a file of the newest version is gone or has changed; asked again until none is.
+        """Whether a file of the newest version is missing or has changed.
 
-        One listing now and then. Only the files besides the weights are read, once; the writer has written or
-        read the others itself.
+        This lists the run every `_EVERY` versions, or each time while it finds damage. It reads only the
+        files besides the weights, once; the writer has written or read the others itself.
         """
         if newest.version < self._intact + _EVERY:
             return False
@@ -146,7 +146,7 @@ class RunWriter:
         return False
 
     def put_anchor(self, version: int, weights_file: Path) -> AnchorRef:
-        """Store every tensor of `version` in full, with the files that make it a checkpoint."""
+        """Store the whole checkpoint of `version`: the weights, and the small files unless they are there."""
         weights = put_file(
             self.bucket, weights_file, self.keys.anchor(version, self.writer, weights_file.name)
         )
@@ -164,12 +164,12 @@ class RunWriter:
         ]
 
     def put_delta(self, version: int, data: bytes, changed: int) -> DeltaRef:
-        """The delta that leads to `version`; `commit` stores it with what names it."""
+        """Prepare the delta that leads to `version`; `commit` stores it together with manifest and HEAD."""
         self._delta = self.keys.delta(version, self.writer), data
         return _delta(self._delta[0], data, version - 1, version, changed)
 
     def add_jump(self, base: int, version: int, data: bytes, changed: int) -> None:
-        """Store a delta over several published versions, which the next manifest names. Thread-safe."""
+        """Store a jump between published versions. The next manifest names it. Thread-safe."""
         key = self.keys.jump(base, version, self.writer)
         self.bucket.put(key, data)
         jump = _delta(key, data, base, version, changed)
@@ -177,7 +177,7 @@ class RunWriter:
             self._pending = self._pending._replace(jumps=(*self._pending.jumps, jump))
 
     def add_anchor(self, version: int, weights_file: Path) -> None:
-        """Store an anchor of a published version, which the next manifest names. Thread-safe."""
+        """Store an anchor of a published version. The next manifest names it. Thread-safe."""
         anchor = self.put_anchor(version, weights_file)
         with self._lock:
             self._pending = self._pending._replace(anchor=anchor)
@@ -197,7 +197,7 @@ class RunWriter:
         total: int,
         created_at: float,
     ) -> Manifest:
-        """Decide what the next version is, and make it real; raises as `confirm`."""
+        """Decide what the next version holds, and publish it. Raises what `confirm` raises."""
         previous, version = self.newest, self.newest.version + 1 if self.newest else 0
         self._considered = jumps, pending_anchor = self._pending
         newest_anchor = anchor or pending_anchor or (previous.anchor if previous else None)
@@ -231,7 +231,7 @@ class RunWriter:
         return self._signing_key.sign(record) if self._signing_key else record
 
     def confirm(self) -> Manifest:
-        """Make the decided version real: its delta, its manifest and HEAD, in this order.
+        """Publish the decided version: store its delta, its manifest and HEAD, in this order.
 
         Call it again after each `BucketError`: the manifest may be in the bucket already, so the version must
         stay the same. Raises `FencedError` if another trainer took the run over; then the version does not
@@ -249,7 +249,7 @@ class RunWriter:
         self._put([*objects, self._head(manifest)])
         self._require_ownership()
         self.newest, self._decided, self._delta = manifest, None, None
-        with self._lock:  # drop what the version named, or had no use for
+        with self._lock:  # drop what this version's manifest has considered
             jumps = tuple(jump for jump in self._pending.jumps if jump not in self._considered.jumps)
             anchor = self._pending.anchor
             self._pending = _Pending(jumps, None if anchor == self._considered.anchor else anchor)
@@ -285,7 +285,7 @@ class RunWriter:
         try:
             self.bucket.put_all(objects)
         except BucketError:
-            self._require_ownership()  # a successor may have removed HEAD before the store showed it
+            self._require_ownership()  # the cause may be a successor, which removes this HEAD
             raise
 
     def _reference(self, manifest: Manifest) -> FileRef:

@@ -19,13 +19,13 @@ def open_bucket(url: str, *, create: bool = False) -> Bucket:
 
     Args:
         url: `hf://buckets/<owner>/<name>[/<prefix>]`, `s3://<name>[/<prefix>]` or `file:///<path>`.
-        create: Create a missing bucket (on the Hub a private one). Without it nothing is contacted, and a
-            missing bucket shows at the first use.
+        create: Create the bucket if it is missing (on the Hub a private one). Otherwise no request is made
+            here, and a missing bucket is an error at its first use.
 
     Raises:
         BucketError: The URL is not one of these forms, or the bucket cannot be created.
     """
-    # A machine needs the libraries of its own store only.
+    # Import only what the store needs: other stores' libraries may be missing.
     if url.startswith("hf://"):
         from delta_weight_sync.store.hub import HubBucket
 

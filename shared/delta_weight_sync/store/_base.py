@@ -1,9 +1,9 @@
 """A bucket: its interface, and what the stores share.
 
-A key is relative to the bucket's URL, parts joined by "/". A method that fails raises a `BucketError`, whose
-message is one sentence with the fix. There are two exceptions: `OSError` if a local file to upload cannot be
-read, and `ProtocolError` if an object is larger than its reader allows; it is then not read. No method judges
-content: readers compare the sha256.
+A key is relative to the bucket's URL; "/" joins its parts. A method that fails raises a `BucketError`, whose
+message is one sentence with the fix. There are two exceptions: `OSError` if a local file cannot be read or
+written, and `ProtocolError` if an object is larger than its reader allows; it is then not read. No method
+checks content: readers compare the sha256.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from delta_weight_sync.errors import BucketError, DeltaWeightSyncError, ObjectMi
 from delta_weight_sync.store._notifications import Notifications
 
 SMALL: Final = 8 << 20  # bytes that `get` reads at most; every record of a run is smaller
-DIRECT: Final = 16 << 20  # bytes of an object that the Hub is asked for by its URL
+DIRECT: Final = 16 << 20  # bytes of the largest object that is read from the Hub by its URL
 _PART = r"(?!\.)[!-.0-\[\]-~]+"  # printable ASCII except space, "/" and the backslash; no dot at its start
 _KEY = re.compile(f"{_PART}(/{_PART})*")
 
@@ -50,13 +50,13 @@ class Bucket(ABC):
     def put(self, key: str, data: bytes | Path) -> None:
         """Store an object, whole or not at all; replaces an older one."""
         check_key(key)
-        self.sent += size_of(data)  # outside: a file that cannot be read is no fault of the bucket
+        self.sent += size_of(data)  # first: a local file that is unreadable is no fault of the bucket
         with self._explained(key, write=True):
             self._put(key, data)
 
     def put_all(self, objects: Sequence[tuple[str, bytes | Path]]) -> None:
-        """Store small objects, given as key and data, in this order; by one upload where the store can. If it
-        fails, some of them may be there, each whole."""
+        """Store small objects, given as key and data; the last one only after all others. On the Hub by
+        one upload. If this fails, some of them may be there, each whole."""
         for key, data in objects:
             self.put(key, data)
 
@@ -75,7 +75,7 @@ class Bucket(ABC):
         """
 
     def stat(self, key: str) -> ObjectInfo | None:
-        """Look an object up, None if absent; cheap enough to poll."""
+        """What the store knows about an object; None if it is absent. Cheap enough to poll."""
         check_key(key)
         try:
             with self._explained(key):
@@ -84,8 +84,8 @@ class Bucket(ABC):
             return None
 
     def list(self, prefix: str) -> Listing:
-        """All objects below the folder `prefix` ("runs/demo/", or "" for everything), sorted by key. Each has
-        its time in `written` if the store knows it. Objects whose name is not a key are left out."""
+        """All objects below the folder `prefix` ("runs/demo/", or "" for all), sorted by key. `written` is
+        set if the store knows it. Objects whose name is not a valid key are left out."""
         check_prefix(prefix)
         try:
             with self._explained(prefix):
@@ -101,7 +101,7 @@ class Bucket(ABC):
     def notifications(self, prefix: str) -> Notifications:
         """Notifications of changes below the folder `prefix`. Close them after use."""
         check_prefix(prefix)
-        return Notifications()  # none ever comes: the caller polls
+        return Notifications()  # without notifications of the store: the caller polls
 
     @abstractmethod
     def _put(self, key: str, data: bytes | Path) -> None:

@@ -1,9 +1,9 @@
-"""A bucket that is a folder of this machine, perhaps one that several machines mount.
+"""A bucket that is a folder on this machine, which several machines may mount.
 
-No link below the folder is ever followed: each part of a path is opened by itself. Another user who may write
-to the folder could otherwise plant a link to any file of this program's user, such as `/proc/self/environ`,
-or a pipe that blocks its reader. fsspec is not used: its listing leaves out a whole folder if one file of it
-disappears meanwhile.
+No link below the folder is ever followed: each part of a path is opened separately. Otherwise another user
+who may write to the folder could plant a link to any file of this program's user, as `/proc/self/environ`, or
+a pipe that blocks its reader. fsspec is not used: if a file disappears during a listing, it leaves out the
+file's whole folder.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class FileBucket(_base.Bucket):
 
     def fetch(self, key: str, dest: Path, limit: int) -> str:
         sha256 = hashlib.sha256()
-        with _base.replacing(dest) as part, part.open("wb") as copy:  # not explained as the bucket's errors
+        with _base.replacing(dest) as part, part.open("wb") as copy:  # its errors are not the bucket's
             for block in self._read(key, limit):
                 sha256.update(block)
                 copy.write(block)
@@ -61,7 +61,7 @@ class FileBucket(_base.Bucket):
             yield from _blocks(file, size)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects, and links that are in the place of one; folders stay."""
+        """Delete objects, and links in place of objects; folders stay."""
         for key in keys:
             *folders, name = _base.check_key(key).split("/")
             with self._explained(key):
@@ -95,8 +95,8 @@ class FileBucket(_base.Bucket):
 
     @contextmanager
     def _opened_folder(self, parts: Sequence[str], *, create: bool = False) -> Iterator[int]:
-        """Descriptor of a folder below the bucket's own, which itself may be a link; `create` missing parts.
-        Raises `NotADirectoryError` if a part is a link or a file, and `FileNotFoundError`."""
+        """Descriptor of a folder below the bucket's folder; only the latter may be a link. Raises
+        `NotADirectoryError` if a part is a link or a file, and `FileNotFoundError` unless `create` is set."""
         folder = os.open(self._root, _ROOT)
         try:
             for part in parts:
@@ -131,11 +131,11 @@ class FileBucket(_base.Bucket):
             return errors.ObjectMissingError(f"{place} does not exist")
         if isinstance(error, OSError) and error.errno in _NO_FILE:
             return errors.ObjectMissingError(
-                f"{place} is not a file, or behind a link: links are not followed, put the file itself there"
+                f"{place} is not a file, or behind a link: links are not followed, put the file there"
             )
         if isinstance(error, PermissionError):
             return errors.AccessDeniedError(
-                f"{place} is closed to this user ({error}): change the permissions"
+                f"this user has no access to {place} ({error}): change the permissions"
             )
         return errors.BucketUnreachableError(
             f"{place} cannot be reached ({error}): check the disk and try again"
@@ -143,8 +143,8 @@ class FileBucket(_base.Bucket):
 
 
 def _below(folder: int, prefix: str) -> Iterator[_base.ObjectInfo]:
-    """Each ordinary file below an open folder whose path is a key, unless it disappears meanwhile. The length
-    of a key is limited, and with it the depth of the recursion."""
+    """The ordinary files below an open folder whose paths are keys, except those that disappear meanwhile.
+    Keys have a limited length, which limits the depth of the recursion."""
     with os.scandir(folder) as entries:
         found = list(entries)
     for entry in found:

@@ -1,12 +1,12 @@
 """When to look at a bucket again: after an interval, or as soon as a notification arrives.
 
-A store that reports its changes (the Hub) has a subclass of `Notifications`; the others go by the clock. A
-poke from outside means "look now" and carries nothing else. A flood of them causes one look per interval.
+A store that reports its changes (the Hub) has a subclass of `Notifications`; other stores are polled. A poke,
+a request from outside, means "look now" and carries nothing else. Many pokes cause one look per interval.
 
 All replicas of a user share one quota of requests and do not know of each other. The Hub counts requests in
-windows of five minutes and says in each answer how many are left for how long. The requests of the others
-show in that number too, so every replica slows down by the same factor until the rest of the window is enough
-for all.
+windows of five minutes. Each answer says how many requests are left, and for how long. That number includes
+the requests of other replicas, so all slow down by the same factor until the quota lasts for the rest of the
+window.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-MEASURED_S: Final = 5.0  # between two numbers that are compared, at least: a version is a burst of requests
+MEASURED_S: Final = 5.0  # least time between two numbers that are compared: a version is a burst of requests
 USED: Final = 0.8  # share of what is left that polling may use; the rest is for the versions themselves
 SLOWEST: Final = 60.0  # times the usual interval
-LONGEST_BLOCK_S: Final = 60.0  # a refusal counts for this long at most; some name hours
-_FIRST_BLOCK_S: Final = 2.0  # after a refusal that names no time; doubles with each further one
+LONGEST_BLOCK_S: Final = 60.0  # longest wait after a refusal; some refusals ask for hours
+_FIRST_BLOCK_S: Final = 2.0  # wait after a refusal that names no time; doubles with each further refusal
 SAFETY_S = 60.0  # between two looks at a store that reports its changes: a notification may get lost
 POKES: Final = 8  # looks that pokes may cause in a row; each interval allows one more
-_EARLY = 0.1  # of an interval: a turn that comes this much too early still counts
+_EARLY = 0.1  # share of an interval by which a look may come too early
 
 
 class Quota:
-    """The requests that one token has left. One thread reports every answer; any thread may ask."""
+    """The requests that one token has left. One thread reports every answer; any thread may read."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, threading.Lock()
@@ -64,13 +64,13 @@ class Quota:
             return max(self._open_at - self._clock(), 0.0)
 
     def interval(self, poll_s: float) -> float:
-        """Seconds between two looks if `poll_s` is usual."""
+        """Seconds between two looks, of which `poll_s` is the usual number."""
         with self._lock:
             return poll_s * self._slower
 
 
 class Notifications:
-    """Notifications of changes below one folder. One thread waits and looks; any may call the rest."""
+    """Notifications of changes below one folder. One thread calls `wait` and `due`, any thread the rest."""
 
     def __init__(self, quota: Quota | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._quota, self._clock = quota or Quota(), clock
@@ -80,10 +80,10 @@ class Notifications:
         self._settled = False  # whether a look has shown what the last notification was about
         self.known: dict[str, str] = {}  # key -> etag, as the last look found them
         self.prompted = False  # whether a notification or a poke caused the last look
-        self.unprompted = False  # whether that look was for safety only
+        self.unprompted = False  # whether the last look was only for safety, in case a notification got lost
         self._looked = -math.inf
         self._interval = 1e-9  # between two looks, as of the last call of `due`
-        self._allowed, self._counted = float(POKES), self._clock()  # looks for pokes, as of that time
+        self._allowed, self._counted = float(POKES), self._clock()  # looks that pokes may cause, as of then
 
     def due(self, poll_s: float) -> bool:
         """Whether to look now; True counts as a look. `poll_s`: usual seconds between two looks."""
@@ -112,10 +112,10 @@ class Notifications:
             self._awake = False
 
     def poke(self) -> None:
-        """Ask for a look from outside."""
+        """Ask for a look, for a caller outside this process."""
         with self._changed:
             self._poked = True
-            if self._may_answer(self._clock()):  # else the next turn is soon enough
+            if self._may_answer(self._clock()):  # otherwise the next usual look answers it
                 self._awake = True
                 self._changed.notify_all()
 
@@ -131,7 +131,7 @@ class Notifications:
             self._changed.notify_all()
 
     def confirm(self) -> None:
-        """The last look found something new; without a notification before it, poll again for a while."""
+        """The last look found something new. If no notification had announced it, poll from now on."""
         if self.unprompted:
             self._set_live(False)
 
@@ -146,13 +146,13 @@ class Notifications:
             self._notified = True
 
     def close(self) -> None:
-        """End all waiting for good."""
+        """End all waits, also future ones."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def describe(self, poll_s: float) -> str:
-        """In words, how changes are noticed now."""
+        """How changes are noticed now, in words."""
         if blocked_s := self._quota.blocked_s():
             return f"paused for {blocked_s:.0f} s: the store refused further requests with this token"
         if self._live:
@@ -162,6 +162,6 @@ class Notifications:
         return f"polls every {interval:.4g} s" + (shared if interval > poll_s else "")
 
     def _set_live(self, live: bool) -> None:
-        """Whether the store reports each change from now on."""
+        """Set whether the store reports each change from now on."""
         with self._changed:
             self._live = live

@@ -1,8 +1,8 @@
 """A bucket of any S3-compatible store, through obstore.
 
 Keys, region and endpoint come from the usual variables: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
-AWS_DEFAULT_REGION, AWS_ENDPOINT_URL; without keys, the machine's role counts. The answer to a put proves that
-the object is there. Why obstore, and why no conditional puts: decision 0008.
+AWS_DEFAULT_REGION, AWS_ENDPOINT_URL. Without keys, the machine's role is used. The answer to a put proves
+that the object is there. Decision 0008 says why obstore is used, and why conditional puts are not.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from obstore.store import S3Store
 from delta_weight_sync import errors
 from delta_weight_sync.store import _base
 
-_PARTS: Final = 8  # of an object, that are read side by side
-_MACHINE = "http://169.254.169.254"  # where a cloud's machine asks for its role's keys
+_PARTS: Final = 8  # parts of an object that are read in parallel
+_MACHINE = "http://169.254.169.254"  # where a machine in a cloud gets the keys of its role
 
 
 class S3Bucket(_base.Bucket):
@@ -49,7 +49,7 @@ class S3Bucket(_base.Bucket):
                 self._create()
 
     def _create(self) -> None:
-        """Create the bucket unless it is there. obstore has no such call; it can sign the request."""
+        """Create the bucket unless it exists. obstore cannot create one, but it can sign the request."""
         if not self._is_there():
             url = obstore.sign(self._store, "PUT", "", timedelta(minutes=5))
             region, kind = os.environ.get("AWS_DEFAULT_REGION", "us-east-1"), "CreateBucketConfiguration"
@@ -58,7 +58,7 @@ class S3Bucket(_base.Bucket):
             urlopen(Request(url, data, method="PUT"), timeout=30).close()
 
     def put_all(self, objects: Sequence[tuple[str, bytes | Path]]) -> None:
-        """Store the last object once all others are there, those side by side."""
+        """Store all objects in parallel except the last, then the last one."""
         with ThreadPoolExecutor(_PARTS) as pool:
             list(pool.map(self.put, *zip(*objects[:-1], strict=True)))
         self.put(*objects[-1])
@@ -134,14 +134,14 @@ class S3Bucket(_base.Bucket):
             )
         if isinstance(error, InvalidPathError):
             return errors.BucketError(
-                f"{place} holds an object whose name no reader accepts ({error}): delete it"
+                f"{place} holds an object with an invalid name ({error}): delete that object"
             )
         return errors.BucketUnreachableError(
             f"{place} cannot be reached ({code}): check the network and AWS_ENDPOINT_URL, and try again later"
         )
 
     def _is_there(self) -> bool:
-        """Whether the bucket exists; the answer to a HEAD of an object does not tell."""
+        """Whether the bucket exists, which the answer to a HEAD request for an object does not tell."""
         try:
             next(iter(self._store.list(self._root, chunk_size=1)), None)
         except self._failures as error:

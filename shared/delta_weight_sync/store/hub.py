@@ -1,14 +1,14 @@
 """A bucket on the Hugging Face Hub, through huggingface_hub's own bucket functions.
 
-The token comes from HF_TOKEN or the Hub's login, the endpoint from HF_ENDPOINT. huggingface_hub's HTTP client
-is bounded in time here, and what its answers say of the quota is noted. A failing request is retried for
-about half a minute before it becomes a `BucketUnreachableError`; a server that accepts requests and never
-answers holds a call for a minute and a half, storage that stalls within a transfer for up to twelve minutes.
+The token comes from HF_TOKEN or the Hub's login, the endpoint from HF_ENDPOINT. This module limits the time
+of huggingface_hub's requests, and notes what the answers say about the quota. A failing request is retried
+for half a minute before it becomes a `BucketUnreachableError`. If a server accepts requests and never
+answers, a call takes 1.5 minutes; if the storage stalls during a transfer, up to twelve.
 
-A version is one upload and one request that registers its objects in order; a small object is read by its
+A version takes one upload and one request that registers its objects in order; a small object is read by its
 URL (docs/wire-format.md). The storage's token is kept until it expires. No request asks whether the storage
 already has parts of a small object: it is always new. A large object comes through Xet, many parts at a time.
-The feed of a bucket's changes is that of `huggingface_hub._bucket_live_follow`.
+The feed of a bucket's changes is the one that `huggingface_hub._bucket_live_follow` reads.
 """
 
 from __future__ import annotations
@@ -55,28 +55,28 @@ from delta_weight_sync import errors
 from delta_weight_sync.store import _base
 from delta_weight_sync.store._notifications import Notifications, Quota
 
-REQUEST_TIMEOUT = 10.0  # seconds; by default the client waits without end
-LONGEST_PAUSE = 10  # seconds that a server may ask the client to wait; by default the client waits for hours
+REQUEST_TIMEOUT = 10.0  # seconds; by default the client waits forever
+LONGEST_PAUSE = 10  # seconds that a server may ask the client to wait; by default it obeys for hours
 FAILURES = (OSError, RuntimeError, ValueError, HTTPError, EntryNotFoundError)  # what the libraries raise
 
-# Only the first two settings of hf_xet shorten its retries. By default it retries for up to five minutes. Its
-# read timeout must stay at two minutes per attempt: it also runs while a block of 64 MB is being sent. Its
-# telemetry is a request more for each upload.
+# The first two settings shorten hf_xet's retries, which take up to five minutes by default. Its read timeout
+# must stay at two minutes per attempt: it also runs while a block of 64 MB is being sent. Its telemetry costs
+# one more request per upload.
 XET_SETTINGS = {
     "HF_XET_CLIENT_RETRY_BASE_DELAY": "2s",
     "HF_XET_CLIENT_RETRY_MAX_DURATION": "16s",
     "HF_XET_TELEMETRY_ENABLED": "false",
 }
 
-_READS: Final = 3  # of an object by its URL, if the connection breaks within its body
+_READS: Final = 3  # attempts to read an object by its URL, if the connection breaks within its body
 
 CONNECT_S: Final = 10.0  # to connect to the feed
 SILENCE_S: Final = 90.0  # a feed without a byte for this long counts as dead
-STEADY_S: Final = 60.0  # a feed that lasted this long is followed by the next one without a pause
-FIRST_FEED_PAUSE_S, LONGEST_FEED_PAUSE_S = 5.0, 320.0  # between two feeds; doubles while they do not last
+STEADY_S: Final = 60.0  # after a feed that lasted this long, reconnect within a second
+FIRST_FEED_PAUSE_S, LONGEST_FEED_PAUSE_S = 5.0, 320.0  # between two shorter feeds; doubles each time
 
 _BUCKET = re.compile(r"/buckets/([^/]+/[^/]+)(?:/|$)(?!events$)")
-_quotas: defaultdict[str, Quota] = defaultdict(Quota)  # by bucket: what its answers say of the token's quota
+_quotas: defaultdict[str, Quota] = defaultdict(Quota)  # bucket -> the token's quota, by the Hub's answers
 _log = logging.getLogger("delta_weight_sync")
 
 
@@ -91,7 +91,7 @@ def _configure_clients() -> None:
 
 @cache
 def _uploads(_process: int, *, known: bool) -> XetSession:
-    """For objects of which the storage may know parts, or for new ones; a forked process needs its own."""
+    """A session for objects of which the storage may know parts, or not. A forked process needs its own."""
     return XetSession(XetConfig().with_config("deduplication.global_dedup_query_enabled", known))
 
 
@@ -118,7 +118,7 @@ def _limit_time(request: Any) -> None:
 
 
 def _note_answer(response: Any) -> None:
-    """Note the quota, and shorten the pause that a busy server asks for: the client would sleep all of it."""
+    """Note the quota, and shorten the pause that a busy server asks for, because the client obeys it."""
     if not (bucket := _bucket_of(response.request)):
         return
     quota, headers = _quotas[bucket], response.headers
@@ -162,7 +162,7 @@ class HubBucket(_base.Bucket):
                 self._api.create_bucket(self._id, private=True, exist_ok=True)
 
     def put_all(self, objects: Sequence[tuple[str, bytes | Path]]) -> None:
-        """Store objects by one upload and one request, whose answer is the proof."""
+        """Store objects with one upload and one request. Its answer proves that they are there."""
         self.sent += sum(_base.size_of(data) for _, data in objects)
         self._upload(objects)
 
@@ -205,7 +205,7 @@ class HubBucket(_base.Bucket):
             if found is None:
                 raise EntryNotFoundError(path)
             self._check_limit(key, found.size, limit)
-            with _base.replacing(dest) as temporary:  # the client empties a file before it fails
+            with _base.replacing(dest) as temporary:  # a failing download would leave `dest` empty
                 self._api.download_bucket_files(self._id, [(found, temporary)])
                 # The client offers no hook to hash the bytes on their way; the page cache still has them.
                 return _base.file_sha256(temporary)
@@ -213,7 +213,7 @@ class HubBucket(_base.Bucket):
     def _read(self, key: str, to: BinaryIO, limit: int) -> str:
         """Read an object by its URL; returns the sha256."""
         url = f"{self._api.endpoint}/buckets/{self._id}/resolve/{quote(self._path(key), safe='')}"
-        # Unpacked, a body may have any size; so it has to come as it is.
+        # A compressed body may unpack to any size, so ask for an uncompressed one.
         headers = {**build_hf_headers(), "accept-encoding": "identity"}
         with self._explained(key):
             for _ in range(_READS):
@@ -270,7 +270,7 @@ class HubBucket(_base.Bucket):
     def _explain(self, error: Exception, place: str, write: bool) -> errors.BucketError:
         if isinstance(error, EntryNotFoundError):
             return errors.ObjectMissingError(f"{place} does not exist")
-        # Only the Hub's answers tell a refusal from an outage, and its own outage from the storage's: ask it.
+        # Only the Hub can tell a refusal from an outage, and its own outage from one of its storage: ask it.
         cause = error if isinstance(error, HfHubHTTPError) else self._probe()
         if isinstance(cause, HfHubHTTPError):
             return self._refusal(cause, place, write)
@@ -295,7 +295,7 @@ class HubBucket(_base.Bucket):
     def _refusal(self, error: HfHubHTTPError, place: str, write: bool) -> errors.BucketError:
         status, right = error.response.status_code, "write" if write else "read"
         if status in (401, 403):
-            why = "this token may not" if status == 403 else "the token is wrong or expired"
+            why = f"this token has no {right} access" if status == 403 else "the token is wrong or expired"
             why = why if get_token() else "HF_TOKEN is not set"
             return errors.AccessDeniedError(
                 f"the Hub refused {right} access to {place} ({status}, {why}): set HF_TOKEN to a token with"
@@ -310,7 +310,7 @@ class HubBucket(_base.Bucket):
             return errors.BucketUnreachableError(
                 f"the Hub still answered {status} for {place} after several tries: try again later"
             )
-        return errors.BucketError(f"the Hub refused {place} ({_reason(error)}): correct the request")
+        return errors.BucketError(f"the Hub refused access to {place} ({_reason(error)}): report this bug")
 
 
 def _reason(error: Exception) -> str:
@@ -325,7 +325,7 @@ class HubNotifications(Notifications):
     """Notifications from the Hub's feed, if it has one."""
 
     def __init__(self, endpoint: str, bucket_id: str, folder: str, prefix: str, quota: Quota) -> None:
-        """`prefix`: of keys, which lie in the bucket's `folder`; changes elsewhere are ignored."""
+        """Changes outside the bucket's `folder`, and of keys without `prefix`, are ignored."""
         super().__init__(quota)
         self._url, self._folder, self._prefix = f"{endpoint}/api/buckets/{bucket_id}/events", folder, prefix
         self._cursor = ""
@@ -336,7 +336,7 @@ class HubNotifications(Notifications):
     def due(self, poll_s: float) -> bool:
         """As in `Notifications`; the first call connects."""
         due = super().due(poll_s)
-        if self._thread is None:  # later than the look that is due, which may miss changes before it
+        if self._thread is None:  # connect at the first look; "ready" asks for another one, see `_take`
             self._thread = threading.Thread(target=self._run, name="bucket-events", daemon=True)
             self._thread.start()
         return due
@@ -352,7 +352,7 @@ class HubNotifications(Notifications):
             self._thread.join(CONNECT_S)
 
     def _run(self) -> None:
-        """One connection after the other; between them the clock decides when to look."""
+        """Keep a connection to the feed. While there is none, the caller polls."""
         failures = 0
         while not self._done.is_set():
             started, pause_s = time.monotonic(), 0.0
@@ -365,10 +365,10 @@ class HubNotifications(Notifications):
             self._done.wait(max(_pause_s(failures), min(pause_s, LONGEST_FEED_PAUSE_S)))
 
     def _follow(self) -> float:
-        """Follow one connection to its end; returns the seconds for which the Hub wants no other one."""
+        """Follow one connection to its end; returns the seconds that the Hub asks for before the next one."""
         headers = {**build_hf_headers(), "accept": "text/event-stream"}
         cursor = {"cursor": self._cursor} if self._cursor else {}
-        limits = (CONNECT_S, SILENCE_S, CONNECT_S, CONNECT_S)  # to connect, read, write, get a place
+        limits = (CONNECT_S, SILENCE_S, CONNECT_S, CONNECT_S)  # connect, read, write, wait for a connection
         with get_session().stream("GET", self._url, headers=headers, params=cursor, timeout=limits) as answer:
             if answer.status_code != 200 or "event-stream" not in answer.headers.get("content-type", ""):
                 self._cursor = ""  # it may be the reason for the refusal
@@ -397,7 +397,7 @@ class HubNotifications(Notifications):
         return name not in ("reset", "reconnect")
 
     def _is_news(self, path: str, etag: str) -> bool:
-        key = path.removeprefix(self._folder)  # which a poke may have announced already
+        key = path.removeprefix(self._folder)  # `known` has its etag already if a poke came first
         return path.startswith(self._folder + self._prefix) and (not etag or self.known.get(key) != etag)
 
 
