@@ -56,7 +56,7 @@ class Rollout(Record):
 
 
 class StepEvent(Record):
-    """A step with TRL's metrics and, now and then, a group of rollouts; step 0 is a group played before any."""
+    """A step with TRL's metrics and, now and then, a group of rollouts; step 0 is one played before any."""
 
     kind: Literal["step"] = "step"
     t: Time
