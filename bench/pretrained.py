@@ -70,7 +70,7 @@ def taken_in(url: str) -> Iterator[dict[str, Any]]:
     events = list(RunLogReader(reader.bucket, reader.keys.run).poll())
     syncs = {event.version: event for event in events if isinstance(event, SyncEvent)}
     for event in events:
-        if isinstance(event, StepEvent) and event.step in syncs:
+        if isinstance(event, StepEvent) and event.reward is not None and event.step in syncs:
             sync = syncs[event.step]
             said = {name: event.metrics[key] for name, key in _SAID.items() if key in event.metrics}
             density, size = sync.changed / sync.total, sync.payload_bytes

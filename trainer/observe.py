@@ -29,7 +29,7 @@ _RATES = 2  # metrics that `StepRecorder` adds
 
 
 class StepRecorder(TrainerCallback):
-    """Copies TRL's metrics into the run's log, and every few seconds a group of rollouts.
+    """Copies TRL's metrics into the run's log, and every few seconds a group of rollouts, also before step 1.
 
     It takes the place of TRL's queue of samples, to see the groups and count the games that are taken.
     """
@@ -40,6 +40,7 @@ class StepRecorder(TrainerCallback):
         self._complete: list[Any] = []  # the newest one that the log lacks
         self._group_due = 0.0
         self._seen = Counter[str]()  # since the last logged step
+        self._first_due = False  # the run has no step yet
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._samples, name)
@@ -49,7 +50,10 @@ class StepRecorder(TrainerCallback):
         sample = self._samples.get(*args, **options)
         if self._current and self._current[0].group_id != sample.group_id:
             self._complete, self._current = self._current, []
+            if self._first_due and time.monotonic() >= self._group_due:
+                self._append(0, {"sample/taken": float(self._seen["samples"])})
         self._current.append(sample)
+        self._seen["samples"] += 1
         answers = [answer for _, answer in _turns(sample.completion)]
         guesses = [match for answer in answers if (match := _GUESS.match(answer))]
         invalid = sum("not a word" in answer for answer in answers)
@@ -57,6 +61,9 @@ class StepRecorder(TrainerCallback):
             solved = any(set(guess[0][2::3]) == {"+"} for guess in guesses)
             self._seen.update(games=1, solved=solved, guesses=len(guesses) + invalid, invalid=invalid)
         return sample
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._first_due = not state.global_step
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
@@ -67,18 +74,21 @@ class StepRecorder(TrainerCallback):
         metrics = dict(itertools.islice(found, METRICS - _RATES))
         if "reward" not in metrics:
             return
-        seen, self._seen = self._seen, Counter()
+        seen, self._seen, self._first_due = self._seen, Counter(), False
         if seen["games"]:
             metrics["games/solve_rate"] = seen["solved"] / seen["games"]
             metrics["games/invalid_rate"] = seen["invalid"] / seen["guesses"]
+        self._append(state.global_step, metrics)
+
+    def _append(self, step: int, metrics: dict[str, float]) -> None:
         group: list[Any] = []
         if time.monotonic() >= self._group_due:
             group, self._complete = self._complete, []
             self._group_due = time.monotonic() + _GROUP_EVERY_S
         event = StepEvent(
             t=time.time(),
-            step=state.global_step,
-            reward=metrics["reward"],
+            step=step,
+            reward=metrics.get("reward"),
             metrics=metrics,
             prompt=_text(group[0].prompt[-1]) if group else "",
             rollouts=tuple(

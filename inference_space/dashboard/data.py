@@ -24,8 +24,8 @@ from delta_weight_sync.records import Keys, Manifest, RunInfo, parse
 from delta_weight_sync.runlog import SEGMENT, ReplicaEvent, RunLogReader
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.store import Bucket, Listing, ObjectInfo
-from delta_weight_sync.util import size_text
-from inference_space.dashboard.state import Digests, Progress, RunState
+from delta_weight_sync.util import size_text, time_text
+from inference_space.dashboard.state import Digests, Progress, RunState, Stage
 from inference_space.dashboard.views import OpenedDelta, can_download, open_delta
 from space_guard.requests import RateLimit
 
@@ -66,6 +66,8 @@ class RunView:
     skipped: int = 0  # lines of the log that are not events
     quiet_min: int = 0  # whole minutes without an event
     progress: Progress | None = None  # None before the first version
+    start: tuple[Stage, ...] = ()  # what happens before the first step
+    waited: str = ""  # since the last of them was done
 
 
 class RunCache:
@@ -89,6 +91,7 @@ class RunCache:
         self._info_object: ObjectInfo | None = None  # which `_info` was read from
         self._log: RunLogReader | None = None
         self._state = RunState()
+        self._opened = time.time()
         self._shown: object = None  # what the shown progress was computed from
         self._digests_asked: tuple[set[int], int | None] = (set(), None)
         self._digest_tries = 0
@@ -137,6 +140,8 @@ class RunCache:
         if basis != self._shown:
             self._shown, progress = basis, self._state.progress(own)
         over = progress is None or progress.done
+        start = () if progress and progress.done else self._state.start(own)
+        since = max((stage.done_t for stage in start if stage.done_t), default=self._opened)
         now = replace(
             was,
             run=info.run if info else self._run,
@@ -147,6 +152,8 @@ class RunCache:
             problem=problem,
             quiet_min=0 if over or progress is None else max(0, int((time.time() - progress.last_t) / 60)),
             progress=progress,
+            start=start,
+            waited=time_text(max(1, int(time.time() - since))) if start else "",
         )
         if vars(now) != vars(was):
             self._view = replace(now, revision=was.revision + 1)

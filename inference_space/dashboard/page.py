@@ -95,13 +95,16 @@ def render(view: RunView) -> Markup:
         run=run,
         measured=views.facts_of(run, view.model) is not None,
         moments=moments(run.version) if run else [],
-        body=body(run) if run else "",
+        body=body(run, view if view.start else None) if run else "",
     )
 
 
-def body(run: Progress) -> Markup:
-    syncs, axis = timeline(run)
-    return render_template("run.html", run=run, lately=LATELY, charts=charts(run), syncs=syncs, axis=axis)
+def body(run: Progress, view: RunView | None = None) -> Markup:
+    """Render the figures and curves of a run. With the `view` of one that starts: how far it is, instead."""
+    (syncs, axis), drawn = timeline(run), charts(run)
+    return render_template(
+        "run.html", run=run, lately=LATELY, charts=drawn, syncs=syncs, axis=axis, view=view
+    )
 
 
 def first_paint(view: RunView, *, owner: bool) -> Markup:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean, median
+from typing import NamedTuple
 
 from delta_weight_sync.errors import ProtocolError
 from delta_weight_sync.runlog import (
@@ -23,6 +24,7 @@ from delta_weight_sync.runlog import (
     StepEvent,
     SyncEvent,
 )
+from delta_weight_sync.util import size_text
 
 POINTS = 300  # of a curve: more than a screen shows
 FRAMES = 60  # moments of a run that can be looked back at
@@ -106,6 +108,14 @@ class Progress:
     reward_lately: float | None  # mean of the last `LATELY` steps
 
 
+class Stage(NamedTuple):
+    """One part of the start of a run. The texts of replicas come from outside."""
+
+    name: str
+    note: str
+    done_t: float | None  # unix seconds; None: not done
+
+
 class Curve:
     """A curve of at most `POINTS` points, however many are added.
 
@@ -171,6 +181,7 @@ class RunState:
         self._first: list[float] = []
         self._lately: deque[float] = deque(maxlen=LATELY)
         self._group: StepEvent | None = None
+        self._played: float | None = None  # when the first games were
         self._slowest: dict[int, SlowestCommit] = {}  # of the newest versions, by their first commit
         self._tracks: dict[str, _Track] = {}
         self._sizes, self._all_pauses, self._all_lags = (list[float]() for _ in range(3))  # sorted
@@ -237,6 +248,30 @@ class RunState:
             reward_lately=fmean(self._lately) if self._lately else None,
         )
 
+    def start(self, own: ReplicaEvent | None = None) -> tuple[Stage, ...]:
+        """Return the parts of the run's start, in their order, until its first step; none after it."""
+        if self.version or self._lately:
+            return ()
+        tracks, base, games, step = self._tracks, "waiting for a trainer to publish it", "", ""
+        known = {name: track.status for name, track in tracks.items()} | ({own.replica: own} if own else {})
+        absent = [status for status in known.values() if status.version is None]
+        replica = "; ".join(f"{one.replica}: {one.error or one.state}" for one in absent[:3])
+        served = [t for track in tracks.values() for t, version in track.versions if not math.isnan(version)]
+        if self.version is not None:
+            base = f"published, {size_text(self._recent[-1].full_bytes)}"
+        if serving := len(known) - len(absent):
+            replica, served = f"{serving} of {len(known)} serving", served or [self._last_t]
+            games = "being played; each finished group is shown below"
+        if self._played is not None and self._group:
+            games = f"{self._group.metrics.get('sample/taken', 0):.0f} taken by the trainer, the newest below"
+            step = "needs a full batch of games"
+        return (
+            Stage("Version 0", base, self._trainer[0][0] if self._trainer else None),
+            Stage("Replica", replica or "none has reported yet", min(served) if serving else None),
+            Stage("First games", games, self._played),
+            Stage("First step", step, None),
+        )
+
     def at(self, version: int, digests: Digests) -> Progress:
         """Return the run at one of its `moments` before the newest; raises `ProtocolError` for others."""
         frame = self._frames.get(version)
@@ -290,6 +325,8 @@ class RunState:
             self._curves[_METRICS[metric]].add(event.step, event.metrics[metric])
         if event.rollouts:
             self._group = event
+            if not event.step and self._played is None:
+                self._played = event.t
 
     def _track(self, event: ReplicaEvent | CommitEvent) -> _Track:
         name = event.replica

@@ -56,7 +56,7 @@ class Rollout(Record):
 
 
 class StepEvent(Record):
-    """One optimizer step with the metrics that TRL logged and, now and then, one group of its rollouts."""
+    """A step with TRL's metrics and, now and then, a group of rollouts; step 0 is one played before any."""
 
     kind: Literal["step"] = "step"
     t: Time

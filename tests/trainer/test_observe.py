@@ -6,6 +6,7 @@ import threading
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from delta_weight_sync.runlog import RunLogReader, RunLogWriter, StepEvent
@@ -87,7 +88,8 @@ def sample(group: int, reward: float, *turns: tuple[str, str]) -> RolloutSample:
     )
 
 
-def test_a_group_and_its_rates_reach_the_log(tmp_path):
+@pytest.mark.parametrize("done", [0, 6])
+def test_a_group_and_its_rates_reach_the_log_of_a_new_run_before_its_first_step(tmp_path, done):
     bucket = open_bucket(f"file://{tmp_path}/bucket", create=True)
     samples: queue.Queue[RolloutSample] = queue.Queue()
     samples.put(sample(1, 1.5, ("crane", CRANE), ("plumb", PLUMB)))
@@ -95,14 +97,17 @@ def test_a_group_and_its_rates_reach_the_log(tmp_path):
     samples.put(sample(2, 0.4, ("crane", CRANE)))
     log = RunLogWriter(bucket, "wordle")
     recorder = StepRecorder(log, samples)
+    recorder.on_train_begin(None, SimpleNamespace(global_step=done), None)
     assert [recorder.get(timeout=60).group_id for _ in range(3)] == [1, 1, 2]
     assert recorder.qsize() == 0, "everything else is the queue's"
     recorder.on_log(None, SimpleNamespace(global_step=7), None, {"reward": 0.7})
     log.close()
 
-    (step,) = RunLogReader(bucket, "wordle").poll()
+    *first, step = RunLogReader(bucket, "wordle").poll()
     assert isinstance(step, StepEvent)
-    assert (step.step, step.prompt) == (7, "Play <b>Wordle</b>.")
-    assert [(rollout.reward, rollout.sync) for rollout in step.rollouts] == [(1.5, 3), (0.2, 3)]
-    assert step.rollouts[0].turns == (("crane", CRANE), ("plumb", PLUMB))
+    assert [event.metrics for event in first] == ([] if done else [{"sample/taken": 2.0}])
+    (*_, group) = step, *first
+    assert (step.step, group.prompt) == (7, "Play <b>Wordle</b>.")
+    assert [(rollout.reward, rollout.sync) for rollout in group.rollouts] == [(1.5, 3), (0.2, 3)]
+    assert group.rollouts[0].turns == (("crane", CRANE), ("plumb", PLUMB))
     assert step.metrics == {"reward": 0.7, "games/solve_rate": 1 / 3, "games/invalid_rate": 1 / 5}

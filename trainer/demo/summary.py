@@ -57,8 +57,10 @@ class Progress:
                 if event.state != self._state:
                     self._state = event.state
                     self.say(f"replica: {event.state}")
-            elif isinstance(event, StepEvent) and (
-                event.step % 10 == 0 or self.seconds > self._said + _QUIET_S
+            elif (
+                isinstance(event, StepEvent)
+                and event.reward is not None
+                and (event.step % 10 == 0 or self.seconds > self._said + _QUIET_S)
             ):
                 self._step(event)
             elif isinstance(event, DoneEvent):

@@ -21,6 +21,7 @@ from delta_weight_sync.store import Bucket
 from delta_weight_sync.util import count_text, size_text
 from inference_space.dashboard.export import export
 from tests.browser import PATIENCE_S
+from tests.inference_space.dashboard.test_state import GAMES
 from tests.support.dashboard import KEY, REFUSED, RecordedControls, controlled
 from tests.support.real_run import KINDS, RealRun, Shown, games
 from tests.support.written_run import FULL, TOTAL, WrittenRun, digest_of
@@ -90,6 +91,22 @@ def test_an_empty_then_vanished_then_restored_bucket(
     expect(page.locator("#dws-live h1")).to_contain_text("v0")
     folder.with_name("away").rename(folder)
     expect(page.get_by_role("alert")).to_have_count(0)
+
+
+def test_a_run_shows_how_it_starts_until_its_first_step(page: Page, url: str, run: WrittenRun) -> None:
+    run.publish(FULL, TOTAL)
+    run.status("near", None, state="starting vLLM with version 0")
+    page.goto(url)
+    live = page.locator("#dws-live")
+    expect(live.locator(".start .now")).to_contain_text("near: starting vLLM with version 0")
+    expect(live.locator("figure")).to_have_count(0)
+    run.commit("near", 0)
+    run.log.append(GAMES)
+    expect(live.locator(".start .now")).to_contain_text("First step")
+    expect(live.locator(".tiles")).to_have_text("crane")
+    run.step(1, 0.5)
+    expect(live.locator("figure")).to_have_count(9)
+    expect(live.locator(".start")).to_have_count(0)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from delta_weight_sync.records import LARGEST
-from delta_weight_sync.runlog import SEGMENT, DoneEvent, Event, StepEvent
+from delta_weight_sync.runlog import SEGMENT, DoneEvent, Event, Rollout, StepEvent
 from delta_weight_sync.store import open_bucket
 from inference_space.dashboard.charts import sync_spans
 from inference_space.dashboard.data import RunCache, RunView
@@ -43,8 +43,26 @@ def rewards(**metrics: float) -> StepEvent:
     )
 
 
+PLAYED = Rollout(turns=(("crane", "c1-r2?a3+n4-e5-"),), reward=0.2, sync=0)
+GAMES = StepEvent(t=9, step=0, reward=None, metrics={"sample/taken": 8.0}, rollouts=(PLAYED,))
+
+
 def test_nothing_is_shown_before_the_first_version() -> None:
     assert folded(status("r", None, state="waiting"), rewards()).progress() is None
+
+
+def test_the_start_names_what_is_under_way_until_the_first_step() -> None:
+    def start(*more: Event) -> list[tuple[str, float | None]]:
+        events.extend(more)
+        return [(stage.note, stage.done_t) for stage in folded(*events).start()]
+
+    events: list[Event] = []
+    assert start(status("r", None, state="waiting"))[1] == ("r: waiting", None)
+    assert start(sync(0, 1100, t=4.0))[:2] == [("published, 1 KB", 4.0), ("r: waiting", None)]
+    assert start(commit("r", 0))[1] == ("1 of 1 serving", 1.0)
+    assert start(GAMES)[2] == ("8 taken by the trainer, the newest below", 9.0)
+    assert not folded(*events, sync(1, 10)).start(), "a trainer need not log its steps"
+    assert not start(rewards())
 
 
 def test_bytes_are_counted_from_version_1_and_anchors_count_as_sent() -> None:
