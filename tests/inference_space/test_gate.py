@@ -242,7 +242,7 @@ NO_EVENTS += [CALL | {"data": FILE}, {"fn_index": 0}, [], "data"]
 )
 def test_an_event_that_would_make_the_server_fetch_a_file_is_refused(body):
     answer = ask("POST", EVENT, content=body, headers=JSON)
-    assert "an event of the dashboard" in sentence(answer, 422)
+    assert "reload the page" in sentence(answer, 422)
 
 
 def test_an_event_of_plain_values_passes_written_anew():
