@@ -107,9 +107,9 @@ def access_problems(error: Exception, url: str) -> Problems:
     if not url.startswith("hf://"):
         return {"REPLICA_BUCKET": f"{error}"}
     if not get_token():
-        return {"HF_TOKEN": f"not set, and {url} is private or does not exist; create a token at {TOKENS}"}
+        return {"HF_TOKEN": f"not set, and {url} is private or does not exist; make a token at {TOKENS}"}
     if getattr(getattr(error.__cause__, "response", None), "status_code", 0) == 401:
-        return {"HF_TOKEN": f"the Hub rejects this token: it is wrong or expired; create one at {TOKENS}"}
+        return {"HF_TOKEN": f"the Hub does not know this token: it is wrong or expired; make one at {TOKENS}"}
     if isinstance(error, AccessDeniedError):
         return {"HF_TOKEN": f"this token may not read {url}; give it read access to the bucket at {TOKENS}"}
     return {  # the Hub answers the same in both cases

@@ -333,7 +333,7 @@ class Library:
         found = next((info for info in self.objects() if info.key == key), None)
         if found is None or not can_download(key.removeprefix(Keys(self.run).folder)):
             raise errors.ObjectMissingError(
-                f"{key} cannot be downloaded here: run {self.run!r} lacks it, or it holds weights or a state"
+                f"{key} cannot be downloaded here: run {self.run!r} lacks it, or visitors may not read it"
             )
         if found.size > MAX_DOWNLOAD:
             raise errors.ProtocolError(

@@ -129,7 +129,7 @@ def test_a_wrong_key_ends_the_run_and_the_right_one_does_not(keyed_apps, monkeyp
 @pytest.mark.full
 def test_a_foreign_space_that_wants_a_key_ends_the_run(keyed_apps, monkeypatch):
     monkeypatch.setenv("SPACE_KEY", keyed_apps.key)
-    with pytest.raises(SpacesUnavailableError, match=r"\(401\) and is not in SPACES: add it .* yours$"):
+    with pytest.raises(SpacesUnavailableError, match=r"\(401\) and is not in SPACES: add the URL .* yours$"):
         Spaces([keyed_apps.replica]).wake()
     with pytest.raises(
         SpacesUnavailableError, match="is yours, or set ENV_KEY to the key that you were given"
