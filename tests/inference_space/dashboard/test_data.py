@@ -427,7 +427,7 @@ def test_a_download_is_deleted_after_its_last_use(bucket: Bucket, monkeypatch: p
 @pytest.mark.parametrize("name", ["state/1/rank-0.safetensors", "state/1.json", "anchors/0/config.json", "x"])
 def test_a_visitor_downloads_neither_models_nor_states(bucket: Bucket, name: str) -> None:
     bucket.put(f"runs/r/{name}", b"x")
-    with pytest.raises(ObjectMissingError, match="cannot be downloaded here: run 'r' lacks it, or visitors may not"):
+    with pytest.raises(ObjectMissingError, match="downloaded here: run 'r' lacks it, or visitors may not"):
         Library(bucket, lambda: "r").download(f"runs/r/{name}")
     assert "/dashboard/object?" not in views.listing(bucket.list("runs/r/"), "r", 0, served=True)
 

@@ -55,15 +55,15 @@ def test_wake_wakes_a_sleeping_space(world):
 def test_a_private_space_that_this_token_may_not_see_is_not_waited_for(world):
     world.up()
     url = world.hub.space(world.env)["address"]
-    with pytest.raises(SpacesUnavailableError, match=r"no env, .*404.*--env_url.*HF_TOKEN"):
+    with pytest.raises(SpacesUnavailableError, match=r"404, so it is not the env.*--env_url.*HF_TOKEN"):
         Spaces([], url).wake()
 
 
 @pytest.mark.full
 def test_a_url_of_something_else_is_not_waited_for(apps):
-    with pytest.raises(SpacesUnavailableError, match=r"no replica, .*--replicas"):
+    with pytest.raises(SpacesUnavailableError, match=r"not the replica: .*--replicas"):
         Spaces([apps.env]).wake()
-    with pytest.raises(SpacesUnavailableError, match="no env"):
+    with pytest.raises(SpacesUnavailableError, match="not the env"):
         Spaces([apps.replica], apps.replica).wait(poll_s=0.0)
 
 
