@@ -1,4 +1,4 @@
-"""The vLLM Space: a stock vLLM behind one public port, kept at the run's newest version by a follower."""
+"""The vLLM Space: stock vLLM behind one public port; a follower keeps it at the run's newest version."""
 
 import sys
 from pathlib import Path

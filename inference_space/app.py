@@ -1,6 +1,6 @@
 """`python -m inference_space.app`: starts the vLLM Space with the settings in the environment, and stops it.
 
-The process of vLLM's engine imports this module again, so all but the standard library is imported in `main`.
+vLLM's engine imports this module in its own process, so `main` imports all but the standard library.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ log = logging.getLogger("delta_weight_sync")
 
 
 def main() -> None:
-    """Start the Space. If a setting is missing or wrong, it says which: on the Hub in a web page, elsewhere
-    in the message with which it exits."""
+    """Start the Space. If a setting is missing or wrong, say which: on the Hub in a web page, elsewhere in
+    the message with which the program exits."""
     from delta_weight_sync.errors import DeltaWeightSyncError
     from inference_space.public_port import create_app, listen
     from inference_space.settings import SETUP, Settings, find_problems
     from space_guard.setup import SettingsError
 
-    os.umask(0o077)  # its files, and the sockets of vLLM's engine in /tmp, are for this user alone
+    os.umask(0o077)  # files, and the sockets of vLLM's engine in /tmp, are for this user alone
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler(sys.stdout))
     problems = find_problems(os.environ) if "SPACE_ID" in os.environ else {}

@@ -1,4 +1,4 @@
-"""Compiles a replica's loops into numba's cache when its image is built; a new container has an empty one."""
+"""Compiles a replica's kernels into numba's cache when its image is built: containers then start faster."""
 
 import tempfile
 from pathlib import Path
@@ -13,7 +13,7 @@ from delta_weight_sync.vllm.routes import Geometry, Piece, Route
 
 SHAPE, SHARES = (256, 96), {"fast": (0.01, 0.2, 0.4, 0.9), "small": (0.01,)}
 
-if __name__ == "__main__":  # decodes and places deltas of every mode
+if __name__ == "__main__":  # decode deltas of every mode, and find their elements
     turned = Geometry(0, SHAPE, (SHAPE[1], 1)), Geometry(0, SHAPE, (1, SHAPE[0]))
     piece = Piece(torch.zeros(SHAPE[0] * SHAPE[1], dtype=torch.int16), *turned, False)
     table, rng = Table({"w": Route("w", SHAPE, (piece,))}, {"w": (0,)}), np.random.default_rng(0)

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Python for vLLM's engine: it gets the variables that it needs and none of the Space's secrets, whatever their
-# names, and it reads local files only, so the Hub is off.
+# Python for vLLM's engine. The engine gets only the variables that it needs, so none of the Space's secrets,
+# whatever their names. It reads local files only, so access to the Hub is off.
 exec "$ENGINE_PYTHON" -ISc '
 import os, re, sys
 needed = "(CUDA|CUBLAS|CUDNN|DG|FI|FLASHINFER|GLOO|HIP|HSA|KMP|LC|LD|MALLOC|MKL|NCCL|NUMBA|NVIDIA|NVSHMEM|OMP"

@@ -1,4 +1,4 @@
-"""The gate of the public port: only the routes listed here pass, with their key, body and limits.
+"""The gate of the public port: only requests to the routes listed here pass, if key, body and limits allow.
 
 It stands before every app of the Space, so a route that some library adds is closed until it is listed. A
 path is compared as it was sent, before anything decodes it. Each refusal is a sentence that names the fix, in
@@ -36,16 +36,16 @@ from space_guard.requests import (
 
 BODY_S = 60.0  # seconds within which a request's body must arrive
 ARRIVING = Lane(64 << 20, BODY_S)  # its units are bytes of bodies that are still arriving
-LEAST = 256 << 10  # units of a visitor's body, however short: it holds a connection
-# The budget of one address: cost per second, and the most that it can save up. A route costs about the
-# milliseconds it takes.
+LEAST = 256 << 10  # units that even a visitor's short body takes, because it holds a connection
+# The budget of one address: cost per second, and the most that it can save up. The cost of a route is about
+# the milliseconds that it takes.
 RATE = (200.0, 2000.0)
 
 
 @dataclass(frozen=True)
 class Route:
-    """A route that the gate lets pass. `path` is a regular expression for the whole path, `lane` names the
-    limit of concurrent requests that applies, `body` names the entry of `readers` that checks the body."""
+    """A route that the gate lets pass. `path` is a regular expression for the whole path. `lane` names the
+    limit of concurrent requests that applies. `body` names the entry of `readers` that checks the body."""
 
     path: str
     method: str = "GET"
@@ -63,13 +63,13 @@ ROUTES = (
     Route("/status"),
     Route("/v1/models", lane="reading"),
     Route("/v1/(chat/)?completions", "POST", lane="inference", keyed=True, body="completion", cost=10.0),
-    # It says "look at the bucket now" and nothing else. It needs the key because all replicas of a user share
-    # one quota of requests.
+    # A poke says "look at the bucket now" and nothing else. It needs the key because all replicas of a user
+    # share one quota of requests to the Hub.
     Route("/delta_weight_sync/poke", "POST", keyed=True),
     Route("/dashboard/(frame|inside|bucket|delta|verify|explain|object)", lane="reading", cost=5.0),
-    # Only the routes of Gradio that the page needs. An event carries plain values only. The events of the
-    # owner's tab pass here; the dashboard refuses them unless the visitor has the key or is logged in as the
-    # owner.
+    # Only those routes of Gradio that the page needs. An event carries plain values only. Events of the
+    # owner's tab pass, too: the dashboard itself refuses them unless the visitor has the key or is logged in
+    # as the owner.
     Route(f"/(assets|static){_FILE}"),
     Route(r"/(theme\.css|favicon\.ico)"),
     Route(r"/gradio_api/heartbeat/\w{1,40}", lane="open pages"),
@@ -77,11 +77,11 @@ ROUTES = (
     Route("/login/(huggingface|callback)"),
     Route("/logout"),
 )
-_MISSING = "this needs the Space's key: send its REPLICA_KEY in the header X-Space-Key"
-_WRONG = "the key in X-Space-Key is not this Space's: compare it with its REPLICA_KEY"
+_MISSING = "the request has no key: send the Space's REPLICA_KEY in the header X-Space-Key"
+_WRONG = "the key in X-Space-Key is wrong: send this Space's REPLICA_KEY"
 
-# The headers that an app behind the gate needs: not the key or a token; not the origin, for which Gradio
-# would add headers that let any site read its answers; and not the host, which a client can set to anything.
+# Only these headers reach the apps. Not among them: keys and tokens; the origin, because Gradio would then
+# let any site read its answers; and the host, because a client can set it to anything.
 _PASSED_ON = frozenset(
     b"accept accept-encoding accept-language content-type cookie if-none-match user-agent".split()
 )
@@ -92,12 +92,12 @@ _POLICY = (b"content-security-policy", f"default-src 'none'; {FRAMING}".encode()
 
 
 class Gate:
-    """ASGI middleware. If there is no `key`, keyed routes are open to everyone: only for a machine that
+    """ASGI middleware. With an empty `key`, keyed routes are open to everyone: only for a machine that
     others cannot reach.
 
     Args:
-        readers: What checks request bodies, by the name in `Route.body`.
-        open_inference: Visitors may use keyed routes too, and still cannot take a trainer's capacity.
+        readers: For each name in `Route.body`, the object that checks such a body.
+        open_inference: Keyed routes need no key. Capacity is still reserved for requests with the key.
         rate: The rate limit of visitors.
     """
 
@@ -152,7 +152,7 @@ class Gate:
                 raise HTTPException(504, sentence) from None
 
     def _client(self, scope: Scope, route: Route) -> Client:
-        """The client. Raises `HTTPException` if it needs the key and has not sent it."""
+        """The visitor's address, or None with the key. Raises `HTTPException` if the key is needed."""
         if has_key(self._key, scope["headers"]):
             return None
         if route.keyed and not self._open:
@@ -160,14 +160,14 @@ class Gate:
         return client_address(scope)
 
     async def _read(self, scope: Scope, receive: Receive, route: Route, client: Client) -> tuple[bytes, int]:
-        """The complete body, as it may be passed on, and how many units of its lane the request takes."""
+        """The complete body, checked, and how many units of its lane the request takes."""
         headers = dict(scope["headers"])
         announced = None if b"transfer-encoding" in headers else int(headers.get(b"content-length", b"0"))
         if route.body is None:
             if announced != 0:
-                raise HTTPException(413, "the body is too large: this route takes none", CLOSE)
+                raise HTTPException(413, "this route takes no body: send the request without one", CLOSE)
             return b"", 1
-        # Before a browser sends this type to another site, it asks by a CORS preflight, which the gate
+        # Before a browser sends this type to another site, it sends a CORS preflight request, which the gate
         # refuses.
         if not headers.get(b"content-type", b"").startswith(b"application/json"):
             raise HTTPException(
@@ -188,7 +188,7 @@ def find_route(scope: Scope) -> Route:
     path = scope["raw_path"].decode("latin-1")
     known = {route.method: route for route in ROUTES if re.fullmatch(route.path, path, re.ASCII)}
     if not known:
-        raise HTTPException(404, "there is no such route on this Space; its README lists the routes")
+        raise HTTPException(404, "this Space has no such route; its README lists the routes")
     if scope["method"] not in known:
         raise HTTPException(405, f"this route takes {' and '.join(known)} only", {"Allow": ", ".join(known)})
     return known[scope["method"]]
@@ -203,19 +203,19 @@ def _with_headers(message: Message) -> Message:
     return {**message, "headers": headers if own else [*headers, _POLICY]}
 
 
-# vLLM accepts much more from callers that it trusts. A request that costs minutes or gigabytes is not passed
-# on. vLLM itself checks what is cheap to check: types, logprobs, lengths in tokens.
-BYTES_PER_TOKEN = 16  # of a body, per token of the context: a token id takes 8, an escaped character 6 to 12
-OTHER_BYTES = 64 << 10  # for everything else in a body
+# vLLM trusts its callers, so the gate stops requests that would cost minutes or gigabytes. vLLM itself
+# checks what is cheap to check: types, logprobs, lengths in tokens.
+BYTES_PER_TOKEN = 16  # of body per token of the context; a token id takes 8, an escaped character 6 to 12
+OTHER_BYTES = 64 << 10  # allowed for everything else in a body
 MAX_BODY = 8 << 20  # bytes: the limit while the context is unknown, and the most for any context
-MAX_STOPS, MAX_STOP_CHARACTERS = 4, 1024  # as many strings as OpenAI takes; characters of all together
-MAX_CHOICES = 128  # that an answer is chosen from
-MAX_GRAMMAR = 16 << 10  # bytes of a grammar, and of the fields that vLLM makes one from
+MAX_STOPS, MAX_STOP_CHARACTERS = 4, 1024  # strings, as at OpenAI; characters of all strings together
+MAX_CHOICES = 128  # entries of `structured_outputs.choice`
+MAX_GRAMMAR = 16 << 10  # bytes of each field in `GRAMMARS`, from which vLLM makes a grammar
 GRAMMARS = "structured_outputs", "response_format", "tools"
-# Compiling one client's grammars, once each: milliseconds of a core per second, and the most that it can save
-# up. Nothing ends a compilation, neither a limit of vLLM nor a client that hangs up.
+# A client's budget for compiling new grammars: milliseconds of a core per second, and the most that it can
+# save up. Nothing stops a compilation: vLLM has no limit, and does not notice that a client hangs up.
 COMPILING = (250.0, 20_000.0)
-KNOWN_GRAMMARS = 1024  # vLLM keeps what it has compiled
+KNOWN_GRAMMARS = 1024  # not charged again, because vLLM keeps them
 MAX_ENTRIES = 1024  # of any other list
 # The fields that OpenAI's clients and TRL send, and vLLM's sampling parameters that cost nothing.
 _NAMES = (
@@ -249,8 +249,8 @@ class Completions:
         return MAX_BODY if context is None else min(MAX_BODY, OTHER_BYTES + BYTES_PER_TOKEN * context)
 
     def read(self, body: bytes, client: Client = None) -> tuple[bytes, int]:
-        """The body unchanged, and its completions. Raises `ValueError` if vLLM may not have it, and
-        `HTTPException` if it may not have it yet."""
+        """The body, unchanged, and the number of completions that it asks for. Raises `ValueError` if it must
+        not reach vLLM, and `HTTPException` if it must not do so yet."""
         try:
             asked = json.loads(body)  # as vLLM reads it
         except (ValueError, RecursionError):
@@ -265,8 +265,8 @@ class Completions:
         characters = sum(len(text) for text in stops if isinstance(text, str))
         if len(stops) > MAX_STOPS or characters > MAX_STOP_CHARACTERS:
             limit = f"{MAX_STOPS} strings, of {MAX_STOP_CHARACTERS} characters together"
-            raise ValueError(f"stop is too long: at most {limit}")
-        # A chat template may loop up to a number that it gets, for minutes, so it gets none.
+            raise ValueError(f"stop is too long: send at most {limit}")
+        # A chat template could loop as often as a number in these arguments says, so numbers are refused.
         options = asked.get("chat_template_kwargs")
         for value in options.values() if isinstance(options, dict) else ():
             if not (isinstance(value, bool | None) or (isinstance(value, str) and len(value) <= 64)):
@@ -279,7 +279,7 @@ class Completions:
         many = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
         completions = n * (len(prompt) if many and prompt else 1)
         if completions > self.batch:
-            raise ValueError(f"too many completions: at most {self.batch} in one request, prompts times n")
+            raise ValueError(f"too many completions (prompts times n): ask for at most {self.batch}")
         self._compile([asked[name] for name in GRAMMARS if asked.get(name)], client)
         return body, completions
 
@@ -301,11 +301,11 @@ class Completions:
 
 
 def compile_ms(grammars: list[Any]) -> float:
-    """About the milliseconds of a core in which vLLM's xgrammar compiles these grammars and JSON schemas. The
-    factors were measured with a vocabulary of 150,000 tokens; smaller ones take less."""
+    """Estimate the milliseconds of a core that vLLM's xgrammar needs to compile these grammars. The factors
+    were measured with a vocabulary of 150,000 tokens; a smaller one takes less time."""
     texts, lengths, waiting = list[str](), list[float](), list(grammars)
     formats = ranges = 0
-    while waiting:  # a recursion could end in an error
+    while waiting:  # a recursion could get too deep
         part = waiting.pop()
         if isinstance(part, list):
             waiting += part
@@ -333,22 +333,22 @@ def compile_ms(grammars: list[Any]) -> float:
 def _check_size(name: str, value: Any) -> None:
     if name in GRAMMARS:
         if len(json.dumps(value)) > MAX_GRAMMAR:
-            raise ValueError(f"{name} is too large: at most {MAX_GRAMMAR >> 10} KB")
+            raise ValueError(f"{name} is too large: send at most {MAX_GRAMMAR >> 10} KB")
         choices = value.get("choice") if isinstance(value, dict) else None
         if isinstance(choices, list) and len(choices) > MAX_CHOICES:
-            raise ValueError(f"too many choices: at most {MAX_CHOICES}")
+            raise ValueError(f"too many choices: send at most {MAX_CHOICES}")
     elif name not in ("prompt", "messages") and isinstance(value, list | dict) and len(value) > MAX_ENTRIES:
-        raise ValueError(f"{name} is too long: at most {MAX_ENTRIES} entries")
+        raise ValueError(f"{name} is too long: send at most {MAX_ENTRIES} entries")
 
 
 Kind = Literal["text", "number", "kept"]  # "kept": the server holds the value and ignores what is sent
 MAX_TEXT = 1024  # characters
 MAX_NUMBER = 1 << 53
-_NO_CALL = "an event of the dashboard is a JSON object with its number, inputs and session: reload the page"
+_NO_CALL = "the request is not one of the dashboard's events, or its page is out of date: reload the page"
 
 
 class _Call(BaseModel):
-    """A call of an event; other fields are dropped."""
+    """The fields of an event's call that are passed on."""
 
     model_config = ConfigDict(strict=True)
 
@@ -362,18 +362,18 @@ class _Call(BaseModel):
 class DashboardCalls:
     """Validates calls of the dashboard's events.
 
-    Gradio accepts a file's description in place of any value, and fetches what it names, such as a URL, from
-    this machine. It also logs a traceback for a value that does not fit. So only plain values reach Gradio.
+    In place of any value, Gradio accepts the description of a file, and fetches it with this machine's
+    access. It also logs a traceback for a value that does not fit. So only plain values reach Gradio.
 
     Attributes:
-        events: The kinds of the inputs of each event, by its number.
+        events: The number of each event -> the kinds of its inputs.
     """
 
     events: Mapping[int, Sequence[Kind]]
     limit: int = 16 << 10
 
     def read(self, body: bytes, client: Client = None) -> tuple[bytes, int]:
-        """The same call with only its known parts. Raises `ValueError` for any other call."""
+        """The call with its known fields only. Raises `ValueError` if it is not a call of an event."""
         try:
             call = _Call.model_validate_json(body)
         except ValidationError:
@@ -392,4 +392,4 @@ def _value(kind: Kind, value: Any) -> Any:
         return value
     if kind == "number" and type(value) in (int, float) and abs(value) <= MAX_NUMBER:  # NaN fails
         return value
-    raise ValueError("an event of the dashboard carries numbers and words only, as its page sends them")
+    raise ValueError("an event of the dashboard may hold numbers and words only: reload the page")

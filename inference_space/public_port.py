@@ -1,7 +1,7 @@
 """The only public port of a vLLM Space: inference, status and the dashboard, and nothing else.
 
-vLLM's app runs in the same process, behind the gate. What it offers beyond the three inference routes cannot
-be reached from outside (see `gate.py`).
+vLLM's app runs in the same process, behind the gate. Of its routes, only the three for inference can be
+reached from outside (see `gate.py`).
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ LIMITS = Limits(
 MAX_VISITORS = 256  # connections of visitors without a complete request
 MAX_FILES = 1 << 16
 KEEP_ALIVE_S = 120  # a policy plays its environment for seconds between two requests on one connection
-LOG_LINES = 20  # of uvicorn per minute: each may be a traceback of kilobytes
+LOG_LINES = 20  # that uvicorn may log per minute: each may be a traceback of kilobytes
 LANES = {
     "page": Lane(64, seconds=60.0),
     "open pages": Lane(128, seconds=None),  # one connection each, for as long as the page is open
-    # A view of the dashboard may rebuild a model; more of them would only wait for each other.
+    # A view of the dashboard may rebuild a model; more requests would only wait for each other.
     "reading": Lane(16, seconds=600.0),
 }
 
 
 class SpaceFollower(Follower):
-    """A follower that also knows which variable the owner must fix before the bucket can be read."""
+    """A follower that also knows which variable the owner must fix if the bucket cannot be read."""
 
     problems: Problems = MappingProxyType({})
 
@@ -101,12 +101,12 @@ def create_app(settings: Settings) -> FastAPI:
 def _add_status(app: FastAPI, follower: Follower) -> None:
     @app.get("/health")
     async def health() -> dict[str, str]:
-        """Live: the Space answers."""
+        """Whether the Space answers."""
         return {"status": "ok"}
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
-        """Ready: a version is served."""
+        """Whether a version is served."""
         status = follower.report(0).status
         return JSONResponse(status.model_dump(), 200 if follower.serving else 503)
 
@@ -122,7 +122,7 @@ def _add_status(app: FastAPI, follower: Follower) -> None:
 
 
 def pass_inference(app: ASGIApp, *, vllm: VllmServer, follower: Follower) -> ASGIApp:
-    """ASGI middleware: passes inference routes to vLLM around FastAPI's layers, to save their cost."""
+    """ASGI middleware: passes inference routes directly to vLLM, which saves the cost of FastAPI's layers."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         died = False
@@ -140,7 +140,7 @@ def pass_inference(app: ASGIApp, *, vllm: VllmServer, follower: Follower) -> ASG
             await _unavailable(reason)(scope, receive, send)
         else:
             await vllm.app(scope, receive, unless_dead)
-        if died:  # the engine, over this request; it is worth another try
+        if died:  # the engine died during this request, so the client should try again
             await _unavailable("vLLM is being restarted")(scope, receive, send)
 
     return answer

@@ -41,11 +41,11 @@ class Settings(SpaceSettings):
     max_model_len: int | None = None  # tokens; None: as long as the model allows
     max_num_seqs: int = 64
     vllm_args: str = ""  # further `vllm serve` arguments, as in a shell
-    # Opens inference and the owner's controls. If empty, inference is open and the controls do not exist.
+    # Needed for inference and the owner's controls. If empty, inference is open and there are no controls.
     key: HeaderText = Field("", repr=False)
     open_inference: bool = False  # inference needs no key
     max_requests: int | None = Field(None, ge=1)  # concurrent inference requests; None: 4 * max_num_seqs
-    request_s: float = Field(900.0, gt=0)  # the longest that one of them may take
+    request_s: float = Field(900.0, gt=0)  # the longest time that one of them may take
     folder: str = "/tmp/replica"  # scratch space for checkpoints and deltas
 
 
@@ -59,8 +59,8 @@ SETUP = Setup(
         "REPLICA_RUN": Need("variable", "The run in that bucket that this replica follows.", "first"),
         "REPLICA_KEY": Need(
             "secret",
-            "Opens inference and the owner's controls. Trainers send it from their variable SPACE_KEY. To let"
-            " anyone use this hardware, set the variable REPLICA_OPEN_INFERENCE to true instead.",
+            "The key for inference and the owner's controls. Trainers send it from their variable SPACE_KEY."
+            " To let anyone use this hardware, set the variable REPLICA_OPEN_INFERENCE to true instead.",
             NEW_KEY,
         ),
         PUBLIC_KEY: Need(
@@ -80,7 +80,7 @@ SETUP = Setup(
 
 
 def find_problems(environ: Mapping[str, str]) -> Problems:
-    """What keeps a Space on the Hub with these variables from starting."""
+    """Which of these variables prevent a Space on the Hub from starting, and why."""
     found = key_problem(environ, "REPLICA_KEY", "REPLICA_OPEN_INFERENCE")
     try:
         settings = Settings.read(environ)
@@ -101,7 +101,7 @@ def find_problems(environ: Mapping[str, str]) -> Problems:
 
 
 def access_problems(error: Exception, url: str) -> Problems:
-    """Which variable or secret to fix, if `error` denies access to the bucket at `url`."""
+    """Which variable or secret to fix if `error` says that the bucket at `url` cannot be read; else empty."""
     if not isinstance(error, AccessDeniedError | BucketMissingError):
         return {}
     if not url.startswith("hf://"):
@@ -112,7 +112,7 @@ def access_problems(error: Exception, url: str) -> Problems:
         return {"HF_TOKEN": f"the Hub does not know this token: it is wrong or expired; make one at {TOKENS}"}
     if isinstance(error, AccessDeniedError):
         return {"HF_TOKEN": f"this token may not read {url}; give it read access to the bucket at {TOKENS}"}
-    return {  # the Hub says the same of a bucket that a token may not see
-        "REPLICA_BUCKET": f"{url} does not exist, or the token in HF_TOKEN may not read it; check name and"
-        f" the token ({TOKENS}), or start the trainer, which creates the bucket"
+    return {  # the Hub answers the same in both cases
+        "REPLICA_BUCKET": f"{url} does not exist, or the token in HF_TOKEN may not read it; check the name"
+        f" and the token ({TOKENS}), or start the trainer, which creates the bucket"
     }

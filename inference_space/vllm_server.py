@@ -1,7 +1,7 @@
 """Runs vLLM inside the Space: its API server's app in this process's event loop, its engine in a child.
 
-So requests need no hop between the public port and vLLM, and a restart of vLLM imports nothing again. See
-docs/decisions/0002-one-process-per-replica.md.
+So requests need no second hop from the public port to vLLM, and after a restart of vLLM this process imports
+nothing again. See docs/decisions/0002-one-process-per-replica.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from inference_space.settings import Settings
 
 MODEL_NAME = "policy"
 # On a CPU, the worker runs in the engine's process, because two processes would busy-wait on the same cores.
-# It is named by its class, because vLLM overrides the short name.
+# The executor is named by its class, because vLLM overrides the short name.
 _IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _ON_CPU = ["--enforce-eager", "--distributed-executor-backend", _IN_PROCESS]
 # Blocks of 32 tokens instead of 128, because only whole blocks are kept for the next turn of a conversation.
@@ -41,8 +41,8 @@ _ON_CPU += ["--block-size", "32"]
 _ON_CPU += ["--kv-cache-memory-bytes", str(1 << 30)]  # with a fixed size, vLLM need not measure and warm up
 # On some GPUs, the kernels that vLLM prefers reorder the experts of a mixture, so deltas would not fit.
 _ON_GPU = ["--moe-backend", "triton"]
-# A chat template is a program. Anyone with write access to an unsigned bucket could make it loop forever, so
-# this one replaces it. It passes only the two messages that vLLM itself renders when it starts.
+# A chat template is a program: in a bucket without signatures, anyone with write access could make it loop
+# forever. There, this template replaces it. It renders only the two messages of vLLM's own start.
 _UNSIGNED_TEMPLATE = """{% if messages[0].content in ['warmup', 'x'] %}{{ messages[0].content }}{% else %}
 {{ raise_exception('this replica checks no signatures, so it does not run the chat template from the ' +
 'bucket: set DELTA_WEIGHT_SYNC_PUBLIC_KEY, or set your own template with --chat-template in ' +
@@ -64,12 +64,12 @@ class VllmServer(Engine):
         self._assets: dict[str, str] = {}
         self.app: ASGIApp | None = None
         self.context: int | None = None  # tokens of the model's context; None before the start
-        self.follower: Follower | None = None  # a stream's headers name the version that it serves
+        self.follower: Follower | None = None  # streams name its version in their headers
         os.environ.update(_ENVIRONMENT, ENGINE_PYTHON=sys.executable)
         if not gpu_build.is_installed():
-            # Otherwise vLLM compiles its ranking of logprobs: ten seconds before the first answer on a CPU.
+            # Otherwise a CPU's first answer waits ten seconds while vLLM compiles its ranking of logprobs.
             os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-        # This script starts the engine without the Space's secrets. A copy, because uploads lose file modes.
+        # This script starts the engine without secrets. It is copied, because uploads lose file modes.
         folder = private_folder(settings.folder, "REPLICA_FOLDER")
         script = Path(shutil.copy(Path(__file__).with_name("engine_python.sh"), folder))
         script.chmod(0o700)
@@ -86,7 +86,7 @@ class VllmServer(Engine):
         return self.alive() and _assets(checkpoint) == self._assets
 
     def start(self, checkpoint: Path) -> None:
-        """Start vLLM. Raises `EngineError`. Linux kills the engine when the calling thread ends."""
+        """Start vLLM, or raise `EngineError`. When the calling thread ends, Linux kills the engine."""
         self.stop()
         if gpu_build.is_installed() and (folder := gpu_build.use_compatibility()):
             log.warning("the NVIDIA driver is older than vLLM's CUDA; vLLM uses the libraries in %s", folder)
@@ -136,7 +136,7 @@ def _reject_arguments(message: str) -> NoReturn:
 
 
 def _client(arguments: Namespace) -> Any:
-    """Start an engine. This may block, because no event loop runs in this thread."""
+    """Start an engine. It may block this thread, which runs no event loop."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -1,4 +1,4 @@
-"""Writes rollouts, metrics and the replicas' states into the run's log, and pokes the replicas."""
+"""Logs rollouts, metrics and the states of replicas, and notifies replicas of new versions (pokes)."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _RATES = 2  # metrics that `StepRecorder` adds
 
 
 class StepRecorder(TrainerCallback):
-    """Copies TRL's metrics into the run's log, and every few seconds a group of rollouts, also before step 1.
+    """Copies TRL's metrics into the run's log and, every few seconds, a group of rollouts, also before step 1.
 
-    It takes the place of TRL's queue of samples, to see the groups and count the games that are taken.
+    It replaces TRL's queue of samples, to see the groups and to count the games that the trainer takes.
     """
 
     def __init__(self, log: RunLogWriter, samples: Any) -> None:
         self._log, self._samples = log, samples
-        self._current: list[Any] = []  # the group that arrives now
-        self._complete: list[Any] = []  # the newest one that the log lacks
+        self._current: list[Any] = []  # the group that is arriving
+        self._complete: list[Any] = []  # the newest group that is not in the log yet
         self._group_due = 0.0
         self._seen = Counter[str]()  # since the last logged step
         self._first_due = False  # the run has no step yet
@@ -121,16 +121,16 @@ def _text(message: dict[str, Any]) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """The value if a log line can hold it: a number that is finite and not absurdly large."""
+    """The value if a log line can hold it, that is if it is a finite number within `LARGEST`; else None."""
     return float(value) if isinstance(value, int | float) and -LARGEST <= value <= LARGEST else None
 
 
 class ReplicaWatch:
-    """Polls the status of every replica and logs it, because replicas may only read the bucket."""
+    """Polls and logs the status of every replica, because replicas cannot write to the bucket."""
 
     def __init__(self, urls: Sequence[str], log: RunLogWriter) -> None:
         self._log = log
-        self._after = dict.fromkeys(urls, -1)  # newest commit that is logged
+        self._after = dict.fromkeys(urls, -1)  # newest version whose commit is logged
         self._last: dict[str, ReplicaEvent] = {}
         self._http = httpx.Client(timeout=5.0)
         self._closed = threading.Event()
@@ -186,20 +186,20 @@ class ReplicaWatch:
 
 
 class Pokes:
-    """Notifies replicas of a new version, each in a thread of its own, so that none delays another.
+    """Notifies replicas of a new version. Each has its own thread here, so that none delays another.
 
-    A replica that misses a poke finds the version at its next poll, so failures are ignored.
+    Failures are ignored, because a replica that misses a poke finds the version at its next poll.
     """
 
     def __init__(self, urls: Sequence[str]) -> None:
-        """Raises `ValueError` for a key that no header can hold."""
+        """Raises `ValueError` if the key cannot be sent in a header."""
         self._http = httpx.Client(timeout=POKE_TIMEOUT_S)
         self._headers = {url: spaces.headers(url) for url in urls}
         self._pools = {url: ThreadPoolExecutor(1, "poke") for url in urls}
         self._last: dict[str, Future[None]] = {}
 
     def send(self, _: object = None) -> None:
-        """Poke every replica; returns immediately. A replica that is being poked gets one more."""
+        """Poke every replica; returns immediately. A replica that is being poked gets one more poke."""
         for url, pool in self._pools.items():
             last = self._last.get(url)
             if last is None or last.running() or last.done():

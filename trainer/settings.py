@@ -33,12 +33,12 @@ class Settings:
     encoding: Encoding = field(default="fast", metadata={"help": "Encoding of deltas."})
     mirror: Place = field(default="host", metadata={"help": "Memory that holds the published bits."})
     keep: str = _option(
-        "How much of the run stays in the bucket, such as '20GB' or '7d'; by default all.", ""
+        "How much of the run stays in the bucket, such as '20GB' or '7d'; default: everything.", ""
     )
     state_every: int = _option("Syncs between two saved states; a trainer that dies loses at most these.", 20)
-    state_minutes: float = _option("Least minutes between two saved states.", 5.0)
-    norm_learning_rate: float = _option("Learning rate of norms and biases; 0 for --learning_rate.", 0.0)
-    minutes: float = _option("Stop after this many minutes and publish everything; 0 for no limit.", 0.0)
+    state_minutes: float = _option("Minimum minutes between two saved states.", 5.0)
+    norm_learning_rate: float = _option("Learning rate of norms and biases; 0: same as --learning_rate.", 0.0)
+    minutes: float = _option("Stop after this many minutes and publish everything; 0: no limit.", 0.0)
     fresh: bool = _option("Start again from --model instead of resuming the run.", False)
     exact_old_policy: bool = _option("Compute old log-probabilities with each token's exact weights.", False)
 

@@ -1,12 +1,12 @@
 """The Spaces that a trainer uses: waiting until they are up, and the credentials that its requests carry.
 
-A Space that sleeps takes minutes to wake and to load a model, and any request wakes it. `Spaces.wake`
-therefore asks all of them before the trainer uploads version 0. An error that waiting cannot fix, such as a
-wrong URL, key or token, ends the run with a sentence that names the fix.
+A sleeping Space takes minutes to wake and to load a model; any request wakes it. So `Spaces.wake` sends each
+a request before the trainer uploads version 0. An error that waiting cannot fix, such as a wrong URL, key or
+token, ends the run with a sentence that names the fix.
 
 The environment variable `SPACES` lists the trainer's own Spaces. Only they receive a key and a token, so that
-a mistyped URL receives none. A rollout worker in a process of its own inherits the environment and sends the
-same credentials. No secret is part of a URL, an option or a log line, and no request follows a redirect.
+a mistyped URL receives none. A rollout worker in another process inherits the environment and sends the same
+credentials. No secret is part of a URL, an option or a log line, and no request follows a redirect.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _READY: dict[Kind, str] = {"replica": "serving", "env": "healthy"}
 _READABLE = "set SPACE_HF_TOKEN to a token that may read it, and add its URL to SPACES"
 
 _SENDABLE = re.compile(r"[!-~]*")
-# Only URLs that every program reads alike: no user name, no backslash, no host that ends in a dot.
+# Only URLs that all programs parse alike: no user name, no backslash, no host that ends in a dot.
 _URL = re.compile(r"(?a)(https?)://([\w.-]*\w|\[[\da-f:]+\])(?::(\d+))?(?:/.*)?", re.IGNORECASE)
 
 
 class SpacesUnavailableError(RuntimeError):
-    """A Space did not get ready in time, or never will; the message names the Space and the fix."""
+    """A Space is not ready in time, or will never be; the message names the Space and the fix."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Answer:
 
 
 class Spaces:
-    """The Spaces of one run, any of which may be asleep; `env_url` is empty if the task needs none."""
+    """The Spaces of one run, which may be asleep. `env_url` is empty if the task needs no environment."""
 
     def __init__(self, replicas: Sequence[str], env_url: str = "") -> None:
         self._spaces: list[tuple[str, Kind]] = [(url, "replica") for url in replicas]
@@ -72,7 +72,7 @@ class Spaces:
             self._probe(url, kind)
 
     def wait(self, poll_s: float = 1.0) -> None:
-        """Block until the environment and one replica are ready, and report each change of their states.
+        """Block until the environment and at least one replica are ready; print each change of their states.
         Raises `SpacesUnavailableError` if they are not ready within `WAIT_LIMIT_S`, or never will be."""
         deadline, reported = time.monotonic() + WAIT_LIMIT_S, ""
         while time.monotonic() < deadline:
@@ -103,7 +103,7 @@ def probe(url: str, kind: Kind) -> Answer:
         cause: BaseException | None = error
         while cause and not isinstance(cause, socket.gaierror):
             cause = cause.__cause__ or cause.__context__
-        if isinstance(cause, OSError) and cause.errno == socket.EAI_NONAME:  # others may be temporary
+        if isinstance(cause, OSError) and cause.errno == socket.EAI_NONAME:  # other errors may be temporary
             raise SpacesUnavailableError(f"{url}: there is no such host; check {_OPTION[kind]}") from error
         return Answer(f"not reachable ({type(error).__name__})")
     answer = _app_answer(response, kind) or _hub_answer(response, url, kind)
@@ -113,13 +113,13 @@ def probe(url: str, kind: Kind) -> Answer:
 
 
 def request(url: str, method: str, path: str, kind: Kind = "replica", **content: Any) -> httpx.Response:
-    """Send one request with the credentials of this Space; raise `httpx.TransportError` if none answers."""
+    """Send a request with this Space's credentials; raise `httpx.TransportError` if there is no answer."""
     try:
         credentials = headers(url) if kind == "replica" else env_headers(url)
         place = f"{url.rstrip('/')}{path}"
         with httpx.stream(method, place, headers=credentials, timeout=10.0, **content) as answer:
             body, known = read(answer), answer.headers.copy()
-            known.pop("content-encoding", "")  # of the content as it was sent
+            known.pop("content-encoding", "")  # `read` has decoded the content
             return httpx.Response(answer.status_code, headers=known, content=body, request=answer.request)
     except ValueError as error:  # from `_variable`
         raise SpacesUnavailableError(str(error)) from error
@@ -129,7 +129,7 @@ def request(url: str, method: str, path: str, kind: Kind = "replica", **content:
 
 
 def read(answer: httpx.Response) -> bytes:
-    """The body of an answer that is streamed; empty if it has more than `MAX_ANSWER` bytes."""
+    """Read the body of a streamed answer; empty if it has more than `MAX_ANSWER` bytes."""
     body = b""
     for part in answer.iter_bytes(1 << 16):
         body += part
@@ -151,12 +151,12 @@ def _check_key(url: str, kind: Kind) -> None:
         return
     if _own_origin(url):
         raise SpacesUnavailableError(
-            f"{url} refuses this trainer's key ({status}): set SPACE_KEY to the Space's key; for one that"
-            " trainer.deploy made, run `set -a; . .deploy/<owner>/env; set +a`"
+            f"{url} refuses this trainer's key ({status}): set SPACE_KEY to the Space's key; if"
+            " trainer.deploy made the Space, run `set -a; . .deploy/<owner>/env; set +a`"
         )
     other = ", or set ENV_KEY to the key that you were given for it" if kind == "env" else ""
     raise SpacesUnavailableError(
-        f"{url} wants a key ({status}) and is not in SPACES: add it there if it is yours{other}"
+        f"{url} needs a key ({status}) and is not in SPACES: add the URL there if the Space is yours{other}"
     )
 
 
@@ -168,22 +168,22 @@ def _app_answer(response: httpx.Response, kind: Kind) -> Answer | None:
     except (ValueError, KeyError, TypeError):
         return None
     if kind == "env" and state not in (_READY["env"], _NOT_SET_UP):
-        return None  # another app has a /health, too
+        return None  # a /health of another app
     return Answer(state, up=True, error=body.get("error"))
 
 
 def _hub_answer(response: httpx.Response, url: str, kind: Kind) -> Answer:
-    """The state of a Space whose app did not answer: the Hub starts it, or the URL is another server's."""
+    """The state of a Space whose app did not answer: it is starting, or the URL is another's."""
     status = response.status_code
     if status in (401, 403):
         raise SpacesUnavailableError(f"this trainer may not read {url} ({status}): {_READABLE}")
-    # The Hub says that a private Space does not exist if the token may not see it. Its page for a Space that
-    # starts is HTML, whatever the status.
+    # If the token may not see a private Space, the Hub says that the Space does not exist. While a Space
+    # starts, the Hub answers with an HTML page of any status.
     json = "json" in response.headers.get("content-type", "")
     if (json or status >= 300) and status < 500 and status not in (408, 425, 429):
         raise SpacesUnavailableError(
-            f"{url} is no {kind}, it answers {status}: give the Space's own URL with {_OPTION[kind]}, such as"
-            f" https://<owner>-<name>.hf.space; if it is private, {_READABLE}"
+            f"{url} answers {status}, so it is not the {kind}: give the Space's own URL with {_OPTION[kind]},"
+            f" such as https://<owner>-<name>.hf.space; if it is private, {_READABLE}"
         )
     return Answer(f"not up yet ({status})")
 
@@ -192,7 +192,7 @@ def headers(url: str) -> dict[str, str]:
     """The credentials for requests to a replica or an environment; empty unless `SPACES` lists the URL.
 
     All Spaces in `SPACES` receive `SPACE_KEY`. Those on the Hub also receive `SPACE_HF_TOKEN`, which opens
-    private Spaces. None receives `HF_TOKEN`, which may write. Raises `ValueError` for an unusable value.
+    private Spaces. None receives `HF_TOKEN`, which can write. Raises `ValueError` for an unusable value.
     """
     if not (origin := _own_origin(url)):
         return {}
@@ -205,7 +205,7 @@ def headers(url: str) -> dict[str, str]:
 
 
 def env_headers(url: str) -> dict[str, str]:
-    """Like `headers`, for an environment: one that is not in `SPACES` receives `ENV_KEY` only."""
+    """Like `headers`, but an environment that is not in `SPACES` receives `ENV_KEY`."""
     return headers(url) if _own_origin(url) else _key_header("ENV_KEY")
 
 

@@ -25,7 +25,7 @@ def main() -> None:
     add("--run", help="the run to show (default: the one created last)")
     add("--export", type=Path, metavar="FOLDER", help="write the run as a static page, and exit")
     add("--host", default="127.0.0.1")
-    add("--port", type=int, default=0, help="default: any free one")
+    add("--port", type=int, default=0, help="default: any free port")
     args = parser.parse_args()
     try:
         bucket = open_bucket(args.bucket)

@@ -24,7 +24,7 @@ from inference_space.dashboard.html import colour, percent
 from inference_space.dashboard.state import Point, Progress, Replica, Series, SlowestCommit
 
 _BOX = 1000
-_LEAST = 1e-12  # of the values: a smaller span is rounding error, with no usable ticks
+_LEAST = 1e-12  # share of the values: a smaller span is rounding error and gives no usable ticks
 _SPANS = tuple(unit * count for unit in (1, 60, 3600, 86_400) for count in (1, 2, 5, 10, 15, 30))
 
 Words = Callable[[float], str]

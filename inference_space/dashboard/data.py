@@ -1,8 +1,8 @@
 """Reads the bucket once for all viewers: the live page, and what they open on demand.
 
-`RunCache` follows the run in one thread. `Library` answers from caches: fifty viewers of a delta cost one
-download. `RateLimitedBucket` bounds what visitors make the dashboard read, because the owner's quota is for
-replicas and the trainer.
+`RunCache` follows the run in one thread. `Library` answers from caches: a delta that fifty viewers open is
+downloaded once. `RateLimitedBucket` limits what visitors make the dashboard read, because replicas and the
+trainer need the owner's quota.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from inference_space.dashboard.views import OpenedDelta, can_download, open_delt
 from space_guard.requests import RateLimit
 
 EVERY_S = 1.0  # between two readings while there are viewers
-IDLE_S = 60.0  # and while there are none
-LIST_EVERY_S = 5.0  # for each page of the listing
-FAILED_S = 300.0  # until a damaged object, which may be repaired, is read again
+IDLE_S = 60.0  # between two readings without viewers
+LIST_EVERY_S = 5.0  # between two listings, for each page that a listing has
+FAILED_S = 300.0  # until a damaged object is read again, because it may have been repaired
 MAX_REBUILD = 1_000_000_000  # bytes of a version's files that a dashboard rebuilds for a proof
 MAX_DOWNLOAD = 256_000_000  # bytes of an object that a visitor downloads through the dashboard
 WINDOW_S = 300.0  # of the rate limit; the Hub counts in the same window
-CALLS = 240  # per window; each is up to three requests: the Hub allows a free user 1,000 to its API
+CALLS = 240  # per window; one call makes up to three of the 1,000 requests that the Hub allows a free user
 BYTES = 2_000_000_000  # per window; enough for the largest version that a dashboard rebuilds
 _PAGE = 1000  # objects that one request lists
 _FIRST_WAIT_S = 1.0
-_DIGESTS = 4096  # kept
+_DIGESTS = 4096  # kept in memory
 _DIGEST_TRIES = 10
 _DIGESTS_BACK = 64  # manifests to walk for the digest of a version that a replica still serves
-_MANIFESTS, _PROOFS = 256, 4096  # kept
-_TENSORS = 200_000  # listed by all opened deltas that are kept: about 300 bytes each
+_MANIFESTS, _PROOFS = 256, 4096  # kept in memory
+_TENSORS = 200_000  # that all opened deltas in memory may list together; each takes about 300 bytes
 _DISK = 1_000_000_000  # bytes of objects kept for further downloads
 
 Pause = Callable[[float, threading.Event | None], object]  # waits that long, or until something happens
@@ -54,7 +54,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, eq=False)
 class RunView:
-    """What every viewer sees until the next refresh. A view that differs has a new `revision`."""
+    """What every viewer sees until the next refresh. Each changed view has a new `revision`."""
 
     bucket: str
     run: str | None
@@ -74,7 +74,7 @@ class RunCache:
     """Keeps the newest `RunView` of a run: refreshed every second with viewers, and every minute without.
 
     `run` is None for the run created last. `own_status` returns the status of the replica that hosts this
-    dashboard, which replaces what the log says about it. `pause` waits between two readings.
+    dashboard; the page shows it instead of the one in the log. `pause` waits between two readings.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class RunCache:
         self._bucket, self._run, self._own_status, self._pause = bucket, run, own_status, pause
         self._view = RunView(bucket=bucket.url, run=run)
         self._info: RunInfo | None = None
-        self._info_object: ObjectInfo | None = None  # which `_info` was read from
+        self._info_object: ObjectInfo | None = None  # the object that `_info` was read from
         self._log: RunLogReader | None = None
         self._state = RunState()
         self._opened = time.time()
@@ -128,7 +128,7 @@ class RunCache:
         own, problem = None, None
         try:
             if self._own_status:
-                # Without its time: that alone would make every refresh look like a change.
+                # Without its time, which would make every refresh look like a change.
                 own = self._own_status().model_copy(update={"t": 0.0})
             self._read(own)
         except errors.DeltaWeightSyncError as error:
@@ -173,7 +173,7 @@ class RunCache:
         self._learn_digests(RunReader(self._bucket, info.run), own)
 
     def _find(self) -> RunInfo | None:
-        """Return the description of the run to show; an unchanged one is not read again."""
+        """Return the description of the run to show; it is read again only if it changed."""
         name = self._run or (self._info.run if self._info else None)
         if name:
             key = Keys(name).info
@@ -210,7 +210,7 @@ class RunCache:
 
 
 def newest_run(bucket: Bucket) -> RunInfo | None:
-    """Return the description of the run created last; damaged descriptions are passed over."""
+    """Return the description of the run created last; damaged descriptions are skipped."""
     found: list[RunInfo] = []
     for key in [info.key for info in bucket.list("runs/") if info.key.endswith("/run.json")]:
         with suppress(errors.ProtocolError):
@@ -226,7 +226,7 @@ def read_info(bucket: Bucket, key: str) -> RunInfo | None:
     except errors.ObjectMissingError:
         return None
     if Keys(info.run).info != key:
-        raise errors.ProtocolError(f"{key} describes run {info.run!r}: it was not used")
+        raise errors.ProtocolError(f"{key} describes another run, {info.run!r}, so it was not used")
     return info
 
 
@@ -235,7 +235,7 @@ Answer = TypeVar("Answer")
 
 
 class AnswerCache(Generic[Question, Answer]):
-    """Works out each answer once, one at a time, and keeps the most recently used answers.
+    """Computes each answer once, one at a time, and keeps the most recently used answers.
 
     A `ProtocolError` or a `CodecError` is kept like an answer: for `FAILED_S` seconds it is raised again
     without a new attempt.
@@ -251,12 +251,12 @@ class AnswerCache(Generic[Question, Answer]):
         """Keep the most recently used answers whose weights sum to at most `room`; the newest is kept even if
         it weighs more."""
         self._work, self._room, self._weigh, self._clock = work, room, weigh, clock
-        # Answer, weight, and until when it holds.
+        # Answer, weight, and time at which it expires.
         self._kept: OrderedDict[Question, tuple[Answer | Exception, float, float]] = OrderedDict()
         self._lock = threading.Lock()
 
     def __call__(self, question: Question) -> Answer:
-        """Return the answer, or raise what working it out raised."""
+        """Return the answer, or raise the error that computing it raised."""
         with self._lock:
             if question not in self._kept or self._kept[question][2] < self._clock():
                 try:
@@ -275,7 +275,7 @@ class AnswerCache(Generic[Question, Answer]):
 
 
 class Download:
-    """An object of the bucket on this machine's disk, deleted when the last user lets go of it."""
+    """An object of the bucket on this machine's disk; the file is deleted when it is no longer used."""
 
     def __init__(self, bucket: Bucket, info: ObjectInfo) -> None:
         self._folder = Scratch()
@@ -326,7 +326,7 @@ class Library:
         return manifest, self._deltas(manifest)
 
     def verify(self, version: int) -> str:
-        """Rebuild a version from the bucket, and say that its digest is the published one. Raises
+        """Rebuild a version from the bucket; return a sentence that its digest is the published one. Raises
         `ProtocolError` or `CodecError` if it is not, or if the model is too large to be rebuilt here."""
         return self._proofs(self._manifest(version))
 
@@ -340,11 +340,11 @@ class Library:
         found = next((info for info in self.objects() if info.key == key), None)
         if found is None or not can_download(key.removeprefix(Keys(self.run).folder)):
             raise errors.ObjectMissingError(
-                f"{key} is no object of run {self.run!r} that can be downloaded here"
+                f"{key} cannot be downloaded here: run {self.run!r} lacks it, or visitors may not read it"
             )
         if found.size > MAX_DOWNLOAD:
             raise errors.ProtocolError(
-                f"{key} is too large to be sent from here: fetch it from {self.bucket.url}"
+                f"{key} is too large to be downloaded here: fetch it from {self.bucket.url}"
             )
         return self._downloads(found)
 
@@ -360,16 +360,16 @@ class Library:
     def _open(self, manifest: Manifest) -> OpenedDelta:
         if not manifest.deltas:
             raise errors.ProtocolError(
-                f"v{manifest.version} is an anchor: every weight is new, there is no delta"
+                f"v{manifest.version} has no delta: it was published as a whole, as an anchor"
             )
         with Scratch() as folder:
             return open_delta(RunReader(self.bucket, self.run).fetch(manifest.deltas[-1], folder))
 
     def _rebuild(self, manifest: Manifest) -> str:
         way = manifest.recipe()
-        if way.size > MAX_REBUILD:  # the sizes of its files; `full_bytes` may be anything
+        if way.size > MAX_REBUILD:  # its files' sizes: a manifest can claim any `full_bytes`
             raise errors.ProtocolError(
-                f"this model is too large to be rebuilt here: delta-weight-sync verify {self.bucket.url}"
+                f"this model is too large to be rebuilt here: run delta-weight-sync verify {self.bucket.url}"
             )
         with Scratch() as folder:
             RunReader(self.bucket, self.run).checkout(manifest, folder)
@@ -380,7 +380,7 @@ class Library:
 
 
 def _pages(listing: Listing) -> int:
-    """Requests that it took."""
+    """How many requests a listing took."""
     return 1 + len(listing) // _PAGE
 
 
@@ -389,10 +389,10 @@ class RateLimitError(errors.BucketError):
 
 
 class RateLimitedBucket:
-    """A bucket as visitors read it, with a limit on calls and one on bytes in `WINDOW_S` seconds.
+    """A bucket as visitors read it: calls and bytes are limited in each `WINDOW_S` seconds.
 
-    Unused allowance is saved, up to one window's worth, and can be spent in one burst. The bucket cannot be
-    written.
+    Unused allowance is saved, up to one window's worth, and can be spent in one burst. There are no methods
+    that write.
     """
 
     def __init__(self, bucket: Bucket, clock: Clock = time.monotonic) -> None:
@@ -427,6 +427,6 @@ class RateLimitedBucket:
                 used, wait_s = size_text(BYTES), self._bytes.spend("visitors", size)
         if wait_s:
             raise RateLimitError(
-                f"visitors have used the {used} that this dashboard reads in {WINDOW_S / 60:.0f} minutes: try"
+                f"visitors have used up the {used} that they share in {WINDOW_S / 60:.0f} minutes: try"
                 f" again in {max(wait_s, 1):.0f} s, or read the bucket with your own token"
             )

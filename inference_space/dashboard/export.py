@@ -21,7 +21,7 @@ from inference_space.dashboard.html import STATIC, render_template, scripts, sty
 from inference_space.dashboard.page import body, render
 from inference_space.dashboard.state import Progress, RunState, moments
 
-_PAGES = 8  # of the bucket's listing
+_PAGES = 8  # of the view Bucket that are exported
 
 
 def export(bucket: Bucket, run: str | None, folder: Path) -> Path:
@@ -47,11 +47,11 @@ def export(bucket: Bucket, run: str | None, folder: Path) -> Path:
 
 
 def _frames(library: Library) -> dict[int, Progress]:
-    """The run at each of its moments."""
+    """The run at each of its moments: see `state.moments`."""
     state, log = RunState(), RunLogReader(library.bucket, library.run)
     state.add(log.poll())
     if log.skipped:
-        print(f"{log.skipped} lines of the run's log are left out: they are not events")
+        print(f"{log.skipped} lines of the run's log are left out, because they are not events")
     state.digests |= library.digests(state.served())
     newest = state.progress()
     if newest is None:
@@ -79,7 +79,7 @@ def _data(library: Library, frames: dict[int, Progress], info: RunInfo) -> dict[
 
 
 def _delta(library: Library, version: int) -> tuple[Manifest, views.OpenedDelta] | None:
-    """Open a delta; None if the bucket no longer has it whole, because the rest is worth exporting."""
+    """Open a delta. None, and no error, if the bucket no longer has all of it: the rest is exported."""
     try:
         return library.delta(version)
     except (ObjectMissingError, ProtocolError, CodecError) as error:

@@ -1,7 +1,7 @@
-"""Values as people read them, the templates that hold them, and the page's scripts and style sheets.
+"""Formats values for people, renders the templates, and reads the page's scripts and style sheets.
 
-Templates escape automatically: a value in one can never become a tag. Only `Markup`, which is what a template
-renders to, is inserted as it is.
+Templates escape automatically: a value can never become a tag. Only `Markup`, the result of a template, is
+inserted as it is.
 """
 
 from __future__ import annotations

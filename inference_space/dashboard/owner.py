@@ -1,4 +1,4 @@
-"""The owner's tab: pause, pin and heal a replica. Visitors can see it, and do nothing with it."""
+"""The owner's tab: pause, pin and heal a replica. Visitors can see the tab, but not use it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # the dashboard also runs without a replica
 _LOGIN_SETTINGS = ("OAUTH_CLIENT_ID", "OAUTH_CLIENT_SECRET", "OAUTH_SCOPES", "OPENID_PROVIDER_URL")
 _LOGIN_LIBRARIES = ("authlib", "itsdangerous")
 _REFUSED = (
-    "Only the owner may do this: enter the replica's key (its setting REPLICA_KEY), or log in as its owner."
+    "Only the owner may do this: enter the replica's key (its setting REPLICA_KEY), or log in as the owner."
 )
 
 
@@ -47,8 +47,8 @@ def space_author() -> str:
 
 
 def login_problem() -> str:
-    """Say why visitors cannot log in here, and how to fix it; empty if they can. Outside of a Space, Gradio
-    would log every visitor in as the account of this machine: login is off there."""
+    """Say why visitors cannot log in here, and the fix; empty if they can. Outside of a Space login is off,
+    because Gradio would log every visitor in as the account of this machine."""
     if not os.environ.get("SPACE_ID"):
         return "Login with Hugging Face works only in a Space."
     if get_space() is None:  # Gradio's own condition
@@ -95,14 +95,14 @@ def describe(controls: Controls) -> str:
     if controls.pinned:
         return Markup("<p>It stays at <b>v{}</b>.</p>").format(controls.pinned.version)
     if controls.paused:
-        return "<p>It is <b>paused</b>: it stays at the version that it serves.</p>"
+        return "<p>It is <b>paused</b>: it keeps the version that it serves.</p>"
     return "<p>It follows the newest version.</p>"
 
 
 def guarded(
     controls: Controls, owner: Owner, act: Callable[[int | None], None]
 ) -> Callable[[str | None, int | None, gr.OAuthProfile | None], tuple[str, str]]:
-    """Wrap `act` for the owner only; the result says what the replica follows, and why nothing was done."""
+    """Wrap `act`, for the owner only. The result: what the replica follows, and why `act` was refused."""
 
     # Gradio fills in the profile from its signed session; a visitor cannot send one.
     def run(key: str | None, version: int | None, profile: gr.OAuthProfile | None) -> tuple[str, str]:

@@ -1,8 +1,8 @@
 """The dashboard as part of a FastAPI app: its page, and the routes of its views.
 
-The page is one HTML component that Gradio updates with the run, and the other views. Gradio's page is
-empty until its scripts have been fetched and run. So `Prerender` inserts styles, scripts and the rendered
-run into it; `static/prerender.js` removes that run when Gradio shows it itself.
+The page has one HTML component for the run, which Gradio updates, and the other views. Gradio's page is empty
+until its scripts have been fetched and run. So `Prerender` inserts styles, scripts and the rendered run into
+it; `static/prerender.js` removes that copy of the run when Gradio shows its own.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ if TYPE_CHECKING:
 
 # Gradio writes the host name of the request into its page; the browser knows it anyway.
 _NAME = "dashboard.invalid"
-_SESSIONS = 512  # whose last revision is remembered; a forgotten one is sent the page once more
+_SESSIONS = 512  # whose last revision is remembered; a forgotten session gets the page once more
 _LAST_PAGE = 1_000_000
 
 
 def build(view: Callable[[], RunView], controls: Controls | None, owner: Owner) -> gr.Blocks:
-    """Build the dashboard, which calls `view` once a second per open page; `controls` add the owner's tab."""
+    """Build the dashboard. Each open page calls `view` once a second; `controls` add the owner's tab."""
 
     def tick(seen: int) -> tuple[Any, Any]:
         now = view()
@@ -80,7 +80,7 @@ def build(view: Callable[[], RunView], controls: Controls | None, owner: Owner) 
         events = [blocks.load, gr.Timer(EVERY_S).tick]
         gr.on(events, tick, seen, [page, seen], show_progress="hidden")
     for event in blocks.fns.values():
-        event.queue = False  # each is one short call: without a queue there is one route less to guard
+        event.queue = False  # each call is short, and a queue would be one more route to guard
         event.api_visibility = "private"  # or the page would explain how to call it, with the server's name
     return blocks
 
@@ -114,7 +114,7 @@ def first_paint(view: RunView, *, owner: bool) -> Markup:
 
 
 class Prerender:
-    """ASGI middleware that answers for the page itself, and makes it once for each revision of the view."""
+    """ASGI middleware that serves the page itself, and renders it once for each revision of the view."""
 
     def __init__(self, app: ASGIApp, view: Callable[[], RunView], paint: Callable[[RunView], str]) -> None:
         """`view` returns what to show, without waiting; `paint` renders its first paint."""
@@ -187,9 +187,9 @@ def mount(
     begins immediately. `app.state.dashboard_events` describes the inputs of the page's events.
 
     Args:
-        controls: Of the replica that hosts the dashboard; they add a tab for its owner.
-        key: Opens the controls, as does a login as the Space's author.
-        own_status: Returns the present status of the replica that hosts the dashboard.
+        controls: The commands of the replica that hosts the dashboard; they add a tab for its owner.
+        key: Opens the controls. So does a login as the Space's author.
+        own_status: Returns the current status of the replica that hosts the dashboard.
 
     Raises:
         ValueError: This version of Gradio has a different page.
@@ -224,7 +224,7 @@ def mount(
 
 
 def add_views(app: FastAPI, cache: RunCache, library: Library) -> None:
-    """Add the routes `GET /dashboard/...`. A fault of the run is a sentence with status 404, or 429."""
+    """Add the routes `GET /dashboard/...`. Errors are sentences: 429 for the rate limit, else 404."""
     routes = APIRouter(prefix="/dashboard", default_response_class=HTMLResponse)
     past = lru_cache(maxsize=FRAMES)(body)
 

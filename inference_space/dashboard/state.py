@@ -1,6 +1,6 @@
-"""The state of a run, updated event by event; an event costs the same in a short run and in a long one.
+"""The state of a run, updated event by event; the cost of an event does not grow with the run.
 
-A page shows one `Progress`: the figures and curves of a run at one moment. It does not grow with the run.
+A page shows one `Progress`: the figures and curves of a run at one moment. Its size does not grow, either.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from delta_weight_sync.runlog import (
 from delta_weight_sync.util import size_text
 
 POINTS = 300  # of a curve: more than a screen shows
-FRAMES = 60  # moments of a run that can be looked back at
-LATELY = 20  # optimizer steps in a recent mean
-UNSETTLED = 64  # newest versions, which replicas may still commit
+FRAMES = 60  # moments: earlier versions at which the page can show the run
+LATELY = 20  # number of optimizer steps that a "recent" mean covers
+UNSETTLED = 64  # number of newest versions, which replicas may still commit
 _ROWS = 12  # of the table of syncs
 _WINDOW = 24  # versions in the chart of each replica's version over time (the staircase)
 _STEPS = 256  # of a replica's staircase
-_REPLICAS = 128  # shown; the one silent for longest makes room
-_MEDIANS = 1 << 16  # values up to which a median is exact
-# The curves of a run. Points are (version, value) before "reward" in this list, and (step, value) after it.
+_REPLICAS = 128  # shown; beyond that, the one that was silent longest is dropped
+_MEDIANS = 1 << 16  # a median of at most this many values is exact
+# The curves of a run. Their points are (version, value), from "reward" on (step, value).
 _CURVES = (
     "deltas",  # bytes
     "anchors",  # bytes
@@ -47,7 +47,7 @@ _CURVES = (
     "invalid",  # share of the guesses
     "staleness",  # syncs between a sample's weights and the trainer's
 )
-_PEAKS = {"anchors", "pauses", "staleness"}  # keep the maximum of joined points, the others their mean
+_PEAKS = {"anchors", "pauses", "staleness"}  # merged points keep their maximum; in other curves, the mean
 _METRICS = {
     "games/solve_rate": "solved",
     "games/invalid_rate": "invalid",
@@ -61,11 +61,11 @@ Digests = Callable[[set[int]], dict[int, str]]  # looks up the published digests
 
 @dataclass(frozen=True)
 class Replica:
-    """One replica. The texts of its status come from outside: never trust them."""
+    """One replica. The texts in its status come from outside: do not trust them."""
 
     status: ReplicaEvent
     behind: int | None  # versions
-    lag_s: float | None  # from hand-over to commit, of its last commit
+    lag_s: float | None  # of its last commit: from the trainer's hand-over
     digest_ok: bool | None  # None: the published digest is not known yet
     versions: Series  # (unix seconds, version), within the window of the staircase
     lags: Series  # (version, seconds)
@@ -73,13 +73,13 @@ class Replica:
 
 @dataclass(frozen=True)
 class SlowestCommit:
-    """The cost of a version at the replicas: the maximum of each part."""
+    """How long a version took on the replicas: the maximum of each part, so from different commits."""
 
     fetch_s: float
     stage_s: float
     commit_ms: float
     pause_ms: float
-    last: CommitEvent  # the one with the largest lag
+    last: CommitEvent  # the commit with the largest lag
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ class Progress:
     payload_bytes: float | None  # median delta
     sent_bytes: int  # all uploads after version 0
     sent_full_bytes: int  # the same syncs as whole checkpoints
-    anchor_every: float | None  # versions, median of the last anchors; None before the second
+    anchor_every: float | None  # median versions between the last anchors; None before the second
     pause_ms: float | None  # median
     worst_pause_ms: float | None
     lag_s: float | None  # median
@@ -117,11 +117,11 @@ class Stage(NamedTuple):
 
 
 class Curve:
-    """A curve of at most `POINTS` points, however many are added.
+    """A curve of at most `POINTS` points and the newest one, however many are added.
 
-    A full curve joins its points in pairs; from then on each drawn point stands for twice as many. It lies at
-    their mean; with `peaks`, its height is their maximum, so that spikes survive. The curve ends with the
-    newest point.
+    When the curve is full, neighbouring points are merged in pairs: each drawn point then stands for twice as
+    many added ones, and lies at their mean. With `peaks`, its height is their maximum, so that spikes stay
+    visible.
     """
 
     def __init__(self, *, peaks: bool = False) -> None:
@@ -165,12 +165,12 @@ class _Track:
 
 
 class RunState:
-    """A run so far, and how it stood at earlier versions."""
+    """A run so far, and its progress at earlier versions."""
 
     def __init__(self) -> None:
         self.digests: dict[int, str | None] = {}  # published digests; the reader of the bucket fills them in
         self.version: int | None = None
-        self.events = 0  # taken in so far
+        self.events = 0  # number of events added so far
         self._last_t = 0.0
         self._done: DoneEvent | None = None
         self._recent: deque[SyncEvent] = deque(maxlen=_ROWS)
@@ -181,14 +181,14 @@ class RunState:
         self._first: list[float] = []
         self._lately: deque[float] = deque(maxlen=LATELY)
         self._group: StepEvent | None = None
-        self._played: float | None = None  # when the first games were
-        self._slowest: dict[int, SlowestCommit] = {}  # of the newest versions, by their first commit
+        self._played: float | None = None  # when the first games were played
+        self._slowest: dict[int, SlowestCommit] = {}  # by version, only the newest
         self._tracks: dict[str, _Track] = {}
         self._sizes, self._all_pauses, self._all_lags = (list[float]() for _ in range(3))  # sorted
         self._frames: dict[int, Progress] = {}
 
     def add(self, events: Iterable[Event]) -> None:
-        """Take in events, oldest first."""
+        """Add events, oldest first."""
         for event in events:
             if isinstance(event, SyncEvent) and self.version is not None:
                 self._keep_frame(self.version, event.version)
@@ -214,7 +214,7 @@ class RunState:
 
     def progress(self, own: ReplicaEvent | None = None) -> Progress | None:
         """Return the figures and curves of the page; None before the first version. `own` is the status of
-        the replica that hosts the page, in place of what the log says of it."""
+        the replica that hosts the page; it replaces the one in the log."""
         if self.version is None:
             return None
         tracks = self._tracks
@@ -276,7 +276,7 @@ class RunState:
         """Return the run at one of its `moments` before the newest; raises `ProtocolError` for others."""
         frame = self._frames.get(version)
         if frame is None:
-            raise ProtocolError(f"version {version} is not one of the moments at which this run can be shown")
+            raise ProtocolError(f"this page keeps only some earlier versions, and not version {version}")
         unchecked = [r.status for r in frame.replicas if r.digest_ok is None]
         if versions := {status.version for status in unchecked if status.version is not None}:
             known = digests(versions)
@@ -288,7 +288,7 @@ class RunState:
         return frame
 
     def _keep_frame(self, version: int, newest: int) -> None:
-        """Keep the present progress for the moments from `version` to before `newest`."""
+        """Keep the current progress for all moments from `version` up to, not including, `newest`."""
         step = _stride(newest)
         if moments := range(-(-version // step) * step, newest, step):
             progress = self.progress()
@@ -340,7 +340,7 @@ class RunState:
         track = self._track(event)
         committed = {"version": event.version, "digest": event.digest}
         track.report(track.status.model_copy(update=committed), event.t)
-        if event.joined:  # includes the start of vLLM, which says nothing about a sync
+        if event.joined:  # its times include the start of vLLM
             return
         track.lag_s = event.lag_s
         track.lags.add(event.version, event.lag_s)
@@ -376,8 +376,8 @@ def moments(newest: int) -> list[int]:
 
 
 def _stride(newest: int) -> int:
-    """Versions from one moment to the next. It only doubles, so each moment was one when the run was
-    shorter."""
+    """The number of versions between two moments. As the run grows it only doubles, so every moment was one
+    before, too."""
     step = 1
     while newest / step > FRAMES - 1:
         step *= 2
@@ -394,7 +394,7 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def _insert(ordered: list[float], value: float) -> None:
-    """Insert `value` in order; when there are too many values, drop every second one, but never the
+    """Insert `value` in order. If there are too many values, drop every second one, but not the
     largest."""
     insort(ordered, value)
     if len(ordered) > _MEDIANS:

@@ -23,15 +23,15 @@ from delta_weight_sync.util import size_text
 from inference_space.dashboard.html import render_template
 from inference_space.dashboard.state import Progress
 
-FAR = 5  # ULPs; larger moves are counted together with this one
-# A delta may come from anyone, and no model here says how large it can be.
+FAR = 5  # units of the last place (ULPs); larger moves are counted as this
+# A delta may come from anyone, and there is no model here that would limit its size.
 MAX_TABLE = 4 << 20  # bytes of a header that is read: some 50,000 tensors
 MAX_DECODE = 64 << 20  # bytes of a delta that is decoded for a picture
-MAX_NUMBERS = 1 << 23  # numbers that it may unpack to, at 14 bytes each
-PAGE = 25  # objects of a kind on a page of the bucket
+MAX_NUMBERS = 1 << 23  # numbers that a decoded delta may have, at 14 bytes each
+PAGE = 25  # objects of each kind on a page of the view Bucket
 _STAND_ALONE = {"gaps", "mask", "dense"}  # modes that decode without the old weights
-_MAX_CELLS, _MAX_REST = 20_000, 200  # of the heat map, and tensors outside of it, that a browser is sent
-MAX_TENSORS = 2000  # of an opened delta that are listed
+_MAX_CELLS, _MAX_REST = 20_000, 200  # sent to a browser: cells of the heat map, tensors outside of it
+MAX_TENSORS = 2000  # of an opened delta that the page lists
 _MAX_KINDS = 16  # folders of a run that are listed one by one
 _LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d{1,6})\.(.+)")
 _DISTANCES = [(-FAR, f"≤ −{FAR}"), *((at, f"−{-at}") for at in range(1 - FAR, 0))]
@@ -62,7 +62,7 @@ class OpenedDelta:
     encoding: str
     tensors: tuple[TensorRow, ...]
     ulps: dict[int, int] | None  # signed distance, clipped to ±`FAR` -> elements; None: see `why`
-    why: str  # the distances are not known
+    why: str  # reason why `ulps` is None
 
     @property
     def changes(self) -> int:
@@ -82,7 +82,7 @@ def open_delta(path: Path) -> OpenedDelta:
         TensorRow(tensor.name, tuple(tensor.shape), tensor.changes, tensor.numel, mode)
         for tensor, mode in zip(delta.tensors, modes, strict=True)
     )
-    # Decoding holds the changes in memory, in other modes than `gaps` all elements.
+    # Decoding keeps all changes in memory; in modes other than `gaps`, all elements.
     numbers = sum(tensor.changes if tensor.mode == "gaps" else tensor.elements for tensor in tensors)
     ulps, why = None, ""
     if path.stat().st_size > MAX_DECODE or numbers > MAX_NUMBERS:
@@ -152,15 +152,15 @@ def opened(manifest: Manifest, delta: OpenedDelta, *, served: bool) -> Markup:
 
 
 def can_download(name: str) -> bool:
-    """Whether visitors may read an object of a run: no model, and no state of a trainer."""
+    """Whether visitors may download an object of a run: no whole weights, and no trainer state."""
     return re.match(r"(run\.json$|(deltas|jumps|manifests|heads|log)/)", name) is not None
 
 
 def listing(
     objects: Listing, run: str, page: int, *, served: bool, openable: Collection[int] | None = None
 ) -> Markup:
-    """Render page `page`, counted from 0, of all objects of the run by kind, newest first. `served`: there is
-    a server to download from. `openable`: the versions whose deltas can be opened, or all."""
+    """Render page `page`, counted from 0, of the run's objects by kind, newest first. `served`: a server
+    offers downloads. `openable`: the versions whose deltas can be opened; None means all."""
     folder = f"runs/{run}/"
     kinds: dict[str, list[ObjectInfo]] = {kind: [] for kind in _KINDS}
     for info in objects:
@@ -242,7 +242,7 @@ def scene(run: Progress | None, model: str | None) -> dict[str, Any]:
     chance, cells = random.Random(7), range(_GRID[0] * _GRID[1])
     grid = {
         "weights": [chance.gauss(0, 0.02) for _ in cells],
-        # The place in the cell, in units of the last place.
+        # The offset from the bf16 value, in units of the last place.
         "masters": [chance.uniform(-0.5, 0.5) for _ in cells],
         "updates": [chance.choice((-1, 1)) * chance.uniform(0.3, 1.0) for _ in cells],
     }

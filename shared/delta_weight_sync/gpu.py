@@ -1,8 +1,8 @@
 """Shared GPU code of the publisher and of vLLM: launches, reads, pinned memory, and the digest's factors.
 
-Every kernel launch and every wait for the device goes through `launch` and `read`, which count them: a
-number that grows with the number of tensors makes a sync slow. The kernels also run on host tensors, in
-Triton's interpreter.
+Every kernel launch and every wait for the device goes through `launch` and `read`, which count them: a sync
+is slow if these counts grow with the number of tensors. The kernels also run on host tensors, in Triton's
+interpreter.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import triton.language as tl
 
 from delta_weight_sync.digest import INNER
 
-_HOST_ADDRESSES = 91  # the driver's number of that attribute of a device
+_HOST_ADDRESSES = 91  # the driver's number for a device attribute: see `_uses_host_addresses`
 _PORTABLE = 1  # pinned memory for every GPU of this process
-_STEP = 8  # elements between the beginnings of two tensors: 16 bytes, which a thread reads at a time
+_STEP = 8  # tensors begin at multiples of this many elements: 16 bytes, which a thread reads at a time
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of a GPU, with what torch holds and does not use; without limit on the host."""
+    """Free memory of a GPU, including what torch has reserved and does not use; unlimited on the host."""
     if device.type != "cuda":
         return sys.maxsize
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -38,7 +38,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 class Clock:
-    """How long the device works, from the construction on its current stream to `stop`."""
+    """Measures how long the device works on the current stream, from the construction to `stop`."""
 
     def __init__(self, device: torch.device) -> None:
         timed = device.type == "cuda"
@@ -58,7 +58,7 @@ class Clock:
 
 @dataclass
 class Counts:
-    """What a block of code asked of the device."""
+    """How often a block of code used the device."""
 
     launches: int = 0
     waits: int = 0
@@ -69,7 +69,7 @@ _counting: list[Counts] = []
 
 @contextmanager
 def counted() -> Iterator[Counts]:
-    """Count the launches and waits within, in any thread."""
+    """Count the launches and waits while the block runs, in all threads."""
     counts = Counts()
     _counting.append(counts)
     try:
@@ -87,9 +87,9 @@ def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> Non
 
 
 def read(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to the host, after all work that it waits for: the only call that blocks.
+    """Copy a tensor to the host, after all work on the current stream: the only call that blocks.
 
-    A GPU's memory goes through pinned memory, which torch keeps for the next read.
+    A tensor on a GPU is copied to pinned memory, which torch keeps for the next read.
     """
     for counts in _counting:
         counts.waits += 1
@@ -102,10 +102,10 @@ def read(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class SideStream:
-    """Reads on a stream of its own: after the last write, not after what training has queued since."""
+    """Reads on its own stream: it waits for the last write, but not for training's later work."""
 
     def __init__(self, device: torch.device) -> None:
-        """Without a GPU there is no stream, and nothing to wait for."""
+        """Without a GPU there is no stream, and reads do not wait."""
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -117,7 +117,7 @@ class SideStream:
             self._written = torch.cuda.current_stream(self._stream.device).record_event()
 
     def read(self, memory: torch.Tensor) -> torch.Tensor:
-        """A copy on the host."""
+        """Return a copy on the host."""
         with torch.cuda.stream(self._stream):
             if self._stream and self._written:
                 self._stream.wait_event(self._written)
@@ -127,8 +127,8 @@ class SideStream:
 def pin(owner: object, bits: dict[str, torch.Tensor], names: Sequence[str], device: torch.device) -> None:
     """Move the int16 tensors `names` into one block of host memory, pinned until `owner` is gone.
 
-    A GPU's kernels read it at its own address. Without a GPU it is ordinary memory. Raises `MemoryError` if
-    the system cannot pin as much, or if the GPU sees it elsewhere (under gVisor or WSL).
+    A GPU's kernels read it at its host address. Without a GPU it is ordinary memory. Raises `MemoryError` if
+    the system cannot pin this much, or if the GPU sees it at another address (under gVisor or WSL).
     """
     ends = list(itertools.accumulate(-(-bits[name].numel() // _STEP) * _STEP for name in names))
     memory = torch.empty(ends[-1], dtype=torch.int16)
@@ -136,18 +136,18 @@ def pin(owner: object, bits: dict[str, torch.Tensor], names: Sequence[str], devi
         _register(memory)
         weakref.finalize(owner, _unregister, memory).atexit = False  # the end of the process frees it anyway
     starts = [0, *ends[:-1]]
-    # Newest first, so that the heap shrinks.
+    # In reverse order, so that the heap can shrink.
     for name, start in reversed(list(zip(names, starts, strict=True))):
         old = bits[name]
         bits[name] = memory[start : start + old.numel()].view(old.shape).copy_(old)
 
 
 def _register(memory: torch.Tensor) -> None:
-    """Pin memory in place: torch rounds its own up to a power of two, at worst twice the model."""
+    """Pin memory in place, because torch's own is rounded up to a power of two: at worst twice the model."""
     if not _uses_host_addresses():
         raise MemoryError(
-            "this machine's GPU does not see pinned host memory at its own address (gVisor and WSL do that);"
-            ' keep the mirror on the GPU with mirror="device"'
+            "this machine's GPU sees pinned host memory at another address than the CPU (as under gVisor or"
+            ' WSL); keep the mirror on the GPU with mirror="device"'
         )
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     answer = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)

@@ -1,1 +1,1 @@
-"""Guards both Spaces: requests and their limits, settings and the setup page."""
+"""What both Spaces share: checks and limits of requests, settings, and the setup page."""

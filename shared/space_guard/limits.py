@@ -1,11 +1,11 @@
-"""Limits on what clients may use: connections, capacity, log lines, and time after a request to stop.
+"""Limits: connections, capacity and log lines that clients may use, and time to end after a signal to stop.
 
 A trainer is known by the key. A visitor is known by the network address. No visitor, and not all visitors
 together, can take the capacity that a trainer needs.
 
-Connections have limits of their own because uvicorn waits without limit for a request's head. Its own options
-end a connection after an answer (`timeout_keep_alive`) or, under load, refuse every client
-(`limit_concurrency`), a trainer included.
+Connections have their own limits here, because uvicorn waits without limit for a request's head. Its options
+only end a connection after an answer (`timeout_keep_alive`), or refuse every client under load, trainers
+included (`limit_concurrency`).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from space_guard.requests import has_key, too_many
 
 Client = str | None  # a visitor's address, or None for a client with the key
 
-# Where the Hub's proxies are: this machine and the private networks of RFC 1918, 4193 and 6598. uvicorn
-# (`forwarded_allow_ips`) takes the last address of X-Forwarded-For that is not one of them as the client's. A
-# client can only forge what stands before it.
+# The networks of the Hub's proxies: this machine and the private networks of RFC 1918, 4193 and 6598. As the
+# client's address, uvicorn (`forwarded_allow_ips`) takes the last one in X-Forwarded-For that is in none of
+# them. A client can only forge the addresses before it.
 PROXIES = "127.0.0.0/8,::1,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16,100.64.0.0/10,fc00::/7"
 
 
 def client_address(scope: Scope) -> str:
-    """The client's address for limits. For IPv6 it is the /64 network, because one customer has all of it."""
+    """The address that limits apply to. For IPv6 it is the /64 network, which belongs to one customer."""
     host, _ = scope.get("client") or ("", 0)
     try:
         address = ip_address(host)
@@ -63,19 +63,19 @@ MAX_HEADERS = 100
 class Limits:
     """What one connection may use."""
 
-    request_s: float  # for a request to arrive: from connecting, or from the first byte of a later request
+    request_s: float  # for a request to arrive, from connecting or from its first byte if it is a later one
     covers_body: bool  # whether request_s covers the body too, or only the head
-    unread_s: float  # within which the client must read some of its answer
+    unread_s: float  # time in which the client must read some of its answer
     head_bytes: int  # of a request without its body
     pipelined: int  # requests that may wait behind the one that is being answered
-    keep_active: bool  # whether a visitor's complete request keeps its connection safe from eviction
+    keep_active: bool  # whether a visitor's connection is not evicted while its request is answered
 
 
 class _Connection(HttpToolsProtocol):
-    """uvicorn's HTTP protocol with limits. If `key` is empty, a client is known after its first request.
+    """uvicorn's HTTP protocol with limits. If `key` is empty, any complete request counts as showing the key.
 
-    `visitors` are the connections that have not shown the key, quiet longest first. There are at most
-    `max_visitors`: one more evicts the first, so a new client gets in, and a client with the key stays.
+    `visitors`: connections that have not shown the key; the one that was quiet longest is first. If there are
+    more than `max_visitors`, the first is closed. So a new client gets in, and a client with the key stays.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class _Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def handle_websocket_upgrade(self) -> None:
-        """Hand the connection to the WebSocket protocol; a client without the key is refused there."""
+        """Hand the connection to the WebSocket protocol, which refuses a client without the key."""
         self._stop_clock()
         self._visitors.pop(self, None)
         super().handle_websocket_upgrade()
@@ -121,9 +121,9 @@ class _Connection(HttpToolsProtocol):
             self.send_400_response(f"The head of the request is too large. {limit}")
 
     def on_message_begin(self) -> None:
-        """uvicorn answers an error raised here or below with 400."""
+        """Limit waiting requests. An error raised here or in the methods below becomes an answer 400."""
         if self._answering() and len(self.pipeline) >= self._limits.pipelined:
-            raise ValueError("too many requests before the answer to the first")
+            raise ValueError("too many requests on one connection before the first is answered")
         self._complete = False
         self._start_clock()
         super().on_message_begin()
@@ -196,7 +196,7 @@ def limited_http(limits: Limits, max_visitors: int, key: str) -> Any:
 
 
 def open_files(wanted: int) -> int:
-    """Let this process open `wanted` files, or as many as it may. Returns how many."""
+    """Let this process open `wanted` files, or the most that the system allows. Returns that number."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:
@@ -204,11 +204,11 @@ def open_files(wanted: int) -> int:
     return allowed
 
 
-STOP_S, _CLEAN_S = 20, 5  # from the request to stop, and to remove temporary files if that was not enough
+STOP_S, _CLEAN_S = 20, 5  # time to stop by itself; after that, time to remove temporary files
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, in a process that ends when it is asked to, even if one of its threads never does."""
+    """uvicorn, in a process that ends after a signal even if one of its threads never ends."""
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         def end() -> None:
@@ -240,8 +240,8 @@ class Lane:
     seconds: float | None  # how long one request may take; None: no limit
 
     def shares(self, client: Client) -> dict[str, int]:
-        """The counters that a request of `client` adds to, each with its maximum. A quarter is reserved for
-        clients with the key, and one visitor gets at most a quarter."""
+        """The counters that a request of `client` adds to, each with its maximum. A quarter of the capacity
+        is reserved for clients with the key, and one visitor gets at most a quarter."""
         if client is None:
             return {"all": self.capacity}
         quarter = self.capacity // 4
@@ -262,7 +262,7 @@ class Admission:
 
     @contextmanager
     def admit(self, name: str, client: Client, units: int) -> Iterator[None]:
-        """Hold `units` of the lane. Raises `HTTPException` if it, or the client's share of it, is full."""
+        """Hold `units` of a lane. Raises `HTTPException` if the lane or the client's share is full."""
         shares = self._lanes[name].shares(client) if name in self._lanes else {}
         if any(self._used[name, counter] + units > limit for counter, limit in shares.items()):
             raise too_many("too many requests of this kind are being answered")
@@ -274,11 +274,11 @@ class Admission:
             for counter in shares:
                 self._used[name, counter] -= units
                 if not self._used[name, counter]:
-                    del self._used[name, counter]  # or every address would stay
+                    del self._used[name, counter]  # otherwise every address would stay in memory
 
 
 class LogLimit(logging.Filter):
-    """A rate limit for a log, in total or per line of code. The next minute says how many were dropped."""
+    """Limits log lines per minute, in total or per line of code. The next minute logs how many it dropped."""
 
     def __init__(
         self, per_minute: int, *, per_source: bool = False, clock: Callable[[], float] = time.monotonic
@@ -316,7 +316,7 @@ class JsonLines(logging.Formatter):
 
 
 def log_as_json(per_minute: int) -> None:
-    """Write every log record of the process to standard error as JSON, `per_minute` of each source line."""
+    """Write the process's log to standard error as JSON, at most `per_minute` records per source line."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     handler.addFilter(LogLimit(per_minute, per_source=True))

@@ -1,4 +1,4 @@
-"""One request: its key, body and rate, the headers of its answer, and the answer to a refused one."""
+"""Tools for a single request: check its key, body and rate, and make the answer that refuses it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEY_HEADER = "X-Space-Key"  # leaves Authorization to the Hub, which checks it f
 FRAMING = "frame-ancestors https://huggingface.co"  # only the Hub may show a Space inside its own page
 SAFE_HEADERS = [("X-Content-Type-Options", "nosniff")]
 CLOSE = {"Connection": "close"}  # for refusals that do not read the rest of the body
-_EXCESS = 8 << 20  # bytes read beyond the limit: a client that still sends may not see the answer
+_EXCESS = 8 << 20  # bytes read beyond the limit, because a client may not see an answer while it sends
 
 
 class Problem(BaseModel):
@@ -28,7 +28,7 @@ class Problem(BaseModel):
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The statuses with which a route may refuse, for FastAPI's description of the API."""
+    """Describe the statuses with which a route may refuse, for FastAPI's description of the API."""
     return {status: {"model": Problem} for status in statuses}
 
 
@@ -48,12 +48,12 @@ def too_many(sentence: str) -> HTTPException:
 
 
 def given_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The key that a request sends, empty if none."""
+    """The key that a request sends; empty if it sends none."""
     return dict(headers).get(KEY_HEADER.lower().encode(), b"")
 
 
 def has_key(key: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Whether a request with these headers shows `key`. Every request does if `key` is empty."""
+    """Whether a request with these headers shows `key`. If `key` is empty, every request does."""
     return not key or hmac.compare_digest(key.encode(), given_key(headers))
 
 
@@ -77,7 +77,7 @@ def limit_body(app: ASGIApp, max_bytes: int) -> ASGIApp:
 
 
 async def read_body(receive: Receive, limit: int, seconds: float) -> bytes:
-    """The complete body. Raises `HTTPException`: 408 if it is late, 413 if it has more than `limit` bytes."""
+    """Read the complete body. Raises `HTTPException`: 408 if it is late, 413 if it is longer than `limit`."""
     body, size, more = bytearray(), 0, True
     try:
         async with asyncio.timeout(seconds):
@@ -95,7 +95,7 @@ async def read_body(receive: Receive, limit: int, seconds: float) -> bytes:
 
 
 def replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives `body` first and then what `receive` gives."""
+    """A `receive` that returns `body` first, and then the messages of the given `receive`."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def again() -> Message:
@@ -105,7 +105,7 @@ def replay(body: bytes, receive: Receive) -> Receive:
 
 
 class RateLimit:
-    """A token bucket per client: cost per second, and the burst allowed after a quiet time."""
+    """A token bucket per client: `per_second` is the cost it may cause, `burst` the most it can save up."""
 
     _MAX_CLIENTS = 4096  # the client whose last request is oldest is forgotten first
 

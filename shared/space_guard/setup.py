@@ -1,7 +1,7 @@
-"""A Space's settings, and the page that it shows until they can be used.
+"""A Space's settings, and the page that it shows until the settings are complete and valid.
 
-A duplicated Space has its variables but not its secrets. The page is what its new owner sees first. It names
-each variable and secret, its purpose, and where to set it.
+A duplicate of a Space has the same variables but no secrets. Its new owner first sees the setup page, which
+names each variable and secret, its purpose, and where to set it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MIN_KEY_LENGTH = 16
 
 
 class SettingsError(ValueError):
-    """Environment variables cannot be used; `problems` says what is wrong with each."""
+    """Settings are missing or wrong; `problems` says what is wrong with each variable."""
 
     def __init__(self, problems: Problems) -> None:
         super().__init__(f"set these variables: {listed(problems)}")
@@ -47,7 +47,7 @@ def listed(problems: Problems) -> str:
 
 def _header_text(text: str) -> str:
     if not re.fullmatch("[!-~]*", text):
-        raise ValueError("a header cannot hold it, use printable ASCII without spaces")
+        raise ValueError("cannot be sent in a header; use printable ASCII without spaces")
     return text
 
 
@@ -82,7 +82,7 @@ class SpaceSettings(BaseModel):
 
     @classmethod
     def listen_address(cls, environ: Mapping[str, str]) -> tuple[str, int]:
-        """Host and port to listen on although the settings as a whole cannot be used."""
+        """Host and port to listen on for the setup page, when other settings are missing or wrong."""
         port = environ.get(f"{cls.PREFIX}PORT", "")
         return (
             environ.get(f"{cls.PREFIX}HOST", cls.model_fields["host"].default),
@@ -91,8 +91,8 @@ class SpaceSettings(BaseModel):
 
 
 def key_problem(environ: Mapping[str, str], key: str, opening: str) -> dict[str, str]:
-    """What is wrong with the variable `key` of a Space on the Hub, if anything. A Space needs a key that
-    cannot be guessed, or the variable `opening` set to true."""
+    """What is wrong with the key of a Space on the Hub; empty if nothing is. A Space needs a key that cannot
+    be guessed, in the variable `key`, or the variable `opening` set to true."""
     value = environ.get(key, "")
     if not value and environ.get(opening, "").lower() != "true":
         return {key: "not set"}
@@ -114,8 +114,8 @@ class Need:
 class Setup:
     """How one Space explains its setup."""
 
-    space: str  # what it is, for the title
-    then: str  # what replaces the page
+    space: str  # the kind of Space, for the title
+    then: str  # what the Space shows when it is set up
     needs: Mapping[str, Need]
     refusal: Callable[[str], Mapping[str, str]]  # the body of a 503 answer with this sentence
 
@@ -123,7 +123,7 @@ class Setup:
         return f"This Space is not set up. Open its {_WHERE}: {listed(problems)}."
 
     def app(self, problems: Problems) -> ASGIApp:
-        """A Space that is not set up: the page at /, and 503 for everything else but /health."""
+        """The app of a Space that is not set up: the page at /, the state at /health, and 503 elsewhere."""
         sentence = self.sentence(problems)
 
         async def health(_: Request) -> Response:
@@ -146,7 +146,7 @@ class Setup:
         return answer
 
     def page(self, problems: Problems) -> str:
-        """The page. It reloads itself, so it disappears when the Space is set up."""
+        """The setup page. It reloads itself, so it disappears when the Space is set up."""
         needs = {**self.needs, **{name: Need("variable") for name in problems if name not in self.needs}}
         return _PAGE.substitute(
             space=self.space,

@@ -79,7 +79,7 @@ class Engine(fake_vllm.Mortal):
             raise EngineError(f"{kind}: an injected failure, undone", kind)
         found = to_hex(state_digest(self._new))
         if found != digest:
-            raise EngineError(f"the delta leads to {found}, published was {digest}", "codec")
+            raise EngineError(f"the staged changes give {found}, not {digest}", "codec")
         times = super().commit(digest, label)
         self._trusted = digest
         if not self._truth.holds(self.digest()):

@@ -64,7 +64,7 @@ def test_memory_that_cannot_be_pinned_is_a_sentence(driver, monkeypatch):
 
 def test_pinned_memory_that_the_gpu_sees_elsewhere_is_a_sentence(driver):
     driver.sees_host = False
-    with pytest.raises(MemoryError, match=r'at its own address .* with mirror="device"'):
+    with pytest.raises(MemoryError, match=r'at another address .* with mirror="device"'):
         pin(Owner(), {"a": torch.ones(3, dtype=torch.int16)}, ["a"], CUDA)
 
 

@@ -106,8 +106,8 @@ def test_a_listed_route_takes_its_methods_only():
 def test_inference_needs_the_key_and_says_which_of_both_is_wrong():
     missing = sentence(ask("POST", COMPLETIONS, json={}), 401)
     wrong = sentence(ask("POST", COMPLETIONS, json={}, headers={"X-Space-Key": KEY[:-1]}), 401)
-    assert "send its REPLICA_KEY in the header X-Space-Key" in missing
-    assert "compare it with its REPLICA_KEY" in wrong
+    assert "send the Space's REPLICA_KEY in the header X-Space-Key" in missing
+    assert "send this Space's REPLICA_KEY" in wrong
     assert KEY[:-1] not in wrong
     for path in (COMPLETIONS, "/v1/chat/completions"):
         assert ask("POST", path, json={"n": 1}, headers=RIGHT).json()["body"] == '{"n":1}'
@@ -242,7 +242,7 @@ NO_EVENTS += [CALL | {"data": FILE}, {"fn_index": 0}, [], "data"]
 )
 def test_an_event_that_would_make_the_server_fetch_a_file_is_refused(body):
     answer = ask("POST", EVENT, content=body, headers=JSON)
-    assert "an event of the dashboard" in sentence(answer, 422)
+    assert "reload the page" in sentence(answer, 422)
 
 
 def test_an_event_of_plain_values_passes_written_anew():

@@ -73,8 +73,8 @@ def test_committed_weights_answer_as_freshly_loaded_ones(seen):
 
 def test_a_commit_that_fails_is_undone_whole(seen):
     found = seen["commits"]
-    assert "published was 0000000000000000" in found["wrong_digest"]
-    assert "elements are not what was written" in found["wrong_write"]
+    assert "the published one is 0000000000000000" in found["wrong_digest"]
+    assert "elements read back differently" in found["wrong_write"]
     assert found["undone"]
     assert found["as_before"]
 

@@ -254,5 +254,5 @@ def test_a_server_that_is_no_space_is_reported(status, message):
         env.reset(seed=1)
         with pytest.raises(ValueError, match=message):
             asyncio.run(env.get_reward())
-        with pytest.raises(SpacesUnavailableError, match=f"is no replica, it answers {status}"):
+        with pytest.raises(SpacesUnavailableError, match=f"answers {status}, so it is not the replica"):
             Spaces([url]).wake()

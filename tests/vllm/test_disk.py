@@ -155,7 +155,7 @@ def test_a_folder_of_another_replica_is_refused(tmp_path):
 @pytest.mark.finding(17)
 def test_a_file_in_its_place_is_one_sentence(tmp_path):
     (tmp_path / "replica").write_text("")
-    with pytest.raises(SettingsError, match=r"replica cannot be made \(File exists\); name a folder"):
+    with pytest.raises(SettingsError, match=r"replica cannot be created \(File exists\); name a folder"):
         private_folder(str(tmp_path / "replica"), "REPLICA_FOLDER")
 
 

@@ -177,8 +177,8 @@ def test_one_that_does_and_cannot_be_used_is_told(another_vllm, monkeypatch, ask
         (
             "parallel_config",
             {"data_parallel_size": 2},
-            "a mixture of experts whose engines compute together (--data-parallel-size) cannot take a commit"
-            " between two steps of all of them; start one replica per copy",
+            "a mixture of experts with --data-parallel-size cannot take commits, because its engines compute"
+            " each step together; start one replica for each engine instead",
         ),
         ("parallel_config", {"enable_eplb": True}, "--enable-eplb moves experts away"),
         ("model_config", {"enable_sleep_mode": True}, "--enable-sleep-mode takes the weights away"),

@@ -118,8 +118,8 @@ def test_an_undo_after_a_failure_brings_all_back(loaded, monkeypatch):
 @pytest.mark.parametrize(
     ("squared", "sentence"),
     [
-        (torch.full((6, 4), 3.0), "vLLM changed squared after loading scale, left, right"),
-        (torch.zeros(2, 2), "vLLM cannot load scale, left, right into the running model"),
+        (torch.full((6, 4), 3.0), "loading scale, left, right again changed squared"),
+        (torch.zeros(2, 2), "vLLM cannot reload scale, left, right"),
     ],
     ids=["changed after loading", "cannot load again"],
 )

@@ -37,7 +37,7 @@ class Refusing(Mortal):
 
 
 UNFIT = EngineError("head.weight: vLLM changes it after loading", "route")
-DAMAGED = EngineError("the delta leads to digest 1, published was 2", "codec")
+DAMAGED = EngineError("the staged changes give digest 1, but the published one is 2", "codec")
 FULL = EngineError("OutOfMemoryError: no memory is left", "unexpected")
 
 

@@ -29,7 +29,7 @@ _MAX_ANSWER = 64 << 10  # bytes
 
 
 class Played(BaseModel):
-    """A game's answer. The environment may be somebody else's: one infinite reward would ruin all weights."""
+    """An answer of the environment. It is checked, because one infinite reward would ruin all weights."""
 
     model_config = ConfigDict(strict=True)
 
@@ -40,15 +40,15 @@ class Played(BaseModel):
 
 
 class GameLostError(ValueError):
-    """The server no longer knows the game, or its answer is none: the game is not scored."""
+    """The server no longer knows the game, or its answer is invalid; the game is not scored."""
 
 
 class WordleEnv:
-    """One game at a time over HTTP. Every member of a GRPO group gets the row's seed, so the same secret.
+    """Plays one game at a time over HTTP. All members of a GRPO group get the row's seed, so the same secret.
 
-    Calls are idempotent on the server (chosen session id, numbered turns), so a request whose answer was lost
-    is repeated. TRL awaits one `reset` after the other; the first guess opens the session, so that sessions
-    open in parallel. Requests are asynchronous: a rollout waits for its game without a thread.
+    A request whose answer was lost is repeated. It has no second effect on the server, because the client
+    chooses the session's id and numbers the turns. TRL awaits one `reset` after the other, so the first guess
+    opens the session: then sessions open in parallel. Waiting for an answer takes no thread.
     """
 
     def __init__(self, url: str) -> None:
@@ -88,7 +88,7 @@ class WordleEnv:
         return played.observation
 
     async def get_reward(self) -> float | None:
-        """The game's reward; None, which TRL does not score, if a fault of the server lost the game."""
+        """The game's reward, or None if a fault of the server lost the game: TRL then does not score it."""
         if not self.done:  # the policy stopped calling the tool
             if self._turn == 0:
                 await self._call("POST", "/sessions", self._opening)
@@ -121,15 +121,15 @@ class WordleEnv:
             answer = json.loads(text)
         if 200 <= status < 300:
             return answer
-        if not isinstance(answer, dict) or "detail" not in answer:  # the Wordle Space always gives one
-            fix = "check --env_url; if it is private, SPACE_HF_TOKEN must read it and SPACES must name it"
+        if not isinstance(answer, dict) or "detail" not in answer:  # the Wordle Space always sends a detail
+            fix = "check --env_url; if it is private, SPACE_HF_TOKEN must read it and SPACES must list it"
             raise ValueError(f"{url} answered {status} and is not the Wordle Space: {fix}")
         detail = str(answer["detail"])
         raise GameLostError(detail) if status == 404 else ValueError(f"{url} refused: {detail}")
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
-    """The body, or as much of it as an answer may have."""
+    """The first `_MAX_ANSWER` bytes of the body."""
     try:
         return await response.content.readexactly(_MAX_ANSWER)
     except asyncio.IncompleteReadError as all_of_it:
@@ -137,7 +137,7 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _pause_s(retry_after: str) -> float:
-    """Seconds until the next try; a second if the server names a date, or no time at all."""
+    """Seconds until the next try: 1 if the server sends no number, or a smaller one."""
     with contextlib.suppress(ValueError):
         if (seconds := float(retry_after)) >= 1:
             return min(seconds, _LONGEST_PAUSE_S)
@@ -148,7 +148,7 @@ def _played(answer: Any) -> Played:
     try:
         return Played.model_validate(answer)
     except ValidationError as error:
-        raise GameLostError(f"the environment's answer is not a game's: {error.errors()[0]['msg']}") from None
+        raise GameLostError(f"the environment's answer is invalid: {error.errors()[0]['msg']}") from None
 
 
 def make_dataset(prompt: str, games: int, seed: int) -> Dataset:

@@ -2,10 +2,10 @@
 
 A kernel program compares one tile: the 4096 elements of a digest block of one tensor, or the part of it that
 this rank holds. One launch takes the tiles of all tensors. Kernels read absolute addresses, so a mirror in
-pinned host memory is read over the bus while it is compared. The host reads back two tables:
+pinned host memory is read over the bus during the comparison. The host reads back two tables:
 
     book    int64 [2 + tiles]: number of changes, change of the digest, and per tile `place * 8192 + count`
-    found   int32 [capacity]: `position within the tile << 16 | ulps`, a tile's changes in order
+    found   int32 [capacity]: `position within the tile << 16 | ulps`; the changes of a tile are in order
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _bf16(values: tl.tensor, nan: tl.tensor) -> tl.tensor:
 def _read(
     base: tl.tensor, first: tl.tensor, inside: tl.tensor, kind: tl.constexpr, whole: tl.constexpr
 ) -> tl.tensor:
-    """A tile from absolute address `base` of element 0; zeros outside. `whole`: it is full and aligned."""
+    """Read a tile, with zeros where not `inside`. `base`: address of element 0. `whole`: full and aligned."""
     memory = base.to(tl.pointer_type(kind)) + first
     if whole:
         values = tl.load(tl.multiple_of(memory, 16) + tl.arange(0, TILE))
@@ -73,8 +73,8 @@ def find(
     kind: tl.constexpr,
     whole: tl.constexpr,
 ) -> None:
-    """Find what differs from the mirror in the tiles `which`; count changes beyond `capacity` only. `kind`:
-    the parameters' type, int16 for bf16. `nans`: int16 [1], what torch makes of a NaN of that type."""
+    """Find what differs from the mirror in the tiles `which`; changes beyond `capacity` are only counted.
+    `kind`: the parameters' type, int16 for bf16. `nans`: int16 [1], the bits that torch casts its NaN to."""
     tile = tl.load(which + tl.program_id(0))
     entry = entries + tl.load(owners + tile).to(tl.int64) * COLUMNS
     start, stop = tl.load(entry + 2), tl.load(entry + 3)
@@ -101,7 +101,7 @@ def find(
 
 @triton.jit
 def keep(entries: tl.tensor, owners: tl.tensor, book: tl.tensor, found: tl.tensor) -> None:
-    """Write what was found into the mirror; each tile belongs to one program."""
+    """Write the changes that were found into the mirror. Each program handles one tile."""
     tile = tl.program_id(0)
     note = tl.load(book + TOTALS + tile)
     lane = tl.arange(0, TILE)
@@ -116,7 +116,7 @@ def keep(entries: tl.tensor, owners: tl.tensor, book: tl.tensor, found: tl.tenso
 
 @triton.jit(do_not_specialize=["count"])
 def add(addresses: tl.tensor, ulps: tl.tensor, old: tl.tensor, count: tl.tensor) -> None:
-    """Add `ulps` to the bits at absolute addresses, all different; `old` gets the bits before."""
+    """Add `ulps` to the bits at absolute addresses, which must differ; `old` gets the earlier bits."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < count
     memory = tl.load(addresses + at, mask=inside, other=0).to(tl.pointer_type(tl.int16))
@@ -149,8 +149,8 @@ def _unpack_tile(found: NDArray[np.int32], first: int, index: Index, ulps: Bits)
 class _Tiles:
     """The table of all tensors on one device, and what the host needs to read the kernels' answer.
 
-    `key`: what the table depends on. `count`: tiles. `blocks`: int64 [count], the tile's block in its tensor.
-    `ends`: int64 [tensors], tiles of a tensor and all before it. `room`: how many changes fit.
+    `key`: what the table depends on. `count`: of tiles. `blocks`: int64 [count], the block of each tile in
+    its tensor. `ends`: int64 [tensors], index after each tensor's last tile. `room`: how many changes fit.
     """
 
     def __init__(self, key: Key, parts: Sequence[Part], mirrors: Mirrors, device: torch.device) -> None:
@@ -171,13 +171,13 @@ class _Tiles:
         self.make_room(0)
 
     def make_room(self, changes: int) -> None:
-        """Expect about as many changes as the last comparison found."""
+        """Make room for a quarter more than `changes`, the number that the last comparison found."""
         self.room = max(self.count * _ROOM, int(changes) * 5 // 4)
 
     def _launches(
         self, table: Index, owner: NDArray[np.int32], dtypes: Index
     ) -> list[tuple[torch.dtype, bool, torch.Tensor]]:
-        """The tiles that each launch compares: dtype, whether all are full and aligned, int32 numbers."""
+        """For each launch: dtype, whether its tiles are full and aligned, and their indices (int32)."""
         first = self.blocks * BLOCK
         aligned = (table[:, :2] % _ALIGNED == 0).all(1)[owner]
         whole = aligned & (first >= table[owner, 2]) & (first + BLOCK <= table[owner, 3])
@@ -190,13 +190,13 @@ class _Tiles:
 
 
 def _entries(part: Part, mirror: torch.Tensor) -> Index:
-    """Rows of the table, int64 [n, 5]: addresses of element 0 in both memories, start, stop, seed.
+    """Rows of the table, int64 [n, 5]: addresses of element 0 in tensor and mirror, start, stop, seed.
 
-    There is a row for each stretch of memory. Stretches follow each other in the rank's own tensor; the
-    mirror holds the whole parameter.
+    Each contiguous stretch of the parameter has a row. The rank's own tensor holds only its stretches, one
+    after the other; the mirror holds the whole parameter.
     """
     starts, length = part.block.stretches()
-    before = length * np.arange(len(starts)) - starts  # where element 0 would be
+    before = length * np.arange(len(starts)) - starts  # offset to where element 0 would be
     rows = np.empty((len(starts), 5), np.int64)
     rows[:, 0] = part.tensor.data_ptr() + before * part.tensor.element_size()
     rows[:, 1] = mirror.data_ptr()
@@ -220,7 +220,7 @@ class Changes:
 
 
 class DeviceDiff:
-    """Compares parameters on one device with their mirrors and updates these, on the trainer's stream."""
+    """Compares parameters on one device with their mirrors, and updates those, on the trainer's stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.side_stream = SideStream(device)
@@ -228,7 +228,7 @@ class DeviceDiff:
         self._tables: dict[str, _Tiles] = {}  # by the name of the first part
 
     def find(self, parts: Sequence[Part], mirrors: Mirrors) -> Changes:
-        """Find what changed in the parts, of any float dtype and layout; writes nothing."""
+        """Find what changed in the parts, which may have any float dtype and layout; write nothing."""
         readable = [_readable(part) for part in parts]  # copies stay in memory until they are compared
         with torch.accelerator.device_index(self._device.index):
             tiles = self._table(readable, mirrors)
@@ -249,14 +249,14 @@ class DeviceDiff:
         return Changes(patches, int(notes[1]), tiles, book, found)
 
     def keep(self, changes: Changes) -> None:
-        """Write the changes into the mirrors, which are on the device; does not wait."""
+        """Write the changes into the mirrors, which are on the device, without waiting for it."""
         tiles = changes.tiles
         with torch.accelerator.device_index(self._device.index):
             launch(keep, tiles.count, tiles.entries, tiles.owners, changes.book, changes.found)
         self.side_stream.mark_written()
 
     def take(self, patches: Sequence[Patch], mirrors: Mirrors) -> int:
-        """Apply patches of other ranks to mirrors on the device; returns the change of the digest."""
+        """Apply other ranks' patches to mirrors on the device; return the change of the digest."""
         index = np.concatenate([mirrors[p.name].data_ptr() + 2 * p.index for p in patches])
         ulps = np.concatenate([p.ulps for p in patches])
         with torch.accelerator.device_index(self._device.index):
@@ -272,7 +272,7 @@ class DeviceDiff:
         )
 
     def _table(self, parts: Sequence[Part], mirrors: Mirrors) -> _Tiles:
-        """The last table, if no tensor has moved since."""
+        """Return the last table if no tensor has moved since, else a new one."""
         key: Key = [
             (p.name, p.block, p.tensor.dtype, p.tensor.data_ptr(), mirrors[p.name].data_ptr()) for p in parts
         ]

@@ -7,13 +7,13 @@ import signal
 from delta_weight_sync import compat
 from delta_weight_sync.errors import CompatibilityError
 
-METHOD = "delta_weight_sync"  # what the plugin gives to every worker of vLLM: see `worker`
+METHOD = "delta_weight_sync"  # name of the method that the plugin adds to every vLLM worker: see `worker`
 PAUSE = "DELTA_WEIGHT_SYNC_PAUSE"
 _PR_SET_PDEATHSIG = 1
 
 
 def commits_between_steps() -> bool:
-    """Whether a commit is one thing between two steps of vLLM; else vLLM is paused for it, by its own calls.
+    """Whether this vLLM takes commits between two steps; otherwise it is paused for each, by its own calls.
 
     Raises `CompatibilityError` if this vLLM can do neither.
     """
@@ -26,10 +26,10 @@ def commits_between_steps() -> bool:
 
 
 def die_with_parent(parent: int) -> None:
-    """Linux: let the kernel kill this process when the thread of process `parent` that started it ends.
+    """Let Linux kill this process when the thread that started it (in process `parent`) ends.
 
-    A request to stop is not enough: a server may be waiting for an engine that has already ended.
+    A request to stop would not be enough: a server may be waiting for an engine that has already ended.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call
+    if os.getppid() != parent:  # the parent ended before the call
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,22 +1,22 @@
-"""Makes a commit one thing that happens between two engine steps: no pause, no preemption, exact labels.
+"""Commits between two engine steps, as one uninterrupted action: no pause, no preemption, exact labels.
 
-vLLM handles `collective_rpc` between two steps, so a call with op "commit" needs no pause around it. If it
-succeeded on all workers, two things that vLLM leaves to a pause are done in the same slot:
+vLLM handles `collective_rpc` between two steps, so a call with op "commit" needs no pause around it. If all
+workers succeed, two things that vLLM does only in a pause are done between the same two steps:
 
 - Cached prefixes are forgotten. Running requests keep their keys and values (as in PipelineRL), but their
-  blocks are hashed with a secret salt of their own from then on: a new request never finds keys and values of
-  older weights, neither cached ones nor those that such a request fills later.
+  blocks are hashed with a secret salt of their own from then on. So no new request finds keys and values of
+  older weights: neither cached ones nor those that a running request adds later.
 - The label of new tokens changes. With async scheduling a step may be under way on the device; its results
   were computed with the old weights and keep the old label.
 
-Each call waits for the step under way, and for the API server's event loop before and after. So if the worker
-is in this process, a call with op "stage" answers when staging is done (vLLM waits for a `Future` without
-blocking its steps), and if it has `then`, the arguments of the commit, it commits right after the next step
+Each call waits for the current step, and for the API server's event loop before and after. To save calls if
+the worker is in this process, op "stage" answers only when staging is done (vLLM waits for a `Future` without
+blocking its steps). If it has `then`, the arguments of a commit, it also commits right after the next step,
 and answers as a commit does.
 
-Patches vLLM's `EngineCore`; `compat.toml` lists what it relies on there. Before the first commit, `hindrance`
-tries the forgetting on the engine's own cache, and refuses engines that keep old results elsewhere. A commit
-between steps in vLLM itself would replace this module: upstream/vllm/0001 and 0002.
+The module patches vLLM's `EngineCore`; `compat.toml` lists what it relies on there. Before the first commit,
+`hindrance` tests this on the engine's own cache, and refuses engines that keep old results elsewhere.
+If vLLM itself could commit between steps, this module would not be needed: upstream/vllm/0001 and 0002.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from delta_weight_sync import compat
 from delta_weight_sync.errors import CommitError
 from delta_weight_sync.vllm import METHOD
 
-_RUN = "delta_weight_sync"  # a type of request that only this process makes; its content is called
+_RUN = "delta_weight_sync"  # a type of request that only this process makes; its content is a function
 _STALE = "_versions_of_running_steps"  # our attribute of the engine core, see `_label_outputs`
 
 Answers = list[dict[str, Any]]
@@ -52,7 +52,7 @@ _PLAIN, _PLAIN_HANDLE = EngineCore.collective_rpc, EngineCoreProc._handle_client
 
 
 def install() -> None:
-    """Patch this process's `EngineCore`, and what labels the tokens of a step if this vLLM labels tokens."""
+    """Patch this process's `EngineCore`, and the labelling of tokens if this vLLM has it."""
     EngineCore.collective_rpc = _with_commits(_PLAIN)
     EngineCoreProc._handle_client_request = _handle_client_request
     if compat.examine("vllm").works("labels"):
@@ -88,7 +88,7 @@ def _with_commits(plain: Callable[..., Any]) -> Callable[..., Any]:
 def _when_staged(
     core: EngineCore, call: Callable[[], Answers], finish: Callable[[], Answers] | None
 ) -> Answers | Future[Answers]:
-    """Begin to stage. The answer, in the future, is the worker's to "staged", or `finish`'s between steps."""
+    """Begin to stage. The future gets the worker's answer to "staged", merged with that of `finish`."""
     answers = call()
     if "error" in answers[0]:
         return answers
@@ -107,7 +107,7 @@ def _when_staged(
 def _settle(later: Future[Answers], staged: dict[str, Any], finish: Callable[[], Answers]) -> None:
     try:
         later.set_result([staged | answer for answer in finish()])
-    except Exception as error:  # noqa: BLE001 - as vLLM does with any call
+    except Exception as error:  # noqa: BLE001 - as vLLM does for every call
         later.set_exception(error)
 
 
@@ -126,7 +126,7 @@ def commit(core: EngineCore, write: Callable[[], Answers], label: str) -> Answer
 
 
 def _label_outputs(core: EngineCore, outputs: dict[int, Any]) -> None:
-    """Replaces `_attach_weight_version`, which vLLM calls once per finished step, in their order."""
+    """Replaces `_attach_weight_version`, which vLLM calls once for each finished step, in order."""
     stale = _stale(core)
     version = stale.popleft() if stale else core._weight_version
     for output in outputs.values():
@@ -134,15 +134,15 @@ def _label_outputs(core: EngineCore, outputs: dict[int, Any]) -> None:
 
 
 def _stale(core: EngineCore) -> deque[str]:
-    """The versions of the steps that were under way at the last commit, oldest first."""
+    """The versions of the steps that were running at the last commit, oldest first."""
     steps: deque[str] = core.__dict__.setdefault(_STALE, deque())
     return steps
 
 
 def forget_prefixes(manager: KVCacheManager, requests: Iterable[Request]) -> None:
-    """Let no block that is cached now, or filled later by a begun one of `requests`, serve as a prefix."""
+    """Reuse no block as a prefix that is cached now, or that a running one of `requests` fills later."""
     for pool in set(_pools(manager)):
-        # The blocks are not touched: each drops its own note of its hash when the pool hands it out again.
+        # The blocks stay as they are: each clears its own copy of its hash when the pool reuses it.
         pool.cached_block_hash_to_block = BlockHashToBlockMap()
         pool.cached_block_hashes_by_block.clear()
         if pool.enable_kv_cache_events:
@@ -150,9 +150,9 @@ def forget_prefixes(manager: KVCacheManager, requests: Iterable[Request]) -> Non
     groups, size = manager.coordinator.single_type_managers, manager.block_pool.hash_block_size
     for request in requests:
         if request.num_computed_tokens:
-            # A hash covers the tokens of all blocks before it but not the weights: with plain hashes, any new
-            # request that begins with the same tokens would find this request's blocks. A block is cached
-            # once, so of the cached blocks only the last hash is salted; the next block's hash builds on it.
+            # A hash covers the tokens of all blocks up to its own, but not the weights. Without a salt, a new
+            # request that begins with the same tokens would find this request's blocks. Cached blocks are not
+            # cached again, so only the last one's hash is salted: the next block's hash builds on it.
             salt, known = os.urandom(16), request.block_hashes
             request.cache_salt = salt.hex()  # for a first block that is not full yet
             done = (group.num_cached_block.get(request.request_id, 0) * group.block_size for group in groups)
@@ -165,10 +165,10 @@ def _pools(manager: KVCacheManager) -> list[BlockPool]:
 
 
 def hindrance(core: EngineCore) -> str:
-    """Why this engine would serve results of old weights, or ""."""
+    """Why this engine would reuse results of old weights; "" if it would not."""
     try:
         return _other_caches(core) or (_unforgotten(core) if core.request_block_hasher else "")
-    except Exception as error:  # noqa: BLE001 - whatever it is, no commit may be made
+    except Exception as error:  # noqa: BLE001 - after any error, no commit may be made
         return f"{error}"
 
 
@@ -187,7 +187,7 @@ def _other_caches(core: EngineCore) -> str:
 
 
 def _unforgotten(core: EngineCore) -> str:
-    """A small test of everything above, on the engine's own cache, while nothing runs."""
+    """Test `forget_prefixes` on the engine's own cache, while no request runs; "" if it works."""
     manager, size = core.scheduler.kv_cache_manager, core.scheduler.block_size
     old, new = _probe(core, "old", 2 * size), _probe(core, "new", 2 * size)
     _compute(manager, old, 2 * size)
@@ -204,7 +204,7 @@ def _unforgotten(core: EngineCore) -> str:
     if 0 < cached <= 2 * size and forgotten == 0 and 0 < reached <= 2 * size:
         return ""
     return (
-        f"vLLM's prefix cache does not forget as it should (reused {cached}, {forgotten}, {reached} tokens)"
+        f"vLLM's prefix cache reuses results of old weights ({cached}, {forgotten}, {reached} tokens reused)"
     )
 
 
@@ -214,7 +214,7 @@ def _probe(core: EngineCore, name: str, length: int) -> Request:
 
 
 def _compute(manager: KVCacheManager, request: Request, tokens: int) -> None:
-    """What the scheduler does for a step of `tokens` tokens."""
+    """Do what the scheduler does for a step of `tokens` tokens."""
     manager.allocate_slots(request, tokens)
     request.num_computed_tokens += tokens
 

@@ -1,17 +1,17 @@
-"""Patches of vLLM's CPU backend, so that it computes from the live weights; `compat.toml` lists their places.
+"""Patches vLLM's CPU backend, so that it computes from live weights; `compat.toml` lists the places.
 
 1. After loading, the backend packs every Linear into an opaque oneDNN handle and drops the weight (embeddings
-   compute from a packed copy), so later writes to the weight change nothing. `install` makes it compute from
-   the live weight, and in float32 if that is faster, as on CPUs without AVX-512.
+   compute from a packed copy), so later writes to the weight have no effect. `install` makes it compute from
+   the live weight, and in float32 where that is faster, as on CPUs without AVX-512.
 2. The backend also packs the experts of a mixture of experts (MoE). `install` leaves them as loaded, and
    computes the chosen experts one after the other: exact and simple, but slower than vLLM's packed kernel.
 3. It packs the weights of short convolutions (for example in gated delta nets) in place. `install` leaves
-   them as loaded, and passes that to the kernels that use them.
-4. If the prefill of a seeded request is split, vLLM sets its random generator back by an offset, which CPU
-   generators do not have: the engine dies. TRL seeds every request. `install` hides these generators then.
-5. vLLM inspects a model's class in another process, so that CUDA is not initialized here. With an empty
-   cache, importing vLLM there takes ten seconds at each start. `install` inspects the class here.
-6. An RMS norm takes ten operations, a tenth of a small model's time. `install` makes it one kernel.
+   them as loaded, and tells the kernels that they are not packed.
+4. If the prefill of a seeded request is split, vLLM sets the request's random generator back by an offset.
+   CPU generators have none, so the engine dies. TRL seeds every request. `install` hides it meanwhile.
+5. vLLM inspects a model's class in another process, so that CUDA is not initialized in this one. With an
+   empty cache, importing vLLM there takes ten seconds at each start. `install` inspects it in this one.
+6. An RMS norm takes ten operations, a tenth of a small model's time. `install` replaces them by one kernel.
 
 `self_test` raises an error if patch 1 or 2 has no effect. If patch 3 has none, `routes` finds packed weights.
 """
@@ -31,7 +31,7 @@ from delta_weight_sync import compat
 
 
 def install() -> None:
-    """Patch vLLM in this process, before it loads a model, in the places that it has. Idempotent."""
+    """Patch vLLM in this process, before it loads a model. A second call does nothing."""
     from vllm.model_executor.layers import utils
     from vllm.model_executor.models import registry
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -63,7 +63,7 @@ def install() -> None:
 
 
 def self_test(model: torch.nn.Module) -> None:
-    """Raise `RuntimeError` if a layer of the loaded model computes from anything but its live weight."""
+    """Raise `RuntimeError` if a layer of the loaded model does not compute from its live weight."""
     layers = [(name, module) for name, module in model.named_modules() if hasattr(module, "cpu_linear")]
     for name, module in layers:
         if module.weight.ndim == 2 and not _computes_from(module.cpu_linear, module.weight):
@@ -79,7 +79,7 @@ def self_test(model: torch.nn.Module) -> None:
             raise RuntimeError(f"{name} computes from packed experts: install a tested release of vLLM")
 
 
-_MANY = 32  # rows of an input: if bf16 is faster with this many, it is faster with any number
+_MANY = 32  # rows of an input: if bf16 is faster for these, it is faster for any number
 _TILE = 1 << 18  # elements of a weight cast to float32 at a time; they fit into a core's cache
 _stock_dispatch: Any = None
 
@@ -119,8 +119,8 @@ def linear_in_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 @cache
 def _rows_in_bf16() -> float:
-    """The number of input rows up to which this CPU is faster in bf16 than in float32: all, or only a few
-    without AVX-512. Measured once, in some milliseconds."""
+    """The number of input rows up to which this CPU is faster in bf16 than in float32: infinity, or a few on
+    a CPU without AVX-512. It is measured once, which takes milliseconds."""
     weight = torch.ones(512, 512, dtype=torch.bfloat16)
     for rows in (_MANY, 16, 8, 4, 2, 1):
         x = torch.ones(rows, 512, dtype=torch.bfloat16)
@@ -134,7 +134,7 @@ def _rows_in_bf16() -> float:
 
 
 def norm_in_one_kernel(native: Any) -> Any:
-    """What `native`, vLLM's RMS norm in PyTorch operations, computes."""
+    """Return a faster equivalent of `native`, vLLM's RMS norm in PyTorch operations."""
 
     def norm(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         usual = type(self).forward_native is native and self.has_weight and not self.variance_size_override
@@ -155,7 +155,7 @@ def norm_in_one_kernel(native: Any) -> Any:
 def _computes_from(linear: object, weight: torch.Tensor) -> bool:
     if isinstance(linear, _LiveLinear):
         return linear.memory.is_set_to(weight.data) and weight.numel() > 0
-    # vLLM does not pack a few layers: they get the weight in each call.
+    # vLLM does not pack a few layers: each call passes them the weight.
     return linear is functional.linear and weight.numel() > 0
 
 
@@ -205,7 +205,7 @@ def _activated(activation: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def from_live_weight(convolve: Any) -> Any:
-    """Wrap a convolution of vLLM, so that it takes a weight [channels, 1, width] as it was loaded."""
+    """Wrap a convolution of vLLM, so that it takes the weight [channels, 1, width] unpacked."""
 
     def convolved(*, weight: torch.Tensor, is_weight_packed: bool, **options: Any) -> torch.Tensor:
         result: torch.Tensor = convolve(weight=weight.flatten(1), is_weight_packed=False, **options)

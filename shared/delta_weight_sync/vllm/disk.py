@@ -1,7 +1,7 @@
-"""A replica's folders, and versions as checkpoints in them, where vLLM and its workers read them.
+"""A replica's folders, where versions are built as checkpoints for vLLM and its workers.
 
 The anchor stays on disk, so that healing and going back fetch a few deltas at most. A version is a copy of
-the anchor with its deltas applied; all workers map the same pages. The commit proves its content.
+the anchor with the later deltas applied; all workers map the same file. The commit proves its content.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Shapes = dict[str, list[int]]
 def private_folder(folder: str, variable: str, *, keep: bool = True) -> Path:
     """The folder that `variable` names, created for this user alone if it is missing.
 
-    vLLM runs or serves what it reads there, so a folder of another user (anybody can create one in /tmp), or
-    one that everybody may write to, is refused with `SettingsError`; so is one of another process. It is then
-    this process's own, unless `keep` is False.
+    vLLM runs or serves what it reads there. So a folder is refused with `SettingsError` if it belongs to
+    another user (anyone can create one in /tmp), if every user may write to it, or if another process has
+    locked it. This process then keeps it locked, unless `keep` is False.
     """
     path, problem = Path(folder), ""
     try:
@@ -46,10 +46,10 @@ def private_folder(folder: str, variable: str, *, keep: bool = True) -> Path:
     except BlockingIOError:
         problem = "is used by another replica"
     except OSError as error:
-        problem = f"cannot be made ({error.strerror})"
+        problem = f"cannot be created ({error.strerror})"
     if problem:
         raise SettingsError(
-            {variable: f"{folder} {problem}; name a folder of your own, or one that is not there"}
+            {variable: f"{folder} {problem}; name a folder of your own, or one that does not exist"}
         )
     return path
 
@@ -58,7 +58,7 @@ class Layout:
     """One anchor and one version below `folder`."""
 
     def __init__(self, reader: RunReader, folder: Path) -> None:
-        """Remove what a killed process left unfinished: deltas, downloads, a version. Complete files stay."""
+        """Remove deltas, partial downloads and the version that a killed process left; keep anchors."""
         self._reader, self._anchors, self._version = reader, folder / "anchors", folder / "checkpoint"
         self._wanted = self._fetched = 0  # bytes of the version that `put` builds
         parts = (*folder.glob(".*.part"), *self._anchors.rglob(".*.part"))
@@ -83,11 +83,11 @@ class Layout:
         return self._version, {name: list(bits.shape) for name, bits in state.items()}
 
     def done(self) -> None:
-        """Remove the version's weights: they are live."""
+        """Remove the version's weights from the disk, because they are live now."""
         (self._version / WEIGHTS).unlink()
 
     def progress(self) -> str:
-        """What `put` has fetched, such as "27 of 269 MB", in tenths of the whole; "" if it is not at work."""
+        """How much `put` has fetched, in steps of a tenth, such as "27 of 269 MB"; "" if it does not run."""
         if not (wanted := self._wanted):
             return ""
         try:
@@ -100,7 +100,7 @@ class Layout:
         return f"{share * wanted / _STEPS / 1e6:.{digits}f} of {wanted / 1e6:.{digits}f} MB"
 
     def _anchor(self, manifest: Manifest) -> Path:
-        """The anchor's folder, named by its content; fetched again if missing or damaged since. If a fetch
+        """The anchor's folder, named by its hash; a missing or damaged anchor is fetched again. If that
         fails, complete files stay for the next try."""
         anchor = manifest.anchor
         weights = next((ref for ref in anchor.files if ref.name == WEIGHTS), None)
@@ -114,7 +114,7 @@ class Layout:
             kept.rename(coming)
         remove_other_files(coming, anchor)
         for ref in anchor.small_first():
-            if ref is weights:  # the disk may have no room for those of two anchors
+            if ref is weights:  # the disk may have no room for the weights of two anchors
                 for other in self._anchors.iterdir():
                     if other != coming:
                         shutil.rmtree(other)

@@ -1,7 +1,7 @@
 """A running vLLM as its follower sees it: calls to all workers of all its engines.
 
-A data-parallel vLLM has several engines. Each stages and commits by itself, and they follow as one: a version
-is served when all have it, and if one fails, all join it.
+A data-parallel vLLM has several engines. Each stages and commits on its own, but the follower treats them as
+one: a version is served when all engines have it. If one fails, all of them join the version.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from delta_weight_sync.records import Manifest
 from delta_weight_sync.vllm import METHOD, commits_between_steps
 from delta_weight_sync.vllm.disk import Shapes
 
-_POLL_S = 0.02, 0.2  # of a stage: first pause, longest pause; each poll waits for the steps under way
+_POLL_S = 0.02, 0.2  # between polls of a stage: first and longest pause; a poll waits for the current step
 _TIMEOUT_S = 600.0  # for one answer; a large model is hashed in seconds
 _CHECK_S = 1.0  # how often a call checks that vLLM still lives
 
@@ -49,7 +49,7 @@ class TokenVersion(NamedTuple):
 
 
 Seconds = tuple[float, float, float]
-"""How long a version took: to stage it, the pause, and the writing in it."""
+"""How long a version took: staging, the pause, and the writing within the pause."""
 
 
 class Engine:
@@ -63,26 +63,26 @@ class Engine:
         self._client, self._loop = client, loop
 
     def describe(self) -> str:
-        """The release of vLLM, how it takes commits, and what it cannot do."""
+        """The release of vLLM, how it takes commits, and the features that it lacks."""
         release = compat.examine("vllm")
         how = "between two steps" if commits_between_steps() else "while it is paused"
         off = [f"no {found.what}" for found in release.features.values() if found.missing]
         return "; ".join((f"{release.package} {release.version}, commits {how}", *off))
 
     def alive(self) -> bool:
-        """Whether it still answers."""
+        """Whether vLLM still answers."""
         return not self._client.errored
 
     def serves(self, checkpoint: Path) -> bool:
-        """Whether it can hold this checkpoint without a restart; `learn` refuses tensors that do not fit."""
+        """Whether vLLM can take this checkpoint without a restart. (`learn` checks that its tensors fit.)"""
         return True
 
     def start(self, checkpoint: Path) -> None:
-        """Start or restart it with this checkpoint."""
+        """Start or restart vLLM with this checkpoint."""
         raise EngineError("this vLLM cannot be started from here; start it again as you did the first time")
 
     def stop(self) -> None:
-        """Stop what `start` started, even while it starts."""
+        """Stop the vLLM that `start` started, even if it is still starting."""
 
     def learn(self, shapes: Shapes) -> str:
         """Find a run's tensors in vLLM's parameters; returns the digest of the live weights."""
@@ -97,21 +97,21 @@ class Engine:
         return str(self._ask("learn", shapes=shapes)[0]["digest"])
 
     def take(self, deltas: Sequence[Path], digest: str, label: str) -> Seconds:
-        """Prepare delta files, in order, while vLLM generates; then write them between two steps, or change
-        nothing and raise.
+        """Stage delta files, in this order, while vLLM generates; then commit them between two steps. If that
+        fails, raise and change nothing.
 
-        Running requests continue with the new weights, no new request gets a prefix of older weights, and
-        every later token carries `label`. In a vLLM that pauses for commits, running requests also compute
-        their prompts and tokens again.
+        Running requests continue with the new weights, no new request reuses a prefix from older weights, and
+        every later token has the label `label`. If vLLM pauses for commits, it also computes the keys and
+        values of running requests again.
         """
         return self._take(digest, label, deltas=[str(path.absolute()) for path in deltas])
 
     def take_checkpoint(self, folder: Path, digest: str, label: str) -> Seconds:
-        """As `take`, for what differs from a checkpoint."""
+        """Like `take`, for all live weights that differ from a checkpoint."""
         return self._take(digest, label, checkpoint=str(folder.absolute()))
 
     async def _commit_while_paused(self, digest: str, label: str) -> tuple[float, float]:
-        """Commit by vLLM's own calls. All keys and values are dropped before anything is written."""
+        """Commit by vLLM's own calls, which drop all keys and values before anything is written."""
         started = time.perf_counter()
         await self._client.pause_generation(mode="keep", clear_cache=False)
         try:
@@ -128,9 +128,9 @@ class Engine:
         self._wait(self._client.update_weight_version(label))
 
     def _take(self, digest: str, label: str, **what: Any) -> Seconds:
-        """With one worker per engine, "stage" answers when the commit is done (see `_step_commit`).
+        """Stage and commit. With one worker per engine, "stage" answers after the commit: see `_step_commit`.
 
-        Other workers are processes that answer one call at a time, so a call that waited would stop them.
+        Otherwise workers are processes that answer one call at a time; a call that waited would block them.
         """
         then: dict[str, Any] = {"op": "commit", "digest": digest, "label": label}
         what |= {"then": then} if commits_between_steps() else {}
@@ -151,7 +151,7 @@ class Engine:
         return answers
 
     async def _call(self, op: str, **arguments: Any) -> list[dict[str, Any]]:
-        """The answers of all workers of all engines; `EngineClient.collective_rpc` has only one engine's."""
+        """The answers of all workers of all engines; `EngineClient.collective_rpc` asks one engine only."""
         kwargs = {"op": op, **arguments}
         if compat.examine("vllm").works("engines"):
             core = self._client.engine_core

@@ -1,13 +1,13 @@
 """The GPU's half of `memory`: the same arithmetic on the same table, in Triton.
 
 Kernels take absolute addresses from the table, so that one launch reaches all parameters, and each program
-takes one block of a list: hashing, reading or committing a model takes a few launches and one wait, whatever
-its tensors. Sums wrap at 2^64 and are spread over a few cells, whose order does not matter.
+takes one block of a list: hashing, reading or committing a model takes a few launches and one wait, however
+many tensors it has. Sums wrap at 2^64 and are spread over a few cells, which may be added in any order.
 
-Staging has its own stream, so that it waits for nothing of vLLM's and vLLM for nothing of it; a commit runs
-on vLLM's stream, between two steps. Staged data is on the device if it takes at most half of the free memory;
-otherwise it stays in pinned memory of the host, which the kernels read over the bus: slower, but it takes no
-memory that the engine may need.
+Staging has its own stream, so that staging and vLLM do not wait for each other. A commit runs on vLLM's
+stream, between two steps. Staged data is on the device if it takes at most half of the free memory there.
+Otherwise it stays in pinned host memory, which the kernels read over the bus. That is slower, but leaves the
+engine the memory that it may need.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from delta_weight_sync.vllm import memory
 
 BLOCK = 1024  # changes of a program
 TILE = 4096  # elements that a program hashes or reads at a time: a block of the digest
-PIECE = 1024  # elements of a program that hashes other layouts; more need more registers than there are
+PIECE = 1024  # elements of a program that hashes other layouts; more would not fit into the registers
 CELLS = 256  # over which programs spread their sums
 WARPS = 16  # of a program that hashes many tiles: 16 bytes a thread
 _BLOCK, _TILE, _CELLS = tl.constexpr(BLOCK), tl.constexpr(TILE), tl.constexpr(CELLS)
@@ -46,7 +46,7 @@ _SOURCE, _TARGET = tl.constexpr(memory.SOURCE), tl.constexpr(memory.TARGET)
 
 @triton.jit
 def _at(row: tl.tensor, strides: tl.constexpr, element: tl.tensor) -> tl.tensor:
-    """Positions (`strides`: SOURCE) or places (TARGET) of elements, int32, from the row's first: int64."""
+    """Offsets (int64) of elements from the row's first, in the checkpoint (SOURCE) or in memory (TARGET)."""
     rest = element
     at = element.to(tl.int64) * 0
     for back in tl.static_range(1, _DIMS + 1):  # the last dimension first
@@ -75,9 +75,9 @@ def _add(cells: tl.tensor, program: tl.tensor, amount: tl.tensor) -> None:
 def digest_whole(
     rows: tl.tensor, tiles: tl.tensor, inner: tl.tensor, cells: tl.tensor, count: tl.tensor
 ) -> None:
-    """As `digest`, for tiles that are a whole block of it, consecutive in memory, and aligned to 16 bytes.
+    """As `digest`, for tiles that are a whole block of the digest, contiguous and aligned to 16 bytes.
 
-    Each program takes an equal share of the `count` tiles, neighbours, and sums up lane by lane."""
+    Each program takes an equal share of the `count` tiles, all next to each other, and adds lane by lane."""
     program, lane = tl.program_id(0).to(tl.int64), tl.arange(0, _TILE)
     sums = tl.zeros([_TILE], tl.uint64)
     first_tile, programs = program * count // tl.num_programs(0), tl.num_programs(0)
@@ -94,8 +94,8 @@ def digest_whole(
 def digest(rows: tl.tensor, tiles: tl.tensor, inner: tl.tensor, cells: tl.tensor, run: tl.constexpr) -> None:
     """Add the digest of live elements to `cells`, int64 [CELLS].
 
-    `tiles`: int64 [p, 3]: row, first element, number of elements (at most PIECE). Every `run` elements from
-    the first are consecutive in the checkpoint tensor and in one block of the digest, and share its factor.
+    `tiles`: int64 [p, 3]: row, first element, number of elements (at most PIECE). Groups of `run` elements
+    are consecutive in the checkpoint tensor, lie in one block of the digest, and share its factor.
     """
     program = tl.program_id(0)
     tile = tiles + 3 * program.to(tl.int64)
@@ -147,9 +147,9 @@ def look(
     inner: tl.tensor,
     cells: tl.tensor,
 ) -> None:
-    """Fill `new` with the bits after the changes, and add to `cells` by how much they move the digest.
+    """Fill `new` with the bits after the changes, and add their change of the digest to `cells`.
 
-    `blocks`: int64 [b, 4] as `Changes.blocks`; `element` int32 [m], `ulps` and `new` int16 [n].
+    `blocks`: int64 [b, 4] from `Changes.blocks`; `element` int32 [m], `ulps` and `new` int16 [n].
     """
     program = tl.program_id(0)
     block = blocks + 4 * program.to(tl.int64)
@@ -202,13 +202,13 @@ def check(rows: tl.tensor, blocks: tl.tensor, element: tl.tensor, new: tl.tensor
 
 
 _RUN = 16  # elements that share a factor of the digest, where the layout allows it
-_ALIGNED = 16  # bytes, of the beginnings of arrays: kernels are compiled again for another alignment
+_ALIGNED = 16  # bytes: alignment of arrays; for another alignment, kernels would be compiled again
 
 
 class DeviceMemory:
     """The parameters of a `Table` on a GPU.
 
-    `programs`: how many multiprocessors hash whole tiles at most; the engine has the others meanwhile.
+    `programs`: at most this many multiprocessors hash whole tiles; the others are left to the engine.
     """
 
     def __init__(self, table: memory.Table) -> None:
@@ -222,7 +222,7 @@ class DeviceMemory:
             self._cells = torch.zeros(CELLS, dtype=torch.int64, device=self._device)
             (self._rows,) = self._upload([table.rows])
             self._tiles = {run: self._upload([tiles])[0] for run, tiles in _tiles(table).items()}
-        if table.elements.any():  # compile now, not in the first commit's pause: for a change of nothing
+        if table.elements.any():  # a change of 0 compiles everything now, not in the first commit's pause
             row = table.elements.argmax()
             change = np.array([[row, 0, 1, memory.EXPLICIT]])
             write, _ = self.prepare(memory.Changes(change, np.zeros(1, np.int32), np.zeros(1, np.int16)))
@@ -242,10 +242,10 @@ class DeviceMemory:
                     launch(digest, count, *given, run=run)
             return self._sum()
 
-    known_digest = digest  # reading all of it again takes no time that matters
+    known_digest = digest  # reading everything again is fast on a GPU
 
     def recheck(self) -> None:
-        """Nothing: each stage hashes everything."""
+        """Do nothing, because each stage hashes everything."""
 
     def read(self, parts: memory.Rows) -> Bits:
         """Live bits of parts, int64 [p, 3]: row of the table, first element, number of elements."""
@@ -259,7 +259,7 @@ class DeviceMemory:
         return out.numpy().view(np.uint16)
 
     def prepare(self, changes: memory.Changes) -> tuple[memory.Step, int]:
-        """The step that writes the changes, and by how much it moves this worker's share of the digest."""
+        """The step that writes the changes, and how much it changes this worker's share of the digest."""
         arrays = (changes.blocks(BLOCK), changes.element, changes.ulps)
         with self._staging():
             blocks, element, ulps = self._upload(arrays, also=changes.ulps.nbytes)
@@ -271,7 +271,7 @@ class DeviceMemory:
             wrong = torch.zeros(1, dtype=torch.int64, device=self._device)
             moved = self._sum()
 
-        def do() -> tuple[int, float]:  # on the current stream, as `undo`
+        def do() -> tuple[int, float]:  # like `undo`, on the stream of the caller
             started, clock = time.perf_counter(), Clock(self._device)
             wrong.zero_()
             launch(put, len(blocks), *changed, undo=False)
@@ -290,7 +290,7 @@ class DeviceMemory:
         return int(read(self._cells.sum()))  # waits for the kernels
 
     def _upload(self, arrays: Sequence[NDArray[Any]], also: int = 0) -> list[torch.Tensor]:
-        """The arrays on the device, by one copy; in pinned memory if they and `also` bytes are too much."""
+        """Copy arrays to the device, or to pinned memory if they and `also` bytes take too much there."""
         starts = np.cumsum([0, *(-(-array.nbytes // _ALIGNED) * _ALIGNED for array in arrays)]).tolist()
         whole = self._pinned(starts[-1], torch.uint8)
         for start, array in zip(starts, arrays, strict=False):
@@ -308,7 +308,7 @@ class DeviceMemory:
 
     @contextlib.contextmanager
     def _staging(self) -> Iterator[None]:
-        """Runs on this device and on the staging stream, in any thread."""
+        """Run a block on this device and on the staging stream, in any thread."""
         with torch.no_grad(), contextlib.ExitStack() as stack:
             if self._stream:
                 stack.enter_context(torch.cuda.device(self._device))
@@ -317,7 +317,7 @@ class DeviceMemory:
 
 
 def _tiles(table: memory.Table) -> dict[int, memory.Rows]:
-    """The digest's tiles over all counted elements, by the number of consecutive ones that share a factor."""
+    """The tiles to hash, by run length (see `_runs`); together they cover all elements that are counted."""
     counted = np.flatnonzero(table.rows[:, memory.COUNTED])
     part, offset, count = memory.cut(table.elements[counted], TILE)
     tiles = np.stack([counted[part], offset, count], 1)
@@ -332,8 +332,8 @@ def _tiles(table: memory.Table) -> dict[int, memory.Rows]:
 
 
 def _runs(rows: memory.Rows) -> NDArray[np.int64]:
-    """For each row the run length, TILE, `_RUN` or 1: elements that share a factor from each multiple of it.
-    TILE only if they are consecutive in memory, too, and aligned to 16 bytes."""
+    """The run length of each row: this many consecutive elements share a factor of the digest. It is TILE
+    only if these are also contiguous in memory and aligned to 16 bytes; otherwise it is `_RUN` or 1."""
     sizes, strides = rows[:, memory.SIZES : memory.SOURCE], rows[:, memory.SOURCE : memory.TARGET]
     flat = (sizes[:, :-1] == 1).all(1)
     outer = np.where(sizes[:, :-1] == 1, 0, strides[:, :-1])

@@ -1,11 +1,11 @@
 """All live parameters of a model as one table, and the numba kernels that hash and write them on the host.
 
-A piece is a strided part of a checkpoint tensor that lies, strided too, somewhere in a parameter of vLLM. Its
-elements are numbered 0, 1, 2, ... in row-major order of the part; the number gives the position in the
-checkpoint tensor and the address in memory. A change is stored as such a number (int32: a larger piece
-becomes several rows), so that the same four bytes serve to find it, to hash it and to write it. All changes
+A piece is a strided part of a checkpoint tensor. It lies in a parameter of vLLM, possibly with other strides.
+Its elements are numbered 0, 1, 2, ... in row-major order. From the number follow the position in the
+checkpoint tensor and the address in memory. Each change stores the number of its element as an int32, for
+finding, hashing and writing it; a piece with too many elements becomes several rows of the table. All changes
 of a commit are flat arrays over the whole model, which go to a device in one copy. The host's kernels use one
-thread, to leave vLLM's threads alone; `gpu` has the same ones for devices.
+thread, to leave the cores to vLLM; `gpu` has the same kernels for GPUs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Rows = NDArray[np.int64]
 Elements = NDArray[np.int32]
 Ulps = NDArray[np.int16]
 Found = tuple[int, Elements, Ulps]
-"""Of a row of the table: numbers of changed elements, int32 [n], strictly increasing, and ulps, int16 [n]."""
+"""Row of the table; numbers of its changed elements, int32 [n], strictly increasing; ulps, int16 [n]."""
 
 DIMS = 4
 EXPLICIT = -1  # see `Changes`
@@ -46,7 +46,7 @@ MOST = (1 << 31) - (1 << 16)  # elements of a row: their numbers must fit int32,
 # The columns. Sizes and strides have DIMS columns each, outer dimension first, padded in front with ones.
 ADDRESS = 0  # of element 0, in bytes
 SEED = 1  # of the tensor in the digest, its 64 bits as an int64
-COUNTED = 2  # 1 if this worker counts the piece in the digest
+COUNTED = 2  # 1 if this worker adds the piece to the digest
 FIRST = 3  # position of element 0 in the checkpoint tensor
 SIZES = 4
 SOURCE = SIZES + DIMS  # strides in the checkpoint tensor, in elements
@@ -55,17 +55,17 @@ COLUMNS = TARGET + DIMS
 
 _DENSE = 2  # if more than one in two elements change, storing every element takes less memory
 _NO_BLOCK = np.uint64(1 << 63)
-_MANY = 1 << 14  # changes that are placed together: they stay in the cache
+_MANY = 1 << 14  # changes whose elements are found together: they fit into the cache
 _NEAR = 4096  # changes that are read back while they are still in the cache
-SLICES = 60  # of the parameters: `recheck` hashes one
+SLICES = 60  # of all parameters; `recheck` hashes one of them
 
 
 class Table:
-    """`rows`: int64 [pieces, COLUMNS]; `of`: checkpoint name -> numbers of its rows. All memory is on one
-    device."""
+    """The places of all elements, on one device. `rows`: int64 [pieces, COLUMNS]. `of`: checkpoint name ->
+    indices of its rows."""
 
     def __init__(self, routes: Mapping[str, Route], owned: Mapping[str, Sequence[int]]) -> None:
-        """`owned`: per tensor, the numbers of the pieces that this worker counts in the digest."""
+        """`owned`: for each tensor, the indices of the pieces that this worker adds to the digest."""
         rows: list[Row] = []
         self.of: dict[str, range] = {}
         for name, numbers in owned.items():
@@ -100,7 +100,7 @@ def _rows(name: str, piece: Piece, *, counted: bool) -> Iterator[Row]:
 
 
 def _parts(source: Geometry, target: Geometry) -> Iterator[tuple[Geometry, Geometry]]:
-    """The same elements in small enough parts."""
+    """Split a piece into parts with at most DIMS dimensions and MOST elements."""
     length, *inner = source.sizes
     if len(inner) < DIMS and math.prod(source.sizes) <= MOST:
         yield source, target
@@ -117,7 +117,7 @@ def _parts(source: Geometry, target: Geometry) -> Iterator[tuple[Geometry, Geome
 
 @kernel
 def _bounds(rows: Rows, which: Index, low: Index, high: Index, index: Index) -> int:
-    """Narrow `low` to `high`, by part, to where `index` can be in row `which`; returns how many these are."""
+    """Narrow each part's range of `index` to what row `which` can hold; returns the sum of the sizes."""
     total = 0
     for p in range(which.size):
         row, near = rows[which[p]], index[low[p] : high[p]]
@@ -140,9 +140,9 @@ def _find(
     element: Elements,
     taken: Index,
 ) -> None:
-    """Numbers of the elements of `index` that are in row `which`, by part, and where in `index` they are.
+    """For each part, find the positions in `index` that row `which` holds: their element numbers and places.
 
-    `high` gets the ends of the parts. `taken` is left out where a part has all from `low` on."""
+    `high` gets the ends of the parts. `taken` is not written for `flat` parts: they have all after `low`."""
     at = 0
     for p in range(which.size):
         row, near = rows[which[p]], index[low[p] : high[p]]
@@ -174,7 +174,7 @@ def part_of(row: Row, tensor: Bits) -> Bits:
 
 
 def cut(counts: Index, size: int) -> tuple[Index, Index, Index]:
-    """Cut parts of `counts` elements into blocks of at most `size`: per block: part, offset in it, count."""
+    """Cut parts of `counts` elements into blocks of at most `size`. Per block: its part, offset, count."""
     pieces = -(-counts // size)
     part = np.repeat(np.arange(len(counts)), pieces)
     offset = (np.arange(len(part)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * size
@@ -185,8 +185,8 @@ def cut(counts: Index, size: int) -> tuple[Index, Index, Index]:
 class Changes:
     """Changes of a whole model.
 
-    `parts`, int64 [p, 4]: row of the table; first change and number of changes in `ulps`; number of the first
-    element of consecutive ones, or EXPLICIT: their numbers are at the same places in `element`.
+    `parts`, int64 [p, 4]: row of the table; first change in `ulps`; number of changes; number of the first
+    element if all are consecutive, else EXPLICIT: then `element` has their numbers, at the places of `ulps`.
     """
 
     parts: NDArray[np.int64]
@@ -204,7 +204,7 @@ class Changes:
 
 
 def collect(found: Iterable[Found], table: Table) -> Changes:
-    """Everything that was found, as one `Changes`. A row may be found in several parts that do not
+    """Join all that was found into one `Changes`. A row may be found in several parts, which do not
     overlap."""
     sparse, dense, numbers, elements = [], [], [], table.elements.tolist()
     for row, element, ulps in found:
@@ -223,7 +223,7 @@ def collect(found: Iterable[Found], table: Table) -> Changes:
 
 
 def of_patches(patches: Iterable[Patch], table: Table) -> Iterator[Found]:
-    """What patches change, row by row; of many small patches together."""
+    """Find the changes of patches, row by row; small patches are handled together."""
     flat = (table.rows[:, SIZES : SOURCE - 1] == 1).all(1) & (table.rows[:, TARGET - 1] == 1)
     known = [patch for patch in patches if patch.name in table.of]
     cuts = np.flatnonzero(np.diff(np.cumsum([patch.index.size for patch in known]) // _MANY)) + 1
@@ -247,8 +247,8 @@ def of_patches(patches: Iterable[Patch], table: Table) -> Iterator[Found]:
 class Step(NamedTuple):
     """One part of a commit.
 
-    `do` writes. It returns how many elements do not have the new bits when they are read back, and how many
-    seconds it stood behind earlier work of the device. `undo` puts the old bits back, however far `do` came.
+    `do` writes. It returns how many elements read back differently from the new bits, and how many seconds it
+    waited for earlier work on the device. `undo` puts the old bits back, even if `do` wrote only some.
     """
 
     do: Callable[[], tuple[int, float]]
@@ -258,8 +258,8 @@ class Step(NamedTuple):
 class HostMemory:
     """The parameters of a `Table` on the host.
 
-    It knows each row's digest: as it was when the row was last hashed, moved by later commits. Hashing may
-    coincide with a commit; what it finds then does not count.
+    It knows each row's digest: the one found when the row was last hashed, plus the changes of later commits.
+    If a commit writes while a row is hashed, that hash is dropped.
     """
 
     def __init__(self, table: Table) -> None:
@@ -277,11 +277,11 @@ class HostMemory:
         return self.known_digest()
 
     def known_digest(self) -> int:
-        """The same without reading what was read before."""
+        """Like `digest`, but from earlier readings and commits, without a new reading."""
         return int(self._digests[self._table.rows[:, COUNTED] == 1].sum())
 
     def recheck(self) -> None:
-        """Hash the next slice of the parameters again; `known_digest` shows a difference."""
+        """Hash the next slice of the parameters again. If it differs, so does `known_digest` from now on."""
         part, before = slice(*self._cuts[self._turn : self._turn + 2]), self._writes
         found = _digest(self._table.rows[part], INNER)
         if before == self._writes and before % 2 == 0:
@@ -295,7 +295,7 @@ class HostMemory:
         return bits
 
     def prepare(self, changes: Changes) -> tuple[Step, int]:
-        """The step that writes the changes, and by how much it moves this worker's share of the digest."""
+        """The step that writes the changes, and how much it changes this worker's share of the digest."""
         new = np.empty_like(changes.ulps)  # int16 [n], the bits after the changes
         rows, parts, element = self._table.rows, changes.parts, changes.element
         moved, before = np.zeros(len(rows), np.uint64), self._digests
@@ -327,7 +327,7 @@ class HostMemory:
 
 @intrinsic
 def pointer(typing: Any, address: Any) -> Any:
-    """The memory of bf16 patterns at an address."""
+    """A pointer to the bf16 bits at an address."""
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.inttoptr(values[0], ir.PointerType(ir.IntType(16)))
@@ -337,8 +337,8 @@ def pointer(typing: Any, address: Any) -> Any:
 
 @kernel
 def _at(row: Rows, strides: int, element: Any) -> Any:
-    """Position (`strides`: SOURCE) or place (TARGET) of an element, counted from the row's first."""
-    if row[SIZES + DIMS - 2] == 1:  # sizes are filled up in front: the last is the only one
+    """Offset of an element from the row's first: in the checkpoint (`strides`: SOURCE) or memory (TARGET)."""
+    if row[SIZES + DIMS - 2] == 1:  # sizes are padded in front, so this row has one dimension
         return element * row[strides + DIMS - 1]
     at = np.int64(0)
     for dim in range(DIMS - 1, -1, -1):
@@ -350,7 +350,7 @@ def _at(row: Rows, strides: int, element: Any) -> Any:
 
 @kernel
 def _digest(rows: Rows, inner: Any) -> NDArray[np.uint64]:
-    """Of each row."""
+    """The digest of each row."""
     totals = np.zeros(rows.shape[0], np.uint64)
     for r in range(rows.shape[0]):
         row = rows[r]
@@ -400,7 +400,7 @@ def _look(
     moved: NDArray[np.uint64],
     inner: Any,
 ) -> None:
-    """Fill in `new`, and add to `moved` [rows] by how much the digest of each row moves."""
+    """Fill `new` with the bits after the changes, and add each row's change of the digest to `moved`."""
     for p in range(parts.shape[0]):
         row, first, last, start = rows[parts[p, 0]], parts[p, 1], parts[p, 1] + parts[p, 2], parts[p, 3]
         if start < 0 and row[SIZES + DIMS - 2] == 1:
@@ -412,8 +412,8 @@ def _look(
 
 @kernel
 def _look_along(row: Rows, element: Elements, ulps: Ulps, new: Ulps, inner: Any) -> np.uint64:
-    """As `_look`, of one part of one dimension with explicit elements. In two loops: in the first, which does
-    nothing else, many waits for memory overlap."""
+    """As `_look`, for one part with one dimension and explicit elements. The first of the two loops only
+    reads, so that many waits for memory overlap."""
     memory, stride = pointer(row[ADDRESS]), row[TARGET + DIMS - 1]
     for j in range(element.size):
         new[j] = np.int16(memory[np.int64(element[j]) * stride])
@@ -435,7 +435,7 @@ def _look_along(row: Rows, element: Elements, ulps: Ulps, new: Ulps, inner: Any)
 def _look_any(
     row: Rows, first: int, last: int, start: int, element: Elements, ulps: Ulps, new: Ulps, inner: Any
 ) -> np.uint64:
-    """As `_look`, of one part that may have several dimensions or be of consecutive elements."""
+    """As `_look`, for one part with several dimensions or with consecutive elements."""
     memory, seed = pointer(row[ADDRESS]), np.uint64(row[SEED])
     total, block, factor = np.uint64(0), _NO_BLOCK, np.uint64(0)
     for j in range(first, last):
@@ -453,7 +453,7 @@ def _look_any(
 
 @kernel
 def _put(rows: Rows, parts: Rows, element: Elements, values: Ulps) -> int:
-    """Write, and read back; returns how many elements are not what was written."""
+    """Write and read back; returns how many elements read back differently."""
     wrong = 0
     for p in range(parts.shape[0]):
         row, first, last, start = rows[parts[p, 0]], parts[p, 1], parts[p, 1] + parts[p, 2], parts[p, 3]
@@ -472,7 +472,7 @@ def _put(rows: Rows, parts: Rows, element: Elements, values: Ulps) -> int:
 
 @kernel
 def _put_any(row: Rows, first: int, last: int, start: int, element: Elements, values: Ulps) -> int:
-    """As `_put`, of one part that may have several dimensions or be of consecutive elements."""
+    """As `_put`, for one part with several dimensions or with consecutive elements."""
     wrong, memory = 0, pointer(row[ADDRESS])
     for j in range(first, last):
         number = start + j - first if start >= 0 else np.int64(element[j])

@@ -1,6 +1,6 @@
-"""RMS norm in bf16 as one kernel: vLLM's CPU backend computes it in ten operations, each dispatched.
+"""RMS norm in bf16 as one kernel; vLLM's CPU backend dispatches ten operations for it.
 
-Sums are float32 and results are rounded once, to the nearest; vLLM's own kernel truncates without AVX-512.
+Sums are float32, and results are rounded once, to nearest. (vLLM's own kernel truncates without AVX-512.)
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def _rounded(typing: Any, value: Any) -> Any:
     return types.uint16(types.float32), emit
 
 
-# Sums in any order: else they are not made with vector instructions.
+# Sums may be reordered: otherwise the compiler could not use vector instructions.
 @njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 def normalize(
     addresses: tuple[int, int, int, int], shape: tuple[int, int, int, int, int], epsilon: float
 ) -> None:
-    """Write x / rms(x) * weight of rows * columns vectors, which in x are `row` and `column` elements apart.
+    """Write x / rms(x) * weight for rows * columns vectors, which lie `row` and `column` elements apart in x.
 
-    The residual, if its address is not 0, is added to x and becomes that sum.
+    If the address of the residual is not 0, x + residual is used instead of x, and written to the residual.
     """
     x, residual, weight, out = addresses
     rows, columns, size, row, column = shape

@@ -1,7 +1,7 @@
 """The `vllm.general_plugins` entry point: makes stock vLLM able to take commits of a run.
 
-vLLM loads every installed plugin unless VLLM_PLUGINS names those to load. This one patches vLLM, so it does
-nothing unless VLLM_PLUGINS names it.
+Without the variable VLLM_PLUGINS, vLLM loads every plugin that is installed. This one patches vLLM, so it
+does nothing unless VLLM_PLUGINS names it.
 """
 
 import logging
@@ -14,18 +14,18 @@ _log = logging.getLogger(NAME)
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes, possibly more than once.
+    """Patch this process of vLLM, which may call this more than once.
 
     Raises `CompatibilityError` if VLLM_PLUGINS names this plugin and vLLM lacks what it needs.
     """
-    if not _log.handlers:  # a program without a log of its own: vLLM's server would drop our lines
+    if not _log.handlers:  # the program has set up no log for us: vLLM's server would drop our lines
         _log.parent = logging.getLogger("vllm")
     if NAME not in os.environ.get("VLLM_PLUGINS", "").split(","):
         if "DELTA_WEIGHT_SYNC_RUN" in os.environ and multiprocessing.parent_process() is None:
             _log.warning("this vLLM follows no run: DELTA_WEIGHT_SYNC_RUN also needs VLLM_PLUGINS=%s", NAME)
         return
-    # A process of vLLM has several busy threads. With Python's usual 5 ms, the follower or a stage would wait
-    # as long for the interpreter at each of many short calls, or let generation wait.
+    # vLLM's processes have several busy threads. By default, Python switches between them every 5 ms: at each
+    # of their many short calls, the follower, a stage or generation could wait that long.
     sys.setswitchinterval(0.0005)
     if multiprocessing.parent_process() is None:
         _check_settings()
@@ -53,7 +53,7 @@ def register() -> None:
 
 
 def _check_settings() -> None:
-    """End this process with one sentence if it cannot follow: before it loads the engine, not after."""
+    """If the settings are unusable, end this process with one sentence before it loads the engine."""
     from delta_weight_sync.errors import DeltaWeightSyncError
     from delta_weight_sync.vllm.server import PREFIX, check, settings_from
 

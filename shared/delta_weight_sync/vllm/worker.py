@@ -4,7 +4,7 @@ The plugin gives every vLLM worker one method, which the follower calls on all o
 
     delta_weight_sync(op="learn", shapes={...})                -> {"digest"}  of the live weights
     delta_weight_sync(op="stage", deltas=[...])                -> {"done"}    begins, in a thread
-    delta_weight_sync(op="stage", checkpoint="folder")         -> {"done"}    the same, from any live weights
+    delta_weight_sync(op="stage", checkpoint="folder")         -> {"done"}    the same, whatever is live
     delta_weight_sync(op="staged")                             -> {"done", "stage_s"}
     delta_weight_sync(op="commit", digest=..., label=...)      -> {"commit_s", "waited_s", "pause_s"}
 
@@ -13,14 +13,14 @@ digest that the changes lead to. A commit whose digest would be wrong writes not
 worker is undone bit for bit on all of them. `waited_s` is how long a commit waited for the step that was
 under way, which is not a pause.
 
-What a commit writes is read back. Beyond that, every live parameter is hashed again and again, to notice
-whatever else writes to it: on a GPU all of them in each stage, on a host a slice each second, all within
-`RECHECK_S`. Staging refuses live weights in which this found a difference, and the follower heals them.
+Every commit reads back what it wrote. Live parameters are also hashed again and again, to notice other code
+that writes to them: on a GPU all of them at each stage; on a CPU one slice a second, and so all of them in
+`RECHECK_S`. If a hash differs, the next stage is refused, and the follower repairs the weights by a join.
 
-Tensors without a route: a few loaders compute with a tensor (cast it to float32, concatenate, reorder)
-instead of copying it. The model then does not hold the checkpoint's bits, so they can be neither patched in
-place nor proven by a digest. The host keeps their bits, and every commit loads all of them again, whole, by
-vLLM's own loader: slow, but exactly what a fresh start would leave.
+A route says where vLLM's parameters hold a checkpoint tensor (see `routes`). Some tensors have none, because
+their loader computes with them (casts to float32, concatenates, reorders) instead of copying them. The model
+does not hold their bits, so they cannot be patched in place or proven by a digest. The host keeps a copy, and
+each commit loads all of them again by vLLM's own loader: slow, but with the result of a fresh start.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from delta_weight_sync.vllm.gpu import DeviceMemory
 
 _TIMEOUT = timedelta(seconds=120)
-RECHECK_S = 60.0  # within which the host's parameters are all hashed again
-_BATCH = 1 << 25  # at most twice as many elements are compared with a checkpoint at a time
+RECHECK_S = 60.0  # in which all parameters on a CPU are hashed again
+_BATCH = 1 << 25  # elements compared with a checkpoint at a time; a batch may hold up to twice this
 _log = logging.getLogger("delta_weight_sync")
 
 Answer = dict[str, Any]
@@ -69,13 +69,13 @@ class Ranks:
     """
 
     def __init__(self, world_size: int) -> None:
-        """All workers must call it together."""
+        """All workers must construct theirs at the same time."""
         self.size = world_size
         self.rank = dist.get_rank() if world_size > 1 else 0
         self._group: Any = dist.new_group(backend="gloo", timeout=_TIMEOUT) if world_size > 1 else None
 
     def gather(self, mine: Any) -> list[Any]:
-        """What each worker has, by rank; plain data."""
+        """Return `mine` of every worker, by rank; it must be plain data."""
         everyone = [mine] * self.size
         if self._group is not None:
             dist.all_gather_object(everyone, mine, group=self._group)
@@ -101,12 +101,12 @@ class Ranks:
 class Fallback:
     """The host's copy of all tensors without a route; the same on every rank.
 
-    `bits`: checkpoint name -> the tensor as it is now, in its shape. Only a step changes it.
+    `bits`: checkpoint name -> the current tensor, in its own shape. Only a staged `Step` changes it.
     """
 
     def __init__(self, model: torch.nn.Module, bits: Mapping[str, Bits]) -> None:
-        """Load what vLLM loaded, `bits`, once more into its `model` to prove that this works. Raises
-        `RouteError` if it fails or changes anything: the model is then damaged, do not serve it."""
+        """Load `bits`, which vLLM has loaded already, into its `model` again, to prove that reloading works.
+        Raises `RouteError` if it fails or changes the model: then do not serve the model, it is damaged."""
         self._model, self.bits = model, dict(bits)
         if not bits:
             return
@@ -114,16 +114,16 @@ class Fallback:
         try:
             self._load()
         except Exception as error:
-            raise errors.RouteError(f"vLLM cannot load {names} into the running model ({error!r})") from error
+            raise errors.RouteError(f"vLLM cannot reload {names} ({error!r}): serve another model") from error
         if changed := [name for name, number in self._fingerprints().items() if number != before[name]]:
-            raise errors.RouteError(f"vLLM changed {changed[0]} after loading {names}; deltas cannot do that")
+            raise errors.RouteError(f"loading {names} again changed {changed[0]}: serve another model")
 
     def digest(self) -> int:
-        """These tensors' share of the state digest; only one rank may count it."""
+        """The share of these tensors in the digest. Add it on one rank only."""
         return state_digest(self.bits)
 
     def stage(self, patches: Sequence[Patch]) -> tuple[Step, int]:
-        """The step that loads patched tensors, and by how much it moves the digest; one rank may count it."""
+        """The step that loads the patched tensors, and the change of the digest: add it on one rank only."""
         old = {patch.name: self.bits[patch.name] for patch in patches}
         new = {name: bits.copy() for name, bits in old.items()}
         for patch in patches:
@@ -131,14 +131,14 @@ class Fallback:
         return Step(lambda: self._write(new), lambda: self._write(old)), state_digest(new) - state_digest(old)
 
     def _write(self, tensors: Mapping[str, Bits]) -> tuple[int, float]:
-        """Replace tensors of the copy and load all; the model holds nothing that could be read back."""
+        """Replace `tensors` in the copy and load the whole copy. The model holds no bits to read back."""
         self.bits |= tensors
         if tensors:
             self._load()
         return 0, 0.0
 
     def _load(self) -> None:
-        """All in one call, as a loader may need several together; as copies, as it may change them."""
+        """Load all tensors in one call, because a loader may combine several. It may change its copies."""
         from vllm.model_executor.model_loader import checkpoint_weight_patch as native
 
         copies = {name: torch.from_numpy(bits.copy()) for name, bits in self.bits.items()}
@@ -159,7 +159,7 @@ class Fallback:
 
 @dataclass
 class Staged:
-    """A commit that is ready; `digest` is that of the parameters once all of it is written."""
+    """A commit that is ready. `digest`: of the live parameters after all `steps`."""
 
     digest: int = 0
     steps: list[Step] = field(default_factory=list)
@@ -171,7 +171,7 @@ class LiveWeights:
     def __init__(
         self, routes: dict[str, Route], owned: dict[str, tuple[int, ...]], fallback: Fallback, ranks: Ranks
     ) -> None:
-        """`owned`: per tensor, the numbers of the pieces that this worker counts in the digest."""
+        """`owned`: for each tensor, the indices of the pieces that this worker adds to the digest."""
         self._routes, self._owned, self._fallback, self._ranks = routes, owned, fallback, ranks
         kept = {name: bits.shape for name, bits in fallback.bits.items()}
         self.shapes = {name: routes[name].shape for name in owned} | kept
@@ -179,7 +179,7 @@ class LiveWeights:
         self.memory = memory_of(self._table)
 
     def digest(self, *, known: bool = False) -> int:
-        """Digest of the live parameters of all workers, read from memory; or as `known`, without reading."""
+        """Digest of the live parameters of all workers. `known`: from earlier readings, without a new one."""
         mine = self.memory.known_digest() if known else self.memory.digest()
         return int(sum(self._ranks.gather(mine), self._fallback.digest())) % (1 << 64)
 
@@ -191,9 +191,9 @@ class LiveWeights:
         return self._ranks.whole(part).numpy().view(np.uint16).reshape(self.shapes[name])
 
     def stage(self, paths: Sequence[Path], known: int) -> Staged:
-        """Prepare delta files, in order, for weights whose digest must still be `known`.
+        """Prepare to commit delta files, in this order. `known`: the digest that the weights must still have.
 
-        Raises `CodecError` if the files are no deltas of these weights, and `WeightsChangedError`.
+        Raises `CodecError` if they do not fit the weights, `WeightsChangedError` if these are not `known`.
         """
         if (live := self.digest(known=True)) != known:
             raise errors.WeightsChangedError(
@@ -205,14 +205,14 @@ class LiveWeights:
 
     def stage_checkpoint(self, folder: Path) -> Staged:
         """Prepare to write whatever differs from the checkpoint in `folder`."""
-        # The file is not written; but numba would compile its kernels again for arrays that forbid writing.
+        # Writable, although nothing is written: numba would compile its kernels again for read-only arrays.
         wanted = checkpoint.map_bits(folder / checkpoint.WEIGHTS, "r+")
         patches = (codec.diff(name, bits, wanted[name]) for name, bits in self._fallback.bits.items())
         reloaded = [patch for patch in patches if patch.index.size]
         return self._staged(self._differences(wanted), reloaded, self.digest())
 
     def _differences(self, wanted: dict[str, Bits]) -> Iterator[Found]:
-        """Differences between this worker's rows and a checkpoint, a batch of rows at a time."""
+        """Differences between this worker's parameters and a checkpoint, by batches of table rows."""
         names = [name for name, rows in self._table.of.items() for _ in rows]
         blocks = np.stack(memory.cut(self._table.elements, _BATCH), 1)
         batches = np.flatnonzero(np.diff(blocks[:, 2].cumsum() // _BATCH)) + 1
@@ -231,7 +231,7 @@ class LiveWeights:
 
 
 def memory_of(table: Table) -> Memory:
-    """Reads and writes the parameters of a table."""
+    """The object that reads and writes the parameters of `table`, on their device."""
     if table.device.type == "cpu":
         return HostMemory(table)
     from delta_weight_sync.vllm.gpu import DeviceMemory  # needs Triton, which only GPU builds have
@@ -242,7 +242,7 @@ def memory_of(table: Table) -> Memory:
 def commit(steps: Sequence[Step], agree: Callable[[BaseException | None], None]) -> float:
     """Write and check; if anything fails here or on another worker, undo everything and raise.
 
-    Returns the seconds that the writing stood behind earlier work of the device.
+    Returns how many seconds the writes waited for earlier work on the device.
     """
     done: list[Step] = []
     failure: BaseException | None = None
@@ -252,7 +252,7 @@ def commit(steps: Sequence[Step], agree: Callable[[BaseException | None], None])
             done.append(step)  # before it is written: half a write is undone as well
             results.append(step.do())
         if wrong := sum(missed for missed, _ in results):
-            raise errors.CodecError(f"{wrong} elements are not what was written")
+            raise errors.CodecError(f"{wrong} elements read back differently from what was written")
     except BaseException as error:  # noqa: BLE001 - raised below, after every worker knows
         failure = error
     try:
@@ -267,10 +267,10 @@ def commit(steps: Sequence[Step], agree: Callable[[BaseException | None], None])
 
 
 class DeltaWorker:
-    """What one vLLM worker keeps between two calls."""
+    """What one vLLM worker keeps between two calls of the plugin's method."""
 
     def __init__(self, worker: Any) -> None:
-        """`worker`: vLLM's, with a loaded model. All workers must call it together."""
+        """`worker`: vLLM's worker, with a loaded model. All workers must do this at the same time."""
         parallel = worker.vllm_config.parallel_config
         if reason := _unsupported(worker.vllm_config):
             raise errors.RouteError(reason)
@@ -287,7 +287,7 @@ class DeltaWorker:
         learned = routes.learn(self._model, shapes)
         owned, unroutable = routes.ownership(shapes, self._ranks.gather(learned.sources))
         for name, reason in unroutable.items():
-            _log.warning("every commit loads %s again, which is slow: %s", name, reason)
+            _log.warning("every commit reloads all of %s, which is slow: %s", name, reason)
         loaded = _read_checkpoint(self._checkpoint) if unroutable else ()
         fallback = Fallback(self._model, {name: bits for name, bits in loaded if name in unroutable})
         self.weights = LiveWeights(learned.routes, owned[self._ranks.rank], fallback, self._ranks)
@@ -323,12 +323,12 @@ class DeltaWorker:
 
     @torch.no_grad()
     def commit(self, digest: str, label: str) -> Answer:
-        """Write what is staged if it leads to `digest`; `label` is for vLLM's scheduler (`step_commit`)."""
+        """Write the staged changes if they lead to `digest`. Only `_step_commit` uses `label`."""
         started = time.perf_counter()
         staged, self._staged = self._staged, Staged()
         if to_hex(staged.digest) != digest:
             raise errors.CodecError(
-                f"the delta leads to digest {to_hex(staged.digest)}, published was {digest}"
+                f"the staged changes give digest {to_hex(staged.digest)}, but the published one is {digest}"
             )
         waited_s = commit(staged.steps, self._ranks.agree)
         self._digest = staged.digest
@@ -339,18 +339,18 @@ def _recheck(of: weakref.ref[DeltaWorker]) -> None:
     while worker := of():
         worker.weights.memory.recheck()
         del worker
-        # A tenth of the time is for the hashing, and for slices that a commit disturbed: they come again.
+        # A tenth of the time is for hashing, and for slices that a commit disturbed: they are hashed again.
         time.sleep(0.9 * RECHECK_S / memory.SLICES)
 
 
 def _unsupported(config: Any) -> str:
-    """What of vLLM's settings deltas cannot do with, in one sentence, or ""."""
+    """Which of vLLM's settings rules out commits, and the fix; "" if none does."""
     parallel, without = config.parallel_config, "; start vLLM without it"
     reasons = {
-        "a mixture of experts whose engines compute together (--data-parallel-size) cannot take a commit"
-        " between two steps of all of them; start one replica per copy": parallel.data_parallel_size != 1,
+        "a mixture of experts with --data-parallel-size cannot take commits, because its engines compute each"
+        " step together; start one replica for each engine instead": parallel.data_parallel_size != 1,
         "--enable-eplb moves experts away from where deltas go" + without: parallel.enable_eplb,
-        "--enable-lora wraps layers, and deltas do not find their weights; publish merged weights, and start"
+        "--enable-lora wraps layers, so deltas do not find their weights; publish merged weights, and start"
         " vLLM without it": config.lora_config is not None,
         "--enable-sleep-mode takes the weights away while a stage may read them"
         + without: config.model_config.enable_sleep_mode,
@@ -361,7 +361,7 @@ def _unsupported(config: Any) -> str:
 
 
 def call(worker: Any, op: str, **arguments: Any) -> Answer:
-    """The method that the plugin gives to vLLM's worker class; never raises."""
+    """The method that the plugin adds to vLLM's worker class; it answers with an error, never raises one."""
     try:
         if op == "learn" and not hasattr(worker, "_delta_worker"):
             worker._delta_worker = DeltaWorker(worker)
@@ -372,7 +372,7 @@ def call(worker: Any, op: str, **arguments: Any) -> Answer:
 
 
 def _read_checkpoint(model: str) -> Iterator[tuple[str, Bits]]:
-    """What vLLM loaded: a folder, or a model of the Hub, which is in the local cache."""
+    """The checkpoint that vLLM loaded: a folder, or a model of the Hub, which is now in the local cache."""
     is_folder = Path(model).is_dir()
     return checkpoint.read_bits(Path(model if is_folder else snapshot_download(model, local_files_only=True)))
 
@@ -382,7 +382,7 @@ def _failed(error: Exception) -> Answer:
 
 
 def _sentence(error: BaseException) -> str:
-    """The message; of an error that is not the library's own, with its type."""
+    """The error's message, preceded by its type unless it is an error of this library."""
     return (
         f"{error}" if isinstance(error, errors.DeltaWeightSyncError) else f"{type(error).__name__}: {error}"
     )

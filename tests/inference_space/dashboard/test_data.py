@@ -427,7 +427,7 @@ def test_a_download_is_deleted_after_its_last_use(bucket: Bucket, monkeypatch: p
 @pytest.mark.parametrize("name", ["state/1/rank-0.safetensors", "state/1.json", "anchors/0/config.json", "x"])
 def test_a_visitor_downloads_neither_models_nor_states(bucket: Bucket, name: str) -> None:
     bucket.put(f"runs/r/{name}", b"x")
-    with pytest.raises(ObjectMissingError, match="no object of run 'r' that can be downloaded here"):
+    with pytest.raises(ObjectMissingError, match="downloaded here: run 'r' lacks it, or visitors may not"):
         Library(bucket, lambda: "r").download(f"runs/r/{name}")
     assert "/dashboard/object?" not in views.listing(bucket.list("runs/r/"), "r", 0, served=True)
 
@@ -527,7 +527,7 @@ class TestHubQuota:
         refused = [answer for answer in answers if answer.status_code != 200]
         assert len(refused) >= self.OBJECTS - CALLS
         assert {answer.status_code for answer in refused} == {429}
-        assert "visitors have used the 240 requests" in refused[0].text
+        assert "visitors have used up the 240 requests" in refused[0].text
         assert visitor.get("/dashboard/bucket").status_code == 200
 
     def test_a_page_that_is_open_costs_no_requests_to_the_api(

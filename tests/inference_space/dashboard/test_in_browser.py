@@ -223,7 +223,7 @@ def test_a_download_is_the_object_and_nothing_else_can_be_had(
     for key in (anchor, "runs/other/run.json", "../../etc/passwd", f"{ref.key}/../../run.json"):
         refused = httpx.get(f"{url}dashboard/object", params={"key": key}, timeout=PATIENCE_S)
         assert refused.status_code == 404
-        assert "can be downloaded here" in refused.text
+        assert "cannot be downloaded here" in refused.text
 
 
 _WATCH = """window.blank = false
