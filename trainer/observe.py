@@ -29,7 +29,7 @@ _RATES = 2  # metrics that `StepRecorder` adds
 
 
 class StepRecorder(TrainerCallback):
-    """Copies TRL's metrics into the run's log and, every few seconds, a group of rollouts; also before step 1.
+    """Copies TRL's metrics into the log and, every few seconds, a group of rollouts, also before step 1.
 
     It replaces TRL's queue of samples, to see the groups and to count the games that the trainer takes.
     """
