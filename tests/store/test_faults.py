@@ -259,6 +259,17 @@ def test_missing_keys_of_s3_are_asked_for(
         open_bucket("s3://weights").stat("HEAD")
 
 
+def test_the_keys_of_a_profile_open_s3(s3_env: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    keys = tmp_path / "credentials"
+    keys.write_text("[default]\naws_access_key_id = test\naws_secret_access_key = test-secret\n")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(keys))
+    bucket = open_bucket("s3://profiled/weights", create=True)
+    bucket.put("HEAD", b"1")
+    assert bucket.get("HEAD") == b"1"
+
+
 def test_an_s3_that_is_gone_is_named(s3_env: None, refusing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")  # five by default, ten seconds
     monkeypatch.setenv("AWS_ENDPOINT_URL", refusing)

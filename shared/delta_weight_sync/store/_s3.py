@@ -1,8 +1,9 @@
 """A bucket of any S3-compatible store, through obstore.
 
 Keys, region and endpoint come from the usual variables: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
-AWS_DEFAULT_REGION, AWS_ENDPOINT_URL. Without keys, the machine's role is used. The answer to a put proves
-that the object is there. Decision 0008 says why obstore is used, and why conditional puts are not.
+AWS_DEFAULT_REGION, AWS_ENDPOINT_URL. Without keys there, boto3 reads your profile in `~/.aws`, if you have
+both; without a profile, the machine's role is used. The answer to a put proves that the object is there.
+Decision 0008 says why obstore is used, and why conditional puts are not.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.request import Request, urlopen
 
 import obstore
@@ -43,6 +44,7 @@ class S3Bucket(_base.Bucket):
             match[1],
             client_options={"allow_http": True, "connect_timeout": "10s", "timeout": "120s"},
             retry_config={"max_retries": 5, "retry_timeout": timedelta(seconds=60)},
+            credential_provider=_profile(),
         )
         if create:
             with self._explained("", write=True):
@@ -153,3 +155,18 @@ def _code(error: Exception) -> str:
     """The store's own code for an error, if it gave one."""
     code = re.search(r"<Code>(\w+)</Code>", str(error))
     return code[1] if code else type(error).__name__
+
+
+def _profile() -> Any:
+    """Gives obstore the keys of your profile; None if the environment has keys, or there is no profile."""
+    file = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")).expanduser()
+    if "AWS_ACCESS_KEY_ID" in os.environ or not file.is_file():
+        return None
+    try:
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError as error:
+        raise errors.AccessDeniedError(
+            f"boto3, which reads the keys in {file}, is missing: run `pip install boto3`, or set"
+            " AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        ) from error
+    return Boto3CredentialProvider()
