@@ -1,6 +1,7 @@
 """Settings of the whole suite, and how it is shared by several processes."""
 
 import os
+import tempfile
 from typing import Any
 
 import pytest
@@ -15,6 +16,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for children, too: several thre
 # call of a compiled kernel takes a second, later ones microseconds: deadlines would only be noise.
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True)
+def vllms_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that starts in a test's process names a folder of its own for them, which ends with the server."""
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", tempfile.gettempdir())
+
 
 # They share the replica of tests/live/conftest.py, in this order: the last of them end its vLLM.
 ONE_REPLICA = [
