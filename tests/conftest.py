@@ -20,7 +20,7 @@ settings.load_profile("suite")
 
 @pytest.fixture(autouse=True)
 def vllms_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that starts in a test's process names a folder of its own for them, which ends with the server."""
+    """A server that a test starts in this process puts them into a folder that ends with the server."""
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", tempfile.gettempdir())
 
 
