@@ -17,7 +17,7 @@ def test_a_canary_of_a_live_replica(trainer: Trainer, replica: Replica, tmp_path
     monkeypatch.setenv("SPACE_KEY", KEY)
     monkeypatch.setenv("SPACES", replica.url)
     reader = RunReader(trainer.bucket, "live")
-    with CheckpointFolder(reader, tmp_path) as kept:
+    with CheckpointFolder(reader, tmp_path / "kept") as kept:
         for _ in range(2):
             newest = update(trainer, replica)
             version, off = compare(reader, kept, replica.url)

@@ -101,6 +101,7 @@ def test_follow_removes_what_was_half_built_before_it_looks(tmp_path) -> None:
     building = tmp_path / "kept" / ".building"
     building.mkdir(parents=True)
     (building / LEFT).write_bytes(b"half")
+    (tmp_path / "kept" / ".lock").touch()
     with CheckpointFolder(RunReader(open_bucket(run.url), RUN), tmp_path / "kept"):
         assert not building.exists()
     run.close()
