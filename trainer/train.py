@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import sys
 import time
@@ -37,7 +38,7 @@ from delta_weight_sync.records import Manifest
 from delta_weight_sync.runlog import DoneEvent
 from delta_weight_sync.trl import patches
 from delta_weight_sync.trl.trainer import BucketGRPOTrainer, Progress
-from trainer import exact, resume, rollouts
+from trainer import exact, memory, resume, rollouts
 from trainer.observe import Pokes, ReplicaWatch, StepRecorder
 from trainer.settings import Settings
 from trainer.spaces import Spaces, SpacesUnavailableError
@@ -83,6 +84,11 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
             "TRL packs batches for one GPU per process, and this machine has several: write"
             " `accelerate launch` in place of `python`, or set CUDA_VISIBLE_DEVICES=0"
         )
+    if not config.use_cpu and torch.cuda.is_available():
+        shards = config.world_size if os.environ.get("ACCELERATE_USE_FSDP") == "true" else 1
+        needs = memory.parts(settings.model, vars(settings) | vars(config), shards)
+        if problem := memory.problem(needs, torch.cuda.mem_get_info()[0]):
+            raise SystemExit(f"trainer: {problem}")
     patches.install("every_rank", "replicas")
     stop = Stop(settings.minutes, alone=config.world_size == 1)
     task, peers = make_task(settings, config), Peers()

@@ -15,21 +15,24 @@ from typing import IO
 import psutil
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
+from transformers import Qwen3Config
 from trl import TrlParser
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
-from delta_weight_sync import open_run
+from delta_weight_sync import gpu_build, open_run
 from delta_weight_sync.resume._state import usable_states
 from delta_weight_sync.runlog import DoneEvent, RunLogReader
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.trl.trainer import Progress
 from examples import tiny_policy as tiny
 from tests.support.hubsim import HubSim
+from trainer import memory
 from trainer.resume import SaveState
 from trainer.settings import Settings
 from trainer.stop import LIMIT_S
-from trainer.train import main
+from trainer.train import main, train
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 TIMEOUT_S = 300.0
@@ -293,7 +296,8 @@ def test_the_versions_are_those_of_a_trainer_that_was_left_alone(kills, seed, tm
             assert "the same command resumes the run" in log
 
 
-CONFIGS = Path(__file__).parents[2] / "trainer" / "configs"
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "trainer" / "configs"
 WHERE = "--bucket hf://buckets/me/wordle --run first --replicas https://r --env_url https://e"
 
 
@@ -315,3 +319,32 @@ def test_only_the_addresses_are_missing(name, tmp_path):
         assert config.token_budget > turns * config.max_completion_length + 500, "the longest game fits"
     else:
         assert script.task == "reverse_text"
+
+
+@pytest.mark.parametrize(("name", "width"), [("qwen3_0_6b", 1024), ("qwen3_1_7b", 2048)])
+def test_the_documentation_has_the_memory_of_each_configuration(name, width, tmp_path):
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 28}
+    sizes = {"hidden_size": width, "intermediate_size": 3 * width, "tie_word_embeddings": True}
+    Qwen3Config(vocab_size=151936, **heads, **sizes).save_pretrained(tmp_path)
+    options = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    needs = memory.parts(str(tmp_path), options) | {"total": 0}
+    needs["total"] = sum(needs.values())
+    row = " | ".join(f"{need / 1e9:.1f}" for need in needs.values())
+    assert f"| `{name}` | {row} |\n" in (ROOT / "docs" / "limits-and-costs.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [("driver", "is old"), ("GPUs", "CUDA_VISIBLE_DEVICES=0"), ("memory", "0 GB are free here: use a")],
+)
+def test_what_this_machine_cannot_train_is_refused_before_the_run_is_opened(fault, sentence, base, tmp_path):
+    options = {"model": str(base), "bucket": tmp_path.as_uri(), "run": "r", "replicas": []}
+    config = AsyncGRPOConfig(str(tmp_path / "out"), bf16=False, report_to="none", token_budget=512)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_build, "problem", lambda: "the driver is old" if fault == "driver" else "")
+        patch.setattr(AsyncGRPOConfig, "n_gpu", 2 if fault == "GPUs" else 1)
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "mem_get_info", lambda: (1000, 1000))
+        with pytest.raises(SystemExit, match=sentence):
+            train(Settings(**options), config)
+    assert not list(tmp_path.glob("runs"))

@@ -85,6 +85,17 @@ def test_a_version_is_committed_when_all_have_staged_it(loop: asyncio.AbstractEv
     assert len(staged) == 1, "it asked until the last one was done"
 
 
+def test_a_stage_of_a_second_is_asked_for_a_few_times(loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several workers each question waits for the steps under way."""
+    slept: list[float] = []
+    monkeypatch.setattr("delta_weight_sync.vllm.engine.time.sleep", slept.append)
+    busy = [[{"done": False}]]
+    answers = {"stage": [busy], "staged": [busy] * 10 + [[[STAGED]]], "commit": [[[{}]]]}
+    engine(loop, answers).take(*VERSION)
+    assert len(slept) == 11
+    assert sum(slept) > 1
+
+
 def test_a_vllm_that_dies_over_a_call_is_an_error(
     loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:

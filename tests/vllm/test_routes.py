@@ -1,5 +1,6 @@
 """Routes are learned from whatever copies a loader makes, and refused where writing would not be loading."""
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -255,6 +256,14 @@ def test_a_loader_that_exchanges_parameters_is_refused_and_they_are_put_back(nam
 def test_two_tensors_in_one_place_are_refused():
     with pytest.raises(routes.RouteError, match=r"plain\.1 and plain\.2 are one parameter"):
         learn(Model(), **{"plain.1": (8, 6), "plain.2": (8, 6)})
+
+
+def test_parameters_on_two_devices_are_refused_with_the_option_that_moves_them():
+    known = learn(Model(), plain=(8, 6), stacked=(12, 6)).routes
+    far = [dataclasses.replace(piece, memory=piece.memory.to("meta")) for piece in known["stacked"].pieces]
+    known["stacked"] = dataclasses.replace(known["stacked"], pieces=tuple(far))
+    with pytest.raises(routes.RouteError, match="without --cpu-offload-gb"):
+        Table(known, {"plain": (0,), "stacked": (0,)})
 
 
 @pytest.mark.parametrize("other", [{}, {"derived": (8, 6)}, {"failing": (8, 6)}], ids=str)

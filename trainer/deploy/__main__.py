@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import yaml
 from huggingface_hub import HfApi, get_token
 
 from delta_weight_sync.cost import GPUS, HARDWARE, PRICES_READ_ON, PRICES_SOURCE
@@ -15,9 +16,10 @@ from delta_weight_sync.signing import PUBLIC_KEY, PublicKeys, make_keys
 from trainer.deploy import DeployError, hub, keys
 from trainer.deploy.doctor import Setup, examine
 from trainer.deploy.hub import Space, connect, make_change, spaces_of, wait_until_healthy
-from trainer.deploy.plan import NO_KEY_YET, SLEEP_S, Deployment, make_plan
+from trainer.deploy.plan import CHECKOUT, NO_KEY_YET, SLEEP_S, Deployment, make_plan
 
 Arguments = argparse.Namespace
+_CONFIG = CHECKOUT / "trainer" / "configs" / "qwen3_0_6b.yaml"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -59,7 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     down = command("down", _down, "delete the Spaces and keep the bucket")
     down.add_argument("--bucket", action="store_true", help="also delete the bucket, with all its runs")
     doctor = command("doctor", _doctor, "check everything that a deployment needs")
-    doctor.add_argument("--model", default="Qwen/Qwen3-0.6B", help="a Hub id, or the folder of a checkpoint")
+    doctor.add_argument("--config", type=Path, default=_CONFIG, help="of the trainer (default: Qwen3-0.6B's)")
+    doctor.add_argument("--model", help="a Hub id, or the folder of a checkpoint; by default the config's")
     doctor.add_argument("--hardware", choices=GPUS, default="l4x1", help="GPUs of a replica (default: l4x1)")
     return parser
 
@@ -180,7 +183,10 @@ def _down(arguments: Arguments) -> None:
 
 def _doctor(arguments: Arguments) -> None:
     token = os.environ.get("SPACE_HF_TOKEN", "")
-    setup = Setup(connect(), arguments.owner, arguments.name, arguments.model, arguments.hardware, token)
+    config = yaml.safe_load(arguments.config.read_text())
+    if not (model := arguments.model or config.get("model")):
+        raise DeployError(f"{arguments.config} names no model: add --model")
+    setup = Setup(connect(), arguments.owner, arguments.name, model, arguments.hardware, token, config)
     if not examine(setup):
         sys.exit(1)
 

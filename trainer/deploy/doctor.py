@@ -15,6 +15,7 @@ from email.utils import parsedate_to_datetime
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from huggingface_hub import HfApi, get_session, parse_local_safetensors_file_metadata
@@ -35,8 +36,6 @@ from trainer.deploy.plan import CHECKOUT
 _GB = 10**9
 _CLOCK_LIMIT_S = 30.0  # lags in the run's log are differences between the clocks of two machines
 _DISK_BYTES = 4.4  # per weight: the download and an anchor before its upload, both bf16, and a margin
-_TRAINER_BYTES = 16  # per weight: the weight, its gradient and AdamW's two moments, all in float32
-_TRAINER_MARGIN = 5 * _GB  # activations, at the token budget of the configs; computed, not measured
 _REPLICA_MARGIN = 4 * _GB  # CUDA graphs and a cache for 20 000 tokens of Qwen3-1.7B
 _VLLM_SHARE = 0.92  # of a GPU's memory, vLLM's default
 
@@ -51,6 +50,7 @@ class Setup:
     model: str  # a Hub id or the folder of a checkpoint
     hardware: str  # of each replica
     space_token: str  # SPACE_HF_TOKEN; may be empty
+    config: dict[str, Any]  # the trainer's
 
     @cached_property
     def account(self) -> hub.Account:
@@ -239,15 +239,16 @@ def _replica_gpu(setup: Setup) -> str:
 
 
 def _trainer_gpu(setup: Setup) -> str:
-    need, room = _TRAINER_BYTES * setup.weights + _TRAINER_MARGIN, _gpu_bytes()
+    from trainer import memory  # slow, and no other check needs it
+
+    if not (needs := memory.parts(setup.model, setup.config)):
+        return f"{setup.model} has no config from which its memory can be computed"
+    room = _gpu_bytes()
     if not room:
-        return f"this machine has none; train on one with {need / _GB:.0f} GB of GPU memory"
-    if need > room:
-        raise DeployError(
-            f"training {setup.model} takes {need / _GB:.0f} GB, but the GPUs here have {room / _GB:.0f} GB:"
-            " use a smaller --model, a larger GPU, or more GPUs with `accelerate launch --use_fsdp`"
-        )
-    return f"{setup.model} needs {need / _GB:.0f} of {room / _GB:.0f} GB"
+        return f"this machine has none; train on one with {memory.words(needs)}"
+    if problem := memory.problem(needs, room):
+        raise DeployError(problem)
+    return f"{setup.model} needs {memory.words(needs)} of {room / _GB:.0f} GB"
 
 
 def _gpu_bytes() -> int:

@@ -1,0 +1,59 @@
+"""The GPU memory that a trainer needs, computed from its settings before it loads the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+_TILE = 4096, 32768  # tokens and words of the logits that TRL computes at a time
+_ADAMW = "adamw_torch_fused", "adamw_torch"  # of other optimizers nothing is known
+ESTIMATED = ("autocast", "activations", "logits")  # the other parts follow from the settings
+
+
+def parts(model: str, options: Mapping[str, Any], shards: int = 1) -> dict[str, int]:
+    """Bytes on each GPU; none if the config of `model` cannot be read or is not one of a language model.
+
+    `options`: a configuration file; what it lacks has the trainer's defaults.
+    """
+    try:
+        config = AutoConfig.from_pretrained(model)
+        with torch.device("meta"):
+            count = -(-AutoModelForCausalLM.from_config(config).num_parameters() // shards)
+    except (OSError, ValueError):
+        return {}
+    text = config.get_text_config()
+    size = 4 if options.get("dtype", "float32") == "float32" else 2
+    bf16 = size == 2 or options.get("bf16", True)
+    tokens = options.get("token_budget") or options.get("max_completion_length", 2048)
+    layer = tokens * (2 if bf16 else 4) * (8 * text.hidden_size + 4 * text.intermediate_size)
+    kept = size * tokens * text.hidden_size  # of each layer, from which the rest is computed again
+    layers, again = text.num_hidden_layers, options.get("gradient_checkpointing", True)
+    needs = {
+        "weights": size * count,
+        "gradient": size * count,
+        "moments": 2 * size * count * (options.get("optim", _ADAMW[0]) in _ADAMW),
+        "mirror": 2 * count * (options.get("mirror") == "device"),
+        "old policy": size * count * bool(options.get("exact_old_policy")),
+        "autocast": 2 * count * (bf16 and size == 4),
+        "activations": layer + layers * kept if again else layers * layer,
+        "logits": 16 * min(tokens, _TILE[0]) * min(text.vocab_size, _TILE[1]),
+    }
+    return {name: int(need) for name, need in needs.items() if need}
+
+
+def problem(needs: Mapping[str, int], room: int) -> str:
+    """Why a GPU with `room` free bytes cannot hold what is certain: a sentence with the fix, or ""."""
+    if sum(need for name, need in needs.items() if name not in ESTIMATED) <= room:
+        return ""
+    fix = "use a larger GPU, a smaller --model, or more GPUs with `accelerate launch --use_fsdp`"
+    fix = "--mirror host, or " * ("mirror" in needs) + fix
+    return f"training needs {words(needs)}, but {room / 1e9:.0f} GB are free here: {fix}"
+
+
+def words(needs: Mapping[str, int]) -> str:
+    """The sum and each part, in GB."""
+    each = ", ".join(f"{name} {need / 1e9:.1f}" for name, need in needs.items())
+    return f"{sum(needs.values()) / 1e9:.0f} GB ({each})"
