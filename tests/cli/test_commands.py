@@ -90,7 +90,7 @@ def test_a_run_is_named_in_the_url_or_beside_it(finished):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--run", "../x"], "run name '../x'"),
+        (["--run", "../x"], "'../x' is not a run name"),
     ],
 )
 def test_what_is_not_there_is_one_sentence(finished, arguments, complaint):

@@ -116,7 +116,7 @@ def wait_for(url: str) -> httpx.Response:
     ("variables", "said"),
     [
         ({}, "replica: set these variables: REPLICA_BUCKET: not set; REPLICA_RUN: not set"),
-        ({"REPLICA_BUCKET": "file:///tmp/none", "REPLICA_RUN": "a b"}, "replica: run name 'a b' may hold"),
+        ({"REPLICA_BUCKET": "file:///tmp/none", "REPLICA_RUN": "a b"}, "replica: 'a b' is not a run name"),
         ({"REPLICA_BUCKET": "ftp://x", "REPLICA_RUN": "a"}, "replica: 'ftp://x' is not"),
     ],
 )

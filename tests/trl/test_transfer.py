@@ -55,14 +55,12 @@ def test_it_has_what_trl_asks_for():
 
 def test_nothing_is_opened_before_training_begins(tmp_path):
     """TRL's script makes one on every rank, and keeps that of the main one. Only what it needs is patched."""
-    before = [getattr(*place) for place in PATCHED]
     transfer = BucketWeightTransfer((tmp_path / "bucket").as_uri(), "no such model")
     transfer.pause()
     transfer.resume()
     transfer.destroy()
     assert not (tmp_path / "bucket").exists()
-    after = [getattr(*place) for place in PATCHED]
-    assert not any(old is new for old, new in zip(before, after, strict=True))
+    assert {getattr(*place).__module__ for place in PATCHED} == {"delta_weight_sync.trl.patches"}
 
 
 def test_it_ends_with_all_published_and_can_begin_again(base, tmp_path):
