@@ -73,11 +73,11 @@ class Release:
 
     def problems(self, *needed: str) -> tuple[list[str], list[str]]:
         """Errors and warnings about this release. The optional features in `needed` count as required."""
-        fatal, told = list[str](), list[str]()
+        fatal, warnings = list[str](), list[str]()
         if not self.version:
             fatal.append(f"{self.package} is not installed; pip install 'delta-weight-sync[{self.package}]'")
         elif not self.known:
-            told.append(f"{self.package} {self.version} was not tested with this library; {self.cure()}")
+            warnings.append(f"{self.package} {self.version} was not tested with this library; {self.cure()}")
         for feature in self.features.values():
             for file, what, why in feature.missing[:1]:
                 text = (
@@ -87,8 +87,8 @@ class Release:
                 if not feature.without or feature.name in needed:
                     fatal.append(text)
                 elif not (self.known and _number(self.version) < _number(feature.since)):
-                    told.append(f"{text}; until then {feature.without}")
-        return (fatal + told, []) if is_set(STRICT) else (fatal, told)
+                    warnings.append(f"{text}; until then {feature.without}")
+        return (fatal + warnings, []) if is_set(STRICT) else (fatal, warnings)
 
 
 @functools.cache
@@ -121,11 +121,11 @@ def require(package: str, *needed: str) -> Release:
     Raises `CompatibilityError` if it lacks a place that this library or a feature in `needed` requires.
     """
     release = examine(package)
-    fatal, told = release.problems(*needed)
+    fatal, warnings = release.problems(*needed)
     if fatal:
         raise CompatibilityError(fatal[0])
-    if told and multiprocessing.parent_process() is None:  # vLLM's other processes would repeat it
-        _log.warning("%s. `delta-weight-sync doctor` lists all places", ". ".join(told))
+    if warnings and multiprocessing.parent_process() is None:  # vLLM's other processes would repeat it
+        _log.warning("%s. `delta-weight-sync doctor` lists all places", ". ".join(warnings))
     return release
 
 
