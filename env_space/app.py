@@ -1,4 +1,4 @@
-"""Serves games of Wordle over plain HTTP and OpenEnv's WebSocket, and a page on which people play."""
+"""Serves games of Wordle over HTTP and OpenEnv's WebSocket, and a page on which people play."""
 
 import asyncio
 import logging
@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
@@ -15,10 +15,9 @@ from typing import Annotated, Any
 from uuid import UUID, uuid4
 
 import prometheus_client as prometheus
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse
-from fastapi.routing import APIRoute
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
@@ -72,7 +71,7 @@ PAGE = Path(__file__).with_name("page")
 # The page may load nothing from other sites, and no text of a policy may run as a script.
 _PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'"}
 _BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
-_SPARE_FILES = 64  # open files that are not clients: the log, the event loop, the watched replica
+_SPARE_FILES = 64  # open files that are not clients: the log, the event loop, watched replicas
 
 # All other paths need the key, so a new route is closed until you add it here.
 OPEN = re.compile(
@@ -104,7 +103,7 @@ _INTEGER = BeforeValidator(lambda n: int(n) if isinstance(n, float) and n.is_int
 
 
 class Opening(BaseModel):
-    """A request for a game. If you send it again with the same `id` and seed, you get the same game."""
+    """A request for a game. If you send it again with the same `id` and `seed`, you get the same game."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -124,7 +123,7 @@ class Opened(BaseModel):
 
 
 class Guess(BaseModel):
-    """Move number `turn` of a game. If you send it again, it is not played twice; you get the same answer."""
+    """Move number `turn` of a game. If you send it again, you get the same answer; it is not played twice."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -143,7 +142,7 @@ class Closed(BaseModel):
 
 
 class Words(BaseModel):
-    """All possible secrets, those that training never uses, and the length of words and games."""
+    """All possible secrets, the held-out ones among them, and the length of words and games."""
 
     answers: tuple[str, ...]
     held_out: tuple[str, ...]
@@ -160,7 +159,7 @@ class Health(BaseModel):
 
 
 class Metrics:
-    """The metrics of one service. Games and guesses are counted when the game ends."""
+    """The metrics of a service. Games and guesses are counted when a game ends."""
 
     def __init__(self) -> None:
         self.registry = registry = prometheus.CollectorRegistry()
@@ -171,10 +170,9 @@ class Metrics:
         self.active = prometheus.Gauge("wordle_active_sessions", "Games in play", registry=registry)
         self.capacity = prometheus.Gauge("wordle_max_sessions", "Maximum games in play", registry=registry)
         about = "Seconds from the arrival of a move to its answer"
-        seconds = prometheus.Histogram(
+        self.seconds = prometheus.Histogram(
             "wordle_move_seconds", about, ["via"], buckets=_BUCKETS_S, registry=registry
         )
-        self._took = {via: seconds.labels(via).observe for via in ("http", "ws")}
 
     def count_game(self, session: Session) -> None:
         origin, game = session.origin, session.game
@@ -182,9 +180,6 @@ class Metrics:
         self._guesses.labels("invalid").inc(game.invalid)
         self._guesses.labels("repeated").inc(game.repeated)
         self._guesses.labels("new").inc(game.turns - game.invalid - game.repeated)
-
-    def move_took(self, via: str, seconds: float) -> None:
-        self._took[via](seconds)
 
 
 def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) -> FastAPI:
@@ -199,8 +194,8 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) 
         _log.info("game ended", extra={"fields": session.summary()})
 
     sessions = Sessions(settings.max_sessions, settings.session_ttl_s, ended, clock)
-    # Visitors' games have separate stores, so they take no room from trainers. They are counted, but not
-    # logged, so that a client without the key cannot fill the log.
+    # Visitors' games have their own stores, so they take no room from trainers. They are not logged, so a
+    # client without the key cannot fill the log.
     visitors_store = partial(
         Sessions, ttl_s=settings.session_ttl_s, on_end=metrics.count_game, clock=clock, advice=""
     )
@@ -224,20 +219,20 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) 
 
     app = FastAPI(title="Wordle environment", description=__doc__, lifespan=lifespan)
     app.add_middleware(limit_body, max_bytes=MAX_BODY_BYTES)
-    app.state.metrics = metrics
     app.add_middleware(_check_key, key=settings.required_key)
     _answer_problems(app)
-    _add_games(app, sessions, rules, "/sessions", "http", True)
-    _add_games(app, visitors, rules, "/play", "page", False)
-    openenv.add_routes(app, sessions, rules, metrics.move_took)
+    time_http, time_ws = (metrics.seconds.labels(via).observe for via in ("http", "ws"))
+    _add_games(app, sessions, rules, time_http, "/sessions", "http")
+    _add_games(app, visitors, rules, time_http, "/play", "page")
+    openenv.add_routes(app, sessions, rules, time_ws)
     watch.add_route(app, watched, rules, settings)
     _add_pages(app, sessions, rules, metrics)
     return app
 
 
 def _check_key(app: ASGIApp, key: str) -> ASGIApp:
-    """ASGI middleware: the API needs the key; read-only routes and the page's games do not.
-    If no key is set, everything is open. Use that only on a machine that others cannot reach."""
+    """ASGI middleware: the API needs the key; read-only routes and the page's games do not. If `key` is
+    empty, the API is open to everyone who can reach this machine."""
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         opened = scope["type"] == "lifespan" or OPEN.fullmatch(scope["path"])
@@ -251,11 +246,13 @@ def _check_key(app: ASGIApp, key: str) -> ASGIApp:
     return checked
 
 
-def _add_games(app: FastAPI, sessions: Sessions, rules: Rules, at: str, via: str, documented: bool) -> None:
+def _add_games(
+    app: FastAPI, sessions: Sessions, rules: Rules, timer: openenv.Timer, at: str, via: str
+) -> None:
     """Add the routes of games. No handler awaits after it read its request, so the store needs no locks."""
-    statuses = refusals(400, 401, 409, 413, 422, 503)
+    games = APIRouter(prefix=at, include_in_schema=via == "http")
 
-    @app.post(at, status_code=201, responses=statuses, include_in_schema=documented)
+    @games.post("", status_code=201, responses=refusals(400, 401, 409, 413, 422, 503))
     async def open(opening: Opening, request: Request) -> Opened:
         """Start a game. The seed selects its secret."""
         game = rules.deal(opening.seed, opening.split)
@@ -269,20 +266,30 @@ def _add_games(app: FastAPI, sessions: Sessions, rules: Rules, at: str, via: str
             hard_mode=rules.settings.hard_mode,
         )
 
-    async def guess(session: UUID, guess: Guess) -> Move:
-        """Play a move. An invalid word also costs a turn. `reward` is the reward of the game so far."""
-        return sessions.play(session, guess.turn, guess.word)
-
-    app.router.add_api_route(
-        f"{at}/{{session}}/guess",
-        guess,
-        methods=["POST"],
+    @games.post(
+        "/{session}/guess",
+        response_model=Move,
         responses=refusals(401, 404, 409, 413, 422),
-        route_class_override=_MoveRoute,
-        include_in_schema=documented,
+        openapi_extra={
+            "requestBody": {
+                "content": {"application/json": {"schema": Guess.model_json_schema()}},
+                "required": True,
+            }
+        },
     )
+    async def guess(session: UUID, request: Request) -> Response:
+        """Play a move. An invalid word also costs a turn. `reward` is the reward of the game so far."""
+        started = time.perf_counter()
+        try:  # pydantic alone is faster than FastAPI, and most requests are moves
+            guess = Guess.model_validate_json(await request.body())
+        except ValidationError as error:
+            problems = [{**found, "loc": ("body", *found["loc"])} for found in error.errors()]
+            raise RequestValidationError(problems) from None
+        answer = MOVE.dump_json(sessions.play(session, guess.turn, guess.word))
+        timer(time.perf_counter() - started)
+        return Response(answer, media_type="application/json")
 
-    @app.delete(f"{at}/{{session}}", responses=refusals(401, 404, 422), include_in_schema=documented)
+    @games.delete("/{session}", responses=refusals(401, 404, 422))
     async def close(session: UUID) -> Closed:
         """End a game (a session) and return its final reward. A game that is not over counts as given up."""
         game = sessions.close(session)
@@ -291,9 +298,11 @@ def _add_games(app: FastAPI, sessions: Sessions, rules: Rules, at: str, via: str
             solved=game.solved, turns=game.turns, reward=parts.total, reward_parts=parts, secret=game.secret
         )
 
+    app.include_router(games)
+
 
 def _add_pages(app: FastAPI, sessions: Sessions, rules: Rules, metrics: Metrics) -> None:
-    """Add the read-only routes: the page for people, the words, health, and metrics for Prometheus."""
+    """Add the read-only routes."""
     every_word, length = rules.train + rules.held_out, rules.settings.length
     words = Words(answers=every_word, held_out=rules.held_out, length=length, max_guesses=MAX_GUESSES)
     metrics.active.set_function(sessions.__len__)
@@ -321,29 +330,6 @@ def _add_pages(app: FastAPI, sessions: Sessions, rules: Rules, metrics: Metrics)
         return Response(text, media_type=prometheus.CONTENT_TYPE_LATEST)
 
 
-class _MoveRoute(APIRoute):
-    """Parses and answers moves with pydantic alone. Most requests are moves, and this halves their cost."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        async def play(request: Request) -> Response:
-            started = time.perf_counter()
-            try:
-                session = UUID(request.path_params["session"])
-            except ValueError:
-                found = {"type": "uuid_parsing", "loc": ("path", "session"), "msg": "it is not a UUID"}
-                raise RequestValidationError([found]) from None
-            try:
-                guess = Guess.model_validate_json(await request.body())
-            except ValidationError as error:
-                problems = [{**found, "loc": ("body", *found["loc"])} for found in error.errors()]
-                raise RequestValidationError(problems) from None
-            answer = MOVE.dump_json(await self.endpoint(session, guess))
-            request.app.state.metrics.move_took("http", time.perf_counter() - started)
-            return Response(answer, media_type="application/json")
-
-        return play
-
-
 def _answer_problems(app: FastAPI) -> None:
     """Answer every refusal with a JSON object whose `detail` is a sentence that names the fix."""
 
@@ -367,7 +353,7 @@ def _answer_problems(app: FastAPI) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def left(_: Request, __: ClientDisconnect) -> JSONResponse:
-        """Answer a client that is gone. Without this, each one would leave a traceback in the log."""
+        """Answer a client that has gone: otherwise each one would leave a traceback in the log."""
         return problem(400, "The body is incomplete; send the request again.")
 
 
@@ -381,8 +367,7 @@ def _explain(found: Mapping[str, Any]) -> str:
 
 
 def server_options(key: str = "", games: int = 0, limits: Limits = LIMITS) -> dict[str, Any]:
-    """uvicorn's options. The limit on connections without the key leaves room for `games` games with two
-    connections each."""
+    """uvicorn's options. They leave room for `games` games with two connections each."""
     visitors = max(MAX_VISITORS, games)
     wanted = visitors + 2 * games
     connections = open_files(wanted + _SPARE_FILES) - _SPARE_FILES
@@ -418,8 +403,8 @@ def find_problems(environ: Mapping[str, str]) -> Problems:
 
 
 def main() -> None:
-    """Serve with the settings in the environment, in one process, because it has all games in memory.
-    If settings are missing or wrong, a Space on the Hub shows that on its page; elsewhere this exits."""
+    """Serve with the settings in the environment. If one is missing or wrong, a Space on the Hub says so on
+    its page; elsewhere the program exits."""
     log_as_json(LOG_LINES)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # INFO would name the replica at every move
     if "SPACE_ID" in os.environ and (problems := find_problems(os.environ)):

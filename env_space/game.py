@@ -28,6 +28,7 @@ NOT_A_WORD = "not a word"
 GAME_OVER = " game over"
 
 Split = Literal["train", "held_out"]
+DEFAULTS = Settings()
 
 
 class GameError(Exception):
@@ -40,7 +41,7 @@ class GameError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RewardParts:
-    """The reward of a game so far, in parts. A trainer can use the sum, or combine the parts itself."""
+    """The reward of a game so far, in parts."""
 
     solved: float
     greens: float
@@ -87,7 +88,7 @@ MOVE = TypeAdapter(Move)
 def feedback(guess: str, secret: str) -> str:
     """Mark each letter of `guess`: '+' in place, '?' elsewhere, '-' absent.
 
-    A letter gets at most as many '+' and '?' as it occurs in the secret: first every '+', then '?' from the
+    A letter gets no more '+' and '?' than the secret has copies of it: first every '+', then '?' from the
     left.
     """
     unmatched = Counter(s for g, s in zip(guess, secret, strict=True) if g != s)
@@ -104,7 +105,7 @@ def feedback(guess: str, secret: str) -> str:
 
 
 def render(guess: str, marks: str) -> str:
-    """Write letter, position and mark of each place: ('crane', '-?+--') gives 'c1-r2?a3+n4-e5-'."""
+    """Write the letter, number and mark of each place: ('crane', '-?+--') gives 'c1-r2?a3+n4-e5-'."""
     return "".join(f"{letter}{i}{mark}" for i, (letter, mark) in enumerate(zip(guess, marks, strict=True), 1))
 
 
@@ -115,10 +116,9 @@ def guesses(length: int = LENGTH) -> frozenset[str]:
 
 
 def answers(n: int | None = None, length: int = LENGTH) -> tuple[str, ...]:
-    """The first `n` answers (None: all) of `length` letters, ordered by the sha256 of the word.
+    """The first `n` answers (None: all) of `length` letters, in the order of the words' sha256.
 
-    The order looks random and is the same in every language and process. Raises ValueError if there are
-    fewer than `n` answers or `n` is below 1.
+    Raises ValueError if `n` is below 1, or there are fewer answers.
     """
     words = sorted(_read(f"answers-{length}.txt"), key=lambda word: sha256(word.encode()).digest())
     if n is not None and not 1 <= n <= len(words):
@@ -132,10 +132,10 @@ def secret_for(seed: int, words: Sequence[str]) -> str:
 
 
 def ignored_hint(word: str, clues: Iterable[tuple[str, str]]) -> str:
-    """A sentence that names a hint which `word` ignores, empty if it uses all (hard mode).
+    """Hard mode: a sentence that names a hint which `word` ignores; empty if it uses all hints.
 
     `clues` are the valid guesses so far with their marks. Greens must stay in place, and each letter must
-    occur as often as a guess has shown it to be in the secret.
+    occur at least as often as a guess has shown it to be in the secret.
     """
     for guess, marks in clues:
         for place, (letter, mark) in enumerate(zip(guess, marks, strict=True)):
@@ -157,25 +157,16 @@ def quote(word: str) -> str:
 class Game:
     """A game: six guesses at one secret. Every guess costs a turn; only valid guesses earn a reward."""
 
-    def __init__(
-        self,
-        secret: str,
-        valid: Collection[str],
-        invalid_cost: float = 0.05,
-        repeated_cost: float = 0.05,
-        hard_mode: bool = False,
-    ) -> None:
+    def __init__(self, secret: str, valid: Collection[str], settings: Settings = DEFAULTS) -> None:
         self.secret = secret
         self.moves: list[Move] = []
         self.solved = self.gave_up = False
         self.turns = self.invalid = self.repeated = 0  # number of guesses: all, invalid, and repeated ones
         self._closest = (0, 0)  # greens and yellows of the best guess
-        self._valid, self._hard_mode = valid, hard_mode
-        self._invalid_cost, self._repeated_cost = invalid_cost, repeated_cost
+        self._valid, self._settings = valid, settings
 
     @property
     def over(self) -> bool:
-        """Whether the game is solved, out of turns or given up."""
         return self.solved or self.gave_up or self.turns == MAX_GUESSES
 
     def guess(self, word: str) -> Move:
@@ -221,8 +212,8 @@ class Game:
             solved=SOLVED + EARLY * (MAX_GUESSES - self.turns) if self.solved else 0.0,
             greens=LETTERS * greens / len(self.secret),
             yellows=LETTERS * yellows / 2 / len(self.secret),
-            repetition=0.0 - self._repeated_cost * self.repeated,
-            invalid=0.0 - self._invalid_cost * self.invalid,
+            repetition=0.0 - self._settings.repeated_cost * self.repeated,
+            invalid=0.0 - self._settings.invalid_cost * self.invalid,
             gave_up=-GAVE_UP if self.gave_up else 0.0,
         )
 
@@ -230,7 +221,7 @@ class Game:
         """A sentence that says why `word` is invalid; empty if it is valid."""
         if word in self._valid:
             clues = ((move.word, move.feedback) for move in self.moves if move.valid)
-            return ignored_hint(word, clues) if self._hard_mode else ""
+            return ignored_hint(word, clues) if self._settings.hard_mode else ""
         if not (word.isascii() and word.isalpha()):
             return f"{quote(word)} has characters other than the letters a to z."
         if len(word) != len(self.secret):
@@ -240,7 +231,7 @@ class Game:
 
 @dataclass(frozen=True)
 class Rules:
-    """The words and settings of all games. No training game has a secret from `held_out`."""
+    """The words and settings of all games."""
 
     train: tuple[str, ...]
     held_out: tuple[str, ...]
@@ -252,14 +243,7 @@ class Rules:
         if not words:
             without = f"Of {len(self.train)} answers, none is held out"
             raise GameError(422, f"{without}: set WORDLE_ANSWERS to at least {HELD_OUT}.")
-        given = self.settings
-        return Game(
-            secret_for(seed, words),
-            guesses(given.length),
-            given.invalid_cost,
-            given.repeated_cost,
-            given.hard_mode,
-        )
+        return Game(secret_for(seed, words), guesses(self.settings.length), self.settings)
 
 
 def rules_from(settings: Settings) -> Rules:

@@ -1,10 +1,8 @@
-"""OpenEnv's protocol: a WebSocket at `/ws`, with one game at a time, and the HTTP routes of OpenEnv's tools.
+"""OpenEnv's protocol: a WebSocket at `/ws` with one game at a time, and the HTTP routes of OpenEnv's tools.
 
-It is implemented here because the `openenv` package installs a hundred other packages. The tests run its real
-client and its validation command against this module. The texts are those of OpenEnv's public Wordle
-environment, so that its clients understand them: guesses are in square brackets, and the marks are the
-letters G, Y and X on a line below "Feedback:". "You attempted an invalid move" says that the guess was
-invalid: it used up a turn and got no marks.
+It is implemented here because the `openenv` package installs a hundred other packages. Clients of OpenEnv's
+public Wordle environment understand its texts: a guess is in square brackets, the marks are the letters G, Y
+and X on a line below "Feedback:", and "You attempted an invalid move" means that the turn is lost.
 """
 
 import asyncio
@@ -26,7 +24,7 @@ from env_space.game import MAX_GUESSES, MAX_SEED, MOVE, GameError, Move, Rules, 
 from env_space.sessions import Origin, Sessions
 
 Answer = dict[str, Any]
-Timer = Callable[[str, float], None]  # takes a protocol ("ws") and the seconds that a move took
+Timer = Callable[[float], object]  # takes the seconds that a move took
 BUSY = "Too many connections wait without a game: connect again and send a reset."
 MOST_IDLE = 64  # limit on connections without a game, or the maximum number of games if that is more
 IDLE = "Closed after {:g} s without a message: connect again and send a reset."
@@ -62,11 +60,8 @@ class Message(BaseModel):
 
 
 class Observation(BaseModel):
-    """What a player sees after a reset or a step.
-
-    `messages` has one message, the text of the game so far. `info` is the last move, with the parts of the
-    reward. `reward` is the reward of the game so far; before the first step it is None.
-    """
+    """What a player sees after a reset or a step. `messages` has one message: the text of the game so far.
+    `info` is the last move. `reward` is that of the game so far, None before the first step."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -119,7 +114,15 @@ class Table:
                 case "step":
                     return self._step(Action.model_validate(data))
                 case "state":
-                    return {"type": "state", "data": self._state().model_dump()}
+                    turn, reward = self._last.get("turn", 0), self._last.get("reward", 0.0)
+                    state = State(
+                        episode_id=self._episode,
+                        step_count=turn,
+                        turn=turn,
+                        last_reward=reward,
+                        last_info=self._last,
+                    )
+                    return {"type": "state", "data": state.model_dump()}
                 case "close":
                     return None
             return _error("UNKNOWN_TYPE", "The message's type must be one of reset, step, state, close.")
@@ -173,12 +176,6 @@ class Table:
         ).model_dump(exclude={"reward", "done"})
         return {"type": "observation", "data": {"observation": seen, "reward": reward, "done": done}}
 
-    def _state(self) -> State:
-        turn, reward = self._last.get("turn", 0), self._last.get("reward", 0.0)
-        return State(
-            episode_id=self._episode, step_count=turn, turn=turn, last_reward=reward, last_info=self._last
-        )
-
 
 def _error(code: str, message: str, **more: Any) -> Answer:
     """A refusal with one of OpenEnv's error codes."""
@@ -228,7 +225,7 @@ def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, timer: Timer) -> 
     idle: dict[WebSocket, None] = {}  # connections without a game, quiet longest first
 
     async def note(socket: WebSocket, table: Table) -> None:
-        """Like other visitors, connections that are only held open make room for new ones."""
+        """Close the connection without a game that was quiet longest, if there are too many."""
         idle.pop(socket, None)
         if table.idle:
             idle[socket] = None
@@ -255,7 +252,7 @@ def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, timer: Timer) -> 
                     await socket.close()
                     break
                 await socket.send_text(json.dumps(answer))
-                timer("ws", time.perf_counter() - started)
+                timer(time.perf_counter() - started)
         except (WebSocketDisconnect, WebSocketDisconnected):
             pass
         except TimeoutError:
@@ -278,7 +275,7 @@ def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, timer: Timer) -> 
 
     @app.post("/mcp", include_in_schema=False)
     async def mcp(request: Request) -> Answer:
-        """Answer JSON-RPC, because OpenEnv requires it of every environment. This one has no MCP tools."""
+        """Answer JSON-RPC, which OpenEnv requires of every environment. This one has no MCP tools."""
         call = _object(await request.body()) or {}
         answer: Answer = {"jsonrpc": "2.0", "id": call.get("id")}
         if call.get("method") == "tools/list":

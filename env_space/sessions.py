@@ -1,4 +1,4 @@
-"""The store of games. A session is one game. Ended games stay for a while, to answer retried requests."""
+"""The store of games. A session is one game. Games that ended stay for a while, to answer retries."""
 
 import time
 from collections.abc import Callable
@@ -44,8 +44,10 @@ class Session:
         return "gave_up" if self.game.gave_up else "lost"
 
     def play(self, turn: int, word: str) -> Move:
-        """Play `word` in turn number `turn`. If that turn was played with this word, return its result again.
-        Raises GameError if it was played with another word, if it skips a turn, or if the game is over."""
+        """Play `word` in turn number `turn`, or return the result again if that was done before.
+
+        Raises GameError if the turn has another word, if a turn before it is missing, or if the game is over.
+        """
         moves = self.game.moves
         if turn <= len(moves):
             move = moves[turn - 1]
@@ -73,11 +75,10 @@ class Session:
 
 
 class Sessions:
-    """Holds at most `capacity` games in play.
+    """Holds at most `capacity` games in play. Nothing here awaits, so one event loop needs no locks.
 
-    A game expires `ttl_s` seconds after its last move; other requests do not keep it alive. Ended games take
-    no room. Unless they expired, they answer retries for `ttl_s` seconds, or until `capacity` later games
-    ended. Nothing here awaits, so with one event loop no locks are needed.
+    A game expires `ttl_s` seconds after its last move; other requests do not keep it alive. Games that ended
+    without expiring answer retries for `ttl_s` seconds, or until `capacity` later games have ended.
 
     Args:
         on_end: Called once for every game, when it ends.
@@ -104,10 +105,10 @@ class Sessions:
         return len(self._playing)
 
     def open(self, id: UUID, origin: Origin, game: Game, client: str = "") -> Session:
-        """Put `game` in play under `id`. If the same request did that before, return that session.
+        """Put `game` in play under `id`, or return the session if the same request did that before.
 
-        Raises GameError: 409 if `id` belongs to another seed or to an ended game, 503 if the store is full,
-        429 if this `client` has too many games.
+        Raises GameError: 409 if `id` belongs to another seed or to a game that ended, 503 if the store is
+        full, 429 if this `client` has too many games.
         """
         self.reap()
         if id in self._ended:

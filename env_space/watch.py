@@ -1,4 +1,4 @@
-"""Lets visitors watch a replica's policy play a game, as a stream of server-sent events."""
+"""Streams games of a replica's policy to visitors, as server-sent events."""
 
 import json
 import os
@@ -21,13 +21,13 @@ from env_space.settings import Settings
 from space_guard.limits import client_address
 from space_guard.requests import KEY_HEADER, refusals
 
-# Watched games at the same time, in total and per address. They are limited because they use the replica.
+# Watched games at the same time, in total and per address, because they use the replica.
 MAX_WATCHED, MAX_WATCHED_EACH = 8, 2
 TIMEOUT_S = 60.0
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _CALLED_WORD = re.compile(r'"word"\s*:\s*"([^"]*)"')
 _ASLEEP = "If it is a sleeping Space, open its page to wake it, and try again in a few minutes."
-# The tool that the policy had in training, so that it reads the prompt that it was trained on.
+# The tool that the policy had in training: with it, the prompt is the one that it was trained on.
 _TOOL = {
     "type": "function",
     "function": {
@@ -51,8 +51,8 @@ class Replica:
         self._model = ""
 
     async def turn(self) -> tuple[str, str | None, str]:
-        """Let the policy play a turn. Returns its text, its guess (None without a call), and its version.
-        Raises GameError."""
+        """Let the policy play a turn. Returns its text, its guess (None if it called no tool), and the
+        version of its weights. Raises GameError."""
         try:
             if not self._model:
                 self._model = (await self._ask("GET", "/v1/models")).json()["data"][0]["id"]
@@ -106,7 +106,7 @@ def replica_headers(url: str, key: str) -> dict[str, str]:
 
 @cache
 def _tls() -> SSLContext:
-    """The TLS settings. Cached, because reading the certificates blocks all players for tens of ms."""
+    """The TLS settings, read once: reading the certificates blocks all players for tens of milliseconds."""
     return httpx.create_ssl_context(trust_env=False)
 
 
@@ -117,8 +117,7 @@ def add_route(app: FastAPI, sessions: Sessions, rules: Rules, settings: Settings
     async def watch(request: Request) -> StreamingResponse:
         """Stream a game that the policy plays: `opened`, a `turn` per move, then `ended` or `problem`."""
         if settings.replica_url is None:
-            fix = "set WORDLE_REPLICA_URL to the address of the replica to watch"
-            raise GameError(404, f"No policy is connected: {fix}.")
+            raise GameError(404, "No policy is connected: set WORDLE_REPLICA_URL to the replica's address.")
         seed, client = secrets.randbits(31), client_address(request.scope)
         session = sessions.open(uuid4(), Origin(seed, via="watch"), rules.deal(seed), client)
         return _Stream(events(settings.replica_url, session), partial(sessions.leave, session.id))
@@ -146,7 +145,7 @@ def add_route(app: FastAPI, sessions: Sessions, rules: Rules, settings: Settings
 
 
 class _Stream(StreamingResponse):
-    """Calls `end` after the last event, even if the client leaves before the first one."""
+    """Calls `end` after the last event, even if the client leaves before the first."""
 
     def __init__(self, events: AsyncIterator[str], end: Callable[[], object]) -> None:
         super().__init__(events, headers=_HEADERS, media_type="text/event-stream")

@@ -1,8 +1,8 @@
-"""The gate of the public port: only requests to the routes listed here pass, if key, body and limits allow.
+"""The gate of the public port: it passes only the routes listed here, and checks key, body and limits.
 
-It stands before every app of the Space, so a route that some library adds is closed until it is listed. A
-path is compared as it was sent, before anything decodes it. Each refusal is a sentence that names the fix, in
-the form that OpenAI's clients expect.
+It stands before every app of the Space, so a route that some library adds is closed until it is listed here.
+It compares each path as it was sent, before anything decodes it. A refusal is a sentence that names the fix,
+in the form that OpenAI's clients expect.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import asyncio
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from space_guard.limits import Admission, Client, Lane, client_address
+from space_guard.limits import Client, Lane, client_address
 from space_guard.requests import (
     CLOSE,
     FRAMING,
@@ -35,17 +36,18 @@ from space_guard.requests import (
 )
 
 BODY_S = 60.0  # seconds within which a request's body must arrive
-ARRIVING = Lane(64 << 20, BODY_S)  # its units are bytes of bodies that are still arriving
-LEAST = 256 << 10  # units that even a visitor's short body takes, because it holds a connection
-# The budget of one address: cost per second, and the most that it can save up. The cost of a route is about
-# the milliseconds that it takes.
+ARRIVING = 64 << 20  # bytes of bodies that may be arriving at the same time
+LEAST = 256 << 10  # bytes that even a visitor's short body counts, because it holds a connection
+UNLIMITED = Lane(sys.maxsize)
+# The budget of one address: cost per second, and the most that it can save up. A request to a route costs
+# about the milliseconds that it takes.
 RATE = (200.0, 2000.0)
 
 
 @dataclass(frozen=True)
 class Route:
-    """A route that the gate lets pass. `path` is a regular expression for the whole path. `lane` names the
-    limit of concurrent requests that applies. `body` names the entry of `readers` that checks the body."""
+    """A route that the gate passes. `path` is a regular expression for the whole path, `lane` names the limit
+    on concurrent requests, and `body` names the reader that checks the body."""
 
     path: str
     method: str = "GET"
@@ -59,17 +61,16 @@ _FILE = r"(/[\w-][\w.-]*)+"  # no part of it begins with a dot
 ROUTES = (
     Route("/", cost=2.0),
     Route("/", "HEAD", cost=2.0),
-    Route("/(health|ready)", lane=""),  # not limited: the platform and trainers depend on them
+    Route("/(health|ready)", lane=""),  # no limit: the platform and trainers depend on them
     Route("/status"),
     Route("/v1/models", lane="reading"),
     Route("/v1/(chat/)?completions", "POST", lane="inference", keyed=True, body="completion", cost=10.0),
-    # A poke says "look at the bucket now" and nothing else. It needs the key because all replicas of a user
-    # share one quota of requests to the Hub.
+    # A poke only says "look at the bucket now". It needs the key because all replicas of a user share one
+    # quota of requests to the Hub.
     Route("/delta_weight_sync/poke", "POST", keyed=True),
     Route("/dashboard/(frame|inside|bucket|delta|verify|explain|object)", lane="reading", cost=5.0),
-    # Only those routes of Gradio that the page needs. An event carries plain values only. Events of the
-    # owner's tab pass, too: the dashboard itself refuses them unless the visitor has the key or is logged in
-    # as the owner.
+    # Only the routes of Gradio that the page needs. The owner's events pass, too: the dashboard itself checks
+    # the key or the login.
     Route(f"/(assets|static){_FILE}"),
     Route(r"/(theme\.css|favicon\.ico)"),
     Route(r"/gradio_api/heartbeat/\w{1,40}", lane="open pages"),
@@ -80,8 +81,8 @@ ROUTES = (
 _MISSING = "the request has no key: send the Space's REPLICA_KEY in the header X-Space-Key"
 _WRONG = "the key in X-Space-Key is wrong: send this Space's REPLICA_KEY"
 
-# Only these headers reach the apps. Not among them: keys and tokens; the origin, because Gradio would then
-# let any site read its answers; and the host, because a client can set it to anything.
+# Only these headers reach the apps. Keys and tokens do not; nor does the origin, because Gradio would let any
+# site read its answers; nor the host, because a client can set it to anything.
 _PASSED_ON = frozenset(
     b"accept accept-encoding accept-language content-type cookie if-none-match user-agent".split()
 )
@@ -92,11 +93,12 @@ _POLICY = (b"content-security-policy", f"default-src 'none'; {FRAMING}".encode()
 
 
 class Gate:
-    """ASGI middleware. With an empty `key`, keyed routes are open to everyone: only for a machine that
-    others cannot reach.
+    """ASGI middleware.
 
     Args:
-        readers: For each name in `Route.body`, the object that checks such a body.
+        key: Opens the keyed routes. If it is empty, they are open to everyone who can reach this machine.
+        lanes: The limits by the names in `Route.lane`. A lane that is missing has no limit.
+        readers: The objects that check bodies, by the names in `Route.body`.
         open_inference: Keyed routes need no key. Capacity is still reserved for requests with the key.
         rate: The rate limit of visitors.
     """
@@ -112,7 +114,7 @@ class Gate:
         rate: RateLimit | None = None,
     ) -> None:
         self._app, self._key, self._open = app, key, open_inference
-        self._admission = Admission({"arriving": ARRIVING, **lanes})
+        self._lanes, self._arriving = lanes, Lane(ARRIVING)
         self._readers, self._rate = readers, rate or RateLimit(*RATE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -136,14 +138,17 @@ class Gate:
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = find_route(scope)
-        client = self._client(scope, route)
+        client = None if has_key(self._key, scope["headers"]) else client_address(scope)
+        if client is not None and route.keyed and not self._open:
+            raise HTTPException(401, _WRONG if given_key(scope["headers"]) else _MISSING)
         if client is not None and self._rate.spend(client, route.cost):
             raise too_many("your address sends too many requests")
         body, units = await self._read(scope, receive, route, client)
-        with self._admission.admit(route.lane, client, units):
+        lane = self._lanes.get(route.lane, UNLIMITED)
+        with lane.admit(client, units):
             headers = [_HOST, *(pair for pair in scope["headers"] if pair[0] in _PASSED_ON)]
             try:
-                async with asyncio.timeout(self._admission.seconds(route.lane)) as clock:
+                async with asyncio.timeout(lane.seconds) as clock:
                     await self._app({**scope, "headers": headers}, replay(body, receive), send)
             except TimeoutError:
                 if not clock.expired():  # the app's own
@@ -151,31 +156,22 @@ class Gate:
                 sentence = "the answer took longer than this Space allows: ask for fewer tokens"
                 raise HTTPException(504, sentence) from None
 
-    def _client(self, scope: Scope, route: Route) -> Client:
-        """The visitor's address, or None with the key. Raises `HTTPException` if the key is needed."""
-        if has_key(self._key, scope["headers"]):
-            return None
-        if route.keyed and not self._open:
-            raise HTTPException(401, _WRONG if given_key(scope["headers"]) else _MISSING)
-        return client_address(scope)
-
     async def _read(self, scope: Scope, receive: Receive, route: Route, client: Client) -> tuple[bytes, int]:
-        """The complete body, checked, and how many units of its lane the request takes."""
+        """The complete, checked body, and how many units of its lane the request takes."""
         headers = dict(scope["headers"])
         announced = None if b"transfer-encoding" in headers else int(headers.get(b"content-length", b"0"))
         if route.body is None:
             if announced != 0:
                 raise HTTPException(413, "this route takes no body: send the request without one", CLOSE)
             return b"", 1
-        # Before a browser sends this type to another site, it sends a CORS preflight request, which the gate
-        # refuses.
+        # A browser asks before it sends this type to another site (CORS), and the gate refuses that request.
         if not headers.get(b"content-type", b"").startswith(b"application/json"):
             raise HTTPException(
                 415, "the body must be JSON: send it with Content-Type: application/json", CLOSE
             )
         reader = self._readers[route.body]
         units = min(reader.limit, announced or reader.limit)
-        with self._admission.admit("arriving", client, units if client is None else max(units, LEAST)):
+        with self._arriving.admit(client, units if client is None else max(units, LEAST)):
             body = await read_body(receive, reader.limit, BODY_S)
         try:
             return reader.read(body, client)
@@ -203,8 +199,8 @@ def _with_headers(message: Message) -> Message:
     return {**message, "headers": headers if own else [*headers, _POLICY]}
 
 
-# vLLM trusts its callers, so the gate stops requests that would cost minutes or gigabytes. vLLM itself
-# checks what is cheap to check: types, logprobs, lengths in tokens.
+# vLLM trusts its callers, so the gate stops requests that would cost minutes or gigabytes. vLLM itself checks
+# types, logprobs and lengths in tokens.
 BYTES_PER_TOKEN = 16  # of body per token of the context; a token id takes 8, an escaped character 6 to 12
 OTHER_BYTES = 64 << 10  # allowed for everything else in a body
 MAX_BODY = 8 << 20  # bytes: the limit while the context is unknown, and the most for any context
@@ -212,11 +208,12 @@ MAX_STOPS, MAX_STOP_CHARACTERS = 4, 1024  # strings, as at OpenAI; characters of
 MAX_CHOICES = 128  # entries of `structured_outputs.choice`
 MAX_GRAMMAR = 16 << 10  # bytes of each field in `GRAMMARS`, from which vLLM makes a grammar
 GRAMMARS = "structured_outputs", "response_format", "tools"
-# A client's budget for compiling new grammars: milliseconds of a core per second, and the most that it can
-# save up. Nothing stops a compilation: vLLM has no limit, and does not notice that a client hangs up.
+# A client's budget for new grammars: milliseconds of a core per second, and the most that it can save up.
+# vLLM never stops a compilation, even if the client hangs up.
 COMPILING = (250.0, 20_000.0)
 KNOWN_GRAMMARS = 1024  # not charged again, because vLLM keeps them
-MAX_ENTRIES = 1024  # of any other list
+MAX_ENTRIES = 1024  # of any other list, except the inputs
+INPUTS = "prompt", "messages"
 # The fields that OpenAI's clients and TRL send, and vLLM's sampling parameters that cost nothing.
 _NAMES = (
     "model prompt messages stream stream_options user n max_tokens max_completion_tokens min_tokens"
@@ -231,15 +228,10 @@ FIELDS = frozenset(_NAMES.split())
 
 @dataclass(frozen=True)
 class Completions:
-    """Validates completion requests: known fields, context length, batch size.
+    """Checks the bodies of completion requests."""
 
-    Attributes:
-        context: The model's context length in tokens, None while it is not known.
-        batch: Completions that one request may ask for.
-    """
-
-    context: Callable[[], int | None]
-    batch: int
+    context: Callable[[], int | None]  # the model's context in tokens; None while it is not known
+    batch: int  # completions that one request may ask for
     compiling: RateLimit = field(default_factory=lambda: RateLimit(*COMPILING))
     known: dict[str, None] = field(default_factory=dict)  # grammars, by their hash
 
@@ -249,8 +241,8 @@ class Completions:
         return MAX_BODY if context is None else min(MAX_BODY, OTHER_BYTES + BYTES_PER_TOKEN * context)
 
     def read(self, body: bytes, client: Client = None) -> tuple[bytes, int]:
-        """The body, unchanged, and the number of completions that it asks for. Raises `ValueError` if it must
-        not reach vLLM, and `HTTPException` if it must not do so yet."""
+        """The body, unchanged, and how many completions it asks for. Raises `ValueError` if vLLM must not get
+        it, and `HTTPException` if the client must wait."""
         try:
             asked = json.loads(body)  # as vLLM reads it
         except (ValueError, RecursionError):
@@ -260,13 +252,20 @@ class Completions:
         for name, value in asked.items():
             if name not in FIELDS and value is not None:
                 raise ValueError(f"the field {name[:40]!r} is not accepted here: leave it out")
-            _check_size(name, value)
+            if name in GRAMMARS:
+                if len(json.dumps(value)) > MAX_GRAMMAR:
+                    raise ValueError(f"{name} is too large: send at most {MAX_GRAMMAR >> 10} KB")
+                choices = value.get("choice") if isinstance(value, dict) else None
+                if isinstance(choices, list) and len(choices) > MAX_CHOICES:
+                    raise ValueError(f"too many choices: send at most {MAX_CHOICES}")
+            elif name not in INPUTS and isinstance(value, list | dict) and len(value) > MAX_ENTRIES:
+                raise ValueError(f"{name} is too long: send at most {MAX_ENTRIES} entries")
         stops = asked["stop"] if isinstance(asked.get("stop"), list) else [asked.get("stop")]
         characters = sum(len(text) for text in stops if isinstance(text, str))
         if len(stops) > MAX_STOPS or characters > MAX_STOP_CHARACTERS:
             limit = f"{MAX_STOPS} strings, of {MAX_STOP_CHARACTERS} characters together"
             raise ValueError(f"stop is too long: send at most {limit}")
-        # A chat template could loop as often as a number in these arguments says, so numbers are refused.
+        # A chat template could loop as often as a number in these arguments says.
         options = asked.get("chat_template_kwargs")
         for value in options.values() if isinstance(options, dict) else ():
             if not (isinstance(value, bool | None) or (isinstance(value, str) and len(value) <= 64)):
@@ -301,8 +300,8 @@ class Completions:
 
 
 def compile_ms(grammars: list[Any]) -> float:
-    """Estimate the milliseconds of a core that vLLM's xgrammar needs to compile these grammars. The factors
-    were measured with a vocabulary of 150,000 tokens; a smaller one takes less time."""
+    """Estimate the milliseconds of a core that vLLM's xgrammar takes to compile these grammars. The factors
+    were measured with a vocabulary of 150,000 tokens; a smaller one takes less."""
     texts, lengths, waiting = list[str](), list[float](), list(grammars)
     formats = ranges = 0
     while waiting:  # a recursion could get too deep
@@ -330,46 +329,27 @@ def compile_ms(grammars: list[Any]) -> float:
     return 2.0 * repeats**2 + 200.0 * formats + 15.0 * ranges + sizes
 
 
-def _check_size(name: str, value: Any) -> None:
-    if name in GRAMMARS:
-        if len(json.dumps(value)) > MAX_GRAMMAR:
-            raise ValueError(f"{name} is too large: send at most {MAX_GRAMMAR >> 10} KB")
-        choices = value.get("choice") if isinstance(value, dict) else None
-        if isinstance(choices, list) and len(choices) > MAX_CHOICES:
-            raise ValueError(f"too many choices: send at most {MAX_CHOICES}")
-    elif name not in ("prompt", "messages") and isinstance(value, list | dict) and len(value) > MAX_ENTRIES:
-        raise ValueError(f"{name} is too long: send at most {MAX_ENTRIES} entries")
-
-
-Kind = Literal["text", "number", "kept"]  # "kept": the server holds the value and ignores what is sent
-MAX_TEXT = 1024  # characters
-MAX_NUMBER = 1 << 53
+MAX_TEXT = 1024  # characters of an event's value
 _NO_CALL = "the request is not one of the dashboard's events, or its page is out of date: reload the page"
 
 
 class _Call(BaseModel):
-    """The fields of an event's call that are passed on."""
-
     model_config = ConfigDict(strict=True)
 
     fn_index: int
-    data: list[Any]
+    data: list[Annotated[str, Field(max_length=MAX_TEXT)] | None]
     session_hash: str = Field(pattern=r"^[A-Za-z0-9_]{1,40}$")
     trigger_id: int | None = None
 
 
 @dataclass(frozen=True)
 class DashboardCalls:
-    """Validates calls of the dashboard's events.
+    """Checks calls of the dashboard's events, so that only texts reach Gradio.
 
-    In place of any value, Gradio accepts the description of a file, and fetches it with this machine's
-    access. It also logs a traceback for a value that does not fit. So only plain values reach Gradio.
-
-    Attributes:
-        events: The number of each event -> the kinds of its inputs.
+    Gradio accepts the description of a file in place of any value, and fetches it with this machine's access.
     """
 
-    events: Mapping[int, Sequence[Kind]]
+    events: Mapping[int, int]  # the number of each event -> how many inputs it has
     limit: int = 16 << 10
 
     def read(self, body: bytes, client: Client = None) -> tuple[bytes, int]:
@@ -378,18 +358,6 @@ class DashboardCalls:
             call = _Call.model_validate_json(body)
         except ValidationError:
             raise ValueError(_NO_CALL) from None
-        kinds = self.events.get(call.fn_index)
-        if kinds is None or len(kinds) != len(call.data):
+        if self.events.get(call.fn_index) != len(call.data):
             raise ValueError(_NO_CALL)
-        call.data = list(map(_value, kinds, call.data))
         return call.model_dump_json().encode(), 1
-
-
-def _value(kind: Kind, value: Any) -> Any:
-    if kind == "kept" or value is None:
-        return None
-    if kind == "text" and isinstance(value, str) and len(value) <= MAX_TEXT:
-        return value
-    if kind == "number" and type(value) in (int, float) and abs(value) <= MAX_NUMBER:  # NaN fails
-        return value
-    raise ValueError("an event of the dashboard may hold numbers and words only: reload the page")

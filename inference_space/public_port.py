@@ -1,7 +1,7 @@
-"""The only public port of a vLLM Space: inference, status and the dashboard, and nothing else.
+"""The only public port of a vLLM Space: inference, status and the dashboard.
 
-vLLM's app runs in the same process, behind the gate. Of its routes, only the three for inference can be
-reached from outside (see `gate.py`).
+vLLM's app runs in the same process. Of its routes, only the three for inference can be reached from outside,
+through the gate.
 """
 
 from __future__ import annotations
@@ -35,20 +35,14 @@ INFERENCE = {"/v1/models": "GET", "/v1/completions": "POST", "/v1/chat/completio
 LIMITS = Limits(
     request_s=15.0, covers_body=False, unread_s=60.0, head_bytes=64 << 10, pipelined=0, keep_active=True
 )
-MAX_VISITORS = 256  # connections of visitors without a complete request
+MAX_VISITORS = 256  # connections without the key that have sent no complete request
 MAX_FILES = 1 << 16
 KEEP_ALIVE_S = 120  # a policy plays its environment for seconds between two requests on one connection
-LOG_LINES = 20  # that uvicorn may log per minute: each may be a traceback of kilobytes
-LANES = {
-    "page": Lane(64, seconds=60.0),
-    "open pages": Lane(128, seconds=None),  # one connection each, for as long as the page is open
-    # A view of the dashboard may rebuild a model; more requests would only wait for each other.
-    "reading": Lane(16, seconds=600.0),
-}
+LOG_LINES = 20  # that one line of uvicorn's code may log per minute: each may be a traceback of kilobytes
 
 
 class SpaceFollower(Follower):
-    """A follower that also knows which variable the owner must fix if the bucket cannot be read."""
+    """A follower that knows which variable the owner must fix if the bucket cannot be read."""
 
     problems: Problems = MappingProxyType({})
 
@@ -72,33 +66,7 @@ def create_app(settings: Settings) -> FastAPI:
         await asyncio.to_thread(follower.stop)
 
     app = FastAPI(title="Delta Weight Sync replica", lifespan=lifespan, openapi_url=None)
-    _add_status(app, follower)
-    mount(
-        app,
-        bucket,
-        settings.run,
-        controls=follower.commands,
-        key=settings.key,
-        own_status=lambda: follower.report(0).status,
-    )
-    app.add_middleware(pass_inference, vllm=vllm, follower=follower)
-    if "SPACE_ID" in os.environ:
-        app.add_middleware(SETUP.show_page, problems=lambda: follower.problems)
-    capacity = settings.max_requests or 4 * settings.max_num_seqs
-    app.add_middleware(
-        Gate,
-        key=settings.key,
-        open_inference=settings.open_inference,
-        lanes={**LANES, "inference": Lane(capacity, settings.request_s)},
-        readers={
-            "completion": Completions(lambda: vllm.context, min(capacity, settings.max_num_seqs)),
-            "event": DashboardCalls(app.state.dashboard_events),
-        },
-    )
-    return app
 
-
-def _add_status(app: FastAPI, follower: Follower) -> None:
     @app.get("/health")
     async def health() -> dict[str, str]:
         """Whether the Space answers."""
@@ -120,9 +88,39 @@ def _add_status(app: FastAPI, follower: Follower) -> None:
         """Look at the bucket now."""
         follower.poke()
 
+    mount(
+        app,
+        bucket,
+        settings.run,
+        controls=follower.commands,
+        key=settings.key,
+        own_status=lambda: follower.report(0).status,
+    )
+    app.add_middleware(pass_inference, vllm=vllm, follower=follower)
+    if "SPACE_ID" in os.environ:
+        app.add_middleware(SETUP.show_page, problems=lambda: follower.problems)
+    capacity = settings.max_requests or 4 * settings.max_num_seqs
+    app.add_middleware(
+        Gate,
+        key=settings.key,
+        open_inference=settings.open_inference,
+        lanes={
+            "page": Lane(64, seconds=60.0),
+            "open pages": Lane(128),  # one connection each, for as long as the page is open
+            # A view of the dashboard may rebuild a model; more requests would only wait for each other.
+            "reading": Lane(16, seconds=600.0),
+            "inference": Lane(capacity, settings.request_s),
+        },
+        readers={
+            "completion": Completions(lambda: vllm.context, min(capacity, settings.max_num_seqs)),
+            "event": DashboardCalls(app.state.dashboard_events),
+        },
+    )
+    return app
+
 
 def pass_inference(app: ASGIApp, *, vllm: VllmServer, follower: Follower) -> ASGIApp:
-    """ASGI middleware: passes inference routes directly to vLLM, which saves the cost of FastAPI's layers."""
+    """ASGI middleware: passes inference requests directly to vLLM, without the cost of FastAPI's layers."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         died = False
@@ -152,7 +150,7 @@ def _unavailable(reason: str) -> ASGIApp:
 
 
 def listen(app: ASGIApp, host: str, port: int, key: str = "") -> None:
-    """Serve `app` until SIGTERM. Connections that show `key` are not evicted."""
+    """Serve `app` until SIGTERM. Connections with `key` are not evicted."""
     logging.getLogger("uvicorn.error").addFilter(LogLimit(LOG_LINES))
     open_files(MAX_FILES)
     serve(

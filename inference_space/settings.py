@@ -80,7 +80,7 @@ SETUP = Setup(
 
 
 def find_problems(environ: Mapping[str, str]) -> Problems:
-    """Which of these variables prevent a Space on the Hub from starting, and why."""
+    """The variables that prevent a Space on the Hub from starting, each with its problem."""
     found = key_problem(environ, "REPLICA_KEY", "REPLICA_OPEN_INFERENCE")
     try:
         settings = Settings.read(environ)
@@ -101,7 +101,7 @@ def find_problems(environ: Mapping[str, str]) -> Problems:
 
 
 def access_problems(error: Exception, url: str) -> Problems:
-    """Which variable or secret to fix if `error` says that the bucket at `url` cannot be read; else empty."""
+    """The variable or secret to fix if `error` says that the bucket at `url` cannot be read; else empty."""
     if not isinstance(error, AccessDeniedError | BucketMissingError):
         return {}
     if not url.startswith("hf://"):

@@ -1,7 +1,6 @@
-"""Runs vLLM inside the Space: its API server's app in this process's event loop, its engine in a child.
+"""Runs vLLM inside the Space: its API server in this process, its engine in a child process.
 
-So requests need no second hop from the public port to vLLM, and after a restart of vLLM this process imports
-nothing again. See docs/decisions/0002-one-process-per-replica.md.
+The reasons are in docs/decisions/0002-one-process-per-replica.md.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _ON_CPU = ["--enforce-eager", "--distributed-executor-backend", _IN_PROCESS]
 # Blocks of 32 tokens instead of 128, because only whole blocks are kept for the next turn of a conversation.
 _ON_CPU += ["--block-size", "32"]
 _ON_CPU += ["--kv-cache-memory-bytes", str(1 << 30)]  # with a fixed size, vLLM need not measure and warm up
-# On some GPUs, the kernels that vLLM prefers reorder the experts of a mixture, so deltas would not fit.
+# On some GPUs, the kernels that vLLM prefers reorder the experts of a mixture, and deltas would not fit.
 _ON_GPU = ["--moe-backend", "triton"]
 # A chat template is a program: in a bucket without signatures, anyone with write access could make it loop
 # forever. There, this template replaces it. It renders only the two messages of vLLM's own start.
@@ -82,7 +81,7 @@ class VllmServer(Engine):
         return self._client is not None and super().alive()
 
     def serves(self, checkpoint: Path) -> bool:
-        """Whether the engine was started with the configuration, tokenizer and template of `checkpoint`."""
+        """Whether the engine has the configuration, tokenizer and chat template of `checkpoint`."""
         return self.alive() and _assets(checkpoint) == self._assets
 
     def start(self, checkpoint: Path) -> None:
@@ -124,19 +123,18 @@ class VllmServer(Engine):
         words += _ON_GPU if gpu_build.is_installed() else _ON_CPU
         if settings.max_model_len is not None:
             words += ["--max-model-len", str(settings.max_model_len)]
+
+        def reject(message: str) -> NoReturn:
+            raise ValueError(f"REPLICA_VLLM_ARGS: {message}")
+
         parser = make_arg_parser(FlexibleArgumentParser())
-        parser.error = _reject_arguments
+        parser.error = reject
         arguments: Namespace = parser.parse_args([*words, *shlex.split(settings.vllm_args)])
         validate_parsed_serve_args(arguments)
         return arguments
 
 
-def _reject_arguments(message: str) -> NoReturn:
-    raise ValueError(f"REPLICA_VLLM_ARGS: {message}")
-
-
 def _client(arguments: Namespace) -> Any:
-    """Start an engine. It may block this thread, which runs no event loop."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -146,7 +144,6 @@ def _client(arguments: Namespace) -> Any:
 
 
 async def _app(client: Any, arguments: Namespace, follower: Follower | None) -> ASGIApp:
-    """Build the app that `vllm serve` would serve."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
 

@@ -2,8 +2,6 @@
 
 A chart's paths lie in a box of 1000 x 1000 that the browser stretches. Strokes keep their width, and dots are
 the round caps of empty strokes, so nothing is distorted. Colours come from the style sheet.
-
-To add a panel, collect its curve in `state.py`, draw it in `charts`, and place it in `templates/run.html`.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from inference_space.dashboard.html import colour, percent
 from inference_space.dashboard.state import Point, Progress, Replica, Series, SlowestCommit
 
 _BOX = 1000
-_LEAST = 1e-12  # share of the values: a smaller span is rounding error and gives no usable ticks
+_LEAST = 1e-12  # share of the values: a smaller span is only rounding error
 _SPANS = tuple(unit * count for unit in (1, 60, 3600, 86_400) for count in (1, 2, 5, 10, 15, 30))
 
 Words = Callable[[float], str]
@@ -34,7 +32,7 @@ Span = tuple[str, float, float]  # name, start and end
 
 @dataclass(frozen=True)
 class Axis:
-    """A range of values, and the ticks that are labelled on it."""
+    """A range of values, and the labelled ticks on it."""
 
     low: float
     high: float
@@ -65,7 +63,7 @@ class Mark:
     points: Sequence[Point]
 
     def path(self, x: Axis, y: Axis) -> str:
-        """Draw the series as an SVG path; it is interrupted where a value is not a number."""
+        """Draw the series as an SVG path, with a gap where a value is NaN."""
         path = ""
         for missing, points in groupby(self.points, key=lambda point: math.isnan(point[1])):
             if missing:
@@ -87,15 +85,13 @@ class Mark:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves, and the axes that fit them."""
-
     x: Axis
     y: Axis
     marks: Sequence[Mark]
 
 
 def linear(values: Iterable[float], words: Words, *, zero: bool = False, whole: bool = False) -> Axis:
-    """Return an axis with round ticks, which starts at 0 if `zero`, and has ticks on integers if `whole`."""
+    """Return an axis with round ticks. With `zero` it starts at 0; with `whole` the ticks are integers."""
     low, high = _range(values, zero)
     rough = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(rough))
@@ -117,17 +113,17 @@ def logarithmic(values: Iterable[float], words: Words) -> Axis:
     return Axis(10.0**low, 10.0**high, tuple((at, _short(words(at))) for at in ticks), log=True)
 
 
-def ago(first: float, now: float, words: Words) -> Axis:
+def ago(first: float, now: float) -> Axis:
     """Return a time axis that ends `now`, with ticks on round spans before it."""
     first = min(first, now - 1)
     years = _SPANS[-1] * math.ceil((now - first) / (4 * _SPANS[-1]))
     step = next((step for step in _SPANS if 4 * step >= now - first), years)
     spans = range(step, int(now - first) + 1, step)
-    return Axis(first, now, ((now, "now"), *((now - span, f"−{_short(words(span))}") for span in spans)))
+    return Axis(first, now, ((now, "now"), *((now - span, f"−{_short(time_text(span))}") for span in spans)))
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
-    """Return the trend of a noisy curve: the mean around each point."""
+    """Return the moving average of a noisy curve."""
     reach = max(2, len(points) // 24)
     near = ([y for _, y in points[max(0, at - reach) : at + reach + 1]] for at in range(len(points)))
     return [(x, sum(ys) / len(ys)) for (x, _), ys in zip(points, near, strict=True)]
@@ -176,20 +172,20 @@ def _staircase(run: Progress, replicas: list[tuple[str, Replica]]) -> Chart:
     marks = [Mark("step", css, until_now(replica.versions)) for css, replica in replicas]
     return fitted(
         [Mark("step", "trainer", until_now(run.trainer)), *reversed(marks)],
-        lambda _: ago(run.trainer[0][0], run.last_t, time_text),
+        lambda _: ago(run.trainer[0][0], run.last_t),
         partial(linear, words="v{:.0f}".format, whole=True),
     )
 
 
 def timeline(run: Progress) -> tuple[list[tuple[int, list[Span]]], Axis]:
-    """Return the last syncs with their parts, newest first, and an axis in seconds since the hand-over."""
+    """Return the parts of the last syncs, newest first, and an axis in seconds since the hand-over."""
     rows = [(sync.version, sync_spans(sync, slow)) for sync, slow in run.syncs if sync.version]
     ends = [end for _, spans in rows for *_, end in spans]
     return rows, linear(ends, time_text, zero=True)
 
 
 def sync_spans(sync: SyncEvent, slow: SlowestCommit | None) -> list[Span]:
-    """Split a sync into parts; those of the replica are placed backwards from its commit."""
+    """Split a sync into its parts. Those of the replica are placed backwards from its commit."""
     spans = [("diff", 0.0, sync.diff_s), ("publish", sync.diff_s, max(sync.diff_s, sync.publish_s))]
     if slow is None:
         return spans

@@ -1,8 +1,7 @@
 """Reads the bucket once for all viewers: the live page, and what they open on demand.
 
-`RunCache` follows the run in one thread. `Library` answers from caches: a delta that fifty viewers open is
-downloaded once. `RateLimitedBucket` limits what visitors make the dashboard read, because replicas and the
-trainer need the owner's quota.
+`RunCache` follows the run in one thread. `Library` answers from caches. `RateLimitedBucket` limits what
+visitors make the dashboard read, because replicas and the trainer need the owner's quota.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ WINDOW_S = 300.0  # of the rate limit; the Hub counts in the same window
 CALLS = 240  # per window; one call makes up to three of the 1,000 requests that the Hub allows a free user
 BYTES = 2_000_000_000  # per window; enough for the largest version that a dashboard rebuilds
 _PAGE = 1000  # objects that one request lists
-_FIRST_WAIT_S = 1.0
 _DIGESTS = 4096  # kept in memory
 _DIGEST_TRIES = 10
 _DIGESTS_BACK = 64  # manifests to walk for the digest of a version that a replica still serves
@@ -71,10 +69,13 @@ class RunView:
 
 
 class RunCache:
-    """Keeps the newest `RunView` of a run: refreshed every second with viewers, and every minute without.
+    """Keeps the newest view of a run: refreshed every second with viewers, and every minute without.
 
-    `run` is None for the run created last. `own_status` returns the status of the replica that hosts this
-    dashboard; the page shows it instead of the one in the log. `pause` waits between two readings.
+    Args:
+        run: The run to follow, None for the run created last.
+        own_status: Returns the status of the replica that hosts this dashboard. The page shows it instead of
+            the one in the log.
+        pause: Waits between two readings.
     """
 
     def __init__(
@@ -95,19 +96,12 @@ class RunCache:
         self._shown: object = None  # what the shown progress was computed from
         self._digests_asked: tuple[set[int], int | None] = (set(), None)
         self._digest_tries = 0
-        self._asked, self._ready = threading.Event(), threading.Event()
+        self._asked = threading.Event()
         threading.Thread(target=self._loop, name="dashboard-reader", daemon=True).start()
 
-    def now(self) -> RunView:
-        self._asked.set()
-        return self._view
-
     def view(self) -> RunView:
-        """Return the newest view. The first call, and the first after a while without viewers, waits up to a
-        second for a fresh one."""
+        """Return the newest view, and keep it fresh."""
         self._asked.set()
-        if not self._view.events_read:
-            self._ready.wait(_FIRST_WAIT_S)
         return self._view
 
     def at(self, version: int, digests: Digests) -> Progress:
@@ -118,10 +112,8 @@ class RunCache:
         while True:
             self._asked.clear()
             self._refresh()
-            self._ready.set()
             self._pause(EVERY_S, None)
             if not self._asked.is_set():
-                self._ready.clear()
                 self._pause(IDLE_S, self._asked)
 
     def _refresh(self) -> None:
@@ -197,9 +189,7 @@ class RunCache:
         asked = (wanted, self._state.version)
         self._digest_tries = self._digest_tries + 1 if asked == self._digests_asked else 1
         self._digests_asked = asked
-        if (
-            not wanted or self._digest_tries > _DIGEST_TRIES
-        ):  # a replica may name a version that never existed
+        if not wanted or self._digest_tries > _DIGEST_TRIES:  # a replica may name a version that never was
             return
         oldest = 0
         for manifest in islice(run.versions(), _DIGESTS_BACK):
@@ -210,7 +200,7 @@ class RunCache:
 
 
 def newest_run(bucket: Bucket) -> RunInfo | None:
-    """Return the description of the run created last; damaged descriptions are skipped."""
+    """Return the description of the run created last. Damaged descriptions are skipped."""
     found: list[RunInfo] = []
     for key in [info.key for info in bucket.list("runs/") if info.key.endswith("/run.json")]:
         with suppress(errors.ProtocolError):
@@ -220,13 +210,13 @@ def newest_run(bucket: Bucket) -> RunInfo | None:
 
 
 def read_info(bucket: Bucket, key: str) -> RunInfo | None:
-    """Read the description of a run, None if it is missing; raises `ProtocolError` if it is damaged."""
+    """Read a run's description, None if it is missing. Raises `ProtocolError` if it is damaged."""
     try:
         info = parse(RunInfo, bucket.get(key), key)
     except errors.ObjectMissingError:
         return None
     if Keys(info.run).info != key:
-        raise errors.ProtocolError(f"{key} describes another run, {info.run!r}, so it was not used")
+        raise errors.ProtocolError(f"{key} describes another run, {info.run!r}: it was not used")
     return info
 
 
@@ -237,8 +227,8 @@ Answer = TypeVar("Answer")
 class AnswerCache(Generic[Question, Answer]):
     """Computes each answer once, one at a time, and keeps the most recently used answers.
 
-    A `ProtocolError` or a `CodecError` is kept like an answer: for `FAILED_S` seconds it is raised again
-    without a new attempt.
+    Their weights sum to at most `room`, but the newest answer is always kept. A `ProtocolError` or a
+    `CodecError` is kept, too: for `FAILED_S` seconds it is raised again without a new attempt.
     """
 
     def __init__(
@@ -248,15 +238,12 @@ class AnswerCache(Generic[Question, Answer]):
         weigh: Callable[[Answer], int] = lambda _: 1,
         clock: Clock = time.monotonic,
     ) -> None:
-        """Keep the most recently used answers whose weights sum to at most `room`; the newest is kept even if
-        it weighs more."""
         self._work, self._room, self._weigh, self._clock = work, room, weigh, clock
         # Answer, weight, and time at which it expires.
         self._kept: OrderedDict[Question, tuple[Answer | Exception, float, float]] = OrderedDict()
         self._lock = threading.Lock()
 
     def __call__(self, question: Question) -> Answer:
-        """Return the answer, or raise the error that computing it raised."""
         with self._lock:
             if question not in self._kept or self._kept[question][2] < self._clock():
                 try:
@@ -275,7 +262,7 @@ class AnswerCache(Generic[Question, Answer]):
 
 
 class Download:
-    """An object of the bucket on this machine's disk; the file is deleted when it is no longer used."""
+    """An object of the bucket on this machine's disk. The file is deleted after its last use."""
 
     def __init__(self, bucket: Bucket, info: ObjectInfo) -> None:
         self._folder = Scratch()
@@ -284,10 +271,9 @@ class Download:
 
 
 class Library:
-    """Reads parts of one run on demand and caches them."""
+    """Reads parts of a run on demand, and caches them. `run` returns its name, None before there is one."""
 
     def __init__(self, bucket: Bucket, run: Callable[[], str | None], clock: Clock = time.monotonic) -> None:
-        """`run` returns the name of the run that is shown, None before there is one."""
         self.bucket, self._run, self._clock = bucket, run, clock
         self._lock = threading.Lock()
         self._listed: tuple[float, str, Listing] = (0.0, "", [])
@@ -308,11 +294,11 @@ class Library:
         return name
 
     def objects(self) -> Listing:
-        """List the run's objects, at most `LIST_EVERY_S` seconds old for each page of them, or older while
-        the rate limit is exceeded."""
+        """List the run's objects. The listing is at most `LIST_EVERY_S` seconds old for each of its pages, or
+        older while the rate limit is exceeded."""
         with self._lock:
             at, run, listing = self._listed
-            if run == self.run and self._clock() - at <= LIST_EVERY_S * _pages(listing):
+            if run == self.run and self._clock() - at <= LIST_EVERY_S * (1 + len(listing) // _PAGE):
                 return listing
             try:
                 self._listed = self._clock(), self.run, self.bucket.list(Keys(self.run).folder)
@@ -326,26 +312,23 @@ class Library:
         return manifest, self._deltas(manifest)
 
     def verify(self, version: int) -> str:
-        """Rebuild a version from the bucket; return a sentence that its digest is the published one. Raises
-        `ProtocolError` or `CodecError` if it is not, or if the model is too large to be rebuilt here."""
+        """Rebuild a version from the bucket, and return a sentence that its digest is the published one.
+        Raises `ProtocolError` or `CodecError` if it is not, or if the model is too large."""
         return self._proofs(self._manifest(version))
 
     def digests(self, versions: set[int]) -> dict[int, str]:
-        """Return the published digests of those versions that the run still has."""
+        """Return the published digests of the versions that the run still has."""
         there = versions & manifests_of(self.objects()).keys()
         return {version: self._manifest(version).digest for version in there}
 
     def download(self, key: str) -> Download:
-        """Download an object of the run; anchors, states and objects of other runs are refused."""
+        """Download an object of the run. Anchors, states and objects of other runs are refused."""
         found = next((info for info in self.objects() if info.key == key), None)
         if found is None or not can_download(key.removeprefix(Keys(self.run).folder)):
-            raise errors.ObjectMissingError(
-                f"{key} cannot be downloaded here: run {self.run!r} lacks it, or visitors may not read it"
-            )
+            why = f"run {self.run!r} lacks it, or visitors may not read it"
+            raise errors.ObjectMissingError(f"{key} cannot be downloaded here: {why}")
         if found.size > MAX_DOWNLOAD:
-            raise errors.ProtocolError(
-                f"{key} is too large to be downloaded here: fetch it from {self.bucket.url}"
-            )
+            raise errors.ProtocolError(f"{key} is too large for this page: fetch it from {self.bucket.url}")
         return self._downloads(found)
 
     def _manifest(self, version: int) -> Manifest:
@@ -359,9 +342,7 @@ class Library:
 
     def _open(self, manifest: Manifest) -> OpenedDelta:
         if not manifest.deltas:
-            raise errors.ProtocolError(
-                f"v{manifest.version} has no delta: it was published as a whole, as an anchor"
-            )
+            raise errors.ProtocolError(f"v{manifest.version} has no delta: it was published as an anchor")
         with Scratch() as folder:
             return open_delta(RunReader(self.bucket, self.run).fetch(manifest.deltas[-1], folder))
 
@@ -379,25 +360,17 @@ class Library:
         )
 
 
-def _pages(listing: Listing) -> int:
-    """How many requests a listing took."""
-    return 1 + len(listing) // _PAGE
-
-
 class RateLimitError(errors.BucketError):
-    """Visitors have used up their rate limit; the message says when they can read again."""
+    """Visitors have used up their limit. The message says when they can read again."""
 
 
 class RateLimitedBucket:
-    """A bucket as visitors read it: calls and bytes are limited in each `WINDOW_S` seconds.
-
-    Unused allowance is saved, up to one window's worth, and can be spent in one burst. There are no methods
-    that write.
-    """
+    """A bucket that visitors share, for reading only: calls and bytes are limited in each `WINDOW_S` seconds.
+    What is not used in one window can be used in a burst."""
 
     def __init__(self, bucket: Bucket, clock: Clock = time.monotonic) -> None:
         self._bucket, self.url, self._lock = bucket, bucket.url, threading.Lock()
-        self._pages = 1  # of the last listing
+        self._pages = 1  # requests that the last listing took
         self._calls = RateLimit(CALLS / WINDOW_S, CALLS, clock)
         self._bytes = RateLimit(BYTES / WINDOW_S, BYTES, clock)
 
@@ -406,7 +379,7 @@ class RateLimitedBucket:
         return self._bucket.get(key)
 
     def fetch(self, key: str, dest: Path, limit: int) -> str:
-        """Download an object; all of `limit` is charged to the byte allowance, whatever the object's size."""
+        """Download an object. All of `limit` is charged, whatever the object's size."""
         self._spend(limit)
         return self._bucket.fetch(key, dest, limit)
 
@@ -417,7 +390,7 @@ class RateLimitedBucket:
     def list(self, prefix: str) -> Listing:
         self._spend(calls=self._pages)
         listing = self._bucket.list(prefix)
-        self._pages = min(_pages(listing), CALLS)
+        self._pages = min(1 + len(listing) // _PAGE, CALLS)
         return listing
 
     def _spend(self, size: int = 0, calls: int = 1) -> None:

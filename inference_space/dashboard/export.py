@@ -1,4 +1,4 @@
-"""Exports a run as a static folder: the same views without a server, from `file://` or as a static Space."""
+"""Exports a run as a static folder: the same views without a server, as files or as a static Space."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ _PAGES = 8  # of the view Bucket that are exported
 
 
 def export(bucket: Bucket, run: str | None, folder: Path) -> Path:
-    """Write `run`, or the run created last, to `folder`, and return the page to open. Raises `ProtocolError`
-    if the run has no versions."""
+    """Write `run`, or the run created last, to `folder`, and return the path of the page.
+
+    Raises `ProtocolError` if the run has no version.
+    """
     info = parse(RunInfo, bucket.get(Keys(run).info), Keys(run).info) if run else newest_run(bucket)
     if info is None:
         raise ProtocolError(f"{bucket.url} holds no run yet")
@@ -47,11 +49,10 @@ def export(bucket: Bucket, run: str | None, folder: Path) -> Path:
 
 
 def _frames(library: Library) -> dict[int, Progress]:
-    """The run at each of its moments: see `state.moments`."""
     state, log = RunState(), RunLogReader(library.bucket, library.run)
     state.add(log.poll())
     if log.skipped:
-        print(f"{log.skipped} lines of the run's log are left out, because they are not events")
+        print(f"{log.skipped} lines of the run's log are left out: they are not valid events")
     state.digests |= library.digests(state.served())
     newest = state.progress()
     if newest is None:
@@ -79,7 +80,7 @@ def _data(library: Library, frames: dict[int, Progress], info: RunInfo) -> dict[
 
 
 def _delta(library: Library, version: int) -> tuple[Manifest, views.OpenedDelta] | None:
-    """Open a delta. None, and no error, if the bucket no longer has all of it: the rest is exported."""
+    """Open a delta. Returns None if the bucket no longer has all of it."""
     try:
         return library.delta(version)
     except (ObjectMissingError, ProtocolError, CodecError) as error:
@@ -88,5 +89,4 @@ def _delta(library: Library, version: int) -> tuple[Manifest, views.OpenedDelta]
 
 
 def _packed(pages: Iterable[tuple[int, str]]) -> dict[int, str]:
-    """Compress HTML, to about a tenth, for browsers to decompress."""
     return {at: base64.b64encode(gzip.compress(page.encode(), mtime=0)).decode() for at, page in pages}

@@ -1,7 +1,6 @@
 """Formats values for people, renders the templates, and reads the page's scripts and style sheets.
 
-Templates escape automatically: a value can never become a tag. Only `Markup`, the result of a template, is
-inserted as it is.
+Templates escape every value, so that it cannot become a tag; only `Markup` is inserted as it is.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def colour(index: int) -> str:
 
 
 def tiles(answer: str) -> list[tuple[str, str, str]]:
-    """Split a Wordle answer to a guess into tiles: letter, CSS class and place. Empty for any other text."""
+    """Split Wordle's answer to a guess into tiles: letter, CSS class and place. Empty for any other text."""
     guess = _GUESS.match(answer)
     return [(letter, *_MARK[mark]) for letter, mark in _LETTER.findall(guess[0])] if guess else []
 

@@ -1,4 +1,4 @@
-"""The owner's tab: pause, pin and heal a replica. Visitors can see the tab, but not use it."""
+"""The owner's tab: pause, pin and heal a replica. Visitors see the tab, but cannot use it."""
 
 from __future__ import annotations
 
@@ -29,16 +29,15 @@ _REFUSED = (
 
 @dataclass(frozen=True)
 class Owner:
-    """May use the controls: anyone with the key, and the Hugging Face account `name`."""
+    """Who may use the controls: anyone with the key, and the Hugging Face account `name`."""
 
     key: str = ""
     name: str = ""
 
     def allows(self, key: str, login: str) -> bool:
-        """Compare in constant time; an empty key or name never matches."""
-        by_key = bool(self.key) and hmac.compare_digest(key.encode(), self.key.encode())
-        by_name = bool(self.name) and hmac.compare_digest(login.encode(), self.name.encode())
-        return by_key or by_name
+        """Whether the key or the login is the owner's. An empty one never is."""
+        pairs = (key, self.key), (login, self.name)
+        return any(own and hmac.compare_digest(given.encode(), own.encode()) for given, own in pairs)
 
 
 def space_author() -> str:
@@ -47,8 +46,8 @@ def space_author() -> str:
 
 
 def login_problem() -> str:
-    """Say why visitors cannot log in here, and the fix; empty if they can. Outside of a Space login is off,
-    because Gradio would log every visitor in as the account of this machine."""
+    """Say why visitors cannot log in here, and the fix; empty if they can. Outside of a Space, Gradio would
+    log every visitor in as this machine's account."""
     if not os.environ.get("SPACE_ID"):
         return "Login with Hugging Face works only in a Space."
     if get_space() is None:  # Gradio's own condition
@@ -63,10 +62,10 @@ def login_problem() -> str:
 def owner_tab(controls: Controls, owner: Owner) -> None:
     """Add the tab's components to the Blocks that are being built."""
 
-    def pin(version: int | None) -> None:
-        if version is None or version < 0:
+    def pin(version: str) -> None:
+        if not version.strip().isdecimal():
             raise ValueError("Enter the version to pin: a whole number, 0 or larger.")
-        controls.pin(version)
+        controls.pin(int(version))
 
     gr.HTML("<h1>This replica</h1>", apply_default_css=False)
     state = gr.HTML(lambda: describe(controls), elem_id="dws-owner-state", apply_default_css=False)
@@ -82,7 +81,7 @@ def owner_tab(controls: Controls, owner: Owner) -> None:
             gr.Button("Heal"): lambda _: controls.heal(),
         }
     with gr.Row():
-        version = gr.Number(label="Version", precision=0)
+        version = gr.Textbox(label="Version")  # not a Number: Gradio's log has a traceback for other input
         acts[gr.Button("Pin this version")] = pin
     answer = gr.HTML("", elem_id="dws-owner-answer", apply_default_css=False)
     gr.HTML(render_template("actions.html"), apply_default_css=False)
@@ -100,17 +99,17 @@ def describe(controls: Controls) -> str:
 
 
 def guarded(
-    controls: Controls, owner: Owner, act: Callable[[int | None], None]
-) -> Callable[[str | None, int | None, gr.OAuthProfile | None], tuple[str, str]]:
-    """Wrap `act`, for the owner only. The result: what the replica follows, and why `act` was refused."""
+    controls: Controls, owner: Owner, act: Callable[[str], None]
+) -> Callable[[str | None, str | None, gr.OAuthProfile | None], tuple[str, str]]:
+    """Allow `act` to the owner only. The result: what the replica follows, and why `act` was refused."""
 
     # Gradio fills in the profile from its signed session; a visitor cannot send one.
-    def run(key: str | None, version: int | None, profile: gr.OAuthProfile | None) -> tuple[str, str]:
+    def run(key: str | None, version: str | None, profile: gr.OAuthProfile | None) -> tuple[str, str]:
         refused = ""
         try:
             if not owner.allows(key or "", profile.username if profile else ""):
                 raise ValueError(_REFUSED)
-            act(version)
+            act(version or "")
         except (ValueError, BucketError) as error:
             refused = Markup('<p class="alert" role="alert">{}</p>').format(error)
         return describe(controls), refused

@@ -1,8 +1,7 @@
 """The dashboard as part of a FastAPI app: its page, and the routes of its views.
 
-The page has one HTML component for the run, which Gradio updates, and the other views. Gradio's page is empty
-until its scripts have been fetched and run. So `Prerender` inserts styles, scripts and the rendered run into
-it; `static/prerender.js` removes that copy of the run when Gradio shows its own.
+Gradio's page is empty until its scripts have run. So `Prerender` inserts styles, scripts and the rendered run
+into it; `static/prerender.js` removes that copy of the run when Gradio shows its own.
 """
 
 from __future__ import annotations
@@ -49,14 +48,14 @@ from space_guard.requests import FRAMING
 if TYPE_CHECKING:
     from delta_weight_sync.vllm.follower import Commands as Controls
 
-# Gradio writes the host name of the request into its page; the browser knows it anyway.
+# Gradio writes the request's host name into its page. `Prerender` replaces this one by `location.origin`.
 _NAME = "dashboard.invalid"
-_SESSIONS = 512  # whose last revision is remembered; a forgotten session gets the page once more
+_SESSIONS = 512  # open pages whose revision is remembered; a forgotten one gets the page once more
 _LAST_PAGE = 1_000_000
 
 
 def build(view: Callable[[], RunView], controls: Controls | None, owner: Owner) -> gr.Blocks:
-    """Build the dashboard. Each open page calls `view` once a second; `controls` add the owner's tab."""
+    """Build the dashboard. Each open page calls `view` once a second. `controls` add the owner's tab."""
 
     def tick(seen: int) -> tuple[Any, Any]:
         now = view()
@@ -100,7 +99,7 @@ def render(view: RunView) -> Markup:
 
 
 def body(run: Progress, view: RunView | None = None) -> Markup:
-    """Render the figures and curves of a run. With the `view` of one that starts: how far it is, instead."""
+    """Render a run: its figures and curves or, with the `view` of a run that starts, how far it is."""
     (syncs, axis), drawn = timeline(run), charts(run)
     return render_template(
         "run.html", run=run, lately=LATELY, charts=drawn, syncs=syncs, axis=axis, view=view
@@ -108,16 +107,15 @@ def body(run: Progress, view: RunView | None = None) -> Markup:
 
 
 def first_paint(view: RunView, *, owner: bool) -> Markup:
-    """Render what a browser shows before Gradio's scripts have run; it leaves room for the slider."""
+    """Render what a browser shows before Gradio's scripts have run. It leaves room for the slider."""
     slider = view.progress is not None and view.progress.version > 1
     return render_template("prerender.html", page=render(view), owner=owner, slider=slider)
 
 
 class Prerender:
-    """ASGI middleware that serves the page itself, and renders it once for each revision of the view."""
+    """ASGI middleware that serves the page, and renders it once for each revision of the view."""
 
     def __init__(self, app: ASGIApp, view: Callable[[], RunView], paint: Callable[[RunView], str]) -> None:
-        """`view` returns what to show, without waiting; `paint` renders its first paint."""
         self._app, self._view, self._paint = app, view, paint
         self._gradio_page = self._policy = ""
         self._newest = (-1, b"", b"")  # revision, page, compressed page
@@ -147,7 +145,7 @@ class Prerender:
 
 
 def insert(page: str, painted: str) -> str:
-    """Insert styles, scripts and a first paint into Gradio's page; raises `ValueError` for any other page."""
+    """Insert styles, scripts and a first paint into Gradio's page. Raises `ValueError` for another page."""
     head, closed, rest = page.partition("</head>")
     before, opened, after = rest.partition("<gradio-app")
     if not (closed and opened) or _NAME in page:
@@ -158,9 +156,9 @@ def insert(page: str, painted: str) -> str:
 
 
 def content_policy(page: str) -> str:
-    """Return the page's content security policy: its own scripts, and requests to this server only.
+    """Return a policy that allows the scripts in `page`, and requests to this server only.
 
-    `page` must hold nothing of a run, so that a script in a run's data is not allowed. Gradio compiles its
+    `page` must hold no data of a run, or a script in that data would be allowed. Gradio compiles its
     templates in the browser, which needs `unsafe-eval`.
     """
     inline = re.findall(r"<script(?![^>]*\ssrc=)[^>]*>(.*?)</script>", page, re.DOTALL)
@@ -183,8 +181,8 @@ def mount(
 ) -> FastAPI:
     """Serve the dashboard of `run`, or of the run created last, at the root of `app`.
 
-    Mount it after the app's own routes: it answers every path that no earlier route takes. Reading the bucket
-    begins immediately. `app.state.dashboard_events` describes the inputs of the page's events.
+    Mount it after the app's own routes: it answers every other path. `app.state.dashboard_events` says how
+    many inputs each event of the page has.
 
     Args:
         controls: The commands of the replica that hosts the dashboard; they add a tab for its owner.
@@ -192,7 +190,7 @@ def mount(
         own_status: Returns the current status of the replica that hosts the dashboard.
 
     Raises:
-        ValueError: This version of Gradio has a different page.
+        ValueError: The installed Gradio has a different page.
     """
     insert((Path(gr.__file__).parent / "templates/frontend/index.html").read_text(), "")
     cache, owner = RunCache(bucket, run, own_status=own_status), Owner(key, space_author())
@@ -200,14 +198,11 @@ def mount(
         controls = None  # without an owner the tab is useless
     library = Library(cast(Bucket, RateLimitedBucket(bucket)), lambda: cache.view().run)
     add_views(app, cache, library)
-    app.add_middleware(Prerender, cache.now, lambda view: first_paint(view, owner=controls is not None))
+    app.add_middleware(Prerender, cache.view, lambda view: first_paint(view, owner=controls is not None))
     blocks = build(cache.view, controls, owner)
     blocks.state_session_capacity = _SESSIONS
-    kinds: dict[type, str] = {gr.Textbox: "text", gr.Number: "number"}
     app.state.dashboard_events = {
-        number: [kinds.get(type(given), "kept") for given in event.inputs]
-        for number, event in blocks.fns.items()
-        if event.fn is not None
+        number: len(event.inputs) for number, event in blocks.fns.items() if event.fn is not None
     }
     mounted: FastAPI = gr.mount_gradio_app(
         app,
@@ -224,7 +219,7 @@ def mount(
 
 
 def add_views(app: FastAPI, cache: RunCache, library: Library) -> None:
-    """Add the routes `GET /dashboard/...`. Errors are sentences: 429 for the rate limit, else 404."""
+    """Add the routes `GET /dashboard/...`. An error is a sentence: 429 for the rate limit, else 404."""
     routes = APIRouter(prefix="/dashboard", default_response_class=HTMLResponse)
     past = lru_cache(maxsize=FRAMES)(body)
 

@@ -1,11 +1,8 @@
-"""Limits: connections, capacity and log lines that clients may use, and time to end after a signal to stop.
+"""Limits on connections, capacity and log lines that clients may use, and a server that ends when stopped.
 
-A trainer is known by the key. A visitor is known by the network address. No visitor, and not all visitors
-together, can take the capacity that a trainer needs.
-
-Connections have their own limits here, because uvicorn waits without limit for a request's head. Its options
-only end a connection after an answer (`timeout_keep_alive`), or refuse every client under load, trainers
-included (`limit_concurrency`).
+A trainer is known by the key, a visitor by the network address. Visitors, even all together, cannot take the
+capacity that a trainer needs. uvicorn cannot limit connections in this way: it waits without limit for a
+request's head, and its `limit_concurrency` refuses every client under load, trainers included.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -38,9 +35,9 @@ from space_guard.requests import has_key, too_many
 
 Client = str | None  # a visitor's address, or None for a client with the key
 
-# The networks of the Hub's proxies: this machine and the private networks of RFC 1918, 4193 and 6598. As the
-# client's address, uvicorn (`forwarded_allow_ips`) takes the last one in X-Forwarded-For that is in none of
-# them. A client can only forge the addresses before it.
+# The networks of the Hub's proxies: this machine and the private networks of RFC 1918, 4193 and 6598. uvicorn
+# (`forwarded_allow_ips`) takes the last address in X-Forwarded-For that is in none of them as the client's;
+# a client can only forge the addresses before it.
 PROXIES = "127.0.0.0/8,::1,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16,100.64.0.0/10,fc00::/7"
 
 
@@ -72,10 +69,10 @@ class Limits:
 
 
 class _Connection(HttpToolsProtocol):
-    """uvicorn's HTTP protocol with limits. If `key` is empty, any complete request counts as showing the key.
+    """uvicorn's HTTP protocol with limits. If `key` is empty, any complete request counts as having the key.
 
-    `visitors`: connections that have not shown the key; the one that was quiet longest is first. If there are
-    more than `max_visitors`, the first is closed. So a new client gets in, and a client with the key stays.
+    `visitors` are the connections without the key. If there are more than `max_visitors`, the one that was
+    quiet longest is closed, so a new client gets in and a client with the key stays.
     """
 
     def __init__(
@@ -83,7 +80,7 @@ class _Connection(HttpToolsProtocol):
     ) -> None:
         super().__init__(**given)
         self._limits, self._visitors, self._max_visitors, self._key = limits, visitors, max_visitors, key
-        self._known = False  # has shown the key
+        self._known = False  # has sent the key
         self._deadline: asyncio.TimerHandle | None = None
         self._complete = True  # no request is only partly received
         self._head = 0  # bytes received of the current request, without its body
@@ -196,7 +193,7 @@ def limited_http(limits: Limits, max_visitors: int, key: str) -> Any:
 
 
 def open_files(wanted: int) -> int:
-    """Let this process open `wanted` files, or the most that the system allows. Returns that number."""
+    """Let this process open `wanted` files, or as many as the system allows. Returns that number."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:
@@ -204,7 +201,7 @@ def open_files(wanted: int) -> int:
     return allowed
 
 
-STOP_S, _CLEAN_S = 20, 5  # time to stop by itself; after that, time to remove temporary files
+STOP_S, _CLEAN_S = 20, 5  # seconds to stop by itself; then seconds to remove temporary files
 
 
 class _Server(uvicorn.Server):
@@ -232,67 +229,50 @@ def serve(app: ASGIApp, sockets: list[socket.socket] | None = None, **options: A
         sys.exit(1)
 
 
-@dataclass(frozen=True)
 class Lane:
-    """Requests that share limits."""
+    """Requests that share limits. A quarter of the capacity is reserved for clients with the key, and one
+    visitor gets at most a quarter.
 
-    capacity: int  # units in use at the same time
-    seconds: float | None  # how long one request may take; None: no limit
+    Args:
+        capacity: Units in use at the same time.
+        seconds: How long one request may take; None: no limit.
+    """
 
-    def shares(self, client: Client) -> dict[str, int]:
-        """The counters that a request of `client` adds to, each with its maximum. A quarter of the capacity
-        is reserved for clients with the key, and one visitor gets at most a quarter."""
-        if client is None:
-            return {"all": self.capacity}
-        quarter = self.capacity // 4
-        visitors = {"visitors": self.capacity - quarter, f"visitor {client}": max(1, quarter)}
-        return {"all": self.capacity, **visitors}
-
-
-class Admission:
-    """Admits requests to lanes. A request in a lane that is not listed is not limited."""
-
-    def __init__(self, lanes: Mapping[str, Lane]) -> None:
-        self._lanes = lanes
-        self._used: Counter[tuple[str, str]] = Counter()
-
-    def seconds(self, name: str) -> float | None:
-        """How long a request in the lane may take, None for no limit."""
-        return self._lanes[name].seconds if name in self._lanes else None
+    def __init__(self, capacity: int, seconds: float | None = None) -> None:
+        self.capacity, self.seconds = capacity, seconds
+        self._used = Counter[str]()
 
     @contextmanager
-    def admit(self, name: str, client: Client, units: int) -> Iterator[None]:
-        """Hold `units` of a lane. Raises `HTTPException` if the lane or the client's share is full."""
-        shares = self._lanes[name].shares(client) if name in self._lanes else {}
-        if any(self._used[name, counter] + units > limit for counter, limit in shares.items()):
+    def admit(self, client: Client, units: int) -> Iterator[None]:
+        """Hold `units` of the lane. Raises `HTTPException` if the lane or the client's share is full."""
+        shares = {"all": self.capacity}
+        if client is not None:
+            quarter = self.capacity // 4
+            shares |= {"visitors": self.capacity - quarter, f"visitor {client}": max(1, quarter)}
+        if any(self._used[share] + units > limit for share, limit in shares.items()):
             raise too_many("too many requests of this kind are being answered")
-        for counter in shares:
-            self._used[name, counter] += units
+        self._used.update(dict.fromkeys(shares, units))
         try:
             yield
         finally:
-            for counter in shares:
-                self._used[name, counter] -= units
-                if not self._used[name, counter]:
-                    del self._used[name, counter]  # otherwise every address would stay in memory
+            self._used.subtract(dict.fromkeys(shares, units))
+            self._used = +self._used  # without the zeros: otherwise every address would stay in memory
 
 
 class LogLimit(logging.Filter):
-    """Limits log lines per minute, in total or per line of code. The next minute logs how many it dropped."""
+    """Limits the log lines of each line of code per minute. The next minute logs how many were dropped."""
 
-    def __init__(
-        self, per_minute: int, *, per_source: bool = False, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self._limit, self._per_source, self._clock = per_minute, per_source, clock
-        self._minute, self._seen, self._dropped = 0, Counter[object](), Counter[object]()
+        self._limit, self._clock, self._minute = per_minute, clock, 0
+        self._seen, self._dropped = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
 
     def filter(self, record: logging.LogRecord) -> bool:
         minute = int(self._clock() / 60)
         if minute != self._minute:
-            over = {source: seen - self._limit for source, seen in self._seen.items() if seen > self._limit}
-            self._minute, self._seen, self._dropped = minute, Counter(), Counter(over)
-        source = (record.pathname, record.lineno) if self._per_source else None
+            self._dropped = self._seen - Counter(dict.fromkeys(self._seen, self._limit))
+            self._minute, self._seen = minute, Counter()
+        source = (record.pathname, record.lineno)
         if dropped := self._dropped.pop(source, 0):
             record.msg = f"({dropped} similar lines were dropped) {record.msg}"
         self._seen[source] += 1
@@ -316,8 +296,8 @@ class JsonLines(logging.Formatter):
 
 
 def log_as_json(per_minute: int) -> None:
-    """Write the process's log to standard error as JSON, at most `per_minute` records per source line."""
+    """Write the process's log to standard error as JSON, limited by `LogLimit`."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
-    handler.addFilter(LogLimit(per_minute, per_source=True))
+    handler.addFilter(LogLimit(per_minute))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

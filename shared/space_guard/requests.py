@@ -1,4 +1,4 @@
-"""Tools for a single request: check its key, body and rate, and make the answer that refuses it."""
+"""Checks the key, body and rate of a request, and builds the answers that refuse one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEY_HEADER = "X-Space-Key"  # leaves Authorization to the Hub, which checks it f
 FRAMING = "frame-ancestors https://huggingface.co"  # only the Hub may show a Space inside its own page
 SAFE_HEADERS = [("X-Content-Type-Options", "nosniff")]
 CLOSE = {"Connection": "close"}  # for refusals that do not read the rest of the body
-_EXCESS = 8 << 20  # bytes read beyond the limit, because a client may not see an answer while it sends
+_EXCESS = 8 << 20  # bytes read beyond the limit: a client that still sends may not see the answer
 
 
 class Problem(BaseModel):
@@ -48,12 +48,12 @@ def too_many(sentence: str) -> HTTPException:
 
 
 def given_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The key that a request sends; empty if it sends none."""
+    """The key in a request's headers; empty if there is none."""
     return dict(headers).get(KEY_HEADER.lower().encode(), b"")
 
 
 def has_key(key: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Whether a request with these headers shows `key`. If `key` is empty, every request does."""
+    """Whether these headers have `key`. If `key` is empty, all have it."""
     return not key or hmac.compare_digest(key.encode(), given_key(headers))
 
 

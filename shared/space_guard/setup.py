@@ -1,7 +1,7 @@
-"""A Space's settings, and the page that it shows until the settings are complete and valid.
+"""A Space's settings, and the page that it shows until they are complete and valid.
 
-A duplicate of a Space has the same variables but no secrets. Its new owner first sees the setup page, which
-names each variable and secret, its purpose, and where to set it.
+A duplicated Space has the variables of the original but no secrets. Its new owner first sees the setup page,
+which names each variable and secret, its purpose, and where to set it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class SpaceSettings(BaseModel):
 
     @classmethod
     def listen_address(cls, environ: Mapping[str, str]) -> tuple[str, int]:
-        """Host and port to listen on for the setup page, when other settings are missing or wrong."""
+        """The host and port for the setup page, even if other settings are wrong."""
         port = environ.get(f"{cls.PREFIX}PORT", "")
         return (
             environ.get(f"{cls.PREFIX}HOST", cls.model_fields["host"].default),
@@ -91,8 +91,8 @@ class SpaceSettings(BaseModel):
 
 
 def key_problem(environ: Mapping[str, str], key: str, opening: str) -> dict[str, str]:
-    """What is wrong with the key of a Space on the Hub; empty if nothing is. A Space needs a key that cannot
-    be guessed, in the variable `key`, or the variable `opening` set to true."""
+    """What is wrong with a Space's key; empty if nothing is. On the Hub, a Space needs a key that cannot be
+    guessed in the variable `key`, or the variable `opening` set to true."""
     value = environ.get(key, "")
     if not value and environ.get(opening, "").lower() != "true":
         return {key: "not set"}
@@ -136,7 +136,7 @@ class Setup:
         return self.show_page(app, lambda: problems)
 
     def show_page(self, app: ASGIApp, problems: Callable[[], Problems]) -> ASGIApp:
-        """ASGI middleware: shows the page at / while there are problems."""
+        """ASGI middleware: shows the setup page at / while there are problems."""
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] == "http" and scope["path"] == "/" and (found := problems()):
@@ -146,7 +146,7 @@ class Setup:
         return answer
 
     def page(self, problems: Problems) -> str:
-        """The setup page. It reloads itself, so it disappears when the Space is set up."""
+        """The setup page. It reloads itself, so it gives way when the Space is set up."""
         needs = {**self.needs, **{name: Need("variable") for name in problems if name not in self.needs}}
         return _PAGE.substitute(
             space=self.space,

@@ -118,7 +118,7 @@ def test_feedback_equals_the_reference_on_many_pairs_of_real_words(length, words
 
 
 def play(secret, *words, **rules):
-    game = Game(secret, guesses(len(secret)), **rules)
+    game = Game(secret, guesses(len(secret)), Settings(**rules))
     return game, [game.guess(word) for word in words]
 
 

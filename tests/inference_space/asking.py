@@ -16,8 +16,8 @@ from tests import idle_time
 KEY = "correct-horse-battery-staple"
 RIGHT = {"X-Space-Key": KEY}
 CONTEXT = 1000  # tokens
-EVENTS = {0: ["kept"], 3: ["text", "number", "kept"]}
-LANES = {name: Lane(8, 600.0) for name in ("page", "reading", "inference", "open pages")}
+EVENTS = {0: 1, 3: 3}
+LANES = "page", "reading", "inference", "open pages"
 VISITOR, OTHER = "203.0.113.7", "198.51.100.9"
 
 
@@ -36,7 +36,8 @@ def gate(app: Callable[[Request], Awaitable[Response]] = echo, **options) -> Gat
 
     everything = Starlette(exception_handlers={404: answer})
     readers = {"completion": Completions(lambda: CONTEXT, batch=8), "event": DashboardCalls(EVENTS)}
-    return Gate(everything, **{"key": KEY, "lanes": LANES, "readers": readers, **options})
+    lanes = {name: Lane(8, 600.0) for name in LANES}
+    return Gate(everything, **{"key": KEY, "lanes": lanes, "readers": readers, **options})
 
 
 def client(app, address: str = VISITOR, **options) -> httpx.AsyncClient:

@@ -216,9 +216,7 @@ def test_an_app_hears_that_its_client_has_gone():
 
 
 EVENT = "/gradio_api/run/predict"
-ODD = [None, True, -1, 0, 1e308, -1e308, 1 << 60, "", "x" * 1000, "x" * 2000, "\ud800", [], {}, [[]]]
-ODD.append({"path": "/etc"})
-INFINITE = b'{"data": [null, Infinity], "fn_index": %d, "session_hash": "a"}'
+ODD = [None, True, 0, 1e308, "", "-1", "9" * 1000, "x" * 2000, "\ud800", [], {}, [[]], {"path": "/etc"}]
 
 
 @pytest.fixture
@@ -227,7 +225,7 @@ def dashboard(tmp_path):
     return mounted(bucket, controls=RecordedControls(), key=OWNERS)
 
 
-def calls(events: dict[int, list[str]]) -> list[dict]:
+def calls(events: dict[int, int]) -> list[dict]:
     """Of each event and of others, with fitting and odd values."""
     numbers = [*events, 9999, -1, None, "0", 1.5, True, [0]]
     datas = [[], *([odd] for odd in ODD), *(["a", odd] for odd in ODD), *([odd, 1] for odd in ODD), [1] * 9]
@@ -250,7 +248,6 @@ def test_no_call_of_a_visitor_writes_a_traceback(dashboard, capfd, caplog):
         async with client(before) as http:
             given = {"headers": {"content-type": "application/json"}}
             answers = [await http.post(EVENT, content=json.dumps(call), **given) for call in calls(events)]
-            answers += [await http.post(EVENT, content=INFINITE % number, **given) for number in events]
             return [answer.status_code for answer in answers]
 
     with caplog.at_level(logging.WARNING):
@@ -262,10 +259,8 @@ def test_no_call_of_a_visitor_writes_a_traceback(dashboard, capfd, caplog):
 
 @pytest.mark.finding(19)
 def test_each_event_that_the_page_sends_is_known(dashboard):
-    kinds = sorted(map(tuple, dashboard.state.dashboard_events.values()))
-    assert kinds.count(("text", "number")) == 4, "the owner's four buttons"
-    assert kinds.count(("kept",)) == 1, "the live page"
-    assert {*kinds} == {(), ("kept",), ("text", "number")}
+    inputs = [*dashboard.state.dashboard_events.values()]
+    assert (inputs.count(2), inputs.count(1), {*inputs}) == (4, 1, {0, 1, 2}), "four buttons, the live page"
 
 
 @pytest.mark.finding(19)

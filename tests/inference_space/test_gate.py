@@ -1,7 +1,6 @@
 """The gate of the public port: what passes, what is refused with which sentence, and how much of it."""
 
 import asyncio
-import functools
 import json
 import re
 from collections.abc import AsyncIterator
@@ -36,7 +35,11 @@ from tests.inference_space.asking import (
 JSON = {"content-type": "application/json"}
 COMPLETIONS, EVENT = "/v1/completions", "/gradio_api/run/predict"
 LONGEST = (64 << 10) + 16 * CONTEXT  # bytes
-behind = functools.partial(gate, lanes={name: Lane(2, 600.0) for name in ("inference", "reading")})
+
+
+def behind(app=echo, **options):
+    lanes = {name: Lane(2, 600.0) for name in ("inference", "reading")}
+    return gate(app, **{"lanes": lanes, **options})
 
 
 def ask(method: str, path: str, *, app=echo, key: str = KEY, **content) -> httpx.Response:
@@ -226,12 +229,13 @@ def test_a_time_out_of_the_app_itself_is_not_taken_for_ours():
 
 
 FILE = {"path": "http://169.254.169.254/latest", "meta": {"_type": "gradio.FileData"}}
-CALL = {"data": ["a key", 7, None], "fn_index": 3, "session_hash": "abc", "trigger_id": 9}
+CALL = {"data": ["a key", "7", None], "fn_index": 3, "session_hash": "abc", "trigger_id": 9}
 
 
 NO_EVENTS = [
-    CALL | {"data": [FILE, 1, None]},
-    CALL | {"data": [[FILE], 1, None]},
+    CALL | {"data": [FILE, "1", None]},
+    CALL | {"data": [[FILE], "1", None]},
+    CALL | {"data": ["a key", 1, None]},
     CALL | {"session_hash": FILE},
 ]
 NO_EVENTS += [CALL | {"data": FILE}, {"fn_index": 0}, [], "data"]
@@ -298,7 +302,7 @@ def test_a_request_takes_no_place_before_all_of_it_has_arrived(path, headers):
 def test_one_visitors_unfinished_bodies_take_little_memory_and_few_connections(said):
     async def scenario():
         app = gate(open_inference=True, rate=RateLimit(1e9, 1e9))
-        most = ARRIVING.capacity // 4 // LEAST
+        most = ARRIVING // 4 // LEAST
         async with client(app, VISITOR) as slow, client(app, OTHER) as other, trainer(app) as http:
             asks = [
                 asyncio.create_task(slow.post(COMPLETIONS, content=silent(), headers=said, timeout=None))

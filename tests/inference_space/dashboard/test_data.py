@@ -180,17 +180,17 @@ def test_the_replica_that_hosts_the_dashboard_is_asked_directly(bucket: Bucket) 
         """The view after another reading, with these changes of the replica's status."""
         nonlocal own
         own = own.model_copy(update=changed)
-        cache.now()
+        cache.view()
         pauses.end()
         pauses.begun()
-        return cache.now()
+        return cache.view()
 
     def mine(view: RunView) -> tuple[int | None, str | None, bool | None]:
         (replica,) = view.progress.replicas
         return replica.status.version, replica.status.error, replica.digest_ok
 
     pauses.begun()
-    first = cache.now()
+    first = cache.view()
     assert mine(first) == (1, None, True)
     assert after(t=9.0).progress is first.progress, "a later time alone is not news"
     flaky.broken = True
@@ -232,7 +232,7 @@ def test_the_first_reading_shows_its_progress(bucket: Bucket) -> None:
     stuck = BrokenBucket(bucket)
     stuck.free.clear()
     cache = RunCache(stuck, None)
-    soon(lambda: cache.now().events_read == SEGMENT)
+    soon(lambda: cache.view().events_read == SEGMENT)
     assert "Reading run 'wordle' …" in render(cache.view())
     assert "<b>512 events</b> so far" in render(cache.view())
     stuck.free.set()
