@@ -18,7 +18,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from delta_weight_sync.store import open_bucket
 from tests.browser import chromium
-from tests.support.dashboard import RecordedControls, controlled
+from tests.support.dashboard import RecordedControls, dashboard
 
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 READY = {"run": "#dws-live figure", "inside": ".heat", "bucket": ".opened", "explain": ".scene"}
@@ -40,7 +40,7 @@ def main() -> None:
         with _serving(arguments.bucket) as url:
             for look in LOOKS:
                 _photograph(browser, url, arguments.out, look, READY)
-        with controlled(open_bucket(arguments.bucket), RecordedControls()) as url:
+        with dashboard(open_bucket(arguments.bucket), RecordedControls()) as url:
             for look in LOOKS:
                 _photograph(browser, url, arguments.out, look, OWNER)
 

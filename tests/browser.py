@@ -55,6 +55,19 @@ def watched_page(browser: Browser, **options: object) -> Iterator[Page]:
     assert not faults, faults
 
 
+_BRIGHTNESS = """([selector, css]) => {
+  const value = getComputedStyle(document.querySelector(selector))[css]
+  return Math.max(...value.match(/\\d+/g).slice(0, 3).map(Number))
+}"""
+
+
+def shows_scheme(page: Page, scheme: str, ink: str, paper: str) -> bool:
+    """Whether the text of `ink` and the background of `paper` are dark on light, or light on dark."""
+    text = page.evaluate(_BRIGHTNESS, [ink, "color"])
+    ground = page.evaluate(_BRIGHTNESS, [paper, "backgroundColor"])
+    return text < 80 < 180 < ground if scheme == "light" else ground < 80 < 180 < text
+
+
 @pytest.fixture(scope="session")
 def _chromium() -> Iterator[tuple[Browser, asyncio.AbstractEventLoop]]:
     with chromium() as browser:

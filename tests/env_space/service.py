@@ -1,12 +1,9 @@
-"""A fresh service, in this process or as a Space runs it, the form of its refusals, and a fake replica."""
+"""A fresh service, in this process or as a Space runs it, and the form of its refusals."""
 
 import os
 import subprocess
 import sys
-import threading
-import time
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -17,12 +14,11 @@ import env_space
 from env_space.app import create_app
 from env_space.settings import Settings
 from space_guard.limits import PROXIES
+from tests.support.serving import PATIENCE_S, soon
 from trainer.demo.processes import free_port
 
 ROOT = Path(env_space.__file__).parent.parent
 BRIDE = 1020  # the seed whose secret is "bride" among all words
-PATIENCE_S = 60
-COMMAND = [sys.executable, "-m", "env_space.app"]
 
 
 def service(**settings):
@@ -54,50 +50,30 @@ def sentence(response, status):
     return response.json()["detail"]
 
 
-@contextmanager
-def answering(answer):
-    """The URL of a server that calls `answer(handler)` for each request."""
-
-    class Handler(BaseHTTPRequestHandler):
-        do_GET = do_POST = answer  # noqa: N815 - the names that http.server calls
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
 class Space:
-    """`python -m env_space.app` in a process on loopback; its log is complete after it has stopped."""
+    """`python -m APP.app` in a process on loopback; its log is complete after it has stopped."""
 
-    def __init__(self, log, files=None, **variables):
-        self._log = log
-        port = free_port()
+    def __init__(self, log, files=None, app="env_space", **variables):
+        self._log, port = log, free_port()
         self.url = f"http://127.0.0.1:{port}"
-        environ = os.environ | {"WORDLE_HOST": "127.0.0.1", "WORDLE_PORT": str(port)} | variables
+        prefix = {"env_space": "WORDLE", "inference_space": "REPLICA"}[app]
+        environ = os.environ | {f"{prefix}_HOST": "127.0.0.1", f"{prefix}_PORT": str(port)} | variables
         limited = ["prlimit", f"--nofile={files}"] if files else []
+        command = [*limited, sys.executable, "-m", f"{app}.app"]
         with log.open("wb") as file:
-            self.process = subprocess.Popen([*limited, *COMMAND], cwd=ROOT, env=environ, stderr=file)
+            self.process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=file, stderr=file)
 
     def wait(self):
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
+        def answers():
             assert self.process.poll() is None, self._log.read_text()
-            try:
+            with suppress(httpx.ConnectError):
                 return httpx.get(f"{self.url}/health", trust_env=False, timeout=PATIENCE_S)
-            except httpx.ConnectError:
-                time.sleep(0.02)
-        raise AssertionError(f"the service did not answer in {PATIENCE_S} s")
+
+        soon(answers, self._log.read_text)
 
     def says(self, words):
         """Wait until its log has these words."""
-        deadline = time.monotonic() + PATIENCE_S
-        while words not in self._log.read_text():
-            assert time.monotonic() < deadline, self._log.read_text()
-            time.sleep(0.02)
+        soon(lambda: words in self._log.read_text(), self._log.read_text)
 
     def stop(self):
         self.process.terminate()

@@ -7,7 +7,6 @@ import logging
 import ssl
 import threading
 from contextlib import contextmanager
-from uuid import uuid4
 
 import httpx
 import pytest
@@ -18,8 +17,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from env_space.app import MAX_PLAYED, MAX_PLAYED_EACH, create_app
-from env_space.game import MAX_STORED, Game, guesses
-from env_space.sessions import Origin, Sessions
+from env_space.game import MAX_STORED
 from env_space.settings import Settings
 from env_space.watch import MAX_WATCHED, MAX_WATCHED_EACH, replica_headers
 from space_guard.limits import PROXIES
@@ -28,7 +26,6 @@ from tests.browser import watched_page
 from tests.env_space.service import (
     BRIDE,
     PATIENCE_S,
-    answering,
     guess,
     seen_from,
     sentence,
@@ -36,7 +33,8 @@ from tests.env_space.service import (
     space,
     start,
 )
-from tests.env_space.test_game import TTL_S, Clock
+from tests.inference_space.asking import ask_raw
+from tests.support.http_server import answering
 from trainer.tasks.wordle import WordleEnv
 
 KEY = "four-random-words-in-a-row"
@@ -88,23 +86,13 @@ def test_no_route_that_plays_is_open():
     }
 
 
-DETOURS = ["/play/../sessions", "/page/../sessions", "/play/%2e%2e/sessions", "//sessions"]
-
-
-@pytest.mark.parametrize("path", DETOURS)
+@pytest.mark.parametrize(
+    "path", ["/play/../sessions", "/page/../sessions", "/play/%2e%2e/sessions", "//sessions"]
+)
 def test_no_detour_leads_to_the_api(path):
     """As a server hands it over; a client would tidy the path up before it sends it."""
-    sent = []
-
-    async def receive():
-        return {"type": "http.request", "body": b'{"seed": 1}'}
-
-    async def send(message):
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
-    headers = [(b"content-type", b"application/json")]
-    asyncio.run(create_app(Settings(key=KEY))({**scope, "headers": headers}, receive, send))
+    opening, json = {"type": "http.request", "body": b'{"seed": 1}'}, {"content-type": "application/json"}
+    sent = asyncio.run(ask_raw(create_app(Settings(key=KEY)), path, opening, headers=json))
     assert sent[0]["status"] in (401, 404, 405)
 
 
@@ -185,8 +173,8 @@ def test_a_watched_replica_gets_its_key():
     asked = []
 
     def answer(request):
-        asked.append({name.lower(): value for name, value in request.headers.items()})
-        request.send_error(503)
+        asked.append(request.headers)
+        return 503, {}, b""
 
     with answering(answer) as url:
         events = service(key=KEY, replica_url=url, replica_key="the-replica's-own").get("/watch").text
@@ -244,26 +232,6 @@ def test_one_address_gets_only_its_share_of_the_pages_games():
 
 
 @pytest.mark.finding(10)
-def test_repeated_requests_do_not_keep_a_game_alive():
-    clock = Clock()
-    sessions, id = Sessions(1, TTL_S, clock=clock), uuid4()
-
-    def opening():
-        return sessions.open(id, Origin(1), Game("bride", guesses()))
-
-    opening()
-    clock.now += TTL_S / 2
-    sessions.play(id, 1, "crane")
-    clock.now += TTL_S - 1
-    sessions.play(id, 1, "crane")
-    opening()
-    assert len(sessions) == 1
-    clock.now += 1
-    sessions.reap()
-    assert len(sessions) == 0
-
-
-@pytest.mark.finding(10)
 def test_a_game_stores_little_of_an_endless_word():
     client, novel = service(), "X" * 16_000
     game = start(client)
@@ -282,7 +250,7 @@ def thinking_replica():
     def answer(request):
         asking.append(request.path)
         lets.wait(PATIENCE_S)
-        request.send_error(503)
+        return 503, {}, b""
 
     with answering(answer) as url:
         try:
@@ -360,22 +328,13 @@ def test_certificates_are_read_once_not_for_each_watcher(monkeypatch):
 @pytest.mark.finding(10)
 def test_a_client_that_leaves_before_the_first_event_makes_room():
     """The client of this app has gone before it answers."""
-    app, sent = create_app(Settings(replica_url="http://127.0.0.1:9")), []
-    scope = {"type": "http", "method": "GET", "path": "/watch", "raw_path": b"/watch", "query_string": b""}
-
-    async def gone():
-        return {"type": "http.disconnect"}
-
-    async def send(message):
-        if message["type"] == "http.response.start":
-            sent.append(message["status"])
+    app, gone = create_app(Settings(replica_url="http://127.0.0.1:9")), {"type": "http.disconnect"}
 
     async def watch():
-        for _ in range(MAX_PLAYED + 1):
-            await app({**scope, "headers": [], "client": ("203.0.113.9", 1)}, gone, send)
+        return [await ask_raw(app, "/watch", gone, method="GET") for _ in range(MAX_PLAYED + 1)]
 
-    asyncio.run(watch())
-    assert set(sent) <= {200}
+    answers = asyncio.run(watch())
+    assert {sent[0]["status"] for sent in answers if sent} <= {200}
 
 
 @pytest.mark.finding(10)

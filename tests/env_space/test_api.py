@@ -67,7 +67,8 @@ def test_a_full_service_says_when_to_retry():
     game, full = start(client), client.post("/sessions", json={"seed": 1})
     assert sentence(full, 503).startswith("1 games are in play")
     assert int(full.headers["Retry-After"]) >= 1
-    client.delete(game)
+    guess(client, game, "bride", 1)
+    client.delete(start(client))
     start(client)
 
 
@@ -159,24 +160,15 @@ def test_a_malformed_guess_is_refused_with_a_sentence_and_costs_no_turn(body, st
 
 
 @pytest.mark.parametrize(
-    ("opening", "names"),
-    [
-        ({}, "'seed'"),
-        ({"seed": True}, "'seed'"),
-        ({"seed": 1.5}, "'seed'"),
-        ({"seed": 2**53}, "'seed'"),
-        ({"seed": 1, "id": "mine"}, "'id'"),
-        ({"seed": 1, "split": "test"}, "'split'"),
-        ({"seed": 1, "sead": 2}, "'sead'"),
-    ],
-)
-def test_a_malformed_opening_is_refused_with_a_sentence(opening, names):
-    assert names in sentence(service().post("/sessions", json=opening), 422)
-
-
-@pytest.mark.parametrize(
     ("body", "status", "names"),
     [
+        (b"{}", 422, "'seed'"),
+        (b'{"seed": true}', 422, "'seed'"),
+        (b'{"seed": 1.5}', 422, "'seed'"),
+        (b'{"seed": 9007199254740992}', 422, "'seed'"),
+        (b'{"seed": 1, "id": "mine"}', 422, "'id'"),
+        (b'{"seed": 1, "split": "test"}', 422, "'split'"),
+        (b'{"seed": 1, "sead": 2}', 422, "'sead'"),
         (b"{", 422, "not JSON"),
         (b"\xff\xfe\x00", 400, "could not be parsed"),
         (b"[" * 9000, 400, "could not be parsed"),
@@ -184,11 +176,8 @@ def test_a_malformed_opening_is_refused_with_a_sentence(opening, names):
         (b" " * 100_000, 413, "at most 16384 bytes"),
     ],
 )
-def test_an_opening_that_is_not_json_is_refused_with_a_sentence(body, status, names):
+def test_a_malformed_opening_is_refused_with_a_sentence(body, status, names):
     assert names in sentence(service().post("/sessions", content=body, headers=JSON), status)
-
-
-def test_an_opening_without_its_content_type_is_refused_with_a_sentence():
     plain = service().post("/sessions", content=b'{"seed": 1}')
     assert "Content-Type: application/json" in sentence(plain, 422)
 

@@ -258,29 +258,20 @@ def test_a_full_game_as_trl_plays_it(seen):
     *_, (last, answer) = game["turns"]
     assert last in RULES.train
     assert answer.endswith("You found the word.")
+    for word, marked in game["turns"]:
+        marks = feedback(word, last).translate(str.maketrans("+?-", "GYX"))
+        assert f"\n{' '.join(word.upper())}\n{' '.join(marks)}\n" in marked
     assert game["reward"] > 1
     assert game["again"] == {"reward": 0.0, "done": False}, "the same client starts another game"
 
 
 @pytest.mark.long
-def test_the_feedback_of_the_whole_game_is_that_of_the_found_word(seen):
-    secret = seen["trl"]["turns"][-1][0]
-    for word, answer in seen["trl"]["turns"]:
-        marks = feedback(word, secret).translate(str.maketrans("+?-", "GYX"))
-        assert f"\n{' '.join(word.upper())}\n{' '.join(marks)}\n" in answer
-
-
-@pytest.mark.long
-def test_a_seed_is_the_same_game_for_every_client_and_over_both_protocols(seen):
+def test_a_seed_is_the_same_game_for_every_client_and_its_state_hides_the_secret(seen):
+    secret, state = RULES.deal(11).secret, seen["seeded"]["state"]
     assert seen["seeded"]["same"]
-    assert seen["seeded"]["feedback"] == feedback("crane", RULES.deal(11).secret)
-
-
-@pytest.mark.long
-def test_the_state_names_the_episode_and_hides_the_secret(seen):
-    state = seen["seeded"]["state"]
+    assert seen["seeded"]["feedback"] == feedback("crane", secret)
     assert (state["episode_id"], state["step_count"], state["max_turns"]) == ("mine", 1, 6)
-    assert RULES.deal(11).secret not in json.dumps(state)
+    assert secret not in json.dumps(state)
 
 
 @pytest.mark.long
@@ -291,13 +282,9 @@ def test_a_step_without_a_reset_is_refused(seen):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("check", ["startup", "reward_well_formed", "observation_schema", "state_contract"])
-def test_openenvs_runtime_checks_pass(seen, check):
-    assert seen["runtime"][f"runtime.{check}"][0] == "pass", seen["runtime"]
-
-
-@pytest.mark.long
-def test_openenvs_command_passes_the_running_service_and_the_folder(seen):
+def test_openenvs_checks_pass_the_running_service_and_the_folder(seen):
+    for check in ("startup", "reward_well_formed", "observation_schema", "state_contract"):
+        assert seen["runtime"][f"runtime.{check}"][0] == "pass", seen["runtime"]
     (code, output), (folder_code, folder_output) = seen["validate_url"], seen["validate_folder"]
     assert code == 0, output
     assert output.count("PASS ") == 6

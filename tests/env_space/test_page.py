@@ -9,8 +9,9 @@ import httpx
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser import watched_page
-from tests.env_space.service import BRIDE, answering, sentence, service, space
+from tests.browser import shows_scheme, watched_page
+from tests.env_space.service import BRIDE, sentence, service, space
+from tests.support.http_server import answering
 
 pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
 MARKS = re.compile(r"^[-+?]{5}$")
@@ -138,13 +139,7 @@ def test_a_phone_shows_the_board_and_the_keyboard_at_once(browser, url, scheme):
         expect(rows(page).first).to_have_attribute("data-feedback", "-+--+")
         assert page.evaluate("document.documentElement.scrollWidth") == 390
         assert page.locator("#play .keys").bounding_box()["y"] < 844 - 160
-        ink, paper = (page.evaluate(BRIGHTNESS, css) for css in ("color", "backgroundColor"))
-        assert (ink < 80 < 180 < paper) if scheme == "light" else (paper < 80 < 180 < ink)
-
-
-BRIGHTNESS = (
-    """css => Math.max(...getComputedStyle(document.body)[css].match(/\\d+/g).slice(0, 3).map(Number))"""
-)
+        assert shows_scheme(page, scheme, "body", "body")
 
 
 @pytest.mark.full
@@ -199,13 +194,9 @@ def broken_replica(*answers):
     answers, asked = list(answers), []
 
     def answer(request):
-        length = int(request.headers.get("Content-Length", 0))
-        asked.append(json.loads(request.rfile.read(length) or "null"))
+        asked.append(json.loads(request.body or "null"))
         status, body = answers.pop(0)
-        request.send_response(status)
-        request.send_header("Content-Length", str(len(body)))
-        request.end_headers()
-        request.wfile.write(body)
+        return status, {}, body
 
     with answering(answer) as url:
         yield url, asked

@@ -3,11 +3,9 @@
 import asyncio
 import http.client
 import json
-import os
 import re
 import select
 import socket
-import subprocess
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -21,7 +19,8 @@ from bench import env_load as load
 from env_space import app as service
 from env_space.app import LIMITS, SETUP, create_app, server_options
 from env_space.settings import Settings
-from tests.env_space.service import COMMAND, PATIENCE_S, ROOT, space
+from tests.env_space.service import PATIENCE_S, Space, space
+from tests.support import serving as waiting
 from tests.support.serving import serving
 
 
@@ -104,12 +103,11 @@ def test_many_games_at_once_over_plain_http(tmp_path):
 
 
 @pytest.mark.full
-def test_a_wrong_setting_stops_the_start_with_a_sentence():
-    environ = os.environ | {"WORDLE_ANSWERS": "1000000"}
-    stopped = subprocess.run(COMMAND, cwd=ROOT, env=environ, capture_output=True, text=True)
-    assert stopped.returncode == 1
-    assert stopped.stderr.startswith("The Wordle Space cannot start: There are ")
-    assert "Traceback" not in stopped.stderr
+def test_a_wrong_setting_stops_the_start_with_a_sentence(tmp_path):
+    stopped = Space(tmp_path / "log", WORDLE_ANSWERS="1000000")
+    assert stopped.process.wait(PATIENCE_S) == 1
+    assert stopped.stop().startswith("The Wordle Space cannot start: There are ")
+    assert "Traceback" not in stopped.stop()
 
 
 LATE = b"The request did not arrive within 0.3 s."
@@ -223,10 +221,7 @@ def test_a_client_that_reads_nothing_is_cut_off(soon):
     visitors = options["http"].keywords["visitors"]
     with serving(create_app(Settings()), **options) as url, link(url, words, buffer=4096) as opened:
         assert opened.recv(1) == b"H"
-        deadline = time.monotonic() + PATIENCE_S
-        while len(visitors):
-            assert time.monotonic() < deadline, "the connection is still counted"
-            time.sleep(0.02)
+        waiting.soon(lambda: not visitors, lambda: "the connection is still counted")
 
 
 @pytest.mark.finding(6)

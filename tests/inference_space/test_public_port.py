@@ -24,7 +24,7 @@ from inference_space.settings import SETUP
 from space_guard.limits import limited_http
 from space_guard.requests import RateLimit
 from tests.inference_space.asking import KEY, OTHER, VISITOR, client, gate, running, trainer
-from tests.support.dashboard import RecordedControls, controlled, mounted
+from tests.support.dashboard import RecordedControls, dashboard, mounted
 
 pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
 EVIL = {"X-Forwarded-Host": "evil.example", "X-Gradio-Server": "http://evil.example", "Host": "evil.example"}
@@ -112,7 +112,7 @@ def test_the_page_works_within_its_policy_and_a_script_in_a_runs_data_does_not(
         "addEventListener('securitypolicyviolation',"
         " (event) => blocked.push(`${event.effectiveDirective} ${event.blockedURI}`))"
     )
-    with controlled(open_bucket(f"file://{tmp_path}", create=True), RecordedControls()) as url:
+    with dashboard(open_bucket(f"file://{tmp_path}", create=True), RecordedControls()) as url:
         page.goto(f"{url}#owner")
         page.get_by_role("button", name="Pause following").click()
         expect(page.locator("#dws-owner-answer")).to_contain_text("Only the owner may do this")

@@ -1,12 +1,9 @@
 """A replica that is not set up says what it lacks: variables as it starts, a token as it reads the bucket."""
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from uuid import uuid4
 
@@ -25,11 +22,10 @@ from inference_space.app import main
 from inference_space.public_port import SpaceFollower
 from inference_space.settings import SETUP, Settings, find_problems
 from inference_space.vllm_server import VllmServer
-from space_guard.setup import SettingsError
+from tests.env_space.service import Space
 from tests.support.hubsim import HubSim
-from trainer.demo.processes import free_port
+from tests.support.serving import PATIENCE_S, soon
 
-PATIENCE_S = 120
 SET_UP = {
     "SPACE_ID": "me/wordle-replica-1",
     "REPLICA_BUCKET": "hf://buckets/me/wordle",
@@ -85,31 +81,16 @@ def test_a_set_up_space_starts_and_open_inference_needs_no_key():
 @pytest.mark.full
 def test_a_duplicated_space_serves_the_page_and_says_so_once(tmp_path):
     """As on the Hub, where a duplicate has the variables, but no secret."""
-    port = free_port()
-    listening = {"REPLICA_HOST": "127.0.0.1", "REPLICA_PORT": str(port)}
-    environ = os.environ | SET_UP | listening | {"REPLICA_KEY": ""}
-    with (tmp_path / "log").open("wb") as log:
-        command = [sys.executable, "-m", "inference_space.app"]
-        process = subprocess.Popen(command, env=environ, stdout=log, stderr=log)
+    running = Space(tmp_path / "log", app="inference_space", **SET_UP | {"REPLICA_KEY": ""})
     try:
-        home = wait_for(f"http://127.0.0.1:{port}/")
+        running.wait()
+        home = httpx.get(running.url, timeout=PATIENCE_S)
     finally:
-        process.terminate()
-        process.wait(PATIENCE_S)
-    said = (tmp_path / "log").read_text()
+        said = running.stop()
     assert "REPLICA_KEY" in home.text
     assert "https://huggingface.co/spaces/me/wordle-replica-1/settings" in home.text
     assert said.count("This Space is not set up") == 1
     assert "Traceback" not in said
-
-
-def wait_for(url: str) -> httpx.Response:
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        with contextlib.suppress(httpx.ConnectError):
-            return httpx.get(url, trust_env=False, timeout=PATIENCE_S)
-        time.sleep(0.1)
-    raise AssertionError(f"{url} does not answer")
 
 
 @pytest.mark.parametrize(
@@ -184,18 +165,11 @@ def following(url: str, folder, until) -> SpaceFollower:
     reader = RunReader(bucket, settings.run)
     follower = SpaceFollower(reader, VllmServer(settings), name="r", folder=folder, poll_s=0.05)
     follower.start()
-    wait_until(lambda: until(follower))
+    soon(lambda: until(follower))
     seen = bucket.looks
-    wait_until(lambda: bucket.looks > seen + 3)
+    soon(lambda: bucket.looks > seen + 3)
     follower.stop()
     return follower
-
-
-def wait_until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 class Looked:
@@ -224,27 +198,6 @@ def test_the_page_gives_way_when_the_bucket_can_be_read():
         assert client.get("/theme.css").text == "the dashboard"
         problems.clear()
         assert client.get("/").text == "the dashboard"
-
-
-GOOD = {"REPLICA_BUCKET": "file:///b", "REPLICA_RUN": "demo"}
-
-
-def test_variables_become_typed_settings():
-    settings = Settings.read({**GOOD, "REPLICA_POLL_S": "0.5", "REPLICA_PORT": "80", "HOME": "/home/user"})
-    assert (settings.bucket, settings.run, settings.poll_s, settings.port) == ("file:///b", "demo", 0.5, 80)
-
-
-@pytest.mark.parametrize(
-    ("variables", "complaint"),
-    [
-        ({"REPLICA_BUCKET": "file:///b"}, "REPLICA_RUN: not set"),
-        ({**GOOD, "REPLICA_PORT": "many"}, "REPLICA_PORT: input should be a valid integer"),
-        ({**GOOD, "REPLICA_BUKCET": "x"}, "REPLICA_BUKCET: there is no such variable"),
-    ],
-)
-def test_a_wrong_variable_is_named(variables, complaint):
-    with pytest.raises(SettingsError, match=complaint):
-        Settings.read(variables)
 
 
 @pytest.mark.finding("N18")

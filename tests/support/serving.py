@@ -1,18 +1,30 @@
-"""An app on loopback, served by a thread of this process."""
+"""An app on loopback, served by a thread of this process; and how to wait for what must come."""
 
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+PATIENCE_S = 60
+
+
+def soon(
+    reached: Callable[[], object], what: Callable[[], object] = lambda: "", seconds: float = PATIENCE_S
+) -> None:
+    """Wait until `reached`; if that never comes, fail with `what`."""
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.01)
 
 
 @contextmanager
-def serving(app: FastAPI, **options: Any) -> Iterator[str]:
+def serving(app: ASGIApp | Callable[[], ASGIApp], **options: Any) -> Iterator[str]:
     """Its URL, once it is up; `options` are uvicorn's."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", **options))

@@ -6,7 +6,6 @@ The dashboard may be seconds behind the bucket, and still at the run of the test
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
@@ -18,6 +17,7 @@ from delta_weight_sync.store import Bucket, open_bucket
 from tests.browser import PATIENCE_S
 from tests.support.dashboard import dashboard
 from tests.support.real_run import RealRun, Shown
+from tests.support.serving import soon
 from tests.support.written_run import WrittenRun
 
 
@@ -66,9 +66,6 @@ def shown(url: str) -> Shown:
     def wait(real: RealRun | None) -> None:
         name = f"{real.reader.keys.run} measured" if real else ""
         wanted = f'data-run="{name}"' + (f' data-version="{real.version}"' if real else "")
-        deadline = time.monotonic() + PATIENCE_S
-        while wanted not in httpx.get(url, timeout=PATIENCE_S).text:
-            assert time.monotonic() < deadline, f"the page has no {wanted}"
-            time.sleep(0.05)
+        soon(lambda: wanted in httpx.get(url, timeout=PATIENCE_S).text, lambda: f"the page has no {wanted}")
 
     return wait

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import tempfile
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,9 +41,8 @@ from tests.support.buckets import CountedBucket
 from tests.support.hubsim import HubSim
 from tests.support.real_run import RealRun
 from tests.support.records import manifest_of, status
+from tests.support.serving import PATIENCE_S, soon
 from tests.support.written_run import WrittenRun, digest_of
-
-PATIENCE_S = 60
 
 
 @pytest.fixture(autouse=True)
@@ -57,15 +55,8 @@ def bucket(tmp_path: Path) -> Bucket:
     return open_bucket(f"file://{tmp_path}/bucket", create=True)
 
 
-def soon(reached: Callable[[], bool], seconds: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def until(cache: RunCache, wanted: Callable[[RunView], bool], seconds: float = PATIENCE_S) -> RunView:
-    soon(lambda: wanted(cache.view()), seconds)
+    soon(lambda: wanted(cache.view()), cache.view, seconds)
     return cache.view()
 
 

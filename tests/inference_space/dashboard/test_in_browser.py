@@ -8,8 +8,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,9 +19,9 @@ from delta_weight_sync.records import Writer
 from delta_weight_sync.store import Bucket
 from delta_weight_sync.util import count_text, size_text
 from inference_space.dashboard.export import export
-from tests.browser import PATIENCE_S
+from tests.browser import PATIENCE_S, shows_scheme, watched_page
 from tests.inference_space.dashboard.test_state import GAMES
-from tests.support.dashboard import KEY, REFUSED, RecordedControls, controlled
+from tests.support.dashboard import KEY, REFUSED, RecordedControls, dashboard
 from tests.support.real_run import KINDS, RealRun, Shown, games
 from tests.support.written_run import FULL, TOTAL, WrittenRun, digest_of
 
@@ -119,20 +118,13 @@ def test_a_phone_shows_all_of_it_without_sideways_scrolling(
         for replica in range(3):
             run.commit(f"replica-{replica}", version)
     run.status("replica-1", None, state="down", error="x" * 200)
-    with browser.new_context(viewport={"width": 390, "height": 844}, color_scheme=scheme) as context:
-        page = context.new_page()
+    phone = {"width": 390, "height": 844}
+    with watched_page(browser, viewport=phone, color_scheme=scheme) as page:
         page.goto(url)
         expect(page.locator("#dws-live h1")).to_contain_text("v60 serving on")
         assert page.locator("#dws-live figure svg path").count() > 12
         assert page.evaluate("document.documentElement.scrollWidth") == 390
-        ink, paper = (page.evaluate(_BRIGHTNESS, css) for css in ("color", "backgroundColor"))
-        assert (ink < 80 < 180 < paper) if scheme == "light" else (paper < 80 < 180 < ink)
-
-
-_BRIGHTNESS = """css => {
-  const value = getComputedStyle(document.querySelector(`#dws-live ${css == 'color' ? 'h1' : 'figure'}`))[css]
-  return Math.max(...value.match(/\\d+/g).slice(0, 3).map(Number))
-}"""
+        assert shows_scheme(page, scheme, "#dws-live h1", "#dws-live figure")
 
 
 def test_the_page_of_a_real_run_shows_what_was_published(
@@ -272,9 +264,6 @@ def test_an_open_view_turns_to_the_run_that_takes_the_place_of_another(
     expect(page.locator(".whose button").first).to_have_text("an example: Qwen3-0.6B")
 
 
-pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
-
-
 def test_a_folder_shows_the_run_without_a_server(
     page: Page, tmp_path: Path, real: RealRun, bucket: Bucket
 ) -> None:
@@ -345,7 +334,8 @@ def test_nothing_serious(
 ) -> None:
     real.step(0.8, games())
     shown(real)
-    with looking(browser, url, width, scheme) as page:
+    with looking(browser, width, scheme) as page:
+        page.goto(url)
         expect(page.locator("#dws-live .boards")).to_be_visible()
         page.add_script_tag(path=axe)
         for view, there in READY.items():
@@ -357,9 +347,10 @@ def test_nothing_serious(
 def test_nothing_serious_on_the_owners_tab(browser: Browser, bucket: Bucket, axe: Path) -> None:
     """Once with a refusal on it, once with an answer."""
     (desktop, phone), owner = DEVICES, "#dws-owner-state"
-    with controlled(bucket, RecordedControls()) as url:
+    with dashboard(bucket, RecordedControls()) as url:
         for device, key, there in ((desktop, "a guess", REFUSED), (phone, KEY, f"{owner} b:text('paused')")):
-            with looking(browser, f"{url}#owner", *device) as page:
+            with looking(browser, *device) as page:
+                page.goto(f"{url}#owner")
                 page.add_script_tag(path=axe)
                 page.get_by_label("Key").fill(key)
                 page.get_by_role("button", name="Pause following").click()
@@ -367,17 +358,9 @@ def test_nothing_serious_on_the_owners_tab(browser: Browser, bucket: Bucket, axe
                 assert page.evaluate(_RUN) == [], there
 
 
-@contextmanager
-def looking(browser: Browser, url: str, width: int, scheme: str) -> Iterator[Page]:
-    options = {
-        "viewport": {"width": width, "height": 900},
-        "color_scheme": scheme,
-        "reduced_motion": "reduce",
-    }
-    with browser.new_context(**options, bypass_csp=True) as context:  # or axe's script could not run
-        page = context.new_page()
-        page.goto(url)
-        yield page
+def looking(browser: Browser, width: int, scheme: str) -> AbstractContextManager[Page]:
+    device = {"viewport": {"width": width, "height": 900}, "color_scheme": scheme}
+    return watched_page(browser, **device, reduced_motion="reduce", bypass_csp=True)  # so that axe may run
 
 
 _RUN = """async () => {

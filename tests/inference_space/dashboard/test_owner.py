@@ -23,7 +23,8 @@ from fastapi.responses import RedirectResponse
 from delta_weight_sync.store import open_bucket
 from inference_space.dashboard import owner
 from inference_space.dashboard.owner import Owner
-from tests.support.dashboard import KEY, REFUSED, RecordedControls, controlled, served
+from tests.support.dashboard import KEY, REFUSED, RecordedControls, dashboard
+from tests.support.serving import serving
 
 pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
 from playwright.sync_api import Page, expect
@@ -39,7 +40,7 @@ def told() -> RecordedControls:
 
 @pytest.fixture
 def replica(told: RecordedControls, tmp_path: Path) -> Iterator[str]:
-    with controlled(open_bucket(f"file://{tmp_path}/bucket", create=True), told) as url:
+    with dashboard(open_bucket(f"file://{tmp_path}/bucket", create=True), told) as url:
         yield url
 
 
@@ -75,7 +76,7 @@ def test_only_the_key_opens_the_controls(page: Page, replica: str, told: Recorde
 
 @pytest.mark.full
 def test_without_a_key_there_is_no_tab(page: Page, told: RecordedControls, tmp_path: Path) -> None:
-    with controlled(open_bucket(f"file://{tmp_path}/bucket", create=True), told, key="") as url:
+    with dashboard(open_bucket(f"file://{tmp_path}/bucket", create=True), told, key="") as url:
         page.goto(url)
         expect(page.locator("[data-tab]").first).to_be_visible()
         expect(page.locator("[data-tab=owner]")).to_have_count(0)
@@ -131,7 +132,7 @@ def test_the_author_is_the_owner_and_another_is_not(page: Page, tmp_path: Path) 
     pytest.importorskip("authlib", reason="logging in needs authlib: pip install 'gradio[oauth]'")
     bucket = open_bucket(f"file://{tmp_path}/bucket", create=True)
     names = iter(("bob", "ada"))
-    with served(lambda url: provider(url, names)) as hub:
+    with serving(provider(names)) as hub:
         environment = os.environ | SPACE | GRANTED | {"OPENID_PROVIDER_URL": hub}
         command = [sys.executable, "-m", "tests.support.dashboard", bucket.url]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -162,12 +163,13 @@ def back_at_the_owners_tab(page: Page) -> None:
     page.locator("[data-tab=owner]").click()
 
 
-def provider(url: str, names: Iterator[str]) -> FastAPI:
-    """An OpenID provider at `url` that asks for no password: each visitor is the next of `names`."""
+def provider(names: Iterator[str]) -> FastAPI:
+    """An OpenID provider that asks for no password: each visitor is the next of `names`."""
     app, key, nonces = FastAPI(), rsa.generate_private_key(65537, 2048), dict[str, str]()
 
     @app.get("/.well-known/openid-configuration")
-    def configuration() -> dict[str, Any]:
+    def configuration(request: Request) -> dict[str, Any]:
+        url = str(request.base_url)[:-1]
         return {
             "issuer": url,
             "authorization_endpoint": f"{url}/authorize",
@@ -189,7 +191,7 @@ def provider(url: str, names: Iterator[str]) -> FastAPI:
 
     @app.post("/token")
     async def token(request: Request) -> dict[str, Any]:
-        form, name, now = await request.form(), next(names), int(time.time())
+        form, name, now, url = await request.form(), next(names), int(time.time()), str(request.base_url)[:-1]
         claims = {"iss": url, "sub": "1", "aud": "the-space", "iat": now, "exp": now + 600}
         claims |= {"nonce": nonces[str(form["code"])], "name": name, "preferred_username": name}
         claims |= {"profile": f"{url}/{name}", "picture": ""}
