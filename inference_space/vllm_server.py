@@ -97,8 +97,14 @@ class VllmServer(Engine):
         self._sockets = Scratch()
         os.environ["VLLM_RPC_BASE_PATH"] = str(self._sockets.path)
         try:
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.usage.usage_lib import UsageContext
+            from vllm.v1.engine.async_llm import AsyncLLM
+
             arguments = self._arguments(checkpoint)
-            self._client = _client(arguments)
+            engine = AsyncEngineArgs.from_cli_args(arguments)
+            config = engine.create_engine_config(UsageContext.OPENAI_API_SERVER)
+            self._client = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
             self.context = self._client.model_config.max_model_len
         except (Exception, SystemExit) as error:  # SystemExit: `--help` in REPLICA_VLLM_ARGS
             raise EngineError(f"vLLM did not start: {error}; see the log above for the reason") from error
@@ -132,15 +138,6 @@ class VllmServer(Engine):
         arguments: Namespace = parser.parse_args([*words, *shlex.split(settings.vllm_args)])
         validate_parsed_serve_args(arguments)
         return arguments
-
-
-def _client(arguments: Namespace) -> Any:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
-    return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
 
 async def _app(client: Any, arguments: Namespace, follower: Follower | None) -> ASGIApp:

@@ -1,6 +1,6 @@
-"""The state of a run, updated event by event; the cost of an event does not grow with the run.
+"""The state of a run, updated event by event, and its `Progress`: what a page shows of one moment.
 
-A page shows one `Progress`: the figures and curves of a run at one moment. Its size does not grow, either.
+Neither the cost of an event nor the size of a `Progress` grows with the run.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from delta_weight_sync.util import size_text
 POINTS = 300  # of a curve: more than a screen shows
 FRAMES = 60  # moments: earlier versions at which the page can show the run
 LATELY = 20  # number of optimizer steps that a "recent" mean covers
-UNSETTLED = 64  # number of newest versions, which replicas may still commit
+UNSETTLED = 64  # newest versions, which replicas may still commit
 _ROWS = 12  # of the table of syncs
 _WINDOW = 24  # versions in the chart of each replica's version over time (the staircase)
-_STEPS = 256  # of a replica's staircase
-_REPLICAS = 128  # shown; beyond that, the one that was silent longest is dropped
+_STEPS = 256  # changes of a replica's version in that chart
+_REPLICAS = 128  # shown; of more, the one that was silent longest is dropped
 _MEDIANS = 1 << 16  # a median of at most this many values is exact
 # The curves of a run. Their points are (version, value), from "reward" on (step, value).
 _CURVES = (
@@ -61,7 +61,7 @@ Digests = Callable[[set[int]], dict[int, str]]  # looks up the published digests
 
 @dataclass(frozen=True)
 class Replica:
-    """One replica. The texts in its status come from outside: do not trust them."""
+    """One replica. Do not trust the texts in its status: they come from outside."""
 
     status: ReplicaEvent
     behind: int | None  # versions
@@ -73,7 +73,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class SlowestCommit:
-    """How long a version took on the replicas: the maximum of each part, so from different commits."""
+    """How long a version took: the maximum of each part over all replicas."""
 
     fetch_s: float
     stage_s: float
@@ -109,7 +109,7 @@ class Progress:
 
 
 class Stage(NamedTuple):
-    """One part of the start of a run. The texts of replicas come from outside."""
+    """One part of a run's start. Do not trust the texts of replicas."""
 
     name: str
     note: str
@@ -119,9 +119,8 @@ class Stage(NamedTuple):
 class Curve:
     """A curve of at most `POINTS` points and the newest one, however many are added.
 
-    When the curve is full, neighbouring points are merged in pairs: each drawn point then stands for twice as
-    many added ones, and lies at their mean. With `peaks`, its height is their maximum, so that spikes stay
-    visible.
+    When the curve is full, neighbouring points are merged in pairs: a drawn point lies at the mean of those
+    that it stands for or, with `peaks`, at their maximum, so that spikes stay visible.
     """
 
     def __init__(self, *, peaks: bool = False) -> None:
@@ -144,7 +143,6 @@ class Curve:
         self._groups.append((1, x, y))
 
     def points(self) -> Series:
-        """Return the points to draw."""
         curve = tuple((x / count, y if self._peaks else y / count) for count, x, y in self._groups)
         return (*curve, self._newest) if curve and curve[-1][0] != self._newest[0] else curve
 
@@ -213,8 +211,8 @@ class RunState:
         return {version for version in served if version is not None}
 
     def progress(self, own: ReplicaEvent | None = None) -> Progress | None:
-        """Return the figures and curves of the page; None before the first version. `own` is the status of
-        the replica that hosts the page; it replaces the one in the log."""
+        """Return what the page shows, None before the first version. `own` is the status of the replica that
+        hosts the page: it replaces the one in the log."""
         if self.version is None:
             return None
         tracks = self._tracks
@@ -249,7 +247,7 @@ class RunState:
         )
 
     def start(self, own: ReplicaEvent | None = None) -> tuple[Stage, ...]:
-        """Return the parts of the run's start, in their order, until its first step; none after it."""
+        """Return the parts of the run's start, in their order; none after its first step."""
         if self.version or self._lately:
             return ()
         tracks, base, games, step = self._tracks, "waiting for a trainer to publish it", "", ""
@@ -273,10 +271,10 @@ class RunState:
         )
 
     def at(self, version: int, digests: Digests) -> Progress:
-        """Return the run at one of its `moments` before the newest; raises `ProtocolError` for others."""
+        """Return the run at one of its `moments`, except the newest. Raises `ProtocolError` for others."""
         frame = self._frames.get(version)
         if frame is None:
-            raise ProtocolError(f"this page keeps only some earlier versions, and not version {version}")
+            raise ProtocolError(f"this page keeps only some earlier versions, not version {version}")
         unchecked = [r.status for r in frame.replicas if r.digest_ok is None]
         if versions := {status.version for status in unchecked if status.version is not None}:
             known = digests(versions)
@@ -288,7 +286,7 @@ class RunState:
         return frame
 
     def _keep_frame(self, version: int, newest: int) -> None:
-        """Keep the current progress for all moments from `version` up to, not including, `newest`."""
+        """Keep the current progress for all moments from `version` to before `newest`."""
         step = _stride(newest)
         if moments := range(-(-version // step) * step, newest, step):
             progress = self.progress()
@@ -371,13 +369,12 @@ class RunState:
 
 
 def moments(newest: int) -> list[int]:
-    """Return the versions at which a run can be shown: evenly spaced, and the newest."""
+    """Return the versions at which the page can show a run: evenly spaced, and the newest."""
     return sorted({*range(0, newest + 1, _stride(newest)), newest})
 
 
 def _stride(newest: int) -> int:
-    """The number of versions between two moments. As the run grows it only doubles, so every moment was one
-    before, too."""
+    """The versions between two moments. The number only doubles, so every moment was one before, too."""
     step = 1
     while newest / step > FRAMES - 1:
         step *= 2
@@ -394,8 +391,7 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def _insert(ordered: list[float], value: float) -> None:
-    """Insert `value` in order. If there are too many values, drop every second one, but not the
-    largest."""
+    """Insert `value` in order. If there are too many, drop every second one, but not the largest."""
     insort(ordered, value)
     if len(ordered) > _MEDIANS:
         del ordered[-2::-2]

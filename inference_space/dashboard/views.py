@@ -24,7 +24,7 @@ from inference_space.dashboard.html import render_template
 from inference_space.dashboard.state import Progress
 
 FAR = 5  # units of the last place (ULPs); larger moves are counted as this
-# A delta may come from anyone, and there is no model here that would limit its size.
+# A delta may come from anyone, and no model here limits its size.
 MAX_TABLE = 4 << 20  # bytes of a header that is read: some 50,000 tensors
 MAX_DECODE = 64 << 20  # bytes of a delta that is decoded for a picture
 MAX_NUMBERS = 1 << 23  # numbers that a decoded delta may have, at 14 bytes each
@@ -70,12 +70,12 @@ class OpenedDelta:
 
 
 def open_delta(path: Path) -> OpenedDelta:
-    """Read a delta file. Distances are decoded if it is small and its modes need no old weights.
+    """Read a delta file. How far weights moved is decoded if the file is small and needs no old weights.
 
     Raises `CodecError` if the file is not a delta, or lists too many tensors.
     """
     if header_size(path) > MAX_TABLE:
-        raise CodecError(f"{path.name} lists tensors in more than {size_text(MAX_TABLE)}: not opened here")
+        raise CodecError(f"{path.name} has a header of more than {size_text(MAX_TABLE)}: not opened here")
     delta = Delta(path)
     modes = [delta.groups[tensor.group].mode for tensor in delta.tensors]
     tensors = tuple(
@@ -88,8 +88,7 @@ def open_delta(path: Path) -> OpenedDelta:
     if path.stat().st_size > MAX_DECODE or numbers > MAX_NUMBERS:
         why = "This delta is too large to be decoded for a picture."
     elif needing := sorted(set(modes) - _STAND_ALONE):
-        why = f"The distances are encoded against the old weights (mode {' and '.join(needing)})"
-        why += ", which only replicas have."
+        why = f"Only a replica has the old weights that decoding needs (mode {' and '.join(needing)})."
     else:
         ulps = _count_ulps(delta)
     return OpenedDelta(delta.base, delta.version, "small" if "bands" in modes else "fast", tensors, ulps, why)
@@ -97,7 +96,7 @@ def open_delta(path: Path) -> OpenedDelta:
 
 def _count_ulps(delta: Delta) -> dict[int, int]:
     def no_weights(name: str) -> Bits:
-        raise AssertionError(f"{name}: modes that stand alone need no weights")
+        raise AssertionError(f"the weights of {name} are not needed")
 
     counts = Counter[int]()
     for patch in delta.patches({tensor.name: tensor.shape for tensor in delta.tensors}, no_weights):
@@ -107,14 +106,12 @@ def _count_ulps(delta: Delta) -> dict[int, int]:
 
 
 class Cell(NamedTuple):
-    """The changed tensors of one kind in one layer."""
-
     changes: int
     elements: int
 
 
 def tensor_map(tensors: tuple[TensorRow, ...]) -> dict[tuple[str, int | None], Cell]:
-    """Add up changes by kind of tensor and layer; the layer is None outside of layers."""
+    """Add up changes by kind of tensor and layer, None for tensors outside the layers."""
     cells: dict[tuple[str, int | None], Cell] = {}
     for tensor in tensors:
         name = tensor.name.removesuffix(".weight")
@@ -127,7 +124,7 @@ def tensor_map(tensors: tuple[TensorRow, ...]) -> dict[tuple[str, int | None], C
 
 
 def inside(delta: OpenedDelta) -> Markup:
-    """Render one delta: a heat map of layers by kinds of tensor, on a logarithmic scale, and a histogram."""
+    """Render a delta: a heat map of its changes by layer and kind of tensor, and how far weights moved."""
     cells = tensor_map(delta.tensors)
     layers = sorted({layer for _, layer in cells if layer is not None})
     kinds = list(dict.fromkeys(kind for kind, layer in cells if layer is not None))
@@ -147,7 +144,7 @@ def inside(delta: OpenedDelta) -> Markup:
 
 
 def opened(manifest: Manifest, delta: OpenedDelta, *, served: bool) -> Markup:
-    """Render a delta opened in the listing: its figures, its tensors, and a button to verify it."""
+    """Render a delta that was opened in the listing."""
     return render_template("delta.html", manifest=manifest, delta=delta, served=served, most=MAX_TENSORS)
 
 
@@ -159,8 +156,12 @@ def can_download(name: str) -> bool:
 def listing(
     objects: Listing, run: str, page: int, *, served: bool, openable: Collection[int] | None = None
 ) -> Markup:
-    """Render page `page`, counted from 0, of the run's objects by kind, newest first. `served`: a server
-    offers downloads. `openable`: the versions whose deltas can be opened; None means all."""
+    """Render page `page`, counted from 0, of the run's objects by kind, newest first.
+
+    Args:
+        served: A server offers downloads.
+        openable: The versions whose deltas can be opened, None for all.
+    """
     folder = f"runs/{run}/"
     kinds: dict[str, list[ObjectInfo]] = {kind: [] for kind in _KINDS}
     for info in objects:
@@ -190,7 +191,7 @@ def listing(
 
 @dataclass(frozen=True)
 class Facts:
-    """Measurements of a run, or of an example; `static/formulas.js` computes everything else from them."""
+    """Measurements of a run or an example. `static/formulas.js` computes everything else from them."""
 
     label: str
     full_bytes: float
@@ -234,7 +235,7 @@ def facts_of(run: Progress | None, model: str | None) -> Facts | None:
 
 
 def scene(run: Progress | None, model: str | None) -> dict[str, Any]:
-    """Return the numbers of the animations as JSON values."""
+    """Return the numbers behind the animations, for JSON."""
     measured = facts_of(run, model)
     facts = [asdict(found) for found in (measured, EXAMPLE) if found]
     for found in facts:  # a small model gets a small link
