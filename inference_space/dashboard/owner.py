@@ -6,7 +6,6 @@ import hmac
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import gradio as gr
@@ -21,7 +20,6 @@ if TYPE_CHECKING:  # the dashboard also runs without a replica
 
 # Set by the Hub in a Space whose README says `hf_oauth: true`; Gradio reads all four.
 _LOGIN_SETTINGS = ("OAUTH_CLIENT_ID", "OAUTH_CLIENT_SECRET", "OAUTH_SCOPES", "OPENID_PROVIDER_URL")
-_LOGIN_LIBRARIES = ("authlib", "itsdangerous")
 _REFUSED = (
     "Only the owner may do this: enter the replica's key (its setting REPLICA_KEY), or log in as the owner."
 )
@@ -54,8 +52,6 @@ def login_problem() -> str:
         return "To log in with Hugging Face, set SYSTEM=spaces in the Space's Dockerfile."
     if not all(os.environ.get(name) for name in _LOGIN_SETTINGS):
         return "To log in with Hugging Face, set hf_oauth: true at the top of the Space's README.md."
-    if not all(find_spec(name) for name in _LOGIN_LIBRARIES):
-        return "To log in with Hugging Face, install gradio[oauth] instead of gradio."
     return ""
 
 

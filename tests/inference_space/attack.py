@@ -55,15 +55,12 @@ class Attack:
         kinds += [(self.silence, 0.02), (self.half_a_head, 0.02), (self.half_a_body, 0.05)]
         kinds.append((self.open_page, 0.05))
         async with self._http, asyncio.TaskGroup() as tasks:
-            self._live = await self._find_event()
+            page = (await self._http.get("/", timeout=60.0)).text.replace("location.origin", "null")
+            config = json.loads(re.search(r"window\.gradio_config = ({.*?});</script>", page)[1])
+            # The event by which the page is kept up to date: the one with one input.
+            self._live = next(event["id"] for event in config["dependencies"] if len(event["inputs"]) == 1)
             for kind, every in kinds:
                 tasks.create_task(self._repeat(kind, every, seconds))
-
-    async def _find_event(self) -> int:
-        """The number of the event by which the page is kept up to date: the one with one input."""
-        page = (await self._http.get("/", timeout=60.0)).text.replace("location.origin", "null")
-        config = json.loads(re.search(r"window\.gradio_config = ({.*?});</script>", page)[1])
-        return next(event["id"] for event in config["dependencies"] if len(event["inputs"]) == 1)
 
     async def _repeat(self, kind: Kind, every: float, seconds: float) -> None:
         """At most 64 of a kind run at the same time; those that never end are cancelled with the attack."""

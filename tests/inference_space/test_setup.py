@@ -16,13 +16,14 @@ from starlette.testclient import TestClient
 import inference_space
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY
-from delta_weight_sync.store import Bucket, Listing, open_bucket
+from delta_weight_sync.store import open_bucket
 from delta_weight_sync.store._notifications import Notifications
 from inference_space.app import main
 from inference_space.public_port import SpaceFollower
 from inference_space.settings import SETUP, Settings, find_problems
 from inference_space.vllm_server import VllmServer
 from tests.env_space.service import Space
+from tests.support.buckets import CountedBucket
 from tests.support.hubsim import HubSim
 from tests.support.serving import PATIENCE_S, soon
 
@@ -161,32 +162,22 @@ def test_a_token_that_may_read_is_enough(wordle, monkeypatch, tmp_path, token):
 def following(url: str, folder, until) -> SpaceFollower:
     """A follower of the bucket at `url` that got as far as `until`, and has looked a few times more."""
     settings = Settings(bucket=url, run=f"run-{uuid4().hex}", poll_s=0.05, folder=str(folder))
-    bucket = Looked(open_bucket(url))
+    bucket = Silent(open_bucket(url))
     reader = RunReader(bucket, settings.run)
     follower = SpaceFollower(reader, VllmServer(settings), name="r", folder=folder, poll_s=0.05)
     follower.start()
     soon(lambda: until(follower))
-    seen = bucket.looks
-    soon(lambda: bucket.looks > seen + 3)
+    seen = bucket.asked["list"]
+    soon(lambda: bucket.asked["list"] > seen + 3)
     follower.stop()
     return follower
 
 
-class Looked:
+class Silent(CountedBucket):
     """A bucket that tells nobody of changes, and counts how often somebody looked for them."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket, self.url, self.looks = bucket, bucket.url, 0
-
-    def list(self, prefix: str) -> Listing:
-        self.looks += 1
-        return self._bucket.list(prefix)
 
     def notifications(self, prefix: str) -> Notifications:
         return Notifications()
-
-    def __getattr__(self, name: str):
-        return getattr(self._bucket, name)
 
 
 def test_the_page_gives_way_when_the_bucket_can_be_read():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import os
 import re
 import subprocess
@@ -15,8 +13,6 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import padding, rsa
 from fastapi import FastAPI, Request
 from fastapi.responses import RedirectResponse
 
@@ -120,13 +116,6 @@ def test_a_missing_login_setting_is_named(
     assert owner.space_author() == ""
 
 
-def test_a_missing_login_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (SPACE | GRANTED | {"OPENID_PROVIDER_URL": "https://huggingface.co"}).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(owner, "_LOGIN_LIBRARIES", ("a_library_that_is_not_there",))
-    assert "install gradio[oauth]" in owner.login_problem()
-
-
 @pytest.mark.full
 def test_the_author_is_the_owner_and_another_is_not(page: Page, tmp_path: Path) -> None:
     pytest.importorskip("authlib", reason="logging in needs authlib: pip install 'gradio[oauth]'")
@@ -165,7 +154,10 @@ def back_at_the_owners_tab(page: Page) -> None:
 
 def provider(names: Iterator[str]) -> FastAPI:
     """An OpenID provider that asks for no password: each visitor is the next of `names`."""
-    app, key, nonces = FastAPI(), rsa.generate_private_key(65537, 2048), dict[str, str]()
+    from joserfc import jwt
+    from joserfc.jwk import RSAKey
+
+    app, key, nonces = FastAPI(), RSAKey.generate_key(2048, {"kid": "1"}), dict[str, str]()
 
     @app.get("/.well-known/openid-configuration")
     def configuration(request: Request) -> dict[str, Any]:
@@ -180,9 +172,7 @@ def provider(names: Iterator[str]) -> FastAPI:
 
     @app.get("/keys")
     def keys() -> dict[str, Any]:
-        numbers = key.public_key().public_numbers()
-        parts = {part: _number(getattr(numbers, part)) for part in ("n", "e")}
-        return {"keys": [{"kty": "RSA", "kid": "1", "use": "sig", "alg": "RS256", **parts}]}
+        return {"keys": [key.as_dict(private=False)]}
 
     @app.get("/authorize")
     def authorize(redirect_uri: str, state: str, nonce: str) -> RedirectResponse:
@@ -195,20 +185,7 @@ def provider(names: Iterator[str]) -> FastAPI:
         claims = {"iss": url, "sub": "1", "aud": "the-space", "iat": now, "exp": now + 600}
         claims |= {"nonce": nonces[str(form["code"])], "name": name, "preferred_username": name}
         claims |= {"profile": f"{url}/{name}", "picture": ""}
-        signed = _sign(key, {"alg": "RS256", "kid": "1"}, claims)
+        signed = jwt.encode({"alg": "RS256", "kid": "1"}, claims, key)
         return {"access_token": "t", "token_type": "bearer", "expires_in": 600, "id_token": signed}
 
     return app
-
-
-def _sign(key: rsa.RSAPrivateKey, header: dict[str, Any], claims: dict[str, Any]) -> str:
-    content = ".".join(_text(json.dumps(part).encode()) for part in (header, claims))
-    return f"{content}.{_text(key.sign(content.encode(), padding.PKCS1v15(), hashes.SHA256()))}"
-
-
-def _number(value: int) -> str:
-    return _text(value.to_bytes((value.bit_length() + 7) // 8, "big"))
-
-
-def _text(data: bytes) -> str:
-    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()

@@ -119,20 +119,15 @@ def test_the_command_says_where_it_serves_the_bucket_and_leaves_nothing(tmp_path
     assert list(temporary.glob("delta-weight-sync*")) == []
 
 
-def test_a_url_that_is_no_bucket_ends_the_command_with_a_sentence(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("sys.argv", ["dashboard", "--bucket", "ftp://somewhere"])
-    with pytest.raises(SystemExit, match="hf://buckets/<owner>/<name>"):
-        main()
-
-
+@pytest.mark.parametrize(
+    ("url", "said"), [("ftp://somewhere", "hf://buckets/<owner>/<name>"), ("", "holds no run yet")]
+)
 def test_an_impossible_export_ends_with_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, said: str
 ) -> None:
-    bucket = open_bucket(f"file://{tmp_path}/bucket", create=True)
-    monkeypatch.setattr("sys.argv", ["dashboard", "--bucket", bucket.url, "--export", f"{tmp_path}/site"])
-    with pytest.raises(SystemExit, match="holds no run yet"):
+    url = url or open_bucket(f"file://{tmp_path}/bucket", create=True).url
+    monkeypatch.setattr("sys.argv", ["dashboard", "--bucket", url, "--export", f"{tmp_path}/site"])
+    with pytest.raises(SystemExit, match=said):
         main()
     assert not (tmp_path / "site").exists()
 
