@@ -97,11 +97,11 @@ class VllmServer(Engine):
         self._sockets = Scratch()
         os.environ["VLLM_RPC_BASE_PATH"] = str(self._sockets.path)
         try:
+            arguments = self._arguments(checkpoint)
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.async_llm import AsyncLLM
 
-            arguments = self._arguments(checkpoint)
             engine = AsyncEngineArgs.from_cli_args(arguments)
             config = engine.create_engine_config(UsageContext.OPENAI_API_SERVER)
             self._client = AsyncLLM.from_vllm_config(config, disable_log_stats=True)

@@ -1,4 +1,4 @@
-// The grid of guesses, the panel of reward parts and the log: what both halves of the page show of a game.
+// What both tabs show of a game: the grid of guesses, the parts of the reward and the log.
 
 const MARKS = {
   "+": { name: "place", says: "right place" },

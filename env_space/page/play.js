@@ -1,4 +1,4 @@
-// A person plays: on the engine that trains a policy, one request a move.
+// Lets a person play on the engine that trains a policy. Each move is one request.
 
 import { Board, describe, element } from "./board.js";
 

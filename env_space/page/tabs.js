@@ -1,4 +1,4 @@
-// The two halves of the page as tabs: arrow keys move between them, as screen readers announce.
+// The two tabs of the page. Arrow keys move between them.
 
 const tabs = [...document.querySelectorAll("[role=tab]")];
 

@@ -1,4 +1,4 @@
-// The policy of a replica plays: the server streams its game as events, and this shows them in turn.
+// Shows a game of a replica's policy: the server streams its events.
 
 import { Board, describe, element, pause } from "./board.js";
 

@@ -130,7 +130,7 @@
       numbers.replaceChildren(table(facts, link, replicas, stages));
       const even = f.break_even_link(facts);
       figure.say(link >= even
-        ? `On links this fast the broadcast serves sooner: with ${words.size(even)}/s or more between all machines, a cluster does not need a bucket for speed.`
+        ? `With ${words.size(even)}/s or more between all machines, the broadcast serves the new weights sooner: a cluster does not need a bucket for speed.`
         : `Below ${words.size(even)}/s the bucket serves the new weights sooner, and at any speed it pauses a replica for only ${words.duration(facts.pause_s)}.${stage.smallLink(facts, link)}`);
       player.seek(player.wanted ? Math.min(player.at, PLAY_S) : PLAY_S);
     }
