@@ -90,19 +90,16 @@ def open_delta(path: Path) -> OpenedDelta:
     elif needing := sorted(set(modes) - _STAND_ALONE):
         why = f"Only a replica has the old weights that decoding needs (mode {' and '.join(needing)})."
     else:
-        ulps = _count_ulps(delta)
+        counts = Counter[int]()
+        for patch in delta.patches({tensor.name: tensor.shape for tensor in delta.tensors}, _no_weights):
+            moved = np.unique(np.clip(patch.ulps.view(np.int16), -FAR, FAR), return_counts=True)
+            counts.update(dict(zip(*(part.tolist() for part in moved), strict=True)))
+        ulps = dict(counts)
     return OpenedDelta(delta.base, delta.version, "small" if "bands" in modes else "fast", tensors, ulps, why)
 
 
-def _count_ulps(delta: Delta) -> dict[int, int]:
-    def no_weights(name: str) -> Bits:
-        raise AssertionError(f"the weights of {name} are not needed")
-
-    counts = Counter[int]()
-    for patch in delta.patches({tensor.name: tensor.shape for tensor in delta.tensors}, no_weights):
-        moved = np.unique(np.clip(patch.ulps.view(np.int16), -FAR, FAR), return_counts=True)
-        counts.update(dict(zip(*(part.tolist() for part in moved), strict=True)))
-    return dict(counts)
+def _no_weights(name: str) -> Bits:
+    raise AssertionError(f"the weights of {name} are not needed")
 
 
 class Cell(NamedTuple):

@@ -28,13 +28,13 @@ async def echo(request: Request) -> Response:
     return JSONResponse({"path": request.scope["path"], "body": body, "headers": headers})
 
 
-def gate(app: Callable[[Request], Awaitable[Response]] = echo, **options) -> Gate:
-    """The gate before an app that answers every route in the same way."""
+def gate(app: Callable[[Request], Awaitable[Response]] = echo, *, whole=None, **options) -> Gate:
+    """The gate before the `whole` app, or before one that answers every route in the same way."""
 
     async def answer(request: Request, _: Exception) -> Response:
         return await app(request)
 
-    everything = Starlette(exception_handlers={404: answer})
+    everything = whole or Starlette(exception_handlers={404: answer})
     readers = {"completion": Completions(lambda: CONTEXT, batch=8), "event": DashboardCalls(EVENTS)}
     lanes = {name: Lane(8, 600.0) for name in LANES}
     return Gate(everything, **{"key": KEY, "lanes": lanes, "readers": readers, **options})

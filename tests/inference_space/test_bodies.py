@@ -240,9 +240,7 @@ def calls(events: dict[int, int]) -> list[dict]:
 @pytest.mark.finding(19)
 def test_no_call_of_a_visitor_writes_a_traceback(dashboard, capfd, caplog):
     events = dashboard.state.dashboard_events
-    before = gate(readers={"event": DashboardCalls(events)}, key="some-key-of-this-replica")
-    before._app = dashboard
-    before._rate.spend = lambda *_: None
+    before = gate(whole=dashboard, readers={"event": DashboardCalls(events)}, rate=RateLimit(1e9, 1e9))
 
     async def ask() -> list[int]:
         async with client(before) as http:

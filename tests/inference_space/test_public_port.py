@@ -39,9 +39,8 @@ def answers(app, *asked: tuple[str, str], **options) -> list[httpx.Response]:
 
 
 def gated(folder):
-    before, bucket = gate(), open_bucket(f"file://{folder}", create=True)
-    before._app = mounted(bucket, controls=RecordedControls(), key="k")
-    return before
+    bucket = open_bucket(f"file://{folder}", create=True)
+    return gate(whole=mounted(bucket, controls=RecordedControls(), key="k"))
 
 
 @pytest.mark.finding(20)
