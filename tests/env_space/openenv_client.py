@@ -107,15 +107,6 @@ def seeded(url):
     return {"same": seen[0] == seen[1], "feedback": seen[0][1]["info"]["feedback"], "state": state}
 
 
-def refusal(url):
-    with GenericEnvClient(base_url=url).sync() as client:
-        try:
-            client.step({"message": "[crane]"})
-        except RuntimeError as error:
-            return str(error)
-    return None
-
-
 class Running:
     """A server that runs already, as a subject of OpenEnv's runtime validation."""
 
@@ -155,7 +146,6 @@ def main():
     seen = {
         "trl": trl_game(url, words),
         "seeded": seeded(url),
-        "refusal": refusal(url),
         "runtime": runtime_checks(url, Path(folder)),
         "validate_url": command("validate", "--url", url),
         "validate_folder": command("validate", folder, "--level", "static"),

@@ -86,12 +86,14 @@ def test_a_lost_game_reveals_the_word_and_accepts_no_guess():
 
 def test_the_state_counts_the_steps_since_the_reset():
     with connection() as socket:
-        empty = say(socket, "state")["data"]
+        early, empty = say(socket, "step", message="[crane]"), say(socket, "state")["data"]
         say(socket, "reset", seed=1, episode_id="first", difficulty="unknown parameters are ignored")
         say(socket, "step", message="[crane]")
         first = say(socket, "state")["data"]
         say(socket, "reset", seed=1)
         second = say(socket, "state")["data"]
+    without = "No game is in play on this connection: send a reset first."
+    assert problem(early, "EXECUTION_ERROR") == without
     assert (empty["episode_id"], empty["step_count"]) == (None, 0)
     assert (first["episode_id"], first["step_count"], first["last_info"]["word"]) == ("first", 1, "crane")
     assert (second["step_count"], second["last_info"]) == (0, {})
@@ -272,13 +274,6 @@ def test_a_seed_is_the_same_game_for_every_client_and_its_state_hides_the_secret
     assert seen["seeded"]["feedback"] == feedback("crane", secret)
     assert (state["episode_id"], state["step_count"], state["max_turns"]) == ("mine", 1, 6)
     assert secret not in json.dumps(state)
-
-
-@pytest.mark.long
-def test_a_step_without_a_reset_is_refused(seen):
-    assert seen["refusal"] == (
-        "Server error: No game is in play on this connection: send a reset first. (code: EXECUTION_ERROR)"
-    )
 
 
 @pytest.mark.long
