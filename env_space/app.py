@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
@@ -18,6 +18,7 @@ import prometheus_client as prometheus
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse
+from fastapi.routing import APIRoute
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
@@ -246,6 +247,17 @@ def _check_key(app: ASGIApp, key: str) -> ASGIApp:
     return checked
 
 
+class _MoveRoute(APIRoute):
+    """Calls its endpoint directly: most requests are moves, and FastAPI's own handling costs 30 µs more."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        async def play(request: Request) -> Response:
+            answer: Response = await self.endpoint(request.path_params["session"], request)
+            return answer
+
+        return play
+
+
 def _add_games(
     app: FastAPI, sessions: Sessions, rules: Rules, timer: openenv.Timer, at: str, via: str
 ) -> None:
@@ -266,21 +278,10 @@ def _add_games(
             hard_mode=rules.settings.hard_mode,
         )
 
-    @games.post(
-        "/{session}/guess",
-        response_model=Move,
-        responses=refusals(401, 404, 409, 413, 422),
-        openapi_extra={
-            "requestBody": {
-                "content": {"application/json": {"schema": Guess.model_json_schema()}},
-                "required": True,
-            }
-        },
-    )
     async def guess(session: UUID, request: Request) -> Response:
         """Play a move. An invalid word also costs a turn. `reward` is the reward of the game so far."""
         started = time.perf_counter()
-        try:  # pydantic alone is faster than FastAPI, and most requests are moves
+        try:
             guess = Guess.model_validate_json(await request.body())
         except ValidationError as error:
             problems = [{**found, "loc": ("body", *found["loc"])} for found in error.errors()]
@@ -288,6 +289,17 @@ def _add_games(
         answer = MOVE.dump_json(sessions.play(session, guess.turn, guess.word))
         timer(time.perf_counter() - started)
         return Response(answer, media_type="application/json")
+
+    content = {"application/json": {"schema": Guess.model_json_schema()}}
+    games.add_api_route(
+        "/{session:uuid}/guess",
+        guess,
+        methods=["POST"],
+        response_model=Move,
+        responses=refusals(401, 404, 409, 413, 422),
+        route_class_override=_MoveRoute,
+        openapi_extra={"requestBody": {"content": content, "required": True}},
+    )
 
     @games.delete("/{session}", responses=refusals(401, 404, 422))
     async def close(session: UUID) -> Closed:

@@ -28,7 +28,7 @@ NOT_A_WORD = "not a word"
 GAME_OVER = " game over"
 
 Split = Literal["train", "held_out"]
-DEFAULTS = Settings()
+DEFAULTS = Settings.read({})
 
 
 class GameError(Exception):

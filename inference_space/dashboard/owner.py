@@ -27,7 +27,7 @@ _REFUSED = (
 
 @dataclass(frozen=True)
 class Owner:
-    """Who may use the controls: anyone with the key, and the Hugging Face account `name`."""
+    """The clients that may use the controls: those with the key, and the Hugging Face account `name`."""
 
     key: str = ""
     name: str = ""
