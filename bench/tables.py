@@ -240,7 +240,10 @@ def background(results: Results) -> str:
         [f"CPU per version, {share}: deltas alone", f"{1e3 * spent['without']:.1f} ms"],
         ["the same with jumps and anchors", f"{1e3 * spent['with']:.1f} ms"],
     ]
-    rows += [[f"stored by the run that was joined: {kind}", size_text(size)] for kind, size in join["stored"].items()]
+    rows += [
+        [f"stored by the run that was joined: {kind}", size_text(size)]
+        for kind, size in join["stored"].items()
+    ]
     return table(["publisher's background", ""], rows)
 
 
@@ -302,7 +305,9 @@ def hub_table(latencies: dict[str, Any]) -> str:
         for latency, measured in latencies.items()
         for name, part in measured.items()
     ]
-    return table(["a request takes", "part", "median", "requests in turn", "all requests", "of these, for files"], rows)
+    return table(
+        ["a request takes", "part", "median", "requests in turn", "all requests", "of these, for files"], rows
+    )
 
 
 def cpu(results: Results) -> str:
