@@ -127,7 +127,7 @@ def profile(results: Results) -> str:
             if part != "total" and seconds / total >= 0.01
         )
         rows.append([side, f"{total:.2f} s", f"{section['walk_alone'][f'{side}_gb_s']:.1f} GB/s", shares])
-    return table(["small", "time", "walk alone", "of the time"], rows)
+    return table(["small", "time", "speed of the walk alone", "shares of the time"], rows)
 
 
 def growth(results: Results) -> str:
@@ -143,8 +143,8 @@ def growth(results: Results) -> str:
             "limit",
             "encode small",
             "decode small",
-            "fast",
-            "fast",
+            "encode fast",
+            "decode fast",
         ],
         [_growth_row(row) for row in rows],
     )
@@ -177,7 +177,7 @@ def memory(results: Results) -> str:
     """The publisher's peak."""
     measured = {encoding: results["memory"][encoding] for encoding in ("fast", "small")}
     rows = [[f"publisher, {encoding}", f"{row['extra_mib']} MiB"] for encoding, row in measured.items()]
-    return table(["peak, parameters and mirror aside", f"of {measured['fast']['model_mib']} MiB"], rows)
+    return table(["peak, without parameters and mirror", f"of {measured['fast']['model_mib']} MiB"], rows)
 
 
 def threads(results: Results) -> str:
@@ -194,7 +194,7 @@ def dashboard(results: Results) -> str:
     if "unmeasured" in section:
         return f"Dashboard: unmeasured ({section['unmeasured']})."
     names = {
-        "refresh_ms": "a refresh after one more version: read, fold, render",
+        "refresh_ms": "a refresh after one more version: read the log, render the page",
         "answer_ms": "the server's answer to a visitor",
         "first_paint_ms": "first paint in a Chromium with an empty cache",
     }
@@ -202,7 +202,7 @@ def dashboard(results: Results) -> str:
         [text, f"{section[key]['median']:.0f} ms", f"{section[key]['worst']:.0f} ms"]
         for key, text in names.items()
     ]
-    rows.append(["the log's first reading, once", f"{section['first_reading_s']:.1f} s", ""])
+    rows.append(["reading the whole log, once", f"{section['first_reading_s']:.1f} s", ""])
     return table([f"{section['versions']:,} versions, 3 replicas", "median", "worst"], rows)
 
 
@@ -220,9 +220,9 @@ def joining(results: Results) -> str:
     join = results["joining"]["join"]
     way, least = join["way"], join["least"]
     rows = [
-        ("anchor and the true difference to it, as one file", least),
-        (f"**the cheapest way**: anchor {way['anchor']}, {way['files']} jumps and deltas", way["bytes"]),
-        ("the newest anchor, were there one in 128 versions, and deltas", join["anchors_and_deltas"]),
+        ("the anchor, and one file with the exact difference to it", least),
+        (f"**the cheapest recipe**: anchor {way['anchor']}, {way['files']} jumps and deltas", way["bytes"]),
+        ("with an anchor every 128 versions: the newest anchor, and deltas", join["anchors_and_deltas"]),
         ("the anchor of version 0 and all deltas", join["naive"]),
     ]
     head = [f"joining at version {join['versions']}, {join['changed']:.2%} changed per version", "", "times"]
@@ -240,7 +240,10 @@ def background(results: Results) -> str:
         [f"CPU per version, {share}: deltas alone", f"{1e3 * spent['without']:.1f} ms"],
         ["the same with jumps and anchors", f"{1e3 * spent['with']:.1f} ms"],
     ]
-    rows += [[f"stored by the run above: {kind}", size_text(size)] for kind, size in join["stored"].items()]
+    rows += [
+        [f"stored by the run that was joined: {kind}", size_text(size)]
+        for kind, size in join["stored"].items()
+    ]
     return table(["publisher's background", ""], rows)
 
 
@@ -277,7 +280,7 @@ def _live_load(section: dict[str, Any]) -> list[list[str]]:
 def _live_memory(section: dict[str, Any]) -> list[list[str]]:
     memory, weights = section["memory"], section["model_bytes"] >> 20
     return [
-        ["a sync's extra memory at the replica", f"{memory['extra_mib']} MiB, of weights {weights} MiB"],
+        ["extra memory of a replica during a sync", f"{memory['extra_mib']} MiB, of weights {weights} MiB"],
         ["the same, vLLM's sparse loader", f"{memory['sparse_loader_extra_mib']} MiB"],
     ]
 
@@ -302,12 +305,14 @@ def hub_table(latencies: dict[str, Any]) -> str:
         for latency, measured in latencies.items()
         for name, part in measured.items()
     ]
-    return table(["a request takes", "part", "median", "in turn", "requests of each", "for files"], rows)
+    return table(
+        ["a request takes", "part", "median", "requests in turn", "all requests", "of these, for files"], rows
+    )
 
 
 def cpu(results: Results) -> str:
     """Tokens per CPU second, without and with our patches."""
-    head = ["policy", "CPU", "before", "now", "times", "at the least"]
+    head = ["policy", "CPU", "before", "now", "times", "in the worst round"]
     rows = [
         [r["policy"], r["cpu"], f"{r['without']:.0f}", f"{r['with']:.0f}", f"{r['ratio']}", f"{r['worst']}"]
         for r in results["cpu"]["runs"]

@@ -1,1 +1,1 @@
-"""One offline command that says whether and how fast the kernels run on this machine's GPU."""
+"""Checks offline whether the kernels are right on this machine's GPU, and how fast they are."""

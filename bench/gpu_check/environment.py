@@ -1,4 +1,4 @@
-"""What the figures belong to: versions, driver, card, bus, clocks, processor and memory of this machine."""
+"""Describes this machine: versions, driver, card, bus, clocks, processor and memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ASKED = {
 
 
 def rows(device: torch.device) -> Rows:
-    """One for each fact, and what this machine lacks."""
+    """One row for each fact, and one for each thing that this machine lacks."""
     names = ("torch", "triton", "numba", "vllm", "trl")
     yield Row(
         "versions", ", ".join(f"{name} {_version(name)}" for name in names) + f", CUDA {torch.version.cuda}"
@@ -52,7 +52,7 @@ def _version(name: str) -> str:
 
 
 def _driver(fields: str) -> str:
-    """What the driver's own command says of the first GPU."""
+    """What the driver's command nvidia-smi says about the first GPU."""
     command = ["nvidia-smi", "--id=0", f"--query-gpu={fields}", "--format=csv,noheader"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)

@@ -1,4 +1,4 @@
-"""Every kernel against numba's on the host, bit for bit."""
+"""Compares every kernel with numba's on the host, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _EVERY = np.arange(1 << 16, dtype=np.uint16)
 
 
 def rows(device: torch.device) -> Rows:
-    """One for each check."""
+    """One row for each check."""
     checks: dict[str, Callable[[torch.device], bool]] = {
-        "a replica: every bit pattern to every other distance, hashed, committed and taken back": _replica,
-        "a trainer: every bit pattern as old and as new, bf16 and float32 parameters": _trainer,
+        "a replica: every bit pattern, moved by two distances, is hashed, committed and undone": _replica,
+        "a trainer: every finite bit pattern as old and as new value, in bf16 and float32": _trainer,
     }
     if device.type == "cuda":
         checks["a replica: a tensor of more than 2^31 elements"] = _huge
     for text, check in checks.items():
         try:
             yield Row(text, right=check(device))
-        except Exception as error:  # noqa: BLE001 - it is what was to be found out
+        except Exception as error:  # noqa: BLE001 - any error is a result of this check
             yield Row(text, f"{type(error).__name__}: {error}", right=False)
 
 
@@ -38,7 +38,7 @@ def _replica(device: torch.device) -> bool:
 
 
 def _committed(device: torch.device, ulps: np.ndarray) -> bool:
-    """Every pattern at once, each moved as `ulps` says."""
+    """Check all patterns in one commit; `ulps` says how far each moves."""
     bits = torch.from_numpy(_EVERY.view(np.int16).copy()).to(device)
     table, memory = memory_of({"w": bits.view(torch.bfloat16)})
     element = np.flatnonzero(ulps).astype(np.int32)
@@ -56,7 +56,7 @@ def _trainer(device: torch.device) -> bool:
 
 
 def _handed_over(device: torch.device, dtype: torch.dtype) -> bool:
-    finite = _EVERY[(_EVERY & 0x7F80) != 0x7F80]  # what a cast makes of a NaN is the device's own affair
+    finite = _EVERY[(_EVERY & 0x7F80) != 0x7F80]  # a cast of NaN differs from device to device
     old, new = (torch.from_numpy(bits.view(np.int16).copy()) for bits in (finite, np.roll(finite, 1)))
     tensors = [bits.view(torch.bfloat16).to(device, dtype) for bits in (old, new)]
     mirror = Mirror("device")

@@ -1,4 +1,4 @@
-"""Weights in a GPU's memory, laid out as checkpoints have them, and changes of every hundredth of them."""
+"""Weights in a GPU's memory, in the layout of checkpoints, and changes of one in a hundred of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FIRST, _EVERY = 7, 100
 
 
 class Replica:
-    """Tensors of some shapes with random bits, as a replica has them."""
+    """Tensors of the given shapes with random bits, as a replica holds them."""
 
     def __init__(self, shapes: Shapes, device: torch.device) -> None:
         self.elements = sum(map(math.prod, shapes.values()))
@@ -27,7 +27,7 @@ class Replica:
         self.table, self.memory = memory_of(self.tensors)
 
     def changes(self) -> Changes:
-        """One ULP more for one of a hundred weights of each tensor."""
+        """Changes that add one ULP to one in a hundred weights of each tensor."""
         return collect(
             (_changed(row, size) for row, size in enumerate(self.table.elements.tolist())), self.table
         )

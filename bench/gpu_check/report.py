@@ -1,4 +1,4 @@
-"""Rows of the report: one Markdown table per section, whose rows appear as soon as they are known."""
+"""Rows of the report: one Markdown table per section. Each row is printed as soon as it is known."""
 
 from __future__ import annotations
 

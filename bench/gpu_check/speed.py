@@ -1,6 +1,7 @@
-"""What a sync costs on the GPU: device and host apart, as a share of what a copy reaches in the same run.
+"""Measures the cost of a sync on the GPU, separately for device and host.
 
-A verdict asks for a share that a healthy card exceeds by far, so that FAIL means that something is broken.
+Speeds of the device are shown as a share of the speed of a copy in the same run. A healthy card exceeds the
+required share by far, so FAIL means that something is broken.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ _SHARES = {
     "digest": 0.4,
     "commit": 0.25,
     "diff": 0.2,
-}  # of the bandwidth of a copy, by the bytes that each moves
+}  # required share of a copy's bandwidth
 
 
 def rows(device: torch.device) -> Rows:
-    """One for each figure."""
+    """One row for each figure."""
     if device.type != "cuda":
-        yield Row("speed: unmeasured, without a GPU")
+        yield Row("speed: unmeasured, because there is no GPU")
         return
     copied, up, down = _bandwidths(device)
     yield Row("copy on the card, read and written", gb_s(copied))
@@ -43,13 +44,13 @@ def rows(device: torch.device) -> Rows:
         try:
             yield from _model(name, Replica(shapes, device), copied, min(up, down), device)
         except torch.cuda.OutOfMemoryError:
-            yield Row(f"{name}: this GPU has too little memory for it")
+            yield Row(f"{name}: this GPU has too little memory for this model")
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def _bandwidths(device: torch.device) -> tuple[float, float, float]:
-    """Bytes per second of a copy on the card, read and written; to the card; and back."""
+    """Bytes per second: of a copy on the card (read and written), to the card, and back."""
     there, here = (torch.empty(_COPIED, dtype=torch.uint8, device=device) for _ in range(2))
     pinned = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
     copied = 2 * _COPIED / _device_s(device, lambda: here.copy_(there))
@@ -74,12 +75,12 @@ def _model(name: str, replica: Replica, copied: float, bus: float, device: torch
     digest = "stage, digest on a quarter of the GPU"
     yield row(digest, _device_s(device, memory.digest, memory), moved=2.01 * weights)
     yield Row(
-        f"{name}: a product of matrices beside it", f"takes {_slowed(replica, device):.2f} times as long"
+        f"{name}: a matrix product at the same time", f"takes {_slowed(replica, device):.2f} times as long"
     )
     memory.programs = 8 * processors
     yield row("digest on all of the GPU", _device_s(device, memory.digest, memory), "digest", 2.01 * weights)
     yield Row(
-        f"{name}: a product of matrices beside it", f"takes {_slowed(replica, device):.2f} times as long"
+        f"{name}: a matrix product at the same time", f"takes {_slowed(replica, device):.2f} times as long"
     )
     memory.programs = quarter
     changes = replica.changes()
@@ -118,7 +119,7 @@ def _diff(replica: Replica, place: Literal["host", "device"], device: torch.devi
 
 
 def _slowed(replica: Replica, device: torch.device) -> float:
-    """How many times as long products of matrices take while the model is hashed again and again."""
+    """How many times as long matrix products take while the model is hashed again and again."""
     left = torch.randn(256, 4096, device=device, dtype=torch.bfloat16)
     right = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
 
@@ -142,7 +143,7 @@ def _slowed(replica: Replica, device: torch.device) -> float:
 
 
 def _device_s(device: torch.device, work: Callable[[], object], staging: object = None) -> float:
-    """Median of the device's own clock, on the stream that `staging` works on or on the current one."""
+    """Median seconds by the device's clock, on the stream of `staging` or else on the current stream."""
     measured = []
     for _ in range(_REPEATS + 1):
         torch.cuda.synchronize()
@@ -157,7 +158,7 @@ def _device_s(device: torch.device, work: Callable[[], object], staging: object 
 
 
 def _wall_s(work: Callable[[], Step | object], before: Callable[[], object] = lambda: None) -> float:
-    """Median of the wall's clock, with all of the device's work done; the first time warms up."""
+    """Median seconds by the wall clock until the device has done all its work, after a warm-up."""
     measured = []
     for _ in range(_REPEATS + 1):
         before()

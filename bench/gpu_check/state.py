@@ -1,4 +1,4 @@
-"""Autocast with fp32 masters, what it publishes, and a state that is saved and restored, bit for bit."""
+"""Trains with autocast and fp32 master weights, publishes, and saves and restores a state, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SMALL = 64
 
 
 def rows(device: torch.device) -> Rows:
-    """One for each promise, and what a snapshot costs."""
+    """One row for each promise, and one for the cost of a snapshot."""
     with tempfile.TemporaryDirectory() as folder:
         yield from _rows(device, Path(folder))
 
@@ -32,7 +32,9 @@ def _rows(device: torch.device, folder: Path) -> Rows:
             publisher.publish(model.named_parameters(), number)
             manifest = publisher.flush()
             right = manifest.digest == _digest_of_casts(publisher, model)
-            yield Row(f"version {manifest.version} is torch's own cast of the fp32 masters", right=right)
+            yield Row(
+                f"version {manifest.version} equals torch's cast of the fp32 master weights", right=right
+            )
             if number < _STEPS:
                 _step(model, optimizer, width, device)
         _synchronize(device)
@@ -41,7 +43,7 @@ def _rows(device: torch.device, folder: Path) -> Rows:
         seconds = time.perf_counter() - started
         size = 12 * sum(parameter.numel() for parameter in model.parameters())
         yield Row(
-            "state: training stands still for its copy (the first is also uploaded)",
+            "state: training waits for its copy (and for the upload of the first state)",
             f"{ms(seconds)}, {gb_s(size / seconds)}",
         )
     resumed, its_optimizer = _made(width, device)
@@ -49,12 +51,12 @@ def _rows(device: torch.device, folder: Path) -> Rows:
         started = time.perf_counter()
         publisher.restore(resumed.named_parameters(), its_optimizer)
         _synchronize(device)
-        yield Row("state: restored in", ms(time.perf_counter() - started))
-        yield Row("the restored weights are those that were saved", right=_same(model, resumed))
+        yield Row("state: restoring it takes", ms(time.perf_counter() - started))
+        yield Row("the restored weights equal those that were saved", right=_same(model, resumed))
         for each, its in ((model, optimizer), (resumed, its_optimizer)):
             torch.manual_seed(1)
             _step(each, its, width, device)
-        yield Row("so is the next step of both", right=_same(model, resumed))
+        yield Row("the next step gives equal weights in both trainers", right=_same(model, resumed))
 
 
 def _made(width: int, device: torch.device) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

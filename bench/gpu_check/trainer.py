@@ -1,4 +1,4 @@
-"""Five steps of TRL's trainer, with made-up samples: bf16 autocast, fp32 masters, a sync per step."""
+"""Runs five steps of TRL's trainer on invented samples: bf16 autocast, fp32 masters, a sync per step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STEPS, _BATCH, _TOKENS = 5, 8, 200
 
 
 class Samples:
-    """TRL's `RolloutWorkerProtocol`: all samples are there from the start."""
+    """A `RolloutWorkerProtocol` of TRL that has all samples from the start."""
 
     # ruff: noqa: D102 - TRL documents them
 
@@ -37,7 +37,7 @@ class Samples:
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
 
     def start(self) -> None:
-        """TRL looks a batch ahead."""
+        """Provide one batch more than there are steps, because TRL reads one batch ahead."""
         for number in range(_BATCH * (_STEPS + 1)):
             self.rollout_buffer.put(_sample(number))
 
@@ -64,7 +64,7 @@ def _sample(number: int) -> RolloutSample:
 
 
 def rows(device: torch.device) -> Rows:
-    """One for the versions, one for their bits, and what each step took."""
+    """For each place of the mirror: a row for the versions, one for their bits, one for the hand-over."""
     logging.disable(logging.WARNING)
     patches.install("every_rank")
     with tempfile.TemporaryDirectory() as folder:
@@ -91,15 +91,15 @@ def _rows(folder: Path, device: torch.device) -> Rows:
             newest = open_run(f"{url}-{place}").newest()
         assert newest is not None
         yield Row(f"{_STEPS} steps, mirror on the {place}", f"{newest.version} versions", newest.version >= 1)
-        yield Row("the newest version is the trainer's weights", right=newest.digest == digest)
-        yield Row("hand-over: the first, and the fastest", f"{ms(handed[0])}, {ms(min(handed))}")
+        yield Row("the newest version equals the trainer's weights", right=newest.digest == digest)
+        yield Row("hand-over: the first and the fastest", f"{ms(handed[0])}, {ms(min(handed))}")
         handed.clear()
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    yield Row("memory of the card at most", f"{peak / 1e9:.2f} GB")
+    yield Row("peak memory of the card", f"{peak / 1e9:.2f} GB")
 
 
 def _trained(folder: Path, sync: Any, device: torch.device) -> BucketGRPOTrainer:
-    """As `trainer/configs` have it: fp32 masters, arithmetic in bf16."""
+    """Train as in `trainer/configs`: fp32 master weights, arithmetic in bf16."""
     on_gpu = device.type == "cuda"
     config = AsyncGRPOConfig(
         output_dir=str(folder / "trl"),
