@@ -120,32 +120,20 @@ def record(model: torch.nn.Module, shapes: Shapes) -> Recorder:
 
     Raises `RouteError` if the model computes with data that deltas would not update.
     """
-    recorder = Recorder(model, shapes)
-    try:
-        recorder.load(shapes)
-    except RouteError:
-        raise
-    except Exception:  # noqa: BLE001 - a loader may raise anything on a probe: load the probes one by one
-        failures = {name: why for name, shape in shapes.items() if (why := _failure(model, name, shape))}
-        recorder = Recorder(model, shapes)
-        recorder.load([name for name in shapes if name not in failures])
-        for name, (reason, touched) in failures.items():
-            recorder.unroutable[name] = reason
-            recorder.reached |= touched  # a commit reloads this tensor, which refills them
+    recorder, failed = Recorder(model, shapes), dict[str, str]()
+    if recorder.load(shapes):  # load the probes one by one, to find those on which the loader fails
+        recorder, touched = Recorder(model, shapes), set[int]()
+        for name, shape in shapes.items():
+            alone = Recorder(model, {name: shape})
+            if reason := alone.load([name]):
+                failed[name] = f"vLLM's loader fails on a probe ({reason})"
+                touched |= alone.touched
+        if reason := recorder.load([name for name in shapes if name not in failed]):
+            raise RouteError(f"vLLM's loader fails on probes ({reason})")
+        recorder.unroutable |= failed
+        recorder.reached |= touched  # a commit reloads the failed tensors, which refills these
     recorder.check_reach()
     return recorder
-
-
-def _failure(model: torch.nn.Module, name: str, shape: Sequence[int]) -> tuple[str, set[int]] | None:
-    """Why loading this tensor fails, and the model's storages that the loader had touched by then."""
-    recorder = Recorder(model, {name: shape})
-    try:
-        recorder.load([name])
-    except RouteError:
-        raise
-    except Exception as error:  # noqa: BLE001 - it is the reason
-        return f"vLLM's loader fails on a probe ({type(error).__name__}: {error})", recorder.touched
-    return None
 
 
 class Recorder(TorchDispatchMode):
@@ -171,10 +159,16 @@ class Recorder(TorchDispatchMode):
         self._placed: dict[int, list[tuple[str, Geometry]]] = {}
         self._kept: list[torch.Tensor] = []  # keeps storages alive, so that no id is used twice
 
-    def load(self, names: Iterable[str]) -> None:
-        """Let the model's loader load these probes."""
-        with torch.no_grad(), _parameters_kept(self._model), self:
-            self._model.load_weights((name, self._probes[name]) for name in names)  # type: ignore[operator]
+    def load(self, names: Iterable[str]) -> str:
+        """Let the model's loader load these probes; returns the error if it fails, else ""."""
+        try:
+            with torch.no_grad(), _parameters_kept(self._model), self:
+                self._model.load_weights((name, self._probes[name]) for name in names)  # type: ignore[operator]
+        except RouteError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a loader may raise anything on a probe
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     def check_reach(self) -> None:
         """Raise `RouteError` if vLLM computes with a tensor that loading does not fill."""
