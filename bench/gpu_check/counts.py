@@ -6,7 +6,7 @@ import torch
 
 from bench.gpu_check.model import Replica
 from bench.gpu_check.report import Row, Rows
-from delta_weight_sync.gpu import Counts, counted
+from delta_weight_sync.gpu import used
 from delta_weight_sync.publish.mirror import Block, Mirror, Part
 
 _ELEMENTS = 1 << 18
@@ -19,12 +19,14 @@ def rows(device: torch.device) -> Rows:
     few, all_of_them = _counts(10, device), _counts(many, device)
     for part, counts in few.items():
         right = counts == all_of_them[part]
-        right &= 0 < counts.launches <= _MOST_LAUNCHES and 0 < counts.waits <= _MOST_WAITS
-        text = f"{counts.launches} launches and {counts.waits} waits"
+        launches, waits = counts
+        right &= 0 < launches <= _MOST_LAUNCHES and 0 < waits <= _MOST_WAITS
+        text = f"{launches} launches and {waits} waits"
         yield Row(f"{part}, for 10 tensors and for {many:,}", text, right)
 
 
-def _counts(tensors: int, device: torch.device) -> dict[str, Counts]:
+def _counts(tensors: int, device: torch.device) -> dict[str, tuple[int, int]]:
+    """Launches and waits of each part."""
     sizes = [_ELEMENTS // tensors] * tensors
     sizes[0] = _ELEMENTS // 10  # so that tiles of every kind occur with few and with many tensors
     replica = Replica({f"w{i}": (size,) for i, size in enumerate(sizes)}, device)
@@ -36,11 +38,18 @@ def _counts(tensors: int, device: torch.device) -> dict[str, Counts]:
         for name, tensor in replica.tensors.items()
     ]
     mirror.keep(mirror.find(parts))  # the first sync makes the table
-    with counted() as stage:
-        replica.memory.digest()
-        write, _ = replica.memory.prepare(replica.changes())
-    with counted() as commit:
-        write.do()
-    with counted() as diff:
-        mirror.keep(mirror.find(parts))
-    return {"diff": diff, "stage": stage, "commit": commit}
+    seen = {}
+
+    def note(part: str) -> None:
+        seen[part] = used["launches"], used["waits"]
+        used.clear()
+
+    used.clear()
+    mirror.keep(mirror.find(parts))
+    note("diff")
+    replica.memory.digest()
+    write, _ = replica.memory.prepare(replica.changes())
+    note("stage")
+    write.do()
+    note("commit")
+    return seen

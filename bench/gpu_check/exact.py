@@ -12,7 +12,7 @@ from bench.gpu_check.report import Row, Rows
 from bench.model import memory_of
 from delta_weight_sync.digest import state_digest
 from delta_weight_sync.publish.mirror import Block, Mirror, Part
-from delta_weight_sync.vllm.memory import collect
+from delta_weight_sync.vllm.memory import Found, collect
 from delta_weight_sync.vllm.worker import commit
 
 _EVERY = np.arange(1 << 16, dtype=np.uint16)
@@ -42,7 +42,8 @@ def _committed(device: torch.device, ulps: np.ndarray) -> bool:
     bits = torch.from_numpy(_EVERY.view(np.int16).copy()).to(device)
     table, memory = memory_of({"w": bits.view(torch.bfloat16)})
     element = np.flatnonzero(ulps).astype(np.int32)
-    write, moved = memory.prepare(collect([(0, element, ulps[element].view(np.int16))], table))
+    counts = np.array([0]), np.array([element.size])
+    write, moved = memory.prepare(collect([Found(*counts, element, ulps[element].view(np.int16))], table))
     before, after = state_digest({"w": _EVERY}), state_digest({"w": _EVERY + ulps})
     right = memory.digest() % (1 << 64) == before and (before + moved) % (1 << 64) == after
     commit([write], lambda failure: None)

@@ -35,4 +35,4 @@ class Replica:
 
 def _changed(row: int, size: int) -> Found:
     element = np.arange(min(_FIRST, size - 1), size, _EVERY, dtype=np.int32)
-    return row, element, np.ones(element.size, np.int16)
+    return Found(np.array([row]), np.array([element.size]), element, np.ones(element.size, np.int16))

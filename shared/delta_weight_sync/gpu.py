@@ -1,8 +1,8 @@
-"""Shared GPU code of the publisher and of vLLM: launches, reads, pinned memory, and the digest's factors.
+"""GPU code that the publisher and vLLM share: launches, reads, pinned memory, and the digest's factors.
 
-Every kernel launch and every wait for the device goes through `launch` and `read`, which count them: a sync
-is slow if these counts grow with the number of tensors. The kernels also run on host tensors, in Triton's
-interpreter.
+Every kernel launch and every wait for the device goes through `launch` and `read`. They are counted, because
+a sync is slow if their number grows with the number of tensors. The kernels also run on host tensors, in
+Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -56,33 +55,13 @@ class Clock:
         return self._events[0].elapsed_time(self._events[1]) / 1e3 if self._events else 0.0
 
 
-@dataclass
-class Counts:
-    """How often a block of code used the device."""
-
-    launches: int = 0
-    waits: int = 0
-
-
-_counting: list[Counts] = []
-
-
-@contextmanager
-def counted() -> Iterator[Counts]:
-    """Count the launches and waits while the block runs, in all threads."""
-    counts = Counts()
-    _counting.append(counts)
-    try:
-        yield counts
-    finally:
-        _counting.remove(counts)
+used = Counter[str]()  # "launches" and "waits" of this process so far
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
     """Run a Triton kernel with `programs` programs; 0 launches nothing."""
     if programs:
-        for counts in _counting:
-            counts.launches += 1
+        used["launches"] += 1
         kernel[(programs,)](*arguments, **constants)
 
 
@@ -91,8 +70,7 @@ def read(tensor: torch.Tensor) -> torch.Tensor:
 
     A tensor on a GPU is copied to pinned memory, which torch keeps for the next read.
     """
-    for counts in _counting:
-        counts.waits += 1
+    used["waits"] += 1
     if not tensor.is_cuda:
         return tensor.cpu()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -102,10 +80,12 @@ def read(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class SideStream:
-    """Reads on its own stream: it waits for the last write, but not for training's later work."""
+    """Reads on its own stream: it waits for the last write, but not for training's later work.
+
+    Without a GPU there is no stream, and reads do not wait.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        """Without a GPU there is no stream, and reads do not wait."""
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -130,20 +110,18 @@ def pin(owner: object, bits: dict[str, torch.Tensor], names: Sequence[str], devi
     A GPU's kernels read it at its host address. Without a GPU it is ordinary memory. Raises `MemoryError` if
     the system cannot pin this much, or if the GPU sees it at another address (under gVisor or WSL).
     """
-    ends = list(itertools.accumulate(-(-bits[name].numel() // _STEP) * _STEP for name in names))
-    memory = torch.empty(ends[-1], dtype=torch.int16)
+    starts = [0, *itertools.accumulate(-(-bits[name].numel() // _STEP) * _STEP for name in names)]
+    memory = torch.empty(starts.pop(), dtype=torch.int16)
     if device.type == "cuda" and memory.numel():
-        _register(memory)
-        weakref.finalize(owner, _unregister, memory).atexit = False  # the end of the process frees it anyway
-    starts = [0, *ends[:-1]]
+        _register(owner, memory)
     # In reverse order, so that the heap can shrink.
     for name, start in reversed(list(zip(names, starts, strict=True))):
         old = bits[name]
         bits[name] = memory[start : start + old.numel()].view(old.shape).copy_(old)
 
 
-def _register(memory: torch.Tensor) -> None:
-    """Pin memory in place, because torch's own is rounded up to a power of two: at worst twice the model."""
+def _register(owner: object, memory: torch.Tensor) -> None:
+    """Pin memory in place. (torch rounds its own pinned memory up to a power of two: at worst, to twice.)"""
     if not _uses_host_addresses():
         raise MemoryError(
             "this machine's GPU sees pinned host memory at another address than the CPU (as under gVisor or"
@@ -158,16 +136,14 @@ def _register(memory: torch.Tensor) -> None:
             f"{memory.nbytes / 1e9:.1f} GB of host memory for the mirror cannot be pinned ({error}); give the"
             ' trainer more memory, or keep the mirror on the GPU with mirror="device"'
         ) from error
+    # It keeps `memory` until then. The end of the process frees pinned memory anyway.
+    weakref.finalize(owner, lambda: runtime.cudaHostUnregister(memory.data_ptr())).atexit = False
 
 
 def _uses_host_addresses() -> bool:
     answer = ctypes.c_int()
     ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(answer), _HOST_ADDRESSES, 0)
     return bool(answer.value)
-
-
-def _unregister(memory: torch.Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
 
 
 @triton.jit

@@ -101,7 +101,7 @@ class WrittenRun:
             digest=digest_of(self.version),
             anchor=AnchorRef(
                 version=self._anchor,
-                files=(_ref(self.keys.anchor(self._anchor, WRITER, "model.safetensors"), b""),),
+                files=(file_ref(self.keys.anchor(self._anchor, WRITER, "model.safetensors"), b""),),
             ),
             deltas=tuple(
                 self._delta(version, changed) for version in range(self._anchor + 1, self.version + 1)
@@ -114,7 +114,7 @@ class WrittenRun:
         )
         data = manifest.to_bytes()
         self.bucket.put(key, data)
-        self._parent = _ref(key, data)
+        self._parent = file_ref(key, data)
         head = Head(
             run=self.keys.run,
             born=0.0,
@@ -126,11 +126,11 @@ class WrittenRun:
         self.bucket.put(self.keys.head(WRITER), head.to_bytes())
 
     def _delta(self, version: int, changed: int) -> DeltaRef:
-        ref = _ref(self.keys.delta(version, WRITER), b"")
+        ref = file_ref(self.keys.delta(version, WRITER), b"")
         return DeltaRef(**ref.model_dump(), base=version - 1, version=version, changed=changed)
 
 
-def _ref(key: str, data: bytes) -> FileRef:
+def file_ref(key: str, data: bytes) -> FileRef:
     return FileRef(key=key, size=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 

@@ -20,12 +20,11 @@ class Watched(RunReader):
     def __init__(self, url: str) -> None:
         super().__init__(open_bucket(url), RUN)
         self.fetched: list[str] = []
-        self.before: Callable[[], None] | None = None
+        self.before: Callable[[], None] = lambda: None
 
     def fetch(self, ref: FileRef, folder: Path) -> Path:
-        before, self.before = self.before, None
-        if before:
-            before()
+        before, self.before = self.before, lambda: None
+        before()
         self.fetched.append(ref.key.split("/")[2])
         return super().fetch(ref, folder)
 
@@ -54,18 +53,12 @@ def reached(follower: Follower, engine: Mortal, run: Drifting) -> None:
     assert engine.digest() == run.newest.digest
 
 
-def steps(run: Drifting, count: int) -> None:
-    for _ in range(count):
-        run.step()
-        run.settle()
-
-
 def test_a_replica_that_was_paused_takes_jumps_in_place(run, replica):
     follower, reader, engine = replica
     follower.commands.pause()
     asked = engine.asked
     soon(lambda: engine.asked >= asked + 2, "the end of a turn that began before the pause")
-    steps(run, 21)
+    run.steps(21)
     reader.fetched.clear()
     follower.commands.resume()
     reached(follower, engine, run)
@@ -79,12 +72,12 @@ def test_a_replica_whose_files_are_deleted_under_it_heals_in_place(run, replica,
     monkeypatch.setattr("delta_weight_sync.records.WINDOW", 2)
 
     def delete() -> None:
-        steps(run, 12)
+        run.steps(12)
         survey = Pruner(RunReader(open_bucket(run.url), RUN), Keep(size=1.0), grace_s=0.0).survey()
         prune(reader.bucket, survey)
 
     reader.before = delete
-    steps(run, 1)
+    run.steps(1)
     reached(follower, engine, run)
     assert run.newest.version == 13
     assert engine.starts == 1

@@ -47,30 +47,34 @@ def stays(follower: Follower, vllm: Mortal, version: int) -> None:
     assert follower.serving.version == version
 
 
-def test_paused_it_stays_and_resumed_it_catches_up_without_a_restart(
-    follower: Follower, run: RealRun, vllm: Mortal
-) -> None:
+def test_paused_it_stays_and_resumed_it_catches_up_without_a_restart(follower, run, vllm) -> None:
+    """A later version that is pinned is reached by its deltas, too."""
     follower.commands.pause()
     run.step()
     run.step()
     stays(follower, vllm, 3)
+    follower.commands.pin(4)
+    reaches(follower, 4)
+    assert vllm.digest() == run.reader.manifest(4).digest
     follower.commands.resume()
     reaches(follower, 5)
-    assert (vllm.digest(), vllm.starts) == (run.reader.manifest(5).digest, 1)
+    assert (vllm.digest(), vllm.starts, vllm.compared) == (run.reader.manifest(5).digest, 1, 1)
 
 
-def test_a_pinned_version_is_served_exactly_whatever_comes(
-    follower: Follower, run: RealRun, vllm: Mortal
-) -> None:
+def test_a_pinned_version_is_served_exactly_whatever_comes(follower, run, vllm) -> None:
     follower.commands.pin(1)
     reaches(follower, 1)
     run.step()
     stays(follower, vllm, 1)
     assert vllm.digest() == run.reader.manifest(1).digest
+    assert vllm.compared == 2, "back by comparing"
+    follower.commands.heal()
+    soon(lambda: vllm.compared == 3, "another comparison")
+    stays(follower, vllm, 1)
     follower.commands.resume()
     reaches(follower, 4)
     assert (vllm.digest(), vllm.starts) == (run.reader.manifest(4).digest, 1)
-    assert vllm.compared == 2, "back by comparing, on by deltas"
+    assert vllm.compared == 3, "on by deltas"
 
 
 def test_what_holds_a_replica_back_is_in_its_status(follower: Follower) -> None:
@@ -82,9 +86,7 @@ def test_what_holds_a_replica_back_is_in_its_status(follower: Follower) -> None:
     assert notices == [f"paused: {wait}", f"pinned to version 1: {wait}", "polls every 0.01 s"]
 
 
-def test_a_run_that_vanishes_and_returns_leaves_no_replica_stuck(
-    follower: Follower, bucket: Bucket, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_that_vanishes_and_returns_leaves_no_replica_stuck(follower, bucket, tmp_path, caplog) -> None:
     """The folder of the run was moved away for a moment; no new version comes."""
     runs, away = Path(bucket.url.removeprefix("file://")) / "runs", tmp_path / "away"
     runs.rename(away)
@@ -96,9 +98,7 @@ def test_a_run_that_vanishes_and_returns_leaves_no_replica_stuck(
     assert caplog.text.count("is gone from") == 1
 
 
-def test_each_state_is_one_line_of_the_log(
-    follower: Follower, run: RealRun, bucket: Bucket, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_state_is_one_line_of_the_log(follower, run, bucket, caplog) -> None:
     """Of versions that follow each other, one line a minute."""
     for _ in range(3):
         reaches(follower, run.step().version)
@@ -115,20 +115,7 @@ def test_each_state_is_one_line_of_the_log(
     ]
 
 
-def test_a_later_version_is_reached_from_a_pinned_one_by_its_deltas(
-    follower: Follower, run: RealRun, vllm: Mortal
-) -> None:
-    follower.commands.pause()
-    run.step()
-    run.step()
-    follower.commands.pin(4)
-    reaches(follower, 4)
-    assert (vllm.digest(), vllm.starts) == (run.reader.manifest(4).digest, 1)
-
-
-def test_unpinned_at_the_newest_version_nothing_is_fetched_anew(
-    follower: Follower, run: RealRun, vllm: Mortal
-) -> None:
+def test_unpinned_at_the_newest_version_nothing_is_fetched_anew(follower, run, vllm) -> None:
     follower.commands.pin(3)
     stays(follower, vllm, 3)
     follower.commands.resume()
@@ -148,27 +135,14 @@ def test_damaged_weights_are_healed_without_a_restart(follower: Follower, run: R
     assert (vllm.starts, vllm.compared) == (1, 2), "once is enough"
 
 
-def test_weights_that_a_delta_does_not_fit_are_healed_by_the_next_version(
-    follower: Follower, run: RealRun, vllm: Mortal
-) -> None:
+def test_weights_that_a_delta_does_not_fit_are_healed_by_the_next_version(follower, run, vllm) -> None:
     vllm.bits["model.embed_tokens.weight"][0, 0] ^= 1
     run.step()
     reaches(follower, 4)
     assert (vllm.digest(), vllm.starts) == (run.reader.manifest(4).digest, 1)
 
 
-def test_a_pinned_replica_that_is_healed_stays_pinned(follower: Follower, run: RealRun, vllm: Mortal) -> None:
-    follower.commands.pin(2)
-    reaches(follower, 2)
-    compared = vllm.compared
-    follower.commands.heal()
-    soon(lambda: vllm.compared == compared + 1, "another comparison")
-    stays(follower, vllm, 2)
-
-
-def test_a_vllm_that_dies_while_paused_comes_back_at_its_version(
-    follower: Follower, run: RealRun, vllm: Mortal
-) -> None:
+def test_a_vllm_that_dies_while_paused_comes_back_at_its_version(follower, run, vllm) -> None:
     follower.commands.pause()
     run.step()
     vllm.kill()
@@ -178,9 +152,7 @@ def test_a_vllm_that_dies_while_paused_comes_back_at_its_version(
     assert vllm.digest() == run.reader.manifest(3).digest
 
 
-def test_a_pinned_version_whose_files_are_gone_leaves_what_is_served(
-    follower: Follower, run: RealRun, vllm: Mortal, bucket: Bucket
-) -> None:
+def test_a_pinned_version_whose_files_are_gone_leaves_what_is_served(follower, run, vllm, bucket) -> None:
     delta = run.reader.manifest(1).deltas[0].key
     kept = bucket.get(delta)
     bucket.delete([delta])

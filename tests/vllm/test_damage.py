@@ -3,8 +3,6 @@
 vLLM is stood in for; tests/live/test_replica.py damages what a real one fetches.
 """
 
-import hashlib
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -16,8 +14,9 @@ from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import FileRef, Manifest
 from delta_weight_sync.store import Bucket
 from delta_weight_sync.vllm.follower import Follower
-from tests.support.fake_vllm import PATIENCE_S, reaches, soon
+from tests.support.fake_vllm import reaches, soon
 from tests.support.real_run import RealRun
+from tests.support.written_run import file_ref
 
 Damage = Callable[[Bucket, FileRef], None]
 
@@ -56,16 +55,17 @@ def anchored(run: RealRun) -> Manifest:
     before = run.reader.manifest().anchor
     run.rate = 1.0
     while (newest := run.step()).anchor == before:
-        assert run.outbox.shortcuts.idle(PATIENCE_S)
+        run.settle()
     run.rate = 1e-5
     return newest
 
 
 def says(follower: Follower, what: str) -> None:
-    soon(
-        lambda: what in (follower.report(0).status.error or ""),
-        lambda: f"{what}: {follower.report(0).status}",
-    )
+    soon(lambda: what in (follower.report(0).status.error or ""), lambda: f"{what}: {follower.report(0)}")
+
+
+def is_well(follower: Follower) -> None:
+    soon(lambda: follower.report(0).status.error is None, "all is well again")
 
 
 def damage_next_delta(run: RealRun, bucket: Bucket, damage: Damage) -> Manifest:
@@ -76,16 +76,14 @@ def damage_next_delta(run: RealRun, bucket: Bucket, damage: Damage) -> Manifest:
         for key, data in objects:
             store.put(key, data)
             if "/deltas/" in key:
-                damage(bucket, FileRef(key=key, size=len(data), sha256=hashlib.sha256(data).hexdigest()))
+                damage(bucket, file_ref(key, data))
 
     with mock.patch.object(store, "put_all", put_all):
         return run.step()
 
 
 @both
-def test_a_damaged_delta_is_named_and_the_next_anchor_makes_up_for_it(
-    run, bucket, follower, vllm, damage
-) -> None:
+def test_a_damaged_delta_is_named_and_the_next_anchor_makes_up_for_it(run, bucket, follower, vllm, damage):
     follower.start()
     reaches(follower, 2)
     says(follower, damage_next_delta(run, bucket, damage).deltas[-1].key)
@@ -93,7 +91,7 @@ def test_a_damaged_delta_is_named_and_the_next_anchor_makes_up_for_it(
     assert follower.report(0).status.state == "serving"
     newest = anchored(run)
     reaches(follower, newest.version)
-    soon(lambda: follower.report(0).status.error is None, "all is well again")
+    is_well(follower)
     assert (vllm.digest(), vllm.starts) == (newest.digest, 1)
 
 
@@ -110,9 +108,7 @@ def test_a_replica_joins_at_the_newest_version_that_is_whole(run, bucket, follow
 
 
 @both
-def test_a_replica_joins_by_the_anchor_before_a_damaged_one(
-    run, bucket, follower, vllm, damage, caplog
-) -> None:
+def test_a_replica_joins_by_the_anchor_before_a_damaged_one(run, bucket, follower, vllm, damage, caplog):
     """And goes on by deltas, which need no anchor."""
     newest = anchored(run)
     damage(bucket, newest.anchor.files[0])
@@ -126,31 +122,22 @@ def test_a_replica_joins_by_the_anchor_before_a_damaged_one(
 
 
 @both
-def test_a_trainer_that_goes_on_makes_up_for_a_damaged_file(
-    run: RealRun, bucket: Bucket, damage: Damage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trainer_that_goes_on_makes_up_for_a_damaged_file(run, bucket, damage, monkeypatch) -> None:
     """It looks at what its newest version needs now and then; a file that is written over looks different."""
     monkeypatch.setattr("delta_weight_sync.publish.writer._EVERY", 4)
     monkeypatch.setattr("delta_weight_sync.publish.writer.ANCHOR_PAYS", 1000.0)
-    while run.version < 5:  # by then it has seen every file of version 4
-        run.step()
-        assert run.outbox.shortcuts.idle(PATIENCE_S)
+    run.steps(5 - run.version)  # by then it has seen every file of version 4
     first = run.reader.manifest().deltas[0]
     damage(bucket, first)
-    while (newest := run.step()).version < 10:
-        assert run.outbox.shortcuts.idle(PATIENCE_S)
-    assert newest.anchor.version == 8, "where it looked again"
-    assert first not in newest.recipe().files
+    run.steps(10 - run.version)
+    assert run.newest.anchor.version == 8, "where it looked again"
+    assert first not in run.newest.recipe().files
 
 
 @both
-def test_it_tries_again_where_the_new_anchor_could_not_be_stored(
-    run: RealRun, bucket: Bucket, damage: Damage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_tries_again_where_the_new_anchor_could_not_be_stored(run, bucket, damage, monkeypatch) -> None:
     monkeypatch.setattr("delta_weight_sync.publish.writer._EVERY", 4)
-    while run.version < 5:
-        run.step()
-        assert run.outbox.shortcuts.idle(PATIENCE_S)
+    run.steps(5 - run.version)
     config, writer, refused = run.reader.manifest().anchor.files[-1], run.outbox._writer, [1]
     put = writer.bucket.put
 
@@ -162,21 +149,17 @@ def test_it_tries_again_where_the_new_anchor_could_not_be_stored(
 
     damage(bucket, config)
     monkeypatch.setattr(writer.bucket, "put", put_later)
-    while (newest := run.step()).version < 11:
-        assert run.outbox.shortcuts.idle(PATIENCE_S)
+    run.steps(11 - run.version)
     assert not refused
-    assert config not in newest.recipe().files
+    assert config not in run.newest.recipe().files
 
 
-def test_it_finds_damage_that_is_older_than_its_first_look(
-    run: RealRun, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_finds_damage_that_is_older_than_its_first_look(run, bucket, monkeypatch) -> None:
     monkeypatch.setattr("delta_weight_sync.publish.writer._EVERY", 4)
     config = run.reader.manifest().anchor.files[-1]
     corrupt(bucket, config)
-    while (newest := run.step()).version < 8:
-        assert run.outbox.shortcuts.idle(PATIENCE_S)
-    assert config not in newest.recipe().files
+    run.steps(8 - run.version)
+    assert config not in run.newest.recipe().files
 
 
 def test_a_kept_anchor_that_is_damaged_starts_no_vllm_with_it(run, bucket, follower, vllm, tmp_path) -> None:
@@ -189,28 +172,19 @@ def test_a_kept_anchor_that_is_damaged_starts_no_vllm_with_it(run, bucket, follo
     again = Follower(RunReader(bucket, "hurt"), vllm, name="r", folder=tmp_path / "r", poll_s=0.01)
     again.start()
     reaches(again, 2)
-    again.stop()
     assert vllm.starts == 2, "one for each follower"
     assert kept.read_bytes() != damaged
+    compared = vllm.compared
+    kept.write_bytes(b"damaged while it is used")
+    again.commands.heal()
+    soon(lambda: vllm.compared == compared + 1, "a comparison with the published weights")
+    reaches(again, 2)
+    is_well(again)
+    again.stop()
+    assert vllm.starts == 2, "healed in place"
 
 
-def test_a_kept_anchor_that_is_damaged_while_it_is_used_is_fetched_anew(
-    run, follower, vllm, tmp_path
-) -> None:
-    follower.start()
-    reaches(follower, 2)
-    (kept,) = (tmp_path / "r" / "anchors").glob("*/model.safetensors")
-    kept.write_bytes(os.urandom(100))
-    follower.commands.heal()
-    soon(lambda: vllm.compared == 2, "a comparison with the published weights")
-    reaches(follower, 2)
-    soon(lambda: follower.report(0).status.error is None, "all is well again")
-    assert vllm.starts == 1
-
-
-def test_a_disk_that_is_full_is_named_and_what_is_served_stays(
-    run, follower, vllm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full_is_named_and_what_is_served_stays(run, follower, vllm, monkeypatch) -> None:
     follower.start()
     reaches(follower, 2)
     compared = vllm.compared
@@ -225,5 +199,5 @@ def test_a_disk_that_is_full_is_named_and_what_is_served_stays(
         assert follower.report(0).status.version == 2
     newest = run.step()
     reaches(follower, newest.version)
-    soon(lambda: follower.report(0).status.error is None, "all is well again")
+    is_well(follower)
     assert (vllm.starts, vllm.compared) == (1, compared + 1), "healing was not forgotten"

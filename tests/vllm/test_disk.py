@@ -35,14 +35,9 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def owner(temporary: Path) -> tuple[subprocess.Popen[str], Path]:
     """Another replica's process, and its folder."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", OWNER],
-        env=os.environ | {"TMPDIR": str(temporary)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
+    command, pipe = [sys.executable, "-c", OWNER], subprocess.PIPE
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
     folder = Path(process.stdout.readline().strip())
     (folder / "model.safetensors").write_bytes(b"gigabytes")
     return process, folder
@@ -126,10 +121,17 @@ def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.finding(17)
-def test_a_folder_that_everybody_may_write_to_is_refused(tmp_path):
-    tmp_path.chmod(0o1777)
-    with pytest.raises(SettingsError, match="may be written to by every user; name a folder of your own"):
-        private_folder(str(tmp_path), "DELTA_WEIGHT_SYNC_FOLDER")
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: path.mkdir() or path.chmod(0o1777), r"may be written to by every user; name a folder"),
+        (lambda path: path.write_text(""), r"replica cannot be created \(File exists\); name a folder"),
+    ],
+)
+def test_a_folder_that_everybody_may_write_to_or_a_file_is_refused(tmp_path, make, said):
+    make(tmp_path / "replica")
+    with pytest.raises(SettingsError, match=said):
+        private_folder(str(tmp_path / "replica"), "DELTA_WEIGHT_SYNC_FOLDER")
 
 
 @pytest.mark.finding(17)
@@ -153,26 +155,16 @@ def test_a_folder_of_another_replica_is_refused(tmp_path):
 
 
 @pytest.mark.finding(17)
-def test_a_file_in_its_place_is_one_sentence(tmp_path):
-    (tmp_path / "replica").write_text("")
-    with pytest.raises(SettingsError, match=r"replica cannot be created \(File exists\); name a folder"):
-        private_folder(str(tmp_path / "replica"), "REPLICA_FOLDER")
-
-
-@pytest.mark.finding(17)
 @pytest.mark.full
 def test_the_space_ends_with_the_sentence(tmp_path):
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    settings = {
-        "REPLICA_BUCKET": tmp_path.as_uri(),
-        "REPLICA_RUN": "r",
-        "REPLICA_FOLDER": str(tmp_path / "open"),
-    }
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    settings = {"REPLICA_BUCKET": tmp_path.as_uri(), "REPLICA_RUN": "r", "REPLICA_FOLDER": str(folder)}
     command = [sys.executable, "-m", "inference_space.app"]
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
-    said = f"{settings['REPLICA_FOLDER']} may be written to by every user"
-    assert done.stderr.splitlines()[-1].startswith(f"replica: set these variables: REPLICA_FOLDER: {said}")
+    said = f"replica: set these variables: REPLICA_FOLDER: {folder} may be written to by every user"
+    assert done.stderr.splitlines()[-1].startswith(said)
     assert "Traceback" not in done.stderr
-    assert list(Path(settings["REPLICA_FOLDER"]).iterdir()) == []
+    assert list(folder.iterdir()) == []

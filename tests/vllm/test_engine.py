@@ -34,7 +34,6 @@ from delta_weight_sync.vllm.worker import call
 from inference_space.settings import Settings
 from inference_space.vllm_server import VllmServer
 from tests.support.fake_vllm import PATIENCE_S, Mortal, reaches, soon
-from tests.support.hubsim import HubSim
 from tests.support.real_run import RealRun
 
 Answer = dict[str, Any]
@@ -96,9 +95,7 @@ def test_a_stage_of_a_second_is_asked_for_a_few_times(loop, monkeypatch: pytest.
     assert sum(slept) > 1
 
 
-def test_a_vllm_that_dies_over_a_call_is_an_error(
-    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_vllm_that_dies_over_a_call_is_an_error(loop, monkeypatch) -> None:
     """vLLM's client never answers a call that was under way when its engine died."""
     monkeypatch.setattr("delta_weight_sync.vllm.engine._CHECK_S", 0.01)
     client = SimpleNamespace(errored=True, update_weight_version=lambda label: asyncio.sleep(3600))
@@ -138,9 +135,7 @@ def follower(run: RealRun, vllm: Mortal, tmp_path: Path) -> Iterator[Follower]:
 
 
 @pytest.mark.full
-def test_the_hubs_events_bring_each_version(
-    follower: Follower, run: RealRun, vllm: Mortal, hub: HubSim
-) -> None:
+def test_the_hubs_events_bring_each_version(follower, run, vllm, hub) -> None:
     soon(lambda: follower.report(0).notice == "notified by the store", "a connection")
     for version in (1, 2):
         run.step()

@@ -11,7 +11,7 @@ from delta_weight_sync.digest import state_digest
 from delta_weight_sync.errors import CodecError, WeightsChangedError
 from delta_weight_sync.vllm import memory as memory_module
 from delta_weight_sync.vllm import worker
-from delta_weight_sync.vllm.memory import Step, collect
+from delta_weight_sync.vllm.memory import Found, Step, collect
 from delta_weight_sync.vllm.worker import Ranks
 from tests.gpu.interpreted import interpreted
 from tests.support.live_weights import delta, live
@@ -194,7 +194,8 @@ def test_a_delta_of_another_base_does_not_lead_to_its_digest(tmp_path, rng, weig
 
 def test_a_write_that_did_not_take_is_counted(weights):
     """No delta names an element twice; if one did, the reading back would tell."""
-    twice = (0, np.array([3, 7, 7], np.int32), np.array([1, 2, 3], np.int16))
+    counts = np.array([0]), np.array([3])
+    twice = Found(*counts, np.array([3, 7, 7], np.int32), np.array([1, 2, 3], np.int16))
     write, _ = weights.memory.prepare(collect([twice], weights._table))
     assert write.do()[0] == 1
 

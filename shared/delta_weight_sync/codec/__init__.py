@@ -6,13 +6,7 @@ likelier it moves. Encoding `fast` stores the distance from each change to the n
 One reader reads both.
 """
 
-from delta_weight_sync.codec._file import (
-    Delta,
-    Encoding,
-    chain,
-    encode,
-    header_size,
-)
+from delta_weight_sync.codec._file import Delta, Encoding, chain, encode, header_size
 from delta_weight_sync.codec._patch import (
     ULP_CLASSES,
     Bits,

@@ -1,18 +1,13 @@
-"""The delta file: a safetensors file whose metadata says what is in it.
+"""The delta file: a safetensors file whose metadata says what is in it, see `docs/wire-format.md`.
 
-`safe_open(...).metadata()` shows
-
-    format, base, version     the file format, and the versions that the delta leads from and to
-    tensors                   JSON: a row [name, shape, changes, group] for each changed tensor
-    groups                    JSON: for each group of tensors, an object with its mode and its parameters
-
-The tensors in the file are the groups' uint8 streams: `<group>.gaps`, `<group>.signs` and so on. A group's
-tensors are coded as one sequence, so they share one set of parameters.
+The tensors in the file are the groups' uint8 streams: `<group>.gaps`, `<group>.signs` and so on. The model's
+tensors of a group are coded as one sequence, with one set of parameters.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -56,7 +51,7 @@ class Delta:
             with safe_open(path, framework="numpy") as file:
                 metadata = file.metadata() or {}
             if metadata.get("format") != DELTA_FORMAT:
-                raise CodecError(f"its format is {metadata.get('format')!r}; readable is {DELTA_FORMAT!r}")
+                raise CodecError(f"its format is {metadata.get('format')!r}, not {DELTA_FORMAT!r}")
             self.base, self.version = int(metadata["base"]), int(metadata["version"])
             rows = _TABLE.validate_json(metadata["tensors"], strict=True)
             self.tensors = [TensorRow(*row) for row in rows]
@@ -67,12 +62,10 @@ class Delta:
         """Yield the changes, one tensor at a time.
 
         Memory is bounded for any file: 64 bytes per byte of the file, and 16 per element of the model. Of
-        these 16, a yielded change takes 10. The others are for the groups that are being decoded, one per
-        thread. A group ends with the tensor that brings it to `groups.GROUP_ELEMENTS`.
+        these 16, a yielded change takes 10; each thread needs the rest for the group that it decodes.
 
         Args:
-            shapes: Shapes of the model's tensors. The table is checked against them before anything is
-                unpacked.
+            shapes: Shapes of the model's tensors. The table is checked against them first.
             old: Returns the bits of a tensor at version `base` (uint16, C-contiguous). Called only for modes
                 that need it.
 
@@ -86,7 +79,7 @@ class Delta:
                         f"it changes {tensor.name} {list(tensor.shape)}, which this model does not have"
                     )
             with safe_open(self._path, framework="numpy") as file:
-                for patches in in_order(lambda job: list(decode_group(*job)), self._decode_jobs(file, old)):
+                for patches in in_order(lambda job: decode_group(*job), self._decode_jobs(file, old)):
                     yield from patches
 
     def _decode_jobs(self, file: Any, old: Old) -> Iterator[tuple[Group, list[TensorRow], Streams, Old]]:
@@ -98,19 +91,19 @@ class Delta:
             yield group, rows, streams, groups.read_old([group.mode], rows, old)
 
     def _check_table(self) -> None:
-        """Check the table without a model. Groups end where `encode` ends them, which bounds their size."""
-        names = [tensor.name for tensor in self.tensors]
-        if len(set(names)) != len(names):
+        """Check the table without a model. A group must end where `encode` ends it, which bounds its size."""
+        if len({tensor.name for tensor in self.tensors}) != len(self.tensors):
             raise CodecError("a tensor is listed twice")
         elements = Counter[int]()
-        for tensor in self.tensors:
-            if not 0 < tensor.changes <= tensor.numel:
-                raise CodecError(f"{tensor.name} lists {tensor.changes} changes of {tensor.numel} elements")
-            if elements[tensor.group] >= groups.GROUP_ELEMENTS:
-                raise CodecError(f"group {tensor.group} continues after {elements[tensor.group]} elements")
-            elements[tensor.group] += tensor.numel
+        for name, shape, changes, group in self.tensors:
+            numel = math.prod(shape)
+            if not 0 < changes <= numel:
+                raise CodecError(f"{name} lists {changes} changes of {numel} elements")
+            if elements[group] >= groups.GROUP_ELEMENTS:
+                raise CodecError(f"group {group} continues after {elements[group]} elements")
+            elements[group] += numel
         if elements.keys() != set(range(len(self.groups))):
-            raise CodecError(f"it has {len(self.groups)} groups, but its tensors name other ones")
+            raise CodecError(f"it has {len(self.groups)} groups, but its tensors name other groups")
 
 
 def header_size(path: Path) -> int:
@@ -180,7 +173,8 @@ def chain(deltas: Sequence[Delta], shapes: Shapes, old: Old) -> list[Patch]:
         return bits
 
     for delta in deltas:
-        merged = {p.name: p for p in merge(list(merged.values()), list(delta.patches(shapes, between)))}
+        patches = list(delta.patches(shapes, between))
+        merged = {p.name: p for p in (merge(list(merged.values()), patches) if merged else patches)}
     return list(merged.values())
 
 

@@ -44,7 +44,9 @@ def split(typing: Any, bits: Any, start: Any, valid: Any, limits: Any, masks: An
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         block = _load(context, builder, signature.args[0], values[0], values[1])
-        exponents = _exponents(builder, block)
+        unsigned = builder.shl(block, ir.Constant(_BLOCK, [1] * LANES))
+        high = builder.trunc(builder.lshr(unsigned, ir.Constant(_BLOCK, [8] * LANES)), _EXPONENTS)
+        exponents = builder.xor(high, ir.Constant(_EXPONENTS, [-128] * LANES))  # minus 128
         first_limit, first_mask = (_data(context, builder, signature.args[i], values[i]) for i in (3, 4))
         lower = ir.Constant(_WORD, 0)
         for band in range(BANDS - 1):
@@ -119,13 +121,6 @@ def _data(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
 def _load(context: Any, builder: Any, array_type: Any, array: Any, start: Any) -> Any:
     first = builder.gep(_data(context, builder, array_type, array), [start])
     return builder.load(builder.bitcast(first, _BLOCK.as_pointer()), align=2)
-
-
-def _exponents(builder: Any, block: Any) -> Any:
-    """The exponent of each weight of a block, minus 128."""
-    unsigned = builder.shl(block, ir.Constant(_BLOCK, [1] * LANES))
-    high = builder.lshr(unsigned, ir.Constant(_BLOCK, [8] * LANES))
-    return builder.xor(builder.trunc(high, _EXPONENTS), ir.Constant(_EXPONENTS, [-128] * LANES))
 
 
 def _broadcast(builder: Any, value: Any) -> Any:

@@ -21,7 +21,7 @@ Number = TypeVar("Number", bound=np.generic)
 _CHUNK = 1 << 18  # elements compared at a time, so that the scratch space stays in the cache
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Patch:
     """The changed elements of one tensor.
 
@@ -73,13 +73,14 @@ def diff(name: str, old: Bits, new: Bits) -> Patch:
 
 def diff_flat(old: Bits, new: Bits, first: int = 0) -> tuple[Index, Bits]:
     """Return (index, ulps) of the differences of two flat uint16 arrays that begin at position `first`."""
-    found: list[tuple[Index, Bits]] = []
+    places, amounts = [], []
     index, ulps = _scratch.arrays
     for start in range(0, old.size, _CHUNK):
         parts = old[start : start + _CHUNK], new[start : start + _CHUNK]
         count = _scan(*parts, first + start, index, ulps)
-        found.append((index[:count].copy(), ulps[:count].copy()))
-    return join([index for index, _ in found], np.int64), join([ulps for _, ulps in found], np.uint16)
+        places.append(index[:count].copy())
+        amounts.append(ulps[:count].copy())
+    return join(places, np.int64), join(amounts, np.uint16)
 
 
 class _Scratch(threading.local):
@@ -114,18 +115,17 @@ def inverse(patch: Patch) -> Patch:
 def merge(first: Sequence[Patch], second: Sequence[Patch]) -> list[Patch]:
     """Return one patch per tensor that has the effect of `first`, then `second`; drop changes that cancel."""
     merged = {p.name: p for p in first}
-    for patch in second:
-        merged[patch.name] = _merge_one(merged[patch.name], patch) if patch.name in merged else patch
+    for later in second:
+        name, shape = later.name, later.shape
+        earlier = merged.setdefault(name, later)
+        if earlier.shape != shape:
+            raise CodecError(f"{name}: shape changed from {earlier.shape} to {shape} within a run")
+        if earlier is not later:
+            index = np.empty(earlier.index.size + later.index.size, np.int64)
+            ulps = np.empty(index.size, np.uint16)
+            count = _merge(earlier.index, earlier.ulps, later.index, later.ulps, index, ulps)
+            merged[name] = Patch(name, shape, index[:count].copy(), ulps[:count].copy())
     return [p for p in merged.values() if p.index.size]
-
-
-def _merge_one(first: Patch, second: Patch) -> Patch:
-    if first.shape != second.shape:
-        raise CodecError(f"{first.name}: shape changed from {first.shape} to {second.shape} within a run")
-    index = np.empty(first.index.size + second.index.size, np.int64)
-    ulps = np.empty(index.size, np.uint16)
-    count = _merge(first.index, first.ulps, second.index, second.ulps, index, ulps)
-    return Patch(first.name, first.shape, index[:count].copy(), ulps[:count].copy())
 
 
 @kernel

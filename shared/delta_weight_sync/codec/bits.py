@@ -1,15 +1,11 @@
 """Bit streams of the codec: Rice codes for distances, Exp-Golomb codes for magnitudes.
 
-A stream is little-endian 64-bit words, filled from the lowest bit.
+`docs/wire-format.md` describes both codes. A stream is little-endian 64-bit words, filled from the lowest
+bit. For distances between independent events, a Rice code is within 3 % of the entropy.
 
-Rice code (Rice & Plaunt, 1971): a section with parameter k holds the remainders of all numbers, k bits each,
-then all quotients in unary, as q zeros and a one. For distances between independent events, it is within 3 %
-of the entropy. Exp-Golomb code of v with parameter k: let w = v + 2^k, a number of n bits; write n - k - 1
-zeros, a one, and the low n - 1 bits of w.
-
-A *band* is a sequence of items, some of which are events (changes, or large changes). It is coded as run
-lengths: a *run* is the number of items before an event that are no events. Readers step through up to eight
-bands in parallel. If more than half of a band's items are events, it is `flipped`: the others are coded.
+A *band* is a sequence of items, some of which are events (changes, or large changes). It is coded as runs: a
+*run* is the number of items between two events. Readers step through up to eight bands in parallel. If more
+than half of a band's items are events, it is `flipped`: the other items are coded instead.
 """
 
 from __future__ import annotations
@@ -45,25 +41,18 @@ def rice_k(numbers: Numbers) -> tuple[int, int]:
     while guess < MAX_K and (numbers.size << (guess + 1)) < total:
         guess += 1
     first, last = max(guess - 1, 0), min(guess + 1, MAX_K)
-    quotients = _quotients(numbers, first)
-    best_k, best_bits = 0, np.int64(-1)
-    for k in range(first, last + 1):
-        bits = np.int64(numbers.size) * (k + 1) + quotients[k - first]
-        if best_bits < 0 or bits < best_bits:
-            best_k, best_bits = k, bits
-    return best_k, int(best_bits)
-
-
-@kernel
-def _quotients(numbers: Numbers, k: int) -> tuple[int, int, int]:
-    """Sum the quotients for each of the parameters k, k + 1 and k + 2."""
-    one, two, three = np.uint64(0), np.uint64(0), np.uint64(0)
+    one, two, three = np.uint64(0), np.uint64(0), np.uint64(0)  # sums of the quotients of three parameters
     for number in numbers:
-        quotient = np.uint64(number) >> np.uint64(k)
+        quotient = np.uint64(number) >> np.uint64(first)
         one += quotient
         two += quotient >> np.uint64(1)
         three += quotient >> np.uint64(2)
-    return int(one), int(two), int(three)
+    best_k, best_bits = 0, np.int64(-1)
+    for k, quotients in ((first, one), (first + 1, two), (first + 2, three)):
+        bits = np.int64(numbers.size) * (k + 1) + np.int64(quotients)
+        if k <= last and (best_bits < 0 or bits < best_bits):
+            best_k, best_bits = k, bits
+    return best_k, int(best_bits)
 
 
 @kernel
@@ -194,14 +183,15 @@ class Section(NamedTuple):
 def encode_runs(bands: Sequence[Numbers], totals: Sequence[int]) -> tuple[list[Section], NDArray[np.uint8]]:
     """Encode bands. `bands[b]` has the run before each event of band b; `totals[b]` counts its items."""
     flips = [2 * runs.size > total for runs, total in zip(bands, totals, strict=True)]
-    flipped = zip(bands, totals, flips, strict=True)
-    coded = [_others(runs, total) if flip else runs for runs, total, flip in flipped]
-    choices = [rice_k(runs) for runs in coded]
-    words = np.zeros(sum(bits for _, bits in choices) // 64 + 2, np.uint64)
-    at, sections = 0, []
-    for runs, flip, (k, bits) in zip(coded, flips, choices, strict=True):
-        at = put_rice(runs, k, words, at)
+    given = zip(bands, totals, flips, strict=True)
+    coded = [_others(runs, total) if flip else runs for runs, total, flip in given]
+    sections = []
+    for runs, flip in zip(coded, flips, strict=True):
+        k, bits = rice_k(runs)
         sections.append(Section(runs.size, k, flip, bits))
+    words, at = np.zeros(sum(section.bits for section in sections) // 64 + 2, np.uint64), 0
+    for runs, section in zip(coded, sections, strict=True):
+        at = put_rice(runs, section.k, words, at)
     return sections, to_bytes(words, at)
 
 
@@ -226,7 +216,7 @@ def open_runs(
 
 @kernel
 def walk(words: Words, state: State, band: int, numel: int, index: Index) -> int:
-    """Write the events among a band's next `numel` items to `index`. Returns their number, -1 if damaged."""
+    """Write the events among a band's next `numel` items to `index`; returns their number, -1 if damaged."""
     count, at, k = 0, state[RUN, band], state[K, band]  # the state stays in registers
     left, remainder = state[LEFT, band], state[REMAINDER, band]
     quotient, end = state[QUOTIENT, band], state[END, band]

@@ -1,14 +1,9 @@
-"""Groups of tensors: decides which tensors are coded together, and in which mode, so that the file is small.
+"""Groups of tensors: which tensors are coded together, and in which mode, so that the file is small.
 
-    gaps    distances between changes                                   reading needs only the file
-    bands   distances within eight bands of weights with like exponent  reading needs the old weights
-    mask    a bitmask of the changes, zstd; for clustered changes       reading needs only the file
-    dense   the difference of every element, zstd                       reading needs only the file
-    raw     the new bits of every element, zstd                         reading needs the old weights
-
-A tensor without changes is not listed. The first three modes store the sizes of the changes in separate
-streams: one sign bit per change, which changes are large (more than one ULP), and how large these are. To add
-a mode, add an entry to `Mode` and `LAYOUTS`, and a branch to `encode_group`, `decode_group`, `_other_modes`.
+`LAYOUTS` lists the modes. A tensor without changes is not listed in the file. The modes `gaps`, `bands` and
+`mask` store the sizes of the changes in separate streams: one sign bit per change, which changes are large
+(more than one ULP), and how large these are. To add a mode, add an entry to `Mode` and `LAYOUTS`, and a
+branch to `encode_group`, `decode_group` and `_other_modes`.
 """
 
 from __future__ import annotations
@@ -101,7 +96,7 @@ class TensorRow(NamedTuple):
     def require(self, changes: int) -> None:
         """Raise `CodecError` unless `changes`, the number found in the streams, is what the table lists."""
         if changes != self.changes:
-            raise CodecError(f"{self.name}: its streams lack the {self.changes} changes that the table lists")
+            raise CodecError(f"{self.name}: its streams do not hold the {self.changes} changes of the table")
 
 
 def encode_group(mode: Mode, patches: Sequence[Patch], old: Old) -> tuple[Group, Streams]:
@@ -112,37 +107,36 @@ def encode_group(mode: Mode, patches: Sequence[Patch], old: Old) -> tuple[Group,
     indices, sizes = [p.index for p in patches], [p.numel for p in patches]
     bands, band_of = 1, np.zeros(ulps.size, np.uint8)
     rows: dict[str, Any] = {"mode": mode}
-    if mode == "mask":
-        streams = {"mask": _pack_mask(indices, sizes)}
+    streams: Streams = {}
+    if mode == "mask":  # one bit per element, tensor after tensor, row-major, lowest bit first
+        mask, starts = np.zeros(sum(sizes), np.bool_), np.cumsum([0, *sizes[:-1]])
+        for start, index in zip(starts.tolist(), indices, strict=True):
+            mask[start + index] = True
+        streams["mask"] = _pack(np.packbits(mask, bitorder="little"))
     elif mode == "gaps":
-        rows["gaps"], gaps = bits.encode_runs([_flat_runs(patches)], [sum(sizes)])
-        streams = {"gaps": gaps}
+        rows["gaps"], streams["gaps"] = bits.encode_runs([_flat_runs(patches)], [sum(sizes)])
     else:
         olds = [old(p.name).reshape(-1) for p in patches]
         bands, rows["limits"] = BANDS, positions.choose_limits(olds, patches)
         runs, elements, band_of = positions.band_runs(olds, indices, positions.cut(rows["limits"]))
-        rows["gaps"], gaps = bits.encode_runs(runs, elements)
-        streams = {"gaps": gaps}
+        rows["gaps"], streams["gaps"] = bits.encode_runs(runs, elements)
     values, value_streams = _encode_values(ulps, band_of, bands)
     return Group.model_validate(rows | values), streams | value_streams
 
 
-def decode_group(group: Group, rows: Sequence[TensorRow], streams: Streams, old: Old) -> Iterator[Patch]:
-    """Yield the patches of a group, one tensor at a time."""
+def decode_group(group: Group, rows: Sequence[TensorRow], streams: Streams, old: Old) -> list[Patch]:
+    """Return the patches of a group."""
     lengths = tuple(len(each) for each in (group.limits, group.gaps, group.large, group.sizes))
     if lengths != (expected := LAYOUTS[group.mode].rows):  # the kernels rely on it
         raise CodecError(f"the lists of a group of mode {group.mode} have {lengths} items, not {expected}")
     if group.mode in ("dense", "raw"):
-        changes = _decode_all(group.mode, rows, streams, old)
+        index, ulps = _decode_all(group.mode, rows, streams, old)
     else:
         index, band_of = _positions(group, rows, streams, old)
-        ulps, ends = (
-            _decode_values(group, streams, band_of),
-            np.cumsum([row.changes for row in rows]).tolist(),
-        )
-        changes = ((index[a:b], ulps[a:b]) for a, b in pairwise([0, *ends]))
-    for row, change in zip(rows, changes, strict=True):
-        yield Patch(row.name, row.shape, *change)
+        ulps = _decode_values(group, streams, band_of)
+    ends = pairwise([0, *np.cumsum([row.changes for row in rows]).tolist()])
+    pairs = zip(rows, ends, strict=True)
+    return [Patch(row.name, row.shape, index[a:b], ulps[a:b]) for row, (a, b) in pairs]
 
 
 def _encode_all(mode: Mode, patches: Sequence[Patch], old: Old) -> Streams:
@@ -158,39 +152,32 @@ def _encode_all(mode: Mode, patches: Sequence[Patch], old: Old) -> Streams:
     return {"low": _pack(content.astype(np.uint8)), "high": _pack((content >> 8).astype(np.uint8))}
 
 
-def _decode_all(
-    mode: Mode, rows: Sequence[TensorRow], streams: Streams, old: Old
-) -> Iterator[tuple[Index, Bits]]:
-    """Yield (index, ULPs) of each tensor, in the modes that store every element."""
-    count = sum(row.numel for row in rows)
-    low, high = (_unpack(streams[key], count).astype(np.uint16) for key in ("low", "high"))
+def _decode_all(mode: Mode, rows: Sequence[TensorRow], streams: Streams, old: Old) -> tuple[Index, Bits]:
+    """Return each change's position in its tensor, and its ULPs, in the modes that store every element."""
+    ends = np.cumsum([row.numel for row in rows])
+    low, high = (_unpack(streams[key], int(ends[-1])).astype(np.uint16) for key in ("low", "high"))
     content = (low | (high << 8)).astype(np.uint16)
     if mode == "dense":
         content = ((content >> 1) ^ -(content & 1)).astype(np.uint16)
-    first = 0
-    for row in rows:
-        part = content[first : first + row.numel]
-        ulps = part if mode == "dense" else part - old(row.name).reshape(-1)
-        index = np.flatnonzero(ulps)
-        row.require(index.size)
-        yield index, ulps[index]
-        first += row.numel
+    else:
+        for row, part in zip(rows, np.split(content, ends[:-1]), strict=True):
+            part -= old(row.name).reshape(-1)
+    index = np.flatnonzero(content)
+    ulps = content[index]
+    return _within(index, rows), ulps
 
 
 def _positions(group: Group, rows: Sequence[TensorRow], streams: Streams, old: Old) -> tuple[Index, Band]:
     """Return the position of each change in its tensor, and the band of each change."""
-    numels, changes = np.array([row.numel for row in rows]), np.array([row.changes for row in rows])
-    total, ends = int(numels.sum()), [0, *np.cumsum(changes).tolist()]
+    total, ends = sum(row.numel for row in rows), [0, *np.cumsum([row.changes for row in rows]).tolist()]
     band_of = np.zeros(ends[-1], np.uint8)
     if group.mode == "mask":
         mask = np.unpackbits(_unpack(streams["mask"], (total + 7) // 8), count=total, bitorder="little")
-        return _within(np.flatnonzero(mask), rows, numels, changes), band_of
+        return _within(np.flatnonzero(mask), rows), band_of
     if any(not 0 <= limit <= 255 for limit in group.limits) or list(group.limits) != sorted(group.limits):
         raise CodecError(f"limits {list(group.limits)} are not ascending exponents")
-    index, (words, state) = (
-        np.empty(ends[-1], np.int64),
-        bits.open_runs(group.gaps, streams["gaps"], "positions"),
-    )
+    words, state = bits.open_runs(group.gaps, streams["gaps"], "positions")
+    index = np.empty(ends[-1], np.int64)
     if group.mode == "bands":
         by = positions.cut(group.limits)
         for row, (a, b) in zip(rows, pairwise(ends), strict=True):
@@ -198,14 +185,15 @@ def _positions(group: Group, rows: Sequence[TensorRow], streams: Streams, old: O
             row.require(positions.band_walk(words, state, weights, by, index[a:b], band_of[a:b]))
     else:
         found = bits.flat_walk(words, state, total, index)
-        index = _within(index[: max(found, 0)], rows, numels, changes)
+        index = _within(index[: max(found, 0)], rows)
     if not bits.finished(state):
         raise CodecError("there are more changes than the table lists")
     return index, band_of
 
 
-def _within(index: Index, rows: Sequence[TensorRow], numels: Index, changes: Index) -> Index:
+def _within(index: Index, rows: Sequence[TensorRow]) -> Index:
     """Convert positions in a group to positions in its tensors; `CodecError` unless the table agrees."""
+    numels, changes = np.array([row.numel for row in rows]), np.array([row.changes for row in rows])
     if (wrong := _move(index, numels, changes)) >= 0:
         rows[wrong].require(-1)
     return index
@@ -272,7 +260,7 @@ def _decode_values(group: Group, streams: Streams, band_of: Band) -> Bits:
     if found < 0 or not _enlarge(size_words, sizes, large[:found], bands, ulps):
         raise CodecError("the sizes of the large changes are damaged")
     if not bits.finished(state) or (sizes[0] != sizes[1]).any():
-        raise CodecError("the sizes hold more than the changes need")
+        raise CodecError("the stream of sizes is longer than the changes need")
     return ulps
 
 
@@ -301,15 +289,6 @@ def _flat_runs(patches: Sequence[Patch]) -> Index:
         carried = positions.flat_runs(patch.index, patch.numel, carried, out[first:])
         first += patch.index.size
     return out
-
-
-def _pack_mask(indices: Sequence[Index], sizes: Sequence[int]) -> Bytes:
-    """One bit per element, tensor after tensor, row-major, lowest bit first."""
-    mask, first = np.zeros(sum(sizes), np.bool_), 0
-    for index, size in zip(indices, sizes, strict=True):
-        mask[first + index] = True
-        first += size
-    return _pack(np.packbits(mask, bitorder="little"))
 
 
 def _pack(content: Bytes) -> Bytes:

@@ -1,11 +1,11 @@
 """Codes where the changes are, as runs: the number of unchanged weights before each change.
 
 With one band, a run counts all weights since the last change; a reader needs only the stream. With eight
-bands, the weights are sorted into bands by their exponent, and a run counts only weights of the same band; a
-reader also needs the old weights. That takes fewer bytes: the smaller a weight is, the likelier it changes
-(its ULP is smaller), so each band has its own rate of changes, and of large changes (more than one ULP).
+bands, a run counts only weights of the same band, which is a range of exponents; a reader also needs the old
+weights. That takes fewer bytes: the smaller a weight is, the likelier it changes, so each band has its own
+rate of changes, and of large changes (more than one ULP).
 
-Both directions sort a chunk of weights into bands first. Writing then finds the rank of each change within
+Both directions first sort a chunk of weights into bands. Writing then finds the rank of each change within
 its band by its position in the chunk, and reading finds the position by the rank.
 """
 
@@ -24,7 +24,7 @@ from delta_weight_sync.util import kernel
 Band = NDArray[np.uint8]
 Cut = tuple[NDArray[np.int8], Band]
 Chunk = tuple[Words, NDArray[np.int16], Index]  # see `_sort`
-_WEIGHTS, _CHANGES = 1 << 16, 1 << 15  # sampled from a group, about, to estimate the rates
+_WEIGHTS, _CHANGES = 1 << 16, 1 << 15  # about as many are sampled from a group to estimate the rates
 _NEIGHBOURS = 64  # consecutive weights per sample: the CPU loads whole cache lines anyway
 _BLOCKS = 64  # blocks in a chunk: as many as `at_most` compares
 _CHUNK = _BLOCKS * LANES
@@ -79,7 +79,7 @@ def _sample(
 def _firsts(counts: NDArray[np.int64]) -> Index:
     """Where each of at most eight bands starts so that they need the fewest bits, by `counts` [3, n].
 
-    Dynamic programming: the best split into `used` bands is a last band after a best split into one fewer.
+    Dynamic programming: a best split into n bands is a best split into n - 1 bands and a last band.
     """
     size = counts.shape[1]
     bits, begin = np.full((BANDS + 1, size + 1), np.inf), np.zeros((BANDS + 1, size + 1), np.int64)
@@ -120,8 +120,10 @@ def _section(items: int, events: int) -> float:
 
 @kernel
 def flat_runs(index: Index, numel: int, carried: int, out: Index) -> int:
-    """Write a tensor's runs to `out` [n]. `carried`: number of unchanged elements before the tensor.
-    Returns the number of unchanged elements at its end, for the next tensor."""
+    """Write a tensor's runs to `out` [n]; returns the number of unchanged elements at the tensor's end.
+
+    `carried`: that number of the tensor before.
+    """
     before = np.int64(-1) - carried
     for j in range(index.size):
         out[j] = index[j] - before - 1

@@ -13,7 +13,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def commits_between_steps() -> bool:
-    """Whether this vLLM takes commits between two steps; otherwise it is paused for each, by its own calls.
+    """Whether this vLLM takes commits between two steps. Otherwise its own calls pause it for each commit.
 
     Raises `CompatibilityError` if this vLLM can do neither.
     """
@@ -28,7 +28,7 @@ def commits_between_steps() -> bool:
 def die_with_parent(parent: int) -> None:
     """Let Linux kill this process when the thread that started it (in process `parent`) ends.
 
-    A request to stop would not be enough: a server may be waiting for an engine that has already ended.
+    SIGTERM would not be enough: a server may be waiting for an engine that has already ended.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before the call

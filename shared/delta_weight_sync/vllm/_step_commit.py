@@ -1,21 +1,21 @@
 """Commits between two engine steps, as one uninterrupted action: no pause, no preemption, exact labels.
 
 vLLM handles `collective_rpc` between two steps, so a call with op "commit" needs no pause around it. If all
-workers succeed, two things that vLLM does only in a pause are done between the same two steps:
+workers succeed, two more things happen between the same two steps, which vLLM itself does only in a pause:
 
-- Cached prefixes are forgotten. Running requests keep their keys and values (as in PipelineRL), but their
-  blocks are hashed with a secret salt of their own from then on. So no new request finds keys and values of
-  older weights: neither cached ones nor those that a running request adds later.
+- Cached prefixes are forgotten. Running requests keep their keys and values (as in PipelineRL), but from then
+  on each hashes its blocks with a secret salt of its own. So no new request finds keys and values of older
+  weights: neither cached ones nor those that a running request adds later.
 - The label of new tokens changes. With async scheduling a step may be under way on the device; its results
   were computed with the old weights and keep the old label.
 
-Each call waits for the current step, and for the API server's event loop before and after. To save calls if
-the worker is in this process, op "stage" answers only when staging is done (vLLM waits for a `Future` without
-blocking its steps). If it has `then`, the arguments of a commit, it also commits right after the next step,
-and answers as a commit does.
+Each call waits for the current step, and for the API server's event loop before and after. If the worker is
+in this process, op "stage" saves calls: it answers only when staging is done (vLLM waits for a `Future`
+without blocking its steps). With `then`, the arguments of a commit, it also commits right after the next
+step, and answers as a commit does.
 
 The module patches vLLM's `EngineCore`; `compat.toml` lists what it relies on there. Before the first commit,
-`hindrance` tests this on the engine's own cache, and refuses engines that keep old results elsewhere.
+`hindrance` tests the patch on the engine's own cache, and refuses engines that keep old results elsewhere.
 If vLLM itself could commit between steps, this module would not be needed: upstream/vllm/0001 and 0002.
 """
 
@@ -43,17 +43,15 @@ from delta_weight_sync.vllm import METHOD
 
 _RUN = "delta_weight_sync"  # a type of request that only this process makes; its content is a function
 _STALE = "_versions_of_running_steps"  # our attribute of the engine core, see `_label_outputs`
+_PLAIN, _PLAIN_HANDLE = EngineCore.collective_rpc, EngineCoreProc._handle_client_request
 
 Answers = list[dict[str, Any]]
 """One per worker."""
 
 
-_PLAIN, _PLAIN_HANDLE = EngineCore.collective_rpc, EngineCoreProc._handle_client_request
-
-
 def install() -> None:
     """Patch this process's `EngineCore`, and the labelling of tokens if this vLLM has it."""
-    EngineCore.collective_rpc = _with_commits(_PLAIN)
+    EngineCore.collective_rpc = _collective_rpc
     EngineCoreProc._handle_client_request = _handle_client_request
     if compat.examine("vllm").works("labels"):
         EngineCore._attach_weight_version = _label_outputs
@@ -63,26 +61,24 @@ def _handle_client_request(core: EngineCore, request_type: Any, request: Any) ->
     return request() if request_type is _RUN else _PLAIN_HANDLE(core, request_type, request)
 
 
-def _with_commits(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
-    def collective_rpc(
-        core: EngineCore,
-        method: Any,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        op = kwargs.get("op") if kwargs and method == METHOD else None
-        then = kwargs.pop("then", None) if kwargs and op == "stage" else None
-        call = functools.partial(plain, core, method, timeout, args, kwargs)
-        if op == "learn" and (refused := hindrance(core)):
-            return [{"error": refused, "kind": CommitError.kind}]
-        if op == "stage" and isinstance(core.model_executor, UniProcExecutor):
-            finish = then and functools.partial(collective_rpc, core, METHOD, None, (), then)
-            return _when_staged(core, call, finish)
-        return commit(core, call, kwargs["label"]) if kwargs and op == "commit" else call()
-
-    return collective_rpc
+@functools.wraps(_PLAIN)
+def _collective_rpc(
+    core: EngineCore,
+    method: Any,
+    timeout: float | None = None,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    given = kwargs or {}
+    op = given.get("op") if method == METHOD else None
+    then = given.pop("then", None) if op == "stage" else None
+    call = functools.partial(_PLAIN, core, method, timeout, args, kwargs)
+    if op == "learn" and (refused := hindrance(core)):
+        return [{"error": refused, "kind": CommitError.kind}]
+    if op == "stage" and isinstance(core.model_executor, UniProcExecutor):
+        finish = then and functools.partial(_collective_rpc, core, METHOD, None, (), then)
+        return _when_staged(core, call, finish)
+    return commit(core, call, given["label"]) if op == "commit" else call()
 
 
 def _when_staged(
@@ -126,7 +122,7 @@ def commit(core: EngineCore, write: Callable[[], Answers], label: str) -> Answer
 
 
 def _label_outputs(core: EngineCore, outputs: dict[int, Any]) -> None:
-    """Replaces `_attach_weight_version`, which vLLM calls once for each finished step, in order."""
+    """Replace `_attach_weight_version`, which vLLM calls once for each finished step, in order."""
     stale = _stale(core)
     version = stale.popleft() if stale else core._weight_version
     for output in outputs.values():
@@ -140,7 +136,7 @@ def _stale(core: EngineCore) -> deque[str]:
 
 
 def forget_prefixes(manager: KVCacheManager, requests: Iterable[Request]) -> None:
-    """Reuse no block as a prefix that is cached now, or that a running one of `requests` fills later."""
+    """Let new requests reuse no block that is cached now, or that a running one of `requests` fills later."""
     for pool in set(_pools(manager)):
         # The blocks stay as they are: each clears its own copy of its hash when the pool reuses it.
         pool.cached_block_hash_to_block = BlockHashToBlockMap()
@@ -152,7 +148,7 @@ def forget_prefixes(manager: KVCacheManager, requests: Iterable[Request]) -> Non
         if request.num_computed_tokens:
             # A hash covers the tokens of all blocks up to its own, but not the weights. Without a salt, a new
             # request that begins with the same tokens would find this request's blocks. Cached blocks are not
-            # cached again, so only the last one's hash is salted: the next block's hash builds on it.
+            # cached again, so salting the last cached block is enough: the next block's hash builds on it.
             salt, known = os.urandom(16), request.block_hashes
             request.cache_salt = salt.hex()  # for a first block that is not full yet
             done = (group.num_cached_block.get(request.request_id, 0) * group.block_size for group in groups)
@@ -203,9 +199,8 @@ def _unforgotten(core: EngineCore) -> str:
     forget_prefixes(manager, [])
     if 0 < cached <= 2 * size and forgotten == 0 and 0 < reached <= 2 * size:
         return ""
-    return (
-        f"vLLM's prefix cache reuses results of old weights ({cached}, {forgotten}, {reached} tokens reused)"
-    )
+    found = f"{cached}, {forgotten}, {reached} tokens reused"
+    return f"vLLM's prefix cache reuses results of old weights ({found})"
 
 
 def _probe(core: EngineCore, name: str, length: int) -> Request:
@@ -214,7 +209,6 @@ def _probe(core: EngineCore, name: str, length: int) -> Request:
 
 
 def _compute(manager: KVCacheManager, request: Request, tokens: int) -> None:
-    """Do what the scheduler does for a step of `tokens` tokens."""
     manager.allocate_slots(request, tokens)
     request.num_computed_tokens += tokens
 

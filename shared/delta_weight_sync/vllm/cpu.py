@@ -7,10 +7,10 @@
    computes the chosen experts one after the other: exact and simple, but slower than vLLM's packed kernel.
 3. It packs the weights of short convolutions (for example in gated delta nets) in place. `install` leaves
    them as loaded, and tells the kernels that they are not packed.
-4. If the prefill of a seeded request is split, vLLM sets the request's random generator back by an offset.
-   CPU generators have none, so the engine dies. TRL seeds every request. `install` hides it meanwhile.
-5. vLLM inspects a model's class in another process, so that CUDA is not initialized in this one. With an
-   empty cache, importing vLLM there takes ten seconds at each start. `install` inspects it in this one.
+4. If the prefill of a seeded request is split, vLLM sets the request's random generator back by an offset,
+   which ends the engine on a CPU. TRL seeds every request. `install` hides the generator meanwhile.
+5. vLLM inspects a model's class in another process, for CUDA's sake. With an empty cache, importing vLLM
+   there takes ten seconds at each start. `install` lets vLLM inspect the class in its own process.
 6. An RMS norm takes ten operations, a tenth of a small model's time. `install` replaces them by one kernel.
 
 `self_test` raises an error if patch 1 or 2 has no effect. If patch 3 has none, `routes` finds packed weights.
@@ -66,16 +66,21 @@ def self_test(model: torch.nn.Module) -> None:
     """Raise `RuntimeError` if a layer of the loaded model does not compute from its live weight."""
     layers = [(name, module) for name, module in model.named_modules() if hasattr(module, "cpu_linear")]
     for name, module in layers:
-        if module.weight.ndim == 2 and not _computes_from(module.cpu_linear, module.weight):
+        linear, weight = module.cpu_linear, module.weight
+        live = (
+            linear is functional.linear
+        )  # vLLM does not pack a few layers: each call passes them the weight
+        if isinstance(linear, _LiveLinear):
+            live = linear.memory.is_set_to(weight.data)
+        if weight.ndim == 2 and not (live and weight.numel()):
             raise RuntimeError(f"{name} does not compute from its weight: install a tested release of vLLM")
     if not layers:
         raise RuntimeError("the model has no CPU linear layer: install a tested release of vLLM")
     for name, module in model.named_modules():
         moe = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        if moe is None:
-            continue
-        kind = type(moe.fused_experts)
-        if (kind.process_weights_after_loading, kind.apply) != (_keep_experts_live, apply_live_experts):
+        kind = type(moe.fused_experts) if moe else None
+        ours = _keep_experts_live, apply_live_experts
+        if kind and (kind.process_weights_after_loading, kind.apply) != ours:
             raise RuntimeError(f"{name} computes from packed experts: install a tested release of vLLM")
 
 
@@ -119,8 +124,10 @@ def linear_in_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 @cache
 def _rows_in_bf16() -> float:
-    """The number of input rows up to which this CPU is faster in bf16 than in float32: infinity, or a few on
-    a CPU without AVX-512. It is measured once, which takes milliseconds."""
+    """The number of input rows up to which this CPU is faster in bf16 than in float32, measured once.
+
+    It is infinity, or a few on a CPU without AVX-512.
+    """
     weight = torch.ones(512, 512, dtype=torch.bfloat16)
     for rows in (_MANY, 16, 8, 4, 2, 1):
         x = torch.ones(rows, 512, dtype=torch.bfloat16)
@@ -150,13 +157,6 @@ def norm_in_one_kernel(native: Any) -> Any:
         return out if residual is None else (out, residual)
 
     return norm
-
-
-def _computes_from(linear: object, weight: torch.Tensor) -> bool:
-    if isinstance(linear, _LiveLinear):
-        return linear.memory.is_set_to(weight.data) and weight.numel() > 0
-    # vLLM does not pack a few layers: each call passes them the weight.
-    return linear is functional.linear and weight.numel() > 0
 
 
 def _keep_experts_live(experts: Any, layer: torch.nn.Module) -> None:

@@ -1,7 +1,7 @@
 """A replica's folders, where versions are built as checkpoints for vLLM and its workers.
 
 The anchor stays on disk, so that healing and going back fetch a few deltas at most. A version is a copy of
-the anchor with the later deltas applied; all workers map the same file. The commit proves its content.
+the anchor with the later deltas applied; all workers map the same file. A commit checks its digest.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Shapes = dict[str, list[int]]
 
 
 def private_folder(folder: str, variable: str, *, keep: bool = True) -> Path:
-    """The folder that `variable` names, created for this user alone if it is missing.
+    """Return the folder that `variable` names; create it for this user alone if it is missing.
 
-    vLLM runs or serves what it reads there. So a folder is refused with `SettingsError` if it belongs to
-    another user (anyone can create one in /tmp), if every user may write to it, or if another process has
-    locked it. This process then keeps it locked, unless `keep` is False.
+    vLLM runs or serves what it reads there. So `SettingsError` is raised if the folder belongs to another
+    user (anyone can create one in /tmp), if every user may write to it, or if another process has locked it.
+    This process then keeps it locked, unless `keep` is False.
     """
     path, problem = Path(folder), ""
     try:
@@ -58,7 +58,7 @@ class Layout:
     """One anchor and one version below `folder`."""
 
     def __init__(self, reader: RunReader, folder: Path) -> None:
-        """Remove deltas, partial downloads and the version that a killed process left; keep anchors."""
+        """Remove what a killed process left (deltas, partial downloads, the version); keep anchors."""
         self._reader, self._anchors, self._version = reader, folder / "anchors", folder / "checkpoint"
         self._wanted = self._fetched = 0  # bytes of the version that `put` builds
         parts = (*folder.glob(".*.part"), *self._anchors.rglob(".*.part"))
@@ -90,9 +90,9 @@ class Layout:
         """How much `put` has fetched, in steps of a tenth, such as "27 of 269 MB"; "" if it does not run."""
         if not (wanted := self._wanted):
             return ""
+        found = (part for folder in (self._anchors, self._version) for part in folder.rglob(".*.part"))
         try:
-            folders = (self._anchors, self._version)
-            parts = sum(part.stat().st_size for folder in folders for part in folder.glob("**/.*.part"))
+            parts = sum(part.stat().st_size for part in found)
         except FileNotFoundError:  # a file was finished, or its folder removed, meanwhile
             parts = 0
         share = _STEPS * min(self._fetched + parts, wanted) // wanted
@@ -100,8 +100,10 @@ class Layout:
         return f"{share * wanted / _STEPS / 1e6:.{digits}f} of {wanted / 1e6:.{digits}f} MB"
 
     def _anchor(self, manifest: Manifest) -> Path:
-        """The anchor's folder, named by its hash; a missing or damaged anchor is fetched again. If that
-        fails, complete files stay for the next try."""
+        """The anchor's folder, named by its hash. A missing or damaged anchor is fetched again.
+
+        If that fails, complete files stay for the next try.
+        """
         anchor = manifest.anchor
         weights = next((ref for ref in anchor.files if ref.name == WEIGHTS), None)
         if weights is None:

@@ -21,7 +21,7 @@ from delta_weight_sync.records import Manifest
 from delta_weight_sync.vllm import METHOD, commits_between_steps
 from delta_weight_sync.vllm.disk import Shapes
 
-_POLL_S = 0.02, 0.2  # between polls of a stage: first and longest pause; a poll waits for the current step
+_POLL_S = 0.02, 0.2  # first and longest pause between polls of a stage; a poll waits for the current step
 _TIMEOUT_S = 600.0  # for one answer; a large model is hashed in seconds
 _CHECK_S = 1.0  # how often a call checks that vLLM still lives
 
@@ -38,7 +38,7 @@ class TokenVersion(NamedTuple):
 
     @classmethod
     def of(cls, manifest: Manifest) -> TokenVersion:
-        """Of a published version."""
+        """The label of a published version's tokens."""
         return cls(manifest.version, manifest.writer_term, manifest.sync)
 
     @classmethod
@@ -53,9 +53,9 @@ Seconds = tuple[float, float, float]
 
 
 class Engine:
-    """A running vLLM that takes commits. Each call blocks, and raises `EngineError`.
+    """A running vLLM that takes commits. Each call blocks, and raises `EngineError` if it fails.
 
-    It cannot start vLLM; a Space's engine overrides `alive`, `serves`, `start` and `stop`.
+    This class cannot start vLLM; a Space's engine overrides `alive`, `serves`, `start` and `stop`.
     """
 
     def __init__(self, client: Any, loop: asyncio.AbstractEventLoop) -> None:
@@ -66,15 +66,15 @@ class Engine:
         """The release of vLLM, how it takes commits, and the features that it lacks."""
         release = compat.examine("vllm")
         how = "between two steps" if commits_between_steps() else "while it is paused"
-        off = [f"no {found.what}" for found in release.features.values() if found.missing]
-        return "; ".join((f"{release.package} {release.version}, commits {how}", *off))
+        lacking = [f"no {feature.what}" for feature in release.features.values() if feature.missing]
+        return "; ".join((f"{release.package} {release.version}, commits {how}", *lacking))
 
     def alive(self) -> bool:
         """Whether vLLM still answers."""
         return not self._client.errored
 
     def serves(self, checkpoint: Path) -> bool:
-        """Whether vLLM can take this checkpoint without a restart. (`learn` checks that its tensors fit.)"""
+        """Whether vLLM can take this checkpoint without a restart; `learn` checks that its tensors fit."""
         return True
 
     def start(self, checkpoint: Path) -> None:
@@ -97,12 +97,11 @@ class Engine:
         return str(self._ask("learn", shapes=shapes)[0]["digest"])
 
     def take(self, deltas: Sequence[Path], digest: str, label: str) -> Seconds:
-        """Stage delta files, in this order, while vLLM generates; then commit them between two steps. If that
-        fails, raise and change nothing.
+        """Stage delta files, in this order, while vLLM generates; then commit them between two steps.
 
-        Running requests continue with the new weights, no new request reuses a prefix from older weights, and
-        every later token has the label `label`. If vLLM pauses for commits, it also computes the keys and
-        values of running requests again.
+        A failure raises and changes nothing. Afterwards running requests continue with the new weights, new
+        requests reuse no prefix from older weights, and later tokens have the label `label`. If vLLM pauses
+        for commits, it also computes the keys and values of running requests again.
         """
         return self._take(digest, label, deltas=[str(path.absolute()) for path in deltas])
 
@@ -130,17 +129,18 @@ class Engine:
     def _take(self, digest: str, label: str, **what: Any) -> Seconds:
         """Stage and commit. With one worker per engine, "stage" answers after the commit: see `_step_commit`.
 
-        Otherwise workers are processes that answer one call at a time; a call that waited would block them.
+        Several workers are processes that answer one call at a time. They are polled, because a call that
+        waited for the stage would block them.
         """
+        between, (pause, longest) = commits_between_steps(), _POLL_S
         then: dict[str, Any] = {"op": "commit", "digest": digest, "label": label}
-        what |= {"then": then} if commits_between_steps() else {}
-        answers, (pause, longest) = self._ask("stage", timeout_s=math.inf, **what), _POLL_S
+        answers = self._ask("stage", timeout_s=math.inf, **what, **({"then": then} if between else {}))
         while not all(answer["done"] for answer in answers):
             time.sleep(pause)
             pause = min(1.5 * pause, longest)
             answers = self._ask("staged", timeout_s=math.inf)
         stage_s = _longest("stage_s", answers)
-        if not commits_between_steps():
+        if not between:
             return stage_s, *self._wait(self._commit_while_paused(digest, label))
         if not all("pause_s" in answer for answer in answers):
             answers = self._ask(**then)

@@ -2,9 +2,9 @@
 
 A follower is one thread: watch the bucket, fetch a version, stage it, commit it, report it. Normally it
 applies the version's deltas. Where that is not possible it joins: it builds the version as a checkpoint on
-disk (newest anchor, then deltas), compares it with the live parameters, and commits what differs. That works
-from any live weights. It joins for its first version, to heal, and to go back. vLLM generates meanwhile, and
-the digest of its live parameters proves the result.
+disk (newest anchor, then deltas), compares it with the live parameters, and commits what differs. Joining
+works from any live weights; it is used for the first version, to heal, and to go back. vLLM generates
+meanwhile, and the digest of its live parameters proves the result.
 """
 
 from __future__ import annotations
@@ -24,28 +24,27 @@ from delta_weight_sync.vllm.engine import Engine, TokenVersion
 from delta_weight_sync.watch import FIRST_S, Backoff, Watcher
 
 _VLLM = "vLLM"
-_LINE_S = 60.0  # between two log lines about versions that were served
+_LINE_S = 60.0  # between two log lines about served versions
 _log = logging.getLogger("delta_weight_sync")
 
 Wanted = tuple[Manifest | None, AnchorRef, str]
-"""A join that was tried: the pinned version or None, the anchor, and the digest. The digest is "" if nothing
-was served yet: then a refusal means that vLLM cannot take the model at all, otherwise only this version."""
+"""A join: the pinned version or None, the anchor, and the digest. The digest is "" if nothing was served yet:
+then a refusal means that vLLM cannot take the model at all, otherwise only this version."""
 
 
 class Refusals:
-    """Joins that vLLM refused for good: a join fetches a checkpoint, so the same join is not tried again."""
+    """Joins that vLLM refused for good. They are not tried again, because each would fetch a checkpoint."""
 
-    def __init__(self) -> None:
-        self.forget()
+    _wanted: Wanted | None = None
+    _suspect: Wanted | None = None
+    _refused: tuple[Wanted, errors.RefusedError] | None = None
 
     def forget(self) -> None:
         """Allow every join: vLLM was restarted, or the owner asked for another try."""
-        self._wanted: Wanted | None = None
-        self._suspect: Wanted | None = None
-        self._refused: tuple[Wanted, errors.RefusedError] | None = None
+        self._wanted = self._suspect = self._refused = None
 
     def check(self, manifest: Manifest, held: Manifest | None, serving: Manifest | None) -> None:
-        """Raise `RefusedError` if vLLM refused this before; otherwise remember what is tried now."""
+        """Raise `RefusedError` if vLLM refused this join before; otherwise remember it for `judge`."""
         self._wanted = held, manifest.anchor, manifest.digest if serving else ""
         if self._refused and self._refused[0] == self._wanted:
             raise self._refused[1]
@@ -63,7 +62,7 @@ class Refusals:
 
 
 class Commands:
-    """What the owner wants. Any thread gives commands; the follower obeys at its next turn."""
+    """The owner's commands. Any thread may call these methods; the follower obeys at its next turn."""
 
     def __init__(self, reader: RunReader) -> None:
         self._reader = reader
@@ -84,7 +83,7 @@ class Commands:
         self.paused, self.pinned = False, self._reader.find(version)
 
     def describe(self) -> str:
-        """Why newer versions are not followed; "" if they are."""
+        """Why the replica does not follow newer versions; "" if it does."""
         held = f"pinned to version {self.pinned.version}" if self.pinned else "paused" * self.paused
         return held and f"{held}: newer versions wait until you resume this replica"
 
@@ -97,7 +96,7 @@ class Follower:
     """Keeps `engine` at the version that the run and the owner want."""
 
     def __init__(self, reader: RunReader, engine: Engine, *, name: str, folder: Path, poll_s: float) -> None:
-        """Prepare to follow; `start` begins. `folder`: scratch space for one or two checkpoints."""
+        """`folder`: scratch space for one or two checkpoints."""
         self.serving: Manifest | None = None  # its bits are live, proven by digest; any thread may read it
         self.commands = Commands(reader)
         self._reader, self._engine, self._folder, self._poll_s = reader, engine, folder, poll_s
@@ -133,7 +132,7 @@ class Follower:
         self._watcher.poke()
 
     def report(self, after: int) -> ReplicaReport:
-        """What the replica is doing, and its remembered commits of versions newer than `after`."""
+        """What the replica is doing, and its recent commits of versions newer than `after`."""
         serving = self.serving
         progress = "" if serving else self._layout.progress()
         status = ReplicaEvent(
@@ -150,7 +149,7 @@ class Follower:
         return ReplicaReport(status=status, commits=commits, notice=notice, engine=engine)
 
     def explain(self, error: Exception | None) -> str:
-        """The text to report for an error; called with None when all is well again. A Space overrides it."""
+        """The text to report for an error; None means that all is well again. A Space overrides this."""
         return f"{error}"
 
     # Watch: decide which version to serve.
@@ -161,7 +160,7 @@ class Follower:
             try:
                 if self._turn():
                     self.explain(None)
-            except Exception as error:  # noqa: BLE001 - whatever it was: report it, keep serving, try again
+            except Exception as error:  # noqa: BLE001 - whatever it was, report it, keep serving, try again
                 refused = isinstance(error, errors.RefusedError) and self.serving is None
                 self._complain(self.explain(error), "refused" if refused else self._state)
                 wait_s = min(wait_s, FIRST_S)
@@ -169,7 +168,12 @@ class Follower:
 
     def _turn(self) -> bool:
         """One turn of the loop. False if nothing was tried; the caller then keeps the earlier error."""
-        self._require_alive()
+        if self.serving is not None and not self._engine.alive():
+            self.serving = None
+            self._refused.forget()
+            self._holding.reset()
+            self._watcher.refresh()
+            raise errors.EngineError("vLLM died; the lines above say why")
         if self.commands.healing.is_set():
             self.commands.healing.clear()
             self._refused.forget()
@@ -180,17 +184,7 @@ class Follower:
         held = self._served_last if self.commands.paused else self.commands.pinned
         return self._hold(held) if held else self._follow_newest()
 
-    def _require_alive(self) -> None:
-        """Raise `EngineError` if vLLM has died since the last call; later calls do not raise it again."""
-        if self.serving is not None and not self._engine.alive():
-            self.serving = None
-            self._refused.forget()
-            self._holding.reset()
-            self._watcher.refresh()
-            raise errors.EngineError("vLLM died; the lines above say why")
-
     def _hold(self, manifest: Manifest) -> bool:
-        """Serve this version and no other."""
         self._watcher.refresh()
         if manifest == self.serving and not (self._error or self._healing):
             return True
@@ -204,7 +198,7 @@ class Follower:
         return True
 
     def _follow_newest(self) -> bool:
-        """Serve the newest version; False if it is too early to look for one or to try it again."""
+        """Serve the newest version. False if it is too early to look for a version, or to retry it."""
         try:
             taken = self._watcher.check(lambda newest: self._reach(newest, None))
         except errors.NoVersionError:
@@ -222,10 +216,10 @@ class Follower:
         return taken
 
     def _reach(self, manifest: Manifest, held: Manifest | None) -> None:
-        """Serve a version. `held` is that version if it is pinned, and None if the newest is wanted.
+        """Serve a version. `held` is the same version if it is pinned or paused at, else None.
 
-        Raises `EngineError`, `ProtocolError` or `BucketError` if it cannot. Then the old version is still
-        served, or none, or after `_join_first` an older one.
+        Raises `EngineError`, `ProtocolError` or `BucketError` if that fails. The replica then still serves
+        what it served before, or after `_join_first` an older version.
         """
         try:
             self._refused.check(manifest, held, self.serving)
@@ -248,9 +242,7 @@ class Follower:
         anchor, deltas = self._reader.recipe(manifest, serving.version)
         unchanged = not any(delta.changed for delta in deltas)
         if anchor or not deltas or (unchanged and manifest.digest != serving.digest):
-            self._join(
-                manifest
-            )  # its deltas do not reach back to the served version, or it does not descend from it
+            self._join(manifest)  # no deltas lead from the served version to this one
             return
         if unchanged:
             self._engine.relabel(str(TokenVersion.of(manifest)))
@@ -258,7 +250,9 @@ class Follower:
             return
         try:
             self._apply(manifest, deltas)
-        except errors.EngineError as error:  # the old weights are back, but they may not be what we believed
+        except (
+            errors.EngineError
+        ) as error:  # the old weights are back, but they may not be the published ones
             if error.kind == errors.WeightsChangedError.kind:
                 self.serving = None
             undone = f"committing version {manifest.version} failed and was undone"
@@ -298,8 +292,7 @@ class Follower:
         fetch_s = time.perf_counter() - started
         try:
             self._prepare_engine(manifest, folder, shapes)
-            label = str(TokenVersion.of(manifest))
-            seconds = self._engine.take_checkpoint(folder, manifest.digest, label)
+            seconds = self._engine.take_checkpoint(folder, manifest.digest, str(TokenVersion.of(manifest)))
         except errors.TooSoonError:
             raise
         except errors.EngineError as error:
@@ -310,7 +303,7 @@ class Follower:
         self._serve(manifest, fetch_s, *seconds, joined=True)
 
     def _prepare_engine(self, manifest: Manifest, folder: Path, shapes: Shapes) -> None:
-        """Make sure that vLLM runs and has learned where the run's tensors are."""
+        """Start vLLM if it does not run, and let it learn where the run's tensors are."""
         if started := not self._engine.serves(folder):
             self._start_engine(manifest, folder)
         if shapes != self._learned:
@@ -325,7 +318,7 @@ class Follower:
             self._learned = shapes
 
     def _start_engine(self, manifest: Manifest, folder: Path) -> None:
-        """Start or restart vLLM; restarts in a row are delayed longer and longer, whatever their reason."""
+        """Start or restart vLLM; the pauses between restarts in a row grow, whatever their reason."""
         if not self._starting.allows(_VLLM):
             raise errors.TooSoonError(
                 f"version {manifest.version} needs a restart of vLLM, which was started only a moment ago;"
@@ -339,7 +332,7 @@ class Follower:
     # Note what `report` reports.
 
     def _note(self, state: str, error: str | None = None, line: str = "") -> None:
-        """Note the state, and log it if it changed; `line` is logged now and then although it did not."""
+        """Note the state, and log it if it changed; a `line` is also logged once a minute if it did not."""
         if state != self._state or (self._error and not error) or (line and time.time() >= self._next_line):
             _log.info("replica %s: %s", self._name, line or state)
             self._next_line = time.time() + _LINE_S
@@ -348,7 +341,6 @@ class Follower:
             self._logged = ""
 
     def _complain(self, reason: str, state: str) -> None:
-        """Note an error, and log it unless it was the last one logged."""
         reason = errors.printable(reason)
         if reason != self._logged:
             _log.warning("replica %s: %s", self._name, reason)

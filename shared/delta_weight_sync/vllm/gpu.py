@@ -1,13 +1,13 @@
 """The GPU's half of `memory`: the same arithmetic on the same table, in Triton.
 
-Kernels take absolute addresses from the table, so that one launch reaches all parameters, and each program
-takes one block of a list: hashing, reading or committing a model takes a few launches and one wait, however
-many tensors it has. Sums wrap at 2^64 and are spread over a few cells, which may be added in any order.
+Kernels take absolute addresses from the table, so that one launch reaches all parameters. Each program takes
+one block of a list. So hashing, reading or committing a model takes a few launches and one wait, however many
+tensors the model has. Sums wrap at 2^64 and are spread over a few cells, which may be added in any order.
 
 Staging has its own stream, so that staging and vLLM do not wait for each other. A commit runs on vLLM's
 stream, between two steps. Staged data is on the device if it takes at most half of the free memory there.
-Otherwise it stays in pinned host memory, which the kernels read over the bus. That is slower, but leaves the
-engine the memory that it may need.
+Otherwise it stays in pinned host memory, which kernels read over the bus: slower, but the engine may need the
+device's memory.
 """
 
 from __future__ import annotations
@@ -35,13 +35,9 @@ WARPS = 16  # of a program that hashes many tiles: 16 bytes a thread
 _BLOCK, _TILE, _CELLS = tl.constexpr(BLOCK), tl.constexpr(TILE), tl.constexpr(CELLS)
 _PIECE = tl.constexpr(PIECE)
 _COLUMNS, _DIMS = tl.constexpr(memory.COLUMNS), tl.constexpr(memory.DIMS)
-_ADDRESS, _SEED, _COUNTED = (
-    tl.constexpr(memory.ADDRESS),
-    tl.constexpr(memory.SEED),
-    tl.constexpr(memory.COUNTED),
-)
-_FIRST, _SIZES = tl.constexpr(memory.FIRST), tl.constexpr(memory.SIZES)
-_SOURCE, _TARGET = tl.constexpr(memory.SOURCE), tl.constexpr(memory.TARGET)
+_ADDRESS, _SEED = tl.constexpr(memory.ADDRESS), tl.constexpr(memory.SEED)
+_COUNTED, _FIRST = tl.constexpr(memory.COUNTED), tl.constexpr(memory.FIRST)
+_SIZES, _SOURCE, _TARGET = map(tl.constexpr, (memory.SIZES, memory.SOURCE, memory.TARGET))
 
 
 @triton.jit
@@ -75,9 +71,10 @@ def _add(cells: tl.tensor, program: tl.tensor, amount: tl.tensor) -> None:
 def digest_whole(
     rows: tl.tensor, tiles: tl.tensor, inner: tl.tensor, cells: tl.tensor, count: tl.tensor
 ) -> None:
-    """As `digest`, for tiles that are a whole block of the digest, contiguous and aligned to 16 bytes.
+    """Like `digest`, for tiles that are a whole block of the digest, contiguous and aligned to 16 bytes.
 
-    Each program takes an equal share of the `count` tiles, all next to each other, and adds lane by lane."""
+    Each program takes an equal, consecutive share of the `count` tiles, and adds lane by lane.
+    """
     program, lane = tl.program_id(0).to(tl.int64), tl.arange(0, _TILE)
     sums = tl.zeros([_TILE], tl.uint64)
     first_tile, programs = program * count // tl.num_programs(0), tl.num_programs(0)
@@ -117,15 +114,12 @@ def digest(rows: tl.tensor, tiles: tl.tensor, inner: tl.tensor, cells: tl.tensor
 
 @triton.jit
 def read_kernel(rows: tl.tensor, tiles: tl.tensor, out: tl.tensor) -> None:
-    """Copy live bits to `out`, int16 [n]; `tiles`: int64 [p, 4]: as for `digest`, and the place in `out`."""
+    """Copy live bits to `out`, int16 [n]. `tiles`, int64 [p, 4]: as for `digest`, then the place in `out`."""
     tile = tiles + 4 * tl.program_id(0).to(tl.int64)
-    row = rows + tl.load(tile) * _COLUMNS
-    number = tl.arange(0, _TILE)
-    inside = number < tl.load(tile + 2).to(tl.int32)
-    bits = tl.load(
-        _memory(row) + _at(row, _TARGET, tl.load(tile + 1).to(tl.int32) + number), mask=inside, other=0
-    )
-    tl.store(out + tl.load(tile + 3) + number, bits, mask=inside)
+    row, lane = rows + tl.load(tile) * _COLUMNS, tl.arange(0, _TILE)
+    inside = lane < tl.load(tile + 2).to(tl.int32)
+    place = _memory(row) + _at(row, _TARGET, tl.load(tile + 1).to(tl.int32) + lane)
+    tl.store(out + tl.load(tile + 3) + lane, tl.load(place, mask=inside, other=0), mask=inside)
 
 
 @triton.jit
@@ -332,8 +326,10 @@ def _tiles(table: memory.Table) -> dict[int, memory.Rows]:
 
 
 def _runs(rows: memory.Rows) -> NDArray[np.int64]:
-    """The run length of each row: this many consecutive elements share a factor of the digest. It is TILE
-    only if these are also contiguous in memory and aligned to 16 bytes; otherwise it is `_RUN` or 1."""
+    """The run length of each row: this many consecutive elements share a factor of the digest.
+
+    It is TILE only if these are also contiguous in memory and aligned to 16 bytes; otherwise `_RUN` or 1.
+    """
     sizes, strides = rows[:, memory.SIZES : memory.SOURCE], rows[:, memory.SOURCE : memory.TARGET]
     flat = (sizes[:, :-1] == 1).all(1)
     outer = np.where(sizes[:, :-1] == 1, 0, strides[:, :-1])

@@ -1,20 +1,19 @@
 """All live parameters of a model as one table, and the numba kernels that hash and write them on the host.
 
-A piece is a strided part of a checkpoint tensor. It lies in a parameter of vLLM, possibly with other strides.
-Its elements are numbered 0, 1, 2, ... in row-major order. From the number follow the position in the
-checkpoint tensor and the address in memory. Each change stores the number of its element as an int32, for
-finding, hashing and writing it; a piece with too many elements becomes several rows of the table. All changes
-of a commit are flat arrays over the whole model, which go to a device in one copy. The host's kernels use one
-thread, to leave the cores to vLLM; `gpu` has the same kernels for GPUs.
+A piece is a strided part of a checkpoint tensor that lies in a parameter of vLLM, possibly with other
+strides. Its elements are numbered 0, 1, 2, ... in row-major order. The number gives the position in the
+checkpoint tensor and the address in memory. Changes store it as an int32, so a piece with too many elements
+becomes several rows of the table. All changes of a commit are flat arrays over the whole model, which go to a
+device in one copy. The host's kernels use one thread, to leave the cores to vLLM; `gpu` has the same kernels
+for GPUs.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,18 +29,16 @@ from delta_weight_sync.codec._patch import join
 from delta_weight_sync.digest import BLOCK, INNER, hash_dense, outer, seed
 from delta_weight_sync.errors import RouteError
 from delta_weight_sync.util import kernel
-from delta_weight_sync.vllm.routes import Geometry, Piece, Route
+from delta_weight_sync.vllm.routes import Geometry, Route
 
 Row = NDArray[np.int64]
 Rows = NDArray[np.int64]
 Elements = NDArray[np.int32]
 Ulps = NDArray[np.int16]
-Found = tuple[int, Elements, Ulps]
-"""Row of the table; numbers of its changed elements, int32 [n], strictly increasing; ulps, int16 [n]."""
 
 DIMS = 4
 EXPLICIT = -1  # see `Changes`
-MOST = (1 << 31) - (1 << 16)  # elements of a row: their numbers must fit int32, also in a last padded block
+MOST = (1 << 31) - (1 << 16)  # elements of a row: their numbers, and those of a padded block, must fit int32
 
 # The columns. Sizes and strides have DIMS columns each, outer dimension first, padded in front with ones.
 ADDRESS = 0  # of element 0, in bytes
@@ -54,24 +51,31 @@ TARGET = SOURCE + DIMS  # strides in memory, in elements of 2 bytes
 COLUMNS = TARGET + DIMS
 
 _DENSE = 2  # if more than one in two elements change, storing every element takes less memory
-_NO_BLOCK = np.uint64(1 << 63)
-_MANY = 1 << 14  # changes whose elements are found together: they fit into the cache
-_NEAR = 4096  # changes that are read back while they are still in the cache
-SLICES = 60  # of all parameters; `recheck` hashes one of them
+_NO_BLOCK = np.uint64(1 << 63)  # no block has this number
+_MANY = 1 << 14  # changes that `of_patches` handles together: they fit into the cache
+_NEAR = 1024  # changes that are read back while they are still in the cache
+SLICES = 60  # of all parameters; `recheck` hashes one slice
 
 
 class Table:
-    """The places of all elements, on one device. `rows`: int64 [pieces, COLUMNS]. `of`: checkpoint name ->
-    indices of its rows."""
+    """The places of all elements, on one device.
+
+    `rows`: int64 [pieces, COLUMNS]. `of`: checkpoint name -> indices of its rows.
+    """
 
     def __init__(self, routes: Mapping[str, Route], owned: Mapping[str, Sequence[int]]) -> None:
         """`owned`: for each tensor, the indices of the pieces that this worker adds to the digest."""
-        rows: list[Row] = []
+        rows: list[list[int]] = []
         self.of: dict[str, range] = {}
         for name, numbers in owned.items():
-            first = len(rows)
+            first, key = len(rows), int(seed(name).astype(np.int64))
             for number, piece in enumerate(routes[name].pieces):
-                rows += _rows(name, piece, counted=number in numbers)
+                start = piece.memory.data_ptr()
+                for source, target in _parts(piece.source, piece.target):  # mostly one
+                    fixed = [start + 2 * target.offset, key, number in numbers, source.offset]
+                    pad = [1] * (DIMS - len(source.sizes))
+                    shapes = source.sizes, source.strides, target.strides
+                    rows.append(fixed + [each for shape in shapes for each in (*pad, *shape)])
             self.of[name] = range(first, len(rows))
         self.rows = np.array(rows, np.int64).reshape(-1, COLUMNS)
         self.memory = [piece.memory for name in owned for piece in routes[name].pieces]
@@ -84,19 +88,6 @@ class Table:
         """Number of elements of each row, int64 [pieces]."""
         counts: Index = self.rows[:, SIZES:SOURCE].prod(1)
         return counts
-
-
-def _rows(name: str, piece: Piece, *, counted: bool) -> Iterator[Row]:
-    """A piece's rows: one, or several if it has too many dimensions or elements."""
-    for source, target in _parts(piece.source, piece.target):
-        row = np.zeros(COLUMNS, np.int64)
-        row[ADDRESS] = piece.memory.data_ptr() + 2 * target.offset
-        row[SEED] = seed(name).astype(np.int64)
-        row[COUNTED], row[FIRST] = counted, source.offset
-        for column, values in ((SIZES, source.sizes), (SOURCE, source.strides), (TARGET, target.strides)):
-            row[column : column + DIMS] = 1
-            row[column + DIMS - len(values) : column + DIMS] = values
-        yield row
 
 
 def _parts(source: Geometry, target: Geometry) -> Iterator[tuple[Geometry, Geometry]]:
@@ -116,16 +107,17 @@ def _parts(source: Geometry, target: Geometry) -> Iterator[tuple[Geometry, Geome
 
 
 @kernel
-def _bounds(rows: Rows, which: Index, low: Index, high: Index, index: Index) -> int:
-    """Narrow each part's range of `index` to what row `which` can hold; returns the sum of the sizes."""
+def _bounds(rows: Rows, found: Index, index: Index) -> int:
+    """Narrow each part's range of `index` to what its row can hold; returns the sum of the sizes."""
     total = 0
-    for p in range(which.size):
-        row, near = rows[which[p]], index[low[p] : high[p]]
-        end = row[FIRST] + 1
+    for p in range(found.shape[1]):
+        row, low, high = rows[found[0, p]], found[1, p], found[2, p]
+        near, end = index[low:high], row[FIRST] + 1
         for dim in range(DIMS):
             end += (row[SIZES + dim] - 1) * row[SOURCE + dim]
-        low[p], high[p] = low[p] + np.searchsorted(near, row[FIRST]), low[p] + np.searchsorted(near, end)
-        total += high[p] - low[p]
+        found[1, p] = low + np.searchsorted(near, row[FIRST])
+        found[2, p] = low + np.searchsorted(near, end)
+        total += found[2, p] - found[1, p]
     return total
 
 
@@ -133,23 +125,26 @@ def _bounds(rows: Rows, which: Index, low: Index, high: Index, index: Index) -> 
 def _find(
     rows: Rows,
     flat: NDArray[np.bool_],
-    which: Index,
-    low: Index,
-    high: Index,
+    found: Index,
     index: Index,
+    ulps: Ulps,
     element: Elements,
-    taken: Index,
+    moved: Ulps,
 ) -> None:
-    """For each part, find the positions in `index` that row `which` holds: their element numbers and places.
+    """Write the element number and the ulps of each change that a part holds.
 
-    `high` gets the ends of the parts. `taken` is not written for `flat` parts: they have all after `low`."""
+    `found`, int64 [3, p]: rows of the parts; their ranges of `index` by `_bounds`, whose ends become counts.
+    """
     at = 0
-    for p in range(which.size):
-        row, near = rows[which[p]], index[low[p] : high[p]]
-        if flat[p]:
-            part = element[at:]
-            for j in range(near.size):  # over a slice from its start, which becomes vector instructions
-                part[j] = near[j] - row[FIRST]
+    for p in range(found.shape[1]):
+        row, low = rows[found[0, p]], found[1, p]
+        near, numbers, amounts, begin = index[low : found[2, p]], element[at:], moved[at:], at
+        if flat[found[0, p]]:
+            base, whole = row[FIRST], ulps[low:]
+            for j in range(near.size):  # over slices from their starts, which become vector instructions
+                numbers[j] = near[j] - base
+            for j in range(near.size):
+                amounts[j] = whole[j]
             at += near.size
         else:
             for j in range(near.size):
@@ -162,9 +157,9 @@ def _find(
                         rest -= steps * stride
                         number = number * size + steps
                 if inside and rest == 0:
-                    element[at], taken[at] = number, low[p] + j
+                    element[at], moved[at] = number, ulps[low + j]
                     at += 1
-        high[p] = at
+        found[2, p] = at - begin
 
 
 def part_of(row: Row, tensor: Bits) -> Bits:
@@ -203,45 +198,56 @@ class Changes:
         return blocks
 
 
+class Found(NamedTuple):
+    """Changes of some rows of the table. A row may be in several of these, which do not overlap."""
+
+    rows: Index  # int64 [p]
+    counts: Index  # int64 [p], changes of each row
+    element: Elements  # int32 [n], strictly increasing for each of `rows`
+    ulps: Ulps  # int16 [n]
+
+
 def collect(found: Iterable[Found], table: Table) -> Changes:
-    """Join all that was found into one `Changes`. A row may be found in several parts, which do not
-    overlap."""
-    sparse, dense, numbers, elements = [], [], [], table.elements.tolist()
-    for row, element, ulps in found:
-        if _DENSE * element.size > elements[row]:
-            first = int(element[0])  # only the found part becomes dense: another part may change the rest
-            every = np.zeros(int(element[-1]) - first + 1, np.int16)
-            every[element - first] = ulps
-            dense.append((row, first, every))
-        elif element.size:
-            sparse.append((row, EXPLICIT, ulps))
-            numbers.append(element)
-    parts = np.array([(row, 0, ulps.size, start) for row, start, ulps in sparse + dense], np.int64)
-    parts = parts.reshape(-1, 4)
-    parts[:, 1] = np.cumsum(parts[:, 2]) - parts[:, 2]
-    return Changes(parts, join(numbers, np.int32), join([ulps for *_, ulps in sparse + dense], np.int16))
+    """Join all that was found into one `Changes`."""
+    parts = list(found)
+    rows, counts = join([part.rows for part in parts], np.int64), join([p.counts for p in parts], np.int64)
+    element, ulps = join([p.element for p in parts], np.int32), join([p.ulps for p in parts], np.int16)
+    dense, first = _DENSE * counts > table.elements[rows], np.cumsum(counts) - counts
+    starts, every, listed, end = [], [], [], 0
+    for at, count in zip(first[dense].tolist(), counts[dense].tolist(), strict=True):
+        numbers = element[at : at + count]  # only this part becomes dense: another may change the rest
+        starts.append(int(numbers[0]))
+        every.append(np.zeros(int(numbers[-1]) - starts[-1] + 1, np.int16))
+        every[-1][numbers - starts[-1]] = ulps[at : at + count]
+        listed.append(slice(end, at))
+        end = at + count
+    listed.append(slice(end, None))
+    element = join([element[each] for each in listed], np.int32)
+    ulps = join([*(ulps[each] for each in listed), *every], np.int16)
+    sparse = ~dense & (counts > 0)
+    sizes = np.append(counts[sparse], np.array([each.size for each in every], np.int64))
+    numbered = np.append(np.full(sparse.sum(), EXPLICIT), np.array(starts, np.int64))
+    columns = np.append(rows[sparse], rows[dense]), np.cumsum(sizes) - sizes, sizes, numbered
+    return Changes(np.stack(columns, 1), element, ulps)
 
 
 def of_patches(patches: Iterable[Patch], table: Table) -> Iterator[Found]:
-    """Find the changes of patches, row by row; small patches are handled together."""
+    """Find the changes of patches; small patches are handled together."""
     flat = (table.rows[:, SIZES : SOURCE - 1] == 1).all(1) & (table.rows[:, TARGET - 1] == 1)
     known = [patch for patch in patches if patch.name in table.of]
-    cuts = np.flatnonzero(np.diff(np.cumsum([patch.index.size for patch in known]) // _MANY)) + 1
+    ends = np.cumsum([patch.index.size for patch in known])
+    cuts = np.flatnonzero(np.diff(ends // _MANY)) + 1
     for begin, end in pairwise([0, *cuts.tolist(), len(known)] if known else []):
         some = known[begin:end]
-        rows = [table.of[patch.name] for patch in some]
-        which = np.concatenate([np.arange(each.start, each.stop) for each in rows])
-        ends, times = np.cumsum([patch.index.size for patch in some]), [len(each) for each in rows]
         index, ulps = join([p.index for p in some], np.int64), join([p.ulps for p in some], np.uint16)
-        low, high = np.repeat(np.append(0, ends[:-1]), times), np.repeat(ends, times)
-        count = _bounds(table.rows, which, low, high, index)
-        element, taken = np.empty(count, np.int32), np.empty(count, np.int64)
-        _find(table.rows, flat[which], which, low, high, index, element, taken)
-        moved, parts = ulps.view(np.int16), pairwise([0, *high.tolist()])
-        for row, whole, first, (a, b) in zip(
-            which.tolist(), flat[which].tolist(), low.tolist(), parts, strict=True
-        ):
-            yield row, element[a:b], moved[first : first + b - a] if whole else moved[taken[a:b]]
+        spans, last = [table.of[p.name] for p in some], np.cumsum([p.index.size for p in some])
+        ranges = np.stack([np.append(0, last[:-1]), last]).repeat([len(span) for span in spans], 1)
+        found = np.vstack([np.fromiter(chain(*spans), np.int64), ranges])
+        count = _bounds(table.rows, found, index)
+        element, moved = np.empty(count, np.int32), np.empty(count, np.int16)
+        _find(table.rows, flat, found, index, ulps.view(np.int16), element, moved)
+        count = found[2].sum()
+        yield Found(found[0], found[2], element[:count], moved[:count])
 
 
 class Step(NamedTuple):
@@ -301,28 +307,22 @@ class HostMemory:
         moved, before = np.zeros(len(rows), np.uint64), self._digests
         _look(rows, parts, element, changes.ulps, new, moved, INNER)
 
-        @contextmanager
-        def writing() -> Iterator[None]:
+        def write(values: Ulps, digests: NDArray[np.uint64]) -> tuple[int, float]:
             self._writes += 1
             try:
-                yield
+                wrong = int(_put(rows, parts, element, values))
+                self._digests = digests
             finally:
                 self._writes += 1
+            return wrong, 0.0
 
         def do() -> tuple[int, float]:
             nonlocal before
             before = self._digests
-            with writing():
-                wrong = int(_put(rows, parts, element, new))
-                self._digests = before + moved
-            return wrong, 0.0
+            return write(new, before + moved)
 
-        def undo() -> None:
-            with writing():
-                _put(rows, parts, element, new - changes.ulps)
-                self._digests = before
-
-        return Step(do, undo), int(moved[rows[:, COUNTED] == 1].sum())
+        step = Step(do, lambda: write(new - changes.ulps, before))
+        return step, int(moved[rows[:, COUNTED] == 1].sum())
 
 
 @intrinsic
@@ -381,103 +381,73 @@ def _read(rows: Rows, parts: Rows, bits: Bits) -> None:
     at = 0
     for p in range(parts.shape[0]):
         row, first, count = rows[parts[p, 0]], parts[p, 1], parts[p, 2]
+        memory = pointer(row[ADDRESS])
         if row[SIZES + DIMS - 2] == 1 and row[TARGET + DIMS - 1] == 1:
-            bits[at : at + count] = carray(pointer(row[ADDRESS] + 2 * first), count)
+            bits[at : at + count] = carray(memory, first + count)[first:]
         else:
-            memory = pointer(row[ADDRESS])
             for j in range(count):
                 bits[at + j] = memory[_at(row, TARGET, first + j)]
         at += count
 
 
 @kernel
+def _places(row: Row, strides: int, part: Row, element: Elements, first: int, places: Index) -> None:
+    """Fill `places` with the offsets of a part's changes from `first` on, as `_at` gives them."""
+    start, stride, flat = part[3], row[strides + DIMS - 1], row[SIZES + DIMS - 2] == 1
+    if start < 0 and flat:
+        numbers = element[first:]
+        for j in range(places.size):
+            places[j] = numbers[j] * stride
+    else:
+        for j in range(places.size):
+            number = np.int64(element[first + j]) if start < 0 else start + first + j - part[1]
+            places[j] = number * stride if flat else _at(row, strides, number)
+
+
+@kernel
 def _look(
-    rows: Rows,
-    parts: Rows,
-    element: Elements,
-    ulps: Ulps,
-    new: Ulps,
-    moved: NDArray[np.uint64],
-    inner: Any,
+    rows: Rows, parts: Rows, element: Elements, ulps: Ulps, new: Ulps, moved: NDArray[np.uint64], inner: Any
 ) -> None:
     """Fill `new` with the bits after the changes, and add each row's change of the digest to `moved`."""
+    scratch = np.empty(_NEAR, np.int64)
     for p in range(parts.shape[0]):
-        row, first, last, start = rows[parts[p, 0]], parts[p, 1], parts[p, 1] + parts[p, 2], parts[p, 3]
-        if start < 0 and row[SIZES + DIMS - 2] == 1:
-            by = _look_along(row, element[first:last], ulps[first:last], new[first:last], inner)
-        else:
-            by = _look_any(row, first, last, start, element, ulps, new, inner)
-        moved[parts[p, 0]] += by
-
-
-@kernel
-def _look_along(row: Rows, element: Elements, ulps: Ulps, new: Ulps, inner: Any) -> np.uint64:
-    """As `_look`, for one part with one dimension and explicit elements. The first of the two loops only
-    reads, so that many waits for memory overlap."""
-    memory, stride = pointer(row[ADDRESS]), row[TARGET + DIMS - 1]
-    for j in range(element.size):
-        new[j] = np.int16(memory[np.int64(element[j]) * stride])
-    base, seed, step = np.uint64(row[FIRST]), np.uint64(row[SEED]), np.uint64(row[SOURCE + DIMS - 1])
-    total, block, factor = np.uint64(0), _NO_BLOCK, np.uint64(0)
-    for j in range(element.size):
-        old = np.uint16(new[j])
-        value = np.uint16(old + np.uint16(ulps[j]))
-        new[j] = np.int16(value)
-        i = base + np.uint64(element[j]) * step
-        if i // np.uint64(BLOCK) != block:
-            block = i // np.uint64(BLOCK)
-            factor = outer(seed, block)
-        total += factor * np.uint64(inner[i % np.uint64(BLOCK)]) * (np.uint64(value) - np.uint64(old))
-    return total
-
-
-@kernel
-def _look_any(
-    row: Rows, first: int, last: int, start: int, element: Elements, ulps: Ulps, new: Ulps, inner: Any
-) -> np.uint64:
-    """As `_look`, for one part with several dimensions or with consecutive elements."""
-    memory, seed = pointer(row[ADDRESS]), np.uint64(row[SEED])
-    total, block, factor = np.uint64(0), _NO_BLOCK, np.uint64(0)
-    for j in range(first, last):
-        number = start + j - first if start >= 0 else np.int64(element[j])
-        old = memory[_at(row, TARGET, number)]
-        value = np.uint16(old + np.uint16(ulps[j]))
-        new[j] = np.int16(value)
-        i = np.uint64(row[FIRST] + _at(row, SOURCE, number))
-        if i // np.uint64(BLOCK) != block:  # neighbours share a block
-            block = i // np.uint64(BLOCK)
-            factor = outer(seed, block)
-        total += factor * np.uint64(inner[i % np.uint64(BLOCK)]) * (np.uint64(value) - np.uint64(old))
-    return total
+        part, row, last = parts[p], rows[parts[p, 0]], parts[p, 1] + parts[p, 2]
+        memory, base, seed = pointer(row[ADDRESS]), np.uint64(row[FIRST]), np.uint64(row[SEED])
+        total, block, factor = np.uint64(0), _NO_BLOCK, np.uint64(0)
+        for near in range(part[1], last, _NEAR):
+            places = scratch[: min(_NEAR, last - near)]
+            _places(row, TARGET, part, element, near, places)
+            values, amounts = new[near:], ulps[near:]
+            for j in range(places.size):  # only reads, so that many waits for memory overlap
+                values[j] = np.int16(memory[places[j]])
+            if row[SIZES + DIMS - 2] != 1 or row[SOURCE + DIMS - 1] != row[TARGET + DIMS - 1]:
+                _places(row, SOURCE, part, element, near, places)
+            for j in range(places.size):
+                old = np.uint16(values[j])
+                value = np.uint16(old + np.uint16(amounts[j]))
+                values[j] = np.int16(value)
+                i = base + np.uint64(places[j])
+                if i // np.uint64(BLOCK) != block:  # neighbours share a block
+                    block = i // np.uint64(BLOCK)
+                    factor = outer(seed, block)
+                total += factor * np.uint64(inner[i % np.uint64(BLOCK)]) * (np.uint64(value) - np.uint64(old))
+        moved[part[0]] += total
 
 
 @kernel
 def _put(rows: Rows, parts: Rows, element: Elements, values: Ulps) -> int:
     """Write and read back; returns how many elements read back differently."""
-    wrong = 0
+    wrong, scratch = 0, np.empty(_NEAR, np.int64)
     for p in range(parts.shape[0]):
-        row, first, last, start = rows[parts[p, 0]], parts[p, 1], parts[p, 1] + parts[p, 2], parts[p, 3]
-        memory, stride = pointer(row[ADDRESS]), row[TARGET + DIMS - 1]
-        if start >= 0 or row[SIZES + DIMS - 2] != 1:
-            wrong += _put_any(row, first, last, start, element, values)
-            continue
-        for near in range(first, last, _NEAR):  # in stretches, so that the cache still holds what was written
-            upto = min(near + _NEAR, last)
-            for j in range(near, upto):
-                memory[np.int64(element[j]) * stride] = np.uint16(values[j])
-            for j in range(near, upto):
-                wrong += memory[np.int64(element[j]) * stride] != np.uint16(values[j])
-    return wrong
-
-
-@kernel
-def _put_any(row: Rows, first: int, last: int, start: int, element: Elements, values: Ulps) -> int:
-    """As `_put`, for one part with several dimensions or with consecutive elements."""
-    wrong, memory = 0, pointer(row[ADDRESS])
-    for j in range(first, last):
-        number = start + j - first if start >= 0 else np.int64(element[j])
-        memory[_at(row, TARGET, number)] = np.uint16(values[j])
-    for j in range(first, last):
-        number = start + j - first if start >= 0 else np.int64(element[j])
-        wrong += memory[_at(row, TARGET, number)] != np.uint16(values[j])
+        part, row, last = parts[p], rows[parts[p, 0]], parts[p, 1] + parts[p, 2]
+        memory = pointer(row[ADDRESS])
+        for near in range(
+            part[1], last, _NEAR
+        ):  # in stretches, so that the cache still holds what was written
+            places = scratch[: min(_NEAR, last - near)]
+            _places(row, TARGET, part, element, near, places)
+            for j in range(places.size):
+                memory[places[j]] = np.uint16(values[near + j])
+            for j in range(places.size):
+                wrong += memory[places[j]] != np.uint16(values[near + j])
     return wrong

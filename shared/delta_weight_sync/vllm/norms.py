@@ -42,9 +42,11 @@ def _rounded(typing: Any, value: Any) -> Any:
 def normalize(
     addresses: tuple[int, int, int, int], shape: tuple[int, int, int, int, int], epsilon: float
 ) -> None:
-    """Write x / rms(x) * weight for rows * columns vectors, which lie `row` and `column` elements apart in x.
+    """Write x / rms(x) * weight to `out`.
 
-    If the address of the residual is not 0, x + residual is used instead of x, and written to the residual.
+    `addresses`: of x, residual, weight and out. `shape`: rows, columns, elements of a vector, and the
+    distances in x from row to row and from column to column. If the residual's address is not 0, x + residual
+    replaces x, and is written to the residual.
     """
     x, residual, weight, out = addresses
     rows, columns, size, row, column = shape

@@ -1,6 +1,6 @@
 """The `vllm.general_plugins` entry point: makes stock vLLM able to take commits of a run.
 
-Without the variable VLLM_PLUGINS, vLLM loads every plugin that is installed. This one patches vLLM, so it
+If the variable VLLM_PLUGINS is not set, vLLM loads every installed plugin. This plugin patches vLLM, so it
 does nothing unless VLLM_PLUGINS names it.
 """
 
@@ -16,18 +16,19 @@ _log = logging.getLogger(NAME)
 def register() -> None:
     """Patch this process of vLLM, which may call this more than once.
 
-    Raises `CompatibilityError` if VLLM_PLUGINS names this plugin and vLLM lacks what it needs.
+    Raises `CompatibilityError` if VLLM_PLUGINS names this plugin and vLLM lacks what the plugin needs.
     """
-    if not _log.handlers:  # the program has set up no log for us: vLLM's server would drop our lines
+    if not _log.handlers:  # without a handler of the program's own, vLLM's server would drop our lines
         _log.parent = logging.getLogger("vllm")
+    parent = multiprocessing.parent_process()
     if NAME not in os.environ.get("VLLM_PLUGINS", "").split(","):
-        if "DELTA_WEIGHT_SYNC_RUN" in os.environ and multiprocessing.parent_process() is None:
+        if "DELTA_WEIGHT_SYNC_RUN" in os.environ and parent is None:
             _log.warning("this vLLM follows no run: DELTA_WEIGHT_SYNC_RUN also needs VLLM_PLUGINS=%s", NAME)
         return
     # vLLM's processes have several busy threads. By default, Python switches between them every 5 ms: at each
     # of their many short calls, the follower, a stage or generation could wait that long.
     sys.setswitchinterval(0.0005)
-    if multiprocessing.parent_process() is None:
+    if parent is None:
         _check_settings()
     from delta_weight_sync import compat
 
@@ -36,7 +37,6 @@ def register() -> None:
 
     from delta_weight_sync.vllm import METHOD, commits_between_steps, die_with_parent, routes
 
-    parent = multiprocessing.parent_process()
     if parent and parent.pid:  # vLLM's engine and workers; the server belongs to whatever started vLLM
         die_with_parent(parent.pid)
     setattr(WorkerBase, METHOD, _call)

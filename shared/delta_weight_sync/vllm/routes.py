@@ -2,16 +2,16 @@
 
 vLLM fuses, splits, transposes and renames: `q_proj`, `k_proj` and `v_proj` become rows of one `qkv_proj`, and
 each tensor-parallel rank holds some of these rows. The model's `load_weights` knows how. So it runs once on
-probes, and the copies that it would make are recorded. Probes are tensors without memory ("meta" tensors):
-they cost nothing and have no values. A dispatch mode sees every operation of the loader's thread and records
-copies from a probe into the model's memory. If the loader writes anything else there, there is no route.
+probes, and the copies that it would make are recorded. Probes are tensors without memory ("meta" tensors).
+A dispatch mode sees every operation of the loader's thread and records copies from a probe into the model's
+memory. A tensor from which the loader writes anything else there has no route.
 
 After loading, vLLM may derive other tensors from the weights: kernels reorder experts, attention keeps its
-sinks in float32, a quantizer packs. Deltas would not update those, so such a model is refused. Nothing marks
-a derived tensor, but a tensor that existed before loading and still has the same bits cannot be derived. So
-`install` wraps vLLM's loader (`model_loader/base_loader.py`, which loads all checkpoints) and records which
-tensors the model had before loading, and which parameters changed in the steps after it. Without this record,
-every tensor outside of the parameters counts as derived.
+sinks in float32, a quantizer packs. Deltas would not update those, so such a model is refused. A tensor that
+existed before loading and still has the same bits is not derived. So `install` wraps vLLM's loader
+(`model_loader/base_loader.py`, which loads all checkpoints) and records the tensors before loading, and which
+parameters changed in the steps after it. Without this record, every tensor outside of the parameters counts
+as derived.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ class Geometry(NamedTuple):
 
 
 def part_of(tensor: torch.Tensor) -> Geometry:
-    """Where a tensor lies in its storage. Equal for the same elements, however they were sliced."""
+    """Where a tensor lies in its storage. Tensors of the same elements give equal results."""
     return Geometry(int(tensor.storage_offset()), *joined(tensor.shape, tensor.stride()))
 
 
 def joined(sizes: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, ...]]:
     """Describe the same elements in as few dimensions as possible. Returns [sizes, strides, ...].
 
-    Drops dimensions of one element, and merges dimensions that are contiguous in every list of strides. Sorts
-    them by the first list of strides, largest stride first.
+    Sorts the dimensions by the first list of strides, largest stride first. Drops dimensions of one element,
+    and merges dimensions that are contiguous in every list of strides.
     """
     dims: list[tuple[int, ...]] = []
     for size, *steps in sorted(zip(sizes, *strides, strict=True), key=lambda dim: -dim[1]):
@@ -94,20 +94,21 @@ def joined(sizes: Sequence[int], *strides: Sequence[int]) -> list[tuple[int, ...
 
 def times_touched(parts: Sequence[Geometry], numel: int) -> torch.Tensor:
     """Count how many parts contain each element: int32 [numel / n], one count for n neighbouring elements.
-    n is the largest number for which no part splits such a group."""
+
+    n is the largest number for which no part splits such a group.
+    """
     runs = [part.sizes[-1] if part.strides[-1] == 1 else 1 for part in parts]
     steps = [step for part in parts for step in (part.offset, *part.strides[:-1])]
     unit = math.gcd(numel, *runs, *steps)
     touched = torch.zeros(numel // unit, dtype=torch.int32)
     for offset, sizes, strides in parts:
-        coarse_sizes = (*sizes[:-1], sizes[-1] // unit)
-        coarse_strides = (*(stride // unit for stride in strides[:-1]), strides[-1])
-        Geometry(offset // unit, coarse_sizes, coarse_strides).of(touched).add_(1)
+        coarse = (*(stride // unit for stride in strides[:-1]), strides[-1])
+        Geometry(offset // unit, (*sizes[:-1], sizes[-1] // unit), coarse).of(touched).add_(1)
     return touched
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """An id of a tensor's storage. All views of a tensor have the same id. Meta tensors have one, too."""
+    """An id of a tensor's storage, equal for all its views. Meta tensors have an id, too."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -119,32 +120,20 @@ def record(model: torch.nn.Module, shapes: Shapes) -> Recorder:
 
     Raises `RouteError` if the model computes with data that deltas would not update.
     """
-    recorder = Recorder(model, shapes)
-    try:
-        recorder.load(shapes)
-    except RouteError:
-        raise
-    except Exception:  # noqa: BLE001 - a loader may raise anything on a probe: load the probes one by one
-        failures = {name: why for name, shape in shapes.items() if (why := _failure(model, name, shape))}
-        recorder = Recorder(model, shapes)
-        recorder.load([name for name in shapes if name not in failures])
-        for name, (reason, touched) in failures.items():
-            recorder.unroutable[name] = reason
-            recorder.reached |= touched  # a commit reloads this tensor, which refills them
+    recorder, failed = Recorder(model, shapes), dict[str, str]()
+    if recorder.load(shapes):  # load the probes one by one, to find those on which the loader fails
+        recorder, touched = Recorder(model, shapes), set[int]()
+        for name, shape in shapes.items():
+            alone = Recorder(model, {name: shape})
+            if reason := alone.load([name]):
+                failed[name] = f"vLLM's loader fails on a probe ({reason})"
+                touched |= alone.touched
+        if reason := recorder.load([name for name in shapes if name not in failed]):
+            raise RouteError(f"vLLM's loader fails on probes ({reason})")
+        recorder.unroutable |= failed
+        recorder.reached |= touched  # a commit reloads the failed tensors, which refills these
     recorder.check_reach()
     return recorder
-
-
-def _failure(model: torch.nn.Module, name: str, shape: Sequence[int]) -> tuple[str, set[int]] | None:
-    """Return why loading this tensor fails, and the model's storages that the loader touched before."""
-    recorder = Recorder(model, {name: shape})
-    try:
-        recorder.load([name])
-    except RouteError:
-        raise
-    except Exception as error:  # noqa: BLE001 - it is the reason
-        return f"vLLM's loader fails on a probe ({type(error).__name__}: {error})", recorder.touched
-    return None
 
 
 class Recorder(TorchDispatchMode):
@@ -170,10 +159,16 @@ class Recorder(TorchDispatchMode):
         self._placed: dict[int, list[tuple[str, Geometry]]] = {}
         self._kept: list[torch.Tensor] = []  # keeps storages alive, so that no id is used twice
 
-    def load(self, names: Iterable[str]) -> None:
-        """Let the model's loader load these probes."""
-        with torch.no_grad(), _parameters_kept(self._model), self:
-            self._model.load_weights(iter([(name, self._probes[name]) for name in names]))  # type: ignore[operator]
+    def load(self, names: Iterable[str]) -> str:
+        """Let the model's loader load these probes; returns the error if it fails, else ""."""
+        try:
+            with torch.no_grad(), _parameters_kept(self._model), self:
+                self._model.load_weights((name, self._probes[name]) for name in names)  # type: ignore[operator]
+        except RouteError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a loader may raise anything on a probe
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     def check_reach(self) -> None:
         """Raise `RouteError` if vLLM computes with a tensor that loading does not fill."""
@@ -183,8 +178,8 @@ class Recorder(TorchDispatchMode):
                     f"{name}: no weight of the run fills this parameter of vLLM's model: start vLLM with the"
                     " run's own model, which `delta-weight-sync checkout` writes"
                 )
-        if sentence := stale(self._model, self.reached):
-            raise RouteError(sentence)
+        if problem := stale(self._model, self.reached):
+            raise RouteError(problem)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Handle one operation of the loader."""
@@ -219,14 +214,12 @@ class Recorder(TorchDispatchMode):
             self.copies[names[0]].append((args[0], args[1].expand(args[0].shape)))
 
     def _overwrite(self, written: list[torch.Tensor], by: str) -> None:
-        """Refuse tensors whose copies this write overlaps; two tensors in one place raise `RouteError`."""
+        """Refuse tensors whose copies this write overlaps. `RouteError` if two tensors are in one place."""
         for tensor in written:
-            numel = tensor.untyped_storage().nbytes() // tensor.element_size()
-            part = part_of(tensor)
+            numel, part = tensor.untyped_storage().nbytes() // tensor.element_size(), part_of(tensor)
             for name, earlier in self._placed.get(storage_of(tensor), ()):
-                if earlier.end <= part.offset or part.end <= earlier.offset:
-                    continue
-                if (times_touched([earlier, part], numel) <= 1).all():
+                apart = earlier.end <= part.offset or part.end <= earlier.offset
+                if apart or (times_touched([earlier, part], numel) <= 1).all():
                     continue
                 if by and by != name:
                     raise RouteError(f"{name} and {by} are one parameter in vLLM: publish only one of them")
@@ -235,7 +228,7 @@ class Recorder(TorchDispatchMode):
     def _follow(self, func: Any, args: Any, kwargs: Any, names: Names, how: str) -> Any:
         """Run an operation on a probe's bits outside of the model's memory, on meta tensors."""
         if func in _MOVES and kwargs.get("dtype") in (None, args[0].dtype, *_EXACT):
-            return args[0]  # a copy, which holds the same numbers
+            return args[0]  # stands for a copy, which has the same numbers
         if func is _ATEN._local_scalar_dense.default:
             self._refuse(names, "reads its values")
             return 0
@@ -246,7 +239,7 @@ class Recorder(TorchDispatchMode):
         except RuntimeError:
             if func not in _VIEWS:
                 raise
-            # The view is of a contiguous copy, which was not made above.
+            # This is a view of a contiguous copy; the line above returned the original instead.
             result = func(args[0].contiguous(), *args[1:])
         new = [tensor for tensor in _tensors(result) if storage_of(tensor) not in self._origin]
         self._trace(new, names, how or str(func))
@@ -286,19 +279,18 @@ def _parameters_kept(model: torch.nn.Module) -> Iterator[None]:
         (f"{path}.{key}", module, key, parameter, parameter.detach())
         for path, module in model.named_modules()
         for key, parameter in module.named_parameters(recurse=False)
-        if parameter is not None
     ]
-    replaced = []
+    replaced = ""
     try:
         yield
     finally:
         for name, module, key, parameter, memory in held:
             if getattr(module, key, None) is not parameter or not parameter.data.is_set_to(memory):  # type: ignore[union-attr]
-                replaced.append(name)
+                replaced = replaced or name
                 setattr(module, key, parameter)
                 parameter.data = memory
     if replaced:
-        raise RouteError(f"{replaced[0]}: vLLM's loader replaces this parameter instead of filling it")
+        raise RouteError(f"{replaced}: vLLM's loader replaces this parameter instead of filling it")
 
 
 # 2. Turn the record into routes.
@@ -403,7 +395,7 @@ def _first_of_each(name: str, numel: int, held: Sequence[Sequence[Geometry]]) ->
 
 
 def _pieces(destination: torch.Tensor, source: torch.Tensor, numel: int) -> list[Piece]:
-    """Turn a copy into pieces: one, or one for each repetition if the source is broadcast."""
+    """Turn a copy into a piece, or if the source is broadcast, into a piece for each repetition."""
     for dim, size in enumerate(source.shape):
         if size > 1 and source.stride(dim) == 0:
             pairs = zip(destination.unbind(dim), source.unbind(dim), strict=True)
@@ -424,7 +416,7 @@ Bits = tuple[torch.Size, int]
 
 @dataclass
 class _Watched:
-    """What a model held before loading: path -> (tensor, its bits). A reference keeps the memory in use."""
+    """What a model held before loading: path -> (tensor, its bits). Keeps the tensors' memory in use."""
 
     before: dict[str, tuple[torch.Tensor, Bits]] = field(default_factory=dict)
     changed: str = ""  # name of a parameter that changed in the steps after loading
@@ -435,12 +427,11 @@ _watched: WeakKeyDictionary[torch.nn.Module, _Watched] = WeakKeyDictionary()
 
 def install() -> None:
     """Wrap the loaders of this process, once."""
-    from vllm.model_executor.model_loader import base_loader
+    from vllm.model_executor.model_loader import base_loader as loader
 
-    build, finish = base_loader.initialize_model, base_loader.process_weights_after_loading
-    if build.__module__ != __name__:
-        base_loader.initialize_model = watched_while_built(build)
-        base_loader.process_weights_after_loading = watched_while_finished(finish)
+    if loader.initialize_model.__module__ != __name__:
+        loader.initialize_model = watched_while_built(loader.initialize_model)
+        loader.process_weights_after_loading = watched_while_finished(loader.process_weights_after_loading)
 
 
 def watched_while_built(build: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
@@ -450,8 +441,8 @@ def watched_while_built(build: Callable[..., torch.nn.Module]) -> Callable[..., 
     def initialize_model(*args: Any, **kwargs: Any) -> torch.nn.Module:
         model = build(*args, **kwargs)
         parameters = {storage_of(parameter) for parameter in model.parameters()}
-        held = ((path, t) for path, t in floating(model) if storage_of(t) not in parameters)
-        _watched[model] = _Watched({path: (tensor, _bits(tensor)) for path, tensor in held})
+        held = {path: tensor for path, tensor in floating(model) if storage_of(tensor) not in parameters}
+        _watched[model] = _Watched({path: (tensor, _bits(tensor)) for path, tensor in held.items()})
         return model
 
     return initialize_model
@@ -472,9 +463,9 @@ def watched_while_finished(finish: Callable[..., None]) -> Callable[..., None]:
 
 
 def stale(model: torch.nn.Module, filled: set[int]) -> str:
-    """Say in one sentence why deltas would not update all of this model; "" if they would.
+    """Why deltas would not update all of this model, in one sentence; "" if they would.
 
-    `filled`: the storages that loading fills, including all parameters (see `Recorder.check_reach`).
+    `filled`: the storages that loading fills.
     """
     watched = _watched.get(model, _Watched())
     if watched.changed:
@@ -485,7 +476,11 @@ def stale(model: torch.nn.Module, filled: set[int]) -> str:
         )
     known = filled | {storage_of(parameter) for parameter in model.parameters()}
     for path, tensor in floating(model):
-        if storage_of(tensor) not in known and not _holds_no_weight(path, tensor, watched):
+        storage = storage_of(tensor)
+        if storage in known or not _NO_WEIGHTS.keys().isdisjoint(path.split(".")):
+            continue
+        then, bits = watched.before.get(path, (None, None))
+        if then is None or storage_of(then) != storage or _bits(tensor) != bits:
             return (
                 f"{path}: vLLM keeps it outside of the parameters and may have computed it from them, so "
                 "deltas would not update it; try another --attention-backend, or serve another model"
@@ -493,18 +488,11 @@ def stale(model: torch.nn.Module, filled: set[int]) -> str:
     return ""
 
 
-def _holds_no_weight(path: str, tensor: torch.Tensor, watched: _Watched) -> bool:
-    if not _NO_WEIGHTS.keys().isdisjoint(path.split(".")):
-        return True
-    then, bits = watched.before.get(path, (None, None))
-    return then is not None and storage_of(then) == storage_of(tensor) and _bits(tensor) == bits
-
-
 def floating(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (path, tensor) for every floating-point tensor that a model holds.
 
-    Searches parameters, buffers and all other attributes of its modules, and plain objects, lists and
-    dictionaries in them, `_DEPTH` levels deep.
+    Searches all attributes of its modules, and plain objects, lists and dictionaries in them, `_DEPTH` levels
+    deep.
     """
     queue = deque((path, vars(module), 0) for path, module in model.named_modules())
     met: set[int] = set()  # the search is breadth first, so each object gets its shortest path
@@ -533,7 +521,7 @@ def _parameters(model: torch.nn.Module) -> dict[str, Bits]:
 
 
 def _bits(tensor: torch.Tensor) -> Bits:
-    # Imported here, because vLLM, as it starts, replaces kernels in all loaded modules and fails on numba's.
+    # Imported late: while vLLM starts, it replaces kernels in all loaded modules, and fails on numba's.
     from delta_weight_sync.digest import live_digest
 
     flat = tensor.detach().reshape(-1).contiguous()

@@ -7,8 +7,8 @@
     POST /delta_weight_sync/pause|resume|heal      with the header X-Delta-Weight-Sync-Key
     POST /delta_weight_sync/pin?version=N          with the header X-Delta-Weight-Sync-Key
 
-The last four exist only if DELTA_WEIGHT_SYNC_KEY is set. Then a poke needs the key, too. If a setting is
-wrong, vLLM ends with one sentence before it loads its engine; later errors are in the status and in its log.
+The last four exist only if DELTA_WEIGHT_SYNC_KEY is set; then a poke needs the key, too. If a setting is
+wrong, vLLM ends with one sentence before it loads its engine. Later errors are in the status and in the log.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from delta_weight_sync.errors import BucketMissingError, BucketUnreachableError, ProtocolError, SettingsError
 from delta_weight_sync.reader import open_run
@@ -52,30 +52,21 @@ class Settings(BaseModel):
     name: str = Field(default_factory=socket.gethostname)  # the replica's name on the dashboard
     key: str = Field("", repr=False)  # for the routes that control the follower; empty: no such routes
     public_key: str = ""  # refuse versions that this key did not sign; see `signing`
-    signing_key: str = Field("", repr=False)  # must be empty: it is the trainer's secret
+    signing_key: str = Field("", repr=False)  # must be empty, because it is the trainer's secret
     poll_s: float = Field(POLL_S, gt=0)  # seconds between two polls of HEAD
     pause: bool = False  # pause vLLM for each commit, by its own calls, instead of between two of its steps
     strict: bool = False  # refuse releases of vLLM that were not run with this library; see `compat`
     folder: str = ""  # scratch space for one or two checkpoints; empty: a temporary folder
 
-    @field_validator("key")
+    @field_validator("key", "public_key", "signing_key")
     @classmethod
-    def _sendable(cls, key: str) -> str:
-        if not re.fullmatch("[!-~]*", key):
-            raise ValueError("no HTTP header can hold it; use printable ASCII without spaces")
-        return key
-
-    @field_validator("public_key")
-    @classmethod
-    def _parsed(cls, text: str) -> str:
-        PublicKeys(text)
-        return text
-
-    @field_validator("signing_key")
-    @classmethod
-    def _absent(cls, text: str) -> str:
-        if text:
+    def _usable(cls, text: str, field: ValidationInfo) -> str:
+        if field.field_name == "public_key":
+            PublicKeys(text)
+        elif field.field_name == "signing_key" and text:
             raise ValueError(NOT_HERE)
+        elif not re.fullmatch("[!-~]*", text):
+            raise ValueError("no HTTP header can hold it; use printable ASCII without spaces")
         return text
 
 
@@ -86,17 +77,15 @@ def settings_from(environ: Mapping[str, str]) -> Settings:
         return Settings.model_validate(values)
     except ValidationError as error:
         known = {"missing": "not set", "extra_forbidden": "there is no such variable"}
-        raise SettingsError(
-            {  # without the value, which may be a secret
-                f"{PREFIX}{str(problem['loc'][0]).upper()}": known.get(problem["type"])
-                or problem["msg"].removeprefix("Value error, ").lower()
-                for problem in error.errors()
-            }
-        ) from None
+        found: dict[str, str] = {}
+        for problem in error.errors():  # without the value, which may be a secret
+            said = problem["msg"].removeprefix("Value error, ").lower()
+            found[f"{PREFIX}{str(problem['loc'][0]).upper()}"] = known.get(problem["type"], said)
+        raise SettingsError(found) from None
 
 
 def check(settings: Settings) -> None:
-    """Raise the `DeltaWeightSyncError` of settings with which no follower can start."""
+    """Raise a `DeltaWeightSyncError` if no follower can start with these settings."""
     reader = open_run(settings.run, public_key=settings.public_key or None)
     with contextlib.suppress(BucketMissingError, BucketUnreachableError):  # the follower tries again
         reader.writers()
@@ -124,11 +113,13 @@ class Endpoint:
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Start the follower, in only one of the processes that serve this engine."""
+        if hasattr(state, "follower"):
+            return
         settings: Settings | None = getattr(state, "delta_weight_sync", None)
-        embedded = hasattr(state, "follower")
-        if settings is None and not embedded:
+        if settings is None:
             _log.warning("this vLLM follows no run: set %sRUN, or leave out VLLM_PLUGINS", PREFIX)
-        if settings is None or embedded or engine_client.vllm_config.parallel_config._api_process_rank > 0:
+            return
+        if engine_client.vllm_config.parallel_config._api_process_rank > 0:
             return
         state.scratch = Scratch()
         own = private_folder(settings.folder, f"{PREFIX}FOLDER") if settings.folder else None
@@ -143,15 +134,20 @@ class Endpoint:
 
 
 def _router(key: str) -> APIRouter:
-    router, owner = APIRouter(), APIRouter(dependencies=[Depends(_only_with(key))])
+    def only_with_key(request: Request) -> None:
+        if not hmac.compare_digest(key.encode(), request.headers.get(_KEY_HEADER, "").encode()):
+            message = "send the server's DELTA_WEIGHT_SYNC_KEY in the header X-Delta-Weight-Sync-Key"
+            raise HTTPException(401, message)
+
+    router, owner = APIRouter(), APIRouter(dependencies=[Depends(only_with_key)])
 
     @router.get("/status")
     async def status(request: Request, after: int = -1) -> ReplicaReport:
         """Return version, digest and state, and the commits of versions after `after`."""
         return _follower(request).report(after)
 
-    # After the first few, any number of pokes causes one look per poll interval. If there is a key, they need
-    # it anyway, because all replicas of a Hub account share one request quota.
+    # After the first few, any number of pokes causes one look per poll interval. But all replicas of a Hub
+    # account share one request quota, so pokes need the key if there is one.
     @router.post("/poke", dependencies=owner.dependencies if key else [])
     async def poke(request: Request) -> None:
         """Look for a new version now."""
@@ -190,13 +186,3 @@ def _follower(request: Request) -> Follower:
     if follower is None:
         raise HTTPException(503, "another process of this server follows the run: repeat the request")
     return follower
-
-
-def _only_with(key: str) -> Any:
-    def check(request: Request) -> None:
-        if not hmac.compare_digest(key.encode(), request.headers.get(_KEY_HEADER, "").encode()):
-            raise HTTPException(
-                401, "send the server's DELTA_WEIGHT_SYNC_KEY in the header X-Delta-Weight-Sync-Key"
-            )
-
-    return check

@@ -9,18 +9,18 @@ The plugin gives every vLLM worker one method, which the follower calls on all o
     delta_weight_sync(op="commit", digest=..., label=...)      -> {"commit_s", "waited_s", "pause_s"}
 
 Answers are plain data, because vLLM's messages are; {"error", "kind"} reports a failure. Staging computes the
-digest that the changes lead to. A commit whose digest would be wrong writes nothing; one that fails on any
-worker is undone bit for bit on all of them. `waited_s` is how long a commit waited for the step that was
+digest that the changes lead to. A commit whose digest would be wrong writes nothing. A commit that fails on
+any worker is undone bit for bit on all of them. `waited_s` is how long a commit waited for the step that was
 under way, which is not a pause.
 
-Every commit reads back what it wrote. Live parameters are also hashed again and again, to notice other code
-that writes to them: on a GPU all of them at each stage; on a CPU one slice a second, and so all of them in
+Every commit reads back what it wrote. Live parameters are also hashed repeatedly, to notice other code that
+writes to them: on a GPU all of them at each stage; on a CPU one slice a second, and so all of them in
 `RECHECK_S`. If a hash differs, the next stage is refused, and the follower repairs the weights by a join.
 
-A route says where vLLM's parameters hold a checkpoint tensor (see `routes`). Some tensors have none, because
-their loader computes with them (casts to float32, concatenates, reorders) instead of copying them. The model
-does not hold their bits, so they cannot be patched in place or proven by a digest. The host keeps a copy, and
-each commit loads all of them again by vLLM's own loader: slow, but with the result of a fresh start.
+A route says where vLLM's parameters hold a checkpoint tensor (see `routes`). A tensor has no route if its
+loader computes with it (casts to float32, concatenates, reorders) instead of copying it. The model does not
+hold the bits of such a tensor, so a commit cannot patch it in place, and no digest can prove it. The host
+keeps a copy of these tensors, and each commit loads all of them by vLLM's own loader: slow, but exact.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
     from delta_weight_sync.vllm.gpu import DeviceMemory
 
 _TIMEOUT = timedelta(seconds=120)
-RECHECK_S = 60.0  # in which all parameters on a CPU are hashed again
+RECHECK_S = 60.0  # time in which all parameters on a CPU are hashed again
 _BATCH = 1 << 25  # elements compared with a checkpoint at a time; a batch may hold up to twice this
 _log = logging.getLogger("delta_weight_sync")
 
@@ -62,14 +61,12 @@ Memory: TypeAlias = "HostMemory | DeviceMemory"
 
 
 class Ranks:
-    """The workers of a replica, seen from one of them.
+    """The workers of a replica, seen from one of them; all of them must construct theirs at the same time.
 
-    Staging runs in a thread next to vLLM's own collectives, so it has its own process group, on the host. A
-    single worker exchanges nothing.
+    Staging runs in a thread next to vLLM's own collectives, so it has its own process group, on the host.
     """
 
     def __init__(self, world_size: int) -> None:
-        """All workers must construct theirs at the same time."""
         self.size = world_size
         self.rank = dist.get_rank() if world_size > 1 else 0
         self._group: Any = dist.new_group(backend="gloo", timeout=_TIMEOUT) if world_size > 1 else None
@@ -82,7 +79,7 @@ class Ranks:
         return everyone
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of all workers' parts, int16 on the host; each element is zero on all workers but one."""
+        """Join all workers' parts, int16 on the host; each element is zero on all workers but one."""
         if self._group is None:
             return part.cpu()
         together = part.cpu().clone()
@@ -92,10 +89,9 @@ class Ranks:
     def agree(self, error: BaseException | None) -> None:
         """Raise `WorkerError` on every worker without an `error` if any worker has one."""
         reasons = self.gather(_sentence(error) if error else None)
-        if error is None and any(reasons):
-            raise errors.WorkerError(
-                next(f"rank {i}: {reason}" for i, reason in enumerate(reasons) if reason)
-            )
+        found = [f"rank {i}: {reason}" for i, reason in enumerate(reasons) if reason]
+        if error is None and found:
+            raise errors.WorkerError(found[0])
 
 
 class Fallback:
@@ -105,8 +101,10 @@ class Fallback:
     """
 
     def __init__(self, model: torch.nn.Module, bits: Mapping[str, Bits]) -> None:
-        """Load `bits`, which vLLM has loaded already, into its `model` again, to prove that reloading works.
-        Raises `RouteError` if it fails or changes the model: then do not serve the model, it is damaged."""
+        """Prove that reloading works: load `bits`, which vLLM has loaded already, into its `model` again.
+
+        Raises `RouteError` if that fails or changes the model. The model is then damaged: do not serve it.
+        """
         self._model, self.bits = model, dict(bits)
         if not bits:
             return
@@ -119,11 +117,11 @@ class Fallback:
             raise errors.RouteError(f"loading {names} again changed {changed[0]}: serve another model")
 
     def digest(self) -> int:
-        """The share of these tensors in the digest. Add it on one rank only."""
+        """The share of these tensors in the digest. Only one rank may add it."""
         return state_digest(self.bits)
 
     def stage(self, patches: Sequence[Patch]) -> tuple[Step, int]:
-        """The step that loads the patched tensors, and the change of the digest: add it on one rank only."""
+        """The step that loads the patched tensors, and the change of the digest, which one rank may add."""
         old = {patch.name: self.bits[patch.name] for patch in patches}
         new = {name: bits.copy() for name, bits in old.items()}
         for patch in patches:
@@ -157,12 +155,11 @@ class Fallback:
         return {name: live_digest("", t.reshape(-1).view(torch.int16)) for name, t in wide}
 
 
-@dataclass
-class Staged:
+class Staged(NamedTuple):
     """A commit that is ready. `digest`: of the live parameters after all `steps`."""
 
     digest: int = 0
-    steps: list[Step] = field(default_factory=list)
+    steps: Sequence[Step] = ()
 
 
 class LiveWeights:
@@ -179,12 +176,12 @@ class LiveWeights:
         self.memory = memory_of(self._table)
 
     def digest(self, *, known: bool = False) -> int:
-        """Digest of the live parameters of all workers. `known`: from earlier readings, without a new one."""
+        """Digest of the live parameters of all workers. `known`: from earlier readings, without reading."""
         mine = self.memory.known_digest() if known else self.memory.digest()
         return int(sum(self._ranks.gather(mine), self._fallback.digest())) % (1 << 64)
 
     def bits(self, name: str) -> Bits:
-        """One whole checkpoint tensor, on the host; every worker must ask for it."""
+        """One whole checkpoint tensor, on the host. All workers must call this for the same tensor."""
         if name in self._fallback.bits:
             return self._fallback.bits[name]
         part = self._routes[name].read(self._owned[name])
@@ -193,7 +190,7 @@ class LiveWeights:
     def stage(self, paths: Sequence[Path], known: int) -> Staged:
         """Prepare to commit delta files, in this order. `known`: the digest that the weights must still have.
 
-        Raises `CodecError` if they do not fit the weights, `WeightsChangedError` if these are not `known`.
+        Raises `CodecError` if the files do not fit, `WeightsChangedError` if the weights have another digest.
         """
         if (live := self.digest(known=True)) != known:
             raise errors.WeightsChangedError(
@@ -221,7 +218,8 @@ class LiveWeights:
             for (row, first, count), end in zip(batch.tolist(), batch[:, 2].cumsum(), strict=True):
                 theirs = memory.part_of(self._table.rows[row], wanted[names[row]])[first : first + count]
                 index, ulps = codec.diff_flat(live[end - count : end], theirs, first)
-                yield row, index.astype(np.int32), ulps.view(np.int16)
+                counts = np.array([row]), np.array([index.size])
+                yield Found(*counts, index.astype(np.int32), ulps.view(np.int16))
 
     def _staged(self, found: Iterable[Found], reloaded: list[Patch], live: int) -> Staged:
         write, moved = self.memory.prepare(memory.collect(found, self._table))
@@ -246,12 +244,13 @@ def commit(steps: Sequence[Step], agree: Callable[[BaseException | None], None])
     """
     done: list[Step] = []
     failure: BaseException | None = None
+    waited_s, wrong = 0.0, 0
     try:
-        results = []
         for step in steps:
             done.append(step)  # before it is written: half a write is undone as well
-            results.append(step.do())
-        if wrong := sum(missed for missed, _ in results):
+            missed, waited = step.do()
+            wrong, waited_s = wrong + missed, waited_s + waited
+        if wrong:
             raise errors.CodecError(f"{wrong} elements read back differently from what was written")
     except BaseException as error:  # noqa: BLE001 - raised below, after every worker knows
         failure = error
@@ -263,7 +262,7 @@ def commit(steps: Sequence[Step], agree: Callable[[BaseException | None], None])
         for step in reversed(done):
             step.undo()
         raise
-    return sum(waited_s for _, waited_s in results)
+    return waited_s
 
 
 class DeltaWorker:
@@ -271,13 +270,13 @@ class DeltaWorker:
 
     def __init__(self, worker: Any) -> None:
         """`worker`: vLLM's worker, with a loaded model. All workers must do this at the same time."""
-        parallel = worker.vllm_config.parallel_config
-        if reason := _unsupported(worker.vllm_config):
+        config = worker.vllm_config
+        if reason := _unsupported(config):
             raise errors.RouteError(reason)
-        self._model, self._checkpoint = worker.get_model(), worker.vllm_config.model_config.model
+        self._model, self._checkpoint = worker.get_model(), config.model_config.model
         if next(self._model.parameters()).device.type == "cpu":
             cpu.self_test(self._model)
-        self._ranks = Ranks(parallel.world_size)
+        self._ranks = Ranks(config.parallel_config.world_size)
         self._staged, self._digest = Staged(), 0
         self.staging: Future[Answer] = Future()  # the answer to "staged"
         self._rechecks: Thread | None = None
@@ -288,8 +287,12 @@ class DeltaWorker:
         owned, unroutable = routes.ownership(shapes, self._ranks.gather(learned.sources))
         for name, reason in unroutable.items():
             _log.warning("every commit reloads all of %s, which is slow: %s", name, reason)
-        loaded = _read_checkpoint(self._checkpoint) if unroutable else ()
-        fallback = Fallback(self._model, {name: bits for name, bits in loaded if name in unroutable})
+        kept: dict[str, Bits] = {}
+        if unroutable:  # the checkpoint that vLLM loaded: a folder, or a model of the Hub in the local cache
+            path = Path(self._checkpoint)
+            folder = path if path.is_dir() else snapshot_download(self._checkpoint, local_files_only=True)
+            kept = {name: bits for name, bits in checkpoint.read_bits(Path(folder)) if name in unroutable}
+        fallback = Fallback(self._model, kept)
         self.weights = LiveWeights(learned.routes, owned[self._ranks.rank], fallback, self._ranks)
         self._staged, self._digest = Staged(), self.weights.digest()
         if not self._rechecks:
@@ -300,11 +303,9 @@ class DeltaWorker:
     def stage(self, deltas: Sequence[str] = (), checkpoint: str = "") -> Answer:
         """Begin to prepare a commit: of delta files in order, or of what differs from a checkpoint."""
         self._staged, self.staging = Staged(), Future()
-        work = (
-            partial(self.weights.stage_checkpoint, Path(checkpoint))
-            if checkpoint
-            else partial(self.weights.stage, [Path(path) for path in deltas], self._digest)
-        )
+        work = partial(self.weights.stage, [Path(path) for path in deltas], self._digest)
+        if checkpoint:
+            work = partial(self.weights.stage_checkpoint, Path(checkpoint))
         Thread(target=self._stage, args=(work, self.staging), name="stage", daemon=True).start()
         return {"done": False}
 
@@ -339,7 +340,7 @@ def _recheck(of: weakref.ref[DeltaWorker]) -> None:
     while worker := of():
         worker.weights.memory.recheck()
         del worker
-        # A tenth of the time is for hashing, and for slices that a commit disturbed: they are hashed again.
+        # The other tenth of the time is for hashing, and for repeating slices that a commit disturbed.
         time.sleep(0.9 * RECHECK_S / memory.SLICES)
 
 
@@ -371,18 +372,11 @@ def call(worker: Any, op: str, **arguments: Any) -> Answer:
     return answer
 
 
-def _read_checkpoint(model: str) -> Iterator[tuple[str, Bits]]:
-    """The checkpoint that vLLM loaded: a folder, or a model of the Hub, which is now in the local cache."""
-    is_folder = Path(model).is_dir()
-    return checkpoint.read_bits(Path(model if is_folder else snapshot_download(model, local_files_only=True)))
-
-
 def _failed(error: Exception) -> Answer:
     return {"error": _sentence(error), "kind": errors.kind_of(error)}
 
 
 def _sentence(error: BaseException) -> str:
     """The error's message, preceded by its type unless it is an error of this library."""
-    return (
-        f"{error}" if isinstance(error, errors.DeltaWeightSyncError) else f"{type(error).__name__}: {error}"
-    )
+    ours = isinstance(error, errors.DeltaWeightSyncError)
+    return f"{error}" if ours else f"{type(error).__name__}: {error}"
