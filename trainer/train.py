@@ -65,9 +65,7 @@ def main() -> None:
 def train(settings: Settings, config: AsyncGRPOConfig) -> None:
     """Train one run, from the base policy or from its newest saved state, to its last version."""
     if config.token_budget is None:  # TRL would ask a replica for it, but none serves before version 0 exists
-        raise SystemExit(
-            "--token_budget is missing: set the maximum tokens of a forward pass, 0 for no limit"
-        )
+        raise SystemExit("--token_budget is missing: set the tokens of a forward pass, or 0 for no limit")
     if not config.use_cpu and (problem := gpu_build.problem()):
         raise SystemExit(f"trainer: {problem}")
     if config.n_gpu > 1:

@@ -167,7 +167,6 @@ def test_games_side_by_side_are_sampled_as_each_alone(model, shipped_tokens, mon
 
 
 LONG = pytest.mark.long  # SmolLM2 takes half a minute to unpack and to run
-GUESS = calling("crane")
 
 
 @pytest.fixture(scope="module")
@@ -196,12 +195,14 @@ def test_it_still_knows_the_capital_of_france_with_weights_that_are_bf16_and_tie
 def test_a_tool_call_round_trips(its_tokenizer):
     assert is_chat_template_prefix_preserving(its_tokenizer)
     asked = [{"role": "system", "content": "Play."}, {"role": "user", "content": "Guess."}]
-    called = [*asked, {"role": "assistant", "content": "", "tool_calls": [GUESS]}]
+    called = [*asked, {"role": "assistant", "content": "", "tool_calls": [calling("crane")]}]
     template = partial(its_tokenizer.apply_chat_template, tools=[guess], return_dict=False)
     prompt, whole = template(asked, add_generation_prompt=True), template(called)
     assert whole[: len(prompt)] == prompt
     assert "Guess a word." in its_tokenizer.decode(prompt)
-    assert parse_response(its_tokenizer, whole[len(prompt) :], prefix=prompt)["tool_calls"] == [GUESS]
+    assert parse_response(its_tokenizer, whole[len(prompt) :], prefix=prompt)["tool_calls"] == [
+        calling("crane")
+    ]
 
 
 @LONG

@@ -27,14 +27,8 @@ from bench.research.tokens import WordleTokens
 from delta_weight_sync.trl import patches
 from delta_weight_sync.trl.trainer import TrainedGroups
 from tests.support.http_server import Request, answering
-from trainer.rollouts import (
-    UNKNOWN,
-    ReplicaRolloutLoop,
-    ReplicaRolloutWorker,
-    RolloutError,
-    Syncs,
-    make_worker,
-)
+from trainer import rollouts
+from trainer.rollouts import UNKNOWN, ReplicaRolloutLoop, ReplicaRolloutWorker, RolloutError, Syncs
 from trainer.tasks import Task
 from trainer.tasks.wordle import make_dataset
 
@@ -224,7 +218,7 @@ def test_a_child_that_does_not_start_ends_the_trainer_with_the_cause(fault, caus
     patches.install()
     settings = SimpleNamespace(model=str(TOKENIZER), replicas=[])
     task = Task(make_dataset("Play Wordle.", 1, seed=0), [], partial(Broken, fault))
-    worker = make_worker(
+    worker = rollouts.make_worker(
         settings, AsyncGRPOConfig(bf16=False, use_cpu=True), task, writer_term=1, progress=None
     )
     with pytest.raises(RolloutError, match=f"^the process that collects rollouts did not start: {cause}$"):

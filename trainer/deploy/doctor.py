@@ -119,12 +119,7 @@ def _space_token(setup: Setup) -> str:
 
 
 def _plan(setup: Setup) -> str:
-    if not setup.account.has_plan(setup.owner):
-        fix = "subscribe at https://huggingface.co/pricing"
-        raise DeployError(f"{setup.owner} has no paid plan, but {hub.PLAN}: {fix}")
-    if setup.account.can_pay(setup.owner) is False:
-        fix = f"add a payment method and credits at {hub.BILLING}"
-        raise DeployError(f"{setup.owner} cannot pay for a GPU: {fix}")
+    setup.account.require_plan(setup.owner)
     return f"{setup.owner} may run Docker Spaces"
 
 

@@ -137,15 +137,14 @@ class Account:
             return self.role != "read"
         return any(p.endswith(".write") for p in (*self._permissions(), *self._grants.get("global", ())))
 
-    def has_plan(self, owner: str) -> bool:
-        """Whether the owner has the plan that Docker Spaces need: PRO, Team or Enterprise."""
-        org = self._orgs.get(owner)
-        return bool(self._who.get("isPro") if org is None else org.get("plan") or org.get("isEnterprise"))
-
-    def can_pay(self, owner: str) -> bool | None:
-        """Whether the owner can pay for GPUs; None if the Hub does not say."""
-        paying: bool | None = self._orgs.get(owner, self._who).get("canPay")
-        return paying
+    def require_plan(self, owner: str) -> None:
+        """Raise `DeployError` unless the owner has the plan that Docker Spaces need, and can pay for GPUs."""
+        account, organization = self._orgs.get(owner, self._who), owner in self._orgs
+        if not any(account.get(key) for key in (("plan", "isEnterprise") if organization else ("isPro",))):
+            fix = "subscribe at https://huggingface.co/pricing"
+            raise DeployError(f"{owner} has no paid plan, but {PLAN}: {fix}")
+        if account.get("canPay") is False:
+            raise DeployError(f"{owner} cannot pay for a GPU: add a payment method and credits at {BILLING}")
 
     def _permissions(self, owner: str | None = None) -> set[str]:
         """A fine-grained token's permissions on this owner's repositories, or by default on anyone's."""

@@ -20,17 +20,13 @@ from tests.trainer.deploy.conftest import OWNER, POLICY, World
 from trainer.deploy import doctor as checks
 
 
-def findings(out: str) -> dict[str, tuple[bool, str]]:
-    """What each check said: whether all is well, and its text."""
-    lines = [line for line in out.splitlines() if line.startswith(("ok ", "PROBLEM"))]
-    parts = [(line[:7].strip() == "ok", *line[9:].split(": ", 1)) for line in lines]
-    return {name: (ok, text) for ok, name, text in parts}
-
-
 def doctor(world: World, *options: str) -> dict[str, tuple[bool, str]]:
+    """What each check said: whether all is well, and its text."""
     model = () if "--model" in options else ("--model", str(POLICY))
     status, out = world.run("doctor", *model, *options)
-    found = findings(out)
+    lines = [line for line in out.splitlines() if line.startswith(("ok ", "PROBLEM"))]
+    parts = [(line[:7].strip() == "ok", *line[9:].split(": ", 1)) for line in lines]
+    found = {name: (ok, text) for ok, name, text in parts}
     assert status == (0 if all(ok for ok, _ in found.values()) else 1)
     return found
 

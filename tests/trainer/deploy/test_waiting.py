@@ -11,8 +11,6 @@ from trainer import spaces
 from trainer.spaces import Spaces, SpacesUnavailableError
 from trainer.train import main
 
-SERVING = {"state": "serving", "error": None}
-
 
 @pytest.fixture(autouse=True)
 def keyless(monkeypatch):
@@ -21,7 +19,7 @@ def keyless(monkeypatch):
 
 @pytest.mark.full
 def test_it_waits_with_progress_until_one_replica_and_the_environment_are_up(apps, server, capsys):
-    states = [{"state": "starting"}, {"state": "fetching version 7"}, SERVING]
+    states = [{"state": "starting"}, {"state": "fetching version 7"}, {"state": "serving"}]
     with server({"/ready": states, "/health": [503, 503, {"status": "healthy"}]}) as url:
         several = Spaces([apps.replica, url], url)
         several.wake()
