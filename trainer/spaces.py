@@ -149,11 +149,11 @@ def _check_key(url: str, kind: Kind) -> None:
         return
     if _own_origin(url):
         made = "if trainer.deploy made the Space, run `set -a; . .deploy/<owner>/env; set +a`"
-        problem = f"refuses this trainer's key ({status}): set SPACE_KEY to the Space's key; {made}"
+        text = f"{url} refuses this trainer's key ({status}): set SPACE_KEY to the Space's key; {made}"
     else:
-        problem = f"needs a key ({status}) and is not in SPACES: add the URL there if the Space is yours"
-        problem += ", or set ENV_KEY to the key that you were given for it" if kind == "env" else ""
-    raise SpacesUnavailableError(f"{url} {problem}")
+        text = f"{url} needs a key ({status}) and is not in SPACES: add the URL there if the Space is yours"
+        text += ", or set ENV_KEY to the key that you were given for it" if kind == "env" else ""
+    raise SpacesUnavailableError(text)
 
 
 def _app_answer(response: httpx.Response, kind: Kind) -> Answer | None:
