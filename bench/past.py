@@ -120,8 +120,11 @@ def _exact(old: PastPolicy, syncs: int) -> None:
     for sample in _samples(syncs):
         waiting.put(sample)
     accelerator = SimpleNamespace(autocast=contextlib.nullcontext)
-    trainer: Any = SimpleNamespace(_metrics={"train": defaultdict(list)}, accelerator=accelerator)
-    ExactSamples(waiting, old, trainer, _BATCH).get()
+    batch = SimpleNamespace(per_device_train_batch_size=_BATCH)
+    metrics = {"train": defaultdict[str, list[float]](list)}
+    trainer: Any = SimpleNamespace(_metrics=metrics, accelerator=accelerator, args=batch)
+    publisher: Any = None  # used only when training begins
+    ExactSamples(waiting, old, trainer, publisher).get()
 
 
 def _samples(syncs: int) -> list[TracedSample]:

@@ -1,13 +1,7 @@
 """Exact old policies: each token's old log-probability is computed with the weights that generated it.
 
-An asynchronous trainer normally takes old log-probabilities from the engine. That mixes two effects: how far
-the policy has moved since, and how the arithmetic of trainer and engine differs at equal weights. Here the
-trainer recomputes the log-probability of each token with the weights of the sync that generated it, which it
-restores by undoing later syncs. TRL's `ratio` and `kl` then measure only how far the policy has moved, and
-`exact/mismatch_*` measures the other effect.
-
-The trainer also recomputes keys and values of earlier tokens. An engine keeps those of a running request when
-it commits. So tokens that follow a commit within their answer are counted separately, in `exact/mixed_mean`.
+The trainer restores the weights of that sync by undoing later syncs. `docs/how-it-works.md` says why, and
+what the metrics `exact/*` mean.
 """
 
 from __future__ import annotations
@@ -37,20 +31,15 @@ Mask = NDArray[np.bool_]
 
 
 class Query(NamedTuple):
-    """Tokens of one sample, int64 [n], and for which of them to compute, bool [n]; never for the first."""
+    """Tokens of one sample, int64 [n], and which of them to compute (never the first), bool [n]."""
 
     input_ids: NDArray[np.int64]
     asked: Mask
 
     def as_trl_sample(self) -> dict[str, Any]:
-        """Convert to a sample of TRL that trains on the tokens in `asked`."""
-        return {
-            "input_ids": self.input_ids,
-            "completion_mask": self.asked.astype(np.int64),
-            "old_log_probs": np.zeros(len(self.input_ids)),
-            "advantage": 0.0,
-            "group_id": 0,
-        }
+        asked, unused = self.asked.astype(np.int64), np.zeros(len(self.input_ids))
+        sample = {"input_ids": self.input_ids, "completion_mask": asked, "old_log_probs": unused}
+        return sample | {"advantage": 0.0, "group_id": 0}
 
 
 class PastPolicy:
@@ -81,7 +70,7 @@ class PastPolicy:
         return sync in self._log.syncs
 
     def keep_up(self) -> None:
-        """After a sync: leave the oldest sync of the log, because the next sync drops it from the log."""
+        """After a sync, leave the oldest sync of the log, which the next sync drops."""
         if self._log.syncs[0] == self.sync != self._log.syncs[-1]:
             self.roll(self._log.syncs[1])
 
@@ -112,13 +101,10 @@ def forward(model: torch.nn.Module, packed: dict[str, torch.Tensor]) -> torch.Te
     device = next(model.parameters()).device
     packed = {key: column.to(device) for key, column in packed.items()}
     longest_q, longest_k = packed["tree_max_seqlens"].tolist()
-    outputs = model(
-        **{key: packed[key][None] for key in ("input_ids", "position_ids", "shift_labels")},
-        **{key: packed[key] for key in ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")},
-        tree_max_seqlen_q=longest_q,
-        tree_max_seqlen_k=longest_k,
-        fused_lm_head=True,
-    )
+    columns = {key: packed[key][None] for key in ("input_ids", "position_ids", "shift_labels")}
+    columns |= {key: packed[key] for key in ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")}
+    longest = {"tree_max_seqlen_q": longest_q, "tree_max_seqlen_k": longest_k}
+    outputs = model(**columns, **longest, fused_lm_head=True)
     log_probs: torch.Tensor = outputs.log_probs.flatten()[packed["token_index"]]
     return log_probs
 
@@ -143,9 +129,7 @@ class ExactSamples(TrainerCallback):
     unknown or no longer in the log, the sample stays as it is, and is counted.
     """
 
-    def __init__(
-        self, samples: Any, past: PastPolicy, trainer: BucketGRPOTrainer, publisher: Publisher
-    ) -> None:
+    def __init__(self, samples: Any, past: PastPolicy, trainer: Any, publisher: Publisher) -> None:
         self._samples, self._past, self._trainer, self._publisher = samples, past, trainer, publisher
         self._ready: deque[TracedSample] = deque()
 
@@ -163,7 +147,6 @@ class ExactSamples(TrainerCallback):
         return len(self._ready) + int(self._samples.qsize())
 
     def get(self, *args: Any, **options: Any) -> TracedSample:
-        """Take the next sample, as the queue does."""
         if not self._ready:
             self._ready.append(self._samples.get(*args, **options))
             with contextlib.suppress(queue.Empty):
@@ -193,10 +176,9 @@ class ExactSamples(TrainerCallback):
         masks = [trained(sample) & (sample.token_syncs == sync) for sample in samples]
         asked = [(sample, mask) for sample, mask in zip(samples, masks, strict=True) if mask.any()]
         ends = [int(np.flatnonzero(mask)[-1]) + 1 for _, mask in asked]
+        queries = [Query(s.input_ids[:end], m[:end]) for (s, m), end in zip(asked, ends, strict=True)]
         with self._trainer.accelerator.autocast():
-            found = self._past.log_probs(
-                [Query(s.input_ids[:end], mask[:end]) for (s, mask), end in zip(asked, ends, strict=True)]
-            )
+            found = self._past.log_probs(queries)
         counts = np.cumsum([int(mask.sum()) for _, mask in asked])
         for (sample, mask), exact in zip(asked, np.split(found, counts[:-1]), strict=True):
             sample.old_log_probs[mask] = exact
@@ -218,7 +200,7 @@ class ExactSamples(TrainerCallback):
             self._record("exact/mixed_mean", (np.abs(mixed).sum(), mixed.size))
 
     def _record(self, name: str, value: float | tuple[float, int]) -> None:
-        """Record a metric. TRL then adds totals, takes the maximum of maxima, and divides sums by counts."""
+        """TRL adds totals, takes the maximum of maxima, and divides sums by counts."""
         self._trainer._metrics["train"][name].append(value)
 
 

@@ -9,14 +9,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 _TILE = 4096, 32768  # tokens and words of the logits that TRL computes at a time
-_ADAMW = "adamw_torch_fused", "adamw_torch"  # of other optimizers nothing is known
-ESTIMATED = ("autocast", "activations", "logits")  # the other parts follow from the settings
+_ADAMW = "adamw_torch_fused", "adamw_torch"  # other optimizers count as if they had no moments
+ESTIMATED = ("autocast", "activations", "logits")  # the other parts are exact
 
 
 def parts(model: str, options: Mapping[str, Any], shards: int = 1) -> dict[str, int]:
-    """Bytes on each GPU; none if the config of `model` cannot be read or is not one of a language model.
+    """Bytes on each GPU, by purpose. Empty if `model` has no config of a language model that can be read.
 
-    `options`: a configuration file; what it lacks has the trainer's defaults.
+    `options`: the settings; missing ones have the trainer's defaults.
     """
     try:
         config = AutoConfig.from_pretrained(model)
@@ -29,7 +29,7 @@ def parts(model: str, options: Mapping[str, Any], shards: int = 1) -> dict[str, 
     bf16 = size == 2 or options.get("bf16", True)
     tokens = options.get("token_budget") or options.get("max_completion_length", 2048)
     layer = tokens * (2 if bf16 else 4) * (8 * text.hidden_size + 4 * text.intermediate_size)
-    kept = size * tokens * text.hidden_size  # of each layer, from which the rest is computed again
+    kept = size * tokens * text.hidden_size  # per layer, with gradient checkpointing
     layers, again = text.num_hidden_layers, options.get("gradient_checkpointing", True)
     needs = {
         "weights": size * count,
@@ -45,7 +45,7 @@ def parts(model: str, options: Mapping[str, Any], shards: int = 1) -> dict[str, 
 
 
 def problem(needs: Mapping[str, int], room: int) -> str:
-    """Why a GPU with `room` free bytes cannot hold what is certain: a sentence with the fix, or ""."""
+    """Why the exact parts do not fit into `room` free bytes: a sentence with the fix, or "" if they fit."""
     if sum(need for name, need in needs.items() if name not in ESTIMATED) <= room:
         return ""
     fix = "use a larger GPU, a smaller --model, or more GPUs with `accelerate launch --use_fsdp`"

@@ -31,22 +31,21 @@ _RATES = 2  # metrics that `StepRecorder` adds
 class StepRecorder(TrainerCallback):
     """Copies TRL's metrics into the log and, every few seconds, a group of rollouts, also before step 1.
 
-    It replaces TRL's queue of samples, to see the groups and to count the games that the trainer takes.
+    It takes the place of TRL's queue of samples, to see the groups and to count the games.
     """
 
     def __init__(self, log: RunLogWriter, samples: Any) -> None:
         self._log, self._samples = log, samples
         self._current: list[Any] = []  # the group that is arriving
-        self._complete: list[Any] = []  # the newest group that is not in the log yet
+        self._complete: list[Any] = []  # the newest complete group; empty if the log has it
         self._group_due = 0.0
         self._seen = Counter[str]()  # since the last logged step
-        self._first_due = False  # the run has no step yet
+        self._first_due = False  # whether the run has no step yet
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._samples, name)
 
     def get(self, *args: Any, **options: Any) -> Any:
-        """Take the next sample, as the queue does."""
         sample = self._samples.get(*args, **options)
         if self._current and self._current[0].group_id != sample.group_id:
             self._complete, self._current = self._current, []
@@ -65,10 +64,7 @@ class StepRecorder(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._first_due = not state.global_step
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
-    ) -> None:
-        """Append one event for each logged step that has a reward."""
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         numbers = ((key, _number(value)) for key, value in (logs or {}).items())
         found = ((key, number) for key, number in numbers if number is not None)
         metrics = dict(itertools.islice(found, METRICS - _RATES))
@@ -85,26 +81,23 @@ class StepRecorder(TrainerCallback):
         if time.monotonic() >= self._group_due:
             group, self._complete = self._complete, []
             self._group_due = time.monotonic() + _GROUP_EVERY_S
+        rollouts = [
+            Rollout(turns=_turns(s.completion), reward=_number(s.metrics.get("reward")), sync=s.model_version)
+            for s in group
+        ]
         event = StepEvent(
             t=time.time(),
             step=step,
             reward=metrics.get("reward"),
             metrics=metrics,
             prompt=_text(group[0].prompt[-1]) if group else "",
-            rollouts=tuple(
-                Rollout(
-                    turns=_turns(sample.completion),
-                    reward=_number(sample.metrics.get("reward")),
-                    sync=sample.model_version,
-                )
-                for sample in group
-            ),
+            rollouts=tuple(rollouts),
         )
         self._log.append(event)
 
 
 def _turns(completion: Sequence[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
-    """For each turn, what the policy wrote and what the environment answered."""
+    """What the policy wrote in each turn, and what the environment answered."""
     turns: list[tuple[str, str]] = []
     for message in completion:
         if message["role"] == "assistant":
@@ -121,7 +114,7 @@ def _text(message: dict[str, Any]) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """The value if a log line can hold it, that is if it is a finite number within `LARGEST`; else None."""
+    """The value if the log can hold it, that is, if it is a number within `LARGEST`; otherwise None."""
     return float(value) if isinstance(value, int | float) and -LARGEST <= value <= LARGEST else None
 
 
@@ -157,28 +150,23 @@ class ReplicaWatch:
                 self._record(url, self._ask(url))
 
     def _ask(self, url: str) -> ReplicaReport:
-        try:
-            return ReplicaReport.model_validate_json(self._get(url))
-        except (httpx.HTTPError, ValidationError) as error:
-            reason = f"{url} does not answer ({type(error).__name__})"
-            gone: dict[str, Any] = {"state": "unreachable", "version": None, "digest": None, "error": reason}
-            status = ReplicaEvent(
-                t=time.time(), replica=self._last[url].replica if url in self._last else url, **gone
-            )
-            return ReplicaReport(status=status, commits=())
-
-    def _get(self, url: str) -> bytes:
-        """The answer; empty if it is too long for a report."""
         query, headers = {"after": self._after[url]}, spaces.headers(url)
-        with self._http.stream("GET", f"{url}/status", params=query, headers=headers) as answer:
-            return spaces.read(answer.raise_for_status())
+        try:
+            with self._http.stream("GET", f"{url}/status", params=query, headers=headers) as answer:
+                return ReplicaReport.model_validate_json(spaces.read(answer.raise_for_status()))
+        except (httpx.HTTPError, ValidationError) as error:
+            name = self._last[url].replica if url in self._last else url
+            reason = f"{url} does not answer ({type(error).__name__})"
+            gone = ReplicaEvent(
+                t=time.time(), replica=name, state="unreachable", version=None, digest=None, error=reason
+            )
+            return ReplicaReport(status=gone, commits=())
 
     def _record(self, url: str, report: ReplicaReport) -> None:
-        logged = self._after[url]
-        for commit in report.commits:
-            if commit.version > logged:
-                self._log.append(commit)
-                self._after[url] = max(self._after[url], commit.version)
+        new = [commit for commit in report.commits if commit.version > self._after[url]]
+        for commit in new:
+            self._log.append(commit)
+        self._after[url] = max(self._after[url], *(commit.version for commit in new), -1)
         previous, now = self._last.get(url), report.status
         self._last[url] = now
         if previous is None or now.model_copy(update={"t": previous.t}) != previous:
@@ -192,9 +180,7 @@ class Pokes:
     """
 
     def __init__(self, urls: Sequence[str]) -> None:
-        """Raises `ValueError` if the key cannot be sent in a header."""
         self._http = httpx.Client(timeout=POKE_TIMEOUT_S)
-        self._headers = {url: spaces.headers(url) for url in urls}
         self._pools = {url: ThreadPoolExecutor(1, "poke") for url in urls}
         self._last: dict[str, Future[None]] = {}
 
@@ -212,4 +198,4 @@ class Pokes:
 
     def _poke(self, url: str) -> None:
         with contextlib.suppress(httpx.HTTPError):
-            self._http.post(f"{url}{POKE_PATH}", headers=self._headers[url])
+            self._http.post(f"{url}{POKE_PATH}", headers=spaces.headers(url))

@@ -1,7 +1,7 @@
 """Resumes a run from the newest state in its bucket, and saves states there.
 
-Both classes are callbacks of TRL's trainer. `Restore` must be the first callback, because one of TRL's own
-callbacks publishes the weights when training begins. `SaveState` must come after that one.
+Both classes are callbacks of TRL's trainer. One of TRL's own callbacks publishes the weights when training
+begins: `Restore` must come before it, so it is the first callback, and `SaveState` after it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def find_progress(publisher: Publisher, *, fresh: bool) -> Progress | None:
     try:
         return Progress(**record.extra)
     except TypeError as error:
-        other = f"another program saved the state of version {record.version}"
-        raise StateError(f"{other}: start again (`--fresh`)") from error
+        problem = f"another program saved the state of version {record.version}"
+        raise StateError(f"{problem}: start again (`--fresh`)") from error
 
 
 class Restore(TrainerCallback):
@@ -75,16 +75,14 @@ class SaveState(TrainerCallback):
         self._synced, self._in_step = False, True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Count the sync that TRL made after this step, if it made one."""
         self._trainer.groups.trained(args.gradient_accumulation_steps)
         self._synced, self._in_step = state.global_step % args.weight_sync_steps == 0, False
-        self._syncs += self._synced
+        self._syncs += self._synced  # TRL has made a sync after this step
         if self._syncs >= self._every:
             self._save()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Publish the steps after the last sync."""
-        self._sync()
+        self._sync()  # publishes the steps after the last sync
 
     def finish(self, timeout_s: float = _TIMEOUT_S) -> Manifest:
         """Publish what is pending, and start to save the last state. Returns the newest manifest.
@@ -103,10 +101,9 @@ class SaveState(TrainerCallback):
             self._trainer._sync_weight()
 
     def _save(self, *, final: bool = False) -> None:
-        """Save the state if it belongs to a sync and is not saved yet. `final`: even if the last is new."""
+        """Save the state if it belongs to a sync and is not saved yet. `final`: regardless of the pause."""
         if self._synced and self._syncs:
             now, extra = self._trainer.callback_handler, dataclasses.asdict(self._trainer.progress())
-            weights, schedule = live_weights(now.model), now.lr_scheduler
-            state = {"extra": extra, "final": final, "schedule": schedule}
-            if self._publisher.save_state(weights, now.optimizer, **state):
+            state = {"extra": extra, "final": final, "schedule": now.lr_scheduler}
+            if self._publisher.save_state(live_weights(now.model), now.optimizer, **state):
                 self._syncs = 0

@@ -1,7 +1,7 @@
 """Collects rollouts from several replicas and records which sync's weights generated each token.
 
 This adapts TRL's rollout worker: it spreads requests over the replicas, which may be asleep, and labels each
-sample with the syncs that the replicas report. A version is named by its sync, the trainer's own number.
+sample with the syncs that the replicas report.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from trainer.spaces import SpacesUnavailableError
 from trainer.tasks import Task
 
 MODEL_NAME = "policy"  # the name under which every replica serves its model
-UNKNOWN = -1  # for tokens that the policy did not generate, or whose weights no replica reported
+UNKNOWN = -1  # the sync of tokens that the policy did not generate, or whose sync no replica reported
 TokenSyncs = NDArray[np.int64]
 _SPAN = re.compile(r"(\d+):(\d+)-(\d+)", re.ASCII)
 _RETRIED = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
 
 
-class RequestRefusedError(RuntimeError):
-    """A replica will never answer this request, for example because the prompt exceeds its context."""
+class RolloutError(RuntimeError):
+    """Rollouts cannot be collected, for example because a prompt exceeds the context of a replica."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,17 +66,16 @@ class Conversation:
     def add_headers(self, headers: Mapping[str, str], writer_term: int, inherited: int) -> None:
         """Record the headers of an answer. Call `add_turn` with its tokens next.
 
-        `writer_term` is this trainer's. Syncs of an earlier trainer count only up to `inherited`: up to there
-        both had the same weights. This trainer never had that trainer's later ones.
+        `writer_term` is this trainer's. An earlier trainer's syncs count only up to `inherited`, because both
+        trainers had the same weights up to that sync.
         """
         oldest = int(headers.get("x-policy-sync", 0))
         first_choice = headers.get("x-policy-syncs", "").split(";")[0]  # requests ask for one choice
-        spans = [(int(sync), int(start), int(end)) for sync, start, end in _SPAN.findall(first_choice)]
+        self._spans = [(int(sync), int(start), int(end)) for sync, start, end in _SPAN.findall(first_choice)]
         if int(headers.get("x-policy-term", -1)) != writer_term:
             oldest = min(oldest, inherited)
-            spans = [span for span in spans if span[0] <= inherited]
+            self._spans = [span for span in self._spans if span[0] <= inherited]
         self._oldest.append(oldest)
-        self._spans = spans
 
     def add_turn(self, prompt_ids: list[int], output_ids: list[int]) -> None:
         syncs = np.full(len(output_ids), UNKNOWN)
@@ -85,8 +84,7 @@ class Conversation:
         self._turns.append(TurnRecord(prompt_ids, output_ids, syncs.tolist()))
 
     def rows(self, fork_threshold: int) -> list[tuple[int, TokenSyncs]]:
-        """Return a row for each sample that TRL makes of this conversation.
-        It has the oldest sync of the conversation, and the sync of each token of the sample."""
+        """For each sample that TRL makes of this conversation: its oldest sync, and each token's sync."""
         sequences, _ = trl_worker._chain_to_sequences(self._turns, "", fork_threshold)
         found = [(np.array(s.completion_mask) == 1, np.array(s.old_log_probs)) for s in sequences]
         return [(min(self._oldest), np.where(own, syncs, UNKNOWN).astype(np.int64)) for own, syncs in found]
@@ -96,27 +94,28 @@ _conversation: contextvars.ContextVar[Conversation] = contextvars.ContextVar("co
 
 
 class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
-    """TRL's loop in its child process. Spreads requests over the replicas and labels samples exactly.
-
-    A sample's `model_version` is the sync of the oldest weights that generated a token of its conversation.
-    TRL would use the trainer's sync at the moment when the sample's group began.
-    """
+    """TRL's loop in its child process. A sample's `model_version` is the sync of the oldest weights that
+    generated a token of its conversation. TRL would use the trainer's sync when the sample's group began."""
 
     _env_tools: dict[str, Any]
 
     def __init__(
         self, *, replicas: Sequence[str], writer_term: int, prompts: int, later: Sequence[int], **kwargs: Any
     ) -> None:
-        """`prompts` and `later` are those of `Progress`: the prompts to skip, because they are finished."""
-        super().__init__(**kwargs)
+        """`prompts` and `later` are the finished prompts of `Progress`, which are skipped."""
         self._replicas, self._writer_term = list(replicas), writer_term
         self._prompts, self._later = prompts, set(later)
         self._rows: dict[str, list[tuple[int, TokenSyncs]]] = {}  # rollout id -> rows, until it is scored
-        # Done here once, because TRL would do it in each turn, which takes longer than a request.
-        if self.environment_factories is not None:
-            self._env_tools = {name: [*map(get_json_schema, t)] for name, t in self._env_tools.items()}
-        if template := getattr(self.tokenizer, "response_template", None):
-            self.tokenizer.response_template = load_response_template(template)
+        try:
+            super().__init__(**kwargs)
+            # TRL would do this in each turn, which takes longer than a request.
+            if self.environment_factories is not None:
+                self._env_tools = {name: [*map(get_json_schema, t)] for name, t in self._env_tools.items()}
+            if template := getattr(self.tokenizer, "response_template", None):
+                self.tokenizer.response_template = load_response_template(template)
+        except Exception as error:
+            kwargs["exception_info_queue"].put(f"{type(error).__name__}: {error}")
+            raise
 
     @property
     def _request_model(self) -> str:
@@ -156,30 +155,29 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
         self, path: str, payload: dict[str, Any], timeout: float, max_retries: int = 3
     ) -> dict[str, Any]:
         deadline = time.monotonic() + spaces.WAIT_LIMIT_S
-        for attempt in itertools.count(random.randrange(len(self._replicas))):
-            url = self._replicas[attempt % len(self._replicas)]
+        urls = itertools.cycle(random.sample(self._replicas, len(self._replicas)))
+        while True:
+            url = next(urls)
             try:
                 return await self._request(f"{url}{path}", payload, timeout)
             except _RETRIED as error:
                 status = getattr(error, "status", 0)
                 # Other statuses may come from a replica that is waking up: try again.
                 if 400 <= status < 500 and status != 429:
-                    raise RequestRefusedError(f"{url} refused a rollout's request: {error}") from error
+                    raise RolloutError(f"{url} refused a rollout's request: {error}") from error
                 if time.monotonic() > deadline:
                     raise SpacesUnavailableError(f"{url} does not answer: {error}") from error
                 self._counters["rollout/vllm_retry_total"] += 1
                 await asyncio.sleep(1.0)
-        raise AssertionError("unreachable")
 
     async def _request(self, url: str, payload: dict[str, Any], timeout: float) -> dict[str, Any]:
         # No redirects, because they would carry the key to another host.
-        options = {"headers": spaces.headers(url), "allow_redirects": False}
-        limit = aiohttp.ClientTimeout(total=timeout)
-        async with self.session.post(url, json=payload, timeout=limit, **options) as response:
+        options = {"json": payload, "headers": spaces.headers(url), "allow_redirects": False}
+        async with self.session.post(url, timeout=aiohttp.ClientTimeout(timeout), **options) as response:
             if response.status >= 300:
                 reason = f"{response.reason}: {(await response.text())[:300]}"
-                no_key = CIMultiDictProxy(CIMultiDict[str]())  # the error must not contain it
-                request = response.request_info._replace(headers=no_key)
+                no_headers = CIMultiDictProxy(CIMultiDict[str]())  # the error must not contain the key
+                request = response.request_info._replace(headers=no_headers)
                 raise aiohttp.ClientResponseError(request, (), status=response.status, message=reason)
             inherited = self._model_version_value.inherited
             _conversation.get().add_headers(response.headers, self._writer_term, inherited)
@@ -202,42 +200,46 @@ class ReplicaRolloutWorker(trl_worker.AsyncRolloutWorker):
         self._model_version_value = self._mp_ctx.Value(Syncs)
 
     def inherit(self, sync: int) -> None:
-        """Accept syncs of the run's earlier trainer up to this one: up to here both had the same weights."""
+        """Accept syncs of the run's earlier trainer up to this one, which both trainers have made."""
         self._model_version_value.inherited = sync
 
+    def start(self) -> None:
+        """Start the child process. Raises `RolloutError` with the cause if it ends before it is ready."""
+        try:
+            super().start()
+        except RuntimeError as error:
+            cause = str(error).replace("Check the child's stderr for the traceback", "See the lines above")
+            if "exitcode=-9" in cause:
+                cause = "it was killed, perhaps because the memory is full"
+            with contextlib.suppress(queue.Empty):
+                cause = self._exception_info_queue.get(timeout=1.0)  # from the loop's `__init__`
+            raise RolloutError(f"the process that collects rollouts did not start: {cause}") from error
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise `RolloutError` with the cause if the child failed or hangs."""
+        try:
+            super().check_health(stale_after_s)
+        except RuntimeError as error:
+            cause = str(error.__cause__ or error).splitlines()[0]
+            raise RolloutError(f"the process that collects rollouts failed: {cause}") from error
+
     def stop(self) -> None:
-        """End the child process quickly. (TRL's own `stop` can hang.)
-
-        A child that is blocked on a full queue does not exit, so this drains the queues. Two calls may block
-        forever, so daemon threads make them: setting an event that a child waited for when it died, and
-        reading a message that a killed child did not finish.
-        """
+        """End the child process within a second. (TRL's own `stop` can hang.)"""
         process, self._process = self._process, None
-        if process is None or not process.is_alive():
-            return
-        ended = threading.Event()
-        for work in (self._stop_event_mp.set, lambda: self._drain(ended)):
-            threading.Thread(target=work, daemon=True).start()
-        process.join(1.0)
-        process.kill()
-        process.join()
-        ended.set()
-
-    def _drain(self, ended: threading.Event) -> None:
-        while not ended.wait(0.05):
-            for pending in (self.rollout_buffer, self.metrics_queue):
-                with contextlib.suppress(queue.Empty, OSError, EOFError):
-                    while True:
-                        pending.get_nowait()
+        if process and process.is_alive():
+            # This call blocks forever if a child died while it waited for the event, so a thread makes it.
+            threading.Thread(target=self._stop_event_mp.set, daemon=True).start()
+            process.join(1.0)
+            process.kill()  # a child with unread samples does not exit by itself
+            process.join()
 
 
 def make_worker(
     settings: Settings, config: AsyncGRPOConfig, task: Task, *, writer_term: int, progress: Progress | None
 ) -> ReplicaRolloutWorker:
-    """Build the worker that TRL would build from `config`, but for the replicas. Resumes from `progress`."""
-    tokenizer = AutoTokenizer.from_pretrained(settings.model)
-    inflight = config.max_inflight_tasks
-    if inflight < 0:  # TRL's rule: only as many samples as can be trained on before they are too old
+    """Build TRL's worker from `config`, but for several replicas. It resumes from `progress`."""
+    tokenizer, inflight = AutoTokenizer.from_pretrained(settings.model), config.max_inflight_tasks
+    if inflight < 0:  # TRL's rule: no more samples than it can train on before they are too old
         batch = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
         inflight = max(config.max_staleness, 1) * batch
     same = (  # options with the same name in TRL's worker

@@ -32,9 +32,7 @@ class Settings:
     prompt: str = _option("Prompt of each game (task 'wordle').", WORDLE_PROMPT)
     encoding: Encoding = field(default="fast", metadata={"help": "Encoding of deltas."})
     mirror: Place = field(default="host", metadata={"help": "Memory that holds the published bits."})
-    keep: str = _option(
-        "How much of the run stays in the bucket, such as '20GB' or '7d'; default: everything.", ""
-    )
+    keep: str = _option("How much of the run the bucket keeps, such as '20GB' or '7d'; default: all.", "")
     state_every: int = _option("Syncs between two saved states; a trainer that dies loses at most these.", 20)
     state_minutes: float = _option("Minimum minutes between two saved states.", 5.0)
     norm_learning_rate: float = _option("Learning rate of norms and biases; 0: same as --learning_rate.", 0.0)
@@ -43,11 +41,7 @@ class Settings:
     exact_old_policy: bool = _option("Compute old log-probabilities with each token's exact weights.", False)
 
     def __post_init__(self) -> None:
-        for option, least in (
-            ("minutes", 0),
-            ("state_minutes", 0),
-            ("norm_learning_rate", 0),
-            ("state_every", 1),
-        ):
+        smallest = {"minutes": 0, "state_minutes": 0, "norm_learning_rate": 0, "state_every": 1}
+        for option, least in smallest.items():
             if (number := getattr(self, option)) < least:
                 raise SystemExit(f"--{option} must be at least {least}; it is {number}")

@@ -1,12 +1,11 @@
 """The Spaces that a trainer uses: waiting until they are up, and the credentials that its requests carry.
 
-A sleeping Space takes minutes to wake and to load a model; any request wakes it. So `Spaces.wake` sends each
-a request before the trainer uploads version 0. An error that waiting cannot fix, such as a wrong URL, key or
-token, ends the run with a sentence that names the fix.
+A request wakes a sleeping Space, which takes minutes to load its model. If waiting cannot help, for example
+because a URL, a key or a token is wrong, the run ends with a sentence that names the fix.
 
 The environment variable `SPACES` lists the trainer's own Spaces. Only they receive a key and a token, so that
-a mistyped URL receives none. A rollout worker in another process inherits the environment and sends the same
-credentials. No secret is part of a URL, an option or a log line, and no request follows a redirect.
+a mistyped URL receives none. No secret is part of a URL, an option or a log line, and no request follows a
+redirect.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _URL = re.compile(r"(?a)(https?)://([\w.-]*\w|\[[\da-f:]+\])(?::(\d+))?(?:/.*)?"
 
 
 class SpacesUnavailableError(RuntimeError):
-    """A Space is not ready in time, or will never be; the message names the Space and the fix."""
+    """A Space is not ready in time, or never will be. The message names the Space and the fix."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +114,8 @@ def probe(url: str, kind: Kind) -> Answer:
 def request(url: str, method: str, path: str, kind: Kind = "replica", **content: Any) -> httpx.Response:
     """Send a request with this Space's credentials; raise `httpx.TransportError` if there is no answer."""
     try:
-        credentials = headers(url) if kind == "replica" else env_headers(url)
-        place = f"{url.rstrip('/')}{path}"
-        with httpx.stream(method, place, headers=credentials, timeout=10.0, **content) as answer:
+        content["headers"] = headers(url, kind)
+        with httpx.stream(method, f"{url.rstrip('/')}{path}", timeout=10.0, **content) as answer:
             body, known = read(answer), answer.headers.copy()
             known.pop("content-encoding", "")  # `read` has decoded the content
             return httpx.Response(answer.status_code, headers=known, content=body, request=answer.request)
@@ -150,14 +148,12 @@ def _check_key(url: str, kind: Kind) -> None:
     if status not in (401, 403):
         return
     if _own_origin(url):
-        raise SpacesUnavailableError(
-            f"{url} refuses this trainer's key ({status}): set SPACE_KEY to the Space's key; if"
-            " trainer.deploy made the Space, run `set -a; . .deploy/<owner>/env; set +a`"
-        )
-    other = ", or set ENV_KEY to the key that you were given for it" if kind == "env" else ""
-    raise SpacesUnavailableError(
-        f"{url} needs a key ({status}) and is not in SPACES: add the URL there if the Space is yours{other}"
-    )
+        made = "if trainer.deploy made the Space, run `set -a; . .deploy/<owner>/env; set +a`"
+        text = f"{url} refuses this trainer's key ({status}): set SPACE_KEY to the Space's key; {made}"
+    else:
+        text = f"{url} needs a key ({status}) and is not in SPACES: add the URL there if the Space is yours"
+        text += ", or set ENV_KEY to the key that you were given for it" if kind == "env" else ""
+    raise SpacesUnavailableError(text)
 
 
 def _app_answer(response: httpx.Response, kind: Kind) -> Answer | None:
@@ -177,8 +173,8 @@ def _hub_answer(response: httpx.Response, url: str, kind: Kind) -> Answer:
     status = response.status_code
     if status in (401, 403):
         raise SpacesUnavailableError(f"this trainer may not read {url} ({status}): {_READABLE}")
-    # If the token may not see a private Space, the Hub says that the Space does not exist. While a Space
-    # starts, the Hub answers with an HTML page of any status.
+    # The Hub says that a private Space does not exist if the token may not see it. While a Space starts, the
+    # Hub answers with an HTML page and any status.
     json = "json" in response.headers.get("content-type", "")
     if (json or status >= 300) and status < 500 and status not in (408, 425, 429):
         raise SpacesUnavailableError(
@@ -188,25 +184,21 @@ def _hub_answer(response: httpx.Response, url: str, kind: Kind) -> Answer:
     return Answer(f"not up yet ({status})")
 
 
-def headers(url: str) -> dict[str, str]:
-    """The credentials for requests to a replica or an environment; empty unless `SPACES` lists the URL.
+def headers(url: str, kind: Kind = "replica") -> dict[str, str]:
+    """The credentials for a request to a replica or an environment.
 
     All Spaces in `SPACES` receive `SPACE_KEY`. Those on the Hub also receive `SPACE_HF_TOKEN`, which opens
-    private Spaces. None receives `HF_TOKEN`, which can write. Raises `ValueError` for an unusable value.
+    private Spaces. None receives `HF_TOKEN`, which can write. An environment that is not in `SPACES` receives
+    `ENV_KEY`, and a replica nothing. Raises `ValueError` for an unusable value.
     """
     if not (origin := _own_origin(url)):
-        return {}
+        return _key_header("ENV_KEY") if kind == "env" else {}
     token = ""
     if origin[1].endswith(".hf.space") and (origin[0], origin[2]) == ("https", 443):
         token = _variable("SPACE_HF_TOKEN")
         if token and token == get_token():
             raise ValueError("SPACE_HF_TOKEN is HF_TOKEN, which may write: set it to a token of type Read")
     return _key_header("SPACE_KEY") | ({"Authorization": f"Bearer {token}"} if token else {})
-
-
-def env_headers(url: str) -> dict[str, str]:
-    """Like `headers`, but an environment that is not in `SPACES` receives `ENV_KEY`."""
-    return headers(url) if _own_origin(url) else _key_header("ENV_KEY")
 
 
 def _own_origin(url: str) -> tuple[str, str, int] | None:

@@ -26,14 +26,13 @@ END_S = 28.0  # time from the signal to the end of the process, whatever its thr
 
 
 class Stop(TrainerCallback):
-    """Handles signals and the time limit. It must be the last callback.
+    """Handles signals and the time limit (0 minutes: none). It must be the last callback.
 
-    If the trainer has one process, a signal between two steps raises `KeyboardInterrupt` immediately. All
-    ranks stop after the same step. A second signal has no effect.
+    If the trainer is `alone`, that is, has one process, a signal between two steps raises `KeyboardInterrupt`
+    immediately. Otherwise all ranks stop after the same step. A second signal has no effect.
     """
 
     def __init__(self, minutes: float, *, alone: bool) -> None:
-        """Start the clock; `minutes` is 0 for no limit. `alone`: this trainer has a single process."""
         self.signal = 0  # the signal that was received
         self.out_of_time = False
         self._until = time.monotonic() + 60 * minutes if minutes else math.inf
@@ -58,7 +57,7 @@ class Stop(TrainerCallback):
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let a signal end the `with` block quietly. Later, it interrupts only when its time is over."""
+        """Let a signal end the `with` block quietly. Later, it interrupts only when the time is over."""
         try:
             yield
         except KeyboardInterrupt:
@@ -71,7 +70,6 @@ class Stop(TrainerCallback):
         self._in_step = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Stop if a rank received a signal or is out of time."""
         self._in_step = False
         found = [self.signal, int(time.monotonic() >= self._until)]
         if not self._alone:  # all ranks stop after the same step
@@ -89,8 +87,8 @@ class Stop(TrainerCallback):
 
     def _note(self, number: int) -> None:
         self.signal, self._deadline = number, time.monotonic() + LIMIT_S
-        removes = atexit._run_exitfuncs  # temporary folders
-        for seconds, work in ((END_S - 2, removes), (END_S, lambda: os._exit(128 + number))):
+        clean_up = atexit._run_exitfuncs  # removes temporary folders
+        for seconds, work in ((END_S - 2, clean_up), (END_S, lambda: os._exit(128 + number))):
             timer = threading.Timer(seconds, work)
             timer.daemon = True
             timer.start()

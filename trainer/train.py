@@ -3,14 +3,9 @@
     python -m trainer.train --config trainer/configs/wordle_tiny.yaml --bucket hf://buckets/me/wordle \\
         --run first --replicas https://me-vllm.hf.space --env_url https://me-wordle.hf.space
 
-Read `train` from top to bottom: open the run in the bucket, load the policy, publish version 0 if the run is
-new, wait until a replica serves a version, train, publish the last version and the state. Rollouts come from
-the replicas over HTTPS. After each optimizer step the trainer puts the changed weights into the bucket, and
-the replicas fetch them from there. Every few syncs it saves its state there, too. However a trainer ends, the
-same command resumes the run.
-
-To change the reward or the prompts, write a module in `trainer/tasks`. To change the sampling, edit the
-configuration (`trainer/configs`) or `rollouts`.
+Rollouts come from the replicas over HTTPS. After each optimizer step the trainer puts the changed weights
+into the bucket, and the replicas fetch them from there. However a trainer ends, the same command resumes the
+run. Read `train` from top to bottom.
 
 For several processes, write `accelerate launch --use_fsdp --fsdp_version 2 -m` instead of `python -m`. Then
 only the main rank publishes and talks to replicas. The others send it the changes in their shards, and save
@@ -25,7 +20,7 @@ import os
 import signal
 import sys
 import time
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from transformers import AutoTokenizer
@@ -34,7 +29,6 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from delta_weight_sync import DeltaWeightSyncError, Publisher, gpu_build
 from delta_weight_sync.publish.sharding import Peers, Weights
-from delta_weight_sync.records import Manifest
 from delta_weight_sync.runlog import DoneEvent
 from delta_weight_sync.trl import patches
 from delta_weight_sync.trl.trainer import BucketGRPOTrainer, Progress
@@ -51,39 +45,32 @@ _FIRST_SYNC = 1  # TRL's number of the sync before the first step
 def main() -> None:
     """Parse the command line and train. Expected errors print one sentence instead of a traceback."""
     logging.basicConfig(format="%(name)s: %(message)s")
-    # The publisher and the rollouts share the interpreter with the training. With Python's usual 5 ms, each
-    # of the publisher's many short calls may wait as long for the others.
+    # The publisher's thread shares the interpreter with the training. With Python's usual 5 ms, each of its
+    # many short calls could wait that long.
     sys.setswitchinterval(0.0005)
     settings, config = TrlParser((Settings, AsyncGRPOConfig)).parse_args_and_config()
-    if config.use_cpu and not _multiplies_bf16():  # without AVX-512 float32 is ten times faster
-        config.bf16, config.mixed_precision = False, "no"
+    if config.use_cpu and not (
+        torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    ):
+        config.bf16, config.mixed_precision = False, "no"  # without AVX-512, float32 is ten times faster
     try:
         train(settings, config)
-    except (DeltaWeightSyncError, SpacesUnavailableError) as error:
+    except (DeltaWeightSyncError, SpacesUnavailableError, rollouts.RolloutError) as error:
         sys.exit(f"trainer: {error}")
     except KeyboardInterrupt as request:
         print("trainer: stopped; the same command resumes from what is in the bucket", flush=True)
         sys.exit(128 + (request.args[0] if request.args else signal.SIGINT))
 
 
-def _multiplies_bf16() -> bool:
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
 def train(settings: Settings, config: AsyncGRPOConfig) -> None:
     """Train one run, from the base policy or from its newest saved state, to its last version."""
     if config.token_budget is None:  # TRL would ask a replica for it, but none serves before version 0 exists
-        raise SystemExit(
-            "--token_budget is missing: set the maximum tokens of one forward pass, or 0 for no limit;"
-            " see trainer/configs/"
-        )
+        raise SystemExit("--token_budget is missing: set the tokens of a forward pass, or 0 for no limit")
     if not config.use_cpu and (problem := gpu_build.problem()):
         raise SystemExit(f"trainer: {problem}")
     if config.n_gpu > 1:
-        raise SystemExit(
-            "TRL packs batches for one GPU per process, and this machine has several: write"
-            " `accelerate launch` in place of `python`, or set CUDA_VISIBLE_DEVICES=0"
-        )
+        fix = "write `accelerate launch` in place of `python`, or set CUDA_VISIBLE_DEVICES=0"
+        raise SystemExit(f"TRL uses one GPU per process, but this process has {config.n_gpu}: {fix}")
     if not config.use_cpu and torch.cuda.is_available():
         shards = config.world_size if os.environ.get("ACCELERATE_USE_FSDP") == "true" else 1
         needs = memory.parts(settings.model, vars(settings) | vars(config), shards)
@@ -116,8 +103,13 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
         if progress and 0 < (last := config.max_steps) <= progress.trainer["global_step"]:
             print(f"already trained to step {last}: raise --max_steps, or start again with --fresh")
             return
-        lead = Lead(settings, config, task, publisher, progress, stack) if peers.main else None
-        trainer = make_trainer(settings, config, task, publisher, lead, progress)
+        worker = watch = None
+        if log := publisher.log:  # only the main rank has the run's log, and talks to replicas
+            watch = stack.enter_context(contextlib.closing(ReplicaWatch(settings.replicas, log)))
+            worker = rollouts.make_worker(
+                settings, config, task, writer_term=publisher.writer_term, progress=progress
+            )
+        trainer = make_trainer(settings, config, task, publisher, worker, progress)
         states = resume.SaveState(publisher, trainer, settings.state_every)
         trainer.add_callback(states)
         trainer.add_callback(stop)  # last, because the step ends only when the other callbacks are done
@@ -133,37 +125,11 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
             sys.exit(finish_early(publisher, states, stop))
         newest = states.finish()  # the end of the `with` block waits until the state is in the bucket
         digest = publisher.digest(trainer.weights())
-        if lead:
-            lead.finish(newest, digest, stopped_by="time" if stop.out_of_time else "steps")
-
-
-class Lead:
-    """The main rank's duties: it collects rollouts, watches the replicas, and writes the run's log."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        config: AsyncGRPOConfig,
-        task: Task,
-        publisher: Publisher,
-        progress: Progress | None,
-        stack: contextlib.ExitStack,
-    ) -> None:
-        """Start to watch the replicas; closing `stack` ends that."""
-        assert publisher.log
-        self.log = publisher.log
-        self.watch = stack.enter_context(contextlib.closing(ReplicaWatch(settings.replicas, self.log)))
-        self.worker = rollouts.make_worker(
-            settings, config, task, writer_term=publisher.writer_term, progress=progress
-        )
-
-    def finish(self, newest: Manifest, digest: str, stopped_by: Literal["steps", "time"]) -> None:
-        """Log the end of the run, and wait until the replicas serve its last version."""
-        self.log.append(
-            DoneEvent(t=time.time(), version=newest.version, digest=digest, stopped_by=stopped_by)
-        )
-        self.watch.wait_for(newest.version)
-        print(f"published version {newest.version}, digest {digest}", flush=True)
+        if log and watch:
+            ended: Literal["time", "steps"] = "time" if stop.out_of_time else "steps"
+            log.append(DoneEvent(t=time.time(), version=newest.version, digest=digest, stopped_by=ended))
+            watch.wait_for(newest.version)  # until every replica serves the last version
+            print(f"published version {newest.version}, digest {digest}", flush=True)
 
 
 def make_trainer(
@@ -171,33 +137,33 @@ def make_trainer(
     config: AsyncGRPOConfig,
     task: Task,
     publisher: Publisher,
-    lead: Lead | None,
+    worker: rollouts.ReplicaRolloutWorker | None,
     progress: Progress | None,
 ) -> PolicyTrainer:
     """Build the trainer. It publishes at each sync, and continues from `progress` when training begins."""
 
     def on_sync(weights: Weights, number: int) -> None:
         publisher.publish(weights, number)
-        if lead:
-            lead.worker.inherit(publisher.repeated_sync)
+        if worker:
+            worker.inherit(publisher.repeated_sync)
 
     trainer = PolicyTrainer(
-        norm_rate=settings.norm_learning_rate,
         model=settings.model,
         args=config,
         processing_class=AutoTokenizer.from_pretrained(settings.model),
         train_dataset=task.dataset,
         reward_funcs=task.reward_funcs,
         environment_factory=task.environment,
-        rollout_worker=lead.worker if lead else None,
+        rollout_worker=worker,
         on_sync=on_sync,
         resumed_from=progress,
         callbacks=[resume.Restore(publisher)],
     )
+    trainer.norm_rate = settings.norm_learning_rate
     if settings.exact_old_policy:
         exact.enable(trainer, publisher)
-    if lead:
-        recorder = StepRecorder(lead.log, trainer.rollout_queue)
+    if publisher.log:
+        recorder = StepRecorder(publisher.log, trainer.rollout_queue)
         trainer.rollout_queue = recorder
         trainer.add_callback(recorder)
     return trainer
@@ -210,15 +176,13 @@ class PolicyTrainer(BucketGRPOTrainer):
     thing that RL teaches. With a separate rate, the norms learn it while few other weights change.
     """
 
-    def __init__(self, *, norm_rate: float, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._norm_rate = norm_rate
+    norm_rate = 0.0
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         for group in optimizer.param_groups:  # TRL puts weights without weight decay into a separate group
-            if self._norm_rate and all(weight.ndim == 1 for weight in group["params"]):
-                group["lr"] = self._norm_rate
+            if self.norm_rate and all(weight.ndim == 1 for weight in group["params"]):
+                group["lr"] = self.norm_rate
         return optimizer
 
 

@@ -1,5 +1,6 @@
 """An HTTP server on loopback whose answers a function of the test gives."""
 
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,9 @@ class Request(NamedTuple):
 
 
 @contextmanager
-def answering(answer: Callable[[Request], tuple[int, dict[str, str], bytes]]) -> Iterator[str]:
+def answering(
+    answer: Callable[[Request], tuple[int, dict[str, str], bytes]], tls: ssl.SSLContext | None = None
+) -> Iterator[str]:
     """Its URL; `answer` gives status, headers and content. If it raises, the server hangs up."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -35,6 +38,7 @@ def answering(answer: Callable[[Request], tuple[int, dict[str, str], bytes]]) ->
         def log_message(self, *_: object) -> None: ...
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.socket = tls.wrap_socket(server.socket, server_side=True) if tls else server.socket
     thread = threading.Thread(target=server.serve_forever, args=[0.01])
     thread.start()
     try:

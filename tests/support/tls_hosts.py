@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import aiohttp
@@ -22,6 +21,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from tests.support import http_server
 from trainer import observe
 
 OWN, STRANGER = "me-wordle-replica-1.hf.space", "stranger-wordle-env.hf.space"
@@ -36,50 +36,27 @@ class Hosts:
     moved: set[str] = field(default_factory=set)
     poked: threading.Event = field(default_factory=threading.Event)
 
-    def answer(self, host: str, path: str, headers: dict[str, str]) -> tuple[int, str, bytes]:
-        """Status, where to go instead, and the content."""
-        self.asked[host].append({name.lower(): value for name, value in headers.items()})
+    def answer(self, request: http_server.Request) -> tuple[int, dict[str, str], bytes]:
+        host, path = request.headers["host"], request.path
+        self.asked[host].append(request.headers)
         if path == observe.POKE_PATH:
             self.poked.set()
-        status = 307 if host in self.moved else 200
-        return status, f"https://{STRANGER}{path}", json.dumps(ANSWERS.get(path, {})).encode()
+        place = {"location": f"https://{STRANGER}{path}", "content-type": "application/json"}
+        return 307 if host in self.moved else 200, place, json.dumps(ANSWERS.get(path, {})).encode()
 
 
 @contextmanager
 def answering(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
     """Both hosts, found by their names; `folder` is for the certificate."""
     hosts, file = Hosts(), certificate(folder)
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler(hosts)) as server:
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.load_cert_chain(file)
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(file)
+    with http_server.answering(hosts.answer, context) as url:
         monkeypatch.setenv("SSL_CERT_FILE", str(file))  # which httpx reads for each client, and aiohttp never
         trusting = ssl.create_default_context(cafile=file)
         monkeypatch.setattr(aiohttp.connector, "_SSL_CONTEXT_VERIFIED", trusting)
-        _resolve(monkeypatch, server.server_port)
+        _resolve(monkeypatch, int(url.rpartition(":")[2]))
         yield hosts
-        server.shutdown()
-
-
-def handler(hosts: Hosts) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.rfile.read(int(self.headers.get("content-length", 0)))
-            status, place, content = hosts.answer(self.headers["host"], self.path, dict(self.headers))
-            self.send_response(status)
-            self.send_header("location", place)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        do_POST = do_DELETE = do_GET  # noqa: N815 - the names that http.server asks for
-
-        def log_message(self, *_: object) -> None:
-            """Say nothing."""
-
-    return Handler
 
 
 def _resolve(monkeypatch: pytest.MonkeyPatch, port: int) -> None:

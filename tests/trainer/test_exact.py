@@ -1,6 +1,5 @@
 """Exact old policies equal those of checked-out versions, bit for bit, and TRL trains on each token's own."""
 
-import importlib
 import queue
 from collections import defaultdict
 from contextlib import nullcontext
@@ -18,7 +17,6 @@ from trl.experimental.async_grpo.async_grpo_trainer import (
     RolloutQueueDataset,
     _reduce_metric,
 )
-from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from trl.experimental.async_grpo.packing import TREE_ATTENTION
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path
 
@@ -27,7 +25,7 @@ from delta_weight_sync.runlog import RunLogReader, StepEvent
 from delta_weight_sync.trl import patches
 from delta_weight_sync.trl.trainer import BucketGRPOTrainer, live_weights
 from examples import tiny_policy as tiny
-from tests.support.trainer_lives import cpu_config, one_by_one
+from tests.support.trainer_lives import Recorded, cpu_config, one_by_one
 from trainer import exact, rollouts, train
 from trainer.exact import LogProbs, PastPolicy, Query
 from trainer.rollouts import UNKNOWN, TracedSample
@@ -78,21 +76,20 @@ def from_checkout(url: str, sync: int, folder: Path, dtype: str, asked: list[Que
     return PastPolicy(trl_model(folder / f"v{manifest.version}", dtype), 0).log_probs(asked)
 
 
-class Published:
-    """A policy that was published at each of the syncs 1 to `syncs`, and the same in the past."""
-
-    def __init__(self, url: str, base: Path, syncs: int, keep: int, dtype: str, token_budget: int) -> None:
-        policy = trl_model(base, dtype)
-        step(policy, 1)  # so that float32 weights are no bf16, as where a trainer goes on
-        self.past = PastPolicy(policy, token_budget)
-        with Publisher(url, base) as publisher:
+def published(url: str, base: Path, dtype: str) -> PastPolicy:
+    """The past of a policy that was published at each of the syncs 1 to `SYNCS`."""
+    policy = trl_model(base, dtype)
+    step(policy, 1)  # so that float32 weights are no bf16, as where a trainer goes on
+    past = PastPolicy(policy, 0)
+    with Publisher(url, base) as publisher:
+        publisher.publish(live_weights(policy))
+        past.begin(policy, publisher.keep_undo_log(KEEP))
+        for sync in range(2, SYNCS + 1):
+            step(policy, sync)
             publisher.publish(live_weights(policy))
-            self.past.begin(policy, publisher.keep_undo_log(keep))
-            for sync in range(2, syncs + 1):
-                step(policy, sync)
-                publisher.publish(live_weights(policy))
-                publisher.flush()
-                self.past.keep_up()
+            publisher.flush()
+            past.keep_up()
+    return past
 
 
 @pytest.fixture(autouse=True)
@@ -109,28 +106,32 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def published(base: Path, tmp_path: Path, dtype: str = "float32", budget: int = 0) -> tuple[Published, str]:
-    url = f"{(tmp_path / 'bucket').as_uri()}#run"
-    return Published(url, base, SYNCS, KEEP, dtype, budget), url
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"{(tmp_path / 'bucket').as_uri()}#run"
+
+
+@pytest.fixture
+def past(url: str, base: Path) -> PastPolicy:
+    return published(url, base, "float32")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_past_policy_is_the_checked_out_one_bit_for_bit(base, tmp_path, dtype):
+def test_the_past_policy_is_the_checked_out_one_bit_for_bit(url, base, tmp_path, dtype):
     """Forwards and backwards, though nothing was asked of it for longer than what is kept."""
-    scene, url = published(base, tmp_path, dtype)
+    past = published(url, base, dtype)
     kept = range(SYNCS - KEEP, SYNCS + 1)
     expected = {sync: from_checkout(url, sync, tmp_path, dtype, queries()) for sync in kept}
     for sync in (4, 6, 2, 5, 3):
-        scene.past.roll(sync)
-        np.testing.assert_array_equal(scene.past.log_probs(queries()), expected[sync])
+        past.roll(sync)
+        np.testing.assert_array_equal(past.log_probs(queries()), expected[sync])
     assert all((expected[2] != expected[sync]).mean() > 0.9 for sync in kept if sync != 2)
-    assert not scene.past.knows(1)
+    assert not past.knows(1)
 
 
-def test_a_row_of_tokens_is_never_longer_than_the_budget(base, tmp_path, monkeypatch):
+def test_a_row_of_tokens_is_never_longer_than_the_budget(past, monkeypatch):
     """And each answer is that of all samples in one row, but for the order of sums."""
-    scene, _ = published(base, tmp_path)
-    together = scene.past.log_probs(queries())
+    together = past.log_probs(queries())
     packed, forward = [], exact.forward
 
     def seen(model, row):
@@ -138,8 +139,8 @@ def test_a_row_of_tokens_is_never_longer_than_the_budget(base, tmp_path, monkeyp
         return forward(model, row)
 
     monkeypatch.setattr(exact, "forward", seen)
-    scene.past._token_budget = 16
-    np.testing.assert_allclose(scene.past.log_probs(queries()), together, atol=1e-5)
+    past._token_budget = 16
+    np.testing.assert_allclose(past.log_probs(queries()), together, atol=1e-5)
     assert len(packed) > 1
     assert max(packed) <= 16
 
@@ -159,7 +160,7 @@ def sample(query: Query, syncs: np.ndarray, group: int) -> TracedSample:
     )
 
 
-def taken(scene: Published, samples: list[TracedSample]) -> tuple[list[dict[str, torch.Tensor]], dict]:
+def taken(past: PastPolicy, samples: list[TracedSample]) -> tuple[list[dict[str, torch.Tensor]], dict]:
     """What TRL trains on, a batch of one sample each, and its metrics."""
     waiting: queue.Queue[Any] = queue.Queue()
     for each in samples:
@@ -168,7 +169,7 @@ def taken(scene: Published, samples: list[TracedSample]) -> tuple[list[dict[str,
     batch = SimpleNamespace(per_device_train_batch_size=len(samples))
     trainer = SimpleNamespace(_metrics=metrics, accelerator=SimpleNamespace(autocast=nullcontext), args=batch)
     dataset = RolloutQueueDataset(
-        exact.ExactSamples(waiting, scene.past, trainer, None),
+        exact.ExactSamples(waiting, past, trainer, None),
         model_version_fn=lambda: SYNCS,
         check_health_fn=lambda _: None,
         stale_after_s=1.0,
@@ -180,14 +181,13 @@ def taken(scene: Published, samples: list[TracedSample]) -> tuple[list[dict[str,
     return found, {name: _reduce_metric(name, values) for name, values in metrics["train"].items()}
 
 
-def test_a_sample_that_spans_versions_gets_the_log_probabilities_of_each(base, tmp_path):
+def test_a_sample_that_spans_versions_gets_the_log_probabilities_of_each(past, url, tmp_path):
     """Through TRL's own data set and packing, several samples at once."""
-    scene, url = published(base, tmp_path)
     asked = queries()
     syncs = [np.full(len(query.asked), 5) for query in asked]
     syncs[1][-4:] = 6  # a commit within the answer
     syncs[2][:] = 3
-    batches, metrics = taken(scene, [sample(q, s, 7) for q, s in zip(asked, syncs, strict=True)])
+    batches, metrics = taken(past, [sample(q, s, 7) for q, s in zip(asked, syncs, strict=True)])
     for query, made, batch in zip(asked, syncs, batches, strict=True):
         for sync in set(made.tolist()):
             alone = from_checkout(url, sync, tmp_path, "float32", [query])
@@ -201,53 +201,52 @@ def test_a_sample_that_spans_versions_gets_the_log_probabilities_of_each(base, t
     pure = ~np.concatenate([late[query.asked] for query, late in zip(asked, mixed, strict=True)])
     assert (~pure).sum() == 2
     off = exacts.astype(np.float64) - ENGINE
-    np.testing.assert_allclose(metrics["exact/mismatch_mean"], np.abs(off[pure]).mean(), rtol=1e-5)
-    np.testing.assert_allclose(metrics["exact/mismatch_max"], np.abs(off[pure]).max(), rtol=1e-5)
-    np.testing.assert_allclose(metrics["exact/mismatch_ratio"], np.exp(off)[pure].mean(), rtol=1e-5)
-    np.testing.assert_allclose(metrics["exact/mismatch_kl"], (np.exp(off) - 1 - off)[pure].mean(), rtol=1e-5)
-    np.testing.assert_allclose(metrics["exact/mixed_mean"], np.abs(off[~pure]).mean(), rtol=1e-5)
-    assert metrics["exact/samples_left_total"] == 0
+    expected = {
+        "exact/mismatch_mean": np.abs(off[pure]).mean(),
+        "exact/mismatch_max": np.abs(off[pure]).max(),
+        "exact/mismatch_ratio": np.exp(off)[pure].mean(),
+        "exact/mismatch_kl": (np.exp(off) - 1 - off)[pure].mean(),
+        "exact/mixed_mean": np.abs(off[~pure]).mean(),
+        "exact/samples_left_total": 0,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("strange", [UNKNOWN, 1], ids=["unnamed", "older than what is kept"])
-def test_a_sample_whose_weights_are_not_kept_stays_as_it_was_and_is_counted(base, tmp_path, strange):
-    scene, _ = published(base, tmp_path)
+def test_a_sample_whose_weights_are_not_kept_stays_as_it_was_and_is_counted(past, strange):
     syncs = [np.full(len(query.asked), 5) for query in queries()]
     syncs[0][-1] = strange
-    batches, metrics = taken(scene, [sample(q, s, 7) for q, s in zip(queries(), syncs, strict=True)])
+    batches, metrics = taken(past, [sample(q, s, 7) for q, s in zip(queries(), syncs, strict=True)])
     assert (batches[0]["old_log_probs"] == ENGINE).all()
     assert all((batch["old_log_probs"] != ENGINE).all() for batch in batches[1:])
     assert metrics["exact/samples_left_total"] == 1
 
 
-def test_rolling_writes_what_changed_and_no_more(base, tmp_path):
+def test_rolling_writes_what_changed_and_no_more(past):
     """A batch of the syncs 4 to 6 is visited from the nearer end."""
-    scene, _ = published(base, tmp_path)
-    total = sum(weights.numel() for weights in scene.past._weights.values())
-    scene.past.roll(6)
+    total = sum(weights.numel() for weights in past._weights.values())
+    past.roll(6)
     syncs = [np.full(len(query.asked), sync) for query, sync in zip(queries(), (4, 6, 5), strict=True)]
-    _, metrics = taken(scene, [sample(q, s, 7) for q, s in zip(queries(), syncs, strict=True)])
-    assert scene.past.sync == 4
+    _, metrics = taken(past, [sample(q, s, 7) for q, s in zip(queries(), syncs, strict=True)])
+    assert past.sync == 4
     assert 0 < metrics["exact/weights_written_total"] < 0.25 * total, "two syncs, a tenth each"
 
 
 def test_what_cannot_be_exact_is_refused_with_what_to_change():
-    ranks = SimpleNamespace(args=SimpleNamespace(world_size=2))
+    args = SimpleNamespace(world_size=2, token_budget=0)
+    trainer = SimpleNamespace(args=args, model=torch.nn.Linear(2, 2).half())
     with pytest.raises(SystemExit, match=r"--exact_old_policy needs a trainer with one process"):
-        exact.enable(ranks, None)
-    half = SimpleNamespace(
-        args=SimpleNamespace(world_size=1, token_budget=0), model=torch.nn.Linear(2, 2).half()
-    )
+        exact.enable(trainer, None)
+    args.world_size = 1
     with pytest.raises(SystemExit, match=r"float16 cannot hold every bf16 value: .* \(--dtype\)"):
-        exact.enable(half, None)
+        exact.enable(trainer, None)
 
 
-class Played:
-    """TRL's `RolloutWorkerProtocol`: after each sync a batch whose later tokens are of that sync."""
+class Played(Recorded):
+    """After each sync, a batch whose later tokens are of that sync."""
 
     def __init__(self) -> None:
-        self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue()
-        self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
+        super().__init__(0, None)
         self.samples: list[TracedSample] = []
 
     def start(self) -> None:
@@ -266,22 +265,10 @@ class Played:
             self.samples.append(sample(Query(tokens, np.arange(TOKENS) >= PROMPT), syncs, number))
             self.rollout_buffer.put(self.samples[-1])
 
-    def inherit(self, sync: int) -> None: ...
-    def stop(self) -> None: ...
-    def check_health(self, stale_after_s: float) -> None: ...
-
 
 @pytest.fixture
 def trained_on(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
     """Per batch, the old log-probabilities in TRL's loss; each hand-over becomes a version."""
-    for module, name in (
-        ("async_rollout_worker", "is_vllm_available"),
-        ("async_rollout_worker", "_child_main"),
-        ("packing", "_flash_attn"),
-        ("async_grpo_trainer", "get_peak_flops_per_device"),
-    ):
-        place = importlib.import_module(f"trl.experimental.async_grpo.{module}")
-        monkeypatch.setattr(place, name, getattr(place, name))  # as it was, after this test
     found: list[np.ndarray] = []
     loss = BucketGRPOTrainer.compute_loss
 
@@ -299,13 +286,8 @@ def test_each_token_is_trained_on_with_the_log_probability_of_its_own_version(
     tmp_path, monkeypatch, trained_on
 ):
     played, url = Played(), (tmp_path / "bucket").as_uri()
-    config = cpu_config(
-        tmp_path / "trl",
-        max_steps=STEPS,
-        per_device_train_batch_size=BATCH,
-        learning_rate=1e-2,
-        max_staleness=2,
-    )
+    sizes = {"max_steps": STEPS, "per_device_train_batch_size": BATCH, "max_staleness": 2}
+    config = cpu_config(tmp_path / "trl", learning_rate=1e-2, **sizes)
     monkeypatch.setattr(rollouts, "make_worker", lambda *_, **__: played)
     tiny.build(tmp_path / "base", tie=True, seed=0)
     places = {"model": str(tmp_path / "base"), "bucket": url, "run": "run", "replicas": []}

@@ -1,6 +1,5 @@
 """Pokes reach every replica with the key, and samples and their rates reach the run's log."""
 
-import contextlib
 import queue
 import threading
 from types import SimpleNamespace
@@ -22,10 +21,9 @@ CRANE, PLUMB = "c1-r2?a3+n4-e5-", "p1+l2+u3+m4+b5+"
 class Replica:
     """Takes pokes; while `gate` is closed it does not answer."""
 
-    def __init__(self, *, hangs_up: bool = False) -> None:
+    def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
-        self.hangs_up = hangs_up
-        self.gate, self.came = threading.Event(), threading.Semaphore(0)
+        self.hangs_up, self.gate, self.came = False, threading.Event(), threading.Semaphore(0)
         self.gate.set()
 
     def is_poked(self) -> bool:
@@ -56,16 +54,11 @@ def test_every_replica_is_poked_though_one_is_gone_and_one_is_slow(monkeypatch):
         assert len(slow.asked) == 1, "one at a time"
         slow.gate.set()
         assert slow.is_poked(), "and one more for all that came meanwhile"
-        sent.close()
-    assert len(slow.asked) == 2
-
-
-def test_a_replica_that_hangs_up_is_poked_again():
-    replica = Replica(hangs_up=True)
-    with answering(replica.answer) as url, contextlib.closing(Pokes([url])) as sent:
+        well.hangs_up = True
         for _ in range(2):
             sent.send()
-            assert replica.is_poked()
+            assert well.is_poked(), "one that hangs up is poked again"
+        sent.close()
 
 
 def sample(group: int, reward: float, *turns: tuple[str, str]) -> RolloutSample:
@@ -74,17 +67,15 @@ def sample(group: int, reward: float, *turns: tuple[str, str]) -> RolloutSample:
         call = {"type": "function", "function": {"name": "guess", "arguments": {"word": word}}}
         messages += [{"role": "assistant", "content": "", "tool_calls": [call]}]
         messages += [{"role": "tool", "name": "guess", "content": answer}]
-    none = np.zeros(0)
+    none = dict.fromkeys(("input_ids", "completion_mask", "old_log_probs"), np.zeros(0))
     return RolloutSample(
         prompt=[{"role": "user", "content": "Play <b>Wordle</b>."}],
         completion=messages,
-        input_ids=none,
-        completion_mask=none,
-        old_log_probs=none,
         advantage=0.0,
         model_version=3,
         group_id=group,
         metrics={"reward": reward},
+        **none,
     )
 
 

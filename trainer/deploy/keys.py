@@ -2,8 +2,7 @@
 
 The Hub never shows the value of a secret again. So each secret gets a fingerprint as its description: an HMAC
 of the value under the SPACE_KEY. The Hub replaces the description together with the value, and shows it only
-to accounts that may change the Space. A local note would become wrong when a Space is deleted and made again,
-or changed from another machine.
+to accounts that may change the Space.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import hmac
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from delta_weight_sync import signing
 from delta_weight_sync.errors import KeyFormatError
@@ -33,7 +31,6 @@ class Secrets:
         return self.space_token if name == "HF_TOKEN" else self.space_key
 
     def fingerprint(self, name: str) -> str:
-        """The secret's description on the Hub."""
         message = f"{name}={self.value(name)}".encode()
         return "fingerprint " + hmac.new(self.space_key.encode(), message, hashlib.sha256).hexdigest()[:32]
 
@@ -68,15 +65,9 @@ def signing_file(owner: str, name: str) -> Path:
     return FOLDER / owner / f"{name}.env"
 
 
-class SigningKeys(NamedTuple):
-    """The public keys that belong to a deployment's signing keys."""
-
-    signs: str  # belongs to the key with which the trainer signs
-    trusted: str  # the keys that replicas trust, separated by commas; several while keys are changed
-
-
-def read_signing_keys(owner: str, name: str) -> SigningKeys | None:
-    """The public keys in this deployment's file, or None if this machine has no such file."""
+def read_signing_keys(owner: str, name: str) -> tuple[str, str] | None:
+    """What this deployment's file says, or None if this machine has no such file: the public half of the key
+    with which the trainer signs, and the public keys that replicas trust (several while keys are changed)."""
     file = signing_file(owner, name)
     if not file.exists():
         return None
@@ -88,7 +79,7 @@ def read_signing_keys(owner: str, name: str) -> SigningKeys | None:
     if signs is None or not (trusted := lines.get(signing.PUBLIC_KEY)):
         lacks = f"{file} lacks {signing.SIGNING_KEY} or {signing.PUBLIC_KEY}"
         raise DeployError(f"{lacks}: delete the file to get new keys")
-    return SigningKeys(signs.public, trusted)
+    return signs.public, trusted
 
 
 def _variables(file: Path) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """The plan of a deployment: a bucket, Spaces and their files. It depends only on command line and checkout.
 
-A Space's repository gets only the files that its Dockerfile needs: the modules and data files listed here, if
-git tracks them. Caches, tests, other apps and untracked files of a checkout are never uploaded.
+A Space's repository gets only the files that its Dockerfile needs: those listed here, if git tracks them.
 """
 
 from __future__ import annotations
@@ -83,13 +82,12 @@ class Deployment:
 
     @property
     def bucket_url(self) -> str:
-        """The bucket's URL, as trainer and replicas use it."""
         return f"hf://buckets/{self.bucket}"
 
     def trusting(self, public_keys: str) -> Deployment:
         """The same deployment, but its replicas trust only these keys."""
-        added = {PUBLIC_KEY: public_keys}
-        plans = (replace(plan, variables={**plan.variables, **added}) for plan in self.replicas)
+        trust = {PUBLIC_KEY: public_keys}
+        plans = [replace(plan, variables={**plan.variables, **trust}) for plan in self.replicas]
         return replace(self, replicas=tuple(plans))
 
     def write(self, folder: Path) -> None:

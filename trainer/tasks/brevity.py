@@ -1,7 +1,7 @@
 """Brevity: shorter answers earn more, and an empty answer earns most.
 
-The task needs no environment, and any chat model can learn it. Use it to check that training reaches the
-replicas.
+The task needs no environment, and any chat model can learn it. Use it to check that replicas receive what the
+trainer learns.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def reward_brevity(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def make_dataset() -> Dataset:
-    """Questions of the same kind, so that a step's reward does not depend on which ones it uses."""
+    """Questions of the same kind, so that a step's reward does not depend on which of them it uses."""
     questions = [f"What is the capital of {country}?" for country in _COUNTRIES]
     return Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in questions]})
 

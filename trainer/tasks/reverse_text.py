@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PROMPT = "Reverse the text character-by-character. Put your answer in <reversed_text> tags."
 
 _WORDS_PER_TEXT = 3
-_VOCABULARY = 2000  # use the first words of the vocabulary, the most frequent ones
+_VOCABULARY = 2000  # only the first, most frequent words of the vocabulary are used
 _HELD_OUT_SHARE = 10  # one word in ten never appears in training
 _MIN_WORDS = 30  # an English tokenizer has thousands
 _WORD = re.compile("\u0120([a-z]{3,8})")  # byte-level BPE writes a space as this character

@@ -47,8 +47,8 @@ class WordleEnv:
     """Plays one game at a time over HTTP. All members of a GRPO group get the row's seed, so the same secret.
 
     A request whose answer was lost is repeated. It has no second effect on the server, because the client
-    chooses the session's id and numbers the turns. TRL awaits one `reset` after the other, so the first guess
-    opens the session: then sessions open in parallel. Waiting for an answer takes no thread.
+    chooses the session's id and numbers the turns. The first guess opens the session, not `reset`: TRL awaits
+    each `reset` before it starts the next, but guesses run in parallel.
     """
 
     def __init__(self, url: str) -> None:
@@ -103,7 +103,7 @@ class WordleEnv:
         url, deadline = self._url, time.monotonic() + _RETRY_S
         while True:
             try:
-                headers = spaces.env_headers(url)
+                headers = spaces.headers(url, "env")
                 async with (
                     spaces.connections() as session,
                     session.request(method, f"{url}{path}", headers=headers, **options) as response,
@@ -129,7 +129,6 @@ class WordleEnv:
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
-    """The first `_MAX_ANSWER` bytes of the body."""
     try:
         return await response.content.readexactly(_MAX_ANSWER)
     except asyncio.IncompleteReadError as all_of_it:
@@ -137,7 +136,7 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _pause_s(retry_after: str) -> float:
-    """Seconds until the next try: 1 if the server sends no number, or a smaller one."""
+    """Seconds until the next try: at least 1, also if the server sends no number."""
     with contextlib.suppress(ValueError):
         if (seconds := float(retry_after)) >= 1:
             return min(seconds, _LONGEST_PAUSE_S)

@@ -4,27 +4,26 @@ import io
 import json
 import re
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any
 from uuid import uuid4
 
 import httpx
 import pytest
 from huggingface_hub import HfApi
 
+from tests.support.http_server import Request, answering
 from tests.support.hubsim import HubSim
 from trainer.demo.processes import Processes, free_port
 from trainer.deploy import hub as deploy_hub
 from trainer.deploy.__main__ import main
 
-OWNER = "user"
+OWNER, KEY = "user", "k" * 40
 WRITE, READ = "hf_deployTestWriteToken", "hf_deployTestReadToken"
 POLICY = Path(__file__).parents[3] / "trainer" / "policies" / "wordle-tiny"
 
@@ -48,13 +47,9 @@ def _running(folder: Path, env_settings: dict[str, str], replica_settings: dict[
     (folder / "bucket").mkdir()
     env, replica = free_port(), free_port()
     env_settings |= {"WORDLE_HOST": "127.0.0.1", "WORDLE_PORT": str(env)}
-    replica_settings |= {
-        "REPLICA_HOST": "127.0.0.1",
-        "REPLICA_PORT": str(replica),
-        "REPLICA_BUCKET": (folder / "bucket").as_uri(),
-        "REPLICA_RUN": "first",
-        "REPLICA_FOLDER": str(folder / "replica"),
-    }
+    replica_settings |= {"REPLICA_HOST": "127.0.0.1", "REPLICA_PORT": str(replica)}
+    replica_settings |= {"REPLICA_BUCKET": (folder / "bucket").as_uri(), "REPLICA_RUN": "first"}
+    replica_settings |= {"REPLICA_FOLDER": str(folder / "replica")}
     with Processes(folder) as processes:
         processes.start("env", ["env_space.app"], env_settings)
         processes.start("replica", ["inference_space.app"], replica_settings)
@@ -133,27 +128,16 @@ class World:
         return file.read_text().removeprefix("SPACE_KEY=").strip()
 
 
-class Clock:
-    """In place of the module `time`: nobody sleeps, and only sleeping takes time."""
-
-    def __init__(self) -> None:
-        self._now = 0.0
-
-    def monotonic(self) -> float:
-        return self._now
-
-    def sleep(self, seconds: float) -> None:
-        self._now += seconds
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> SimpleNamespace:
+    """In place of the module `time`: nobody sleeps, and only sleeping takes time."""
+    slept = [0.0]
+    return SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
 
 
 @pytest.fixture
 def world(
-    hub: HubSim, hub_env: None, apps: Apps, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: HubSim, hub_env: None, apps: Apps, clock: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[World]:
     hub.add_token(WRITE, user=OWNER)
     hub.add_token(READ, user=OWNER, role="read")
@@ -169,11 +153,9 @@ def world(
     api = HfApi(endpoint=hub.url, token=WRITE)
     for space in list(api.list_spaces(author=OWNER)):
         api.delete_repo(space.id, repo_type="space")  # the simulator has few addresses for their apps
-    files = [file.read_text() for file in tmp_path.glob(".deploy/*/env")]
-    signing = [file.read_text().splitlines() for file in tmp_path.glob("**/*.env")]
-    keys = [text.strip().removeprefix("SPACE_KEY=") for text in files]
-    keys += [line.partition("_secret_")[2] for line in chain(*signing) if "_secret_" in line]
-    secrets = [WRITE, READ, *keys]
+    files = [*tmp_path.glob(".deploy/*/env"), *tmp_path.glob("**/*.env")]
+    made = re.findall(r"(?:^SPACE_KEY=|_secret_)(\S+)", "\n".join(file.read_text() for file in files), re.M)
+    secrets = [WRITE, READ, *made]
     assert not [secret for secret in secrets if secret in world.said], "a secret was printed"
     assert not [line for line in hub.requests() for secret in secrets if secret in line], "a secret in a URL"
 
@@ -185,51 +167,27 @@ def api(hub: HubSim) -> HfApi:
     return HfApi(endpoint=hub.url, token=WRITE)
 
 
-@dataclass(frozen=True)
-class KeyedApps(Apps):
-    """Apps that want a key."""
-
-    key: str
-
-
 @pytest.fixture(scope="package")
-def keyed_apps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeyedApps]:
-    key = "k" * 40
-    with _running(tmp_path_factory.mktemp("keyed"), {"WORDLE_KEY": key}, {"REPLICA_KEY": key}) as apps:
-        yield KeyedApps(apps.env, apps.replica, key)
-
-
-class _Scripted(BaseHTTPRequestHandler):
-    """Answers each path by its script: a status, a JSON object, or a list of them whose last one stays."""
-
-    script: ClassVar[dict[str, Any]]
-
-    def do_GET(self) -> None:
-        answer = self.script.get(self.path.split("?")[0].replace("//", "/"), 404)
-        if isinstance(answer, list):
-            answer = answer.pop(0) if len(answer) > 1 else answer[0]
-        status, body = (answer, b"<html>") if isinstance(answer, int) else (200, json.dumps(answer).encode())
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_POST = do_DELETE = do_GET  # noqa: N815 - the names that http.server looks for
-
-    def log_message(self, *_: object) -> None:
-        pass
+def keyed_apps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apps]:
+    """Apps that want the key `KEY`."""
+    with _running(tmp_path_factory.mktemp("keyed"), {"WORDLE_KEY": KEY}, {"REPLICA_KEY": KEY}) as apps:
+        yield apps
 
 
 @pytest.fixture
 def server() -> Callable[[dict[str, Any]], AbstractContextManager[str]]:
-    """A Space that is in a state which the real app cannot be brought into: starts it, gives its URL."""
+    """A Space in a state which the real app cannot be brought into: starts it, gives its URL.
 
-    @contextmanager
-    def start(script: dict[str, Any]) -> Iterator[str]:
-        handler = type("Handler", (_Scripted,), {"script": script})
-        with ThreadingHTTPServer(("127.0.0.1", 0), handler) as http:
-            threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-            yield f"http://127.0.0.1:{http.server_port}"
-            http.shutdown()
+    Answers each path by its script: a status, a JSON object, or a list of them whose last one stays.
+    """
+
+    def start(script: dict[str, Any]) -> AbstractContextManager[str]:
+        def answer(request: Request) -> tuple[int, dict[str, str], bytes]:
+            found = script.get(request.path.split("?")[0].replace("//", "/"), 404)
+            if isinstance(found, list):
+                found = found.pop(0) if len(found) > 1 else found[0]
+            return (found, {}, b"<html>") if isinstance(found, int) else (200, {}, json.dumps(found).encode())
+
+        return answering(answer)
 
     return start

@@ -1,11 +1,9 @@
 """Both Spaces from their own Dockerfiles' steps, as UID 1000 on port 7860, run the loop against each other.
 
-No Docker engine runs here, so `dockerfile.py` executes the steps as shell in an image of its own. Proven by
-that: each staged folder holds all that its Dockerfile copies, the Space's own requirements are enough,
-everything works for a user who may write to /tmp only, the port is that of the front matter, and no variable
-but the Space's own is needed. Not proven: the FROM images themselves (vLLM here is the CPU build of the same
-version, in another Python), that Docker's builder takes the steps, and anything of a GPU. Two Spaces on one
-machine cannot both have port 7860 of every address, so each gets a loopback address of its own.
+No Docker engine runs here, so `dockerfile.py` executes the steps as shell in an image of its own. Not proven:
+the FROM images themselves (vLLM here is the CPU build of the same version, in another Python), that Docker's
+builder takes the steps, and anything of a GPU. Each Space has a loopback address of its own, because both
+listen on port 7860.
 """
 
 import contextlib
@@ -21,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import psutil
@@ -67,13 +65,6 @@ class Space:
         binds = {"/bucket": str(folder / "bucket")}
         self._job = Job(str(folder / app), str(folder / f"{app}.image"), given, binds)
 
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
     def start(self) -> None:
         command = ["unshare", "--mount", sys.executable, "-m", "tests.support.dockerfile"]
         with self.log.open("ab") as log:
@@ -106,6 +97,11 @@ class Space:
                 last = error
             time.sleep(0.25)
         raise AssertionError(f"{self.url}{path}: {last}; {self.log.read_text()[-3000:]}")
+
+    def wait_for(self, version: int) -> dict[str, Any]:
+        """Block until it serves `version`; returns its status."""
+        answer = self.wait("/status", lambda answer: answer.json()["status"]["version"] == version)
+        return dict(answer.json()["status"])
 
     def family(self) -> list[psutil.Process]:
         process = psutil.Process(self.process.pid)
@@ -151,11 +147,11 @@ def ended(trainer: subprocess.Popen[bytes], *spaces: Space) -> int | None:
     return trainer.poll()
 
 
-def serves(version: int) -> Callable[[httpx.Response], bool]:
-    return lambda answer: answer.json()["status"]["version"] == version
+needs = pytest.mark.skipif(not may_mount(), reason="an image of its own takes root and the right to mount")
 
 
-NEEDS = "an image of its own takes root and the right to mount: run this test as root"
+def built(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.live(needs(test))
 
 
 @dataclass(frozen=True)
@@ -187,8 +183,11 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     following |= alike
     second = Replica(url, "loop", folder / "second", name="second", max_model_len=256, environ=alike)
     with ExitStack() as stack:
-        env = stack.enter_context(Space("env", folder, env_host, rules | watching))
-        replica = stack.enter_context(Space("replica", folder, replica_host, following | sizes))
+        env = Space("env", folder, env_host, rules | watching)
+        replica = Space("replica", folder, replica_host, following | sizes)
+        for space in (env, replica):
+            space.start()
+            stack.callback(space.stop)
         trainer = start_trainer(folder, env, [replica.url, second.url], pair)
         stack.callback(end, trainer)
         stack.callback(second.stop)
@@ -198,12 +197,11 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
         second.start()
         assert ended(trainer, env, replica) == 0, (folder / "trainer.log").read_text()[-3000:]
         head = RunReader(open_bucket(url), "loop").manifest()
-        replica.wait("/status", serves(head.version))
+        replica.wait_for(head.version)
         yield Deployment(folder, env, replica, second, trainer, head)
 
 
-@pytest.mark.live
-@pytest.mark.skipif(not may_mount(), reason=NEEDS)
+@built
 def test_all_replicas_serve_what_the_trainer_ended_with(deployed: Deployment) -> None:
     bucket, head = open_bucket((deployed.folder / "bucket").as_uri()), deployed.head
     events = list(RunLogReader(bucket, "loop").poll())
@@ -212,15 +210,14 @@ def test_all_replicas_serve_what_the_trainer_ended_with(deployed: Deployment) ->
     assert (len(steps), head.version) == (STEPS, STEPS)
     staleness = [step.metrics["sample/staleness_mean"] for step in steps]
     assert all(0 <= stale <= STEPS for stale in staleness), "samples name the version that made them"
-    served = deployed.replica.wait("/status", serves(head.version)).json()["status"]
-    assert served["digest"] == head.digest == done.digest
-    assert deployed.second.wait_for(head.version)["digest"] == head.digest
+    assert head.digest == done.digest
+    for replica in (deployed.replica, deployed.second):
+        assert replica.wait_for(head.version)["digest"] == head.digest
     assert played(deployed.env) >= STEPS * GAMES
     assert "waiting for the Spaces" in (deployed.folder / "trainer.log").read_text()
 
 
-@pytest.mark.live
-@pytest.mark.skipif(not may_mount(), reason=NEEDS)
+@built
 def test_the_spaces_run_as_nobody_and_tell_no_secret(deployed: Deployment) -> None:
     env, replica = deployed.env, deployed.replica
     for space in (env, replica):
@@ -231,8 +228,7 @@ def test_the_spaces_run_as_nobody_and_tell_no_secret(deployed: Deployment) -> No
     assert leaks(deployed.folder, env, replica) == []
 
 
-@pytest.mark.live
-@pytest.mark.skipif(not may_mount(), reason=NEEDS)
+@built
 def test_the_policy_plays_on_the_page(deployed: Deployment, page: "Page") -> None:
     from playwright.sync_api import expect
 
@@ -249,8 +245,7 @@ def test_the_policy_plays_on_the_page(deployed: Deployment, page: "Page") -> Non
     assert sessions(deployed.env) == before, "neither game takes a place of the API"
 
 
-@pytest.mark.live
-@pytest.mark.skipif(not may_mount(), reason=NEEDS)
+@built
 def test_a_space_wakes_with_the_newest_version(deployed: Deployment) -> None:
     deployed.replica.wake()
     joined = f"starting vLLM with version {deployed.head.version}"  # fetched, rebuilt, its digest checked
@@ -272,22 +267,16 @@ def played(env: Space) -> int:
 def leaks(folder: Path, env: Space, replica: Space) -> list[str]:
     """Where a planted secret can be seen: logs, bucket, pages, command lines, variables of the engine."""
     [front, *engine] = replica.family()
-    texts: dict[str, bytes | str] = {str(path): path.read_bytes() for path in folder.glob("*.log")}
-    texts |= {str(path): path.read_bytes() for path in (folder / "bucket").rglob("*") if path.is_file()}
     scratch = Path(f"/proc/{front.pid}/root/tmp/replica")
-    texts |= {str(path): path.read_bytes() for path in scratch.rglob("*") if path.is_file()}
-    assert str(scratch / "engine_python.sh") in texts
+    files = [*folder.glob("*.log"), *(folder / "bucket").rglob("*"), *scratch.rglob("*")]
+    assert scratch / "engine_python.sh" in files
+    texts = {str(path): path.read_bytes().decode("latin-1") for path in files if path.is_file()}
     for space, paths in ((env, ENV_PAGES), (replica, REPLICA_PAGES)):
         texts |= {f"{space.url}{path}": httpx.get(f"{space.url}{path}").text for path in paths}
     for process in (*env.family(), front, *engine):
         texts[f"command line of {process.pid}"] = " ".join(process.cmdline())
     texts |= {f"variables of {process.pid}": json.dumps(process.environ()) for process in engine}
-    secrets = [KEY, TOKEN, WRITING]
-    return [
-        place
-        for place, text in texts.items()
-        if any(secret in (text if isinstance(text, str) else text.decode("latin-1")) for secret in secrets)
-    ]
+    return [place for place, text in texts.items() if any(word in text for word in (KEY, TOKEN, WRITING))]
 
 
 ENV_PAGES = ["/", "/health", "/ready", "/metrics", "/docs", "/openapi.json", "/words", "/sessions", "/no"]

@@ -3,6 +3,7 @@
 The signing keys of a deployment: made by `up`, removed by --unsigned, and the secret half stays here.
 """
 
+import importlib.metadata
 import json
 import re
 import shutil
@@ -13,23 +14,19 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from delta_weight_sync import gpu_build
+from delta_weight_sync import compat, gpu_build
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, fingerprint, new_pair
 from tests.trainer.deploy.conftest import OWNER, POLICY, World
 from trainer.deploy import doctor as checks
 
 
-def findings(out: str) -> dict[str, tuple[bool, str]]:
-    """What each check said: whether all is well, and its text."""
-    lines = [line for line in out.splitlines() if line.startswith(("ok ", "PROBLEM"))]
-    parts = [(line[:7].strip() == "ok", *line[9:].split(": ", 1)) for line in lines]
-    return {name: (ok, text) for ok, name, text in parts}
-
-
 def doctor(world: World, *options: str) -> dict[str, tuple[bool, str]]:
+    """What each check said: whether all is well, and its text."""
     model = () if "--model" in options else ("--model", str(POLICY))
     status, out = world.run("doctor", *model, *options)
-    found = findings(out)
+    lines = [line for line in out.splitlines() if line.startswith(("ok ", "PROBLEM"))]
+    parts = [(line[:7].strip() == "ok", *line[9:].split(": ", 1)) for line in lines]
+    found = {name: (ok, text) for ok, name, text in parts}
     assert status == (0 if all(ok for ok, _ in found.values()) else 1)
     return found
 
@@ -40,9 +37,8 @@ def problems(world: World, *options: str) -> dict[str, str]:
 
 def checkpoint(folder: Path, weights: int) -> str:
     """A checkpoint of this size, of which only the table of contents is there."""
-    header = json.dumps(
-        {"w": {"dtype": "BF16", "shape": [weights], "data_offsets": [0, 2 * weights]}}
-    ).encode()
+    tensor = {"dtype": "BF16", "shape": [weights], "data_offsets": [0, 2 * weights]}
+    header = json.dumps({"w": tensor}).encode()
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     size = {"vocab_size": 1024, "hidden_size": 1024, "intermediate_size": weights // 3072}
@@ -50,10 +46,11 @@ def checkpoint(folder: Path, weights: int) -> str:
     return str(folder)
 
 
-def test_all_is_well_before_a_deployment(world: World):
-    found = doctor(world)
+def test_all_is_well_before_a_deployment_of_the_owner_of_the_token(world: World):
+    found = doctor(world, "--owner", "")
     assert found.keys() == checks.CHECKS.keys() - {"software for GPUs"}, "there are none"
     assert not [name for name, (ok, _) in found.items() if not ok], found
+    assert f"may write for {OWNER}" in found["token"][1]
     assert "`up` makes it" in found["bucket"][1]
 
 
@@ -67,35 +64,23 @@ def test_all_is_well_with_a_deployment(world: World, api, monkeypatch):
     assert list(api.list_bucket_tree(f"{OWNER}/{world.name}", recursive=True)) == [], "the probe is deleted"
 
 
-def test_private_spaces_open_to_a_token_that_reads(world: World, monkeypatch):
+@pytest.mark.parametrize(("token", "words"), [("hf_team", "fine-grained"), ("", "HF_TOKEN is not set")])
+def test_a_token_that_may_not_write_or_is_missing(world: World, monkeypatch, tmp_path, token, words):
+    monkeypatch.setenv("HF_TOKEN", token)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    assert words in problems(world)["token"]
+
+
+@pytest.mark.parametrize(
+    ("token", "words"), [("hf_write", "may write"), ("", "trainers open private Spaces")]
+)
+def test_a_token_that_no_space_should_have(world: World, monkeypatch, token, words):
     world.up()
     assert problems(world) == {}
-    monkeypatch.setenv("SPACE_HF_TOKEN", "")
-    assert "trainers open private Spaces" in problems(world)["Space's token"]
-
-
-def test_the_owner_is_whoever_the_token_belongs_to(world: World):
-    status, out = world.run("doctor", "--model", str(POLICY), "--owner", "")
-    assert status == 0, out
-    assert f"may write for {OWNER}" in out
-
-
-def test_a_token_that_may_not_write(world: World, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_team")
-    assert "fine-grained" in problems(world)["token"]
-
-
-def test_no_token_at_all(world: World, monkeypatch, tmp_path):
-    monkeypatch.delenv("HF_TOKEN")
-    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
-    assert "HF_TOKEN is not set" in problems(world)["token"]
-
-
-def test_a_token_that_no_space_should_have(world: World, monkeypatch):
-    monkeypatch.setenv("SPACE_HF_TOKEN", "hf_write")
-    found = problems(world)
-    assert found.keys() == {"Space's token"}
-    assert "may write" in found["Space's token"]
+    monkeypatch.setenv("SPACE_HF_TOKEN", token)
+    (problem,) = problems(world).items()
+    assert problem[0] == "Space's token"
+    assert words in problem[1]
 
 
 def test_no_plan_and_no_money(world: World, monkeypatch):
@@ -107,34 +92,26 @@ def test_no_plan_and_no_money(world: World, monkeypatch):
     assert "billing" in problems(world, "--owner", "modest")["plan"]
 
 
-def test_a_bucket_that_may_be_read_only(world: World, monkeypatch):
+@pytest.mark.parametrize(
+    ("stage", "fix"), [("SLEEPING", "resume"), ("PAUSED", "resume"), ("BUILD_ERROR", "logs")]
+)
+def test_spaces_that_do_not_run(world: World, stage, fix):
+    world.up()
+    world.hub.set_space(world.env, stage=stage)
+    found = problems(world)["Spaces awake"]
+    assert f"{world.env} is {stage}" in found
+    assert f"`{fix}`" in found
+
+
+def test_a_replica_of_another_protocol_and_a_bucket_that_may_be_read_only(world: World, server):
     world.up()
     world.hub.fault(f"POST /api/buckets/{OWNER}/{world.name}/batch", status=403)
-    assert "write access" in problems(world)["bucket"]
-
-
-@pytest.mark.parametrize("stage", ["SLEEPING", "PAUSED"])
-def test_spaces_that_do_not_run(world: World, stage):
-    world.up()
-    world.hub.set_space(world.replica(), stage=stage)
-    found = problems(world)["Spaces awake"]
-    assert f"{world.replica()} is {stage}" in found
-    assert "`resume`" in found
-
-
-def test_a_space_that_failed(world: World):
-    world.up()
-    world.hub.set_space(world.env, stage="BUILD_ERROR")
-    assert "`logs`" in problems(world)["Spaces awake"]
-
-
-def test_a_replica_of_another_protocol(world: World, server):
-    world.up()
     with server({"/status": {"format": "delta-weight-sync/99", "status": {}, "commits": []}}) as url:
         world.apps = type(world.apps)(world.apps.env, url)
-        found = problems(world)["protocol"]
-    assert "delta-weight-sync/99" in found
-    assert "`up`" in found
+        found = problems(world)
+    assert "delta-weight-sync/99" in found["protocol"]
+    assert "`up`" in found["protocol"]
+    assert "write access" in found["bucket"]
 
 
 def test_a_gated_model_whose_licence_was_not_accepted(world: World, monkeypatch):
@@ -144,10 +121,7 @@ def test_a_gated_model_whose_licence_was_not_accepted(world: World, monkeypatch)
     assert f"as {OWNER}" in found
     world.hub.add_model("lab/closed", gated="manual", granted=[OWNER], files={"config.json": "{}"})
     assert doctor(world, "--model", "lab/closed")["model licence"][0]
-
-
-def test_a_model_that_does_not_exist(world: World):
-    assert "--model" in problems(world, "--model", "lab/no-such")["model licence"]
+    assert "--model" in problems(world, "--model", "lab/no-such")["model licence"], "there is none"
 
 
 @pytest.mark.parametrize(("seconds", "word"), [(300, "behind"), (-300, "ahead")])
@@ -159,30 +133,36 @@ def test_a_clock_that_is_wrong(world: World, seconds, word):
     assert "timedatectl" in found["clock"]
 
 
-def test_another_version_than_required(world: World, monkeypatch, tmp_path):
-    checkout = tmp_path / "checkout"
-    checkout.mkdir()
-    wanted = "packaging==1.0  # a comment\nno-such-package>=2\nno-such-other>=2; python_version < '3'\n"
-    (checkout / "requirements.txt").write_text(wanted)
-    monkeypatch.setattr(checks, "CHECKOUT", checkout)
+def test_packages_that_do_not_fit(world: World, monkeypatch):
+    """As `delta-weight-sync doctor` says."""
+    version = importlib.metadata.version
+    older = {"numpy": "1.0"}
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: older.get(name) or version(name))
     found = problems(world)["versions"]
-    assert "packaging is" in found
-    assert "no-such-package is not installed" in found
-    assert "no-such-other" not in found
-    assert "pip install -r requirements.txt" in found
+    assert re.match(
+        r"wrong +numpy 1.0: pip install 'numpy>=[\d.]+': run `pip install -r requirements.txt`", found
+    )
+
+
+def test_a_trl_that_cannot_be_used(world: World, monkeypatch):
+    monkeypatch.setattr(compat, "examine", lambda package, site=None: compat.Release(package, "", ["1.16"]))
+    assert "trl is not installed; pip install" in problems(world)["versions"]
+
+
+def has_disk(monkeypatch, free: int) -> None:
+    usage = shutil.disk_usage("/")._replace(free=free)
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda folder: usage)
 
 
 def test_a_full_disk(world: World, monkeypatch):
-    full = shutil.disk_usage("/")._replace(free=1000)
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda folder: full)
+    has_disk(monkeypatch, 1000)
     found = problems(world)
     assert found.keys() == {"disk"}
     assert "HF_HOME" in found["disk"]
 
 
 def test_a_model_that_is_too_large_for_the_replicas(world: World, tmp_path, monkeypatch):
-    enough = shutil.disk_usage("/")._replace(free=10**13)
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda folder: enough)
+    has_disk(monkeypatch, 10**13)
     model = checkpoint(tmp_path / "large", 14 * 10**9)
     found = problems(world, "--model", model)
     assert found.keys() == {"GPU of the replicas"}
@@ -190,10 +170,8 @@ def test_a_model_that_is_too_large_for_the_replicas(world: World, tmp_path, monk
     assert not problems(world, "--model", model, "--hardware", "l40sx1")
     fits = checkpoint(tmp_path / "fits", 89 * 10**8)
     assert not problems(world, "--model", fits), "vLLM takes 0.92 of a GPU, not 0.9"
-    assert (
-        "a smaller model"
-        in problems(world, "--model", checkpoint(tmp_path / "huge", 10**12))["GPU of the replicas"]
-    )
+    huge = checkpoint(tmp_path / "huge", 10**12)
+    assert "a smaller model" in problems(world, "--model", huge)["GPU of the replicas"]
 
 
 def test_a_model_that_is_too_large_for_the_trainer(world: World, tmp_path, monkeypatch):
@@ -206,23 +184,17 @@ def test_a_model_that_is_too_large_for_the_trainer(world: World, tmp_path, monke
 
 
 def test_missing_software_for_a_gpu(world: World, monkeypatch):
+    """PyTorch counts a GPU with an outdated driver, and raises when it is asked for more."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(gpu_build, "gpu_count", lambda: 1)
     monkeypatch.setattr(gpu_build, "problem", lambda: "the driver is old; install a newer one")
     monkeypatch.setattr(gpu_build, "missing", lambda: ["there is no compiler; install gcc"])
-    found = problems(world)
-    assert found == {
-        "software for GPUs": "the driver is old; install a newer one; there is no compiler; install gcc"
-    }
+    sentences = "the driver is old; install a newer one; there is no compiler; install gcc"
+    assert problems(world) == {"software for GPUs": sentences}
     for question, nothing in (("problem", ""), ("missing", [])):
         monkeypatch.setattr(gpu_build, question, lambda nothing=nothing: nothing)
     assert "shared memory" in doctor(world)["software for GPUs"][1]
-
-
-def test_a_gpu_with_an_outdated_driver_does_not_count(monkeypatch):
-    """PyTorch counts it, and raises when it is asked for more."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert checks._gpu_bytes() == 0
 
 
 def file_of(world: World) -> Path:
@@ -248,20 +220,14 @@ def test_the_first_up_makes_keys_and_only_the_public_half_leaves(world: World):
     assert f"set -a; . .deploy/{OWNER}/env; . {file_of(world)}; set +a" in out
     for space in (world.env, world.replica(1)):
         assert keys[SIGNING_KEY] not in str(world.hub.space(space))
-
-
-def test_each_deployment_of_an_owner_has_a_key_of_its_own(world: World):
-    world.up()
-    first = trusted(world)
     world.name += "-b"
     world.up()
-    assert first != trusted(world)
+    assert trusted(world) != keys[PUBLIC_KEY], "each deployment has a key of its own"
 
 
 def test_unsigned_removes_the_key_and_the_next_up_restores_it(world: World):
     world.up()
-    key = trusted(world)
-    out = world.up("--unsigned")
+    key, out = trusted(world), world.up("--unsigned")
     assert f"remove {PUBLIC_KEY} from {world.replica()}" in out
     assert "signatures   none" in out
     assert str(file_of(world)) not in out
@@ -324,10 +290,8 @@ def test_a_damaged_key_file_is_named_and_not_shown(world: World, text: str, said
 def test_doctor_compares_the_keys_of_replicas_and_trainer(world: World, monkeypatch):
     assert doctor(world)["signatures"] == (True, "there are no replicas yet; `up` makes the keys")
     world.up()
-    assert doctor(world)["signatures"] == (
-        True,
-        f"replicas trust {fingerprint(trusted(world))}, with which this machine signs",
-    )
+    well = f"replicas trust {fingerprint(trusted(world))}, with which this machine signs"
+    assert doctor(world)["signatures"] == (True, well)
     for name, word in new_pair().items():
         monkeypatch.setenv(name, word)
     assert f"{world.replica()} trusts {trusted(world)}" in problems(world)["signatures"]
@@ -335,10 +299,8 @@ def test_doctor_compares_the_keys_of_replicas_and_trainer(world: World, monkeypa
     said = problems(world)["signatures"]
     assert f"{SIGNING_KEY} is not a key" in said
     assert "another" not in said
-
-
-def test_doctor_reports_a_missing_key_file(world: World):
-    world.up()
+    for name in (SIGNING_KEY, PUBLIC_KEY):
+        monkeypatch.delenv(name)
     file_of(world).unlink()
     assert f"copy {file_of(world)}" in problems(world)["signatures"]
     world.up("--unsigned")

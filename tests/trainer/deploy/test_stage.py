@@ -49,14 +49,11 @@ def names(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_everything_that_the_dockerfile_copies_is_there(staged):
+def test_everything_that_the_dockerfile_copies_is_there_and_no_other_package(app, staged):
     lines = re.findall(r"^COPY (.*)$", (staged / "Dockerfile").read_text(), re.M)
     sources = {word for line in lines for word in line.split()[:-1] if not word.startswith("--")}
     assert sources
     assert not [source for source in sources if not (staged / source).exists()]
-
-
-def test_only_the_app_s_own_packages_are_there(app, staged):
     at_the_root = {"README.md", "Dockerfile", "requirements.lock", "LICENSE", "pyproject.toml"}
     at_the_root |= {"openenv.yaml", "openenv_probe.json"}
     tops = {name.split("/")[0] for name in names(staged)}
@@ -131,38 +128,38 @@ def test_what_git_ignores_is_not_uploaded(checkout, package):
     assert f"{package}/__init__.py" in whole
 
 
-@pytest.mark.finding(15)
-def test_an_untracked_file_is_refused(checkout, package):
-    (checkout / package / "credentials.py").write_text("KEY = 'planted'")
-    with pytest.raises(
-        DeployError, match=rf"^git does not track {package}/credentials\.py: `git add` or rem"
-    ):
-        files(PACKAGE_APPS[package])
+def untracked(checkout: Path, app: Path) -> None:
+    (app / "credentials.py").write_text("KEY = 'planted'")
 
 
-@pytest.mark.finding(15)
-def test_no_link_is_followed(checkout, package):
-    outside = checkout.parent / "outside"
-    outside.mkdir()
-    (outside / "key.py").write_text("KEY = 'planted'")
-    (checkout / package / "linked.py").symlink_to(outside / "key.py")
+def link(checkout: Path, app: Path) -> None:
+    (checkout.parent / "key.py").write_text("KEY = 'planted'")
+    (app / "linked.py").symlink_to(checkout.parent / "key.py")
     git(checkout, "add", ".")
-    with pytest.raises(DeployError, match=r"linked\.py is a link, or in a linked folder"):
-        files(PACKAGE_APPS[package])
 
 
-@pytest.mark.finding(15)
-def test_no_folder_is_followed_that_became_a_link(checkout, package):
-    shutil.move(checkout / package, checkout.parent / "elsewhere")
-    (checkout / package).symlink_to(checkout.parent / "elsewhere")
-    with pytest.raises(DeployError, match="is a link, or in a linked folder"):
-        files(PACKAGE_APPS[package])
+def linked_folder(checkout: Path, app: Path) -> None:
+    shutil.move(app, checkout.parent / "elsewhere")
+    app.symlink_to(checkout.parent / "elsewhere")
 
 
-@pytest.mark.finding(15)
-def test_without_git_nothing_is_uploaded(checkout, package):
+def no_git(checkout: Path, app: Path) -> None:
     shutil.rmtree(checkout / ".git")
-    with pytest.raises(DeployError, match="run deploy from a clone of the repository"):
+
+
+@pytest.mark.finding(15)
+@pytest.mark.parametrize(
+    ("plant", "sentence"),
+    [
+        (untracked, r"^git does not track {}/credentials\.py: `git add` or rem"),
+        (link, r"linked\.py is a link, or in a linked folder"),
+        (linked_folder, "is a link, or in a linked folder"),
+        (no_git, "run deploy from a clone of the repository"),
+    ],
+)
+def test_what_may_not_be_uploaded_is_refused(checkout, package, plant, sentence):
+    plant(checkout, checkout / package)
+    with pytest.raises(DeployError, match=sentence.format(package)):
         files(PACKAGE_APPS[package])
 
 
@@ -196,15 +193,12 @@ def test_a_lock_names_each_package_by_version_and_hash(package):
 
 @pytest.mark.finding(21)
 def test_a_lock_fits_what_the_app_and_the_library_ask_for(package):
+    pins = {canonicalize_name(pin.name): pin.specifier for pin, _ in locked(package)}
     for need in wanted(package):
-        pins = [
-            pin for pin, _ in locked(package) if canonicalize_name(pin.name) == canonicalize_name(need.name)
-        ]
-        versions = [pin.version for locked in pins for pin in locked.specifier]
+        versions = [pin.version for pin in pins.get(canonicalize_name(need.name), ())]
         assert versions, f"{package}/requirements.lock lacks {need}; run `make locks`"
-        assert all(map(need.specifier.contains, versions)), (
-            f"{package}: {need}, not {versions}; run `make locks`"
-        )
+        fits = all(map(need.specifier.contains, versions))
+        assert fits, f"{package}: {need}, not {versions}; run `make locks`"
 
 
 @pytest.mark.finding(21)
@@ -227,9 +221,8 @@ def test_a_dockerfile_installs_nothing_that_has_no_hash(package):
 @pytest.mark.finding(21)
 def test_the_environments_image_is_named_by_what_it_is():
     """vLLM's is named by its tag: the digest could not be looked up where this was written."""
-    (image,) = [
-        rest for name, rest in parse((CHECKOUT / "env_space/Dockerfile").read_text()) if name == "FROM"
-    ]
+    steps = parse((CHECKOUT / "env_space/Dockerfile").read_text())
+    (image,) = [rest for name, rest in steps if name == "FROM"]
     assert HASH.fullmatch(image.partition("@")[2])
 
 

@@ -1,15 +1,15 @@
 """The trainer waits for Spaces that sleep or build, and ends with a sentence if waiting cannot help."""
 
 import socket
+from unittest import mock
 
 import httpx
 import pytest
 
+from tests.trainer.deploy.conftest import KEY
 from trainer import spaces
 from trainer.spaces import Spaces, SpacesUnavailableError
 from trainer.train import main
-
-SERVING = {"state": "serving", "error": None}
 
 
 @pytest.fixture(autouse=True)
@@ -18,28 +18,16 @@ def keyless(monkeypatch):
 
 
 @pytest.mark.full
-def test_it_waits_with_progress_until_replica_and_environment_are_up(apps, server, capsys):
-    states = [{"state": "starting"}, {"state": "fetching version 7"}, SERVING]
-    with server({"/ready": states}) as replica:
-        both = Spaces([replica], apps.env)
-        both.wake()
-        both.wait(poll_s=0.0)
+def test_it_waits_with_progress_until_one_replica_and_the_environment_are_up(apps, server, capsys):
+    states = [{"state": "starting"}, {"state": "fetching version 7"}, {"state": "serving"}]
+    with server({"/ready": states, "/health": [503, 503, {"status": "healthy"}]}) as url:
+        several = Spaces([apps.replica, url], url)
+        several.wake()
+        several.wait(poll_s=0.0)
     said = capsys.readouterr().out.splitlines()
-    assert [line for line in said if "fetching version 7" in line and "healthy" in line]
-
-
-@pytest.mark.full
-def test_one_serving_replica_is_enough(apps, server):
-    with server({"/ready": SERVING}) as ready:
-        Spaces([apps.replica, ready], apps.env).wait(poll_s=0.0)
-
-
-@pytest.mark.full
-def test_the_environment_is_waited_for_as_well(apps, server, capsys):
-    health = [503, 503, {"status": "healthy"}]
-    with server({"/ready": SERVING, "/health": health}) as url:
-        Spaces([url], url).wait(poll_s=0.0)
-    assert "not up yet (503)" in capsys.readouterr().out.splitlines()[0]
+    assert "fetching version 7" in said[0]
+    assert "not up yet (503)" in said[0]
+    assert len(said) == 1, "the next states are good"
 
 
 def test_wake_wakes_a_sleeping_space(world):
@@ -73,42 +61,28 @@ def test_what_is_no_url_is_not_waited_for(url):
         Spaces([url]).wake()
 
 
-def test_a_host_that_does_not_exist_is_not_waited_for(monkeypatch):
-    def unknown(*args, **kwargs):
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
-    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+def test_a_host_that_does_not_exist_is_not_waited_for_and_one_that_cannot_be_reached_now_is(monkeypatch):
+    assert spaces.probe("http://127.0.0.1:9", "replica").state == "not reachable (ConnectError)"
+    resolver = mock.Mock(side_effect=socket.gaierror(socket.EAI_AGAIN, "Temporary failure"))
+    monkeypatch.setattr(socket, "getaddrinfo", resolver)
+    assert spaces.probe("https://me-wordle.example", "env").state == "not reachable (ConnectError)"
+    resolver.side_effect = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
     with pytest.raises(SpacesUnavailableError, match="no such host"):
         Spaces(["https://me-wordle.example"]).wake()
 
 
-def test_a_resolver_that_fails_for_now_is_waited_for(monkeypatch):
-    def busy(*args, **kwargs):
-        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
-
-    monkeypatch.setattr(socket, "getaddrinfo", busy)
-    assert spaces.probe("https://me-wordle.example", "env").state == "not reachable (ConnectError)"
-
-
-def test_a_machine_that_is_starting_is_waited_for():
-    assert spaces.probe("http://127.0.0.1:9", "replica").state == "not reachable (ConnectError)"
-
-
-@pytest.mark.parametrize("status", [401, 403])
-def test_a_token_that_may_not_read_is_not_waited_for(server, status):
-    with (
-        server({"/ready": status}) as url,
-        pytest.raises(SpacesUnavailableError, match=rf"\({status}\): set SPACE_HF_TOKEN"),
-    ):
-        Spaces([url]).wake()
-
-
-def test_a_space_without_its_secrets_is_not_waited_for(server):
-    with server(
-        {"/ready": {"state": "not set up", "error": "..."}, "/health": {"status": "not set up"}}
-    ) as url:
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (401, r"\(401\): set SPACE_HF_TOKEN"),
+        (403, r"\(403\): set SPACE_HF_TOKEN"),
+        ({"state": "not set up", "status": "not set up"}, "its page says which"),
+    ],
+)
+def test_a_space_that_the_owner_has_to_change_is_not_waited_for(server, answer, words):
+    with server({"/ready": answer, "/health": answer}) as url:
         for asleep in (Spaces([url]), Spaces([], url)):
-            with pytest.raises(SpacesUnavailableError, match="its page says which"):
+            with pytest.raises(SpacesUnavailableError, match=words):
                 asleep.wake()
 
 
@@ -120,7 +94,7 @@ def test_a_wrong_key_ends_the_run_and_the_right_one_does_not(keyed_apps, monkeyp
         for asleep in (Spaces([keyed_apps.replica]), Spaces([], keyed_apps.env)):
             with pytest.raises(SpacesUnavailableError, match="set SPACE_KEY"):
                 asleep.wake()
-    monkeypatch.setenv("SPACE_KEY", keyed_apps.key)
+    monkeypatch.setenv("SPACE_KEY", KEY)
     Spaces([keyed_apps.replica], keyed_apps.env).wake()
     health = httpx.get(f"{keyed_apps.env}/health", trust_env=False).json()
     assert health["sessions"] == 0, "the check of the key opens no game"
@@ -128,14 +102,14 @@ def test_a_wrong_key_ends_the_run_and_the_right_one_does_not(keyed_apps, monkeyp
 
 @pytest.mark.full
 def test_a_foreign_space_that_wants_a_key_ends_the_run(keyed_apps, monkeypatch):
-    monkeypatch.setenv("SPACE_KEY", keyed_apps.key)
+    monkeypatch.setenv("SPACE_KEY", KEY)
     with pytest.raises(SpacesUnavailableError, match=r"\(401\) and is not in SPACES: add the URL .* yours$"):
         Spaces([keyed_apps.replica]).wake()
     with pytest.raises(
         SpacesUnavailableError, match="is yours, or set ENV_KEY to the key that you were given"
     ):
         Spaces([], keyed_apps.env).wake()
-    monkeypatch.setenv("ENV_KEY", keyed_apps.key)
+    monkeypatch.setenv("ENV_KEY", KEY)
     Spaces([], keyed_apps.env).wake()
 
 
