@@ -107,11 +107,6 @@ class Mirror:
         """Shape of every parameter."""
         return {name: tuple(bits.shape) for name, bits in self._bits.items()}
 
-    @property
-    def total(self) -> int:
-        """Elements of the model."""
-        return sum(bits.numel() for bits in self._bits.values())
-
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Start to mirror a parameter of any float dtype."""
         cast = tensor.detach().to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
@@ -202,20 +197,16 @@ class Mirror:
                 sums = torch.stack([part.tensor.detach().sum(dtype=torch.float32) for part in some])
                 for number in (~sums.isfinite()).nonzero().flatten().tolist():
                     self.require_finite(some[number].name, to_bits(some[number].tensor))
-            if far := [part.name for part in some if part.name not in self._reachable]:
-                self._make_reachable(far, device)
+            # Kernels cannot read plain host memory: move tensors into pinned or device memory.
+            far = [part.name for part in some if part.name not in self._reachable]
+            if far and self._place == "host":
+                from delta_weight_sync.gpu import pin
+
+                pin(self, self._bits, far, device)
+            else:
+                self._bits |= {name: self._bits[name].to(device) for name in far}
+            self._reachable.update(far)
         return [self._on(device).find(some, self._bits) for device, some in by_device.items()]
-
-    def _make_reachable(self, names: list[str], device: torch.device) -> None:
-        """Move tensors out of plain host memory, which kernels cannot read, into pinned or device memory."""
-        if self._place == "host":
-            from delta_weight_sync.gpu import pin
-
-            pin(self, self._bits, names, device)
-        else:
-            for name in names:
-                self._bits[name] = self._bits[name].to(device)
-        self._reachable.update(names)
 
     def _on(self, device: torch.device) -> DeviceDiff:
         if device not in self._devices:

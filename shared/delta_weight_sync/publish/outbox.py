@@ -379,7 +379,7 @@ class Outbox:
     def _commit(
         self, job: PendingUpdate, delta: DeltaRef | None, anchor: AnchorRef | None, encode_s: float
     ) -> None:
-        total, at = self.mirror.total, job.created_at
+        total, at = sum(map(math.prod, self.mirror.shapes.values())), job.created_at
         manifest = self._writer.commit(
             delta, anchor, digest=job.digest, sync=job.sync, total=total, created_at=at
         )

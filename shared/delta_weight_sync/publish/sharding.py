@@ -34,8 +34,7 @@ _CHUNK = 1 << 20  # elements hashed at a time
 def own_block(tensor: torch.Tensor, *, main: bool) -> Block | None:
     """The block of a parameter that this rank diffs; None if it diffs nothing of it.
 
-    If every rank holds the whole tensor, the main rank diffs it. If a mesh dimension holds copies of a block,
-    the first rank along that dimension diffs the block.
+    The main rank diffs what every rank holds whole, the first rank along a mesh dimension what that copies.
     """
     if not is_block(tensor):
         return Block.whole(tensor.shape) if main else None
@@ -92,9 +91,7 @@ class Shards:
         for name, tensor in weights:
             block = own_block(tensor, main=False)
             if name not in self._blocks or self._blocks[name] != block:
-                raise CodecError(
-                    f"the sharding of {name} changed after the first sync: restart the trainer to continue"
-                )
+                raise CodecError(f"the sharding of {name} changed after the first sync: restart the trainer")
             if block:  # to the mirror, this block is a whole parameter
                 whole = Block.whole(local(tensor).shape)
                 yield Part(name, local(tensor), whole, isinstance(tensor, torch.nn.Parameter))
@@ -203,12 +200,10 @@ class Peers:
 
     def share(self, bits: Bits | None, shape: Sequence[int]) -> Bits:
         """Give rank 0's `bits`, uint16 of `shape`, to every rank."""
-        if self._group is None:
-            assert bits is not None
-            return bits
         column = np.empty(tuple(shape), np.uint16) if bits is None else np.ascontiguousarray(bits)
-        with _lost_contact():
-            dist.broadcast(_wire(column.reshape(-1)), 0, group=self._group)
+        if self._group:
+            with _lost_contact():
+                dist.broadcast(_wire(column.reshape(-1)), 0, group=self._group)
         return column
 
 
