@@ -113,10 +113,7 @@ def run(layout: str, folder: Path, job: str) -> str:
     torch.manual_seed(0)
     model = Model()
     failing = _failing(fault)
-    (folder / "base").mkdir(parents=True, exist_ok=True)
-    (folder / "base" / "config.json").write_text("{}")
-    url = f"{(folder / 'bucket').as_uri()}#run"
-    with Publisher(url, folder / "base", encoding=encoding) as publisher:
+    with _publisher(folder, encoding=encoding) as publisher:
         if fault == ["base"]:
             publisher.publish_base(model.named_parameters() if _is_main() else [], 1)
         shard(model, layout)
@@ -133,14 +130,12 @@ def run(layout: str, folder: Path, job: str) -> str:
 
 def resume(layout: str, folder: Path) -> str:
     """As `run`, by a trainer that ends after step 3, with a state of step 2, and one that resumes."""
-    (folder / "base").mkdir(parents=True, exist_ok=True)
-    (folder / "base" / "config.json").write_text("{}")
     for last in (3, STEPS):
         torch.manual_seed(last - 3)  # the second life begins with other weights
         model = Model()
         shard(model, layout)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-        with Publisher(f"{(folder / 'bucket').as_uri()}#run", folder / "base", state_minutes=0) as publisher:
+        with _publisher(folder, state_minutes=0) as publisher:
             digest = _live(publisher, model, optimizer, last)
     return digest
 
@@ -155,6 +150,12 @@ def _live(publisher: Publisher, model: Model, optimizer: torch.optim.Optimizer, 
         if number < last:
             step(model, optimizer, number)
     return publisher.digest(model.named_parameters())
+
+
+def _publisher(folder: Path, **options: Any) -> Publisher:
+    (folder / "base").mkdir(parents=True, exist_ok=True)
+    (folder / "base" / "config.json").write_text("{}")
+    return Publisher(f"{(folder / 'bucket').as_uri()}#run", folder / "base", **options)
 
 
 def _is_main() -> bool:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from delta_weight_sync import Publisher, open_run
-from delta_weight_sync.checkpoint import to_bits, to_nearest
+from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.errors import StateError
 from delta_weight_sync.publish.outbox import RepeatedSyncs
 from delta_weight_sync.resume import _state
@@ -293,24 +293,19 @@ SPECIAL = (0x0000, 0x8000, 0x0001, 0x007F, 0x0080, 0x3F80, 0xBF81)  # zeros, den
 HUGE = (0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0, 0xFFFF)  # what rounds up to infinity, infinities, NaN
 
 
-def again(words: np.ndarray) -> np.ndarray:
-    """What comes back of float32 bits; the published ones are torch's cast, as in a mirror."""
+HALVES = np.arange(1 << 16, dtype=np.uint32)
+WORDS = {f"high {high:#x}": HALVES | np.uint32(high << 16) for high in SPECIAL + HUGE} | {
+    f"low {low:#x}": HALVES << np.uint32(16) | np.uint32(low)
+    for low in (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
+}
+
+
+@pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
+def test_every_half_comes_back(words):
+    """The published bits are torch's cast, as in a mirror."""
     numbers = words.view(np.float32)
-    rest = split(numbers)
     published = to_bits(torch.from_numpy(numbers.copy()))
-    return masters(published, rest).view(np.uint32)
-
-
-@pytest.mark.parametrize("high", SPECIAL + HUGE, ids=hex)
-def test_every_low_half_comes_back(high):
-    words = (np.uint32(high) << np.uint32(16)) | np.arange(1 << 16, dtype=np.uint32)
-    np.testing.assert_array_equal(again(words), words)
-
-
-@pytest.mark.parametrize("low", [0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF], ids=hex)
-def test_every_high_half_comes_back(low):
-    words = (np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)) | np.uint32(low)
-    np.testing.assert_array_equal(again(words), words)
+    np.testing.assert_array_equal(masters(published, split(numbers)).view(np.uint32), words)
 
 
 def test_few_numbers_are_kept_whole():
@@ -320,6 +315,9 @@ def test_few_numbers_are_kept_whole():
     odd = split(words.view(np.float32)).odd
     assert (words[odd] & 0x1FFFF == 0x18000).all()
     assert odd.size < 30
+    of_bf16 = split((words & 0xFFFF0000).view(np.float32))
+    assert not of_bf16.low.any()
+    assert not of_bf16.odd.size
 
 
 def test_a_nan_is_kept_whole_whatever_a_machine_casts_it_to():
@@ -328,14 +326,6 @@ def test_a_nan_is_kept_whole_whatever_a_machine_casts_it_to():
     for published in (0x7FC0, 0xFFFF, 0x7FFF):
         cast = np.full(3, published, np.uint16)
         np.testing.assert_array_equal(masters(cast, rest).view(np.uint32), nan)
-
-
-def test_what_is_kept_beside_a_bf16_number_is_nothing_odd():
-    numbers = torch.randn(1000).bfloat16().float().numpy()
-    rest = split(numbers)
-    assert not rest.low.any()
-    assert not rest.odd.size
-    np.testing.assert_array_equal(masters(to_nearest(numbers), rest), numbers)
 
 
 @pytest.mark.parametrize(("upload_s", "saved_at"), [(1, [0, 300, 600, 900]), (60, [0, 600, 1200])])
