@@ -266,24 +266,21 @@ def test_version_0_can_be_published_before_training(url, base):
 
 
 MIRROR = 80 * 800 * 800 * 2  # bytes of a model that takes 205 MB in float32
-# The C library then gives every block of this size to the program by itself, and counts the bytes of these.
+# The C library then allocates each block above this size separately, and counts their bytes.
 COUNTED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000"}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("versions", "most"), [(3, 1.25), (10, 1.8)], ids=["deltas", "and a jump"])
 def test_publishing_takes_one_bf16_copy_of_the_model(tmp_path, versions, most):
-    """In a process of its own: what is counted is the most that the whole process ever had at once.
-
-    Of a jump the changes of 33 M weights are in memory at a time: here that is two thirds of the model.
-    """
+    """In its own process, whose peak is counted. A jump holds up to 33 M changes, here two thirds."""
     command = [sys.executable, "-m", "tests.publish.test_publisher", str(tmp_path), str(versions)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=os.environ | COUNTED)
     assert MIRROR <= int(done.stdout) < most * MIRROR, "one copy, and no second one"
 
 
 def publish(folder: Path, versions: int) -> int:
-    """So many versions, 0.5 % changed in each; what large blocks of memory grew by, at most.
+    """Publish versions, 0.5 % changed in each; returns by how many bytes large blocks grew at most.
 
     The copies that jumps are made from are files, whose pages are not counted.
     """
@@ -306,7 +303,7 @@ def publish(folder: Path, versions: int) -> int:
 
 
 def most_so_far() -> int:
-    """The most bytes in large blocks at any moment, which the C library tells on stderr only."""
+    """The most bytes in large blocks at any moment. The C library prints it to stderr only."""
     stderr = os.dup(2)
     with tempfile.TemporaryFile() as told:
         os.dup2(told.fileno(), 2)

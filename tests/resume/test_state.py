@@ -1,7 +1,4 @@
-"""A loop of one's own that ended anywhere goes on as if it had not: the same versions, bit for bit.
-
-A float32 master is made again from its published bf16 bits and what is kept beside them.
-"""
+"""A trainer that stops anywhere resumes and publishes the same versions, bit for bit."""
 
 import contextlib
 import json
@@ -94,7 +91,7 @@ def url(tmp_path: Path) -> str:
 
 
 def life(url: str, base: Path, last: int, every: int = 1, **options: Any) -> None:
-    """A trainer that comes to step `last` and is gone; what it drew before is not what the next one draws."""
+    """A trainer that stops after step `last`; the next one would draw other random numbers."""
     with contextlib.closing(Loop(url, base, **options)) as loop:
         loop.run(last, every)
     seed(last)
@@ -171,7 +168,7 @@ def test_a_state_is_the_newest_that_is_whole(url, base, undisturbed, caplog):
 
 
 def test_where_versions_are_signed_so_are_states(url, base, monkeypatch, caplog):
-    """Who can write to the bucket and has not the key does not change what a trainer goes on from."""
+    """Without the key, write access to the bucket does not change the state that a trainer resumes from."""
     for name, word in new_pair().items():
         monkeypatch.setenv(name, word)
     life(url, base, 2)
@@ -219,7 +216,7 @@ def test_a_run_without_states_is_not_begun_again_by_mistake(url, base):
 
 
 def test_a_state_is_of_a_version_though_a_slow_link_merges(url, base):
-    """What is saved is not merged with what comes after it."""
+    """A sync with a saved state is not merged with later syncs."""
     loop = Loop(url, base)
     loop.publish()
     loop.save()
@@ -309,7 +306,7 @@ def test_every_half_comes_back(words):
 
 
 def test_few_numbers_are_kept_whole():
-    """Of numbers only those that rounded up from the very middle: one in 131,072 of random ones."""
+    """Only numbers that rounded up from the exact middle: one in 131,072 random numbers."""
     words = np.random.default_rng(0).integers(0, 1 << 32, 1 << 20, dtype=np.uint32)
     words = words[~np.isnan(words.view(np.float32))]
     odd = split(words.view(np.float32)).odd

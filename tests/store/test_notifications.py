@@ -1,7 +1,4 @@
-"""When a replica looks at the bucket: as rarely as the quota asks, and as soon as a notification arrives.
-
-A bucket of the Hub reports its changes, also after an interruption; else the clock decides.
-"""
+"""When a replica looks at the bucket: as rarely as the quota asks, and as soon as a notification arrives."""
 
 from __future__ import annotations
 
@@ -58,7 +55,7 @@ def looks(
 
 @pytest.fixture
 def live(notice: Notifications, clock: Clock) -> Notifications:
-    """Of a store that reports changes, and has reported none for a while."""
+    """Notifications of a store that reports changes, and has reported none for a while."""
     notice._set_live(True)
     looks(notice, clock, 10.0)
     return notice
@@ -209,7 +206,7 @@ FEED = "GET /api/buckets/.*/events"
 
 @pytest.fixture
 def bucket(hub_env: None, monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    """A bucket of the Hub with a version; a broken connection is followed by another one within moments."""
+    """A bucket of the Hub with a version. A broken connection is replaced within moments."""
     monkeypatch.setattr(hub_store, "_pause_s", lambda failures: 0.01)
     bucket = open_bucket(f"hf://buckets/team/{uuid4().hex}/policies", create=True)
     bucket.put(HEAD, b"version 1")

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -60,12 +59,6 @@ class RepeatedSyncs:
         return True
 
 
-class _Change(NamedTuple):
-    name: str
-    positions: torch.Tensor  # int32, or int64 for a tensor that needs it
-    ulps: torch.Tensor  # int16
-
-
 class UndoLog:
     """What the newest syncs changed. It can restore the weights of each of them in another copy of the model.
 
@@ -82,7 +75,8 @@ class UndoLog:
 
     def __init__(self, sync: int, keep: int) -> None:
         self.syncs = [sync]
-        self._steps: list[list[_Change]] = []  # the changes from each of `syncs` to the next
+        # The changes from each of `syncs` to the next: name, positions (int32 or int64) and ulps (int16).
+        self._steps: list[list[tuple[str, torch.Tensor, torch.Tensor]]] = []
         self._keep = keep
 
     def add(self, sync: int, patches: Iterable[Patch]) -> None:
@@ -91,7 +85,7 @@ class UndoLog:
         for patch in patches:
             small = patch.numel <= np.iinfo(np.int32).max
             positions = torch.from_numpy(patch.index.astype(np.int32 if small else np.int64))
-            step.append(_Change(patch.name, positions, torch.from_numpy(patch.ulps.view(np.int16).copy())))
+            step.append((patch.name, positions, torch.from_numpy(patch.ulps.view(np.int16).copy())))
         self._steps.append(step)
         self.syncs.append(sync)
         if len(self._steps) > self._keep:
@@ -119,11 +113,10 @@ class UndoLog:
         first, last = self.syncs.index(start), self.syncs.index(end)
         steps = self._steps[first:last] if first <= last else self._steps[last:first][::-1]
         changes = [change for step in steps for change in step]
-        for change in changes:
-            bits = bf16_bits(weights[change.name])
-            index, ulps = change.positions.to(bits.device), change.ulps.to(bits.device)
-            bits.index_add_(0, index, ulps, alpha=-1 if first > last else 1)
-        return sum(len(change.positions) for change in changes)
+        for name, positions, ulps in changes:
+            bits, sign = bf16_bits(weights[name]), -1 if first > last else 1
+            bits.index_add_(0, positions.to(bits.device), ulps.to(bits.device), alpha=sign)
+        return sum(len(positions) for _, positions, _ in changes)
 
 
 def bf16_bits(weights: torch.Tensor) -> torch.Tensor:
