@@ -157,7 +157,7 @@ def test_anchors_keep_the_way_in_short(make_run, tmp_path):
     assert rebuilt(run, tmp_path) == newest.digest
 
 
-def test_what_is_pending_is_taken_back_by_one_walk_over_it():
+def test_pending_updates_are_undone_in_one_pass():
     class Walked(list):
         times = 0
 

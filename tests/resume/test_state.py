@@ -167,7 +167,7 @@ def test_a_state_is_the_newest_that_is_whole(url, base, undisturbed, caplog):
     assert versions(url) == undisturbed
 
 
-def test_where_versions_are_signed_so_are_states(url, base, monkeypatch, caplog):
+def test_states_of_a_signed_run_are_signed(url, base, monkeypatch, caplog):
     """Without the key, write access to the bucket does not change the state that a trainer resumes from."""
     for name, word in new_pair().items():
         monkeypatch.setenv(name, word)
@@ -251,7 +251,7 @@ def test_what_holds_back_and_what_does_not():
     assert not RepeatedSyncs({3: "a"}).holds_back(3, "z")
 
 
-def test_masters_that_are_no_weights_of_a_version_come_back_whole(url, base):
+def test_weights_that_no_version_holds_are_restored_in_full(url, base):
     """Float64, and what is trained but not published."""
     weights = {"w": torch.randn(4), "d": torch.randn(4).double()}
     apart = {"own": torch.randn(3), "count": torch.arange(2)}
@@ -267,7 +267,7 @@ def test_masters_that_are_no_weights_of_a_version_come_back_whole(url, base):
         assert torch.equal(blank[name], tensor), name
 
 
-def test_what_cannot_be_kept_is_refused(url, base):
+def test_a_value_that_cannot_be_saved_is_refused(url, base):
     weights = {"w": torch.randn(4, requires_grad=True)}
     optimizer = torch.optim.SGD(weights.values(), lr=0.1)
     optimizer.state[weights["w"]]["x"] = torch.randn(4, dtype=torch.complex64)
@@ -305,7 +305,7 @@ def test_every_half_comes_back(words):
     np.testing.assert_array_equal(masters(published, split(numbers)).view(np.uint32), words)
 
 
-def test_few_numbers_are_kept_whole():
+def test_few_numbers_are_saved_in_full():
     """Only numbers that rounded up from the exact middle: one in 131,072 random numbers."""
     words = np.random.default_rng(0).integers(0, 1 << 32, 1 << 20, dtype=np.uint32)
     words = words[~np.isnan(words.view(np.float32))]
@@ -317,7 +317,7 @@ def test_few_numbers_are_kept_whole():
     assert not of_bf16.odd.size
 
 
-def test_a_nan_is_kept_whole_whatever_a_machine_casts_it_to():
+def test_a_nan_is_saved_in_full_whatever_its_cast():
     nan = np.array([0x7FC00000, 0xFFFFFFFF, 0x7F800001], np.uint32)
     rest = split(nan.view(np.float32))
     for published in (0x7FC0, 0xFFFF, 0x7FFF):

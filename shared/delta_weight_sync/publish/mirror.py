@@ -134,7 +134,7 @@ class Mirror:
         found, waiting, held = Found([], []), list[Part](), 0
         for part in parts:
             if not has_kernels(part.tensor):
-                old = self._bits[part.name][part.block.at].reshape(-1)  # a copy unless it is one stretch
+                old = self._bits[part.name][part.block.at].reshape(-1)  # a copy unless contiguous
                 check = functools.partial(self.require_finite, part.name)
                 index, ulps = diff_flat(old, part.tensor.detach().reshape(-1), check)
                 found.host.append(Patch(part.name, part.block.shape, part.block.positions(index), ulps))

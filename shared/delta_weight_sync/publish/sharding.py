@@ -34,7 +34,8 @@ _CHUNK = 1 << 20  # elements hashed at a time
 def own_block(tensor: torch.Tensor, *, main: bool) -> Block | None:
     """The block of a parameter that this rank diffs; None if it diffs nothing of it.
 
-    The main rank diffs what every rank holds whole, the first rank along a mesh dimension what that copies.
+    The main rank diffs a tensor that every rank holds whole. If a mesh dimension holds copies of a block, the
+    first rank along that dimension diffs the block.
     """
     if not is_block(tensor):
         return Block.whole(tensor.shape) if main else None

@@ -5,7 +5,7 @@ holds a second model. An anchor is an upload of that copy. A jump over 8 version
 patches, which stay in memory. If they exceed a budget, and for a jump over 64 versions, a second copy stays
 at the version where the jump begins; the jump is then the difference of the two files.
 
-The next manifest names the uploaded shortcuts. `prune` deletes those that no manifest names after a crash.
+The next manifest names the uploaded shortcuts. If the trainer crashes before, `prune` deletes them.
 """
 
 from __future__ import annotations

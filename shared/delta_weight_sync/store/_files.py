@@ -133,7 +133,7 @@ class FileBucket(_base.Bucket):
             return errors.ObjectMissingError(f"{place} does not exist")
         if isinstance(error, OSError) and error.errno in _NO_FILE:
             return errors.ObjectMissingError(
-                f"{place} is not a file, or behind a link: links are not followed, put the file there"
+                f"{place} is not a file, or is behind a link; links are not followed: put the file there"
             )
         if isinstance(error, PermissionError):
             return errors.AccessDeniedError(
