@@ -14,12 +14,8 @@ from delta_weight_sync import RunReader, open_run
 from tests.live.replica import served
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-ALONE = {
-    "PATH": os.environ["PATH"],
-    "OMP_NUM_THREADS": "1",
-    "TRL_EXPERIMENTAL_SILENCE": "1",
-    "HF_HUB_OFFLINE": "1",
-}
+QUIET = {"OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
+ALONE = QUIET | {"PATH": os.environ["PATH"]}
 
 
 @pytest.fixture(scope="module")
@@ -44,33 +40,24 @@ def rebuilt(reader: RunReader, folder: Path) -> list[tuple[int, int]]:
     return [(manifest.version, manifest.sync) for manifest in manifests]
 
 
-def test_an_own_loop_publishes_a_version_per_step(place, tmp_path):
-    url = f"{(tmp_path / 'bucket').as_uri()}#own"
-    runpy.run_path(str(EXAMPLES / "own_loop.py"))["main"](str(place / "policy"), url)
-    reader = open_run(url)
-    versions = rebuilt(reader, tmp_path)
-    assert versions[0] == (0, 0)
-    assert versions[-1][1] == 5, "steps may share a version, the last one is published"
-    newest = reader.manifest()
-    assert 0 < newest.changed < newest.total
-    config = json.loads((tmp_path / str(newest.version) / "config.json").read_text())
-    assert (config["model_type"], config["dtype"]) == ("qwen3", "bfloat16")
-    assert (tmp_path / str(newest.version) / "tokenizer.json").read_bytes() == (
-        place / "policy" / "tokenizer.json"
-    ).read_bytes()
-
-
-def test_an_own_loop_that_is_started_again_goes_on(place, tmp_path):
+def test_an_own_loop_publishes_a_version_per_step_and_goes_on_when_it_is_started_again(place, tmp_path):
     """In three lives it ends with the weights that it ends with in one."""
     main = runpy.run_path(str(EXAMPLES / "own_loop.py"))["main"]
     newest = {}
     for name, lives in (("one", (5,)), ("three", (2, 3, 5))):
-        url = f"{(tmp_path / name).as_uri()}#own"
+        reader = open_run(f"{(tmp_path / name).as_uri()}#own")
         for steps in lives:
-            main(str(place / "policy"), url, steps)
-        newest[name] = open_run(url).manifest()
+            main(str(place / "policy"), f"{(tmp_path / name).as_uri()}#own", steps)
+        newest[name] = reader.manifest()
+        versions = rebuilt(reader, tmp_path / f"{name}-out")
+        assert (versions[0], versions[-1][1]) == ((0, 0), 5), "steps may share a version"
     assert newest["three"].digest == newest["one"].digest
-    assert newest["three"].sync == 5
+    assert 0 < newest["one"].changed < newest["one"].total
+    files = tmp_path / "one-out" / str(newest["one"].version)
+    config = json.loads((files / "config.json").read_text())
+    assert (config["model_type"], config["dtype"]) == ("qwen3", "bfloat16")
+    tokenizer = place / "policy" / "tokenizer.json"
+    assert (files / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
 
 
 @pytest.mark.full

@@ -1,11 +1,10 @@
 """Several trainer processes publish the bytes that a single one publishes, and stop together.
 
-Each rank is a process with known weights and gradients. The layout is how parameters lie on the ranks:
-`whole` on each, `fsdp`, or `mesh`: two by two ranks, every kind of placement, and FSDP over tensor
-parallelism; `+kernels` behind it compares them as on a GPU. A job is an encoding of the codec, and perhaps
-`:<rank>:<sync>`, where a rank then fails, or `:base`, which publishes version 0 before the model is sharded;
-or `resume`, which publishes the same in two lives. Each job's result is the digest of the live weights, or
-the error that ended it.
+Each rank is a process with known weights and gradients. Layouts: `whole` parameters on each rank; `fsdp`; and
+`mesh`, two by two ranks with every kind of placement, and FSDP over tensor parallelism. With `+kernels` they
+are compared as on a GPU. A job is an encoding, or `resume`, which publishes the same in two lives. With
+`:<rank>:<sync>`, that rank fails there; with `:base`, version 0 is published before the model is sharded. A
+job's result is the digest of the live weights, or the error that ended it.
 """
 
 import contextlib
@@ -113,10 +112,7 @@ def run(layout: str, folder: Path, job: str) -> str:
     torch.manual_seed(0)
     model = Model()
     failing = _failing(fault)
-    (folder / "base").mkdir(parents=True, exist_ok=True)
-    (folder / "base" / "config.json").write_text("{}")
-    url = f"{(folder / 'bucket').as_uri()}#run"
-    with Publisher(url, folder / "base", encoding=encoding) as publisher:
+    with _publisher(folder, encoding=encoding) as publisher:
         if fault == ["base"]:
             publisher.publish_base(model.named_parameters() if _is_main() else [], 1)
         shard(model, layout)
@@ -133,14 +129,12 @@ def run(layout: str, folder: Path, job: str) -> str:
 
 def resume(layout: str, folder: Path) -> str:
     """As `run`, by a trainer that ends after step 3, with a state of step 2, and one that resumes."""
-    (folder / "base").mkdir(parents=True, exist_ok=True)
-    (folder / "base" / "config.json").write_text("{}")
     for last in (3, STEPS):
         torch.manual_seed(last - 3)  # the second life begins with other weights
         model = Model()
         shard(model, layout)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-        with Publisher(f"{(folder / 'bucket').as_uri()}#run", folder / "base", state_minutes=0) as publisher:
+        with _publisher(folder, state_minutes=0) as publisher:
             digest = _live(publisher, model, optimizer, last)
     return digest
 
@@ -157,6 +151,12 @@ def _live(publisher: Publisher, model: Model, optimizer: torch.optim.Optimizer, 
     return publisher.digest(model.named_parameters())
 
 
+def _publisher(folder: Path, **options: Any) -> Publisher:
+    (folder / "base").mkdir(parents=True, exist_ok=True)
+    (folder / "base" / "config.json").write_text("{}")
+    return Publisher(f"{(folder / 'bucket').as_uri()}#run", folder / "base", **options)
+
+
 def _is_main() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
@@ -168,7 +168,7 @@ def _failing(fault: list[str]) -> int | None:
 
 
 def _send(publisher: Publisher, model: Model, fails: bool) -> None:
-    """With a fault before this rank's first parameter, while the other ranks go on to the next ones."""
+    """A rank that `fails` does so before its first parameter, while the other ranks continue."""
 
     def fail(*_: Any) -> None:
         raise MemoryError("no room")
@@ -237,8 +237,8 @@ def test_sharded_ranks_publish_what_a_single_process_publishes(layout, size, tmp
 
 @pytest.mark.full
 @pytest.mark.parametrize(("layout", "size"), [("fsdp", 2), ("mesh", 4)])
-def test_ranks_that_rise_publish_what_they_would_have(layout, size, tmp_path):
-    """Each puts its own shards back; the state is older than the newest version, which comes once."""
+def test_ranks_that_resume_publish_what_they_would_have(layout, size, tmp_path):
+    """Each rank restores its own shards. The state is older than the newest version, which comes once."""
     digest = run("whole", tmp_path / "alone", "fast")
     assert spawn(size, layout, tmp_path, ["resume"]) == [[digest]] * size
     assert published(tmp_path / "resume") == published(tmp_path / "alone")
@@ -253,7 +253,7 @@ def test_ranks_that_rise_publish_what_they_would_have(layout, size, tmp_path):
 
 @pytest.mark.full
 def test_a_fault_on_one_rank_stops_all_with_its_sentence(tmp_path):
-    """In the base, where ranks gather tensors in full, and later, where they send what changed."""
+    """In the base, where ranks gather whole tensors, and later, where they send changes."""
     first, second = spawn(2, "fsdp", tmp_path, ["fast:0:0", "fast:1:0", "fast:0:2", "fast:1:2"])
     own, told = "MemoryError: no room", "PeerError: rank {} of the trainer stopped the run: {}"
     assert first == [own, told.format(1, own), own, told.format(1, own)]

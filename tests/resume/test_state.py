@@ -1,7 +1,4 @@
-"""A loop of one's own that ended anywhere goes on as if it had not: the same versions, bit for bit.
-
-A float32 master is made again from its published bf16 bits and what is kept beside them.
-"""
+"""A trainer that stops anywhere resumes and publishes the same versions, bit for bit."""
 
 import contextlib
 import json
@@ -16,7 +13,7 @@ import pytest
 import torch
 
 from delta_weight_sync import Publisher, open_run
-from delta_weight_sync.checkpoint import to_bits, to_nearest
+from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.errors import StateError
 from delta_weight_sync.publish.outbox import RepeatedSyncs
 from delta_weight_sync.resume import _state
@@ -94,7 +91,7 @@ def url(tmp_path: Path) -> str:
 
 
 def life(url: str, base: Path, last: int, every: int = 1, **options: Any) -> None:
-    """A trainer that comes to step `last` and is gone; what it drew before is not what the next one draws."""
+    """A trainer that stops after step `last`; the next one would draw other random numbers."""
     with contextlib.closing(Loop(url, base, **options)) as loop:
         loop.run(last, every)
     seed(last)
@@ -170,8 +167,8 @@ def test_a_state_is_the_newest_that_is_whole(url, base, undisturbed, caplog):
     assert versions(url) == undisturbed
 
 
-def test_where_versions_are_signed_so_are_states(url, base, monkeypatch, caplog):
-    """Who can write to the bucket and has not the key does not change what a trainer goes on from."""
+def test_states_of_a_signed_run_are_signed(url, base, monkeypatch, caplog):
+    """Without the key, write access to the bucket does not change the state that a trainer resumes from."""
     for name, word in new_pair().items():
         monkeypatch.setenv(name, word)
     life(url, base, 2)
@@ -219,7 +216,7 @@ def test_a_run_without_states_is_not_begun_again_by_mistake(url, base):
 
 
 def test_a_state_is_of_a_version_though_a_slow_link_merges(url, base):
-    """What is saved is not merged with what comes after it."""
+    """A sync with a saved state is not merged with later syncs."""
     loop = Loop(url, base)
     loop.publish()
     loop.save()
@@ -254,7 +251,7 @@ def test_what_holds_back_and_what_does_not():
     assert not RepeatedSyncs({3: "a"}).holds_back(3, "z")
 
 
-def test_masters_that_are_no_weights_of_a_version_come_back_whole(url, base):
+def test_weights_that_no_version_holds_are_restored_in_full(url, base):
     """Float64, and what is trained but not published."""
     weights = {"w": torch.randn(4), "d": torch.randn(4).double()}
     apart = {"own": torch.randn(3), "count": torch.arange(2)}
@@ -270,7 +267,7 @@ def test_masters_that_are_no_weights_of_a_version_come_back_whole(url, base):
         assert torch.equal(blank[name], tensor), name
 
 
-def test_what_cannot_be_kept_is_refused(url, base):
+def test_a_value_that_cannot_be_saved_is_refused(url, base):
     weights = {"w": torch.randn(4, requires_grad=True)}
     optimizer = torch.optim.SGD(weights.values(), lr=0.1)
     optimizer.state[weights["w"]]["x"] = torch.randn(4, dtype=torch.complex64)
@@ -293,49 +290,39 @@ SPECIAL = (0x0000, 0x8000, 0x0001, 0x007F, 0x0080, 0x3F80, 0xBF81)  # zeros, den
 HUGE = (0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0, 0xFFFF)  # what rounds up to infinity, infinities, NaN
 
 
-def again(words: np.ndarray) -> np.ndarray:
-    """What comes back of float32 bits; the published ones are torch's cast, as in a mirror."""
+HALVES = np.arange(1 << 16, dtype=np.uint32)
+WORDS = {f"high {high:#x}": HALVES | np.uint32(high << 16) for high in SPECIAL + HUGE} | {
+    f"low {low:#x}": HALVES << np.uint32(16) | np.uint32(low)
+    for low in (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
+}
+
+
+@pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
+def test_every_half_comes_back(words):
+    """The published bits are torch's cast, as in a mirror."""
     numbers = words.view(np.float32)
-    rest = split(numbers)
     published = to_bits(torch.from_numpy(numbers.copy()))
-    return masters(published, rest).view(np.uint32)
+    np.testing.assert_array_equal(masters(published, split(numbers)).view(np.uint32), words)
 
 
-@pytest.mark.parametrize("high", SPECIAL + HUGE, ids=hex)
-def test_every_low_half_comes_back(high):
-    words = (np.uint32(high) << np.uint32(16)) | np.arange(1 << 16, dtype=np.uint32)
-    np.testing.assert_array_equal(again(words), words)
-
-
-@pytest.mark.parametrize("low", [0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF], ids=hex)
-def test_every_high_half_comes_back(low):
-    words = (np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)) | np.uint32(low)
-    np.testing.assert_array_equal(again(words), words)
-
-
-def test_few_numbers_are_kept_whole():
-    """Of numbers only those that rounded up from the very middle: one in 131,072 of random ones."""
+def test_few_numbers_are_saved_in_full():
+    """Only numbers that rounded up from the exact middle: one in 131,072 random numbers."""
     words = np.random.default_rng(0).integers(0, 1 << 32, 1 << 20, dtype=np.uint32)
     words = words[~np.isnan(words.view(np.float32))]
     odd = split(words.view(np.float32)).odd
     assert (words[odd] & 0x1FFFF == 0x18000).all()
     assert odd.size < 30
+    of_bf16 = split((words & 0xFFFF0000).view(np.float32))
+    assert not of_bf16.low.any()
+    assert not of_bf16.odd.size
 
 
-def test_a_nan_is_kept_whole_whatever_a_machine_casts_it_to():
+def test_a_nan_is_saved_in_full_whatever_its_cast():
     nan = np.array([0x7FC00000, 0xFFFFFFFF, 0x7F800001], np.uint32)
     rest = split(nan.view(np.float32))
     for published in (0x7FC0, 0xFFFF, 0x7FFF):
         cast = np.full(3, published, np.uint16)
         np.testing.assert_array_equal(masters(cast, rest).view(np.uint32), nan)
-
-
-def test_what_is_kept_beside_a_bf16_number_is_nothing_odd():
-    numbers = torch.randn(1000).bfloat16().float().numpy()
-    rest = split(numbers)
-    assert not rest.low.any()
-    assert not rest.odd.size
-    np.testing.assert_array_equal(masters(to_nearest(numbers), rest), numbers)
 
 
 @pytest.mark.parametrize(("upload_s", "saved_at"), [(1, [0, 300, 600, 900]), (60, [0, 600, 1200])])

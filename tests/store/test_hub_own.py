@@ -1,7 +1,6 @@
-"""huggingface_hub's own tests of buckets and Spaces, published with its source, pass against the simulator.
+"""huggingface_hub's own tests of buckets and Spaces, written against the real Hub, pass on the simulator.
 
-They are written against the real Hub, so they tell where the simulator answers otherwise. And huggingface_hub
-1.33, which older environments hold, talks to a bucket as the newest release does.
+So the simulator answers as the Hub does. An older release, 1.33, uses a bucket as the newest release does.
 """
 
 import os
@@ -58,7 +57,7 @@ NOT_HERE = {  # test -> why it does not pass
 
 
 def pip(*command: str | Path) -> None:
-    """Run pip; without PyPI there is nothing to test here."""
+    """Run pip. Without PyPI, skip the test."""
     options = ["--quiet", "--retries", "1", "--disable-pip-version-check"]
     whole = [sys.executable, "-m", "pip", *command, *options]
     done = subprocess.run(whole, capture_output=True, text=True, check=False)

@@ -79,7 +79,7 @@ def cpu_config(folder: Path, **options: Any) -> AsyncGRPOConfig:
     """TRL's settings for a trainer on a CPU that writes nothing but its run."""
     on_cpu = {"dtype": "float32", "bf16": False, "use_cpu": True, "gradient_checkpointing": False}
     quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "logging_steps": 1}
-    return AsyncGRPOConfig(output_dir=str(folder), token_budget=0, **on_cpu, **quiet, **options)
+    return AsyncGRPOConfig(output_dir=str(folder), token_budget=0, **(on_cpu | quiet | options))
 
 
 def live(

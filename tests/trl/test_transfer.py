@@ -1,32 +1,22 @@
 """TRL's own trainer publishes through a bucket, without a line of ours in it."""
 
 import inspect
-import queue
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from trl.experimental.async_grpo import (
-    AsyncGRPOConfig,
-    AsyncGRPOTrainer,
-    async_grpo_trainer,
-    async_rollout_worker,
-)
+from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer, async_rollout_worker
 from trl.experimental.async_grpo.async_grpo_trainer import WeightTransferProtocol
-from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from delta_weight_sync import BucketWeightTransfer, compat, open_run
 from delta_weight_sync.checkpoint import read_bits, to_bits
 from examples import tiny_policy as tiny
+from tests.support.trainer_lives import BATCH, Recorded, cpu_config
 
 STEPS = 3
-PATCHED = (  # in the tested release
-    (async_rollout_worker, "is_vllm_available"),
-    (async_rollout_worker, "_child_main"),
-)
+PATCHED = ((async_rollout_worker, "is_vllm_available"), (async_rollout_worker, "_child_main"))
 if compat.examine("trl").works("attention"):
     from trl.experimental.async_grpo import packing
 
@@ -78,36 +68,6 @@ def test_it_ends_with_all_published_and_can_begin_again(base, tmp_path):
     assert [m.sync for m in open_run(url).versions()] == [3, 2, 1]
 
 
-class Samples:
-    """TRL's `RolloutWorkerProtocol`: samples that no model made."""
-
-    def __init__(self) -> None:
-        self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue()
-        self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
-
-    def start(self) -> None:
-        for number in range(8 * (STEPS + 2)):  # TRL looks a batch ahead
-            self.rollout_buffer.put(sample(number))
-
-    def stop(self) -> None: ...
-    def update_model_version(self, model_version: int) -> None: ...
-    def check_health(self, stale_after_s: float) -> None: ...
-
-
-def sample(number: int) -> RolloutSample:
-    return RolloutSample(
-        prompt=[{"role": "user", "content": "?"}],
-        completion=[{"role": "assistant", "content": "!"}],
-        input_ids=np.arange(8) + 5 + number % 90,
-        completion_mask=np.array([0] * 4 + [1] * 4),
-        old_log_probs=np.array([0.0] * 4 + [-3.0] * 4),
-        advantage=1.0 if number % 2 else -1.0,
-        model_version=1,
-        group_id=number,
-        metrics={"reward": 1.0},
-    )
-
-
 @pytest.mark.live
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_trls_trainer_with_a_frozen_part_publishes_whole_checkpoints(base, tmp_path, monkeypatch, dtype):
@@ -115,27 +75,14 @@ def test_trls_trainer_with_a_frozen_part_publishes_whole_checkpoints(base, tmp_p
     if not compat.examine("trl").works("attention"):
         pytest.skip("this TRL trains on GPUs only")
     url = f"{(tmp_path / 'bucket').as_uri()}#trl"
-    args = AsyncGRPOConfig(
-        output_dir=str(tmp_path / "trl"),
-        max_steps=STEPS,
-        per_device_train_batch_size=8,
-        token_budget=0,
-        dtype=dtype,
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,
-        learning_rate=1e-3,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        max_staleness=100,
-    )
+    settings = {"dtype": dtype, "per_device_train_batch_size": BATCH, "learning_rate": 1e-3}
+    args = cpu_config(tmp_path / "trl", max_steps=STEPS, max_staleness=100, **settings)
     trainer = AsyncGRPOTrainer(
         str(base),
         args=args,
         train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": "?"}]]}),
         reward_funcs=[],
-        rollout_worker=Samples(),
+        rollout_worker=Recorded(STEPS, None),
         weight_transfer=BucketWeightTransfer(url, base),
     )
     trainer.model.model.embed_tokens.requires_grad_(False)

@@ -41,11 +41,10 @@ class Base:
                 f" {str(error).splitlines()[0]}"
             ) from error
         self.name = given.resolve().name if given else str(source)
-        if not (self.folder / "config.json").is_file():
-            raise CheckpointError(
-                f"{self.name} holds no config.json; name the folder of a checkpoint as base"
-            )
-        self._config: dict[str, Any] = json.loads((self.folder / "config.json").read_text())
+        config = self.folder / "config.json"
+        if not config.is_file():
+            raise CheckpointError(f"{self.name} holds no config.json: name a checkpoint's folder as base")
+        self._config: dict[str, Any] = json.loads(config.read_text())
 
     def write_files(self, folder: Path) -> None:
         """Copy the files that a server needs. The config gets bfloat16, the dtype of published weights."""
@@ -71,16 +70,14 @@ class Base:
             CheckpointError: The policy was not loaded from this checkpoint. Names may differ, if the tensors
                 with other names have as many elements together as those that they replace.
         """
-        files = {name: path for path in sorted(self.folder.glob(_WEIGHTS)) for name in shapes_in(path)}
-        stored = {name: shape for path in {*files.values()} for name, shape in shapes_in(path).items()}
+        shapes = {path: shapes_in(path) for path in sorted(self.folder.glob(_WEIGHTS))}
+        stored = {name: shape for inside in shapes.values() for name, shape in inside.items()}
         if not stored:
             return
         config = self._config
         tied = config.get("tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings"))
         if tied and _HEAD in trained:
-            raise self._other(
-                f"{_HEAD} was published, but the config of {self.name} ties it to the embedding"
-            )
+            raise self._other(f"{_HEAD} was published, but the config of {self.name} ties it")
         if tied:  # some checkpoints store the tied head, too
             stored.pop(_HEAD, None)
         for name, shape in trained.items():
@@ -96,13 +93,14 @@ class Base:
             raise self._other(f"{_HEAD} was not published, but {self.name} does not tie it to the embedding")
         if missing:
             largest = max(trained, key=lambda name: math.prod(trained[name]))
-            ((_, loaded),) = read_tensors(files[largest], [largest])
+            file = next(path for path in shapes if largest in shapes[path])
+            ((_, loaded),) = read_tensors(file, [largest])
             if (loaded == bits(largest)).mean() < _SAME:
                 raise self._other(f"{largest} has other values than in {self.name}")
             few = ", ".join(sorted(missing)[:3]) + (", ..." if len(missing) > 3 else "")
             _log.warning("%d untrained tensors were taken from %s (%s)", len(missing), self.name, few)
-        for path in sorted(set(files.values())):
-            yield from read_tensors(path, missing & shapes_in(path).keys())
+        for path in shapes:
+            yield from read_tensors(path, missing & shapes[path].keys())
 
     def _other(self, why: str) -> CheckpointError:
         fix = "give as base the checkpoint that the policy was loaded from, and publish every parameter"

@@ -167,33 +167,27 @@ class _Tiles:
         self.entries = torch.from_numpy(np.column_stack([table, first])).to(device)
         self.owners = torch.from_numpy(owner).to(device)
         dtypes = np.array([list(KINDS).index(part.tensor.dtype) for part in parts], np.int64)
-        self.launches = self._launches(table, owner, dtypes[of_tensor])
+        first, aligned = self.blocks * BLOCK, (table[:, :2] % _ALIGNED == 0).all(1)[owner]
+        whole = aligned & (first >= start[owner]) & (first + BLOCK <= stop[owner])
+        classes = dtypes[of_tensor][owner] * 2 + whole
+        # For each launch: dtype, whether its tiles are full and aligned, and their indices (int32).
+        self.launches = [
+            (list(KINDS)[number // 2], number % 2 == 1, torch.from_numpy(which.astype(np.int32)).to(device))
+            for number in np.unique(classes).tolist()
+            for which in np.nonzero(classes == number)
+        ]
         self.make_room(0)
 
     def make_room(self, changes: int) -> None:
         """Make room for a quarter more than `changes`, the number that the last comparison found."""
         self.room = max(self.count * _ROOM, int(changes) * 5 // 4)
 
-    def _launches(
-        self, table: Index, owner: NDArray[np.int32], dtypes: Index
-    ) -> list[tuple[torch.dtype, bool, torch.Tensor]]:
-        """For each launch: dtype, whether its tiles are full and aligned, and their indices (int32)."""
-        first = self.blocks * BLOCK
-        aligned = (table[:, :2] % _ALIGNED == 0).all(1)[owner]
-        whole = aligned & (first >= table[owner, 2]) & (first + BLOCK <= table[owner, 3])
-        classes = dtypes[owner] * 2 + whole
-        which = {n: np.flatnonzero(classes == n).astype(np.int32) for n in np.unique(classes).tolist()}
-        return [
-            (list(KINDS)[number // 2], number % 2 == 1, torch.from_numpy(tiles).to(self.device))
-            for number, tiles in which.items()
-        ]
-
 
 def _entries(part: Part, mirror: torch.Tensor) -> Index:
     """Rows of the table, int64 [n, 5]: addresses of element 0 in tensor and mirror, start, stop, seed.
 
-    Each contiguous stretch of the parameter has a row. The rank's own tensor holds only its stretches, one
-    after the other; the mirror holds the whole parameter.
+    Each contiguous stretch of the parameter has a row. The mirror holds the whole parameter, the rank's own
+    tensor only its stretches, one after the other.
     """
     starts, length = part.block.stretches()
     before = length * np.arange(len(starts)) - starts  # offset to where element 0 would be
@@ -207,15 +201,12 @@ def _entries(part: Part, mirror: torch.Tensor) -> Index:
 
 @dataclass(frozen=True)
 class Changes:
-    """The differences from the mirrors, one patch per part, and the change of the digest.
-
-    `book` and `found` stay on the device until `DeviceDiff.keep` has written them into the mirrors.
-    """
+    """The differences from the mirrors: one patch per part."""
 
     patches: list[Patch]
-    moved: int
+    moved: int  # change of the digest
     tiles: _Tiles
-    book: torch.Tensor
+    book: torch.Tensor  # on the device, for `DeviceDiff.keep`
     found: torch.Tensor
 
 

@@ -2,8 +2,7 @@
 
 The diff has two halves: `find` only reads, so that other threads may read the mirror meanwhile; `keep` then
 writes the changes into the mirror. For parameters on a GPU, the mirror is on the GPU ("device", the fastest)
-or in pinned host memory ("host", which takes no GPU memory, but is read over the bus). In both cases only the
-changed elements leave the GPU. Parameters on the host are cast and compared chunk by chunk.
+or in pinned host memory ("host", which is read over the bus). Only changed elements leave the GPU.
 """
 
 from __future__ import annotations
@@ -108,11 +107,6 @@ class Mirror:
         """Shape of every parameter."""
         return {name: tuple(bits.shape) for name, bits in self._bits.items()}
 
-    @property
-    def total(self) -> int:
-        """Elements of the model."""
-        return sum(bits.numel() for bits in self._bits.values())
-
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Start to mirror a parameter of any float dtype."""
         cast = tensor.detach().to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
@@ -135,20 +129,15 @@ class Mirror:
         """Find what changed in the parts (of any float dtype) since the last sync. Writes nothing.
 
         Parts on the host are compared one by one. Parts on a device are compared all together, or as soon as
-        their temporary copies take more than a gigabyte. Raises `CodecError` if a shape changed.
+        their temporary copies take more than a gigabyte.
         """
         found, waiting, held = Found([], []), list[Part](), 0
         for part in parts:
-            shape, block = tuple(self._bits[part.name].shape), part.block
-            if block.shape != shape or block.extent != part.tensor.shape:
-                raise CodecError(
-                    f"{part.name}: shape changed from {shape} to {block.shape}; start a new run for it"
-                )
             if not has_kernels(part.tensor):
-                old = self._bits[part.name][block.at].reshape(-1)  # a copy if the box is not one stretch
+                old = self._bits[part.name][part.block.at].reshape(-1)  # a copy unless contiguous
                 check = functools.partial(self.require_finite, part.name)
                 index, ulps = diff_flat(old, part.tensor.detach().reshape(-1), check)
-                found.host.append(Patch(part.name, block.shape, block.positions(index), ulps))
+                found.host.append(Patch(part.name, part.block.shape, part.block.positions(index), ulps))
                 continue
             waiting.append(part)
             held += 0 if part.lasting else part.tensor.nbytes
@@ -157,6 +146,14 @@ class Mirror:
                 waiting, held = [], 0
         found.devices.extend(self._find_on_devices(waiting))
         return found
+
+    def require_same(self, name: str, tensor: torch.Tensor) -> None:
+        """Raise `CodecError` unless the run has this parameter, in this shape."""
+        if name not in self._bits:
+            raise CodecError(f"parameter {name} is not part of the run; start a new run for a new model")
+        old, new = tuple(self._bits[name].shape), tuple(tensor.shape)
+        if old != new:
+            raise CodecError(f"{name}: shape changed from {old} to {new}; start a new run for it")
 
     def require_finite(self, name: str, bits: Bits) -> None:
         """Raise `CodecError` for bits of a tensor that are NaN or infinite, unless those are allowed."""
@@ -200,20 +197,16 @@ class Mirror:
                 sums = torch.stack([part.tensor.detach().sum(dtype=torch.float32) for part in some])
                 for number in (~sums.isfinite()).nonzero().flatten().tolist():
                     self.require_finite(some[number].name, to_bits(some[number].tensor))
-            if far := [part.name for part in some if part.name not in self._reachable]:
-                self._make_reachable(far, device)
+            # Kernels cannot read plain host memory: move tensors into pinned or device memory.
+            far = [part.name for part in some if part.name not in self._reachable]
+            if far and self._place == "host":
+                from delta_weight_sync.gpu import pin
+
+                pin(self, self._bits, far, device)
+            else:
+                self._bits |= {name: self._bits[name].to(device) for name in far}
+            self._reachable.update(far)
         return [self._on(device).find(some, self._bits) for device, some in by_device.items()]
-
-    def _make_reachable(self, names: list[str], device: torch.device) -> None:
-        """Move tensors out of plain host memory, which kernels cannot read, into pinned or device memory."""
-        if self._place == "host":
-            from delta_weight_sync.gpu import pin
-
-            pin(self, self._bits, names, device)
-        else:
-            for name in names:
-                self._bits[name] = self._bits[name].to(device)
-        self._reachable.update(names)
 
     def _on(self, device: torch.device) -> DeviceDiff:
         if device not in self._devices:
@@ -228,9 +221,7 @@ def has_kernels(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
-def diff_flat(
-    old: torch.Tensor, new: torch.Tensor, check: Callable[[Bits], object] = len
-) -> tuple[Index, Bits]:
+def diff_flat(old: torch.Tensor, new: torch.Tensor, check: Callable[[Bits], object]) -> tuple[Index, Bits]:
     """Return (index, ulps) where flat `new` (any float) differs from bf16 bits `old` (int16), on the host.
 
     `check` is called with the new bits of the elements that differ.

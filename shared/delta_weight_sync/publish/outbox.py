@@ -1,26 +1,23 @@
 """Finds what each sync (a hand-over of weights) changed, and publishes the changes in the background.
 
-The trainer waits for the diff only: its weights are compared with `mirror`, the bits of the newest sync. A
-background thread encodes and uploads. While it is busy, later syncs are merged into one pending update, so a
-slow link skips versions instead of queueing them. A failed upload is repeated until it succeeds. At all times
+The trainer waits for the diff only. A background thread encodes and uploads; meanwhile later syncs are merged
+into one pending update. A failed upload is repeated until it succeeds. At all times
 
     published bits  +  the update in flight  +  the pending updates  =  mirror
 
-So no change is lost, however many uploads fail. The encoder gets the published bits by undoing the updates:
-no second copy of the model is needed.
+So no change is lost, and the encoder gets the published bits by undoing the updates, without a second copy.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,7 +38,6 @@ from delta_weight_sync.runlog import RunLogWriter, SyncEvent
 Untrained = Callable[[Mapping[str, tuple[int, ...]], Callable[[str], Bits]], Iterable[tuple[str, Bits]]]
 _RETRY_S = 2.0
 _REMIND_S = 60.0  # between two warnings that a version has not reached the bucket
-_STRIDES = {torch.float32: 2, torch.bfloat16: 1}  # 16-bit units per weight, one of which has its bf16 bits
 _log = logging.getLogger("delta_weight_sync")
 
 
@@ -63,17 +59,11 @@ class RepeatedSyncs:
         return True
 
 
-class _Change(NamedTuple):
-    name: str
-    positions: torch.Tensor  # int32, or int64 for a tensor that needs it
-    ulps: torch.Tensor  # int16
-
-
 class UndoLog:
     """What the newest syncs changed. It can restore the weights of each of them in another copy of the model.
 
-    A change is exact in both directions, so moving a copy from one sync to another writes only what differs,
-    about one weight in a hundred per sync. Only the trainer's thread may use it.
+    Moving a copy from one sync to another writes only what differs, about one weight in a hundred per sync.
+    Only the trainer's thread may use it.
 
     Args:
         sync: The sync that the log begins with.
@@ -85,7 +75,8 @@ class UndoLog:
 
     def __init__(self, sync: int, keep: int) -> None:
         self.syncs = [sync]
-        self._steps: list[list[_Change]] = []  # the changes from each of `syncs` to the next
+        # The changes from each of `syncs` to the next: name, positions (int32 or int64) and ulps (int16).
+        self._steps: list[list[tuple[str, torch.Tensor, torch.Tensor]]] = []
         self._keep = keep
 
     def add(self, sync: int, patches: Iterable[Patch]) -> None:
@@ -94,7 +85,7 @@ class UndoLog:
         for patch in patches:
             small = patch.numel <= np.iinfo(np.int32).max
             positions = torch.from_numpy(patch.index.astype(np.int32 if small else np.int64))
-            step.append(_Change(patch.name, positions, torch.from_numpy(patch.ulps.view(np.int16).copy())))
+            step.append((patch.name, positions, torch.from_numpy(patch.ulps.view(np.int16).copy())))
         self._steps.append(step)
         self.syncs.append(sync)
         if len(self._steps) > self._keep:
@@ -114,20 +105,18 @@ class UndoLog:
         Raises:
             UndoLogError: The log does not reach to `start` or `end`. Nothing is written.
         """
-        for sync in (start, end):
-            if sync not in self.syncs:
-                raise errors.UndoLogError(
-                    f"the undo log holds syncs {self.syncs[0]} to {self.syncs[-1]}, not {sync};"
-                    " call `keep_undo_log` with a larger number"
-                )
+        for sync in {start, end}.difference(self.syncs):
+            raise errors.UndoLogError(
+                f"the undo log holds syncs {self.syncs[0]} to {self.syncs[-1]}, not {sync};"
+                " call `keep_undo_log` with a larger number"
+            )
         first, last = self.syncs.index(start), self.syncs.index(end)
         steps = self._steps[first:last] if first <= last else self._steps[last:first][::-1]
         changes = [change for step in steps for change in step]
-        for change in changes:
-            bits = bf16_bits(weights[change.name])
-            index, ulps = change.positions.to(bits.device), change.ulps.to(bits.device)
-            bits.index_add_(0, index, ulps, alpha=-1 if first > last else 1)
-        return sum(len(change.positions) for change in changes)
+        for name, positions, ulps in changes:
+            bits, sign = bf16_bits(weights[name]), -1 if first > last else 1
+            bits.index_add_(0, positions.to(bits.device), ulps.to(bits.device), alpha=sign)
+        return sum(len(positions) for _, positions, _ in changes)
 
 
 def bf16_bits(weights: torch.Tensor) -> torch.Tensor:
@@ -135,13 +124,13 @@ def bf16_bits(weights: torch.Tensor) -> torch.Tensor:
 
     Raises `ValueError` for a dtype that cannot hold every published weight.
     """
-    if weights.dtype not in _STRIDES:
+    if weights.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"{weights.dtype} cannot hold every bf16 value: use float32 or bfloat16")
-    stride = _STRIDES[weights.dtype]
+    stride = weights.element_size() // 2  # the bits are the last 16 of each weight
     return weights.detach().view(-1).view(torch.int16)[stride - 1 :: stride]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class PendingUpdate:
     """What one version will hold: the patches since the version before, and the digest that they lead to."""
 
@@ -158,8 +147,8 @@ class PendingUpdate:
 
     def then(self, later: PendingUpdate) -> PendingUpdate:
         """Both updates as one."""
-        patches, diff_s = codec.merge(self.patches, later.patches), self.diff_s + later.diff_s
-        return PendingUpdate(patches, later.digest, later.sync, later.created_at, diff_s)
+        merged = codec.merge(self.patches, later.patches)
+        return dataclasses.replace(later, patches=merged, diff_s=self.diff_s + later.diff_s)
 
 
 def published_bits(bits: Bits, name: str, pending: Iterable[PendingUpdate | None]) -> Bits:
@@ -174,8 +163,7 @@ def published_bits(bits: Bits, name: str, pending: Iterable[PendingUpdate | None
 class Outbox:
     """The publishing half of the main rank. One thread, the trainer's, calls `publish`.
 
-    Its options are those of `Publisher`, and `untrained`: a function that takes the shapes and bits of the
-    tensors in the first sync and returns the model's other tensors.
+    `untrained` takes the shapes and bits of the tensors in the first sync, and returns the model's others.
     """
 
     def __init__(
@@ -229,16 +217,6 @@ class Outbox:
         except BaseException as error:
             self._failure = error  # the mirror may hold changes that no update has: publish nothing more
             raise
-
-    def require_same_model(self, weights: Weights) -> None:
-        """Raise `CodecError` for a parameter that the run does not have, or has in another shape."""
-        shapes = self.mirror.shapes
-        for name, tensor in weights:
-            if shapes.get(name) != tensor.shape:
-                raise errors.CodecError(
-                    f"parameter {name} of shape {tuple(tensor.shape)} is not part of the run; start a new run"
-                    " for a new model"
-                )
 
     def flush(self, timeout_s: float = 600.0) -> Manifest:
         """Wait until every sync is published; returns the newest manifest. Raises as `publish` does."""
@@ -294,12 +272,10 @@ class Outbox:
         started, created_at = time.perf_counter(), time.time()
         by_name: dict[str, list[Patch]] = {}
         # Do this without the lock: on a GPU the diff first waits for all work that is queued there.
-        found = self.mirror.find(own_parts(weights, self.mirror.shapes, by_name))
+        found = self.mirror.find(own_parts(weights, self.mirror, by_name))
         self._names = self._names or set(by_name)
         if missing := self._names - by_name.keys():
-            raise errors.CodecError(
-                f"parameter {min(missing)} was not published; a version holds every parameter"
-            )
+            raise errors.CodecError(f"parameter {min(missing)} was not published: publish every parameter")
         remote = remote_patches()
         for patch in (*found.patches, *remote):
             by_name[patch.name].append(patch)
@@ -380,14 +356,12 @@ class Outbox:
     def _settle(self, version: int, job: PendingUpdate) -> None:
         """Repeat a commit that failed. A part of it may be in the bucket, so the version stays the same."""
         started, warned, error = time.monotonic(), -math.inf, self._trouble
+        message = "version %d has not reached the bucket for %.0f s, and later ones wait: %s; trying again"
         while not self._closed:
             late = time.monotonic() - started
             if late >= warned + _REMIND_S:
                 warned = late
-                _log.warning(
-                    "version %d has not reached the bucket for %.0f s, and later ones wait: %s; trying again",
-                    *(version, late, error),
-                )
+                _log.warning(message, version, late, error)
             time.sleep(_RETRY_S)
             try:
                 self._report(self._writer.confirm(), job, 0.0)
@@ -398,9 +372,9 @@ class Outbox:
     def _commit(
         self, job: PendingUpdate, delta: DeltaRef | None, anchor: AnchorRef | None, encode_s: float
     ) -> None:
-        digest, total = job.digest, self.mirror.total
+        total, at = sum(map(math.prod, self.mirror.shapes.values())), job.created_at
         manifest = self._writer.commit(
-            delta, anchor, digest=digest, sync=job.sync, total=total, created_at=job.created_at
+            delta, anchor, digest=job.digest, sync=job.sync, total=total, created_at=at
         )
         self._report(manifest, job, encode_s)
 

@@ -13,15 +13,9 @@ from typing import Any, Self, TypedDict, Unpack, get_args
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
+from delta_weight_sync import errors
 from delta_weight_sync.codec import Encoding
 from delta_weight_sync.digest import to_hex
-from delta_weight_sync.errors import (
-    CheckpointError,
-    CodecError,
-    ConfigError,
-    DeltaWeightSyncError,
-    StateError,
-)
 from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish._base import Base
 from delta_weight_sync.publish.mirror import Place
@@ -120,7 +114,7 @@ class Publisher:
         self._resources = contextlib.ExitStack()
         with self._peers.fail_together():
             if unknown := options.keys() - PublisherOptions.__annotations__.keys():
-                raise ConfigError(f"Publisher has no option {min(unknown)!r}; see help(Publisher)")
+                raise errors.ConfigError(f"Publisher has no option {min(unknown)!r}; see help(Publisher)")
             mirror = _allowed("mirror", options.get("mirror", "host"), Place)
             encoding = _allowed("encoding", options.get("encoding", "fast"), Encoding)
             if self._peers.main:
@@ -133,9 +127,8 @@ class Publisher:
             place, run = split_run(url)
             trusted = writer_keys(options.get("signing_key"))[1]
             self.reader = RunReader(open_bucket(place), run or DEFAULT_RUN, trusted)
-        others = Peers(alone=self._peers.size == 1)
         # A second group of processes: the background thread must not share the trainer's collectives.
-        every_s = 60 * options.get("state_minutes", 5.0)
+        others, every_s = Peers(alone=self._peers.size == 1), 60 * options.get("state_minutes", 5.0)
         self._saver = StateSaver(self.reader, others, self._outbox, self._writer, every_s)
 
     @property
@@ -165,7 +158,8 @@ class Publisher:
         if not self._peers.exchange(self._outbox is not None and not self._outbox.mirror)[0]:
             with self._peers.fail_together():
                 if self._outbox:
-                    self._outbox.require_same_model(checkpoint_weights(weights))
+                    for name, tensor in checkpoint_weights(weights):
+                        self._outbox.mirror.require_same(name, tensor)
             return
         parts = gathered(self._named(weights), first=True, main=self._peers.main)
         with self._peers.fail_together(parts):
@@ -214,7 +208,7 @@ class Publisher:
             ConfigError: This is not the main rank, the only one that knows all changes.
         """
         if self._outbox is None:
-            raise ConfigError("only the main rank can keep an undo log: call `keep_undo_log` if `is_main`")
+            raise errors.ConfigError("only the main rank can keep an undo log: call this if `is_main`")
         self._outbox.undo_log = log = UndoLog(self.sync, syncs)
         return log
 
@@ -250,7 +244,7 @@ class Publisher:
         live = dict(checkpoint_weights(weights))
         found.restore(live, optimizer, others)
         if found.published_whole and self.digest(live.items()) != found.record.digest:
-            raise StateError(
+            raise errors.StateError(
                 f"the state was saved after the weights had changed since version {found.record.version}:"
                 " it cannot be restored; start again, and call `save_state` right after `publish`"
             )
@@ -285,18 +279,18 @@ class Publisher:
         Raises:
             StateError: A value cannot be saved.
         """
-        ready = (final or self._saver.due) and not self._saver.busy
-        ready = ready and (self._outbox is None or self._outbox.pin())
+        ready = self._saver.ready(final=final) and (self._outbox is None or self._outbox.pin())
         if not all(self._peers.exchange(ready)):
             return False
         with self._peers.fail_together():
-            snapshot = Snapshot(
-                checkpoint_weights(weights), self._published, optimizer, others, main=self._peers.main
-            )
-        first = self.resumed_from is None and not self._saver.used
+            live, main = checkpoint_weights(weights), self._peers.main
+            snapshot = Snapshot(live, self._published, optimizer, others, main=main)
+        first = self.resumed_from is None and self._saver.thread is None
         self._saver.save(snapshot, self.sync, extra or {})
         if first:
-            self._saver.require(_TIMEOUT_S)
+            self._saver.wait(_TIMEOUT_S)
+            if self._saver.failure:
+                raise self._saver.failure
         return True
 
     def flush(self, timeout_s: float = _TIMEOUT_S) -> Manifest:
@@ -330,24 +324,23 @@ class Publisher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Flush, unless an exception ended the block, then close. The first error is raised."""
-        failed = kind is not None
         try:
-            if not failed and self._begun:
-                failed = True
+            if kind is None and self._begun:
                 self.flush()
-                failed = False
+        except BaseException as first:
+            kind = type(first)
+            raise
         finally:
-            with contextlib.suppress(*(DeltaWeightSyncError, TimeoutError) if failed else ()):
+            with contextlib.suppress(*(errors.DeltaWeightSyncError, TimeoutError) if kind else ()):
                 self.close()
 
     def _named(self, weights: Model) -> Weights:
         names = set[str]()
         for name, tensor in checkpoint_weights(weights):
             if name in names or not tensor.is_floating_point():
-                why = (
-                    "comes twice" if name in names else f"is {tensor.dtype}, and a version holds floats only"
-                )
-                raise CodecError(f"parameter {name} {why}: publish `model.named_parameters()`")
+                floats = f"is {tensor.dtype}, and a version holds floats only"
+                why = "comes twice" if name in names else floats
+                raise errors.CodecError(f"parameter {name} {why}: publish `model.named_parameters()`")
             names.add(name)
             yield name, tensor
         self._published |= names
@@ -356,8 +349,8 @@ class Publisher:
         self, url: str, base: str | Path | None, encoding: Encoding, mirror: Place, options: PublisherOptions
     ) -> None:
         place, named = split_run(url)
-        keep, on_version, key = options.get("keep"), options.get("on_version"), options.get("signing_key")
-        limit, (signing, trusted) = Keep.parse(keep) if keep else None, writer_keys(key)
+        limit, key = options.get("keep"), options.get("signing_key")
+        keep, (signing, trusted) = Keep.parse(limit) if limit else None, writer_keys(key)
         start = Base(base) if base is not None else None
         bucket, run = open_bucket(place, create=True), named or DEFAULT_RUN
         with contextlib.ExitStack() as stack:
@@ -366,25 +359,23 @@ class Publisher:
                 start.write_files(assets)
             newest = RunReader(bucket, run, trusted).newest()
             if newest is None and not start:
-                raise CheckpointError(
+                raise errors.CheckpointError(
                     f"run {run!r} in {bucket.url} is new: name the checkpoint that the policy was loaded"
-                    ' from, as in base="Qwen/Qwen3-0.6B"; its config and tokenizer are published, too'
+                    ' from, as in base="Qwen/Qwen3-0.6B"'
                 )
             if newest and newest.signature and not signing:
-                raise ConfigError(
+                raise errors.ConfigError(
                     f"the versions of run {run!r} are signed, and replicas with a key would refuse yours: set"
                     f" {SIGNING_KEY}, or choose another run name"
                 )
             self._continued = newest.version if newest else 0
-            model = start.name if start else ""
-            writer = RunWriter(bucket, run, model=model, assets=assets if start else None, signing_key=key)
-            if on_version:
-                writer.on_version = on_version
+            model, files, untrained = (start.name, assets, start.untrained) if start else ("", None, None)
+            writer = RunWriter(bucket, run, model=model, assets=files, signing_key=key)
+            writer.on_version = options.get("on_version")
             log = stack.enter_context(contextlib.closing(RunLogWriter(bucket, run)))
-            untrained = start.untrained if start else None
             finite = not options.get("allow_nonfinite", False)
             outbox = Outbox(
-                writer, log, encoding=encoding, mirror=mirror, untrained=untrained, keep=limit, finite=finite
+                writer, log, encoding=encoding, mirror=mirror, untrained=untrained, keep=keep, finite=finite
             )
             stack.enter_context(contextlib.closing(outbox))
             self._writer, self.log, self._outbox, self._resources = writer, log, outbox, stack.pop_all()
@@ -402,7 +393,7 @@ def checkpoint_weights(weights: Model) -> Weights:
     for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:
         plain = _PREFIX.sub("", name)
         if plain.startswith("base_model.model."):
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{plain} is PEFT's name of a parameter, which no server knows: merge adapters, and publish"
                 " the plain model, `model.merge_and_unload()`"
             )
@@ -416,6 +407,6 @@ def checkpoint_weights(weights: Model) -> Weights:
 
 
 def _allowed(argument: str, value: Any, kind: Any) -> Any:
-    if value not in get_args(kind):
-        raise ConfigError(f"{argument} is {value!r}, not one of {', '.join(map(repr, get_args(kind)))}")
+    if value not in (known := get_args(kind)):
+        raise errors.ConfigError(f"{argument} is {value!r}, not one of {', '.join(map(repr, known))}")
     return value

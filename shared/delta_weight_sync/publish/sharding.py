@@ -1,9 +1,9 @@
 """Several trainer processes and one publisher: which rank diffs which elements, and how changes reach rank 0.
 
-Under FSDP2 each rank holds a block of each parameter (a `DTensor`) and finds the changes in its own blocks.
-Once per sync the changes are sent to rank 0. Only rank 0 holds the whole mirror and writes to the bucket.
-Whole tensors are sent in two cases only, one at a time: at the first sync, and for placements that are not a
-plain block. All ranks call the methods here in the same order. If one fails, all stop with its message.
+Under FSDP2 each rank holds a block of each parameter (a `DTensor`), finds the changes in it, and sends them
+to rank 0 once per sync. Only rank 0 holds the whole mirror and writes to the bucket. Whole tensors are sent
+in two cases only, one at a time: at the first sync, and for placements that are not a plain block. All ranks
+call the methods here in the same order. If one fails, all stop with its message.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import math
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeGuard, cast
 
 import numpy as np
@@ -34,8 +34,8 @@ _CHUNK = 1 << 20  # elements hashed at a time
 def own_block(tensor: torch.Tensor, *, main: bool) -> Block | None:
     """The block of a parameter that this rank diffs; None if it diffs nothing of it.
 
-    If every rank holds the whole tensor, the main rank diffs it. If a mesh dimension holds copies of a block,
-    the first rank along that dimension diffs the block.
+    The main rank diffs a tensor that every rank holds whole. If a mesh dimension holds copies of a block, the
+    first rank along that dimension diffs the block.
     """
     if not is_block(tensor):
         return Block.whole(tensor.shape) if main else None
@@ -92,24 +92,16 @@ class Shards:
         for name, tensor in weights:
             block = own_block(tensor, main=False)
             if name not in self._blocks or self._blocks[name] != block:
-                raise CodecError(
-                    f"the sharding of {name} changed after the first sync: restart the trainer to continue"
-                )
+                raise CodecError(f"the sharding of {name} changed after the first sync: restart the trainer")
             if block:  # to the mirror, this block is a whole parameter
                 whole = Block.whole(local(tensor).shape)
                 yield Part(name, local(tensor), whole, isinstance(tensor, torch.nn.Parameter))
 
 
-def own_parts(weights: Weights, known: Container[str], names: dict[str, list[Patch]]) -> Iterator[Part]:
-    """Yield the parts that the main rank compares, and add the names of all weights to `names`, in order.
-
-    Raises `CodecError` for a name that is not `known` or occurs twice.
-    """
+def own_parts(weights: Weights, mirror: Mirror, names: dict[str, list[Patch]]) -> Iterator[Part]:
+    """Yield the parts that the main rank compares, and add the names of all weights to `names`, in order."""
     for name, tensor in weights:
-        if name not in known:
-            raise CodecError(f"parameter {name} is not part of the run; start a new run for a new model")
-        if name in names:
-            raise CodecError(f"parameter {name} was published twice in one sync; give each name once")
+        mirror.require_same(name, tensor)
         names[name] = []
         if block := own_block(tensor, main=True):
             yield Part(name, local(tensor), block, isinstance(tensor, torch.nn.Parameter))
@@ -187,8 +179,8 @@ class Peers:
     def send(self, patches: Sequence[Patch]) -> None:
         """Send this rank's patches to rank 0, which calls `receive` meanwhile."""
         self.exchange([(p.name, p.shape, p.index.size) for p in patches])
-        with _lost_contact():
-            if any(p.index.size for p in patches):
+        if any(p.index.size for p in patches):
+            with _lost_contact():
                 dist.send(_wire(np.concatenate([p.index for p in patches])), 0, group=self._group)
                 dist.send(_wire(np.concatenate([p.ulps for p in patches])), 0, group=self._group)
 
@@ -209,12 +201,10 @@ class Peers:
 
     def share(self, bits: Bits | None, shape: Sequence[int]) -> Bits:
         """Give rank 0's `bits`, uint16 of `shape`, to every rank."""
-        if self._group is None:
-            assert bits is not None
-            return bits
         column = np.empty(tuple(shape), np.uint16) if bits is None else np.ascontiguousarray(bits)
-        with _lost_contact():
-            dist.broadcast(_wire(column.reshape(-1)), 0, group=self._group)
+        if self._group:
+            with _lost_contact():
+                dist.broadcast(_wire(column.reshape(-1)), 0, group=self._group)
         return column
 
 

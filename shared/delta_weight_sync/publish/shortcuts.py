@@ -1,13 +1,11 @@
 """Makes shortcuts to the newest version, in the background: jumps over several versions, and anchors.
 
-A thread applies each published patch to a copy of the checkpoint on this machine's disk. An anchor is an
-upload of that copy. A jump over 8 versions is an exact merge of their patches, which stay in memory. If they
-exceed a budget, and for a jump over 64 versions, a second copy of the checkpoint stays at the version where
-the jump begins; the jump is then the difference of the two files. So neither the trainer nor the next version
-waits for a shortcut, and memory never holds a second model.
+A thread applies each published patch to a copy of the checkpoint on this machine's disk, so memory never
+holds a second model. An anchor is an upload of that copy. A jump over 8 versions is an exact merge of their
+patches, which stay in memory. If they exceed a budget, and for a jump over 64 versions, a second copy stays
+at the version where the jump begins; the jump is then the difference of the two files.
 
-The next manifest names the shortcuts that have been uploaded. Those that no manifest names, because the
-trainer crashed before, are deleted by `prune`.
+The next manifest names the uploaded shortcuts. If the trainer crashes before, `prune` deletes them.
 """
 
 from __future__ import annotations
@@ -50,18 +48,17 @@ class _Start:
         """Begin at `version`, whose weights are in the file `newest`."""
         self.version, self._patches = version, [] if self._in_memory else None
         if not self._in_memory:
-            _copy(newest, self._path)
+            shutil.copyfile(newest, self._path)
 
     def add(self, patches: Sequence[Patch] | None, newest: Path, budget: int) -> None:
         """Add a version's patches (None if not in memory). `newest` must still be at the version before."""
-        earlier = self._patches
-        if earlier is None:
+        if (earlier := self._patches) is None:
             return
         if patches is not None:
             self._patches = codec.merge(earlier, patches)
             if nbytes(self._patches) <= budget:
                 return
-        _copy(newest, self._path)
+        shutil.copyfile(newest, self._path)
         bits, self._patches = map_bits(self._path, "r+"), None
         for patch in earlier:
             codec.apply(codec.inverse(patch), bits[patch.name])
@@ -145,14 +142,11 @@ class Shortcuts:
             return self._changed.wait_for(lambda: not (self._busy or self._published), timeout_s)
 
     def close(self) -> None:
-        """Stop, and drop unfinished shortcuts, because no later manifest of this writer would name them.
-
-        An upload that takes longer than a few seconds is abandoned and ends with this process.
-        """
+        """Stop, and drop unfinished shortcuts, because no later manifest of this writer would name them."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join(_CLOSING_S)
+        self._thread.join(_CLOSING_S)  # a longer upload ends with this process
         self._scratch.close()
 
     def _run(self) -> None:
@@ -207,26 +201,24 @@ class Shortcuts:
             require_digest(bits, manifest)
             for start in due:
                 self._jump(start, bits)
+                start.begin(self._version, self.path)
             if anchor:
                 self._writer.add_anchor(self._version, self.path)
             self._prune(manifest)
 
     def _jump(self, start: _Start, newest: dict[str, Bits]) -> None:
         patches, old = start.jump(newest)
-        changed = 0
+        base, version, sizes = start.version, self._version, list[int]()
 
         def counted() -> Iterator[Patch]:
-            nonlocal changed
             for patch in patches:
                 if self._closed:
                     raise RuntimeError("the publisher is closing: this jump is dropped")
-                changed += patch.index.size
+                sizes.append(patch.index.size)
                 yield patch
 
-        base, version = start.version, self._version
         data = codec.encode(counted(), old, base=base, version=version, encoding=self._encoding)
-        self._writer.add_jump(base, version, data, changed)
-        start.begin(self._version, self.path)
+        self._writer.add_jump(base, version, data, sum(sizes))
 
     def _prune(self, newest: Manifest) -> None:
         """Prune, and leave room for an anchor and twice the bytes added between the last two prunings."""
@@ -251,10 +243,3 @@ def nbytes(patches: Iterable[Patch]) -> int:
 
 def _budget(manifest: Manifest) -> int:
     return max(_SMALLEST, manifest.full_bytes // _SHARE)
-
-
-def _copy(source: Path, target: Path) -> None:
-    """Copy a file. `target` is never incomplete."""
-    coming = target.with_suffix(".coming")
-    shutil.copyfile(source, coming)
-    coming.replace(target)

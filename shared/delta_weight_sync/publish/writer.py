@@ -30,6 +30,7 @@ from delta_weight_sync.records import (
 )
 from delta_weight_sync.signing import writer_keys
 from delta_weight_sync.store import Bucket, ObjectInfo
+from delta_weight_sync.store._base import file_sha256
 
 _EVERY = 16  # versions between two listings of the run
 _log = logging.getLogger("delta_weight_sync")
@@ -97,8 +98,7 @@ class RunWriter:
 
     def _last_of_others(self) -> Manifest | None:
         """The newest version of an earlier writer, even if that writer died before HEAD named it."""
-        head = self.reader.head(below=self.writer)
-        if head is None:
+        if (head := self.reader.head(below=self.writer)) is None:
             return None
         last = self.reader.rebuild_head(Writer(head.writer_term, head.writer))
         return self.reader.resolve(last if last and last.rank > head.rank else head)
@@ -147,21 +147,18 @@ class RunWriter:
 
     def put_anchor(self, version: int, weights_file: Path) -> AnchorRef:
         """Store the whole checkpoint of `version`: the weights, and the small files unless they are there."""
-        weights = put_file(
-            self.bucket, weights_file, self.keys.anchor(version, self.writer, weights_file.name)
-        )
-        self._asset_refs = self._asset_refs or self._put_assets(version)
-        return AnchorRef(version=version, files=(weights, *self._asset_refs))
 
-    def _put_assets(self, version: int) -> list[FileRef]:
-        if self.assets is None:
-            known = self.newest.anchor.files if self.newest else ()
-            return [file for file in known if not file.name.endswith(".safetensors")]
-        return [
-            put_file(self.bucket, path, self.keys.anchor(version, self.writer, path.name))
-            for path in sorted(self.assets.iterdir())
-            if path.is_file() and path.suffix != ".safetensors"
-        ]
+        def put(path: Path) -> FileRef:
+            return put_file(self.bucket, path, self.keys.anchor(version, self.writer, path.name))
+
+        weights = put(weights_file)
+        if self.assets and not self._asset_refs:
+            files = [path for path in sorted(self.assets.iterdir()) if path.is_file()]
+            self._asset_refs = [put(path) for path in files if path.suffix != ".safetensors"]
+        elif self.newest and not self._asset_refs:
+            known = self.newest.anchor.files
+            self._asset_refs = [file for file in known if not file.name.endswith(".safetensors")]
+        return AnchorRef(version=version, files=(weights, *self._asset_refs))
 
     def put_delta(self, version: int, data: bytes, changed: int) -> DeltaRef:
         """Prepare the delta that leads to `version`; `commit` stores it together with manifest and HEAD."""
@@ -170,9 +167,8 @@ class RunWriter:
 
     def add_jump(self, base: int, version: int, data: bytes, changed: int) -> None:
         """Store a jump between published versions. The next manifest names it. Thread-safe."""
-        key = self.keys.jump(base, version, self.writer)
-        self.bucket.put(key, data)
-        jump = _delta(key, data, base, version, changed)
+        jump = _delta(self.keys.jump(base, version, self.writer), data, base, version, changed)
+        self.bucket.put(jump.key, data)
         with self._lock:
             self._pending = self._pending._replace(jumps=(*self._pending.jumps, jump))
 
@@ -202,10 +198,9 @@ class RunWriter:
         self._considered = jumps, pending_anchor = self._pending
         newest_anchor = anchor or pending_anchor or (previous.anchor if previous else None)
         assert newest_anchor is not None, "version 0 needs an anchor"
-        if previous and delta:
-            names = links_for(newest_anchor, (*previous.deltas, delta), (*previous.jumps, *jumps), version)
-        else:
-            names = links_for(newest_anchor, (), (), version)
+        deltas = (*previous.deltas, delta) if previous and delta else ()
+        jumps = (*previous.jumps, *jumps) if previous and delta else ()
+        names = links_for(newest_anchor, deltas, jumps, version)
         manifest = Manifest(
             run=self.keys.run,
             born=previous.born if previous else self._started,
@@ -234,16 +229,14 @@ class RunWriter:
         """Publish the decided version: store its delta, its manifest and HEAD, in this order.
 
         Call it again after each `BucketError`: the manifest may be in the bucket already, so the version must
-        stay the same. Raises `FencedError` if another trainer took the run over; then the version does not
-        count.
+        stay the same. Raises `FencedError`, and the version does not count, if another trainer took over.
         """
         manifest = self._decided
         assert manifest is not None, "no version is decided"
         objects = [self._delta] if self._delta else []
         if manifest.version == 0:
-            info = RunInfo(
-                run=self.keys.run, model=self.model, created_at=time.time(), full_bytes=manifest.full_bytes
-            )
+            full, now = manifest.full_bytes, time.time()
+            info = RunInfo(run=self.keys.run, model=self.model, created_at=now, full_bytes=full)
             objects.append((self.keys.info, info.to_bytes()))
         objects.append((self._reference(manifest).key, manifest.to_bytes()))
         self._put([*objects, self._head(manifest)])
@@ -300,7 +293,5 @@ def _delta(key: str, data: bytes, base: int, version: int, changed: int) -> Delt
 
 def put_file(bucket: Bucket, path: Path, key: str) -> FileRef:
     """Store a local file, and pin it by its content."""
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     bucket.put(key, path)
-    return FileRef(key=key, size=path.stat().st_size, sha256=sha256)
+    return FileRef(key=key, size=path.stat().st_size, sha256=file_sha256(path))

@@ -7,7 +7,6 @@ per rank and a small record. The record is written last, when the version and al
     runs/<run>/state/00000040.00000041.t1-3fa9c2d1/rank-0.safetensors   what rank 0 saves for that version
 
 Two states stay in the bucket: the newest, and the one before it in case an object of the newest is damaged.
-
 The version already holds the upper half of a published float32 parameter and the whole of a bfloat16 one. So
 a state holds only the lower 16 bits of the former (see `optimizer`) and nothing of the latter, and all else
 in full. The trainer's thread copies a state to host memory; a background thread writes the copy.
@@ -64,60 +63,40 @@ class StateSaver:
     """Uploads one snapshot at a time, in the background. Every rank has one, and all save together."""
 
     def __init__(
-        self,
-        reader: RunReader,
-        peers: Peers,
-        outbox: Outbox | None,
-        writer: RunWriter | None,
-        every_s: float,
+        self, reader: RunReader, peers: Peers, outbox: Outbox | None, writer: RunWriter | None, every_s: float
     ) -> None:
         """Only the main rank has an `outbox` and a `writer`."""
         self._reader, self._peers, self._outbox, self._writer = reader, peers, outbox, writer
         self._every_s, self._next = every_s, 0.0  # when the next snapshot is due
-        self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
+        self.thread: threading.Thread | None = None  # of the last upload
+        self.failure: Exception | None = None  # why it failed
 
-    @property
-    def used(self) -> bool:
-        """Whether `save` was ever called."""
-        return self._thread is not None
-
-    @property
-    def busy(self) -> bool:
-        """Whether a snapshot is being uploaded."""
-        return self._thread is not None and self._thread.is_alive()
-
-    @property
-    def due(self) -> bool:
-        """Whether the next snapshot may be saved: uploads take at most a tenth of the time."""
-        return time.monotonic() >= self._next
+    def ready(self, *, final: bool) -> bool:
+        """Whether a snapshot may be saved now. Unless `final`, uploads take at most a tenth of the time."""
+        return not (self.thread and self.thread.is_alive()) and (final or time.monotonic() >= self._next)
 
     def save(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
         """Upload the snapshot in the background, once its version is in the bucket."""
-        self._failure, arguments = None, (snapshot, sync, extra)
-        self._thread = threading.Thread(target=self._run, args=arguments, name="state", daemon=True)
-        self._thread.start()
+        self.failure, arguments = None, (snapshot, sync, extra)
+        self.thread = threading.Thread(target=self._run, args=arguments, name="state", daemon=True)
+        self.thread.start()
 
     def wait(self, timeout_s: float) -> None:
         """Wait until no snapshot is being uploaded. Raises `TimeoutError`."""
-        if self._thread:
-            self._thread.join(timeout_s)
-        if self.busy:
-            raise TimeoutError(f"the state is not in the bucket after {timeout_s:.0f} s: check the network")
-
-    def require(self, timeout_s: float) -> None:
-        """Wait until the last snapshot is uploaded. Raises `TimeoutError`, or the error that prevented it."""
-        self.wait(timeout_s)
-        if self._failure:
-            raise self._failure
+        if self.thread:
+            self.thread.join(timeout_s)
+            if self.thread.is_alive():
+                raise TimeoutError(
+                    f"the state is not in the bucket after {timeout_s:.0f} s: check the network"
+                )
 
     def _run(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
         started = time.monotonic()
         try:
             with self._peers.fail_together():
                 self._save(snapshot, sync, extra)
-        except Exception as error:  # noqa: BLE001 - training continues; `require` raises it
-            self._failure = error
+        except Exception as error:  # noqa: BLE001 - training continues
+            self.failure = error
             _log.warning("the trainer's state was not saved: %s; the previous state is still valid", error)
         if self._every_s:
             took = time.monotonic() - started
@@ -203,9 +182,8 @@ class Snapshot:
 def _kind(name: str, tensor: torch.Tensor, published: Container[str]) -> str:
     """How to save a weight. All ranks decide the same."""
     plain = not isinstance(tensor, DTensor) or is_block(tensor)
-    if name in published and plain:
-        return {torch.float32: _LOW, torch.bfloat16: _PUBLISHED}.get(tensor.dtype, _WHOLE)
-    return _WHOLE
+    kinds = {dtype: kind for kind, dtype in _DTYPES.items()} if name in published and plain else {}
+    return kinds.get(tensor.dtype, _WHOLE)
 
 
 class FoundState:
@@ -220,7 +198,7 @@ class FoundState:
     ) -> None:
         self.record, self._peers, self._bits = record, peers, bits
         self._note, self._main = _note(path), _note(main)
-        self._files = list(dict.fromkeys((main, path)))
+        self._files = {main: None, path: None}  # in this order, without a repetition
 
     @property
     def published_whole(self) -> bool:
@@ -241,11 +219,8 @@ class FoundState:
                 for name, tensor in live.items():
                     self._restore_weight(name, tensor, tensors)
             own, main = self._note["optimizer"], self._main["optimizer"]
-            merged = {
-                "values": main["values"] | own["values"],
-                "on_host": {*main["on_host"], *own["on_host"]},
-            }
-            parts.put_optimizer(optimizer, tensors, own | merged)
+            values, on_host = main["values"] | own["values"], {*main["on_host"], *own["on_host"]}
+            parts.put_optimizer(optimizer, tensors, own | {"values": values, "on_host": on_host})
             for name, other in others.items():
                 other.load_state_dict(self._note["others"][name])
             parts.put_random_state(tensors, self._note["random"])
@@ -276,10 +251,10 @@ class FoundState:
             published = self._peers.share(self._bits(name) if self._bits else None, tensor.shape)
             bits = np.array(published[held_block(tensor).at], order="C")
             new = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
-            if kind == _LOW:
+            if kind == _LOW and tensors[f"low/{name}"].numel() == own.numel():
                 new = _master(name, bits, tensors)
         if new.dtype != own.dtype or new.numel() != own.numel():
-            raise _other_layout(name)
+            raise StateError(f"{name} was saved with another sharding: start as many processes as then")
         own.copy_(new.reshape(own.shape))
 
 
@@ -287,25 +262,19 @@ def _note(path: Path) -> dict[str, Any]:
     try:
         with safe_open(path, framework="pt") as file:
             note: dict[str, Any] = json.loads((file.metadata() or {})["note"])
+        if not isinstance(note, dict) or note.keys() != _NOTE:
+            raise ValueError(f"it lacks {', '.join(sorted(_NOTE))}")
     except (SafetensorError, LookupError, ValueError, RecursionError) as error:
         raise ProtocolError(f"{path.name} is not a trainer's state: {error}") from error
-    if not isinstance(note, dict) or note.keys() != _NOTE:
-        raise ProtocolError(f"{path.name} is not a trainer's state: it lacks {', '.join(sorted(_NOTE))}")
     return note
 
 
 def _master(name: str, bits: Bits, tensors: Tensors) -> torch.Tensor:
     low = tensors[f"low/{name}"].numpy().view(np.uint16)
-    if low.size != bits.size:
-        raise _other_layout(name)
     index = tensors.get(f"index/{name}", torch.empty(0, dtype=torch.int64))
     words = tensors.get(f"words/{name}", torch.empty(0, dtype=torch.int32))
     rest = parts.Rest(low, index.numpy(), words.numpy().view(np.uint32))
-    return torch.from_numpy(parts.masters(bits.reshape(-1), rest)).reshape(bits.shape)
-
-
-def _other_layout(name: str) -> StateError:
-    return StateError(f"{name} was saved with another sharding: start as many processes as then")
+    return torch.from_numpy(parts.masters(bits.reshape(-1), rest))
 
 
 def find_state(reader: RunReader, outbox: Outbox | None, peers: Peers, folder: Path) -> FoundState | None:
@@ -318,9 +287,9 @@ def find_state(reader: RunReader, outbox: Outbox | None, peers: Peers, folder: P
     with peers.fail_together():
         listed = list(usable_states(reader)) if outbox else []
     for record, later in peers.exchange(listed)[0]:
-        if len(record.ranks) != peers.size:
+        if (saved := len(record.ranks)) != peers.size:
             raise StateError(
-                f"the state was saved by {len(record.ranks)} processes, and now there are {peers.size}:"
+                f"the state was saved by {saved} processes, and now there are {peers.size}:"
                 " start the old number of processes"
             )
         with peers.fail_together():

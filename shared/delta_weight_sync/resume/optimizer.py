@@ -165,24 +165,19 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def _require_same(optimizer: torch.optim.Optimizer, note: Any) -> None:
     now, then = _settings(optimizer), note["groups"]
-    if note["kind"] != _kind(optimizer):
-        raise _changed("class", note["kind"], _kind(optimizer))
     if [group["params"] for group in now] != [group["params"] for group in then]:
         raise StateError(
-            "the optimizer has different parameters than the saved state: train the same parameters, or"
-            " start again"
+            "the optimizer has other parameters than the saved state: train the same ones, or start again"
         )
-    for old, new in zip(then, now, strict=True):
+    kinds = {"class": note["kind"]}, {"class": _kind(optimizer)}
+    for old, new in (kinds, *zip(then, now, strict=True)):
         for key in sorted((old.keys() | new.keys()) - set(_MOVES)):
-            if old.get(key) != new.get(key):
-                raise _changed(key, old.get(key), new.get(key))
-
-
-def _changed(what: str, then: object, now: object) -> StateError:
-    return StateError(
-        f"the optimizer's {what} was {then} when the state was saved and is {now}: set it to {then}, or start"
-        " again"
-    )
+            was, is_now = old.get(key), new.get(key)
+            if was != is_now:
+                raise StateError(
+                    f"the optimizer's {key} was {was} when the state was saved and is {is_now}: set it to"
+                    f" {was}, or start again"
+                )
 
 
 def _onto(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -55,8 +55,7 @@ class Bucket(ABC):
             self._put(key, data)
 
     def put_all(self, objects: Sequence[tuple[str, bytes | Path]]) -> None:
-        """Store small objects, given as key and data; the last one only after all others. On the Hub by
-        one upload. If this fails, some of them may be there, each whole."""
+        """Store small objects, the last one after all others. A failure may leave some, each whole."""
         for key, data in objects:
             self.put(key, data)
 
@@ -84,8 +83,10 @@ class Bucket(ABC):
             return None
 
     def list(self, prefix: str) -> Listing:
-        """All objects below the folder `prefix` ("runs/demo/", or "" for all), sorted by key. `written` is
-        set if the store knows it. Objects whose name is not a valid key are left out."""
+        """All objects below the folder `prefix` ("runs/demo/", or "" for all), sorted by key.
+
+        `written` is set if the store knows it. Objects whose name is not a valid key are left out.
+        """
         check_prefix(prefix)
         try:
             with self._explained(prefix):

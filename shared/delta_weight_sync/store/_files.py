@@ -1,9 +1,8 @@
 """A bucket that is a folder on this machine, which several machines may mount.
 
 No link below the folder is ever followed: each part of a path is opened separately. Otherwise another user
-who may write to the folder could plant a link to any file of this program's user, as `/proc/self/environ`, or
-a pipe that blocks its reader. fsspec is not used: if a file disappears during a listing, it leaves out the
-file's whole folder.
+who may write to the folder could plant a link to any file of this program's user, such as
+`/proc/self/environ`, or a pipe that blocks its reader. fsspec and `os.fwalk` give no such protection.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -58,7 +58,9 @@ class FileBucket(_base.Bucket):
 
     def _read(self, key: str, limit: int) -> Iterator[bytes]:
         with self._explained(key), self._opened(key, limit) as (file, size):
-            yield from _blocks(file, size)
+            while block := file.read(min(size, _BLOCK)):  # no more than `size`, even if the file grows
+                yield block
+                size -= len(block)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects, and links in place of objects; folders stay."""
@@ -131,7 +133,7 @@ class FileBucket(_base.Bucket):
             return errors.ObjectMissingError(f"{place} does not exist")
         if isinstance(error, OSError) and error.errno in _NO_FILE:
             return errors.ObjectMissingError(
-                f"{place} is not a file, or behind a link: links are not followed, put the file there"
+                f"{place} is not a file, or is behind a link; links are not followed: put the file there"
             )
         if isinstance(error, PermissionError):
             return errors.AccessDeniedError(
@@ -167,19 +169,12 @@ def _info(key: str, found: os.stat_result) -> _base.ObjectInfo:
     return _base.ObjectInfo(key, found.st_size, etag, found.st_mtime)
 
 
-def _blocks(source: BinaryIO, size: int) -> Iterator[bytes]:
-    """At most `size` bytes, even if the file grows meanwhile."""
-    while block := source.read(min(size, _BLOCK)):
-        yield block
-        size -= len(block)
-
-
 def _write(file: BinaryIO, data: bytes | Path) -> None:
     if isinstance(data, bytes):
         file.write(data)
     else:
         with data.open("rb") as source:
-            file.writelines(_blocks(source, data.stat().st_size))
+            shutil.copyfileobj(source, file, _BLOCK)
     file.flush()
     # The kernel's own times are milliseconds apart: too coarse for an etag, because inodes are reused.
     os.utime(file.fileno(), ns=(now := time.time_ns(), now))

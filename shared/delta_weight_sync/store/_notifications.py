@@ -3,10 +3,9 @@
 A store that reports its changes (the Hub) has a subclass of `Notifications`; other stores are polled. A poke,
 a request from outside, means "look now" and carries nothing else. Many pokes cause one look per interval.
 
-All replicas of a user share one quota of requests and do not know of each other. The Hub counts requests in
-windows of five minutes. Each answer says how many requests are left, and for how long. That number includes
-the requests of other replicas, so all slow down by the same factor until the quota lasts for the rest of the
-window.
+All replicas of a user share one quota of requests. The Hub counts requests in windows of five minutes, and
+each answer says how many are left, and for how long. That number includes the requests of other replicas, so
+all slow down by the same factor until the quota lasts for the rest of the window.
 """
 
 from __future__ import annotations
@@ -41,13 +40,11 @@ class Quota:
         with self._lock:
             now, last = self._clock(), self._last
             self._refusals = 0
-            same_window = last is not None and requests <= last[1]
-            if last and same_window and now - last[0] < MEASURED_S:
-                return
-            self._last = now, requests
-            if last and same_window:
-                used = (last[1] - requests) / (now - last[0])
-                allowed = USED * requests / max(seconds, 1.0)
+            if last is None or requests > last[1]:  # a new window
+                self._last = now, requests
+            elif (passed := now - last[0]) >= MEASURED_S:
+                self._last = now, requests
+                used, allowed = (last[1] - requests) / passed, USED * requests / max(seconds, 1.0)
                 change = used / allowed if allowed else SLOWEST
                 self._slower = min(max(self._slower * min(max(change, 0.5), 4.0), 1.0), SLOWEST)
 

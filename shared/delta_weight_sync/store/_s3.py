@@ -1,9 +1,9 @@
 """A bucket of any S3-compatible store, through obstore.
 
 Keys, region and endpoint come from the usual variables: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
-AWS_DEFAULT_REGION, AWS_ENDPOINT_URL. Without keys there, boto3 reads your profile in `~/.aws`, if you have
-both; without a profile, the machine's role is used. The answer to a put proves that the object is there.
-Decision 0008 says why obstore is used, and why conditional puts are not.
+AWS_DEFAULT_REGION, AWS_ENDPOINT_URL. If they hold no keys, boto3 reads your profile in `~/.aws`; without a
+profile, the machine's role is used. The answer to a put proves that the object is there. Decision 0008 says
+why obstore is used, and why conditional puts are not.
 """
 
 from __future__ import annotations
@@ -95,13 +95,12 @@ class S3Bucket(_base.Bucket):
 
     def delete(self, keys: Sequence[str]) -> None:
         paths = [self._path(key) for key in keys]
-        with self._explained(keys[0] if keys else "", write=True):
-            if paths:
+        if paths:
+            with self._explained(keys[0], write=True):
                 self._store.delete(paths)
 
     def _put(self, key: str, data: bytes | Path) -> None:
-        size = len(data) if isinstance(data, bytes) else data.stat().st_size
-        part = max(_base.SMALL, size >> 12)  # S3 takes up to 10,000 parts
+        part = max(_base.SMALL, _base.size_of(data) >> 12)  # S3 takes up to 10,000 parts
         self._store.put(self._path(key), data, chunk_size=part, max_concurrency=_PARTS)
 
     def _stat(self, key: str) -> _base.ObjectInfo:
@@ -124,9 +123,7 @@ class S3Bucket(_base.Bucket):
         code, right = _code(error), "write" if write else "read"
         missing = isinstance(error, FileNotFoundError)
         if code == "NoSuchBucket" or (missing and not self._is_there()):
-            return errors.BucketMissingError(
-                f"{self.url} does not exist: create the bucket or correct its name"
-            )
+            return errors.BucketMissingError(f"{self.url} does not exist: create it or correct its name")
         if missing:
             return errors.ObjectMissingError(f"{place} does not exist")
         if isinstance(error, PermissionDeniedError | UnauthenticatedError) or _MACHINE in str(error):
@@ -135,9 +132,7 @@ class S3Bucket(_base.Bucket):
                 f" AWS_SECRET_ACCESS_KEY to keys with {right} access"
             )
         if isinstance(error, InvalidPathError):
-            return errors.BucketError(
-                f"{place} holds an object with an invalid name ({error}): delete that object"
-            )
+            return errors.BucketError(f"{place} holds an object whose name is invalid ({error}): delete it")
         return errors.BucketUnreachableError(
             f"{place} cannot be reached ({code}): check the network and AWS_ENDPOINT_URL, and try again later"
         )

@@ -6,9 +6,8 @@ for half a minute before it becomes a `BucketUnreachableError`. If a server acce
 answers, a call takes 1.5 minutes; if the storage stalls during a transfer, up to twelve.
 
 A version takes one upload and one request that registers its objects in order; a small object is read by its
-URL (docs/wire-format.md). The storage's token is kept until it expires. No request asks whether the storage
-already has parts of a small object: it is always new. A large object comes through Xet, many parts at a time.
-The feed of a bucket's changes is the one that `huggingface_hub._bucket_live_follow` reads.
+URL (docs/wire-format.md), a large one through Xet, many parts at a time. The feed of a bucket's changes is
+the one that `huggingface_hub._bucket_live_follow` reads.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -97,11 +96,8 @@ def _uploads(_process: int, *, known: bool) -> XetSession:
 
 def _client() -> Any:
     client = default_client_factory()
-    hooks = client.event_hooks
-    client.event_hooks = {
-        "request": [*hooks["request"], _limit_time],
-        "response": [*hooks["response"], _note_answer],
-    }
+    before, after = client.event_hooks["request"], client.event_hooks["response"]
+    client.event_hooks = {"request": [*before, _limit_time], "response": [*after, _note_answer]}
     return client
 
 
@@ -222,20 +218,16 @@ class HubBucket(_base.Bucket):
                         raise OSError(f"the storage answered {answer.status_code}")
                     hf_raise_for_status(answer)
                     self._check_limit(key, int(answer.headers.get("content-length", 0)), limit)
+                    sha256 = hashlib.sha256()
                     with contextlib.suppress(HTTPError):  # the connection broke
-                        return self._copy(key, answer.iter_bytes(), to, limit)
+                        for part in answer.iter_bytes():
+                            self._check_limit(key, to.tell() + len(part), limit)
+                            sha256.update(part)
+                            to.write(part)
+                        return sha256.hexdigest()
                 to.seek(0)
                 to.truncate()
             raise OSError("the connection broke several times")
-
-    def _copy(self, key: str, parts: Iterable[bytes], to: BinaryIO, limit: int) -> str:
-        sha256, size = hashlib.sha256(), 0
-        for part in parts:
-            size += len(part)
-            self._check_limit(key, size, limit)
-            sha256.update(part)
-            to.write(part)
-        return sha256.hexdigest()
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects."""
@@ -246,7 +238,8 @@ class HubBucket(_base.Bucket):
     def notifications(self, prefix: str) -> Notifications:
         """From the Hub's feed."""
         _base.check_prefix(prefix)
-        return HubNotifications(self._api.endpoint, self._id, self._folder, prefix, _quotas[self._id])
+        url = f"{self._api.endpoint}/api/buckets/{self._id}/events"
+        return HubNotifications(url, self._folder, prefix, _quotas[self._id])
 
     def _put(self, key: str, data: bytes | Path) -> None:
         self._upload([(key, data)])
@@ -270,27 +263,22 @@ class HubBucket(_base.Bucket):
     def _explain(self, error: Exception, place: str, write: bool) -> errors.BucketError:
         if isinstance(error, EntryNotFoundError):
             return errors.ObjectMissingError(f"{place} does not exist")
+        if isinstance(error, HfHubHTTPError):
+            return self._refusal(error, place, write)
         # Only the Hub can tell a refusal from an outage, and its own outage from one of its storage: ask it.
-        cause = error if isinstance(error, HfHubHTTPError) else self._probe()
-        if isinstance(cause, HfHubHTTPError):
+        try:
+            self._api.bucket_info(self._id)
+        except HfHubHTTPError as cause:
             return self._refusal(cause, place, write)
-        if cause:
+        except FAILURES as cause:
             return errors.BucketUnreachableError(
                 f"{self._api.endpoint} gave no answer for {place} ({type(cause).__name__}): check the network"
                 " and HF_ENDPOINT, and try again later"
             )
         return errors.BucketUnreachableError(
             f"{place} could not be transferred although the Hub answers ({_reason(error)}): check this"
-            " machine's free disk space and its way to the Hub's storage, and try again later"
+            " machine's free disk space and its connection to the Hub's storage, and try again later"
         )
-
-    def _probe(self) -> Exception | None:
-        """Why the Hub would refuse this client, or None if it would not."""
-        try:
-            self._api.bucket_info(self._id)
-        except FAILURES as error:
-            return error
-        return None
 
     def _refusal(self, error: HfHubHTTPError, place: str, write: bool) -> errors.BucketError:
         status, right = error.response.status_code, "write" if write else "read"
@@ -324,11 +312,10 @@ def _reason(error: Exception) -> str:
 class HubNotifications(Notifications):
     """Notifications from the Hub's feed, if it has one."""
 
-    def __init__(self, endpoint: str, bucket_id: str, folder: str, prefix: str, quota: Quota) -> None:
-        """Changes outside the bucket's `folder`, and of keys without `prefix`, are ignored."""
+    def __init__(self, url: str, folder: str, prefix: str, quota: Quota) -> None:
+        """`url` is the feed's. It reports changes of keys with `prefix`, in the bucket's `folder`."""
         super().__init__(quota)
-        self._url, self._folder, self._prefix = f"{endpoint}/api/buckets/{bucket_id}/events", folder, prefix
-        self._cursor = ""
+        self._url, self._folder, self._prefix, self._cursor = url, folder, prefix, ""
         self._connection: socket.socket | None = None
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
@@ -389,16 +376,14 @@ class HubNotifications(Notifications):
             if not resumed:
                 self.wake()  # there may have been changes before this connection
         elif name == "changes":
-            changes = [change for change in payload.get("changes") or () if isinstance(change, dict)]
-            if any(self._is_news(change.get("path", ""), change.get("xetHash", "")) for change in changes):
-                self.wake()
+            for change in filter(lambda change: isinstance(change, dict), payload.get("changes") or ()):
+                path, etag = change.get("path", ""), change.get("xetHash")
+                seen = self.known.get(path.removeprefix(self._folder))  # set if a poke came first
+                if path.startswith(self._folder + self._prefix) and (not etag or etag != seen):
+                    self.wake()
         elif name == "reset":
             self._cursor = ""
         return name not in ("reset", "reconnect")
-
-    def _is_news(self, path: str, etag: str) -> bool:
-        key = path.removeprefix(self._folder)  # `known` has its etag already if a poke came first
-        return path.startswith(self._folder + self._prefix) and (not etag or self.known.get(key) != etag)
 
 
 def _pause_s(failures: int) -> float:

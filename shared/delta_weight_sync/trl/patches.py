@@ -92,13 +92,11 @@ def _varlen_attention(
     it (-1: all).
     """
     if softcap or not causal:
-        raise ValueError(
-            "PyTorch has no kernel for attention that is not causal or has a soft cap: train another model"
-        )
+        raise ValueError("PyTorch's kernels have neither soft caps nor full attention: train another model")
     if _kernel_takes(q):
         _require_same_mask(q.device)
         return _kernel(q, k, v, starts_q, starts_k, max_q, max_k, scale=softmax_scale, before=window_size[0])
-    return _one_by_one(q, k, v, starts_q, starts_k, softmax_scale, window_size[0])
+    return _one_by_one(q, k, v, starts_q, starts_k, scale=softmax_scale, before=window_size[0])
 
 
 def _kernel_takes(q: torch.Tensor) -> bool:
@@ -109,15 +107,11 @@ def _kernel_takes(q: torch.Tensor) -> bool:
 def _require_same_mask(device: torch.device) -> None:
     """Raise `RuntimeError` unless the kernel lets each query see the keys described above. Runs once."""
     random = torch.Generator().manual_seed(0)
-    q, k = (
-        torch.randn(n, heads, 16, generator=random).to(device).bfloat16() for n, heads in ((3, 4), (7, 2))
-    )
-    starts_q, starts_k = (
-        torch.tensor(starts, dtype=torch.int32).to(device) for starts in ([0, 1, 3], [0, 3, 7])
-    )
+    q, k = (torch.randn(shape, generator=random).to(device).bfloat16() for shape in ((3, 4, 16), (7, 2, 16)))
+    starts = torch.tensor([[0, 1, 3], [0, 3, 7]], dtype=torch.int32).to(device)
     for before in (-1, 1):
-        theirs = _kernel(q, k, k, starts_q, starts_k, 2, 4, scale=None, before=before)
-        ours = _one_by_one(q, k, k, starts_q, starts_k, None, before)
+        theirs = _kernel(q, k, k, *starts, 2, 4, scale=None, before=before)
+        ours = _one_by_one(q, k, k, *starts, scale=None, before=before)
         if not torch.allclose(theirs, ours, rtol=0.0, atol=_ROUNDING):
             raise RuntimeError(
                 f"torch {torch.__version__} masks packed attention differently: pip install torch==2.13.0"
@@ -131,15 +125,8 @@ def _kernel(*packed: Any, scale: float | None, before: int) -> torch.Tensor:
     return out
 
 
-def _one_by_one(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    starts_q: torch.Tensor,
-    starts_k: torch.Tensor,
-    scale: float | None,
-    before: int,
-) -> torch.Tensor:
+def _one_by_one(*packed: Any, scale: float | None, before: int) -> torch.Tensor:
+    q, k, v, starts_q, starts_k = packed
     # `split`, because with slices the gradient of each would be as large as the whole tensor.
     keys = _lengths(starts_k)
     parts = zip(q.split(_lengths(starts_q)), k.split(keys), v.split(keys), strict=True)
@@ -151,25 +138,22 @@ _LENGTHS = WeakTensorKeyDictionary()  # starts -> lengths; all layers of a forwa
 
 def _lengths(starts: torch.Tensor) -> list[int]:
     """Lengths of the sequences. Reads them from the device once per forward pass, not once per layer."""
-    lengths: list[int] | None = _LENGTHS.get(starts)
-    if lengths is None:
-        lengths = _LENGTHS[starts] = starts.diff().tolist()
+    if starts not in _LENGTHS:
+        _LENGTHS[starts] = starts.diff().tolist()
+    lengths: list[int] = _LENGTHS[starts]
     return lengths
 
 
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, before: int
 ) -> torch.Tensor:
-    mask = None if len(q) == len(k) and before < 0 else _seen(len(q), len(k), before, q.device)
+    mask, ahead = None, len(k) - len(q)
+    if ahead or before >= 0:  # bool [queries, keys]: which keys each query sees
+        mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(ahead)
+        mask = mask if before < 0 else mask.triu(ahead - before)
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))  # heads first
     gqa = q.shape[1] != k.shape[1]
     out = scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
     )
     return out[0].transpose(0, 1)
-
-
-def _seen(queries: int, keys: int, before: int, device: torch.device) -> torch.Tensor:
-    """Which keys each query of one sequence sees: bool [queries, keys]."""
-    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-    return mask if before < 0 else mask.triu(keys - queries - before)
