@@ -37,7 +37,7 @@ Place = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Feature:
-    """What some places make possible. Optional if `without` says what happens without them."""
+    """What some places make possible. It is optional if `without` says what happens without it."""
 
     name: str
     what: str
@@ -81,7 +81,7 @@ class Release:
             warnings.append(f"{self.package} {self.version} was not tested with this library; {self.cure()}")
         for feature in self.features.values():
             for file, what, why in feature.missing[:1]:
-                text = f"{self.package} {self.version} has no {what} in {file}, which {feature.what} needs"
+                text = f"{self.package} {self.version} has no {what} in {file}, needed for {feature.what}"
                 text += f" ({why}); {self.cure(feature.since)}"
                 if not feature.without or feature.name in needed:
                     fatal.append(text)

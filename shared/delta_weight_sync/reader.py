@@ -113,7 +113,7 @@ class RunReader:
     def manifest(self, version: int | None = None) -> Manifest:
         """The manifest of `version`, by default the newest.
 
-        It is found by following `parent` from the newest manifest; each step is checked by sha256.
+        The method follows `parent` from the newest manifest, and checks the sha256 at each step.
 
         Raises:
             NoVersionError: The run has not published this version.
@@ -269,7 +269,7 @@ class RunReader:
                 self.read_manifest(head.manifest)
 
     def writers(self) -> list[Writer]:
-        """All writers that have a HEAD, sorted. The last one owns the run."""
+        """All writers that have a HEAD, sorted. The last writer owns the run."""
         found = (head_writer(info.key) for info in self.bucket.list(self.keys.heads))
         return sorted(writer for writer in found if writer)
 

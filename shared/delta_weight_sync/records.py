@@ -308,17 +308,14 @@ class Manifest(Sealed):
         return self
 
     def recipe(self, held: int | None = None) -> Recipe:
-        """The smallest set of files that builds this version.
-
-        Args:
-            held: A version that you already have. It must belong to this run; the digest shows if it does.
-        """
+        """The smallest set of files that builds this version from `held`, a version of this run that you
+        already have, or from an anchor. The digest shows if `held` was of this run."""
         recipe = self.recipe_without((), held)
         assert recipe, "a manifest without one is refused"
         return recipe
 
     def recipe_without(self, unreadable: Container[str], held: int | None = None) -> Recipe | None:
-        """Like `recipe`, but without the files that have these keys. None if no other recipe exists."""
+        """Like `recipe`, but without the files that have these keys. None if there is no such recipe."""
         deltas = [delta for delta in (*self.deltas, *self.jumps) if delta.key not in unreadable]
         whole = not any(file.key in unreadable for file in self.anchor.files)
         return cheapest_recipe(self.anchor if whole else None, deltas, self.version, held)

@@ -96,16 +96,16 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
     if name in ("runs", "log", "show", "blame", "verify"):
         add("--json", action="store_true", help="print JSON")
     if name in ("show", "checkout", "blame"):
-        add("--version", type=int, metavar="N", help="default: the newest")
+        add("--version", type=int, metavar="N", help="number of the version (default: the newest)")
     if name == "log":
-        add("-n", "--last", type=int, metavar="N", help="list the newest N versions only")
+        add("-n", "--last", type=int, metavar="N", help="list only the newest N versions")
     elif name == "checkout":
         add("--out", type=Path, metavar="DIR", required=True, help="folder to write; it must be empty or new")
-        add("--force", action="store_true", help="write over the files in DIR")
+        add("--force", action="store_true", help="write to DIR even if it holds files")
     elif name == "bisect":
         add("--eval", metavar="COMMAND", required=True, help="command that judges a version")
         add("--good", type=int, metavar="N", help="a version that is good (default: the oldest)")
-        add("--bad", type=int, metavar="N", help="a later one that is bad (default: the newest)")
+        add("--bad", type=int, metavar="N", help="a later version that is bad (default: the newest)")
     elif name == "follow":
         add("--into", type=Path, metavar="DIR", required=True, help="folder to write")
         add("--on-version", metavar="COMMAND", default="", help="command to run for each new version")
@@ -374,7 +374,7 @@ def _bisect(arguments: Arguments) -> None:
             f"the first bad version is in the range {good + 1} to {bad}: your command could not judge the"
             f" versions before {bad} (exit code 125)"
         )
-    print(f"version {bad} is the first bad one; {len(judge.verdicts)} were judged")
+    print(f"version {bad} is the first bad one; {len(judge.verdicts)} versions were judged")
     place = printable(f"{reader.bucket.url}#{reader.keys.run}")
     print(f"to see what changed there: delta-weight-sync blame {place} --version {bad}")
 
