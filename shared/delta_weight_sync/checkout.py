@@ -129,9 +129,7 @@ def follow(
         DeltaWeightSyncError: The run cannot be opened. With `version` or `once`, any other error too.
     """
     if isinstance(run, RunReader) and public_key is not None:
-        raise errors.ConfigError(
-            "public_key applies only to a URL: pass it to open_run, or pass the run's URL"
-        )
+        raise errors.ConfigError("public_key applies only to a URL: pass the key to open_run instead")
     stopped = threading.Event()
 
     def versions() -> Generator[FollowedVersion, None, None]:

@@ -338,8 +338,7 @@ def _blame(arguments: Arguments) -> None:
     tensors.sort(key=lambda tensor: tensor[:4], reverse=True)
     classes = [f"ULPs {name}" for name in ULP_CLASSES]
     rows = [
-        {"changed": count, "share": share}
-        | dict(zip(classes, map(int, moved), strict=True))
+        {"changed": count, "share": share, **dict(zip(classes, map(int, moved), strict=True))}
         | {"tensor": f"{name} {list(shape)}"}
         for share, count, name, shape, moved in (tensors if arguments.json else tensors[:_BLAMED])
     ]
@@ -362,7 +361,9 @@ def _bisect(arguments: Arguments) -> None:
         if arguments.bad is None and judge(bad) is not False:
             raise CommandError(f"the newest version, {bad}, was not judged bad: there is nothing to find")
         if arguments.good is None and not judge(good):
-            raise CommandError(f"the oldest version, {good}, was not judged good: there is nothing to find")
+            raise CommandError(
+                f"the oldest version, {good}, was not judged good: name a good version with --good"
+            )
         while left := [version for version in range(good + 1, bad) if version not in judge.verdicts]:
             version = left[len(left) // 2]
             if judge(version):
