@@ -81,8 +81,10 @@ class Release:
             warnings.append(f"{self.package} {self.version} was not tested with this library; {self.cure()}")
         for feature in self.features.values():
             for file, what, why in feature.missing[:1]:
-                text = f"{self.package} {self.version} has no {what} in {file}, needed for {feature.what}"
-                text += f" ({why}); {self.cure(feature.since)}"
+                text = (
+                    f"{self.package} {self.version} has no {what} in {file}, needed for {feature.what}"
+                    f" ({why}); {self.cure(feature.since)}"
+                )
                 if not feature.without or feature.name in needed:
                     fatal.append(text)
                 elif not (self.known and _number(self.version) < _number(feature.since)):
