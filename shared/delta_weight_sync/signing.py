@@ -180,6 +180,8 @@ def _parsed(text: str, kind: str, variable: str) -> bytes:
     """The 32 bytes of a key. The error does not quote the text, which may be a secret."""
     found = re.fullmatch(f"{kind}([0-9a-f]{{64}})", text.strip())
     if not found:
-        form = f"write {kind} and 64 hex digits, as `delta-weight-sync keygen FILE` does"
-        raise KeyFormatError(f"{variable} is not a key: {form}")
+        raise KeyFormatError(
+            f"{variable} is not a key: write {kind} and 64 hex digits, as `delta-weight-sync keygen FILE`"
+            " writes"
+        )
     return bytes.fromhex(found[1])
