@@ -6,8 +6,7 @@
     DIR/.building/               the version that is being built
 
 A reader never sees a half-written version. Each version is a copy of the one before, with the changes written
-into it. So an update downloads only the deltas, and copies the checkpoint once on the disk. Changing the old
-file in place would save little: if one weight in a hundred changes, almost every page of the file changes.
+into it. So an update downloads only the deltas, and copies the checkpoint once on the disk.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ import itertools
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 from safetensors import SafetensorError
 
@@ -43,8 +42,7 @@ class FollowedVersion:
 
     Attributes:
         manifest: Its manifest.
-        path: Its own folder, an ordinary Hugging Face checkpoint. The next update keeps it, and the update
-        after that removes it.
+        path: Its own folder, an ordinary Hugging Face checkpoint. The update after the next one removes it.
     """
 
     manifest: Manifest
@@ -61,22 +59,17 @@ class FollowedVersion:
         return self.manifest.digest
 
 
-class FollowedVersions:
+class FollowedVersions(
+    AbstractContextManager["FollowedVersions"], Iterator[FollowedVersion], AsyncIterator[FollowedVersion]
+):
     """Iterates over the versions of a run, with `for` or with `async for`; see `follow`."""
 
     def __init__(self, versions: Generator[FollowedVersion, None, None], stopped: threading.Event) -> None:
-        self._versions, self._stopped = versions, stopped
-        self._next_lock = threading.Lock()
-
-    def __iter__(self) -> Self:
-        return self
+        self._versions, self._stopped, self._next_lock = versions, stopped, threading.Lock()
 
     def __next__(self) -> FollowedVersion:
         with self._next_lock:
             return next(self._versions)
-
-    def __aiter__(self) -> Self:
-        return self
 
     async def __anext__(self) -> FollowedVersion:
         try:
@@ -93,9 +86,6 @@ class FollowedVersions:
         self._stopped.set()
         with self._next_lock:
             self._versions.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -115,10 +105,9 @@ def follow(
         for version in follow("hf://buckets/me/wordle#first", into="policy"):
             engine.reload(version.path)
 
-    `into/current` is a link to an ordinary checkpoint. It is replaced in one step, after the digest of the
-    new version was verified. You can kill the program at any moment: the next call keeps the version that is
-    there. `async for` works too. While you use a version, newer ones are not fetched; the next iteration
-    yields the newest.
+    `into/current` is a link to an ordinary checkpoint. The link is replaced in one step, after the digest of
+    the new version is verified. You can kill the program at any moment: the next call keeps the version that
+    is there. While you use a version, newer ones are not fetched; the next iteration yields the newest.
 
     Errors of the bucket and of damaged versions are logged and retried. The folder is locked until the
     iteration ends: leave the loop, or call `close` if you hold the iterator in a variable.
@@ -140,9 +129,7 @@ def follow(
         DeltaWeightSyncError: The run cannot be opened. With `version` or `once`, any other error too.
     """
     if isinstance(run, RunReader) and public_key is not None:
-        raise errors.ConfigError(
-            "public_key applies only if `run` is a URL: pass the key to open_run, or pass the run's URL"
-        )
+        raise errors.ConfigError("public_key applies only to a URL: pass the key to open_run instead")
     stopped = threading.Event()
 
     def versions() -> Generator[FollowedVersion, None, None]:
@@ -170,7 +157,7 @@ def updates(
 
     A version that cannot be built is retried at growing intervals. If the folder holds no version yet, an
     older one is built meanwhile. A version may be yielded twice, but none older than what the folder held.
-    `complain` gets each `DeltaWeightSyncError` and `OSError`, and skipped records; repeated ones only once.
+    `complain` receives each error and each skipped record, but not the same one twice in a row.
     """
     stopped, last_complaint = stopped or threading.Event(), ""
     error: Exception | None = None
@@ -203,8 +190,7 @@ def updates(
 def build(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersion | None) -> None:
     """Write a version to `into` and verify its digest. Complete files of a failed try are used again.
 
-    If it takes fewer bytes to start at the held version than at the anchor, copy the held version and write
-    the changes into the copy. `held` may be any version. Raises what `CheckpointFolder.update` raises.
+    If that takes fewer bytes than the anchor, copy `held`, any version, and write the changes into the copy.
     """
     if held is None or not _patched(reader, manifest, into, held):
         remove_other_files(into, manifest.anchor)
@@ -213,10 +199,9 @@ def build(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersi
 
 
 def _patched(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersion) -> bool:
-    """Build from the held version. Return False if the version must be built from its anchor: it takes fewer
-    bytes, files besides the weights differ, no deltas lead from the held version, or they do not result in
-    the published digest, because the run was restarted or another program changed the held version.
-    """
+    """Build from the held version. Return False if the anchor is needed: it takes fewer bytes, files besides
+    the weights differ, or deltas from the held version are missing or do not give the published digest (the
+    run was restarted, or another program changed the held version)."""
     recipe = reader.recipe(manifest, held.version)
     if recipe.anchor or not recipe.deltas or _assets(held.manifest) != _assets(manifest):
         return False
@@ -239,20 +224,13 @@ def _assets(manifest: Manifest) -> dict[str, str]:
     return {ref.name: ref.sha256 for ref in manifest.anchor.files if ref.name != WEIGHTS}
 
 
-class CheckpointFolder:
-    """A folder at one version of a run. While it is open, no other process can open it. Use it in `with`.
-
-    Args:
-        reader: The run.
-        folder: The folder. It is created if it does not exist; its content is verified.
+class CheckpointFolder(AbstractContextManager["CheckpointFolder"]):
+    """A folder at one version of a run, created if it does not exist. Use it in `with`: no other process can
+    open it meanwhile. Raises `FolderError` if another process has it open, or if it holds other files.
 
     Attributes:
         folder: Its absolute path.
         held: The verified version behind `current`, or None.
-
-    Raises:
-        FolderError: Another process has the folder open, or it holds other files.
-        OSError: The disk failed.
     """
 
     def __init__(self, reader: RunReader, folder: Path) -> None:
@@ -272,32 +250,21 @@ class CheckpointFolder:
                 ) from None
             if self._current.is_dir() and not self._current.is_symlink():
                 raise errors.FolderError(
-                    f"{self._current} is a folder, not a link of `follow`: name another folder"
+                    f"{self._current} is not a link that `follow` made: name another folder"
                 )
-            self._clear()
+            # Remove an unfinished version, also one that a killed process left.
+            stack.callback(shutil.rmtree, self._building, ignore_errors=True)
+            shutil.rmtree(self._building, ignore_errors=True)
             self.held = self._verified()
-            stack.callback(self._clear)
             self._open = stack.pop_all()
 
-    def close(self) -> None:
-        """Remove an unfinished version and let other processes open the folder."""
+    def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def update(self, manifest: Manifest) -> Path:
-        """Point `current` at a version. After any error, and after `kill -9`, `current` is unchanged.
+        """Point `current` at a version, and return the version's own folder.
 
-        Returns:
-            The folder of the version.
-
-        Raises:
-            DeltaWeightSyncError: The version cannot be fetched or built.
-            OSError: The disk failed.
+        After any `DeltaWeightSyncError` or `OSError`, and after `kill -9`, `current` is unchanged.
         """
         held = self.held
         if held is None or (held.version, held.digest) != (manifest.version, manifest.digest):
@@ -319,12 +286,7 @@ class CheckpointFolder:
             return None
         return manifest
 
-    def _clear(self) -> None:
-        """Remove an unfinished version, also one that a killed process left."""
-        shutil.rmtree(self._building, ignore_errors=True)
-
     def _remove_older(self) -> None:
-        """Remove all versions except the current one."""
         current = self._current.resolve()
         for folder in self.folder.iterdir():
             ours = (folder / RECORD).is_file() and not folder.is_symlink()
@@ -332,8 +294,8 @@ class CheckpointFolder:
                 shutil.rmtree(folder)
 
     def _show(self, manifest: Manifest) -> None:
-        """Move the finished version to a free name and point `current` at it. The name may be taken: a
-        restarted run uses the same version numbers again, while `current` still leads to the old run's."""
+        """Move the finished version to a free name and point `current` at it. The usual name may be taken,
+        because a run that is started over uses the same version numbers again."""
         (self._building / RECORD).write_bytes(manifest.to_bytes())
         name = f"{manifest.version:08d}"
         names = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(1)))

@@ -52,7 +52,7 @@ def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
 def read_tensors(path: Path, names: Iterable[str]) -> Iterator[tuple[str, Bits]]:
     """Yield (name, bf16 bits) of tensors of a `.safetensors` file, each in its shape.
 
-    Raises `CheckpointError` for a dtype that numpy lacks, for example in a quantized checkpoint.
+    Raises `CheckpointError` for a dtype that numpy does not have, for example in a quantized checkpoint.
     """
     bf16 = map_bits(path)
     with safe_open(path, framework="numpy") as file:

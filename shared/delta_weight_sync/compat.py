@@ -1,9 +1,10 @@
 """What this library needs of vLLM and TRL, and whether the installed releases have it.
 
-The library uses and patches places of both that are not a public interface. `compat.toml` lists them. This
-module looks for each in the installed sources, without importing them. A release that was tested with this
-library starts silently. Any other release that has all places starts with a warning. A missing place switches
-off its feature, or is an error if the feature is needed. DELTA_WEIGHT_SYNC_STRICT=1 makes warnings errors.
+The library uses and patches code of both that is not a public interface. `compat.toml` lists these places.
+This module looks for each in the installed sources, without importing them. A release that was tested with
+this library starts silently. Any other release that has all places starts with a warning. A missing place
+switches off its feature, or is an error if the feature is needed. DELTA_WEIGHT_SYNC_STRICT=1 turns warnings
+into errors.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Place = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Feature:
-    """What some places make possible. Optional if `without` says what happens without them."""
+    """What some places make possible. It is optional if `without` says what happens without it."""
 
     name: str
     what: str
@@ -81,7 +82,7 @@ class Release:
         for feature in self.features.values():
             for file, what, why in feature.missing[:1]:
                 text = (
-                    f"{self.package} {self.version} has no {what} in {file}, which {feature.what} needs"
+                    f"{self.package} {self.version} has no {what} in {file}, needed for {feature.what}"
                     f" ({why}); {self.cure(feature.since)}"
                 )
                 if not feature.without or feature.name in needed:
@@ -93,12 +94,8 @@ class Release:
 
 @functools.cache
 def examine(package: str, site: Path | None = None) -> Release:
-    """Look for all places in the installed release of `package` ("vllm" or "trl").
-
-    Args:
-        package: Its name. If it is not installed, the version of the result is "".
-        site: Look in this folder instead: it holds the package and its metadata, as an unpacked wheel does.
-    """
+    """Look for all places in the installed release of `package`, "vllm" or "trl", or in the one that is in
+    folder `site`, such as an unpacked wheel. If there is none, the version of the result is ""."""
     needs = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())[package]
     spec = importlib.util.find_spec(package)
     folder = site / package if site else Path(spec.origin or "").parent if spec else Path()
@@ -146,13 +143,11 @@ def _has(file: Path, what: str) -> bool:
     found: list[ast.AST] = [_parsed(file)]
     for name in path.split("."):
         found = [inner for node in found for inner in _named(node, name)]
-    for node in found:
-        if parameters is not None and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            if [a.arg for a in (*node.args.args, *node.args.kwonlyargs)] == re.findall(r"\w+", parameters):
-                return True
-        elif parameters is None and {*(names or "").split()} <= {*_names(node)}:
-            return True
-    return False
+    if parameters is None:
+        return any({*(names or "").split()} <= {*_names(node)} for node in found)
+    arguments = [node.args for node in found if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    wanted = re.findall(r"\w+", parameters)
+    return any([a.arg for a in (*each.args, *each.kwonlyargs)] == wanted for each in arguments)
 
 
 @functools.cache

@@ -5,22 +5,23 @@ change. `distance` is computed: a Rice code with the best parameter. `value` is 
 addition. A `small` delta is a measured fraction of a `fast` one. Both are interpolated in log(p).
 
 Seconds. The trainer waits for the diff only, and each rank compares its own shard. Rank 0 encodes and uploads
-in the background, one version at a time; jumps and anchors cost it only a part of the link. A replica takes
-one version after another: it fetches and decodes it (each worker all of it), computes the digest and places
-the changes (each worker its own part), and commits. The slower side sets the pace, and a slow publisher
-merges steps. Encoding and decoding use up to half of the cores.
+in the background, one version at a time; jumps and anchors use a part of its link. A replica takes one
+version after another: it fetches and decodes it (each worker all of it), computes the digest and places the
+changes (each worker its own part), and commits. The slower side sets the pace, and a slow publisher merges
+steps. Encoding and decoding use up to half of the cores.
 
 Rates come from `make bench` (one core of an AMD EPYC; `bench/results.json`, 2026-11-23). Tests compare them
-with that file: sizes within 1 %, seconds within a factor of two.
+with that file: the table of sizes within 1 %, seconds within a factor of two.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -48,10 +49,8 @@ class Hardware(NamedTuple):
 
 # From the Hub's documentation (spaces-gpus, jobs-pricing). Spaces are billed by the minute while they run,
 # not while they build, sleep or are paused. T4 is left out: it has no bf16, and the weights are bf16.
-HARDWARE: Final = {
-    name: Hardware(*row)
-    for name, row in json.loads(Path(__file__).with_name("prices.json").read_text()).items()
-}
+_ROWS: dict[str, list[Any]] = json.loads(Path(__file__).with_name("prices.json").read_text())
+HARDWARE: Final = {name: Hardware(*row) for name, row in _ROWS.items()}
 GPUS: Final = tuple(name for name, hardware in HARDWARE.items() if hardware.gpus)
 PRIVATE_USD_TB_MONTH: Final = 18.0  # private storage beyond the included amount; less from 50 TB on
 INCLUDED_TB: Final = 1.0  # with PRO, or per seat of an organization
@@ -66,8 +65,8 @@ class Sizes(NamedTuple):
     small: tuple[float, ...]
 
 
-# "fp32": bench section growth, 63 M weights in the shapes of Qwen3-0.6B, fp32 master weights, late
-# in a run. The others: at 1 % section size (SmolLM2-135M; Qwen3-0.6B-shaped), else measured 2026-11-21 from
+# "fp32": section "growth" of the bench, 63 M weights in the shapes of Qwen3-0.6B, fp32 master weights, late
+# in a run. The others: section "size" at 1 % (SmolLM2-135M; Qwen3-0.6B-shaped), else measured 2026-11-21 by
 # `bench.deltas.smollm2(GRID, share)` and `bench.deltas.qwen(BF16, share, 63 M weights)`.
 SIZES: Final[dict[Trainer, Sizes]] = {
     "fp32": Sizes(
@@ -86,7 +85,7 @@ SIZES: Final[dict[Trainer, Sizes]] = {
         small=(0.6033, 0.5717, 0.5454, 0.5452, 0.5473, 0.5364),
     ),
 }
-# Versions in a jump -> changes relative to one version; section joining.
+# Versions in a jump -> changes relative to one version; section "joining".
 MERGED: Final = {1: 1.0, 8: 4.93, 64: 16.1}
 _TABLE_BYTES: Final = 75.0  # in a delta file's header, for each tensor that changed
 _WEIGHTS_PER_TENSOR: Final = 1.4e6  # of the measured models; larger models have larger tensors
@@ -103,34 +102,32 @@ class Rate(NamedTuple):
         return 1e-9 * (self.per_weight * weights + self.per_change * changes)
 
 
-# Sections speed (596 M weights, 1 % changed) and growth (16 to 596 M weights, 0.1 to 30 % changed).
+# Sections "speed" (596 M weights, 1 % changed) and "growth" (16 to 596 M weights, 0.1 to 30 % changed).
 DIFF: Final[dict[Trainer, Rate]] = {"fp32": Rate(0.67), "fp32-start": Rate(0.67), "bf16": Rate(0.45)}
 ENCODE: Final[dict[Encoding, Rate]] = {"fast": Rate(0.0, 12.0), "small": Rate(0.14, 30.0)}
 _DENSE, _TRIED = 1 / 8, 2.5  # above this share the codec tries more modes and takes this many times as long
 DECODE: Final[dict[Encoding, Rate]] = {"fast": Rate(0.02, 8.5), "small": Rate(0.26, 17.0)}
 DIGEST: Final = Rate(0.11)  # of the live weights, before each delta
 PLACE: Final = Rate(0.0, 11.0)  # find the place of a change and read its old bits
-COMMIT: Final = Rate(0.0, 9.4)  # write changes and read them back, while generation waits (see section live)
+COMMIT: Final = Rate(0.0, 9.4)  # write changes and read them back, while generation waits (section "live")
 SAVE: Final = Rate(3.1)  # write a checkpoint to disk ("publish whole")
 LOAD: Final = Rate(0.175)  # read a checkpoint from the page cache ("receive whole")
 APPLY: Final = Rate(0.0, 8.6)  # add a decoded delta to weights in host memory
-TWO_THREADS: Final = (1.12, 1.62)  # lowest and highest speed of two threads relative to one; section threads
+TWO_THREADS: Final = (1.12, 1.62)  # lowest and highest speed of two threads relative to one: "threads"
 
 GPU_BYTES: Final = 80e9  # assumed: one accelerator
 STATE_BYTES: Final[dict[Trainer, float]] = {"fp32": 10.0, "fp32-start": 10.0, "bf16": 4.0}  # a saved state
-STATE_MINUTES: Final = (
-    5.0  # between two saved states, by default; all states together take a tenth of the link at most
-)
+STATE_MINUTES: Final = 5.0  # between two saved states, by default; they take at most a tenth of the link
 TRAINER_BYTES: Final = 16.0  # assumed per weight: fp32 weights, gradients and AdamW's two moments
 REPLICA_BYTES: Final = 2.4  # assumed per weight: 2 in bf16, and a fifth of that for keys and values
 
 # Requests per version, counted with the real clients at the simulated Hub: all, those to the Hub's API, and
-# those for files ("/resolve/"), without polls of HEAD. A poll is one request for a file; a safety poll, which
-# is made although the Hub sends events, also lists all HEADs. A publisher makes one request after another; a
-# reader polls HEAD, then reads all small objects in parallel.
+# those for files ("/resolve/"), without polls of HEAD. A poll is one request for a file. A safety poll, made
+# even while the Hub sends events, also lists all HEADs. A publisher makes one request after another; a reader
+# polls HEAD, then reads all small objects in parallel.
 PUBLISHING: Final = {"all": 6, "api": 2, "files": 0}
 TAKING: Final = {"all": 6, "api": 0, "files": 3}
-TAKING_IN_TURN: Final = 3  # with the poll of HEAD: the longest chain of requests that wait for one another
+TAKING_IN_TURN: Final = 3  # requests of a reader that wait for one another, with the poll of HEAD
 _LATER: Final = ((DIRECT, 5), (SMALL, 2))  # above these bytes, a delta needs this number of further requests
 _POLLS: Final = 2  # of HEAD for each version that the Hub announces: immediately, and an interval later
 WINDOW_S: Final = 300.0  # the Hub counts requests per user in windows of five minutes (docs/hub/rate-limits)
@@ -184,12 +181,11 @@ class Recipe:
 
     def anchor_every(self) -> int:
         """Versions from one anchor to the next, by the publisher's rule."""
-        versions = 1
-        while True:
+        for versions in itertools.count(1):
             size, _, files = self.after_anchor(versions)
             if size > ANCHOR_PAYS * self._full or files >= MAX_FILES:
-                return versions
-            versions += 1
+                break
+        return versions
 
 
 @dataclass(frozen=True)
@@ -219,7 +215,6 @@ class Plan:
         self.trainer_ranks = math.ceil(TRAINER_BYTES * params / GPU_BYTES)
         self.replica_workers = math.ceil(REPLICA_BYTES * params / GPU_BYTES)
         self.threads = util.threads(asked.cores)  # that encode or decode
-        self.mirror = self.full  # host memory of rank 0
 
         # One sync.
         changes, decode = self.changes, DECODE[asked.encoding]

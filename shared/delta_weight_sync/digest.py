@@ -53,7 +53,7 @@ INNER: NDArray[np.uint32] = _mix(np.arange(BLOCK, dtype=np.uint64)).astype(np.ui
 
 @kernel
 def _hash_block(bits: Bits, factors: NDArray[np.uint32]) -> np.uint64:
-    """Hash a part of one block. Numba vectorises this loop because both arrays start at index 0."""
+    """Hash a part of one block. Numba vectorises this loop, because both arrays start at index 0."""
     total = np.uint64(0)
     for j in range(bits.size):
         total += np.uint64(factors[j]) * np.uint64(bits[j])

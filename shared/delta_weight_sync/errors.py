@@ -15,7 +15,7 @@ _LONGEST: Final = 4000  # characters of a message
 class DeltaWeightSyncError(Exception):
     """Root of all errors of this library. The message is one sentence that names the fix and holds no token.
 
-    Messages may quote objects of a bucket, and are printed, logged and shown on pages. So each is one
+    Messages may quote objects of a bucket, and are printed, logged and shown on pages. So each message is one
     printable line of at most 4,000 characters.
     """
 
@@ -128,7 +128,7 @@ class EngineError(DeltaWeightSyncError, RuntimeError, kind="engine"):
 
 
 class TooSoonError(EngineError):
-    """vLLM started a moment ago and is not restarted yet."""
+    """vLLM cannot be restarted yet, because it started a moment ago."""
 
 
 class RefusedError(EngineError):

@@ -40,7 +40,7 @@ def gpu_count() -> int:
 
 
 def problem() -> str:
-    """Why an installed build for GPUs cannot start here: a sentence with the fix. "" if it can."""
+    """Why an installed build for GPUs cannot start here: a sentence with the fix. "" if it can start."""
     if not is_installed():
         return ""
     if not gpu_count():
@@ -82,7 +82,7 @@ def use_compatibility() -> str:
 
 
 def missing() -> list[str]:
-    """What an installed build for GPUs needs at run time and is missing: sentences, each with its fix."""
+    """What an installed build for GPUs needs but this machine lacks: one sentence each, with the fix."""
     if not is_installed():
         return []
     sentences = []

@@ -1,6 +1,6 @@
 """Deletes the oldest versions of a run, until the rest fits a budget of bytes or age.
 
-This is safe while a writer and readers use the run. These objects always stay:
+This is safe while a writer and readers use the run, because these objects always stay:
 
 - all files that the newest manifest names, and those of versions published up to `GRACE_S` seconds before it,
   because readers may still fetch them;
@@ -8,7 +8,7 @@ This is safe while a writer and readers use the run. These objects always stay:
 - every object younger than `GRACE_S`, because no manifest names a version that is still being published;
 - the HEADs, the run's description, its log and the trainer states.
 
-The store's clock counts ages back from the newest object of the run, so a finished run does not age.
+The age of an object is counted back from the newest object of the run, so a finished run does not age.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Self
 
@@ -56,19 +57,14 @@ class Doomed(NamedTuple):
     why: str
 
 
-@dataclass(frozen=True)
-class Survey:
+class Survey(NamedTuple):
     """The plan of `prune`."""
 
     delete: tuple[Doomed, ...]  # to be deleted in this order
+    freed: int  # bytes to delete
     kept: int  # bytes of the run that stay
     oldest: int  # this and all newer versions can still be built afterwards
     newest: int
-
-    @property
-    def freed(self) -> int:
-        """Bytes to delete."""
-        return sum(doomed.info.size for doomed in self.delete)
 
 
 class _Version(NamedTuple):
@@ -85,10 +81,7 @@ class _Version(NamedTuple):
 class Pruner:
     """Finds what may be deleted from a run, as often as you ask; reads each manifest only once.
 
-    Args:
-        reader: The run.
-        keep: The budget.
-        grace_s: How long an object that no manifest names may still be in use, in seconds.
+    An object that no manifest names may still be in use for `grace_s` seconds.
     """
 
     def __init__(self, reader: RunReader, keep: Keep, grace_s: float = GRACE_S) -> None:
@@ -101,9 +94,6 @@ class Pruner:
         Args:
             spare: Keys to keep because the next manifest will name them.
             reserve: Bytes of the budget to leave free.
-
-        Raises:
-            BucketError, ProtocolError: The run cannot be read.
         """
         newest = self._reader.newest()  # before the listing, so that objects added meanwhile are newer
         if newest is None:
@@ -122,9 +112,8 @@ class Pruner:
         def lasts(key: str) -> bool:
             """Whether an object belongs to no version, or maybe to one that is being published."""
             part = version_key(key)
-            if part is None or is_young(key):
-                return True
-            return part.written_by(writer) and part.version > newest.version
+            coming = part is not None and part.written_by(writer) and part.version > newest.version
+            return part is None or is_young(key) or coming
 
         def size_of(keys: Iterable[str]) -> int:
             return sum(infos[key].size for key in keys if key in infos)
@@ -146,19 +135,17 @@ class Pruner:
         doomed.sort(key=lambda one: (one[0].kind != "manifests", one[0].version, one[1].key))
         why = "no remaining version needs it", f"older than version {oldest}"
         delete = tuple(Doomed(info, why[part.version < oldest]) for part, info in doomed)
-        return Survey(delete, size, oldest, newest.version)
+        freed = sum(doomed.info.size for doomed in delete)
+        return Survey(delete, freed, size, oldest, newest.version)
 
     def _versions(self, newest: Manifest) -> Iterator[_Version]:
         """Like `RunReader.versions`, but reads each manifest only once."""
         version = self._remember(newest)
         yield version
-        while parent := version.parent:
-            try:
-                known = self._read.get(parent.key)
-                version = known or self._remember(self._reader.read_manifest(parent))
-            except ObjectMissingError:
-                return
-            yield version
+        with suppress(ObjectMissingError):
+            while ref := version.parent:
+                version = self._read.get(ref.key) or self._remember(self._reader.read_manifest(ref))
+                yield version
 
     def _remember(self, manifest: Manifest) -> _Version:
         writer = Writer(manifest.writer_term, manifest.writer)

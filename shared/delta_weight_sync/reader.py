@@ -1,7 +1,6 @@
 """Reads a run: HEAD, manifests, verified files, and any version as an ordinary checkpoint.
 
-It finds the newest version even if a HEAD is truncated, missing, stale or from another writer. The codec and
-the digest are imported only where weights are handled: listing versions does not need numba.
+The codec and the digest are imported only where weights are handled: listing versions does not need numba.
 """
 
 from __future__ import annotations
@@ -71,17 +70,13 @@ def open_run(url: str, run: str | None = None, *, public_key: str | Path | None 
     place, named = split_run(url)
     if run and named and run != named:
         raise errors.ConfigError(f"the URL names run {named!r}, and --run names {run!r}: name one")
-    bucket = open_bucket(place)
-    if not (run := run or named):
-        runs = runs_in(bucket)
-        if len(runs) != 1:
-            known = (
-                f"it holds {', '.join(runs)}; name one: {bucket.url}#{runs[0]}"
-                if runs
-                else "it holds none yet"
-            )
+    bucket, run = open_bucket(place), run or named
+    if not run:
+        run, *others = runs_in(bucket) or [""]
+        if others or not run:
+            names = ", ".join([run, *others])
+            known = f"it holds {names}; name one: {bucket.url}#{run}" if run else "it holds none yet"
             raise errors.ProtocolError(f"{bucket.url} does not hold exactly one run: {known}")
-        run = runs[0]
     return RunReader(bucket, run, PublicKeys.load(public_key))
 
 
@@ -93,8 +88,8 @@ def runs_in(bucket: Bucket) -> list[str]:
 class RunReader:
     """The reading half of the protocol.
 
-    Every record is checked: complete, of this run, equal to the sha256 in the record that names it, and
-    signed if there are trusted keys.
+    Every record is checked: it must be complete, belong to this run, have the sha256 that is in the record
+    that names it, and be signed if there are trusted keys.
 
     Args:
         bucket: The bucket that holds the run.
@@ -103,12 +98,12 @@ class RunReader:
     """
 
     def __init__(self, bucket: Bucket, run: str, public_keys: PublicKeys | None = None) -> None:
-        self.bucket = bucket
-        self.keys = Keys(run)
+        self.bucket, self.keys = bucket, Keys(run)
         self.public_keys = PublicKeys.load() if public_keys is None else public_keys
         self._unreadable = set[str]()  # keys of files that were missing or damaged when they were fetched
         self._ahead: dict[str, Future[bytes]] = {}  # objects that are fetched before anything needs them
         self._pool = ThreadPoolExecutor(_SIDE_BY_SIDE, "fetch-ahead")
+        self.place = f"run {run!r} in {bucket.url}"  # for messages
 
     def newest(self) -> Manifest | None:
         """The newest version's manifest, or None before the first version."""
@@ -118,54 +113,54 @@ class RunReader:
     def manifest(self, version: int | None = None) -> Manifest:
         """The manifest of `version`, by default the newest.
 
-        It is found by following `parent` from the newest manifest; each step is checked by sha256.
+        The method follows `parent` from the newest manifest, and checks the sha256 at each step.
 
         Raises:
             NoVersionError: The run has not published this version.
             ProtocolError: The version was deleted, or a record is damaged or not signed by a trusted key.
         """
-        manifest = None
-        for manifest in self.versions():
-            if version in (None, manifest.version):
-                return manifest
-        place = f"run {self.keys.run!r} in {self.bucket.url}"
-        if manifest and version is not None and 0 <= version < manifest.version:
-            raise no_longer_held(place, version, manifest.version)
-        if manifest and (newest := self.newest()):
+        found = self._newest_for(version)
+        while version is not None and found.version != version:
+            older = self.parent(found)
+            if older is None:
+                raise no_longer_held(f"run {self.keys.run!r}", version, found.version)
+            found = older
+        return found
+
+    def _newest_for(self, version: int | None) -> Manifest:
+        """The newest manifest. Raises `NoVersionError` unless the run has published `version`, or any."""
+        run, newest = self.keys.run, self.newest()
+        if newest is None:
+            others = ", ".join(other for other in runs_in(self.bucket) if other != run)
+            known = f"; the bucket holds {others}" if others else ""
+            raise errors.NoVersionError(f"{self.place} has not published a first version{known}")
+        if version is not None and not 0 <= version <= newest.version:
             raise errors.NoVersionError(
-                f"{place} has no version {version}, its newest is version {newest.version}"
+                f"run {run!r} has no version {version}; its newest is version {newest.version}"
             )
-        others = ", ".join(run for run in runs_in(self.bucket) if run != self.keys.run)
-        known = f"; the bucket holds {others}" if others else ""
-        raise errors.NoVersionError(f"{place} has not published a first version{known}")
+        return newest
 
     def find(self, version: int) -> Manifest:
         """The manifest of `version`, found with one listing, however long the run is.
 
-        The result is not pinned by a chain of hashes from HEAD. So check the digest of the weights that you
-        build from it.
+        No chain of hashes leads from HEAD to the result. So check the digest of the weights that you build.
 
         Raises:
             ProtocolError: The run has no such version, or no trusted key signed it.
         """
-        newest = self.newest()
-        if newest is None or not 0 <= version <= newest.version:
-            known = f"its newest is version {newest.version}" if newest else "it has none yet"
-            raise errors.ProtocolError(f"run {self.keys.run!r} has no version {version}, {known}")
-        listed = [info.key for info in self.bucket.list(self.keys.manifests)]
-        unsigned: errors.SignatureError | None = None
-        for found, key in sorted(_manifests(listed), reverse=True):
-            if found.version == version:
-                try:
-                    manifest = self.read_listed(key)
-                except errors.SignatureError as error:
-                    unsigned = unsigned or error
-                    continue
-                if manifest.born == newest.born:
-                    return manifest
+        newest, unsigned = self._newest_for(version), list[errors.SignatureError]()
+        listed = sorted(_manifests(info.key for info in self.bucket.list(self.keys.manifests)), reverse=True)
+        for key in (key for parts, key in listed if parts.version == version):
+            try:
+                manifest = self.read_listed(key)
+            except errors.SignatureError as error:
+                unsigned.append(error)
+                continue
+            if manifest.born == newest.born:
+                return manifest
         if unsigned:
-            raise unsigned
-        oldest = min((found.version for found, _ in _manifests(listed)), default=newest.version)
+            raise unsigned[0]
+        oldest = min((parts.version for parts, _ in listed), default=newest.version)
         raise no_longer_held(f"run {self.keys.run!r}", version, oldest)
 
     def versions(self) -> Iterator[Manifest]:
@@ -183,7 +178,7 @@ class RunReader:
             return None
 
     def read_manifest(self, ref: FileRef) -> Manifest:
-        """The manifest that `ref` pins."""
+        """The manifest that `ref` names by its sha256."""
         return self.read(Manifest, ref.key, ref)
 
     def recipe(self, manifest: Manifest, held: int | None = None) -> Recipe:
@@ -203,8 +198,9 @@ class RunReader:
 
     def _fetched_ahead(self, key: str) -> bytes | None:
         """Return an object that was fetched ahead, and forget it. None if there is none or it failed."""
+        ahead = self._ahead.pop(key, None)
         with contextlib.suppress(errors.BucketError, errors.ProtocolError):
-            return self._ahead.pop(key).result() if key in self._ahead else None
+            return ahead.result() if ahead else None
         return None
 
     def fetch(self, ref: FileRef, folder: Path) -> Path:
@@ -273,20 +269,16 @@ class RunReader:
                 self.read_manifest(head.manifest)
 
     def writers(self) -> list[Writer]:
-        """All writers that have a HEAD, sorted. The last one owns the run."""
+        """All writers that have a HEAD, sorted. The last writer owns the run."""
         found = (head_writer(info.key) for info in self.bucket.list(self.keys.heads))
         return sorted(writer for writer in found if writer)
 
     def successor(self, of: Writer, born: float | None, problems: Problems) -> Writer | None:
-        """The writer that took the run over from `of`, or None. If several did, the last one.
+        """The last writer that took the run over from `of`, or None.
 
-        With trusted keys, a HEAD counts only if it is signed and does not belong to an older run. So write
-        access to the bucket is not enough to stop a trainer.
-
-        Args:
-            of: The current writer.
-            born: Creation time of the run to which `of` writes.
-            problems: Receives the HEADs that do not count.
+        With trusted keys, a HEAD counts only if it is signed and belongs to no run that was created before
+        `born`. So write access to the bucket is not enough to stop a trainer. `problems` receives the HEADs
+        that do not count.
         """
         for writer in reversed(self.writers()):
             if writer <= of:
@@ -309,11 +301,11 @@ class RunReader:
     ) -> Head | None:
         """The HEAD of the writer that owns the run, or None if the run has no version and no HEAD.
 
-        A HEAD that is damaged, missing, not signed or below `floor` is rebuilt from the manifests.
+        A HEAD that is damaged, missing or not signed is rebuilt from the manifests.
 
         Args:
             below: Only consider writers before this one.
-            floor: The rank of the oldest version to accept.
+            floor: The rank of the oldest version to accept; an older HEAD counts as damaged.
             problems: Receives the HEADs that were skipped.
 
         Raises:
@@ -323,9 +315,7 @@ class RunReader:
             skipped: Problems = {}
             with contextlib.suppress(errors.ObjectMissingError):
                 head = self._last_valid(below, floor, skipped)
-                why = [
-                    error for error in skipped.values() if floor or isinstance(error, errors.SignatureError)
-                ]
+                why = [e for e in skipped.values() if floor or isinstance(e, errors.SignatureError)]
                 if head is None and why:
                     raise type(why[0])("; ".join(map(str, why)))
                 if problems is not None:
@@ -370,25 +360,19 @@ class RunReader:
         for _, key in sorted(listed, reverse=True)[:_MAX_DAMAGED]:
             try:
                 manifest = self.read_listed(key)
-            except errors.SignatureError:
-                unsigned += 1
+            except (errors.ProtocolError, errors.ObjectMissingError) as error:
+                unsigned += isinstance(error, errors.SignatureError)
                 if unsigned == _MAX_UNSIGNED:
                     return None
                 continue
-            except (errors.ProtocolError, errors.ObjectMissingError):
-                continue
             if all(there.get(file.key) == file.size for file in manifest.recipe().files):
-                return Head(
-                    **manifest.model_dump(include={"run", "born", "version", "writer_term", "writer"}),
-                    manifest=reference(key, manifest),
-                )
+                same = manifest.model_dump(include={"run", "born", "version", "writer_term", "writer"})
+                return Head(**same, manifest=reference(key, manifest))
         return None
 
     def resolve(self, head: Head, problems: Problems | None = None) -> Manifest | None:
-        """The manifest that `head` names. If it is damaged or missing, that of the newest complete version.
-
-        `problems` receives the manifest that was skipped.
-        """
+        """The manifest that `head` names. If it is damaged or missing, that of the newest complete version;
+        `problems` then receives the manifest that was skipped."""
         if head.manifest is None:
             return None
         try:
@@ -402,8 +386,7 @@ class RunReader:
             return self.read_manifest(rebuilt.manifest)
 
     def read_listed(self, key: str) -> Manifest:
-        """The manifest at a key that a listing showed. No record names its sha256, so its content must
-        match the key."""
+        """The manifest at a listed key. No record names its sha256, so its content must match the key."""
         manifest = self.read(Manifest, key)
         if key != self.keys.manifest(manifest.version, Writer(manifest.writer_term, manifest.writer)):
             raise errors.ProtocolError(f"{key} holds the manifest of another version: it was not used")
@@ -451,8 +434,7 @@ def _manifests(keys: Iterable[str]) -> Iterator[tuple[VersionKey, str]]:
 
 
 def remove_other_files(folder: Path, anchor: AnchorRef) -> None:
-    """Create `folder` if needed. Remove its subfolders, and its files that are named unlike those of
-    `anchor`."""
+    """Create `folder` if needed. Remove its subfolders, and each file whose name `anchor` does not have."""
     folder.mkdir(parents=True, exist_ok=True)
     names = {ref.name for ref in anchor.files}
     for path in folder.iterdir():
@@ -493,6 +475,6 @@ def require_digest(state: dict[str, Bits], manifest: Manifest) -> None:
     digest = to_hex(state_digest(state))
     if digest != manifest.digest:
         raise errors.ProtocolError(
-            f"version {manifest.version} has digest {manifest.digest}, but its files give {digest}; "
-            "the run is damaged: resume from an earlier version"
+            f"version {manifest.version} has digest {manifest.digest}, but its files give {digest}; the run"
+            " is damaged: resume from an earlier version"
         )

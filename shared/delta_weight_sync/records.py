@@ -1,14 +1,10 @@
 """Versions, manifests, HEAD and their keys: the records of a run in its bucket.
 
 A run is a folder of the bucket (docs/wire-format.md). Every object is written once, except HEADs and the
-newest segment of the log.
-
-Trust flows one way: HEAD names the manifest by sha256, and the manifest names every file by sha256. Each
-writer has its own HEAD and its own keys, so a trainer that was replaced cannot overwrite its successor. The
-HEAD of the writer with the highest term counts.
-
-The manifest is the authority on its version. HEAD only says which manifest is the newest. If HEAD is
-truncated, missing, stale or from another writer, readers find the newest version from the manifests.
+newest segment of the log. HEAD names the manifest by sha256, and the manifest names every file by sha256.
+Each writer has its own HEAD and its own keys, so a trainer that was replaced cannot overwrite its successor.
+The HEAD of the writer with the highest term counts. If HEAD is truncated, missing, stale or from another
+writer, readers find the newest version from the manifests.
 """
 
 from __future__ import annotations
@@ -56,23 +52,22 @@ _PART = re.compile(
 class Writer(NamedTuple):
     """A trainer that opened the run. The writer with the highest term, then the highest id, owns the run.
 
-    `term` grows by one with each writer. `id` is 32 random hex digits: two trainers that start at the same
-    moment may get the same term, but never the same keys.
+    Two trainers that start at the same moment may get the same term, but never the same keys.
     """
 
-    term: int
-    id: str
+    term: int  # grows by one with each writer
+    id: str  # 32 random hex digits
 
     @classmethod
     def after(cls, others: list[Writer]) -> Self:
         """A new writer with a higher term than all `others`. Raises `ProtocolError` if no term is left."""
-        last = max(others, default=None)
-        if last and last.term >= _LAST_TERM:
+        last = max(others, default=cls(0, ""))
+        if last.term >= _LAST_TERM:
             raise ProtocolError(
                 f"a HEAD claims this run with the largest possible term, {last.term}: delete"
                 f" heads/{last.term:08d}.{last.id}.json of the run, or start another run"
             )
-        return cls(1 + (last.term if last else 0), uuid4().hex)
+        return cls(last.term + 1, uuid4().hex)
 
     def __str__(self) -> str:
         return f"t{self.term}-{self.id[:8]}"
@@ -282,8 +277,8 @@ class Sealed(Record):
 class Manifest(Sealed):
     """How to build one version, and the digest that proves it.
 
-    `deltas` holds one delta for each version up to `version`, without a gap. They go back far enough for a
-    replica that is a little behind, and for one that starts at the anchor. `jumps` let both skip deltas.
+    `deltas` holds one delta for each version up to `version`, without a gap: enough of them for a replica
+    that is a little behind, and for one that starts at the anchor. `jumps` let both skip deltas.
     """
 
     born: Time  # unix seconds when the run was created: a restarted run is another run
@@ -313,17 +308,14 @@ class Manifest(Sealed):
         return self
 
     def recipe(self, held: int | None = None) -> Recipe:
-        """The smallest set of files that builds this version.
-
-        Args:
-            held: A version that you already have. It must belong to this run; the digest shows if it does.
-        """
+        """The smallest set of files that builds this version from `held`, a version of this run that you
+        already have, or from an anchor. The digest shows if `held` was of this run."""
         recipe = self.recipe_without((), held)
-        assert recipe is not None, "the anchor leads here"
+        assert recipe, "a manifest without one is refused"
         return recipe
 
     def recipe_without(self, unreadable: Container[str], held: int | None = None) -> Recipe | None:
-        """Like `recipe`, but without the files that have these keys. None if no other recipe exists."""
+        """Like `recipe`, but without the files that have these keys. None if there is no such recipe."""
         deltas = [delta for delta in (*self.deltas, *self.jumps) if delta.key not in unreadable]
         whole = not any(file.key in unreadable for file in self.anchor.files)
         return cheapest_recipe(self.anchor if whole else None, deltas, self.version, held)
@@ -345,7 +337,7 @@ class Manifest(Sealed):
 
 
 class Head(Sealed):
-    """A writer's newest version. Before its first version, the version from which it continues."""
+    """Names a writer's newest version; before its first, the version from which the writer continues."""
 
     born: Time  # as in the manifest
     version: Count | None  # None before the run's first version
@@ -413,13 +405,8 @@ def cheapest_recipe(
 ) -> Recipe | None:
     """The recipe with the fewest bytes, then the fewest files. None if nothing leads to `version`.
 
-    One pass over the deltas, sorted by base, finds it, because all deltas lead to later versions.
-
-    Args:
-        anchor: An anchor to start from, if any.
-        deltas: Deltas and jumps that may be used.
-        version: The version to build.
-        held: A version that you already have, if any.
+    A recipe starts at `anchor`, or at `held`, a version that you already have. One pass over the deltas and
+    jumps, sorted by base, finds it, because all of them lead to later versions.
     """
     reached: dict[int, tuple[int, int, Recipe]] = {}  # version -> bytes, files and recipe
     if anchor:
@@ -448,8 +435,7 @@ def links_for(
     """Choose the deltas and jumps that the manifest of `version` names.
 
     These are the cheapest recipe from the anchor, the deltas of the last `WINDOW` versions for replicas that
-    are a little behind, and the jumps that such replicas can use. With jumps, a manifest grows slowly: by one
-    jump for every 64 versions since the anchor.
+    are a little behind, and the jumps that such replicas can use.
     """
     deltas, jumps = tuple(deltas), tuple(jumps)
     recipe = cheapest_recipe(anchor, (*deltas, *jumps), version, None)

@@ -1,8 +1,8 @@
 """The event log of a run, in its bucket: the only source of the curves on the dashboard.
 
 Buckets cannot append, so the log is a series of segments with at most `SEGMENT` events each. Only the newest
-segment is rewritten, so a reader reads each full one once. Only the trainer writes: replicas have read-only
-tokens, so the trainer asks them for their status and records the answer.
+segment is rewritten, so a reader reads each full segment once. Only the trainer writes: replicas have
+read-only tokens, so the trainer asks them for their status and records the answers.
 
 The log is not signed, so readers trust nothing in it: every field of an event is bounded, texts and rollouts
 are cut, and lines that are not events are skipped and counted.
@@ -56,7 +56,7 @@ class Rollout(Record):
 
 
 class StepEvent(Record):
-    """A step with TRL's metrics and, now and then, a group of rollouts; step 0 is one played before any."""
+    """A step with TRL's metrics and, now and then, a group of rollouts. Step 0 is before training."""
 
     kind: Literal["step"] = "step"
     t: Time
@@ -128,9 +128,9 @@ class RunLogWriter:
         there = {info.key for info in bucket.list(self._keys.log)}
         # Use the first free number, because a reader would wait forever for a missing segment.
         self._segment = next(n for n in itertools.count() if self._keys.segment(n) not in there)
-        self._lines: list[bytes] = []  # events of the newest segment and later ones
+        self._lines: list[bytes] = []  # of the newest segment and later ones; list operations are atomic
         self._written = 0
-        self._lock, self._writing, self._closed = threading.Lock(), threading.Lock(), threading.Event()
+        self._writing, self._closed = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._loop, name="run-log", daemon=True)
         self._thread.start()
 
@@ -139,8 +139,7 @@ class RunLogWriter:
         line = event.model_dump_json().encode()
         if len(line) > LINE:
             _log.warning("run log: dropped an event of %d bytes: shorten its texts", len(line))
-            return
-        with self._lock:
+        else:
             self._lines.append(line)
 
     def close(self) -> None:
@@ -153,31 +152,30 @@ class RunLogWriter:
         """Write the newest segment, and start the next if it is full. Thread-safe."""
         with self._writing:
             while full := self._write_segment():
-                with self._lock:
-                    del self._lines[:full]
+                del self._lines[:full]
                 self._segment, self._written = self._segment + 1, 0
 
     def _write_segment(self) -> int:
         """Write the newest segment if it has new events. Returns its number of events if full, else 0."""
-        with self._lock:
-            sizes = itertools.accumulate(len(line) + 1 for line in self._lines[:SEGMENT])
-            count = sum(size <= SEGMENT_BYTES for size in sizes)  # events that fit into one segment
-            lines, more = self._lines[:count], len(self._lines) > count
+        known = self._lines[:]  # other threads append meanwhile
+        sizes = itertools.accumulate(len(line) + 1 for line in known[:SEGMENT])
+        count = sum(size <= SEGMENT_BYTES for size in sizes)  # events that fit into one segment
         if count > self._written:
-            self._bucket.put(self._keys.segment(self._segment), b"\n".join(lines))
+            self._bucket.put(self._keys.segment(self._segment), b"\n".join(known[:count]))
             self._written = count
-        return count if more or count == SEGMENT else 0
+        return count if len(known) > count or count == SEGMENT else 0
 
     def _loop(self) -> None:
-        told = ""
+        failed = told = ""
         while not self._closed.wait(self._every_s):
             try:
                 self.flush()
-                told = ""
-            except Exception as error:  # noqa: BLE001 - a lost log line must not stop training; the next flush retries
-                if str(error) != told:
-                    _log.warning("run log: not written yet (%s)", error)
-                told = str(error)
+                failed = ""
+            except Exception as error:  # noqa: BLE001 - the log must not stop training; the next flush retries
+                failed = str(error)
+            if failed and failed != told:
+                _log.warning("run log: not written yet (%s)", failed)
+            told = failed
 
 
 class RunLogReader:
@@ -191,7 +189,7 @@ class RunLogReader:
     def poll(self) -> Iterator[Event]:
         """Yield the events added since the last call, oldest first, with one segment in memory at a time.
 
-        If the iteration ends early, also by an error of the bucket, the next call continues there.
+        If the iteration ends early, also because the bucket fails, the next call continues there.
         """
         while True:
             complete = self._bucket.stat(self._keys.segment(self._segment + 1)) is not None

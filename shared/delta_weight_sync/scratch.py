@@ -48,7 +48,7 @@ def _remove(folder: Path, lock: int) -> None:
 
 
 def _is_left(folder: Path) -> bool:
-    """Whether the folder is this user's and its process is gone. One without a mark is still being made."""
+    """Whether the folder is this user's and its process is gone. A folder without a mark is still new."""
     try:
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():

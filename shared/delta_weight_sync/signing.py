@@ -1,14 +1,13 @@
 """Signed versions: write access to the bucket is not enough to make a reader accept a version.
 
-The publisher signs the seal of each manifest and HEAD with an Ed25519 key that only it holds. Readers with
-the matching public key refuse every record without its signature. A seal covers the kind of the record, the
-run and all other fields, including the sha256 of every file. Keys are one word of text each:
+The publisher signs the seal of each manifest and HEAD with an Ed25519 key that only the publisher holds.
+Readers with the matching public key refuse every record without its signature. A seal covers the kind of the
+record, the run and all other fields, including the sha256 of every file. The keys are two variables:
 
     DELTA_WEIGHT_SYNC_SIGNING_KEY=ed25519_secret_<64 hex digits>     only for the trainer
     DELTA_WEIGHT_SYNC_PUBLIC_KEY=ed25519_public_<64 hex digits>      for readers; separate several by commas
 
-Without the first, nothing is signed. Without both, no signature is checked. `cryptography` is imported only
-when a key is set.
+Without the first, nothing is signed. Without both, no signature is checked and `cryptography` not imported.
 """
 
 from __future__ import annotations
@@ -31,14 +30,7 @@ Kind = TypeVar("Kind", bound=Sealed)
 
 
 class SigningKey:
-    """The publisher's secret key.
-
-    Args:
-        text: `ed25519_secret_` and 64 hex digits.
-
-    Raises:
-        KeyFormatError: `text` is not such a key.
-    """
+    """The publisher's secret key: `ed25519_secret_` and 64 hex digits. Raises `KeyFormatError`."""
 
     def __init__(self, text: str) -> None:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -58,30 +50,19 @@ class SigningKey:
 class PublicKeys:
     """The keys that a reader trusts. Without any, it accepts every record with a valid seal.
 
-    Args:
-        text: Keys, each `ed25519_public_` and 64 hex digits, separated by commas. Only "" names no key.
-
-    Raises:
-        KeyFormatError: `text` holds something else than such keys.
+    `text` holds the keys, each `ed25519_public_` and 64 hex digits, separated by commas. Raises
+    `KeyFormatError` for any other text except "", which means that no key is trusted.
     """
 
     def __init__(self, text: str = "") -> None:
         words = [word.strip() for word in text.split(",") if word.strip()]
-        if text and not words:  # such as "," from two unset variables: this must not turn checking off
-            words = [text]
+        words = words or [text] * bool(text)  # "," from two unset variables must not turn checking off
         self._keys = {word: _parsed(word, _PUBLIC, PUBLIC_KEY) for word in words}
 
     @classmethod
     def load(cls, given: str | Path | None = None) -> PublicKeys:
-        """The keys to trust.
-
-        Args:
-            given: The keys, or a file that `delta-weight-sync keygen` wrote. By default the environment's,
-                which include the public half of a signing key.
-        """
-        if given is None:
-            return keys_in(os.environ)[1]
-        return cls(_word(given, PUBLIC_KEY, _PUBLIC))
+        """The keys to trust: `given`, or in a file that `keygen` wrote, or by default the environment's."""
+        return keys_in(os.environ)[1] if given is None else cls(_word(given, PUBLIC_KEY, _PUBLIC))
 
     def __contains__(self, public: str) -> bool:
         return public in self._keys
@@ -95,8 +76,7 @@ class PublicKeys:
     def signer(self, record: Sealed, key: str) -> str | None:
         """The fingerprint of the key that signed `record`, or None if no key is trusted.
 
-        Raises:
-            SignatureError: No trusted key signed the record at `key`.
+        Raises `SignatureError`, which names `key`, if no trusted key signed the record.
         """
         if not self:
             return None
@@ -133,14 +113,11 @@ def keys_in(environ: Mapping[str, str]) -> tuple[SigningKey | None, PublicKeys]:
 
 
 def writer_keys(signing_key: str | Path | None = None) -> tuple[SigningKey | None, PublicKeys]:
-    """The key that a publisher signs with, or None, and the keys that it trusts.
-
-    Args:
-        signing_key: The key, or the file that `delta-weight-sync keygen` wrote. By default the environment's.
+    """`keys_in` the environment, with `signing_key` (a key, or a file that `keygen` wrote) if it is given.
 
     Raises:
-        KeyFormatError: It is not a key, or readers with the environment's public key would refuse what it
-            signs.
+        KeyFormatError: As `keys_in`, or readers with the environment's public key would refuse all versions,
+            because nothing signs them.
     """
     environ = dict(os.environ)
     if signing_key is not None:
@@ -162,18 +139,14 @@ def fingerprint(public: str) -> str:
 def make_keys(file: Path) -> str:
     """Write a new pair of keys to `file` as the two variables; returns the public key.
 
-    Raises:
-        KeyFormatError: The file exists.
-        OSError: The file cannot be written.
+    Raises `KeyFormatError` if the file exists, and `OSError` if it cannot be written.
     """
     pair = new_pair()
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
         file.touch(mode=0o600, exist_ok=False)
     except FileExistsError:
-        raise KeyFormatError(
-            f"{file} exists, and a key that is overwritten is lost: name another file"
-        ) from None
+        raise KeyFormatError(f"{file} exists, and overwriting loses its key: name another file") from None
     file.write_text("".join(f"{name}={word}\n" for name, word in pair.items()))
     return pair[PUBLIC_KEY]
 
@@ -185,12 +158,12 @@ def new_pair() -> dict[str, str]:
 
 
 def _message(record: Sealed) -> bytes:
-    """The bytes to sign: the seal, after a prefix that keeps the signature from fitting anything else."""
+    """The bytes to sign: the seal, after a prefix that no other use of the key has."""
     return f"{FORMAT} {record.seal}".encode()
 
 
 def _word(given: str | Path, variable: str, kind: str) -> str:
-    """The text of a key, which is given itself or in a file of `make_keys`."""
+    """The text of a key; `given` is that text, or a file that `make_keys` wrote."""
     if isinstance(given, str) and given.strip().startswith(kind):
         return given
     try:
@@ -209,6 +182,6 @@ def _parsed(text: str, kind: str, variable: str) -> bytes:
     if not found:
         raise KeyFormatError(
             f"{variable} is not a key: write {kind} and 64 hex digits, as `delta-weight-sync keygen FILE`"
-            " does"
+            " writes"
         )
     return bytes.fromhex(found[1])

@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 
 def kernel(function: Function) -> Function:
-    """Compile `function` with numba at its first call. It is cached on disk and runs without the GIL."""
+    """Compile `function` with numba at its first call; cache the code on disk, and run it without the GIL."""
     from numba import njit  # imported here, because not every command needs it
 
     return cast(Function, njit(cache=True, nogil=True)(function))

@@ -1,13 +1,12 @@
 """Watches a run for newer versions: polls HEAD, wakes up when it is notified, and backs off from failures.
 
-Three failures are retried at growing intervals: the store does not answer, records cannot be read, or a
-version cannot be used. `reset` ends all these waits; `refresh` or a new version ends those for the last two.
+Three failures are retried with growing pauses: the store does not answer, records cannot be read, or a
+version cannot be used. `reset` ends all these pauses; `refresh` or a new version ends the last two kinds.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable
 from time import monotonic
 
@@ -20,7 +19,6 @@ LONGEST_S = 600.0
 _LIST_EVERY = 30  # one poll in 30 lists all HEADs; the Hub allows more of the other polls, for one HEAD
 _AHEAD = 3  # deltas of further versions that are fetched before a manifest names them
 _STORE = "the store"
-_log = logging.getLogger(__name__)
 
 
 class Backoff:
@@ -49,14 +47,10 @@ class Backoff:
 
 
 class Watcher:
-    """Finds newer versions of a run. One thread polls; any thread may call `poke`.
+    """Finds newer versions of a run. One thread polls; any thread may call `poke`. Call `close` at the end.
 
-    It never goes back: a version older than one seen before is refused. Call `close` at the end.
-
-    Args:
-        reader: The run.
-        poll_s: Usual seconds between two polls if the store sends no notifications.
-        seen: A version that you already have. Older ones are refused.
+    A version older than `seen`, or than any version found before, is refused. `poll_s` is the usual number of
+    seconds between two polls if the store sends no notifications.
     """
 
     def __init__(self, reader: RunReader, poll_s: float = POLL_S, seen: Manifest | None = None) -> None:
@@ -65,7 +59,7 @@ class Watcher:
         self.wait, self.poke, self.close = notifications.wait, notifications.poke, notifications.close
         self._skipped: Problems = {}  # records that were skipped to find the newest version
         self._skipped_heads: Problems = {}
-        # These wait if: no answer came; the HEADs led to no version; it could not be used; HEADs are damaged.
+        # They delay after no answer; HEADs without a version; a version that cannot be used; damaged HEADs.
         self._asking, self._finding, self._using, self._mending = (Backoff() for _ in range(4))
         self._answered, self._fruitful = False, True  # whether the last poll after a notification found news
         self._newest = seen
@@ -73,10 +67,8 @@ class Watcher:
 
     def refresh(self) -> None:
         """Make the next `check` poll and take any version as new, except those older than one seen before."""
-        self._notifications.reset()
-        self._finding.reset()
-        self._using.reset()
-        self._mending.reset()
+        for each in (self._notifications, self._finding, self._using, self._mending):
+            each.reset()
         self._key, self._polls, self._empty = "", 0, 0
         self._found: dict[str, str] = {}  # key -> etag of each HEAD
         self._used: dict[str, str] | None = None  # what `_found` was for the version used last
@@ -90,8 +82,7 @@ class Watcher:
     def check(self, use: Callable[[Manifest], object]) -> bool:
         """Poll if it is time to, and call `use` with a new version. Raises what `poll` and `use` raise.
 
-        Returns:
-            True if the run was polled and its newest version is in use.
+        Returns True if the run was polled and its newest version is in use.
         """
         if not self._asking.allows(_STORE):
             return False
@@ -140,12 +131,8 @@ class Watcher:
     def poll(self) -> Manifest | None:
         """The newest version, or None if it was used already or failed a moment ago.
 
-        If a valid version is found, damaged records are not an error; `problem` names them.
-
-        Raises:
-            NoVersionError: There is no version yet.
-            ProtocolError: Every record is damaged, older than one seen before, or not signed.
-            BucketError: The store failed.
+        If a valid version is found, damaged records are not an error; `problem` names them. Otherwise raises
+        `ProtocolError`, or `NoVersionError` if there is no version yet.
         """
         prompted, following = self._notifications.prompted, self._newest.version + 1 if self._newest else 0
         if prompted and self._fruitful:  # expect a new version, instead of checking HEAD's etag first
@@ -169,25 +156,19 @@ class Watcher:
         skipped: Problems = {}
         manifest = self._reader.resolve(head, skipped) if head else None
         if head is None or manifest is None:
-            raise NoVersionError(
-                f"run {self._reader.keys.run!r} in {self._reader.bucket.url} has published no version yet"
-            )
+            raise NoVersionError(f"{self._reader.place} has not published a first version")
         if self._floor and manifest.rank < self._floor:
             raise went_back(f"run {self._reader.keys.run!r}", manifest.version, self._floor)
         self._key = self._reader.keys.head(Writer(head.writer_term, head.writer))
         self._head_floor, self._floor, self._newest = head.rank, manifest.rank, manifest
         self._skipped = self._skipped_heads | skipped
-        if self._skipped_heads:
-            self._mending.failed(_STORE)
-        else:
-            self._mending.reset()
+        self._mending.failed(_STORE) if self._skipped_heads else self._mending.reset()
         self._notifications.confirm()
-        _log.debug("found version %d of run %s", manifest.version, self._reader.keys.run)
         return manifest
 
     def _fetch_ahead(self, version: int, *others: str) -> None:
-        """Begin to read what leads from the newest known version to `version`: the keys follow from it. Not
-        for a folder, which is read faster than threads start."""
+        """Begin to read what leads from the newest known version to `version`; its keys can be predicted. A
+        folder is read faster than threads start, so nothing is fetched ahead from it."""
         folder = self._reader.bucket.url.startswith("file:")
         if self._newest and not folder and (writer := head_writer(self._key)):
             keys, first = self._reader.keys, self._newest.version + 1
@@ -211,7 +192,7 @@ class Watcher:
         with contextlib.suppress(ProtocolError, ObjectMissingError):
             if writer := head_writer(self._key):
                 head = self._reader.head_of(writer, self._head_floor)
-                if head.rank == self._head_floor:  # it was fetched before its etag, so read it again
+                if head.rank == self._head_floor:  # fetched before its etag, so read it again
                     head = self._reader.head_of(writer, self._head_floor)
                 self._skipped_heads.pop(self._key, None)
                 return head

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from tests.support.real_run import Drifting
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A finished run of five versions in a folder: its URL and the digest of each version."""
-    url = (tmp_path_factory.mktemp("bucket")).as_uri()
+    url = tmp_path_factory.mktemp("bucket").as_uri()
     return url, write_run(url, tmp_path_factory.mktemp("base"), versions=5)
 
 
@@ -87,28 +88,12 @@ def test_a_run_is_named_in_the_url_or_beside_it(finished):
     assert command("log", f"{url}#test") == command("log", url, "--run", "test") == alone
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--run", "../x"], "'../x' is not a run name"),
-    ],
-)
-def test_what_is_not_there_is_one_sentence(finished, arguments, complaint):
-    result = command("show", finished[0], *arguments)
-    assert (result.code, result.output) == (1, "")
-    assert result.complaint.startswith("delta-weight-sync show: ")
-    assert complaint in result.complaint
-    assert len(result.complaint.splitlines()) == 1
-
-
-@pytest.mark.parametrize("name", ["log", "show", "verify"])
-def test_an_empty_bucket_and_an_empty_run_say_so(tmp_path, name):
-    assert "it holds none yet" in command(name, tmp_path.as_uri()).complaint
-    assert command(name, f"{tmp_path.as_uri()}#x") == Result(
-        1,
-        "",
-        f"delta-weight-sync {name}: run 'x' in {tmp_path.as_uri()} has not published a first version\n",
-    )
+@pytest.mark.parametrize("words", ["log", "show", "verify", "gc --keep 1h"])
+def test_an_empty_bucket_and_an_empty_run_say_so(tmp_path, words):
+    (name, *options), url = words.split(), tmp_path.as_uri()
+    assert "it holds none yet" in command(name, url, *options).complaint
+    complaint = f"delta-weight-sync {name}: run 'x' in {url} has not published a first version\n"
+    assert command(name, f"{url}#x", *options) == Result(1, "", complaint)
 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(finished, tmp_path):
@@ -226,13 +211,10 @@ def test_ends_that_are_not_given_are_judged_first(broken, judge, tmp_path):
     assert len(asked(tmp_path)) <= 2 + math.ceil(math.log2(VERSIONS))
 
 
-def test_one_checkpoint_is_made_of_another_by_deltas(broken, judge, monkeypatch):
-    fetched = []
-    fetch = RunReader.fetch
-    monkeypatch.setattr(
-        RunReader, "fetch", lambda self, ref, folder: fetched.append(ref.key) or fetch(self, ref, folder)
-    )
-    command("bisect", broken.url, "--eval", judge, "--bad", VERSIONS)
+def test_one_checkpoint_is_made_of_another_by_deltas(broken, judge):
+    with mock.patch.object(RunReader, "fetch", autospec=True, side_effect=RunReader.fetch) as fetch:
+        command("bisect", broken.url, "--eval", judge, "--bad", VERSIONS)
+    fetched = [call.args[1].key for call in fetch.call_args_list]
     anchors = [key for key in fetched if key.endswith(WEIGHTS)]
     assert len(anchors) == 1, "the good end's; all others follow from a good version"
     assert len(fetched) > len(anchors)
@@ -248,29 +230,20 @@ def test_a_version_that_cannot_be_judged_is_passed_over(broken, judge, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("judge", "ends", "sentence"),
     [
-        (
-            ("--eval", "exit 125 # {path}", "--good", 20, "--bad", 23),
-            "is in the range 21 to 23: your command could",
-        ),
-        (
-            ("--eval", "true {path}", "--good", 9, "--bad", 9),
-            "nothing lies between good 9 and bad 9: --bad must",
-        ),
-        (("--eval", "true {path}"), f"the newest version, {VERSIONS}, was not judged bad"),
-        (("--eval", "false {path}"), "the oldest version, 0, was not judged good"),
-        (("--eval", "no-such-program {path}"), "--eval could not be started (exit code 127)"),
-        (
-            ("--eval", "kill -9 $$ # {path}"),
-            f"--eval returned exit code -9 for version {VERSIONS}; expected 0",
-        ),
-        (("--eval", "true"), "names neither {path} nor {version}"),
-        (("--eval", "true {path}", "--bad", 99), "has no version 99, its newest is version 40"),
+        ("exit 125 # {path}", "--good 20 --bad 23", "is in the range 21 to 23: your command could not judge"),
+        ("true {path}", "--good 9 --bad 9", "nothing lies between good 9 and bad 9: --bad must"),
+        ("true {path}", "", "the newest version, 40, was not judged bad"),
+        ("false {path}", "", "the oldest version, 0, was not judged good"),
+        ("no-such-program {path}", "", "--eval could not be started (exit code 127)"),
+        ("kill -9 $$ # {path}", "", "--eval returned exit code -9 for version 40; expected 0"),
+        ("true", "", "use {path} or {version} in it"),
+        ("true {path}", "--bad 99", "has no version 99; its newest is version 40"),
     ],
 )
-def test_what_cannot_be_found_is_one_sentence(broken, words, sentence):
-    result = command("bisect", broken.url, *words)
+def test_what_cannot_be_found_is_one_sentence(broken, judge, ends, sentence):
+    result = command("bisect", broken.url, "--eval", judge, *ends.split())
     assert result.code == 1
     assert result.complaint.startswith("delta-weight-sync bisect: ")
     assert sentence in result.complaint
@@ -290,8 +263,8 @@ def test_blame_shows_what_was_planted_first(broken):
 
 def test_blame_of_what_no_delta_leads_to(broken):
     result = command("blame", broken.url, "--version", 0)
-    sentence = "version 0 was published as an anchor only, so no delta shows its changes"
-    assert result == Result(1, "", f"delta-weight-sync blame: {sentence}\n")
+    assert (result.code, result.output) == (1, "")
+    assert "version 0 was published as an anchor only: name a later version" in result.complaint
 
 
 def test_blame_reads_deltas_that_were_coded_against_the_old_weights(tmp_path):

@@ -24,7 +24,6 @@ from delta_weight_sync.checkout import RECORD
 from delta_weight_sync.checkpoint import read_bits, to_bits
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.publish.writer import RunWriter
-from delta_weight_sync.store._files import FileBucket
 from delta_weight_sync.store._notifications import Notifications
 from tests.cli.command import Result, command
 from tests.support.real_run import TENSORS, Drifting
@@ -171,9 +170,7 @@ def test_killed_at_any_moment_it_leaves_a_whole_version_and_goes_on(run, folder,
     new = run.step()
     words = [sys.executable, "-m", "tests.cli.killed_follower", run.url, folder, tmp_path]
     subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
-    copies = sorted(
-        (path for path in tmp_path.iterdir() if path.name.isdigit()), key=lambda path: int(path.name)
-    )
+    copies = [path for path in tmp_path.iterdir() if path.name.isdigit()]
     for killed in copies:
         assert digest(killed / "current") in (old.digest, new.digest), f"torn before change {killed.name}"
         result = follow(run, killed, "--once")
@@ -234,29 +231,18 @@ def test_an_empty_folder_begins_at_the_newest_version_that_is_whole(run, folder,
     assert versions(folder) == ["00000001"]
 
 
-def test_a_store_that_fails_is_asked_ever_more_slowly_and_all_files_stay(
-    run, folder, turns, tmp_path, monkeypatch
-):
+def test_a_store_that_fails_is_named_once_and_all_files_stay(run, folder, turns, tmp_path):
     def gone() -> None:
         run.folder.rename(tmp_path / "elsewhere")
 
     def back() -> None:
-        holds_before = digest(folder / "current")
-        assert holds_before == run.newest.digest
+        assert digest(folder / "current") == run.newest.digest
         (tmp_path / "elsewhere").rename(run.folder)
         run.step()
 
-    nothing, looked = lambda: None, set[float]()
-    pauses = turns(gone, *[nothing] * 40, back, *[nothing] * 30)
-
-    def noted(look):
-        return lambda bucket, place: looked.add(sum(pauses)) or look(bucket, place)
-
-    monkeypatch.setattr(FileBucket, "stat", noted(FileBucket.stat))
-    monkeypatch.setattr(FileBucket, "list", noted(FileBucket.list))
+    nothing = lambda: None  # noqa: E731
+    turns(gone, *[nothing] * 40, back, *[nothing] * 30)
     result = command("follow", run.url, "--run", "drifting", "--into", folder)
-    assert sorted(looked)[:7] == [0, 1, 2, 4, 8, 16, 32], "seconds; it is back from second 42 on"
-    assert {43, 63, 64, 65, 66} & looked == {64, 65, 66}
     assert result.complaint == (
         f"delta-weight-sync follow: {run.url} does not exist: create the folder, or mount it\n"
     )
@@ -268,7 +254,7 @@ def test_following_begins_before_the_run_does(writes, folder, turns, tmp_path):
     turns(lambda: begun.append(writes()), lambda: None)
     (tmp_path / "bucket").mkdir()
     result = command("follow", (tmp_path / "bucket").as_uri(), "--run", "drifting", "--into", folder)
-    assert "has published no version yet" in result.complaint
+    assert "has not published a first version" in result.complaint
     holds(folder, begun[0])
 
 
@@ -314,9 +300,10 @@ def test_once_brings_it_to_the_newest_version_and_tells_each_version_once(run, f
     told = tmp_path / "told"
     words = ("--once", "--on-version", f"echo {{version}} >> {told}")
     assert follow(run, folder, *words).output.endswith(f"is in {folder}/00000000\n")
+    built = (folder / "current").stat().st_ino
     assert follow(run, folder, *words) == Result(0, "", "")
-    run.step()
-    run.step()
+    assert (folder / "current").stat().st_ino == built, "it is not built again"
+    run.steps(2)
     assert follow(run, folder, *words).code == 0
     assert told.read_text() == "0\n2\n"
 
@@ -391,9 +378,7 @@ def test_what_is_not_ours_stays(run, folder):
 
 
 def is_free(run: Drifting, folder: Path) -> bool:
-    return [version.version for version in follow_versions(run.url, folder, once=True)] == [
-        run.newest.version
-    ]
+    return [each.version for each in follow_versions(run.url, folder, once=True)] == [run.newest.version]
 
 
 def test_each_version_is_yielded_after_the_folder_holds_it_and_break_releases_the_folder(run, folder):
@@ -435,8 +420,7 @@ def test_a_cancelled_task_releases_the_folder(run, folder):
 
 
 def test_one_version_can_be_pinned_and_close_ends_a_held_iterator(run, folder):
-    run.step()
-    run.step()
+    run.steps(2)
     (pinned,) = follow_versions(run.url, folder, version=1)
     assert digest(folder / "current") == pinned.digest == open_run(run.url).manifest(1).digest
     with follow_versions(run.url, folder, poll_s=0.01) as versions:
@@ -446,19 +430,6 @@ def test_one_version_can_be_pinned_and_close_ends_a_held_iterator(run, folder):
         versions.close()
         assert list(versions) == []
     assert is_free(run, folder)
-
-
-def test_a_killed_consumer_leaves_a_whole_version_and_the_next_one_continues(run, folder):
-    script = (
-        "import os, sys, delta_weight_sync as d\n"
-        "for version in d.follow(sys.argv[1], sys.argv[2]): os.kill(os.getpid(), 9)\n"
-    )
-    killed = subprocess.run([sys.executable, "-c", script, run.url, str(folder)])
-    assert killed.returncode == -signal.SIGKILL
-    assert digest(folder / "current") == run.newest.digest
-    built = (folder / "current").stat().st_ino
-    (version,) = follow_versions(run.url, folder, once=True)
-    assert version.path.stat().st_ino == built, "it is not built again"
 
 
 def test_errors_of_a_single_version_are_raised_and_a_wrong_key_too(folder, tmp_path):

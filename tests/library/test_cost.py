@@ -1,6 +1,5 @@
 """The cost model against what was measured here, and against the rules of the program."""
 
-import argparse
 import contextlib
 import json
 import re
@@ -14,8 +13,6 @@ import torch
 
 from bench import results
 from delta_weight_sync import codec, cost
-from delta_weight_sync.cli import main
-from delta_weight_sync.cli import plan as command
 from delta_weight_sync.cost import Plan, Question, Recipe
 from delta_weight_sync.publish.outbox import Outbox
 from delta_weight_sync.publish.writer import RunWriter
@@ -24,6 +21,7 @@ from delta_weight_sync.records import ANCHOR_PAYS, MAX_FILES
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.store import Bucket, open_bucket
 from delta_weight_sync.watch import Watcher
+from tests.cli.command import command
 from tests.support.hubsim import HubSim
 
 MEASURED = results.read()
@@ -58,16 +56,9 @@ def assert_time(predicted: float, measured: float) -> None:
 def test_the_other_parts_of_a_sync():
     section = MEASURED["speed"]
     weights, changes = section["elements"], section["changed"]
-    costs = {
-        "diff fp32": cost.DIFF["fp32"],
-        "diff bf16": cost.DIFF["bf16"],
-        "digest": cost.DIGEST,
-        "stage": cost.PLACE,
-        "commit": cost.COMMIT,
-        "apply small": cost.APPLY,
-        "publish whole": cost.SAVE,
-        "receive whole": cost.LOAD,
-    }
+    costs = {"digest": cost.DIGEST, "stage": cost.PLACE, "commit": cost.COMMIT, "apply small": cost.APPLY}
+    costs |= {"publish whole": cost.SAVE, "receive whole": cost.LOAD}
+    costs |= {"diff fp32": cost.DIFF["fp32"], "diff bf16": cost.DIFF["bf16"]}
     for part, rate in costs.items():
         assert_time(rate.seconds(weights, changes), section["parts"][part]["median_s"])
 
@@ -98,15 +89,11 @@ def assert_sizes(row: tuple[float, ...], share: float, measured: dict[str, float
     assert row == pytest.approx((share, measured["fast"], measured["small"]), rel=TABLE_TOLERANCE)
 
 
-def test_versions_merge_as_bench_measured():
-    join = MEASURED["joining"]["join"]
+def test_versions_merge_and_threads_help_as_bench_measured():
+    join, faster = MEASURED["joining"]["join"], MEASURED["threads"]["times_as_fast_with_two"].values()
     for span, share in join["merged"].items():
         assert cost.MERGED[int(span)] == pytest.approx(share / join["changed"], rel=TABLE_TOLERANCE)
-
-
-def test_threads_help_as_much_as_is_said():
-    measured = MEASURED["threads"]["times_as_fast_with_two"].values()
-    assert (min(measured), max(measured)) == pytest.approx(cost.TWO_THREADS, rel=0.15)
+    assert (min(faster), max(faster)) == pytest.approx(cost.TWO_THREADS, rel=0.15)
 
 
 @contextlib.contextmanager
@@ -212,17 +199,14 @@ def test_a_trainer_that_is_faster_than_the_publisher_merges_steps():
 
 
 def test_anchors_come_when_half_a_model_is_behind_the_last_or_so_many_files():
-    sparse, dense = (
-        Plan(Question(params=10**9, share=share, replicas=1, link=1e8)) for share in (0.001, 0.3)
-    )
-    for plan in (sparse, dense):
-        recipe = Recipe(10**9, plan.question.share, "fast", "fp32")
-        size, _, files = recipe.after_anchor(plan.anchor_every - 1)
-        assert size <= ANCHOR_PAYS * plan.full
+    sparse, dense = (Recipe(10**9, share, "fast", "fp32") for share in (0.001, 0.3))
+    for recipe in (sparse, dense):
+        due = recipe.anchor_every()
+        (before, _, files), (then, _, then_files) = (recipe.after_anchor(v) for v in (due - 1, due))
+        assert before <= ANCHOR_PAYS * 2e9
         assert files < MAX_FILES
-        size, _, files = recipe.after_anchor(plan.anchor_every)
-        assert size > ANCHOR_PAYS * plan.full or files == MAX_FILES
-    assert sparse.anchor_every > dense.anchor_every
+        assert then > ANCHOR_PAYS * 2e9 or then_files == MAX_FILES
+    assert sparse.anchor_every() > dense.anchor_every()
 
 
 def test_spaces_have_room_for_the_model_or_there_are_none():
@@ -231,63 +215,51 @@ def test_spaces_have_room_for_the_model_or_there_are_none():
     assert Plan(Question(params=10**12, share=0.01, replicas=3, link=1e8)).space is None
 
 
-@pytest.mark.parametrize(
-    ("parse", "text", "value"),
-    [
-        (command.weights, "1T", 10**12),
-        (command.weights, "0.6B", 6 * 10**8),
-        (command.weights, "135M", 135 * 10**6),
-        (command.weights, "1000", 1000),
-        (command.share, "1%", 0.01),
-        (command.share, "0.05%", 0.0005),
-        (command.speed, "100MB/s", 1e8),
-        (command.speed, "10Gb/s", 1.25e9),
-        (command.positive, "32", 32),
-    ],
-)
-def test_quantities_are_parsed(parse, text, value):
-    assert parse(text) == pytest.approx(value)
-
-
-@pytest.mark.parametrize(
-    ("parse", "texts", "fix"),
-    [
-        (command.weights, ["1t", "0B", "-1B", "1 T", "1e9", "1GB", ""], "write 1T, 0.6B, 135M or 240K"),
-        (command.share, ["0.01", "1", "40%", "0.001%", "-1%", "1 %"], "from 0.01% to 30%"),
-        (command.speed, ["1gb/s", "1GB", "1 GB/s", "0MB/s", "1Gbps", "fast"], "write bytes as 100MB/s"),
-        (command.positive, ["0", "-1", "1.5", "1T", ""], "write digits only"),
-    ],
-)
-def test_a_malformed_quantity_is_refused_with_the_fix(parse, texts, fix):
-    for written in texts:
-        with pytest.raises(argparse.ArgumentTypeError, match=fix):
-            parse(written)
-
-
 WORDS = ["plan", "--params", "1T", "--changed", "1%", "--replicas", "32", "--link", "1GB/s"]
 
 
-def test_the_table_states_its_assumptions(capsys):
-    main([*WORDS, "--trainer", "bf16"])
-    printed = capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("option", "texts", "values"),
+    [
+        ("params", "1T 0.6B 135M 1000", [10**12, 6 * 10**8, 135 * 10**6, 1000]),
+        ("changed", "1% 0.05%", [0.01, 0.0005]),
+        ("link", "100MB/s 10Gb/s", [1e8, 1.25e9]),
+        ("replicas", "32", [32]),
+        ("latency", "100ms 0.3s 0s", [0.1, 0.3, 0.0]),
+    ],
+)
+def test_quantities_are_parsed(option, texts, values):
+    for text, value in zip(texts.split(), values, strict=True):
+        question = json.loads(command(*WORDS, "--json", f"--{option}", text).output)["question"]
+        assert question["share" if option == "changed" else option] == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("option", "texts", "fix"),
+    [
+        ("params", ["1t", "0B", "-1B", "1 T", "1e9", "1GB", ""], "write 1T, 0.6B, 135M or 240K"),
+        ("changed", ["0.01", "1", "40%", "0.001%", "-1%", "1 %"], "from 0.01% to 30%"),
+        ("link", ["1gb/s", "1GB", "1 GB/s", "0MB/s", "1Gbps", "fast"], "write bytes as 100MB/s or 1GB/s"),
+        ("replicas", ["0", "-1", "1.5", "1T", ""], "write digits only"),
+    ],
+)
+def test_a_malformed_quantity_is_refused_with_the_fix(option, texts, fix):
+    for text in texts:
+        result = command(*WORDS, f"--{option}={text}")
+        assert result.code == 2
+        assert f"{text!r} is not a" in result.complaint
+        assert fix in result.complaint
+
+
+def test_the_table_states_its_assumptions():
+    printed = command(*WORDS, "--trainer", "bf16").output
     assert "one sync of 1 T weights, 1 % changed, encoding fast, trainer bf16" in printed
-    for stated in (
-        "no GPU was measured",
-        "200 ranks",
-        "the Hub includes 8 times",
-    ):
+    for stated in ("no GPU was measured", "200 ranks", "the Hub includes 8 times"):
         assert stated in printed
 
 
-def test_json_holds_every_figure(capsys):
-    main([*WORDS, "--json", "--encoding", "small"])
-    figures = json.loads(capsys.readouterr().out)
+def test_json_holds_every_figure():
+    figures = json.loads(command(*WORDS, "--json", "--encoding", "small").output)
     plan = Plan(Question(params=10**12, share=0.01, replicas=32, link=1e9, encoding="small"))
     assert figures.items() >= {**vars(plan), "question": vars(plan.question)}.items()
     assert figures["assumptions"]
-
-
-def test_a_wrong_unit_ends_with_one_sentence(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main([*WORDS[:-1], "1gb/s"])
-    assert "'1gb/s' is not a link speed: write bytes as 100MB/s or 1GB/s" in capsys.readouterr().err

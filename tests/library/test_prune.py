@@ -151,30 +151,20 @@ def test_gc_says_what_it_would_delete_and_why_and_deletes_it(run):
 
 
 @pytest.mark.parametrize("keep", ["20", "GB", "-1GB", "0GB", "7w", ""])
-def test_what_cannot_be_kept_is_one_sentence(long_run, keep):
+def test_what_cannot_be_kept_is_refused(keep):
     with pytest.raises(ConfigError, match="write it as 20GB, 7d or 12h"):
         Keep.parse(keep)
-    result = command("gc", long_run.url, f"--keep={keep}")
-    assert (result.code, len(result.complaint.splitlines())) == (1, 1)
 
 
-def test_a_run_without_versions_and_a_budget_that_is_too_small_say_so(run, tmp_path):
-    (tmp_path / "empty").mkdir()
-    assert (
-        "has not published a first version"
-        in command("gc", f"{(tmp_path / 'empty').as_uri()}#x", "--keep", "1h").complaint
-    )
+def test_a_budget_that_is_too_small_says_so(run):
     assert "which is more than 1 KB" in command("gc", run.bucket.url, "--keep", "1KB").output
 
 
 def test_every_command_copes_with_versions_that_are_gone(run):
     url = run.bucket.url
     prune(run.bucket, found := survey(run, "800KB"))
-    listed = command("log", url)
-    assert (
-        listed.output.splitlines()[-1]
-        == f"older versions were deleted; {found.oldest} is the oldest available"
-    )
+    said = f"older versions were deleted; {found.oldest} is the oldest available"
+    assert command("log", url).output.splitlines()[-1] == said
     verified = command("verify", url)
     assert (verified.code, verified.complaint) == (0, "")
     assert f"all {VERSIONS - found.oldest + 1} versions verified" in verified.output

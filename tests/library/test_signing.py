@@ -36,14 +36,10 @@ class Other(Sealed):
 def test_what_is_signed_is_believed_and_names_its_key():
     signed = SIGNING.sign(HEAD)
     read = Head.model_validate_json(signed.to_bytes())
-    assert PublicKeys(PUBLIC).signer(read, "k") == fingerprint(PUBLIC) == PUBLIC.partition("_public_")[2][:16]
+    for trusted in (PUBLIC, f"{OTHER[PUBLIC_KEY]}, {PUBLIC}"):
+        assert PublicKeys(trusted).signer(read, "k") == PUBLIC.partition("_public_")[2][:16]
     assert SIGNING.sign(HEAD) == signed, "the same each time: a manifest is never written in two ways"
     assert PublicKeys("").signer(HEAD, "k") is None, "without a key nothing is checked"
-
-
-def test_a_key_of_several_is_enough():
-    both = PublicKeys(f"{OTHER[PUBLIC_KEY]}, {PUBLIC}")
-    assert both.signer(SIGNING.sign(HEAD), "k") == fingerprint(PUBLIC)
 
 
 FORGERIES: dict[str, Callable[[Head], Sealed]] = {
@@ -65,9 +61,7 @@ def test_a_forgery_is_refused_by_name(forge):
 
 
 @pytest.mark.finding("N11")
-@pytest.mark.parametrize(
-    "respell", [str.upper, lambda text: f" {text}", lambda text: text[:2] + " " + text[2:]]
-)
+@pytest.mark.parametrize("respell", [str.upper, " {}".format, lambda text: text[:2] + " " + text[2:]])
 def test_a_signature_has_one_spelling(respell: Callable[[str], str]):
     signed = SIGNING.sign(HEAD)
     forged = signed.to_bytes().replace(signed.signature.encode(), respell(signed.signature).encode())
@@ -77,9 +71,7 @@ def test_a_signature_has_one_spelling(respell: Callable[[str], str]):
 
 @pytest.mark.finding("N6")
 @pytest.mark.parametrize("text", [",", " ", ", ,"])
-def test_a_variable_without_a_key_in_it_does_not_turn_checking_off(
-    text: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_variable_without_a_key_in_it_does_not_turn_checking_off(text: str, monkeypatch):
     monkeypatch.setenv(PUBLIC_KEY, text)
     with pytest.raises(KeyFormatError, match=f"{PUBLIC_KEY} is not a key"):
         PublicKeys.load()
@@ -96,15 +88,12 @@ def test_what_is_no_secret_key_is_said_and_not_told(text: str):
     assert text == "" or text not in str(refusal.value)
 
 
-def test_a_secret_where_a_public_key_belongs_is_not_told():
+def test_no_message_and_no_object_shows_a_secret():
+    """Also not one that is given where a public key belongs."""
     with pytest.raises(KeyFormatError, match=PUBLIC_KEY) as refusal:
         PublicKeys(PAIR[SIGNING_KEY])
-    assert PAIR[SIGNING_KEY].removeprefix("ed25519_secret_") not in str(refusal.value)
-
-
-def test_no_secret_is_in_what_a_key_looks_like():
     digits = PAIR[SIGNING_KEY].removeprefix("ed25519_secret_")
-    assert digits not in f"{SIGNING!r} {SIGNING} {vars(SIGNING)}"
+    assert digits not in f"{refusal.value} {SIGNING!r} {SIGNING} {vars(SIGNING)}"
 
 
 def test_the_environment_of_a_trainer_names_both_halves_or_none(monkeypatch):

@@ -51,7 +51,7 @@ def test_an_owner_pauses_pins_and_joins_again(trainer: Trainer, replica: Replica
     assert replica.status()["status"]["version"] == first + 1, "the dashboard has seen v4, the replica stays"
 
     pin(tab, first + 7)
-    refusal = f"run 'live' has no version {first + 7}, its newest is version {first + 4}"
+    refusal = f"run 'live' has no version {first + 7}; its newest is version {first + 4}"
     expect(refused).to_contain_text(refusal)
     pin(tab, first + 2)
     expect(said).to_contain_text(f"It stays at v{first + 2}")

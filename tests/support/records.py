@@ -28,9 +28,8 @@ def commit(
 def status(
     replica: str, version: int | None, *, state: str = "serving", error: str | None = None
 ) -> ReplicaEvent:
-    return ReplicaEvent(
-        t=0, replica=replica, state=state, version=version, digest=version and DIGEST, error=error
-    )
+    digest = None if version is None else DIGEST
+    return ReplicaEvent(t=0, replica=replica, state=state, version=version, digest=digest, error=error)
 
 
 def manifest_of(version: int, anchor: int) -> Manifest:

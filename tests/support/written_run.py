@@ -10,12 +10,12 @@ from delta_weight_sync.runlog import (
     CommitEvent,
     DoneEvent,
     Event,
-    ReplicaEvent,
     RunLogWriter,
     StepEvent,
     SyncEvent,
 )
 from delta_weight_sync.store import Bucket
+from tests.support.records import commit, status, sync
 
 WRITER = Writer(1, "0" * 32)
 
@@ -54,9 +54,8 @@ class WrittenRun:
         return self._sync(FULL if version == 0 else 40_000, TOTAL if version == 0 else 2_000, 0)
 
     def _sync(self, payload: int, changed: int, anchor: int) -> SyncEvent:
-        counts = {"payload_bytes": payload, "anchor_bytes": anchor, "full_bytes": FULL, "changed": changed}
-        times = {"diff_s": 0.012, "encode_s": 0.031, "publish_s": 0.42}
-        return SyncEvent(t=self.t, version=self.version, sync=self.version, total=TOTAL, **counts, **times)
+        event = sync(self.version, payload, anchor=anchor, changed=changed, t=self.t)
+        return event.model_copy(update={"full_bytes": FULL, "total": TOTAL})
 
     def commit(self, replica: str, version: int, *, lag_s: float = 1.9, pause_ms: float = 18.0) -> None:
         """`replica` takes over `version` right after the last event."""
@@ -65,19 +64,16 @@ class WrittenRun:
     def commit_event(
         self, replica: str, version: int, *, lag_s: float = 1.9, pause_ms: float = 18.0
     ) -> CommitEvent:
-        times = {"lag_s": lag_s, "fetch_s": 0.6 * lag_s, "stage_s": 0.2 * lag_s}
-        times |= {"pause_ms": pause_ms, "commit_ms": 0.7 * pause_ms}
-        common = {"t": self.t + lag_s, "replica": replica, "version": version}
-        return CommitEvent(**common, digest=digest_of(version), **times)
+        event = commit(replica, version, lag_s=lag_s, pause_ms=pause_ms, digest=digest_of(version))
+        return event.model_copy(update={"t": self.t + lag_s})
 
     def status(
         self, replica: str, version: int | None, *, state: str = "serving", error: str | None = None
     ) -> None:
         """What `replica` answers when it is asked."""
         digest = None if version is None else digest_of(version)
-        self.log.append(
-            ReplicaEvent(t=self.t, replica=replica, state=state, version=version, digest=digest, error=error)
-        )
+        event = status(replica, version, state=state, error=error)
+        self.log.append(event.model_copy(update={"t": self.t, "digest": digest}))
 
     def step(self, step: int, reward: float | None) -> None:
         self.log.append(StepEvent(t=self.t, step=step, reward=reward, metrics={}))
@@ -90,22 +86,17 @@ class WrittenRun:
         key = self.keys.manifest(self.version, WRITER)
         if self.version % ANCHOR_EVERY == 0:
             self._anchor = self.version
+        deltas = tuple(self._delta(each, changed) for each in range(self._anchor + 1, self.version + 1))
+        file = file_ref(self.keys.anchor(self._anchor, WRITER, "model.safetensors"), b"")
+        common = {"run": self.keys.run, "born": 0.0, "version": self.version}
+        common |= {"writer_term": WRITER.term, "writer": WRITER.id}
         manifest = Manifest(
-            run=self.keys.run,
-            born=0.0,
-            version=self.version,
-            writer_term=WRITER.term,
-            writer=WRITER.id,
+            **common,
             sync=self.version,
             created_at=self.t,
             digest=digest_of(self.version),
-            anchor=AnchorRef(
-                version=self._anchor,
-                files=(file_ref(self.keys.anchor(self._anchor, WRITER, "model.safetensors"), b""),),
-            ),
-            deltas=tuple(
-                self._delta(version, changed) for version in range(self._anchor + 1, self.version + 1)
-            ),
+            anchor=AnchorRef(version=self._anchor, files=(file,)),
+            deltas=deltas,
             jumps=(),
             parent=self._parent,
             changed=changed,
@@ -115,15 +106,7 @@ class WrittenRun:
         data = manifest.to_bytes()
         self.bucket.put(key, data)
         self._parent = file_ref(key, data)
-        head = Head(
-            run=self.keys.run,
-            born=0.0,
-            version=self.version,
-            manifest=self._parent,
-            writer_term=WRITER.term,
-            writer=WRITER.id,
-        )
-        self.bucket.put(self.keys.head(WRITER), head.to_bytes())
+        self.bucket.put(self.keys.head(WRITER), Head(**common, manifest=self._parent).to_bytes())
 
     def _delta(self, version: int, changed: int) -> DeltaRef:
         ref = file_ref(self.keys.delta(version, WRITER), b"")

@@ -171,7 +171,7 @@ def test_a_pinned_version_whose_files_are_gone_leaves_what_is_served(follower, r
 @pytest.mark.parametrize("version", [4, 99999999, 10**12])
 def test_a_version_that_is_not_there_is_a_sentence(follower: Follower, version: int) -> None:
     with pytest.raises(
-        ProtocolError, match=f"run 'ordered' has no version {version}, its newest is version 3"
+        ProtocolError, match=f"run 'ordered' has no version {version}; its newest is version 3"
     ):
         follower.commands.pin(version)
     assert follower.commands.pinned is None

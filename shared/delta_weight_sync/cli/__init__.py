@@ -17,21 +17,18 @@ COMMANDS = {
     "verify": "rebuild every version from version 0 and check each digest",
     "checkout": "write one version as an ordinary Hugging Face checkpoint",
     "bisect": "find the version that broke a metric, with a command that judges a checkpoint",
-    "blame": "show which tensors changed most at one version, and how far",
+    "blame": "show which tensors changed most in one version, and how far",
     "follow": "keep an ordinary Hugging Face checkpoint at the newest version, for any engine",
     "gc": "delete the oldest versions of a run, within a budget of bytes or age",
-    "keygen": "make a pair of keys to sign and check the versions of a run",
-    "plan": "predict bytes, seconds and money of a run before it starts",
-    "doctor": "show what works with the packages that are installed here, and what would make the rest work",
+    "keygen": "make a pair of keys, to sign the versions of a run and to check the signatures",
+    "plan": "predict the bytes, seconds and money that a run will take",
+    "doctor": "show which features work with the installed packages, and how to make the others work",
 }
 
 
 def main(words: list[str] | None = None) -> None:
-    """Run one command. An error of the run, the bucket or the disk is one sentence and exit code 1.
-
-    Args:
-        words: The arguments, by default those of the process.
-    """
+    """Run the command `words`, by default the process's arguments. If the run, the bucket or the disk fails,
+    print one sentence and exit with code 1."""
     words = sys.argv[1:] if words is None else words
     arguments = _parser(words).parse_args(words)
     name: str = arguments.command
@@ -49,7 +46,7 @@ def main(words: list[str] | None = None) -> None:
 
 
 def _parser(words: list[str]) -> argparse.ArgumentParser:
-    """The parser of all commands. Only the module of the given command is imported."""
+    """The parser of all commands. Imports only the module of the given command."""
     parser = argparse.ArgumentParser(prog="delta-weight-sync", description=__doc__)
     parser.add_argument("--version", action="version", version=metadata.version("delta-weight-sync"))
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -1,7 +1,4 @@
-"""All commands except plan.
-
-The codec is imported only by the commands that decode deltas.
-"""
+"""All commands except plan and doctor. Only those that decode deltas import the codec."""
 
 from __future__ import annotations
 
@@ -23,18 +20,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from delta_weight_sync import checkpoint
 from delta_weight_sync.checkout import CheckpointFolder, FollowedVersion, build, follow, updates
 from delta_weight_sync.checkpoint import Bits
-from delta_weight_sync.errors import CommandError, FolderError, NoVersionError, ProtocolError, printable
-from delta_weight_sync.reader import (
-    RunReader,
-    checkpoint_errors,
-    manifests_of,
-    open_run,
-    require_digest,
-    runs_in,
-)
+from delta_weight_sync.errors import CommandError, FolderError, ProtocolError, printable
+from delta_weight_sync.reader import RunReader, manifests_of, open_run, require_digest, runs_in
 from delta_weight_sync.records import Keys, Manifest
 from delta_weight_sync.scratch import Scratch
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, make_keys
@@ -46,47 +35,43 @@ _BLAMED: Final = 20  # tensors that `blame` lists
 _ENDING_S: Final = 5.0  # from SIGTERM to SIGKILL
 _UNKNOWN: Final = 125  # exit code of a command that cannot judge a version
 _NOT_STARTED: Final = (126, 127)  # the shell's codes for a program that is missing or not executable
-_VERDICTS: Final = {True: "good", False: "bad", None: "unknown"}
-_EXIT_CODES: Final[dict[int, int]] = {signal.SIGINT: 130, signal.SIGTERM: 0}
 _BLAME: Final = """\
-For each tensor: how many of its weights changed, their share, and how far they moved in units of the last
-place of bf16. Compare with another version of the run to find what is wrong: a tensor that changed
-completely, or weights that moved far."""
+For each tensor, the columns show how many of its weights changed, their share, and how far they moved in
+units in the last place (ULPs) of bf16. Compare with another version: suspect a tensor that changed
+completely, and weights that moved far."""
 _BISECT: Final = """\
-COMMAND runs in a shell for one version after another. {path} is a folder with the version as an ordinary
-checkpoint, {version} its number, {digest} its digest; they come quoted for the shell. Its exit code decides,
-as with `git bisect run`:
+COMMAND runs in a shell, once for each version that is tried. {path} becomes a folder with the version as an
+ordinary checkpoint, {version} its number, and {digest} its digest, each quoted for the shell. The exit code
+of COMMAND is the verdict, as with `git bisect run`:
 
   0 good     1 to 124 bad     125 unknown: another version is tried     any other ends the search
 
   delta-weight-sync bisect RUN --eval 'python evaluate.py {path} --at-least 0.6'
 
-The number of runs of COMMAND is about log2 of the number of versions. Without --good the search starts at the
-oldest version, without --bad at the newest. Such a default is judged first: the oldest must be good, and the
-newest must be bad. Each checkpoint is built from the last good one and the deltas after it, if that takes
-fewer bytes than an anchor."""
+COMMAND runs about log2(number of versions) times. Without --good, the oldest version is judged first and must
+be good. Without --bad, the newest version is judged first and must be bad."""
 _FOLLOW: Final = """\
-DIR/current is a link to the newest version's folder, such as DIR/00000041. It is replaced in one step, after
-that folder is complete and its digest is verified. Folders that readers can see are never written again. The
-version before stays until the next one is built. Damaged objects are reported and not applied. If the bucket
-is unreachable, the command keeps trying. DIR/current stays as it is in both cases. You can kill the command
-at any moment: at the next start it keeps the version in DIR if its digest is right.
+DIR/current is a link to the newest version's folder, such as DIR/00000041. The link is replaced in one step,
+after the new folder is complete and its digest is verified; that folder is never written again. The previous
+version stays until the next one is built. If an object is damaged or the bucket is unreachable, the command
+says so and keeps trying, and DIR/current does not change. You can kill the command at any moment: if the
+digest of the version in DIR is right, the next start keeps that version.
 
 COMMAND runs in a shell after each new version, and the next version waits for it. If COMMAND failed or did
-not run for the version in DIR, the next start runs it. {path} is the version's own folder, {version} its
-number, {digest} its digest. They come quoted for the shell, so end your own quotes before them, as here for
+not run for the version in DIR, the next start runs it. {path} becomes the version's own folder, {version} its
+number, and {digest} its digest, each quoted for the shell. So end your own quotes before them, as here for
 SGLang:
 
   --on-version "curl -f localhost:30000/update_weights_from_disk --json '{\\"model_path\\": \\"'{path}'\\"}'"
 
-Ctrl-C ends it with exit code 130, SIGTERM with 0."""
+Ctrl-C ends the command with exit code 130, SIGTERM with 0."""
 _GC: Final = """\
-The oldest versions go first. These are never deleted: all files that the newest manifest names; the files of
-versions published in the hour before the newest; the versions of saved trainer states, and all later ones;
-and objects written less than an hour before the newest one. So you can run it while a trainer and replicas
-use the run. A deleted version can no longer be checked out, pinned or verified.
+The oldest versions are deleted first. These are never deleted: all files that the newest manifest names; the
+files of versions published in the hour before the newest; the versions of saved trainer states, and all later
+ones; and objects written less than an hour before the newest one. So you can run the command while a trainer
+and replicas use the run. A deleted version can no longer be checked out, pinned or verified.
 
-A trainer deletes old versions itself with Publisher(..., keep="20GB")."""
+With Publisher(..., keep="20GB"), the trainer deletes old versions itself."""
 _KEYGEN: Final = f"""\
 FILE holds {SIGNING_KEY} and {PUBLIC_KEY}, and only you can read it. The trainer
 needs both, replicas and other readers only the second:
@@ -111,16 +96,16 @@ def configure(parser: argparse.ArgumentParser, name: str) -> None:
     if name in ("runs", "log", "show", "blame", "verify"):
         add("--json", action="store_true", help="print JSON")
     if name in ("show", "checkout", "blame"):
-        add("--version", type=int, metavar="N", help="default: the newest")
+        add("--version", type=int, metavar="N", help="number of the version (default: the newest)")
     if name == "log":
-        add("-n", "--last", type=int, metavar="N", help="list the newest N versions only")
+        add("-n", "--last", type=int, metavar="N", help="list only the newest N versions")
     elif name == "checkout":
         add("--out", type=Path, metavar="DIR", required=True, help="folder to write; it must be empty or new")
-        add("--force", action="store_true", help="write over the files in DIR")
+        add("--force", action="store_true", help="write to DIR even if it holds files")
     elif name == "bisect":
         add("--eval", metavar="COMMAND", required=True, help="command that judges a version")
         add("--good", type=int, metavar="N", help="a version that is good (default: the oldest)")
-        add("--bad", type=int, metavar="N", help="a later one that is bad (default: the newest)")
+        add("--bad", type=int, metavar="N", help="a later version that is bad (default: the newest)")
     elif name == "follow":
         add("--into", type=Path, metavar="DIR", required=True, help="folder to write")
         add("--on-version", metavar="COMMAND", default="", help="command to run for each new version")
@@ -146,7 +131,7 @@ def _run_in_shell(command: str, path: Path, manifest: Manifest) -> int:
     with subprocess.Popen(filled, shell=True, process_group=0) as shell:
         try:
             return shell.wait()
-        except BaseException:  # it is to end now, and so is all that it started
+        except BaseException:  # end the command and all processes that it started
             with suppress(ProcessLookupError):
                 os.killpg(shell.pid, signal.SIGTERM)
                 with suppress(subprocess.TimeoutExpired):
@@ -174,10 +159,10 @@ def _print(columns: str, rows: Iterable[dict[str, Any]], as_json: bool) -> None:
     if not as_json:
         print(columns.format_map({name: name for _, name, *_ in string.Formatter().parse(columns) if name}))
     for row in rows:
-        print(json.dumps(row) if as_json else columns.format_map({k: _words(k, v) for k, v in row.items()}))
+        print(json.dumps(row) if as_json else columns.format_map({k: _cell(k, v) for k, v in row.items()}))
 
 
-def _words(name: str, value: Any) -> str:
+def _cell(name: str, value: Any) -> str:
     if isinstance(value, float):
         return f"{100 * value:.3f} %"
     if isinstance(value, bool):
@@ -206,7 +191,7 @@ def _log(arguments: Arguments) -> None:
         for manifest in manifests:
             if arguments.last and len(manifests) > arguments.last:
                 return
-            anchors.add(manifest.anchor.version)  # a later version names it
+            anchors.add(manifest.anchor.version)  # listed before the anchor's own version
             if older := reader.parent(manifest):
                 manifests.append(older)
             first = min(older.sync + 1, manifest.sync) if older else manifest.sync
@@ -264,17 +249,15 @@ def _show(arguments: Arguments) -> None:
 
 
 def _verify(arguments: Arguments) -> None:
-    """Rebuild every version, oldest first; end at the first that is not what was published."""
+    """Rebuild every version, oldest first. The first one that differs from what was published is an error."""
     reader = _opened(arguments)
     reader.require_intact()
-    manifests = [reader.manifest()]
-    while older := reader.parent(manifests[-1]):
-        manifests.append(older)
-    manifests.reverse()
+    reader.manifest()  # raises an error if there is no version
+    manifests = [*reader.versions()][::-1]
     with Scratch() as folder:
         for manifest in _verified(reader, manifests, folder):
             facts = {"version": manifest.version, "digest": manifest.digest}
-            text = "version {version} ok, digest {digest}".format(**facts)
+            text = f"version {manifest.version} ok, digest {manifest.digest}"
             print(json.dumps(facts) if arguments.json else text, flush=True)
     if not arguments.json:
         _print_deleted(manifests[0])
@@ -282,8 +265,8 @@ def _verify(arguments: Arguments) -> None:
 
 
 def _verified(reader: RunReader, manifests: list[Manifest], folder: Path) -> Iterator[Manifest]:
-    """Build each version by its own delta, and check every anchor and jump on the way. The oldest and the
-    newest version are also built as a joining replica builds them."""
+    """Build each version from the one before and its delta, and check every anchor and jump on the way. The
+    oldest and the newest version are also built as a joining replica builds them."""
     by_version = {manifest.version: manifest for manifest in manifests}
     anchors = {manifest.anchor.version: manifest.anchor for manifest in manifests}
     used = (delta for manifest in manifests for delta in manifest.recipe().deltas)
@@ -296,11 +279,7 @@ def _verified(reader: RunReader, manifests: list[Manifest], folder: Path) -> Ite
         else:
             state = reader.checkout(manifest, folder)
         if anchor := anchors.get(manifest.version):
-            for ref in anchor.files:
-                reader.fetch(ref, folder)
-            with checkpoint_errors(anchor):
-                bits = checkpoint.map_bits(folder / checkpoint.WEIGHTS)
-            require_digest(bits, manifest)
+            reader.checkout(manifest.model_copy(update={"anchor": anchor}), folder)
         for jump in jumps.values():
             if jump.base == manifest.version:
                 copy = {name: bits.copy() for name, bits in state.items()}
@@ -322,7 +301,7 @@ def _checkout(arguments: Arguments) -> None:
 
 @contextmanager
 def _progress(folder: Path, total: int) -> Iterator[None]:
-    """On a terminal, show how many of `total` bytes are in `folder` if the block takes over 2 seconds."""
+    """On a terminal, show how many of `total` bytes are in `folder`, if the block takes over 2 seconds."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     done = threading.Event()
@@ -343,28 +322,23 @@ def _progress(folder: Path, total: int) -> Iterator[None]:
 
 
 def _blame(arguments: Arguments) -> None:
-    """Print one line for each of the tensors with the largest share of changed weights."""
     from delta_weight_sync.codec import ULP_CLASSES, Delta, count_ulps
 
     reader = _opened(arguments)
     manifest = reader.manifest() if arguments.version is None else reader.find(arguments.version)
     if not manifest.deltas:
-        raise ProtocolError(
-            f"version {manifest.version} was published as an anchor only, so no delta shows its changes"
-        )
+        what = f"version {manifest.version} was published as an anchor only"
+        raise ProtocolError(f"{what}: name a later version, whose delta shows what changed")
     with Scratch() as folder:
         delta = Delta(reader.fetch(manifest.deltas[-1], folder))
-        # The version before is fetched only if the delta is coded against it.
-        before = functools.cache(
-            lambda: reader.checkout(reader.find(manifest.version - 1), folder / "before")
-        )
-        patches = delta.patches({t.name: t.shape for t in delta.tensors}, lambda name: before()[name])
+        # Fetched only if the delta is coded against the version before.
+        old = functools.cache(lambda: reader.checkout(reader.find(manifest.version - 1), folder / "before"))
+        patches = delta.patches({t.name: t.shape for t in delta.tensors}, lambda name: old()[name])
         tensors = [(p.index.size / p.numel, p.index.size, p.name, p.shape, count_ulps(p)) for p in patches]
     tensors.sort(key=lambda tensor: tensor[:4], reverse=True)
     classes = [f"ULPs {name}" for name in ULP_CLASSES]
     rows = [
-        {"changed": count, "share": share}
-        | dict(zip(classes, map(int, moved), strict=True))
+        {"changed": count, "share": share, **dict(zip(classes, map(int, moved), strict=True))}
         | {"tensor": f"{name} {list(shape)}"}
         for share, count, name, shape, moved in (tensors if arguments.json else tensors[:_BLAMED])
     ]
@@ -379,46 +353,41 @@ def _blame(arguments: Arguments) -> None:
 
 def _bisect(arguments: Arguments) -> None:
     if "{path}" not in arguments.eval and "{version}" not in arguments.eval:
-        raise CommandError("--eval names neither {path} nor {version}, so it would judge the same each time")
+        raise CommandError("--eval gives the same result for all versions: use {path} or {version} in it")
     reader = _opened(arguments)
     with Scratch() as folder:
+        good, bad = _ends(reader, arguments.good, arguments.bad)
         judge = _Judge(reader, arguments.eval, folder)
-        good, bad = _ends(reader, judge, arguments.good, arguments.bad)
-        unknown = set[int]()
-        while left := [version for version in range(good + 1, bad) if version not in unknown]:
+        if arguments.bad is None and judge(bad) is not False:
+            raise CommandError(f"the newest version, {bad}, was not judged bad: there is nothing to find")
+        if arguments.good is None and not judge(good):
+            raise CommandError(
+                f"the oldest version, {good}, was not judged good: name a good version with --good"
+            )
+        while left := [version for version in range(good + 1, bad) if version not in judge.verdicts]:
             version = left[len(left) // 2]
-            verdict = judge.verdict(version)
-            if verdict is None:
-                unknown.add(version)
-            elif verdict:
+            if judge(version):
                 good = version
-            else:
+            elif judge.verdicts[version] is False:
                 bad = version
     if good + 1 < bad:
         raise CommandError(
             f"the first bad version is in the range {good + 1} to {bad}: your command could not judge the"
             f" versions before {bad} (exit code 125)"
         )
-    print(f"version {bad} is the first bad one; {judge.count} were judged")
+    print(f"version {bad} is the first bad one; {len(judge.verdicts)} versions were judged")
     place = printable(f"{reader.bucket.url}#{reader.keys.run}")
     print(f"to see what changed there: delta-weight-sync blame {place} --version {bad}")
 
 
-def _ends(reader: RunReader, judge: _Judge, good: int | None, bad: int | None) -> tuple[int, int]:
-    """The good and the bad end. Ends that you gave must exist, the others are judged."""
-    newest = reader.manifest().version
-    oldest = min(manifests_of(reader.bucket.list(reader.keys.manifests)))
-    first, last = oldest if good is None else good, newest if bad is None else bad
+def _ends(reader: RunReader, good: int | None, bad: int | None) -> tuple[int, int]:
+    """The ends of the search: the given versions, or the oldest and the newest. Raises `ProtocolError`."""
+    first = min(manifests_of(reader.bucket.list(reader.keys.manifests)), default=0) if good is None else good
+    last = reader.manifest().version if bad is None else bad
     if first >= last:
         raise CommandError(f"nothing lies between good {first} and bad {last}: --bad must be a later version")
     for end in (first, last):
-        reader.find(end)
-    if bad is None and judge.verdict(last) is not False:
-        raise CommandError(f"the newest version, {last}, was not judged bad: there is nothing to find")
-    if good is None and judge.verdict(first) is not True:
-        raise CommandError(
-            f"the oldest version, {first}, was not judged good: the first bad one is not later than it"
-        )
+        reader.find(end)  # raises an error if there is no such version
     return first, last
 
 
@@ -428,9 +397,9 @@ class _Judge:
     def __init__(self, reader: RunReader, command: str, folder: Path) -> None:
         self._reader, self._command, self._folder = reader, command, folder
         self._good: FollowedVersion | None = None  # later versions are built from it
-        self.count = 0
+        self.verdicts: dict[int, bool | None] = {}  # version -> good, bad, or unknown
 
-    def verdict(self, version: int) -> bool | None:
+    def __call__(self, version: int) -> bool | None:
         """Whether a version is good, or None if the command does not know. Raises `CommandError`."""
         manifest = self._reader.find(version)
         built = FollowedVersion(manifest, self._folder / f"{version:08d}")
@@ -445,12 +414,9 @@ class _Judge:
                 f"--eval returned exit code {code} for version {version}; expected 0 (good), 1 to 124 (bad)"
                 " or 125 (unknown)"
             )
-        good = None if code == _UNKNOWN else code == 0
-        self.count += 1
-        print(f"version {version}: {_VERDICTS[good]}", flush=True)
-        superseded = self._good if good else built
-        if good:
-            self._good = built
+        good = self.verdicts[version] = None if code == _UNKNOWN else code == 0
+        print(f"version {version}: {'unknown' if good is None else 'good' if good else 'bad'}", flush=True)
+        superseded, self._good = (self._good, built) if good else (built, self._good)
         if superseded:
             shutil.rmtree(superseded.path)
         return good
@@ -461,8 +427,7 @@ def _follow(arguments: Arguments) -> None:
     with _ended_by_signals():
         if arguments.once:
             with follow(reader, into, once=True) as versions:
-                for version in versions:
-                    _announce(version, into, arguments.on_version)
+                _announce(next(versions), into, arguments.on_version)
             return
         with CheckpointFolder(reader, into) as folder:
             for version in updates(reader, folder, _complain):
@@ -493,11 +458,8 @@ def _complain(error: Exception) -> None:
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
     """While the block runs, Ctrl-C and SIGTERM raise `SystemExit`, which also ends a running command."""
-
-    def end(sign: int, _: object) -> None:
-        sys.exit(_EXIT_CODES[sign])
-
-    before = {sign: signal.signal(sign, end) for sign in _EXIT_CODES}
+    codes: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 0}
+    before = {sign: signal.signal(sign, lambda got, _: sys.exit(codes[got])) for sign in codes}
     try:
         yield
     finally:
@@ -509,10 +471,9 @@ def _gc(arguments: Arguments) -> None:
     from delta_weight_sync.prune import Keep, Pruner, prune
 
     reader, keep = _opened(arguments), Keep.parse(arguments.keep)
+    reader.manifest()  # raises an error if there is no version
     survey = Pruner(reader, keep).survey()
-    if survey is None:
-        reader.manifest()  # raises, and names the runs that there are
-        raise NoVersionError(f"run {reader.keys.run!r} has no version")
+    assert survey is not None, "the run has a version"
     if arguments.dry_run:
         for info, why in survey.delete:
             print(f"{info.size:>14,}  {printable(info.key)}  {why}")
@@ -521,7 +482,7 @@ def _gc(arguments: Arguments) -> None:
     done = "would be deleted" if arguments.dry_run else "deleted"
     stay = f"versions {survey.oldest} to {survey.newest} stay, {size_text(survey.kept)}"
     if survey.kept > keep.size:
-        stay += f", which is more than {keep}: the newest version, the last hour and saved states need it"
+        stay += f", which is more than {keep}: the newest version, the last hour and saved states need them"
     print(f"{len(survey.delete)} objects {done}, {size_text(survey.freed)}; {stay}")
 
 

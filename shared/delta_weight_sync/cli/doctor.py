@@ -1,4 +1,4 @@
-"""The command doctor: what works in this environment, and the cure for what does not."""
+"""The command doctor: shows what works in this environment, and how to make the rest work."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _NAME = "delta-weight-sync"
 
 
 def configure(parser: argparse.ArgumentParser, _: str) -> None:
-    """The arguments of `doctor`."""
-    help_ = "look at vLLM and TRL in this folder instead, such as an unpacked wheel"
+    """Add the arguments of `doctor`."""
+    help_ = "examine vLLM and TRL in this folder instead, such as an unpacked wheel"
     parser.add_argument("--site", type=Path, metavar="FOLDER", help=help_)
-    parser.epilog = "The exit code is 1 if something is installed that cannot be used."
+    parser.epilog = "The exit code is 1 if an installed package cannot be used."
     parser.set_defaults(run=_run)
 
 
@@ -28,12 +28,11 @@ def _run(arguments: argparse.Namespace) -> None:
     wrong = False if arguments.site else _packages()
     for package in ("vllm", "trl"):
         wrong |= _release(compat.examine(package, arguments.site))
-    if wrong:
-        sys.exit(1)
+    sys.exit(int(wrong))
 
 
 def _packages() -> bool:
-    """Print a line for each requirement; whether one is installed in a version that cannot be used."""
+    """Print a line for each requirement. Return whether one is installed in a version that cannot be used."""
     wrong, own = False, importlib.metadata.distribution(_NAME)
     extras = ("", *(own.metadata.get_all("Provides-Extra") or ()))
     for need in map(Requirement, own.requires or ()):
@@ -53,7 +52,7 @@ def _packages() -> bool:
 
 
 def _release(release: compat.Release) -> bool:
-    """Print a line for each feature of vLLM or TRL; whether it is installed and cannot be used."""
+    """Print a line for each feature of vLLM or TRL. Return whether it is installed but cannot be used."""
     problems = release.problems()[0]
     state = "was tested with this library" if release.known else "was not tested with this library"
     print(f"{release.package} {release.version} {state}" if release.version else problems[0])

@@ -18,19 +18,19 @@ _SCALES = {"m": 1e-3, "": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12
 
 
 def configure(parser: argparse.ArgumentParser, _: str) -> None:
-    """The arguments of `plan`; each stores a field of `Question`."""
+    """Add the arguments of `plan`; each stores a field of `Question`."""
     add = parser.add_argument
-    add("--params", type=weights, required=True, help="weights of the model: 1T, 0.6B, 135M")
-    add("--changed", dest="share", type=share, required=True, help="share that a sync changes: 1%%")
+    add("--params", type=weights, required=True, help="number of weights of the model: 1T, 0.6B, 135M")
+    add("--changed", dest="share", type=share, required=True, help="share of the weights in a sync: 1%%")
     add("--replicas", type=positive, required=True, help="number of vLLM replicas")
-    add("--link", type=speed, required=True, help="of each machine: 100MB/s, 10Gb/s")
-    help_ = "that each request to the Hub takes, at least (default: 100ms)"
-    add("--latency", type=seconds, default=Question.latency, help=help_)
-    add("--encoding", choices=(*cost.ENCODE,), default="fast", help="of deltas (default: fast)")
-    kinds = "fp32: fp32 master weights (default); fp32-start: its first steps; bf16: no master weights"
+    add("--link", type=speed, required=True, help="link speed of each machine: 100MB/s, 10Gb/s")
+    latency = "time that each request to the Hub takes in addition to its bytes (default: 100ms)"
+    add("--latency", type=seconds, default=Question.latency, help=latency)
+    add("--encoding", choices=(*cost.ENCODE,), default="fast", help="encoding of deltas (default: fast)")
+    kinds = "fp32: fp32 master weights (default); fp32-start: the same, first steps; bf16: no master weights"
     add("--trainer", choices=get_args(cost.Trainer), default="fp32", help=kinds)
-    add("--cores", type=positive, default=2, help="of rank 0 and of each worker (default: 2)")
-    add("--steps-per-hour", type=positive, help="of the trainer (default: as many as the system carries)")
+    add("--cores", type=positive, default=2, help="cores of rank 0 and of each worker (default: 2)")
+    add("--steps-per-hour", type=positive, help="steps of the trainer (default: as many as can be published)")
     add("--json", action="store_true", help="print all figures as JSON")
     parser.set_defaults(run=_run)
 
@@ -84,22 +84,21 @@ def _assumptions(plan: Plan) -> list[str]:
     gpu, polls = f"{cost.GPU_BYTES / 1e9:.0f} GB", cost.WINDOW_S / POLL_S
     text = f"""\
 times assume one core of an AMD EPYC for each thread (`make bench`); no GPU was measured
-the trainer needs {cost.TRAINER_BYTES:.0f} bytes per weight, and has one rank for every {gpu} of that
-a replica needs {cost.REPLICA_BYTES:.1f} bytes per weight, and has one worker for every {gpu} of that
+the trainer needs {cost.TRAINER_BYTES:.0f} bytes per weight, and has one rank for every {gpu} of them
+a replica needs {cost.REPLICA_BYTES:.1f} bytes per weight, and has one worker for every {gpu} of them
 each machine has a link of {size_text(asked.link)}/s, and the store serves all of them simultaneously
 the publisher makes {made["all"]} requests per version, one after the other
-each replica looks at HEAD and makes {taken["all"]} requests per version, {plan.fetches} in turn in all
+each replica makes {taken["all"]} requests per version; {plan.fetches}, with the poll of HEAD, are sequential
 a request takes {time_text(asked.latency)} in addition to its bytes
 the Hub's events notify replicas; a replica without them makes {polls:.0f} requests for files in 5 minutes
 changes are spread like those of the measured models; clustered changes make smaller files
 prices as of {cost.PRICES_READ_ON}: huggingface.co/pricing, /storage and /docs/hub/spaces-gpus
 private storage is ${cost.PRIVATE_USD_TB_MONTH:.0f} per TB and month beyond {cost.INCLUDED_TB:.0f} TB"""
     if plan.trainer_ranks > 1:
-        text += f"\nranks send rank 0 {size_text(10 * plan.changes)} of changes per sync in no time"
+        text += f"\nsending {size_text(10 * plan.changes)} of changes per sync to rank 0 takes no time"
     if plan.threads > 1:
-        text += (
-            f"\nthreads share the work evenly; two were {threads[0]:.1f} to {threads[1]:.1f} times as fast"
-        )
+        times = f"{threads[0]:.1f} to {threads[1]:.1f} times"
+        text += f"\nthreads share the work evenly; two measured threads were {times} as fast as one"
     if not shares[0] / 1.34 <= asked.share <= shares[-1] * 1.34:
         text += f"\nsizes at {100 * asked.share:.3g} % were not measured for trainer {asked.trainer}"
     return text.split("\n")
@@ -125,12 +124,12 @@ def _table(plan: Plan) -> str:
     rows = f"""\
 one sync of {count_text(asked.params)} weights, {100 * asked.share:.3g} % changed, {how}
 delta file|{size(plan.delta)}|{plan.per_change:.3f} B per change, 1/{smaller} of the model
-diff|{time(plan.diff_s)}|the trainer waits; {_count(plan.trainer_ranks, "rank")}, each its shard
+diff|{time(plan.diff_s)}|the trainer waits; {_count(plan.trainer_ranks, "rank")}, each with its own shard
 encode|{time(plan.encode_s)}|in the background, {threads} of rank 0
 upload|{time(plan.upload_s)}|in the background
 notification|{time(plan.notification_s)}|half of a poll interval; less with events or pokes
 fetch|{time(plan.fetch_s)}|generation goes on
-decode and stage|{time(plan.stage_s)}|generation goes on; {workers}, {threads} each
+decode and stage|{time(plan.stage_s)}|generation goes on; {workers} with {threads} each
 commit|{time(plan.commit_s)}|generation waits
 hand-over to serving|{time(plan.hand_over_to_serving_s)}
 
@@ -143,8 +142,8 @@ published|{_figure(plan.published_hour)}|{pace}
 a replica that joins late (an anchor every {plan.anchor_every} versions)
 anchor|{time(plan.join_anchor_s)}|{size(plan.full)}
 jumps and deltas|{time(plan.join_deltas_s)}|halfway to the next anchor; fetch, decode, apply
-rebuild the checkpoint|{time(plan.join_rebuild_s)}|read, prove by digest, write
-total, before vLLM starts|{time(plan.join_s)}|at worst {time(plan.join_worst_s)}
+rebuild the checkpoint|{time(plan.join_rebuild_s)}|read, check the digest, write
+total, before vLLM starts|{time(plan.join_s)}|at most {time(plan.join_worst_s)}
 
 storage and money
 bucket grows by|{size(plan.stored_hour)}/h|nothing is deleted unless you ask for it
@@ -152,12 +151,12 @@ trainer states|{size(plan.states_hour)}/h|in addition; two stay, {size(plan.stat
 egress|{size(plan.egress_hour)}/h|{ratio:.1f} times what is stored; {included}
 requests for files|{_figure(plan.file_requests)}|in 5 minutes; the Hub allows {cost.FILES_ALLOWED}
 requests to the Hub's API|{_figure(plan.api_requests)}|in 5 minutes; the Hub allows {cost.API_ALLOWED}
-host memory of rank 0|{size(plan.mirror)}|the mirror, 2 bytes per weight
+host memory of rank 0|{size(plan.full)}|the mirror, 2 bytes per weight
 a day's bucket, kept for a month|${plan.storage_usd_month:,.2f}|private, on the Hub
 replicas as Spaces|{spaces}
 
 the same with full checkpoints
-a sync|{size(plan.full)}|{smaller} times as much
+a sync|{size(plan.full)}|{smaller} times as many bytes
 hand-over to loaded|{time(plan.full_s)}|loading stops generation
 versions per hour|{_figure(plan.full_versions_hour)}
 
