@@ -64,7 +64,7 @@ def test_sglang(url):
     ("engine", "program"), [("text-generation-inference", "docker"), ("llama.cpp", "systemctl")]
 )
 def test_an_engine_that_is_restarted(engine, program, url):
-    """It reads what is in place when it is told to start again."""
+    """When it restarts, it reads the version that is in place."""
     programs = {program: 'echo "$1" > told; cp -rL build/newest/current read'}
     programs["convert_hf_to_gguf.py"] = 'cp "$1/model.safetensors" "$3"'
     for name, code in programs.items():
