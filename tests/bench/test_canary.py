@@ -13,11 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from bench.research import canary
 from bench.research.canary import LIMIT, compare, token_logprobs
-from delta_weight_sync import Publisher
 from delta_weight_sync.checkout import CheckpointFolder
 from delta_weight_sync.reader import RunReader, open_run
-from examples import tiny_policy as tiny
 from tests.support.http_server import Request, answering
+from tests.support.published_run import write_run
 
 VERSIONS = 3
 
@@ -25,18 +24,9 @@ VERSIONS = 3
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunReader, dict[int, Path]]:
     """A run of a few versions that differ plainly, and a checkout of each."""
-    base, folder = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("versions")
-    tiny.build(base, tie=True, seed=0)
-    url = f"{tmp_path_factory.mktemp('bucket').as_uri()}#run"
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    with Publisher(url, base) as publisher, torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(0)
-        for _ in range(VERSIONS):
-            publisher.publish(model.named_parameters())
-            publisher.flush()
-            for parameter in model.parameters():
-                parameter += 0.05 * torch.randn_like(parameter)
-    reader = open_run(url)
+    folder = tmp_path_factory.mktemp("run")
+    write_run((folder / "bucket").as_uri(), folder / "base", VERSIONS, drift=0.05)
+    reader = open_run(f"{(folder / 'bucket').as_uri()}#test")
     for version in range(VERSIONS):
         reader.checkout(reader.find(version), folder / str(version))
     return reader, {version: folder / str(version) for version in range(VERSIONS)}
@@ -109,7 +99,7 @@ def test_the_command_names_each_replica_that_is_off_or_cannot_be_compared(
     reader, folders = published
     replica.serve(2, folders[1])
     monkeypatch.setattr(
-        sys, "argv", ["canary", f"{reader.bucket.url}#run", "http://127.0.0.1:9", replica.url]
+        sys, "argv", ["canary", f"{reader.bucket.url}#test", "http://127.0.0.1:9", replica.url]
     )
     with pytest.raises(SystemExit) as ended:
         canary.main()

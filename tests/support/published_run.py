@@ -11,22 +11,18 @@ from delta_weight_sync.digest import state_digest, to_hex
 from examples import tiny_policy as tiny
 
 
-def write_run(url: str, base: Path, versions: int, run: str = "test") -> list[str]:
+def write_run(url: str, base: Path, versions: int, run: str = "test", drift: float = 1e-4) -> list[str]:
     """Publish that many versions of a tiny policy that drifts; returns the digest of each."""
     if not base.exists() or not any(base.iterdir()):
         tiny.build(base, tie=True, seed=0)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    digests = []
+    digests, chance = [], torch.Generator().manual_seed(0)
     with Publisher(f"{url}#{run}", base) as publisher:
         for _ in range(versions):
             publisher.publish(model.named_parameters())
             publisher.flush()
             digests.append(to_hex(state_digest({name: to_bits(p) for name, p in model.named_parameters()})))
-            _drift(model)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter += drift * torch.randn(parameter.shape, generator=chance)
     return digests
-
-
-@torch.no_grad()
-def _drift(model: torch.nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter += 1e-4 * torch.randn_like(parameter)
