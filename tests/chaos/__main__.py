@@ -27,6 +27,7 @@ from unittest import mock
 import psutil
 
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, SigningKey
+from tests.buckets import XET_PAUSE
 from tests.chaos.actor import PATIENCE_S, Died, Failed, prepare
 from tests.chaos.faults import ANYWHERE, ON_DISK, ON_HUB, WITH_VLLM
 from tests.chaos.scene import NotStruck, NotSurvived, Place, Scene, Strike
@@ -194,9 +195,8 @@ def _folder(place: Path) -> Iterator[Store]:
 @contextlib.contextmanager
 def _hub(place: Path) -> Iterator[Store]:
     (place / "hub").mkdir()
-    quick = {"HF_XET_CLIENT_RETRY_BASE_DELAY": "10ms"}  # production waits for seconds
     with HubSim(place / "hub") as hub:
-        yield "hf://buckets/team/chaos/runs", hub.env(place / "home") | quick, hub
+        yield "hf://buckets/team/chaos/runs", hub.env(place / "home") | XET_PAUSE, hub
 
 
 @contextlib.contextmanager

@@ -81,7 +81,7 @@ class Actor:
         self._release()
 
     def close(self) -> None:
-        """Let it end by itself; kill it where it does not."""
+        """Let it end by itself; kill it if it does not."""
         with contextlib.suppress(Died, Failed):
             self.call("close")
         self.send("")

@@ -106,7 +106,7 @@ def _must_be_fenced(trainer: Trainers) -> None:
 
 
 def three(scene: Scene, rng: Random) -> str:
-    """Started at the same instant; at most one may be told that its version is published."""
+    """Three trainers start at the same instant; the bucket may confirm a version to at most one of them."""
     others = [scene.new_trainer(), scene.new_trainer()]
     trainers = [scene.trainer, *others]
     for other in others:

@@ -1,4 +1,4 @@
-"""What goes wrong within one process, its bucket, disk, clock and life, and by a stranger in the bucket."""
+"""The faults of one process, of its bucket, disk, clock and life, and of a stranger in the bucket."""
 
 from __future__ import annotations
 
@@ -142,9 +142,16 @@ def _bytes(data: bytes | Path | None) -> bytes:
 def _damaged(what: str, data: bytes) -> bytes:
     """One bit flipped, or the first half."""
     middle = len(data) // 2
-    if what == "flip" and data:
+    if what in ("flip", "flipped") and data:
         return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
     return data[:middle]
+
+
+def flip_bit(path: Path, before_end: int = 0) -> None:
+    """One bit of a file, that many bytes before the last."""
+    data = bytearray(path.read_bytes())
+    data[-1 - before_end] ^= 1
+    path.write_bytes(data)
 
 
 def die(how: signal.Signals) -> None:
@@ -217,7 +224,7 @@ DAMAGES = ("deleted", "torn", "empty", "flipped", "swapped")
 
 
 class Vandal:
-    """A stranger with write access to the bucket: deletes, damages, or puts back objects."""
+    """A stranger with write access to the bucket, who deletes, damages or puts back objects."""
 
     def __init__(self, url: str) -> None:
         self._bucket = open_bucket(url, create=True)
@@ -250,16 +257,10 @@ class Vandal:
         if how == "deleted":
             self._bucket.delete([key])
             return key
-        data = self._bucket.get(key)
-        middle = len(data) // 2
-        if how == "torn":
-            data = data[:middle]
-        elif how == "empty":
-            data = b""
-        elif how == "flipped":
-            data = data[:middle] + b"\0" + data[middle + 1 :]
-        else:
+        if how == "swapped":
             data = self._bucket.get(keys[0]) if keys[0] != key else b"{}"
+        else:
+            data = b"" if how == "empty" else _damaged(how, self._bucket.get(key))
         self._bucket.put(key, data)
         return key
 

@@ -8,7 +8,6 @@ import hashlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from delta_weight_sync.errors import CodecError, EngineError, ProtocolError
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import Manifest, parse
 from delta_weight_sync.vllm.follower import Follower
-from tests.chaos.faulty import RUN, Mortal
+from tests.chaos.faulty import RUN, Mortal, flip_bit
 from tests.chaos.trainer import Truth
 from tests.live import replica as live
 from tests.support import fake_vllm
@@ -123,9 +122,7 @@ class Replica(Mortal):
     def damage_anchor(self) -> bool:
         """One bit of the anchor that is kept on the disk; False if none is."""
         for path in (self.folder / "anchors").glob("*/model.safetensors"):
-            data = bytearray(path.read_bytes())
-            data[-1] ^= 1
-            path.write_bytes(data)
+            flip_bit(path)
             return True
         return False
 
@@ -197,12 +194,9 @@ class Living:
         return Claim(status["version"], "", 0, digest, digest, 1, status["state"], status["error"])
 
     def kill_vllm(self) -> None:
-        """-9 to its engine; returns when it is known that it died."""
+        """Kill its engine with -9; returns when the replica reports it."""
         live.engine_of(self._replica).send_signal(signal.SIGKILL)
-        deadline = time.monotonic() + 60
-        while (claim := self.claim()) and claim.version is not None:
-            assert time.monotonic() < deadline, "it does not notice that its vLLM is dead"
-            time.sleep(0.05)
+        live.soon(lambda: not (claim := self.claim()) or claim.version is None)
 
     def close(self) -> None:
         self._replica.stop()

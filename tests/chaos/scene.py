@@ -12,7 +12,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from tests.chaos.actor import Actor, Died, Failed, Local
-from tests.chaos.faulty import RUN, Fault, Vandal
+from tests.chaos.faulty import RUN, Fault, Vandal, flip_bit
 from tests.chaos.followers import Claim, Kept, Living, Replica, read_kept
 from tests.chaos.trainer import Published, Trainer, Truth
 from tests.support.hubsim import HubSim
@@ -101,8 +101,8 @@ class Member:
         self.name, self.kind, self.place = name, kind, place
         self.actor: Any = None
         self.folder = place.folder / name
-        self.starts = 0  # of its vLLM that there are reasons for
-        self.tainted: int | None = None  # the version during which its memory was changed behind its back
+        self.starts = 0  # how many starts of its vLLM have a reason
+        self.tainted: int | None = None  # the version during which a fault changed its memory
 
     def start(self) -> None:
         self.folder.mkdir(exist_ok=True)
@@ -148,16 +148,13 @@ class Member:
         claim = self.claim() if self.kind == "kept" else None
         files = [path for path in self.folder.rglob("*.safetensors") if path.is_file()]
         if files:
-            path = rng.choice(sorted(files))
-            data = bytearray(path.read_bytes())
-            data[-1 - rng.randrange(100)] ^= 1
-            path.write_bytes(data)
+            flip_bit(rng.choice(sorted(files)), rng.randrange(100))
         self.start()
         self.tainted = claim.version if claim else None  # until it has looked
 
 
 class Scene:
-    """Everything is waited for, and not for ever."""
+    """Waits for everything that should happen, and never forever."""
 
     def __init__(self, place: Place, *, ranks: int, cast: Mapping[str, str], patience_s: float) -> None:
         """`cast`: the kind of each follower by its name."""
@@ -304,4 +301,4 @@ class Scene:
 
 
 Strike = Callable[[Scene, Random], str]
-"""Lets one thing go wrong, and says what it was; raises `NotStruck` if it cannot, and `NotSurvived`."""
+"""Makes one thing go wrong and describes it; raises `NotStruck` if it cannot, and `NotSurvived`."""
