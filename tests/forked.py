@@ -1,4 +1,4 @@
-"""Processes that start at once: each is forked from one that has imported what trainers need, and no more."""
+"""Processes that start quickly: each is forked from one that has imported only what trainers need."""
 
 import multiprocessing
 from collections.abc import Callable

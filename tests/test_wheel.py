@@ -20,8 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from what belongs to it, in a folder of its own: setuptools leaves things beside its sources. The
-    sources' archive is beside it."""
+    """The wheel, next to the sources' archive; built from a copy: setuptools leaves files there."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)

@@ -69,21 +69,26 @@ for name in ("attention", "trainer", "replica"):
 """
 
 
+def said(*words: str) -> subprocess.CompletedProcess[str]:
+    """How this Python ended, and what it printed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
 def test_the_checks_of_kernels_need_only_the_packages_that_the_command_names():
-    said = subprocess.run([sys.executable, "-c", ONLY], capture_output=True, text=True)
-    assert said.returncode == 0, said.stderr
-    assert said.stdout.count("is not installed: the section was left out") == 3
+    done = said("-c", ONLY)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("is not installed: the section was left out") == 3
 
 
 @pytest.mark.long  # what it checks, tests/gpu does piece by piece
 def test_without_a_gpu_the_kernels_are_interpreted():
-    said = subprocess.run(
-        [sys.executable, "-m", "bench.gpu_check", "--interpret"], capture_output=True, text=True
-    )
-    assert said.returncode == 0, said.stdout + said.stderr
-    rows = [line for line in said.stdout.splitlines() if line.startswith("| PASS")]
+    done = said("-m", "bench.gpu_check", "--interpret")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| PASS")]
     assert len(rows) == 10
-    assert "speed: unmeasured" in said.stdout
+    assert "speed: unmeasured" in done.stdout
 
 
 def test_the_page_has_the_predictions_that_the_command_prints():
@@ -101,23 +106,21 @@ def test_a_section_that_takes_too_long_ends_alone():
 @pytest.mark.live
 def test_the_trainers_parts_pass_here_too():
     """TRL's attention in both directions, and five steps with versions that are the trainer's weights."""
-    said = subprocess.run([sys.executable, "-c", TRAINER], capture_output=True, text=True)
-    assert said.stdout.count("| PASS") == 8, said.stdout + said.stderr
+    done = said("-c", TRAINER)
+    assert done.stdout.count("| PASS") == 8, done.stdout + done.stderr
 
 
 @pytest.mark.full
 def test_without_a_gpu_and_unasked_it_says_what_to_do():
-    said = subprocess.run([sys.executable, "-m", "bench.gpu_check"], capture_output=True, text=True)
-    assert said.returncode == 1
-    assert (
-        "FAIL | there is no GPU that torch can use; --interpret checks the kernels without one" in said.stdout
-    )
+    done = said("-m", "bench.gpu_check")
+    sentence = "FAIL | there is no GPU that torch can use; --interpret checks the kernels without one"
+    assert (done.returncode, sentence in done.stdout) == (1, True)
 
 
 @pytest.mark.full
 def test_a_kernel_that_writes_nothing_is_a_failure():
-    said = subprocess.run([sys.executable, "-c", BREAK], capture_output=True, text=True)
-    assert said.stdout.startswith("| FAIL | a replica: every bit pattern"), said.stdout + said.stderr
+    done = said("-c", BREAK)
+    assert done.stdout.startswith("| FAIL | a replica: every bit pattern"), done.stdout + done.stderr
 
 
 @pytest.mark.long
@@ -136,15 +139,14 @@ def test_a_replica_passes_here_too(monkeypatch):
     assert rights == [True] * 4
 
 
-# A tied and fused one, one that is loaded anew in part, and one whose weights vLLM would pack on a CPU.
+# A tied and fused one, one that is loaded again in part, and one whose weights vLLM would pack on a CPU.
 CHEAP = ("qwen3", "falcon", "qwen3_next")
 
 
 @pytest.mark.long
 def test_rows_of_the_page_are_what_the_command_finds():
-    command = [sys.executable, "-m", "bench.compatibility", *CHEAP]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    done = said("-m", "bench.compatibility", *CHEAP)
+    assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith("| ")][2:]
     assert len(rows) == len(CHEAP)
     assert set(rows) <= set(PAGE.read_text().splitlines())

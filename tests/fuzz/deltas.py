@@ -218,7 +218,7 @@ OLD: State = {
     "a.weight": _weights(30, 50),
     "a.bias": _weights(63),
     "scale": np.array(0x3F80, np.uint16),
-    "b.weight": _weights(4, 17, 65),  # more than the 4,096 weights that are sorted into bands at once
+    "b.weight": _weights(4, 17, 65),  # more than the 4,096 weights that are sorted into bands in one go
     "b.bias": _weights(64),
     "none": np.empty((0, 3), np.uint16),
 }

@@ -1,7 +1,7 @@
 """A small real run, and forgeries of it: each has one object that is wrong while all its hashes fit.
 
-Whoever may write to a bucket whose versions are not signed can make every hash fit, so that readers get past
-them: what is changed in a file is pinned anew by the manifest, and what is changed in a manifest by HEAD.
+If versions are not signed, anyone who may write to the bucket can make every hash fit, so that readers get
+past them: the manifest gets the hash of a changed file, and HEAD gets the hash of a changed manifest.
 """
 
 import hashlib

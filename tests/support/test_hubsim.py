@@ -8,7 +8,7 @@ from uuid import uuid4
 import httpx
 import pytest
 from huggingface_hub import HfApi
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
 from tests.support.hubsim import HubSim
 
@@ -93,18 +93,6 @@ def test_a_readme_that_the_hub_would_refuse_is_refused(api: HfApi, space: str, f
     (folder / "README.md").write_text("---\ntitle: x\nsdk: docker\ncolorFrom: teal\n---\n")
     with pytest.raises(ValueError, match='"colorFrom" must be one of'):
         api.upload_folder(repo_id=space, folder_path=folder, repo_type="space")
-
-
-def test_a_gated_model_is_open_to_whom_its_owner_lets_in(api: HfApi, hub: HubSim, tmp_path: Path) -> None:
-    hub.add_model("meta/llama", gated="manual", granted=["free"], files={"config.json": "{}"})
-    assert api.model_info("meta/llama").gated == "manual"
-    with pytest.raises(GatedRepoError) as caught:
-        api.hf_hub_download("meta/llama", "config.json", cache_dir=tmp_path)
-    assert caught.value.response.status_code == 403
-    with pytest.raises(GatedRepoError):
-        api.auth_check("meta/llama")
-    path = api.hf_hub_download("meta/llama", "config.json", cache_dir=tmp_path, token="hf_free")
-    assert Path(path).read_text() == "{}"
 
 
 def test_the_storage_refuses_what_was_not_granted(hub: HubSim, hub_env: None) -> None:

@@ -73,7 +73,7 @@ def _resolve(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
 
 
 def certificate(folder: Path) -> Path:
-    """A certificate for *.hf.space of nobody, with its key."""
+    """A self-signed certificate for *.hf.space, with its key."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "t")])
     hosts = x509.SubjectAlternativeName([x509.DNSName("*.hf.space")])

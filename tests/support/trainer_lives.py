@@ -178,7 +178,7 @@ def fork(folder: Path, bucket: str, steps: int, log: Path, die: Callable[[], Non
         with log.open("wb") as out:
             os.dup2(out.fileno(), 1)
             os.dup2(out.fileno(), 2)
-        torch.set_num_threads(1)  # a fork's pool is made anew, which two threads must not do at once
+        torch.set_num_threads(1)  # a fork makes a new pool, which two threads must not do together
         live(folder, bucket, steps, die)
         code = 0
     except SystemExit as end:

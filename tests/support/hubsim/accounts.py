@@ -14,7 +14,7 @@ class Account:
     """A user or an organization; users are members of `orgs` with the right to write there."""
 
     name: str
-    is_pro: bool = True  # of an organization: has it a Team or Enterprise plan?
+    is_pro: bool = True  # of an organization: whether it has a Team or Enterprise plan
     can_pay: bool = True
     orgs: tuple[str, ...] = ()
     type: str = "user"

@@ -34,7 +34,7 @@ class BucketState:
     created_at: str = field(default_factory=now)
     files: dict[str, Entry] = field(default_factory=dict)
     changes: list[dict[str, Any]] = field(default_factory=list)  # as the feed sends them
-    endings: int = 0  # how often all connections to the feed were ended, the last time with a word or without
+    endings: int = 0  # how often all connections to the feed were ended; `politely` is about the last time
     politely: bool = True
     _bells: set[asyncio.Event] = field(default_factory=set)
 
@@ -92,10 +92,9 @@ class BucketState:
 class Feed(BaseModel, extra="forbid"):
     """How the feeds of all buckets are served; a test may change it."""
 
-    ping_s: float = 0.05  # a client looks only now whether it still wants to follow; of the real Hub about 30
-    mute: bool = False  # connections stay open, but no change is sent
-    silent: bool = False  # connections stay open, and nothing is said any more
-    forgets: bool = False  # no cursor of before can be resumed
+    ping_s: float = 0.05  # only then a client checks whether it should stop; about 30 on the real Hub
+    silent: bool = False  # connections stay open, and nothing more is sent
+    forgets: bool = False  # no earlier cursor can be resumed
 
 
 def place(bucket: BucketState, cursor: str | None, rules: Feed) -> int | None:
@@ -125,7 +124,7 @@ async def _news(bucket: BucketState, sent: int, rules: Feed) -> AsyncIterator[st
     with bucket.listener() as bell:
         endings = bucket.endings
         while bucket.endings == endings:
-            if (fresh := bucket.changes[sent:]) and not (rules.silent or rules.mute):
+            if (fresh := bucket.changes[sent:]) and not rules.silent:
                 sent += len(fresh)
                 yield _event("changes", cursor=str(sent), changes=fresh)
             try:

@@ -32,7 +32,7 @@ def http_date() -> str:
 class HubError(Exception):
     """An answer that is not a success; `code` and `message` go into X-Error-Code and X-Error-Message.
 
-    `url` is where on the Hub the thing is that stands in the way.
+    `url` is the path on the Hub of the existing object that conflicts.
     """
 
     def __init__(self, status: int, message: str, code: str = "", url: str = "") -> None:

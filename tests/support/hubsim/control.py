@@ -22,14 +22,14 @@ from .store import Hub
 
 
 class Limit(BaseModel, extra="forbid"):
-    """Requests for files that a token has in a window; 0 = as many as it likes."""
+    """How many files a token may request in a window; 0 = no limit."""
 
     files: int = 0
     window_s: float = 300.0
 
 
 class Limits:
-    """Counts them, all of a token together whichever machine they come from."""
+    """Counts requests for files by token, from whichever machine they come."""
 
     def __init__(self) -> None:
         self.set(Limit())
@@ -75,7 +75,7 @@ class Plan:
         self.limits = Limits()
 
     def take(self, request: str) -> Fault | None:
-        """The first fault that hits this request; one that has had its times is skipped."""
+        """The first fault that hits this request; a fault that has been used up is skipped."""
         for fault in self.faults:
             if fault.times != 0 and re.search(fault.match, request):
                 fault.times -= 1
@@ -152,7 +152,7 @@ class SpaceChange(BaseModel, extra="forbid"):
 
     builds: tuple[str, ...] | None = None  # the stages of each later build
     error: str = ""  # message of the stages that end in ERROR, now or in those builds
-    host: str | None = None  # URL that the Hub names as the app's, instead of the simulator's own port for it
+    host: str | None = None  # URL of the app that the Hub names, instead of the simulator's own port for it
     stage: str | None = None  # enter it immediately
     upstream: str | None = None  # URL of the process that answers for the app while it is RUNNING
 

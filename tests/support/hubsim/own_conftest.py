@@ -1,6 +1,6 @@
 """The conftest.py of huggingface_hub's own tests, whose own is not published: points them to a simulator.
 
-It is copied beside them. They expect the real Hub or its staging server, and take both URLs from a module of
+It is copied next to them. They expect the real Hub or its staging server, and take both URLs from a module of
 constants; HF_ENDPOINT names the simulator instead.
 """
 

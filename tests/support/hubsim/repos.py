@@ -206,7 +206,7 @@ def folders(paths: Iterable[str]) -> set[str]:
 
 
 def listing(paths: Iterable[str], folder: str, *, recursive: bool) -> list[str]:
-    """What lies in `folder` ("" is the root), files and folders, sorted; with `recursive` at any depth."""
+    """The files and folders in `folder` ("" is the root), sorted; with `recursive` at any depth."""
     inside = f"{folder}/" if folder else ""
     everything = {*paths} | folders(paths)
     below = [path for path in everything if path.startswith(inside) and path != folder]

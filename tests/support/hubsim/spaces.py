@@ -28,7 +28,7 @@ def parse_card(text: str) -> dict[str, Any]:
 
 
 def card_errors(card: dict[str, Any], kind: str) -> list[str]:
-    """What the Hub refuses, for as many of its rules as can bring a deployment down."""
+    """The errors that the Hub reports, by those of its rules that can make a deployment fail."""
     if kind == "space":
         return _space_errors(card) if card else []
     return [] if isinstance(card.get("model-index", []), list) else ['"model-index" must be an array']
