@@ -18,9 +18,8 @@ import psutil
 import pytest
 
 from delta_weight_sync.signing import PUBLIC_KEY, new_pair
-from examples import tiny_policy as tiny
 from tests.live.replica import HEADERS, KEY, PATIENCE_S, SMALL_CACHE, Replica
-from tests.live.run import Trainer
+from tests.live.run import training
 
 pytestmark = [pytest.mark.live, pytest.mark.long]
 
@@ -30,25 +29,18 @@ PAIR = new_pair()
 
 @pytest.fixture
 def trainer(tmp_path):
-    tiny.build(tmp_path / "base", tie=True, seed=0)
-    trainer = Trainer((tmp_path / "bucket").as_uri(), tmp_path / "base", keys=PAIR)
-    trainer.publish()
-    trainer.step()
-    trainer.publish()
-    yield trainer
-    trainer.close()
+    with training(tmp_path, keys=PAIR) as trainer:
+        trainer.step()
+        trainer.publish()
+        yield trainer
 
 
 @pytest.fixture
 def replica(trainer, tmp_path):
     settings = {PUBLIC_KEY: PAIR[PUBLIC_KEY], "REPLICA_KEY": KEY, "REPLICA_VLLM_ARGS": SMALL_CACHE}
-    replica = Replica(trainer.bucket.url, "live", tmp_path / "replica", environ=settings)
-    replica.start()
-    try:
+    with Replica(trainer.bucket.url, "live", tmp_path / "replica", environ=settings) as replica:
         replica.wait_for(1)
         yield replica
-    finally:
-        replica.stop()
 
 
 class Vandal(threading.Thread):

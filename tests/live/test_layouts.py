@@ -36,18 +36,15 @@ def _examine(root: Path, names: list[str], ranks: int) -> dict[str, list[dict[st
     """What tests.vllm.layouts finds, per model and rank."""
     logs = [root / f"rank{rank}of{ranks}.log" for rank in range(ranks)]
     arguments = [str(ranks), str(free_port()), *(str(root / name) for name in names)]
-    children = [_start([str(rank), *arguments], log) for rank, log in enumerate(logs)]
+    environment, children = {**os.environ, "OMP_NUM_THREADS": "1"}, []
+    for rank, log in enumerate(logs):
+        command = [sys.executable, "-m", "tests.vllm.layouts", str(rank), *arguments]
+        with log.open("wb") as stderr:
+            children.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, env=environment))
     outputs = [child.communicate()[0].decode() for child in children]
     assert not any(child.returncode for child in children), [log.read_text()[-500:] for log in logs]
     found = [[json.loads(line) for line in output.splitlines() if line[0] == "{"] for output in outputs]
     return {name: [facts for lines in found for facts in lines if facts["model"] == name] for name in names}
-
-
-def _start(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tests.vllm.layouts", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with log.open("wb") as stderr:
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, env=environment)
 
 
 @pytest.fixture(scope="module")

@@ -63,19 +63,17 @@ def test_brevity_is_learned_through_the_bucket_although_the_replica_dies(tmp_pat
     """The immediate-end-of-turn sanity check of the original work, with a -9 in the middle."""
     (tmp_path / "bucket").mkdir()
     url = (tmp_path / "bucket").as_uri()
-    replica = Replica(url, "loop", tmp_path / "replica")
-    replica.start()
-    trainer = start_trainer(tmp_path, url, replica.url)
-    try:
-        wait_for_step(RunLogReader(open_bucket(url), "loop"), trainer, 15)
-        replica.kill()
-        replica.start()
-        assert trainer.wait(400) == 0, (tmp_path / "trainer.log").read_text()[-2000:]
-        head = RunReader(open_bucket(url), "loop").manifest()
-        status = replica.wait_for(head.version)
-    finally:
-        trainer.kill()
-        replica.stop()
+    with Replica(url, "loop", tmp_path / "replica") as replica:
+        trainer = start_trainer(tmp_path, url, replica.url)
+        try:
+            wait_for_step(RunLogReader(open_bucket(url), "loop"), trainer, 15)
+            replica.kill()
+            replica.start()
+            assert trainer.wait(400) == 0, (tmp_path / "trainer.log").read_text()[-2000:]
+            head = RunReader(open_bucket(url), "loop").manifest()
+            status = replica.wait_for(head.version)
+        finally:
+            trainer.kill()
     events = list(RunLogReader(open_bucket(url), "loop").poll())
     rewards = [e.reward for e in events if isinstance(e, StepEvent) and e.step]
     done = next(e for e in events if isinstance(e, DoneEvent))
@@ -85,6 +83,4 @@ def test_brevity_is_learned_through_the_bucket_although_the_replica_dies(tmp_pat
     staleness = [e.metrics["sample/staleness_mean"] for e in events if isinstance(e, StepEvent) and e.step]
     assert all(0 <= s <= 3 for s in staleness), "samples are tagged with the version that made them"
     assert max(staleness) > 0
-    assert status["digest"] == head.digest == done.digest, (
-        "live replica, bucket and trainer hold the same bits"
-    )
+    assert status["digest"] == head.digest == done.digest, "replica, bucket and trainer hold the same bits"

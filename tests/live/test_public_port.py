@@ -1,4 +1,4 @@
-"""What comes in at the public port by other ways than asking for a route, and what never comes out of it."""
+"""The public port: detours around the routes lead nowhere, and no secret leaves."""
 
 import json
 import os
@@ -102,16 +102,11 @@ def test_no_answer_is_meant_for_other_sites(replica):
     assert httpx.options(f"{replica.url}/gradio_api/run/predict", headers=asking).status_code == 405
 
 
-def events_of(replica: Replica) -> dict[int, int]:
-    """Number -> how many inputs, of each event of the page."""
-    page = httpx.get(replica.url).text.replace("location.origin", "null")
-    config = json.loads(re.search(r"window\.gradio_config = ({.*?});</script>", page)[1])
-    return {event["id"]: len(event["inputs"]) for event in config["dependencies"]}
-
-
 def test_the_owners_events_need_the_key(replica):
     """Every event of the page, sent as a visitor could: without the key none of them does anything."""
-    events = events_of(replica)
+    page = httpx.get(replica.url).text.replace("location.origin", "null")
+    config = json.loads(re.search(r"window\.gradio_config = ({.*?});</script>", page)[1])
+    events = config["dependencies"]
     assert len(events) >= 5
     refused = 0
     for event in events:
@@ -142,11 +137,11 @@ def test_no_secret_can_be_seen(replica):
         texts[path] = httpx.get(f"{replica.url}{path}").text
     for given in ({}, {"X-Space-Key": KEY[:-1]}, RIGHT):
         texts[str(len(texts))] = httpx.post(f"{replica.url}/v1/completions", json={}, headers=given).text
-    space = psutil.Process(replica.pid)
-    for process in (space, *space.children(recursive=True)):
+    space, *children = family(replica)
+    for process in (space, *children):
         texts[f"{process}"] = " ".join(process.cmdline())
     # Of the engine and its helper; vLLM's process title lies over the engine's own variables.
-    variables = [json.dumps(child.environ()) for child in space.children(recursive=True)]
+    variables = [json.dumps(child.environ()) for child in children]
     assert any("HF_HUB_OFFLINE" in text for text in variables)
     texts["the variables of the children"] = "".join(variables)
     assert [place for place, text in texts.items() if KEY in text or TOKEN in text] == []

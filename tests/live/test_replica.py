@@ -12,7 +12,7 @@ from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import Head, Manifest, Writer, reference
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, SigningKey, fingerprint, new_pair
 from tests.live.conftest import BLOCK, CONTEXT, PAIR
-from tests.live.replica import KEY, Replica, Server, greedy, served, soon
+from tests.live.replica import Replica, Server, greedy, order, served, soon
 from tests.live.run import Trainer, update
 
 pytestmark = pytest.mark.live
@@ -39,11 +39,6 @@ def test_live_weights_answer_as_freshly_loaded_ones(trainer: Trainer, replica: R
         assert greedy(vllm.url) == answers[newest], "it was loaded afresh"
         assert vllm.wait_for(newest)["digest"] == trainer.writer.newest.digest
         _goes_where_it_is_told(vllm, trainer, {version: answers[version] for version in (first, newest)})
-
-
-def order(vllm: Server, what: str, **parameters: Any) -> httpx.Response:
-    headers = {"X-Delta-Weight-Sync-Key": KEY}
-    return httpx.post(f"{vllm.url}/delta_weight_sync/{what}", params=parameters, headers=headers)
 
 
 def _goes_where_it_is_told(vllm: Server, trainer: Trainer, answers: dict[int, Any]) -> None:

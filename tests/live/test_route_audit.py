@@ -4,55 +4,35 @@ vLLM's routes come from its source, Gradio's from the dashboard's app. Each is t
 the key and without. Detours are in test_public_port.py.
 """
 
-import asyncio
 import json
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from starlette.routing import Mount
 
 from delta_weight_sync.store import open_bucket
-from inference_space.dashboard.page import mount
 from tests.live.replica import HEADERS as RIGHT
 from tests.live.replica import KEY
+from tests.support.dashboard import RecordedControls, mounted
 
 pytestmark = pytest.mark.live
 
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"]
-ASK = {
-    "model": "policy",
-    "prompt": [5, 6, 7],
-    "messages": [{"role": "user", "content": "hi"}],
-    "max_tokens": 1,
-}
+CHAT = [{"role": "user", "content": "hi"}]
+ASK = {"model": "policy", "prompt": [5, 6, 7], "messages": CHAT, "max_tokens": 1}
 # What the README of the Space documents; everything else is 404, or 405 where only the method is another.
+VIEWS = ("frame", "inside", "bucket", "delta", "verify", "explain", "object")
+KEYED = ("/v1/completions", "/v1/chat/completions", "/delta_weight_sync/poke")
+ASSETS = ("/theme.css", "/favicon.ico", "/assets/x", "/static/x", "/gradio_api/heartbeat/x")
+LOGIN = ("/login/huggingface", "/login/callback", "/logout")
 DOCUMENTED = {
-    ("GET", "/"),
     ("HEAD", "/"),
-    ("GET", "/health"),
-    ("GET", "/ready"),
-    ("GET", "/status"),
-    ("GET", "/v1/models"),
-    ("POST", "/v1/completions"),
-    ("POST", "/v1/chat/completions"),
-    ("POST", "/delta_weight_sync/poke"),
-    ("GET", "/theme.css"),
-    ("GET", "/favicon.ico"),
-    ("GET", "/assets/x"),
-    ("GET", "/static/x"),
-    ("GET", "/gradio_api/heartbeat/x"),
-    ("POST", "/gradio_api/run/predict"),
-    ("GET", "/login/huggingface"),
-    ("GET", "/login/callback"),
-    ("GET", "/logout"),
-    *(("GET", f"/dashboard/{view}") for view in ("frame", "inside", "bucket", "delta", "verify")),
-    *(("GET", f"/dashboard/{view}") for view in ("explain", "object")),
+    *(("GET", path) for path in ("/", "/health", "/ready", "/status", "/v1/models", *ASSETS, *LOGIN)),
+    *(("GET", f"/dashboard/{view}") for view in VIEWS),
+    *(("POST", path) for path in (*KEYED, "/gradio_api/run/predict")),
 }
 
 
@@ -64,23 +44,11 @@ def vllm_paths() -> set[str]:
     return set(json.loads(source.splitlines()[-1]))
 
 
-class Nobody:
-    """Controls, so that the dashboard has its owner's tab."""
-
-    paused, pinned = False, None
-
-    def __getattr__(self, name: str) -> Any:
-        raise AssertionError(name)
-
-
 @pytest.fixture(scope="module")
 def gradio_paths(tmp_path_factory) -> set[str]:
-    async def mounted() -> FastAPI:  # outside of a loop Gradio makes its own and leaves them open
-        bucket = open_bucket(tmp_path_factory.mktemp("empty").as_uri(), create=True)
-        return mount(FastAPI(), bucket, None, controls=Nobody(), key=KEY)
-
-    with ThreadPoolExecutor(1) as pool:
-        app = pool.submit(asyncio.run, mounted()).result()
+    """Of a dashboard with its owner's tab."""
+    bucket = open_bucket(tmp_path_factory.mktemp("empty").as_uri(), create=True)
+    app = mounted(bucket, controls=RecordedControls(), key=KEY)
     (gradio,) = (route for route in app.routes if isinstance(route, Mount))
     return {route.path for route in [*gradio.app.routes, *app.routes]}
 
@@ -114,8 +82,7 @@ def test_of_all_routes_only_the_documented_ones_answer(replica, source, request)
     elsewhere = {path for _, path in DOCUMENTED}
     assert {path for (_, path, _), status in undocumented.items() if status == 405} <= elsewhere
     closed = {asked[:2] for asked, status in seen.items() if status == 401}
-    keyed = ("/v1/completions", "/v1/chat/completions", "/delta_weight_sync/poke")
-    assert closed <= {("POST", path) for path in keyed}
+    assert closed <= {("POST", path) for path in KEYED}
 
 
 @pytest.mark.parametrize(

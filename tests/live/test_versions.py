@@ -7,14 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from typing import Any
 
-import httpx
 import pytest
 
 from delta_weight_sync import compat
 from delta_weight_sync.reader import RunReader
-from examples import tiny_policy as tiny
-from tests.live.replica import KEY, PROMPTS, Server, ask, served, soon
-from tests.live.run import Trainer, update
+from tests.live.replica import PROMPTS, Server, ask, order, served, soon
+from tests.live.run import training, update
 
 pytestmark = [pytest.mark.live, pytest.mark.long]  # two processes import vLLM, three times
 
@@ -26,12 +24,8 @@ Answers = list[tuple[list[int], list[float]]]
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    base = tmp_path_factory.mktemp("base")
-    tiny.build(base, tie=True, seed=0)
-    trainer = Trainer(tmp_path_factory.mktemp("bucket").as_uri(), base)
-    trainer.publish()
-    yield trainer
-    trainer.close()
+    with training(tmp_path_factory.mktemp("trainer")) as trainer:
+        yield trainer
 
 
 @pytest.mark.parametrize("how", MODES)
@@ -79,10 +73,9 @@ def answers(vllm: Server) -> Answers:
     return [(answer.tokens, answer.logprobs) for answer in asked]
 
 
-def went(vllm: Server, order: str, **parameters: int) -> str:
-    """Let it do as it is told, which is a join; returns the digest."""
-    done, headers = len(vllm.status()["commits"]), {"X-Delta-Weight-Sync-Key": KEY}
-    url = f"{vllm.url}/delta_weight_sync/{order}"
-    httpx.post(url, params=parameters, headers=headers).raise_for_status()
+def went(vllm: Server, what: str, **parameters: int) -> str:
+    """Give it an order that makes it join again; returns the digest."""
+    done = len(vllm.status()["commits"])
+    order(vllm, what, **parameters).raise_for_status()
     soon(lambda: len(vllm.status()["commits"]) > done)
     return str(vllm.status()["status"]["digest"])
