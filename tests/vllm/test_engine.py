@@ -249,8 +249,7 @@ def bucket(tmp_path: Path) -> Slow:
 
 @pytest.fixture
 def joining(bucket: Slow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Follower]:
-    monkeypatch.setattr("inference_space.vllm_server._client", for_ever)
-    monkeypatch.setattr("inference_space.vllm_server.VllmServer._arguments", lambda *_: None)
+    monkeypatch.setattr("inference_space.vllm_server.VllmServer._arguments", for_ever)
     run = RealRun(open_bucket(bucket.url), run="joined", width=256)
     settings = Settings(bucket=bucket.url, run="joined", folder=str(tmp_path))
     vllm, reader = VllmServer(settings), RunReader(bucket, "joined")
