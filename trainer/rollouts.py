@@ -7,14 +7,11 @@ sample with the syncs that the replicas report.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import ctypes
 import itertools
-import queue
 import random
 import re
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -31,6 +28,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 from trl.experimental.async_grpo import async_rollout_worker as trl_worker
 from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, RolloutSample, TurnRecord
 
+from delta_weight_sync import RolloutError
 from delta_weight_sync.trl.trainer import Progress
 from trainer import spaces
 from trainer.settings import Settings
@@ -42,10 +40,6 @@ UNKNOWN = -1  # the sync of tokens that the policy did not generate, or whose sy
 TokenSyncs = NDArray[np.int64]
 _SPAN = re.compile(r"(\d+):(\d+)-(\d+)", re.ASCII)
 _RETRIED = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
-
-
-class RolloutError(RuntimeError):
-    """Rollouts cannot be collected, for example because a prompt exceeds the context of a replica."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,16 +100,12 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
         self._replicas, self._writer_term = list(replicas), writer_term
         self._prompts, self._later = prompts, set(later)
         self._rows: dict[str, list[tuple[int, TokenSyncs]]] = {}  # rollout id -> rows, until it is scored
-        try:
-            super().__init__(**kwargs)
-            # TRL would do this in each turn, which takes longer than a request.
-            if self.environment_factories is not None:
-                self._env_tools = {name: [*map(get_json_schema, t)] for name, t in self._env_tools.items()}
-            if template := getattr(self.tokenizer, "response_template", None):
-                self.tokenizer.response_template = load_response_template(template)
-        except Exception as error:
-            kwargs["exception_info_queue"].put(f"{type(error).__name__}: {error}")
-            raise
+        super().__init__(**kwargs)
+        # TRL would do this in each turn, which takes longer than a request.
+        if self.environment_factories is not None:
+            self._env_tools = {name: [*map(get_json_schema, t)] for name, t in self._env_tools.items()}
+        if template := getattr(self.tokenizer, "response_template", None):
+            self.tokenizer.response_template = load_response_template(template)
 
     @property
     def _request_model(self) -> str:
@@ -202,36 +192,6 @@ class ReplicaRolloutWorker(trl_worker.AsyncRolloutWorker):
     def inherit(self, sync: int) -> None:
         """Accept syncs of the run's earlier trainer up to this one, which both trainers have made."""
         self._model_version_value.inherited = sync
-
-    def start(self) -> None:
-        """Start the child process. Raises `RolloutError` with the cause if it ends before it is ready."""
-        try:
-            super().start()
-        except RuntimeError as error:
-            cause = str(error).replace("Check the child's stderr for the traceback", "See the lines above")
-            if "exitcode=-9" in cause:
-                cause = "it was killed, perhaps because the memory is full"
-            with contextlib.suppress(queue.Empty):
-                cause = self._exception_info_queue.get(timeout=1.0)  # from the loop's `__init__`
-            raise RolloutError(f"the process that collects rollouts did not start: {cause}") from error
-
-    def check_health(self, stale_after_s: float) -> None:
-        """Raise `RolloutError` with the cause if the child failed or hangs."""
-        try:
-            super().check_health(stale_after_s)
-        except RuntimeError as error:
-            cause = str(error.__cause__ or error).splitlines()[0]
-            raise RolloutError(f"the process that collects rollouts failed: {cause}") from error
-
-    def stop(self) -> None:
-        """End the child process within a second. (TRL's own `stop` can hang.)"""
-        process, self._process = self._process, None
-        if process and process.is_alive():
-            # This call blocks forever if a child died while it waited for the event, so a thread makes it.
-            threading.Thread(target=self._stop_event_mp.set, daemon=True).start()
-            process.join(1.0)
-            process.kill()  # a child with unread samples does not exit by itself
-            process.join()
 
 
 def make_worker(

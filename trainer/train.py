@@ -19,6 +19,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from typing import Literal
 
@@ -40,6 +41,7 @@ from trainer.stop import Stop
 from trainer.tasks import Task, make_task
 
 _FIRST_SYNC = 1  # TRL's number of the sync before the first step
+_NICE = 10  # of the training on a CPU
 
 
 def main() -> None:
@@ -55,7 +57,7 @@ def main() -> None:
         config.bf16, config.mixed_precision = False, "no"  # without AVX-512, float32 is ten times faster
     try:
         train(settings, config)
-    except (DeltaWeightSyncError, SpacesUnavailableError, rollouts.RolloutError) as error:
+    except (DeltaWeightSyncError, SpacesUnavailableError) as error:
         sys.exit(f"trainer: {error}")
     except KeyboardInterrupt as request:
         print("trainer: stopped; the same command resumes from what is in the bucket", flush=True)
@@ -99,6 +101,9 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
                 on_version=pokes.send,
             )
         )
+        if config.use_cpu and sys.platform == "linux":
+            # Training shares the cores with publishing, whose thread exists already and goes first.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         progress = resume.find_progress(publisher, fresh=settings.fresh)
         if progress and 0 < (last := config.max_steps) <= progress.trainer["global_step"]:
             print(f"already trained to step {last}: raise --max_steps, or start again with --fresh")

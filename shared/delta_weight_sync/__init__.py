@@ -26,6 +26,7 @@ from delta_weight_sync.errors import (
     ObjectMissingError,
     PeerError,
     ProtocolError,
+    RolloutError,
     SignatureError,
     StateError,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "PeerError",
     "ProtocolError",
     "Publisher",
+    "RolloutError",
     "RunReader",
     "SignatureError",
     "StateError",

@@ -155,6 +155,10 @@ class WorkerError(DeltaWeightSyncError, RuntimeError, kind="worker"):
     """Another worker of this replica failed; the message is that worker's."""
 
 
+class RolloutError(DeltaWeightSyncError, RuntimeError, kind="rollout"):
+    """TRL's process that collects rollouts did not start or failed; the message names the cause."""
+
+
 class CommandError(DeltaWeightSyncError, kind="command"):
     """Your command failed, or its answers do not show the first bad version."""
 

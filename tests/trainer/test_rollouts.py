@@ -24,11 +24,12 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 
 import trainer.policies
 from bench.research.tokens import WordleTokens
+from delta_weight_sync import RolloutError
 from delta_weight_sync.trl import patches
 from delta_weight_sync.trl.trainer import TrainedGroups
 from tests.support.http_server import Request, answering
 from trainer import rollouts
-from trainer.rollouts import UNKNOWN, ReplicaRolloutLoop, ReplicaRolloutWorker, RolloutError, Syncs
+from trainer.rollouts import UNKNOWN, ReplicaRolloutLoop, ReplicaRolloutWorker, Syncs
 from trainer.tasks import Task
 from trainer.tasks.wordle import make_dataset
 
@@ -225,7 +226,9 @@ def test_a_child_that_does_not_start_ends_the_trainer_with_the_cause(fault, caus
         worker.start()
 
 
-def test_a_child_that_fails_later_ends_the_trainer_with_the_cause():
+def test_a_child_that_fails_later_ends_the_trainer_with_the_cause(monkeypatch):
+    monkeypatch.setattr(patches, "_replace", monkeypatch.setattr)
+    patches.install()
     worker = object.__new__(ReplicaRolloutWorker)
     worker._failed_event, worker._exception_info_queue = threading.Event(), queue.Queue()
     worker._failed_event.set()

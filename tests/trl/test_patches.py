@@ -6,6 +6,8 @@ for a value raises. The kernel itself is not run here; its call is PyTorch's own
 """
 
 import itertools
+import multiprocessing
+import socket
 import sys
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl.experimental.async_grpo import packing
 
+from delta_weight_sync import RolloutError
 from delta_weight_sync.trl import patches, trainer
 
 LENGTHS_Q, LENGTHS_K = [3, 1, 6, 2], [3, 1, 9, 7]  # the last two go on where another sequence ends
@@ -228,3 +231,37 @@ def test_the_throughput_of_a_cpu_is_unknown_and_that_of_a_gpu_is_trls(monkeypatc
         for kind in ("cpu", "cuda")
     }
     assert known == {"cpu": None, "cuda": 9.9e14}
+
+
+def test_a_trainer_whose_vllm_does_not_answer_ends_with_one_sentence(monkeypatch, capfd):
+    monkeypatch.setattr(patches, "_SERVER_S", 0.5)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # and nobody listens
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(RolloutError, match=f"^no vLLM answers at {url} .*: start it, or correct"):
+            patches.start(SimpleNamespace(_loop_kwargs={"vllm_server_url": url}))
+    assert f"for vLLM at {url}" in capfd.readouterr().err
+    with pytest.raises(RolloutError, match=r"^no vLLM answers at localhost:8000"):
+        patches.start(SimpleNamespace(_loop_kwargs={"vllm_server_url": "localhost:8000"}))
+
+
+def test_a_process_that_died_while_it_waited_does_not_keep_the_trainer():
+    """Python's `Event.set` waits forever for a process that was killed in `Event.wait`."""
+    context = multiprocessing.get_context("fork")
+    event, ready = context.Event(), context.Barrier(3)
+    killed, alive = (context.Process(target=_wait, args=(ready, event), daemon=True) for _ in range(2))
+    for process in (killed, alive):
+        process.start()
+    ready.wait()
+    while event._cond._sleeping_count.get_value() < 2:
+        pass
+    killed.kill()
+    killed.join()
+    worker = SimpleNamespace(_process=alive, _stop_event_mp=event)
+    patches.stop(worker)
+    assert (alive.is_alive(), worker._process) == (False, None)
+
+
+def _wait(ready, event):
+    ready.wait()
+    event.wait()

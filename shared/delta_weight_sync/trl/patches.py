@@ -1,20 +1,25 @@
 """Patches that let TRL's async GRPO run on a CPU, in float32, without vLLM or a kernel from the Hub.
 
-They also make the rollout process end with the trainer. `install` applies the patches for which this release
-has the code to patch (`compat.toml`). TRL works without them if it has one process, a GPU that FlashAttention
-3 supports, the package `kernels`, the Hub, 16-bit weights and vLLM.
+They also make the rollout process end with the trainer, and name the cause if it fails. `install` applies the
+patches for which this release has the code to patch (`compat.toml`). TRL works without them if it has one
+process, a GPU that FlashAttention 3 supports, the package `kernels`, the Hub, 16-bit weights and vLLM.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
+import queue
 import signal
+import sys
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import torch
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
@@ -22,9 +27,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker
 
 from delta_weight_sync import compat
+from delta_weight_sync.errors import RolloutError
 
+_WORKER: Any = async_rollout_worker.AsyncRolloutWorker
 _CHILD_MAIN: Any = getattr(async_rollout_worker, "_child_main", None)
+_START: Any = getattr(_WORKER, "start", None)
+_CHECK_HEALTH: Any = getattr(_WORKER, "check_health", None)
 _PEAK_FLOPS: Any = getattr(async_grpo_trainer, "get_peak_flops_per_device", None)
+_SERVER_S = 240.0  # to wait for vLLM, as TRL does without a bucket
 _replace = setattr
 _ROUNDING = 0.1  # rounding to 16 bits changes the test's results by 0.01, a different mask by 1
 
@@ -38,9 +48,12 @@ def install(*needed: str) -> None:
         # TRL requires vLLM only in `WeightTransferClient`, the one place that imports it.
         _replace(async_rollout_worker, "is_vllm_available", lambda *args, **kwargs: True)
     if release.works("child"):
-        # If the trainer is killed (kill -9), the rollout process never ends. Remove this once TRL's child
-        # process watches its parent.
+        # If the trainer is killed (kill -9), the rollout process never ends; if that process fails, TRL's
+        # errors do not name the cause, and its `stop` may wait forever. Remove this once TRL's child process
+        # watches its parent, and its worker does these three things.
         _replace(async_rollout_worker, "_child_main", play_rollouts)
+        for name, method in (("start", start), ("check_health", check_health), ("stop", stop)):
+            _replace(_WORKER, name, method)
     if release.works("attention"):
         from trl.experimental.async_grpo import packing
 
@@ -53,10 +66,72 @@ def install(*needed: str) -> None:
 
 
 def play_rollouts(*arguments: Any) -> None:
-    """Run TRL's child process, but end it with its parent, and ignore Ctrl-C."""
+    """Run TRL's child process, but end it with its parent, ignore Ctrl-C, and report any error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
-    _CHILD_MAIN(*arguments)
+    try:
+        _CHILD_MAIN(*arguments)
+    except Exception as error:
+        *_, failures, _ = arguments  # where TRL puts errors of the rollouts themselves
+        failures.put((type(error).__name__, str(error), ""))
+        raise
+
+
+def start(worker: Any) -> None:
+    """Start the rollout process once vLLM answers. Raises `RolloutError` with the cause if that fails."""
+    if url := worker._loop_kwargs.get("vllm_server_url"):
+        _await_server(url)
+    try:
+        _START(worker)
+    except RuntimeError as error:
+        cause = str(error).replace("Check the child's stderr for the traceback", "See the lines above")
+        if "exitcode=-9" in cause:
+            cause = "it was killed, perhaps because the memory is full"
+        with contextlib.suppress(queue.Empty):
+            name, message, _ = worker._exception_info_queue.get(timeout=1.0)
+            cause = f"{name}: {message}"
+        raise RolloutError(f"the process that collects rollouts did not start: {cause}") from error
+
+
+def _await_server(url: str) -> None:
+    deadline, said = time.monotonic() + _SERVER_S, False
+    while True:
+        try:
+            httpx.get(f"{url.rstrip('/')}/health", timeout=5.0).raise_for_status()
+            return
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            if time.monotonic() > deadline or not isinstance(
+                error, httpx.TransportError | httpx.HTTPStatusError
+            ):
+                raise RolloutError(
+                    f"no vLLM answers at {url} ({error}): start it, or correct vllm_server_base_url"
+                ) from error
+            if not said:
+                print(
+                    f"waiting up to {_SERVER_S:.0f} s for vLLM at {url}: {error}", file=sys.stderr, flush=True
+                )
+            said = True
+            time.sleep(1.0)
+
+
+def check_health(worker: Any, stale_after_s: float) -> None:
+    """Raise `RolloutError` with the cause if the rollout process failed or hangs."""
+    try:
+        _CHECK_HEALTH(worker, stale_after_s)
+    except RuntimeError as error:
+        cause = str(error.__cause__ or error).splitlines()[0]
+        raise RolloutError(f"the process that collects rollouts failed: {cause}") from error
+
+
+def stop(worker: Any) -> None:
+    """End the rollout process within a second."""
+    process, worker._process = worker._process, None
+    if process and process.is_alive():
+        # This call blocks forever if a child died while it waited for the event, so a thread makes it.
+        threading.Thread(target=worker._stop_event_mp.set, daemon=True).start()
+        process.join(1.0)
+        process.kill()  # a child with unread samples does not exit by itself
+        process.join()
 
 
 def _end_with_parent() -> None:
