@@ -152,8 +152,8 @@ def no_git(checkout: Path, app: Path) -> None:
     ("plant", "sentence"),
     [
         (untracked, r"^git does not track {}/credentials\.py: `git add` or rem"),
-        (link, r"linked\.py is a link, or in a linked folder"),
-        (linked_folder, "is a link, or in a linked folder"),
+        (link, r"linked\.py is missing, a link, or in a linked folder"),
+        (linked_folder, "is missing, a link, or in a linked folder"),
         (no_git, "run deploy from a clone of the repository"),
     ],
 )

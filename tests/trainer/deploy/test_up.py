@@ -114,7 +114,7 @@ def test_a_changed_file_is_uploaded_in_one_commit(world: World, api):
     out = world.up()
     made = world.hub.space(world.env)
     assert len(made["commits"]) == len(before) + 1
-    assert f"upload 1 and delete 1 files of {world.env}" in out
+    assert f"upload the changed files of {world.env}" in out
     assert "extra.txt" not in made["files"]
     assert "# by hand" not in made["files"]["env_space/game.py"]
 
@@ -210,9 +210,9 @@ def test_an_account_without_a_plan_and_an_unreachable_hub_are_reported_in_one_se
 @pytest.mark.parametrize(
     ("stage", "words"),
     [
-        ("BUILD_ERROR", ["could not be built", "build log"]),
-        ("RUNTIME_ERROR", ["stopped right after its start", "run log"]),
-        ("CONFIG_ERROR", ["configuration", "build log"]),
+        ("BUILD_ERROR", ["BUILD_ERROR", "build log"]),
+        ("RUNTIME_ERROR", ["RUNTIME_ERROR", "run log"]),
+        ("CONFIG_ERROR", ["CONFIG_ERROR", "build log"]),
     ],
 )
 def test_a_space_that_fails_shows_the_end_of_its_log_without_secrets(world: World, stage, words):
@@ -292,7 +292,7 @@ def test_without_spaces_a_command_says_how_to_get_them(world: World, command):
 
 
 def plan(**changed) -> Deployment:
-    wish = {"run": "first", "hardware": "l4x1", "replicas": 1, "public": False} | changed
+    wish = {"run": "first", "hardware": "l4x1", "replicas": 1, "public": False, "trusted": ""} | changed
     owner, name = wish.pop("owner", "me"), wish.pop("name", "wordle")
     return make_plan(owner, name, **wish)
 
@@ -306,7 +306,7 @@ def test_a_deployment_is_private_and_its_replicas_sleep_and_follow_one_run_with_
     assert not any(space.private for space in plan(public=True).spaces)
     assert deployment.env.hardware == "cpu-basic"
     assert all(0 < space.sleep_s <= 3600 for space in deployment.replicas)
-    assert deployment.bucket_url == "hf://buckets/me/wordle"
+    assert deployment.bucket == "me/wordle"
     for number, replica in enumerate(deployment.replicas, start=1):
         assert (
             replica.variables.items()
