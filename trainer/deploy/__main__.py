@@ -16,7 +16,7 @@ from delta_weight_sync.signing import PUBLIC_KEY, PublicKeys, make_keys
 from trainer.deploy import DeployError, hub, keys
 from trainer.deploy.doctor import Setup, examine
 from trainer.deploy.hub import Space, connect, make_change, spaces_of, wait_until_healthy
-from trainer.deploy.plan import CHECKOUT, NO_KEY_YET, SLEEP_S, Deployment, make_plan
+from trainer.deploy.plan import CHECKOUT, NO_KEY_YET, SLEEP_S, SpacePlan, make_plan, write
 
 Arguments = argparse.Namespace
 _CONFIG = CHECKOUT / "trainer" / "configs" / "qwen3_0_6b.yaml"
@@ -71,19 +71,19 @@ def _up(api: HfApi, arguments: Arguments) -> None:
     options = {option: getattr(arguments, option) for option in ("run", "hardware", "replicas", "public")}
     known = None if arguments.unsigned else keys.read_signing_keys(owner, name)
     trusted = known[1] if known else "" if arguments.unsigned else NO_KEY_YET
-    deployment = make_plan(owner, name, **options, trusted=trusted)
+    plans = make_plan(owner, name, **options, trusted=trusted)
     if folder := arguments.dry_run:
-        deployment.write(folder)
+        write(plans, folder)
         print(f"{folder} holds the files that `up` would upload, and plan.json; nothing was changed")
         return
     hub.Account(api).require_write(owner)
     token = hub.require_read_only(api, os.environ.get("SPACE_HF_TOKEN", ""))
     key = os.environ["SPACE_KEY"] = keys.space_key(owner)  # this process sends it, as a trainer does
     if trusted == NO_KEY_YET:
-        deployment = make_plan(owner, name, **options, trusted=_new_signing_key(api, owner, name))
-    made = hub.apply(api, deployment, {"HF_TOKEN": token, "REPLICA_KEY": key, "WORDLE_KEY": key})
+        plans = make_plan(owner, name, **options, trusted=_new_signing_key(api, owner, name))
+    made = hub.apply(api, owner, name, plans, {"HF_TOKEN": token, "REPLICA_KEY": key, "WORDLE_KEY": key})
     wait_until_healthy(api, made, (key, token))
-    print(_summary(deployment, [space.url for space in made]))
+    print(_summary(arguments, plans, [space.url for space in made]))
 
 
 def _new_signing_key(api: HfApi, owner: str, name: str) -> str:
@@ -98,15 +98,15 @@ def _new_signing_key(api: HfApi, owner: str, name: str) -> str:
     return public
 
 
-def _summary(deployment: Deployment, urls: Sequence[str]) -> str:
-    env, replicas, owner = urls[0], " ".join(urls[1:]), deployment.owner
-    usd = sum(HARDWARE[plan.hardware].usd_per_hour for plan in deployment.spaces)
-    sources = f". {keys.space_key_file(owner)}"
+def _summary(arguments: Arguments, plans: Sequence[SpacePlan], urls: Sequence[str]) -> str:
+    env, replicas, variables = urls[0], " ".join(urls[1:]), plans[-1].variables
+    usd = sum(HARDWARE[plan.hardware].usd_per_hour for plan in plans)
+    sources = f". {keys.space_key_file(arguments.owner)}"
     signatures = "none: replicas serve every version in the bucket"
-    if trusted := PublicKeys(deployment.replicas[0].variables.get(PUBLIC_KEY, "")):
-        sources += f"; . {keys.signing_file(owner, deployment.name)}"
+    if trusted := PublicKeys(variables.get(PUBLIC_KEY, "")):
+        sources += f"; . {keys.signing_file(arguments.owner, arguments.name)}"
         signatures = f"replicas serve only versions that {trusted} has signed"
-    bucket = deployment.replicas[0].variables["REPLICA_BUCKET"]
+    bucket = variables["REPLICA_BUCKET"]
     return f"""
 environment  {env}
 replicas     {replicas}
@@ -122,7 +122,7 @@ to train, on a machine with a GPU:
     set -a; {sources}; set +a    # the keys; also set HF_TOKEN and SPACE_HF_TOKEN as here
     export SPACES="{env} {replicas}"    # the only servers that receive the key
     accelerate launch -m trainer.train --config trainer/configs/qwen3_0_6b.yaml \\
-        --bucket {bucket} --run {deployment.run} \\
+        --bucket {bucket} --run {arguments.run} \\
         --replicas {replicas} \\
         --env_url {env}"""
 

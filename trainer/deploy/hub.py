@@ -32,7 +32,7 @@ from delta_weight_sync.signing import PUBLIC_KEY
 from trainer import spaces
 from trainer.deploy import DeployError
 from trainer.deploy.keys import fingerprint
-from trainer.deploy.plan import MARK, Deployment, SpacePlan, files
+from trainer.deploy.plan import MARK, SpacePlan, files
 
 PAUSED = ("PAUSED", "STOPPED")
 ASLEEP = ("SLEEPING", *PAUSED)
@@ -226,16 +226,18 @@ def make_change(what: str, call: Callable[..., object], *given: object, **option
     print(what, flush=True)
 
 
-def apply(api: HfApi, deployment: Deployment, secrets: Mapping[str, str]) -> list[Space]:
+def apply(
+    api: HfApi, owner: str, name: str, wanted: list[SpacePlan], secrets: Mapping[str, str]
+) -> list[Space]:
     """Make the Hub match the plan, and print each change. Returns the Spaces, the environment's first."""
-    plans, bucket, changes = {plan.repo_id: plan for plan in deployment.spaces}, deployment.bucket, 0
+    plans, bucket, changes = {plan.repo_id: plan for plan in wanted}, f"{owner}/{name}", 0
 
     def change(what: str, *call: Any, **options: Any) -> None:
         nonlocal changes
         make_change(what, *call, **options)
         changes += 1
 
-    there = {space.repo_id for space in spaces_of(api, deployment.owner, deployment.name, plans)}
+    there = {space.repo_id for space in spaces_of(api, owner, name, plans)}
     if bucket_is_private(api, bucket) is None:
         change(f"create the bucket {bucket} (private)", api.create_bucket, bucket, private=True)
     for repo_id in sorted(plans.keys() - there):
@@ -244,7 +246,7 @@ def apply(api: HfApi, deployment: Deployment, secrets: Mapping[str, str]) -> lis
         options |= {"space_hardware": plan.hardware, "space_sleep_time": plan.sleep_s}
         what = f"create {repo_id} ({'private' if plan.private else 'public'}, {plan.hardware})"
         change(what, api.create_repo, repo_id, space_variables=mark, **options)
-    found = spaces_of(api, deployment.owner, deployment.name, plans)
+    found = spaces_of(api, owner, name, plans)
     if hidden := plans.keys() - {space.repo_id for space in found}:
         raise DeployError(f"the Hub does not show {', '.join(sorted(hidden))} yet: run `up` again")
     for space in found:

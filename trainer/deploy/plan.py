@@ -51,34 +51,21 @@ class SpacePlan:
     private: bool
 
 
-@dataclass(frozen=True)
-class Deployment:
-    """A private bucket, the environment's Space and the replicas' Spaces."""
-
-    owner: str
-    name: str
-    run: str
-    bucket: str
-    env: SpacePlan
-    replicas: tuple[SpacePlan, ...]
-
-    @property
-    def spaces(self) -> tuple[SpacePlan, ...]:
-        return (self.env, *self.replicas)
-
-    def write(self, folder: Path) -> None:
-        """Write the folders that `up` would upload, and plan.json, to a new or empty folder."""
-        if folder.exists() and any(folder.iterdir()):
-            raise DeployError(f"--dry-run {folder} is not empty: name a new folder")
-        for app in APPS:
-            stage(app, folder / app)
-        (folder / "plan.json").write_text(json.dumps(asdict(self), indent=2) + "\n")
+def write(plans: list[SpacePlan], folder: Path) -> None:
+    """Write the folders that `up` would upload, and plan.json, to a new or empty folder."""
+    if folder.exists() and any(folder.iterdir()):
+        raise DeployError(f"--dry-run {folder} is not empty: name a new folder")
+    for app in APPS:
+        stage(app, folder / app)
+    bucket = plans[-1].variables["REPLICA_BUCKET"]
+    plan = {"bucket": bucket, "spaces": list(map(asdict, plans))}
+    (folder / "plan.json").write_text(json.dumps(plan, indent=2) + "\n")
 
 
 def make_plan(
     owner: str, name: str, *, run: str, hardware: str, replicas: int, public: bool, trusted: str
-) -> Deployment:
-    """Build the deployment that the command line describes. Raises `DeployError` for an impossible one.
+) -> list[SpacePlan]:
+    """The environment's Space and the replicas' Spaces. Raises `DeployError` for an impossible wish.
 
     Replicas trust the public keys in `trusted`; if it is empty, they do not check signatures.
     """
@@ -92,8 +79,7 @@ def make_plan(
     except ProtocolError as error:
         raise DeployError(f"--run: {error}") from None
     bucket = f"{owner}/{name}"
-    env = SpacePlan(f"{bucket}-env", "env", MARK, ("WORDLE_KEY",), "cpu-basic", None, not public)
-    spaces = []
+    spaces = [SpacePlan(f"{bucket}-env", "env", MARK, ("WORDLE_KEY",), "cpu-basic", None, not public)]
     for number in range(1, replicas + 1):
         variables = {
             **MARK,
@@ -105,7 +91,7 @@ def make_plan(
         }
         secrets, repo_id = ("HF_TOKEN", "REPLICA_KEY"), f"{bucket}-replica-{number}"
         spaces.append(SpacePlan(repo_id, "replica", variables, secrets, hardware, SLEEP_S, not public))
-    return Deployment(owner, name, run, bucket, env, tuple(spaces))
+    return spaces
 
 
 def stage(app: App, out: Path) -> None:
