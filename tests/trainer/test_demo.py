@@ -218,7 +218,7 @@ def test_lines_tell_what_is_left_of_the_time(capsys, monkeypatch):
     progress.show(steps)
     said = capsys.readouterr().out.splitlines()
     assert said[1:] == [
-        "[ 240.0 s] step    0  reward  0.000  trainer v1, replica none  10 B, 4.00% changed  60 s left"
+        "[ 240.0 s] step    0  reward  0.000  trainer v1, replica none  10 B, 4.00 % changed  60 s left"
     ], "one line a moment"
     now = 500.0
     assert progress.left_s == 0, "the last step may take longer"

@@ -52,10 +52,10 @@ class Progress:
                     self.say(f"replica: {state}")
                 case StepEvent(reward=reward) if reward is not None and self.seconds >= self._said + _QUIET_S:
                     sync = next(e for e in reversed(self.events) if isinstance(e, SyncEvent))
-                    changed = f"{size_text(sync.payload_bytes)}, {sync.changed / sync.total:.2%} changed"
+                    share, payload = 100 * sync.changed / sync.total, size_text(sync.payload_bytes)
                     versions = f"trainer v{sync.version}, replica {self._serving}"
-                    left = f"{self.left_s:.0f} s left"
-                    self.say(f"step {event.step:4}  reward {reward:6.3f}  {versions}  {changed}  {left}")
+                    changed = f"{payload}, {share:.2f} % changed  {self.left_s:.0f} s left"
+                    self.say(f"step {event.step:4}  reward {reward:6.3f}  {versions}  {changed}")
                 case DoneEvent(version=version):
                     self.say(f"trained; the last version is {version}")
 
@@ -102,7 +102,7 @@ def table(summary: dict[str, Any]) -> str:
         "time": f"{s['seconds']:.0f} s; ended by its {limit}",
         "syncs": f"{s['syncs']} in {s['steps']} steps",
         "reward": f"{s['reward_first']:.3f} -> {s['reward_last']:.3f}{few}",
-        "changed per sync": f"{s['changed']:.2%} of the weights (medians, here and below)",
+        "changed per sync": f"{100 * s['changed']:.2f} % of the weights (medians, here and below)",
         "payload per sync": size_text(payload) + smaller,
         "pause": f"{s['pause_ms']:.0f} ms, {s['commit_ms']:.1f} ms of it the commit",
         "hand-over to HEAD": f"{s['publish_s']:.2f} s; to the replica's commit {s['lag_s']:.2f} s",
