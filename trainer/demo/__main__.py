@@ -7,7 +7,6 @@ lines that the demo prints, like the dashboard, show the run's log in the bucket
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import shutil
@@ -53,11 +52,13 @@ def main() -> None:
     """`python -m trainer.demo [--policy NAME] [--minutes N] [--port N] [--folder DIR]`."""
     parser = argparse.ArgumentParser("python -m trainer.demo", description="Run the loop on this machine.")
     parser.add_argument("--policy", choices=POLICIES, default="wordle-tiny")
-    parser.add_argument("--minutes", type=_minutes, default=5.0, help="time limit (default: 5)")
+    parser.add_argument("--minutes", type=float, default=5.0, help="time limit (default: 5)")
     parser.add_argument("--port", type=int, default=0, help="port of the dashboard (default: any free port)")
     files = "folder for all files; if an earlier demo made it, its files are deleted"
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help=files)
     arguments = parser.parse_args()
+    if not 0 < arguments.minutes < math.inf:
+        parser.error(f"--minutes must be a number above 0; it is {arguments.minutes}")
     interrupt_once()
     try:
         run_demo(arguments.policy, arguments.folder.resolve(), arguments.port, arguments.minutes)
@@ -65,13 +66,6 @@ def main() -> None:
         sys.exit("stopped; all its processes have ended")
     except ChildError as error:
         sys.exit(f"demo: {error}")
-
-
-def _minutes(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < (minutes := float(text)) < math.inf:
-            return minutes
-    raise argparse.ArgumentTypeError(f"{text!r} is not a time limit; give a number of minutes, such as 5")
 
 
 def run_demo(name: str, folder: Path, port: int, minutes: float) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -68,8 +67,8 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
         return self._children[name].poll() == 0
 
     def __exit__(self, *_: object) -> None:
-        # Ask the children to end, then kill all descendants that remain. Signals are ignored meanwhile.
-        with _handlers(signal.SIG_IGN):
+        # Ask the children to end, then kill all descendants that remain.
+        with _signals_delayed():
             running = [child for child in self._children.values() if child.poll() is None]
             family = [psutil.Process(child.pid) for child in running]
             family += [other for process in family for other in process.children(recursive=True)]
@@ -96,23 +95,17 @@ def interrupt_once() -> None:
 
 
 @contextmanager
-def _handlers(handler: Any) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in _SIGNALS}
+def _signals_delayed() -> Iterator[None]:
+    """Deliver signals after the block: nothing interrupts the start of a child, or the end of all."""
+    received: list[int] = []
+    before = [(n, signal.signal(n, lambda number, _: received.append(number))) for n in _SIGNALS]
     try:
         yield
     finally:
-        for number, previous in before.items():
+        for number, previous in before:
             signal.signal(number, previous)
-
-
-@contextmanager
-def _signals_delayed() -> Iterator[None]:
-    """Deliver signals after the block: a child that has only half started would be lost."""
-    received: list[int] = []
-    with _handlers(lambda number, _: received.append(number)):
-        yield
-    for number in received[:1]:
-        signal.raise_signal(number)
+    for first in received[:1]:
+        signal.raise_signal(first)
 
 
 def free_port(wanted: int = 0) -> int:

@@ -12,21 +12,18 @@ from delta_weight_sync.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent
 from delta_weight_sync.util import size_text
 from trainer.demo.processes import ChildError
 
-_QUIET_S = 10.0
+_QUIET_S = 3.0
 _ENOUGH = 40  # with fewer steps, the rewards of the first and the last tenth are mostly chance
 
 
 class Progress:
-    """Prints the run's events as lines: every tenth step, and any step after 10 seconds without a line."""
+    """Prints the run's events as lines; of its steps, those that come three seconds after the last line."""
 
     def __init__(self, minutes: float) -> None:
         self._started, self._all_s = time.monotonic(), 60 * minutes
         self._said = 0.0  # when the last line was printed
         self.events: list[Event] = []
-        self.newest: int | None = None  # version; None before the first
-        self._sync: SyncEvent  # of that version
-        self._serving: int | None = None
-        self._state = ""
+        self._serving, self._state = "none", ""  # of the replica: its version, and its state
 
     @property
     def seconds(self) -> float:
@@ -43,93 +40,74 @@ class Progress:
     def show(self, events: Iterable[Event]) -> None:
         for event in events:
             self.events.append(event)
-            if isinstance(event, SyncEvent):
-                self.newest, self._sync = event.version, event
-                if event.version == 0:
-                    size = size_text(event.payload_bytes)
-                    self.say(f"version 0 is in the bucket ({size}, the whole policy)")
-            elif isinstance(event, CommitEvent):
-                self._serving = event.version
-            elif isinstance(event, ReplicaEvent):
-                if event.error and event.version is None and event.state != "unreachable":
-                    raise ChildError(f"the replica cannot serve: {printable(event.error)}")
-                if event.state != self._state:
-                    self._state = event.state
-                    self.say(f"replica: {event.state}")
-            elif isinstance(event, StepEvent) and event.reward is not None:
-                if event.step % 10 == 0 or self.seconds > self._said + _QUIET_S:
-                    self._step(event)
-            elif isinstance(event, DoneEvent):
-                self.say(f"trained; the last version is {event.version}")
-
-    def _step(self, event: StepEvent) -> None:
-        sync = self._sync
-        versions = f"trainer v{sync.version}, replica v{self._serving}"
-        payload = f"{sync.payload_bytes / 1e3:.1f} KB, {100 * sync.changed / sync.total:.2f} % changed"
-        left = f"{self.left_s:.0f} s left"
-        self.say(f"step {event.step:4}  reward {event.reward:6.3f}  {versions}  {payload}  {left}")
+            match event:
+                case SyncEvent(version=0, payload_bytes=size):
+                    self.say(f"version 0 is in the bucket ({size_text(size)}, the whole policy)")
+                case CommitEvent(version=version):
+                    self._serving = f"v{version}"
+                case ReplicaEvent(version=None, error=error, state=state) if error and state != "unreachable":
+                    raise ChildError(f"the replica cannot serve: {printable(error)}")
+                case ReplicaEvent(state=state) if state != self._state:
+                    self._state = state
+                    self.say(f"replica: {state}")
+                case StepEvent(reward=reward) if reward is not None and self.seconds >= self._said + _QUIET_S:
+                    sync = next(e for e in reversed(self.events) if isinstance(e, SyncEvent))
+                    share, payload = 100 * sync.changed / sync.total, size_text(sync.payload_bytes)
+                    versions = f"trainer v{sync.version}, replica {self._serving}"
+                    changed = f"{payload}, {share:.2f} % changed  {self.left_s:.0f} s left"
+                    self.say(f"step {event.step:4}  reward {reward:6.3f}  {versions}  {changed}")
+                case DoneEvent(version=version):
+                    self.say(f"trained; the last version is {version}")
 
 
 def summarize(events: Sequence[Event], model: str, seconds: float) -> dict[str, Any]:
     """Derive all figures of a finished run from its log. `seconds` is the duration of the whole demo.
 
     `verified` is true only if every replica's live digest equals the trainer's at the same version. Rewards
-    are means over the first and the last tenth of the steps.
+    are means over the first and the last tenth of the steps. Figures of a sync are medians.
     """
-    syncs = {e.version: e for e in events if isinstance(e, SyncEvent)}
-    commits = {e.version: e for e in events if isinstance(e, CommitEvent) and not e.joined}
-    replicas = {e.replica: e for e in events if isinstance(e, ReplicaEvent)}
-    held = {(r.version, r.digest) for r in replicas.values()}
+    syncs = [e for e in events if isinstance(e, SyncEvent)]
+    deltas = [sync for sync in syncs if sync.version and sync.changed]
+    commits = [e for e in events if isinstance(e, CommitEvent) and not e.joined]
+    held = {e.replica: (e.version, e.digest) for e in events if isinstance(e, ReplicaEvent)}
     done = next((e for e in reversed(events) if isinstance(e, DoneEvent)), None)
     rewards = [e.reward for e in events if isinstance(e, StepEvent) and e.reward is not None]
     tenth = max(1, len(rewards) // 10)
-    versions = []
-    for version, sync in sorted(syncs.items()):
-        names = {"version", "payload_bytes", "anchor_bytes", "changed", "diff_s", "publish_s"}
-        figures = sync.model_dump(include=names) | {"sparsity": 1 - sync.changed / sync.total}
-        commit = commits.get(version)  # None if no replica committed a delta to this version
-        versions.append(figures | {n: getattr(commit, n, None) for n in ("pause_ms", "commit_ms", "lag_s")})
+    medians = {"changed": [sync.changed / sync.total for sync in deltas]}
+    medians |= {name: [getattr(e, name) for e in deltas] for name in ("payload_bytes", "publish_s")}
+    medians |= {name: [getattr(e, name) for e in commits] for name in ("pause_ms", "commit_ms", "lag_s")}
     return {
         "model": model,
-        "syncs": len(syncs) - 1 if syncs else 0,  # version 0 is the base, not a sync
-        "full_bytes": max((s.full_bytes for s in syncs.values()), default=0),
+        "syncs": max(0, len(syncs) - 1),  # version 0 is the base, not a sync
+        "full_bytes": max((sync.full_bytes for sync in syncs), default=0),
         "steps": len(rewards),
-        "reward_first": mean(rewards[:tenth]) if rewards else None,
-        "reward_last": mean(rewards[-tenth:]) if rewards else None,
+        "reward_first": mean(rewards[:tenth] or [0.0]),
+        "reward_last": mean(rewards[-tenth:] or [0.0]),
         "seconds": seconds,
         "stopped_by": done.stopped_by if done else None,
         "digest": done.digest if done else None,
-        "replicas": [
-            {"name": name, "version": r.version, "digest": r.digest} for name, r in replicas.items()
-        ],
-        "verified": done is not None and held == {(done.version, done.digest)},
-        "versions": versions,
+        "replicas": held,
+        "verified": done is not None and {*held.values()} == {(done.version, done.digest)},
+        **{name: median(values or [0.0]) for name, values in medians.items()},
     }
 
 
 def table(summary: dict[str, Any]) -> str:
-    deltas = [v for v in summary["versions"] if v["version"] > 0 and v["changed"]]
-    few = ", too few steps to judge" if summary["steps"] < _ENOUGH else ""
-    limit = "step limit" if summary["stopped_by"] == "steps" else "time limit"
-    rows = [
-        ("model", f"{summary['model']}, {size_text(summary['full_bytes'])} in bf16"),
-        ("time", f"{summary['seconds']:.0f} s; ended by its {limit}"),
-        ("syncs", f"{summary['syncs']} in {summary['steps']} steps"),
-        ("reward", f"{summary['reward_first']:.3f} -> {summary['reward_last']:.3f}{few}"),
-    ]
-    if deltas:
-        known = {name: [v[name] for v in deltas if v[name] is not None] for name in deltas[0]}
-        middle = {name: median(values) if values else 0.0 for name, values in known.items()}
-        share, payload = 100 * (1 - middle["sparsity"]), middle["payload_bytes"]
-        publish = "{publish_s:.2f} s; to the replica's commit {lag_s:.2f} s"
-        smaller = f"1/{summary['full_bytes'] / payload:.0f} of a full sync"
-        rows += [
-            ("changed per sync", f"{share:.2f} % of the weights (medians, here and below)"),
-            ("payload per sync", f"{size_text(payload)}, {smaller}"),
-            ("pause", "{pause_ms:.0f} ms, {commit_ms:.1f} ms of it the commit".format_map(middle)),
-            ("hand-over to HEAD", publish.format_map(middle)),
-        ]
-    serving = ", ".join(f"{r['name']} at v{r['version']} ({r['digest']})" for r in summary["replicas"])
-    rows += [("trainer digest", str(summary["digest"])), ("replicas", serving)]
-    rows += [("verified", "yes: live weights equal the trainer's" if summary["verified"] else "NO")]
-    return "\n".join(f"  {name:18} {value}" for name, value in rows)
+    s, full, payload = summary, summary["full_bytes"], summary["payload_bytes"]
+    few = ", too few steps to judge" if s["steps"] < _ENOUGH else ""
+    limit = "step limit" if s["stopped_by"] == "steps" else "time limit"
+    smaller = f", 1/{full / payload:.0f} of a full sync" if payload else ""
+    rows = {
+        "model": f"{s['model']}, {size_text(full)} in bf16",
+        "time": f"{s['seconds']:.0f} s; ended by its {limit}",
+        "syncs": f"{s['syncs']} in {s['steps']} steps",
+        "reward": f"{s['reward_first']:.3f} -> {s['reward_last']:.3f}{few}",
+        "changed per sync": f"{100 * s['changed']:.2f} % of the weights (medians, here and below)",
+        "payload per sync": size_text(payload) + smaller,
+        "pause": f"{s['pause_ms']:.0f} ms, {s['commit_ms']:.1f} ms of it the commit",
+        "hand-over to HEAD": f"{s['publish_s']:.2f} s; to the replica's commit {s['lag_s']:.2f} s",
+        "trainer digest": s["digest"],
+        "replicas": ", ".join(f"{name} at v{v} ({digest})" for name, (v, digest) in s["replicas"].items()),
+        "verified": "yes: live weights equal the trainer's" if s["verified"] else "NO",
+    }
+    return "\n".join(f"  {name:18} {value}" for name, value in rows.items())

@@ -16,7 +16,7 @@ from delta_weight_sync.signing import PUBLIC_KEY, PublicKeys, make_keys
 from trainer.deploy import DeployError, hub, keys
 from trainer.deploy.doctor import Setup, examine
 from trainer.deploy.hub import Space, connect, make_change, spaces_of, wait_until_healthy
-from trainer.deploy.plan import CHECKOUT, NO_KEY_YET, SLEEP_S, Deployment, make_plan
+from trainer.deploy.plan import CHECKOUT, NO_KEY_YET, SLEEP_S, SpacePlan, make_plan, write
 
 Arguments = argparse.Namespace
 _CONFIG = CHECKOUT / "trainer" / "configs" / "qwen3_0_6b.yaml"
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run one command. An error ends it with one sentence and exit status 1."""
     arguments = _parser().parse_args(argv)
     try:
-        arguments.run_command(arguments)
+        arguments.run_command(connect(), arguments)
     except DeployError as error:
         sys.exit(f"deploy: {error}")
     except KeyboardInterrupt:
@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m trainer.deploy", description=text)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, run: Callable[[Arguments], None], text: str) -> argparse.ArgumentParser:
+    def command(name: str, run: Callable[[HfApi, Arguments], None], text: str) -> argparse.ArgumentParser:
         added: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
         added.add_argument("--owner", required=run is not _doctor, default="", help="user or organization")
         added.add_argument("--name", default="wordle", help="name of the bucket, and prefix of the Spaces")
@@ -66,37 +66,29 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _up(arguments: Arguments) -> None:
-    named = {name: getattr(arguments, name) for name in ("run", "hardware", "replicas", "public")}
-    deployment = make_plan(arguments.owner, arguments.name, **named)
-    known = None if arguments.unsigned else keys.read_signing_keys(arguments.owner, arguments.name)
-    needs_key = not known and not arguments.unsigned
-    if known:
-        deployment = deployment.trusting(known[1])
+def _up(api: HfApi, arguments: Arguments) -> None:
+    owner, name = arguments.owner, arguments.name
+    options = {option: getattr(arguments, option) for option in ("run", "hardware", "replicas", "public")}
+    known = None if arguments.unsigned else keys.read_signing_keys(owner, name)
+    trusted = known[1] if known else "" if arguments.unsigned else NO_KEY_YET
+    plans = make_plan(owner, name, **options, trusted=trusted)
     if folder := arguments.dry_run:
-        (deployment.trusting(NO_KEY_YET) if needs_key else deployment).write(folder)
+        write(plans, folder)
         print(f"{folder} holds the files that `up` would upload, and plan.json; nothing was changed")
         return
-    api = connect()
-    hub.Account(api).require_write(arguments.owner)
+    hub.Account(api).require_write(owner)
     token = hub.require_read_only(api, os.environ.get("SPACE_HF_TOKEN", ""))
-    if (key := keys.read_space_key(arguments.owner)) is None:
-        key, file = keys.make_space_key(arguments.owner), keys.space_key_file(arguments.owner)
-        print(f"made a new SPACE_KEY in {file}; it replaces any other key on the Spaces")
-    os.environ["SPACE_KEY"] = key  # this process sends it to the Spaces, as a trainer does
-    secrets = keys.Secrets(key, token)
-    if needs_key:
-        deployment = deployment.trusting(_new_signing_key(api, deployment))
-    if not hub.apply(api, deployment, secrets):
-        print("nothing to change: everything is as planned", flush=True)
-    made = spaces_of(api, deployment.owner, deployment.name, [plan.repo_id for plan in deployment.spaces])
-    wait_until_healthy(api, made, (secrets.space_key, secrets.space_token))
-    print(_summary(deployment, [space.url for space in made]))
+    key = os.environ["SPACE_KEY"] = keys.space_key(owner)  # this process sends it, as a trainer does
+    if trusted == NO_KEY_YET:
+        plans = make_plan(owner, name, **options, trusted=_new_signing_key(api, owner, name))
+    made = hub.apply(api, owner, name, plans, {"HF_TOKEN": token, "REPLICA_KEY": key, "WORDLE_KEY": key})
+    wait_until_healthy(api, made, (key, token))
+    print(_summary(arguments, plans, [space.url for space in made]))
 
 
-def _new_signing_key(api: HfApi, deployment: Deployment) -> str:
-    file = keys.signing_file(deployment.owner, deployment.name)
-    for space in spaces_of(api, deployment.owner, deployment.name):
+def _new_signing_key(api: HfApi, owner: str, name: str) -> str:
+    file = keys.signing_file(owner, name)
+    for space in spaces_of(api, owner, name):
         if trusted := space.variables.get(PUBLIC_KEY):
             problem = f"{space.repo_id} trusts {PublicKeys(trusted)}, but the key's file {file} is missing"
             fix = "copy it to this machine; if it is lost, run `up --unsigned` and then `up` for a new key"
@@ -106,18 +98,19 @@ def _new_signing_key(api: HfApi, deployment: Deployment) -> str:
     return public
 
 
-def _summary(deployment: Deployment, urls: Sequence[str]) -> str:
-    env, replicas = urls[0], " ".join(urls[1:])
-    usd = sum(HARDWARE[plan.hardware].usd_per_hour for plan in deployment.spaces)
-    sources = f". {keys.space_key_file(deployment.owner)}"
+def _summary(arguments: Arguments, plans: Sequence[SpacePlan], urls: Sequence[str]) -> str:
+    env, replicas, variables = urls[0], " ".join(urls[1:]), plans[-1].variables
+    usd = sum(HARDWARE[plan.hardware].usd_per_hour for plan in plans)
+    sources = f". {keys.space_key_file(arguments.owner)}"
     signatures = "none: replicas serve every version in the bucket"
-    if trusted := PublicKeys(deployment.replicas[0].variables.get(PUBLIC_KEY, "")):
-        sources += f"; . {keys.signing_file(deployment.owner, deployment.name)}"
+    if trusted := PublicKeys(variables.get(PUBLIC_KEY, "")):
+        sources += f"; . {keys.signing_file(arguments.owner, arguments.name)}"
         signatures = f"replicas serve only versions that {trusted} has signed"
+    bucket = variables["REPLICA_BUCKET"]
     return f"""
 environment  {env}
 replicas     {replicas}
-bucket       {deployment.bucket_url}
+bucket       {bucket}
 signatures   {signatures}
 
 costs        ${usd:.2f} per hour while all Spaces run, $0.00 while they sleep or are paused (prices of
@@ -129,17 +122,17 @@ to train, on a machine with a GPU:
     set -a; {sources}; set +a    # the keys; also set HF_TOKEN and SPACE_HF_TOKEN as here
     export SPACES="{env} {replicas}"    # the only servers that receive the key
     accelerate launch -m trainer.train --config trainer/configs/qwen3_0_6b.yaml \\
-        --bucket {deployment.bucket_url} --run {deployment.run} \\
+        --bucket {bucket} --run {arguments.run} \\
         --replicas {replicas} \\
         --env_url {env}"""
 
 
-def _status(arguments: Arguments) -> None:
-    print(hub.table(_own_spaces(connect(), arguments)))
+def _status(api: HfApi, arguments: Arguments) -> None:
+    print(hub.table(_own_spaces(api, arguments)))
 
 
-def _logs(arguments: Arguments) -> None:
-    api, prefix = connect(), f"{arguments.owner}/{arguments.name}-"
+def _logs(api: HfApi, arguments: Arguments) -> None:
+    prefix = f"{arguments.owner}/{arguments.name}-"
     found = {space.repo_id.removeprefix(prefix): space for space in _own_spaces(api, arguments)}
     if arguments.space not in found:
         raise DeployError(f"there is no Space {prefix}{arguments.space}: choose {', '.join(found)}")
@@ -149,22 +142,21 @@ def _logs(arguments: Arguments) -> None:
         print(hub.masked(line, _known_secrets(arguments.owner)))
 
 
-def _pause(arguments: Arguments) -> None:
-    api = connect()
+def _pause(api: HfApi, arguments: Arguments) -> None:
     for space in _own_spaces(api, arguments):
         make_change(f"pause {space.repo_id}", api.pause_space, space.repo_id)
 
 
-def _resume(arguments: Arguments) -> None:
-    spaces = _own_spaces(api := connect(), arguments)
+def _resume(api: HfApi, arguments: Arguments) -> None:
+    spaces = _own_spaces(api, arguments)
     for space in spaces:
         if space.runtime.stage != "RUNNING":
             make_change(f"resume {space.repo_id}", api.restart_space, space.repo_id)
     wait_until_healthy(api, spaces, _known_secrets(arguments.owner))
 
 
-def _down(arguments: Arguments) -> None:
-    api, bucket = connect(), f"{arguments.owner}/{arguments.name}"
+def _down(api: HfApi, arguments: Arguments) -> None:
+    bucket = f"{arguments.owner}/{arguments.name}"
     for space in spaces_of(api, arguments.owner, arguments.name):
         make_change(f"delete {space.repo_id}", api.delete_repo, space.repo_id, repo_type="space")
     if arguments.bucket:
@@ -173,13 +165,13 @@ def _down(arguments: Arguments) -> None:
         print(f"kept the bucket {bucket}; `down --bucket` deletes it, with all its runs")
 
 
-def _doctor(arguments: Arguments) -> None:
+def _doctor(api: HfApi, arguments: Arguments) -> None:
     token = os.environ.get("SPACE_HF_TOKEN", "")
     config = yaml.safe_load(arguments.config.read_text())
     if not (model := arguments.model or config.get("model")):
         raise DeployError(f"{arguments.config} names no model: add --model")
-    setup = Setup(connect(), arguments.owner, arguments.name, model, arguments.hardware, token, config)
-    if not examine(setup):
+    owner = arguments.owner or hub.Account(api).name
+    if not examine(Setup(api, owner, arguments.name, model, arguments.hardware, token, config)):
         sys.exit(1)
 
 

@@ -5,7 +5,6 @@ Every call goes through huggingface_hub. `explained` turns its errors into a `De
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import time
@@ -23,34 +22,28 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
     LocalTokenNotFoundError,
     RepositoryNotFoundError,
 )
+from huggingface_hub.utils import logging
 from huggingface_hub.utils._http import default_client_factory
-from huggingface_hub.utils.sha import git_hash
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from delta_weight_sync.cost import HARDWARE, PRICES_READ_ON
+from delta_weight_sync.runlog import ReplicaReport
+from delta_weight_sync.signing import PUBLIC_KEY
 from trainer import spaces
 from trainer.deploy import DeployError
-from trainer.deploy.keys import Secrets
-from trainer.deploy.plan import MARK, REMOVABLE, Deployment, SpacePlan, files
+from trainer.deploy.keys import fingerprint
+from trainer.deploy.plan import MARK, SpacePlan, files
 
 PAUSED = ("PAUSED", "STOPPED")
 ASLEEP = ("SLEEPING", *PAUSED)
-FAILED = {
-    "NO_APP_FILE": "has no files to build: run `up` again",
-    "CONFIG_ERROR": "cannot be built with this configuration: fix the error below and run `up` again",
-    "BUILD_ERROR": "could not be built: fix the error in the log and run `up` again",
-    "RUNTIME_ERROR": "stopped right after its start: fix the error in the log and run `up` again",
-}
+FAILED = ("NO_APP_FILE", "CONFIG_ERROR", "BUILD_ERROR", "RUNTIME_ERROR")
 _UP = ("healthy", "serving", spaces.NO_VERSION_YET)
 TOKENS, BILLING = "https://huggingface.co/settings/tokens", "https://huggingface.co/settings/billing"
 PLAN = "Docker Spaces need PRO, Team or Enterprise"
 WAIT_LIMIT_S = 3600.0  # the first build pulls vLLM's image, about 10 GB
 _POLL_S = 5.0
-_ERROR_LIMIT_S = 120.0  # wait this long for an app's error, or an unknown host name, to go away
-_FAILED_LIMIT_S = 15.0  # the same for a failed state, which may be from before the last change
+_ERROR_LIMIT_S = 60.0  # wait this long for an error to go away: it may be from before the last change
 _LOG_LINES = 15
-
-Change = Callable[..., None]  # makes one change; takes its description, a function and its arguments
 
 
 def connect() -> HfApi:
@@ -63,6 +56,7 @@ def connect() -> HfApi:
 
     set_client_factory(client)
     disable_progress_bars()
+    logging.set_verbosity_error()  # otherwise the client warns if no file differs
     return HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
 
 
@@ -114,42 +108,29 @@ class Account:
 
     def __init__(self, api: HfApi, token: str | None = None, variable: str = "HF_TOKEN") -> None:
         with explained(f"looking up the account of {variable}", variable):
-            self._who: Mapping[str, Any] = api.whoami(token=token)
-        access = self._who.get("auth", {}).get("accessToken") or {}
-        self.name, self.role = str(self._who["name"]), str(access.get("role") or "unknown role")
-        self._orgs = {org["name"]: org for org in self._who.get("orgs", ())}
+            self.who: Mapping[str, Any] = api.whoami(token=token)
+        access = self.who.get("auth", {}).get("accessToken") or {}
+        self.name, self.role = str(self.who["name"]), str(access.get("role") or "unknown role")
+        self.orgs = {org["name"]: org for org in self.who.get("orgs", ())}
         self._grants: Mapping[str, Any] = access.get("fineGrained") or {}
+
+    def may_write(self, owner: str | None = None) -> bool:
+        """Whether the token may create repositories of this owner, or by default change anything at all."""
+        if self.role != "fineGrained":
+            return self.role != "read" and owner in {None, self.name, *self.orgs}
+        scopes = [s for s in self._grants.get("scoped", ()) if owner in (None, s["entity"].get("name"))]
+        permissions = {permission for scope in scopes for permission in scope["permissions"]}
+        if owner:
+            return "repo.write" in permissions
+        return any(p.endswith(".write") for p in permissions.union(self._grants.get("global", ())))
 
     def require_write(self, owner: str) -> None:
         """Raise `DeployError` unless the token may create repositories of this owner."""
-        allowed = self.role != "read" and owner in {self.name, *self._orgs}
-        if self.role == "fineGrained":
-            allowed = "repo.write" in self._permissions(owner)
-        if not allowed:
+        if not self.may_write(owner):
             problem = f"the token of {self.name} ({self.role}) may not create anything for {owner}"
             other = f"a fine-grained one with write access to all of {owner}'s repositories"
             fix = f"create one of type Write at {TOKENS}, or {other}, and set HF_TOKEN to it"
             raise DeployError(f"{problem}: {fix}")
-
-    def can_write(self) -> bool:
-        """Whether the token can change anything at all."""
-        if self.role != "fineGrained":
-            return self.role != "read"
-        return any(p.endswith(".write") for p in (*self._permissions(), *self._grants.get("global", ())))
-
-    def require_plan(self, owner: str) -> None:
-        """Raise `DeployError` unless the owner has the plan that Docker Spaces need, and can pay for GPUs."""
-        account, organization = self._orgs.get(owner, self._who), owner in self._orgs
-        if not any(account.get(key) for key in (("plan", "isEnterprise") if organization else ("isPro",))):
-            fix = "subscribe at https://huggingface.co/pricing"
-            raise DeployError(f"{owner} has no paid plan, but {PLAN}: {fix}")
-        if account.get("canPay") is False:
-            raise DeployError(f"{owner} cannot pay for a GPU: add a payment method and credits at {BILLING}")
-
-    def _permissions(self, owner: str | None = None) -> set[str]:
-        """A fine-grained token's permissions on this owner's repositories, or by default on anyone's."""
-        wanted = [s for s in self._grants.get("scoped", ()) if owner in (None, s["entity"].get("name"))]
-        return {permission for scope in wanted for permission in scope["permissions"]}
 
 
 def require_read_only(api: HfApi, token: str) -> str:
@@ -159,7 +140,7 @@ def require_read_only(api: HfApi, token: str) -> str:
         use = "replicas read the bucket and trainers open private Spaces with this token"
         raise DeployError(f"SPACE_HF_TOKEN is not set: {use}; {fix}")
     account = Account(api, token, "SPACE_HF_TOKEN")
-    if account.can_write():
+    if account.may_write():
         raise DeployError(f"SPACE_HF_TOKEN may write ({account.role}), which no token on a Space may: {fix}")
     return token
 
@@ -173,7 +154,8 @@ class Space:
     private: bool
     variables: Mapping[str, str]
     secrets: Mapping[str, str | None]  # name -> description
-    files: Mapping[str, str | None]  # path -> git's hash of a small file, or sha256 of a large one
+    files: frozenset[str]
+    sha: str | None  # of the newest commit
     runtime: SpaceRuntime
 
     @property
@@ -208,7 +190,7 @@ def spaces_of(api: HfApi, owner: str, name: str, expected: Iterable[str] = ()) -
 def _space(api: HfApi, repo_id: str) -> Space | None:
     with explained(f"reading {repo_id}"):
         try:
-            info = api.space_info(repo_id, files_metadata=True)
+            info = api.space_info(repo_id)
         except RepositoryNotFoundError:
             return None
         return Space(
@@ -217,7 +199,8 @@ def _space(api: HfApi, repo_id: str) -> Space | None:
             bool(info.private),
             {name: variable.value for name, variable in api.get_space_variables(repo_id).items()},
             {name: secret.description for name, secret in api.get_space_secrets(repo_id).items()},
-            {f.rfilename: f.lfs.sha256 if f.lfs else f.blob_id for f in info.siblings or ()},
+            frozenset(file.rfilename for file in info.siblings or ()),
+            info.sha,
             api.get_space_runtime(repo_id),
         )
 
@@ -243,49 +226,50 @@ def make_change(what: str, call: Callable[..., object], *given: object, **option
     print(what, flush=True)
 
 
-def apply(api: HfApi, deployment: Deployment, secrets: Secrets) -> int:
-    """Make the Hub match the plan. Returns the number of changes."""
-    plans = {plan.repo_id: plan for plan in deployment.spaces}
-    found = {space.repo_id: space for space in spaces_of(api, deployment.owner, deployment.name, plans)}
-    changes: list[str] = []
+def apply(
+    api: HfApi, owner: str, name: str, wanted: list[SpacePlan], secrets: Mapping[str, str]
+) -> list[Space]:
+    """Make the Hub match the plan, and print each change. Returns the Spaces, the environment's first."""
+    plans, bucket, changes = {plan.repo_id: plan for plan in wanted}, f"{owner}/{name}", 0
 
     def change(what: str, *call: Any, **options: Any) -> None:
+        nonlocal changes
         make_change(what, *call, **options)
-        changes.append(what)
+        changes += 1
 
-    if bucket_is_private(api, bucket := deployment.bucket) is None:
+    there = {space.repo_id for space in spaces_of(api, owner, name, plans)}
+    if bucket_is_private(api, bucket) is None:
         change(f"create the bucket {bucket} (private)", api.create_bucket, bucket, private=True)
-    for repo_id, plan in plans.items():
-        if space := found.get(repo_id):
-            _update(api, plan, space, secrets, change)
-            uploaded = _upload(api, plan, space.files, change)
-            stage = space.runtime.stage
-            if stage in PAUSED or (stage in FAILED and not uploaded):
-                change(f"restart {repo_id} ({stage})", api.restart_space, repo_id)
-        else:
-            # Create the Space with all settings in one request, so that it never runs without them.
-            change(
-                f"create {repo_id} ({'private' if plan.private else 'public'}, {plan.hardware})",
-                api.create_repo,
-                repo_id,
-                repo_type="space",
-                space_sdk="docker",
-                private=plan.private,
-                space_hardware=plan.hardware,
-                space_sleep_time=plan.sleep_s,
-                space_variables=[{"key": key, "value": value} for key, value in plan.variables.items()],
-                space_secrets=[
-                    {"key": key, "value": secrets.value(key), "description": secrets.fingerprint(key)}
-                    for key in plan.secrets
-                ],
-            )
-            _upload(api, plan, {}, change)
-    for extra in sorted(found.keys() - plans.keys()):
-        change(f"delete {extra}, which is not in the plan", api.delete_repo, extra, repo_type="space")
-    return len(changes)
+    for repo_id in sorted(plans.keys() - there):
+        plan, mark = plans[repo_id], [{"key": key, "value": value} for key, value in MARK.items()]
+        options = {"repo_type": "space", "space_sdk": "docker", "private": plan.private}
+        options |= {"space_hardware": plan.hardware, "space_sleep_time": plan.sleep_s}
+        what = f"create {repo_id} ({'private' if plan.private else 'public'}, {plan.hardware})"
+        change(what, api.create_repo, repo_id, space_variables=mark, **options)
+    found = spaces_of(api, owner, name, plans)
+    if hidden := plans.keys() - {space.repo_id for space in found}:
+        raise DeployError(f"the Hub does not show {', '.join(sorted(hidden))} yet: run `up` again")
+    for space in found:
+        repo_id, stage = space.repo_id, space.runtime.stage
+        if repo_id not in plans:
+            change(f"delete {repo_id}, which is not in the plan", api.delete_repo, repo_id, repo_type="space")
+            continue
+        _update(plans[repo_id], space, secrets, api, change)  # a Space without files does not run yet
+        with explained(f"upload the files of {repo_id}"):
+            uploaded = _upload(api, plans[repo_id], space)
+        if uploaded:
+            print(f"upload the changed files of {repo_id}", flush=True)
+            changes += 1
+        elif stage in (*PAUSED, *FAILED):
+            change(f"restart {repo_id} ({stage})", api.restart_space, repo_id)
+    if not changes:
+        print("nothing to change: everything is as planned", flush=True)
+    return [space for space in found if space.repo_id in plans]
 
 
-def _update(api: HfApi, plan: SpacePlan, space: Space, secrets: Secrets, change: Change) -> None:
+def _update(
+    plan: SpacePlan, space: Space, secrets: Mapping[str, str], api: HfApi, change: Callable[..., None]
+) -> None:
     """Change the settings that differ from the plan. Other variables, which the owner added, stay."""
     repo_id, hardware, sleep_s = plan.repo_id, plan.hardware, plan.sleep_s
     if space.private != plan.private:
@@ -294,10 +278,10 @@ def _update(api: HfApi, plan: SpacePlan, space: Space, secrets: Secrets, change:
     for key, value in plan.variables.items():
         if space.variables.get(key) != value:
             change(f"set {key}={value} of {repo_id}", api.add_space_variable, repo_id, key, value)
-    for key in space.variables.keys() & {*REMOVABLE} - plan.variables.keys():
-        change(f"remove {key} from {repo_id}", api.delete_space_variable, repo_id, key)
+    if PUBLIC_KEY in space.variables.keys() - plan.variables.keys():
+        change(f"remove {PUBLIC_KEY} from {repo_id}", api.delete_space_variable, repo_id, PUBLIC_KEY)
     for name in plan.secrets:
-        value, mark = secrets.value(name), secrets.fingerprint(name)
+        value, mark = secrets[name], fingerprint(secrets["REPLICA_KEY"], name, secrets[name])
         if space.secrets.get(name) != mark:
             what = f"set the secret {name} of {repo_id}"
             change(what, api.add_space_secret, repo_id, name, value, description=mark)
@@ -308,19 +292,15 @@ def _update(api: HfApi, plan: SpacePlan, space: Space, secrets: Secrets, change:
         change(f"let {repo_id} sleep after {sleep_s} s", api.set_space_sleep_time, repo_id, sleep_s)
 
 
-def _upload(api: HfApi, plan: SpacePlan, remote: Mapping[str, str | None], change: Change) -> bool:
+def _upload(api: HfApi, plan: SpacePlan, space: Space) -> bool:
     """Upload all changed files in one commit, so that the Space builds once. Returns False if none are."""
-    local = {path: source.read_bytes() for path, source in files(plan.folder).items()}
-    # The Hub gives git's hash of small files, and sha256 of large ones.
-    hashes = {path: (git_hash(data), hashlib.sha256(data).hexdigest()) for path, data in local.items()}
-    changed = [path for path in local if remote.get(path) not in hashes[path]]
-    gone = sorted(remote.keys() - local.keys() - {".gitattributes"})  # the Hub makes this file
-    if changed or gone:
-        operations = [*(CommitOperationAdd(p, local[p]) for p in changed), *map(CommitOperationDelete, gone)]
-        what = f"upload {len(changed)} and delete {len(gone)} files of {plan.repo_id}"
-        options = {"commit_message": "Delta Weight Sync", "repo_type": "space"}
-        change(what, api.create_commit, plan.repo_id, operations, **options)
-    return bool(changed or gone)
+    local = files(plan.folder)
+    gone = space.files - local.keys() - {".gitattributes"}  # the Hub makes this file
+    # The client leaves out the files that are already there, and makes no empty commit.
+    operations: list[Any] = [CommitOperationAdd(*file) for file in local.items()]
+    operations += map(CommitOperationDelete, gone)
+    made = api.create_commit(space.repo_id, operations, commit_message="Delta Weight Sync", repo_type="space")
+    return made.oid != space.sha
 
 
 def wait_until_healthy(api: HfApi, waiting: list[Space], secrets: tuple[str, ...]) -> None:
@@ -342,18 +322,14 @@ def wait_until_healthy(api: HfApi, waiting: list[Space], secrets: tuple[str, ...
                 print(f"[{time.monotonic() - started:5.0f} s] {repo_id}: {state}", flush=True)
             if not answer.error:
                 error_since.pop(repo_id, None)
-            limit = _FAILED_LIMIT_S if answer.state in FAILED else _ERROR_LIMIT_S
             now = time.monotonic()
-            if answer.error and now >= error_since.setdefault(repo_id, now) + limit:
-                raise DeployError(masked(_failure(api, repo_id, answer), secrets))
-
-
-def _failure(api: HfApi, repo_id: str, answer: spaces.Answer) -> str:
-    if not (fix := FAILED.get(answer.state)):
-        return f"{repo_id} did not become ready: {answer}"
-    log = "run" if answer.state == "RUNTIME_ERROR" else "build"
-    lines = log_lines(api, repo_id, build=log == "build")[-_LOG_LINES:] or ["(nothing)"]
-    return "\n  ".join([f"{repo_id} {fix} ({answer.error}). The end of its {log} log:", *lines])
+            if answer.error and now >= error_since.setdefault(repo_id, now) + _ERROR_LIMIT_S:
+                failed = [f"{repo_id} did not become ready: {answer}"]
+                if answer.state in FAILED:
+                    log = "run" if answer.state == "RUNTIME_ERROR" else "build"
+                    failed[0] += f". Fix the error and run `up` again. The end of its {log} log:"
+                    failed += log_lines(api, repo_id, build=log == "build")[-_LOG_LINES:]
+                raise DeployError(masked("\n  ".join(failed), secrets))
 
 
 def _answer(api: HfApi, space: Space) -> spaces.Answer:
@@ -382,24 +358,13 @@ def table(found: list[Space]) -> str:
         cost = f"{usd * space.billed:.2f}" if known else "?"
         if space.billed and not space.repo_id.endswith("-env"):  # a request would wake a sleeping Space
             try:
-                _, version, digest = served(space)
-            except DeployError:
+                report = spaces.request(space.url, "GET", "/status").raise_for_status().content
+                status = ReplicaReport.model_validate_json(report).status
+                version, digest = "-" if status.version is None else str(status.version), status.digest or "-"
+            except (spaces.SpacesUnavailableError, httpx.HTTPError, ValueError):
                 version = "no answer"
         rows.append((space.repo_id, space.runtime.stage, space.hardware or "-", version, digest, cost))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     lines.append(f"now ${now:.2f} per hour; ${total:.2f} while all of them run (prices of {PRICES_READ_ON})")
     return "\n".join(lines)
-
-
-def served(space: Space) -> tuple[str, str, str]:
-    """Protocol, version and digest that a running replica reports. Raises `DeployError` without an answer."""
-    try:
-        body = spaces.request(space.url, "GET", "/status").raise_for_status().json()
-        version, digest = (body["status"].get(key) for key in ("version", "digest"))
-        return str(body["format"]), "-" if version is None else str(version), digest or "-"
-    except spaces.SpacesUnavailableError as error:
-        raise DeployError(str(error)) from error
-    except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
-        reason = type(error).__name__
-        raise DeployError(f"{space.repo_id} reports no status ({reason}): see its `logs`") from error

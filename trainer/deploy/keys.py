@@ -7,10 +7,8 @@ to accounts that may change the Space.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import secrets
-from dataclasses import dataclass
 from pathlib import Path
 
 from delta_weight_sync import signing
@@ -20,19 +18,9 @@ from trainer.deploy import DeployError
 FOLDER = Path(".deploy")  # in the folder where the command runs
 
 
-@dataclass(frozen=True, repr=False)
-class Secrets:
-    """The values that the Spaces of a deployment receive."""
-
-    space_key: str
-    space_token: str  # read-only
-
-    def value(self, name: str) -> str:
-        return self.space_token if name == "HF_TOKEN" else self.space_key
-
-    def fingerprint(self, name: str) -> str:
-        message = f"{name}={self.value(name)}".encode()
-        return "fingerprint " + hmac.new(self.space_key.encode(), message, hashlib.sha256).hexdigest()[:32]
+def fingerprint(space_key: str, name: str, value: str) -> str:
+    """The description of the secret `name` on a Space."""
+    return "fingerprint " + hmac.digest(space_key.encode(), f"{name}={value}".encode(), "sha256").hex()[:32]
 
 
 def space_key_file(owner: str) -> Path:
@@ -50,12 +38,15 @@ def read_space_key(owner: str) -> str | None:
     return key
 
 
-def make_space_key(owner: str) -> str:
-    """Make a new SPACE_KEY and write it to a file that only this user can read."""
+def space_key(owner: str) -> str:
+    """The owner's SPACE_KEY. If there is none, make one in a file that only this user can read."""
+    if known := read_space_key(owner):
+        return known
     file, key = space_key_file(owner), secrets.token_urlsafe(32)
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     file.touch(mode=0o600, exist_ok=False)
     file.write_text(f"SPACE_KEY={key}\n")
+    print(f"made a new SPACE_KEY in {file}; it replaces any other key on the Spaces")
     return key
 
 

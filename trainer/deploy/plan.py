@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +21,6 @@ from delta_weight_sync.signing import PUBLIC_KEY
 from trainer.deploy import DeployError
 
 MARK = {"DEPLOYED_BY": "delta-weight-sync"}  # Spaces without this variable are never changed or deleted
-REMOVABLE = (PUBLIC_KEY,)  # variables that `up` removes from a Space if the plan no longer has them
 NO_KEY_YET = "made by the first `up`"  # stands for the key in a dry run
 SLEEP_S = 1800  # a replica sleeps after this time without a request
 App = Literal["env", "replica"]
@@ -29,26 +28,13 @@ APPS: tuple[App, ...] = ("env", "replica")
 
 CHECKOUT = Path(__file__).parents[2]
 _FILES: dict[App, tuple[str, ...]] = {  # git's patterns, in which `*` also matches "/"
-    "env": ("LICENSE", "env_space/*.py", "env_space/words/*", "env_space/page/*", "shared/space_guard/*"),
-    "replica": (
-        "LICENSE",
-        "pyproject.toml",
-        "inference_space/*.py",
-        "inference_space/engine_python.sh",
-        "inference_space/dashboard/static/*",
-        "inference_space/dashboard/templates/*",
-        "shared/space_guard/*",
-        "shared/delta_weight_sync/*.py",
-        "shared/delta_weight_sync/compat.toml",
-        "shared/delta_weight_sync/prices.json",
-        "shared/delta_weight_sync/py.typed",
-    ),
+    "env": ("LICENSE", "env_space/*", "shared/space_guard/*"),
+    "replica": ("LICENSE", "pyproject.toml", "inference_space/*", "shared/*"),
 }
-_MOVED: dict[App, tuple[str, ...]] = {  # from the folder of the app to the root of the Space
-    "env": ("README.md", "Dockerfile", "requirements.lock", "openenv.yaml", "openenv_probe.json"),
-    "replica": ("README.md", "Dockerfile", "requirements.lock"),
-}
-_FOLDERS: dict[App, str] = {"env": "env_space", "replica": "inference_space"}
+# These move from the folder of the app to the root of the Space.
+_AT_THE_ROOT = re.compile(
+    r"(env|inference)_space/(README\.md|Dockerfile|requirements\.lock|openenv\.yaml|openenv_probe\.json)"
+)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
@@ -65,42 +51,24 @@ class SpacePlan:
     private: bool
 
 
-@dataclass(frozen=True)
-class Deployment:
-    """A private bucket, the environment's Space and the replicas' Spaces."""
-
-    owner: str
-    name: str
-    run: str
-    bucket: str
-    env: SpacePlan
-    replicas: tuple[SpacePlan, ...]
-
-    @property
-    def spaces(self) -> tuple[SpacePlan, ...]:
-        return (self.env, *self.replicas)
-
-    @property
-    def bucket_url(self) -> str:
-        return f"hf://buckets/{self.bucket}"
-
-    def trusting(self, public_keys: str) -> Deployment:
-        """The same deployment, but its replicas trust only these keys."""
-        trust = {PUBLIC_KEY: public_keys}
-        plans = [replace(plan, variables={**plan.variables, **trust}) for plan in self.replicas]
-        return replace(self, replicas=tuple(plans))
-
-    def write(self, folder: Path) -> None:
-        """Write the folders that `up` would upload, and plan.json, to a new or empty folder."""
-        if folder.exists() and any(folder.iterdir()):
-            raise DeployError(f"--dry-run {folder} is not empty: name a new folder")
-        for app in APPS:
-            stage(app, folder / app)
-        (folder / "plan.json").write_text(json.dumps(asdict(self), indent=2) + "\n")
+def write(plans: list[SpacePlan], folder: Path) -> None:
+    """Write the folders that `up` would upload, and plan.json, to a new or empty folder."""
+    if folder.exists() and any(folder.iterdir()):
+        raise DeployError(f"--dry-run {folder} is not empty: name a new folder")
+    for app in APPS:
+        stage(app, folder / app)
+    bucket = plans[-1].variables["REPLICA_BUCKET"]
+    plan = {"bucket": bucket, "spaces": list(map(asdict, plans))}
+    (folder / "plan.json").write_text(json.dumps(plan, indent=2) + "\n")
 
 
-def make_plan(owner: str, name: str, *, run: str, hardware: str, replicas: int, public: bool) -> Deployment:
-    """Build the deployment that the command line describes. Raises `DeployError` for an impossible one."""
+def make_plan(
+    owner: str, name: str, *, run: str, hardware: str, replicas: int, public: bool, trusted: str
+) -> list[SpacePlan]:
+    """The environment's Space and the replicas' Spaces. Raises `DeployError` for an impossible wish.
+
+    Replicas trust the public keys in `trusted`; if it is empty, they do not check signatures.
+    """
     for option, value in (("--owner", owner), ("--name", name)):
         if not _NAME.fullmatch(value):
             raise DeployError(f"{option} {value!r} is not a name: use only letters, digits, '-' and '_'")
@@ -111,8 +79,7 @@ def make_plan(owner: str, name: str, *, run: str, hardware: str, replicas: int, 
     except ProtocolError as error:
         raise DeployError(f"--run: {error}") from None
     bucket = f"{owner}/{name}"
-    env = SpacePlan(f"{bucket}-env", "env", MARK, ("WORDLE_KEY",), "cpu-basic", None, not public)
-    spaces = []
+    spaces = [SpacePlan(f"{bucket}-env", "env", MARK, ("WORDLE_KEY",), "cpu-basic", None, not public)]
     for number in range(1, replicas + 1):
         variables = {
             **MARK,
@@ -120,10 +87,11 @@ def make_plan(owner: str, name: str, *, run: str, hardware: str, replicas: int, 
             "REPLICA_RUN": run,
             "REPLICA_NAME": f"replica-{number}",
             "REPLICA_VLLM_ARGS": f"--tensor-parallel-size {HARDWARE[hardware].gpus}",
+            **({PUBLIC_KEY: trusted} if trusted else {}),
         }
         secrets, repo_id = ("HF_TOKEN", "REPLICA_KEY"), f"{bucket}-replica-{number}"
         spaces.append(SpacePlan(repo_id, "replica", variables, secrets, hardware, SLEEP_S, not public))
-    return Deployment(owner, name, run, bucket, env, tuple(spaces))
+    return spaces
 
 
 def stage(app: App, out: Path) -> None:
@@ -137,16 +105,14 @@ def stage(app: App, out: Path) -> None:
 def files(app: App) -> dict[str, Path]:
     """Map each path in the Space's repository to a file of the checkout, sorted.
     Raises `DeployError` for a link, and for a file that matches `_FILES` but is not tracked by git."""
-    moved = {f"{_FOLDERS[app]}/{name}": name for name in _MOVED[app]}
-    patterns = [*_FILES[app], *moved]
-    if untracked := _git("--others", *patterns):
+    if untracked := _git("--others", *_FILES[app]):
         raise DeployError(f"git does not track {', '.join(sorted(untracked))}: `git add` or remove it")
-    found = {moved.get(path, path): path for path in _git("--cached", "--error-unmatch", *patterns)}
+    listed = _git("--cached", "--error-unmatch", *_FILES[app])
+    found = {match[2] if (match := _AT_THE_ROOT.fullmatch(path)) else path: path for path in listed}
     for path in found.values():
-        if (CHECKOUT / path).resolve() != CHECKOUT.resolve() / path:
-            raise DeployError(f"{path} is a link, or in a linked folder: replace the link with the files")
-        if not (CHECKOUT / path).is_file():
-            raise DeployError(f"{path} is missing: `git restore` it, or `git rm` it")
+        if (CHECKOUT / path).resolve() != CHECKOUT.resolve() / path or not (CHECKOUT / path).is_file():
+            fix = "`git restore` it, or put the files themselves in its place"
+            raise DeployError(f"{path} is missing, a link, or in a linked folder: {fix}")
     return {name: CHECKOUT / path for name, path in sorted(found.items())}
 
 

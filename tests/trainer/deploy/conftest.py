@@ -119,7 +119,7 @@ class World:
 
     def changes(self) -> list[str]:
         """Every request so far that may have changed something."""
-        reading = re.compile(r"(GET|HEAD) |POST \S*/(validate-yaml|paths-info)")
+        reading = re.compile(r"(GET|HEAD) |POST \S*/(validate-yaml|paths-info|preupload)")
         return [request for request in self.hub.requests() if not reading.match(request)]
 
     def key(self) -> str:

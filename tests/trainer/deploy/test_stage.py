@@ -86,7 +86,7 @@ def test_a_dry_run_needs_no_token_and_touches_nothing_but_its_folder(world: Worl
     assert [path.name for path in world.folder.iterdir()] == ["dry"]
     assert {path.name for path in Path("dry").iterdir()} == {"env", "replica", "plan.json"}
     plan = json.loads(Path("dry/plan.json").read_text())
-    assert [space["repo_id"] for space in plan["replicas"]] == [world.replica(1), world.replica(2)]
+    assert [space["repo_id"] for space in plan["spaces"]] == [world.env, world.replica(1), world.replica(2)]
     assert world.fails("up", "--dry-run", "dry") == "deploy: --dry-run dry is not empty: name a new folder\n"
 
 
@@ -152,8 +152,8 @@ def no_git(checkout: Path, app: Path) -> None:
     ("plant", "sentence"),
     [
         (untracked, r"^git does not track {}/credentials\.py: `git add` or rem"),
-        (link, r"linked\.py is a link, or in a linked folder"),
-        (linked_folder, "is a link, or in a linked folder"),
+        (link, r"linked\.py is missing, a link, or in a linked folder"),
+        (linked_folder, "is missing, a link, or in a linked folder"),
         (no_git, "run deploy from a clone of the repository"),
     ],
 )
