@@ -27,8 +27,8 @@ from space_guard.requests import (
     FRAMING,
     SAFE_HEADERS,
     RateLimit,
-    given_key,
     has_key,
+    no_key,
     openai_error,
     read_body,
     replay,
@@ -78,8 +78,6 @@ ROUTES = (
     Route("/login/(huggingface|callback)"),
     Route("/logout"),
 )
-_MISSING = "the request has no key: send the Space's REPLICA_KEY in the header X-Space-Key"
-_WRONG = "the key in X-Space-Key is wrong: send this Space's REPLICA_KEY"
 
 # Only these headers reach the apps. Keys and tokens do not; nor does the origin, because Gradio would let any
 # site read its answers; nor the host, because a client can set it to anything.
@@ -140,7 +138,7 @@ class Gate:
         route = find_route(scope)
         client = None if has_key(self._key, scope["headers"]) else client_address(scope)
         if client is not None and route.keyed and not self._open:
-            raise HTTPException(401, _WRONG if given_key(scope["headers"]) else _MISSING)
+            raise no_key(scope["headers"], "REPLICA_KEY")
         if client is not None and self._rate.spend(client, route.cost):
             raise too_many("your address sends too many requests")
         body, units = await self._read(scope, receive, route, client)
