@@ -87,7 +87,6 @@ SETUP = Setup(
             NEW_KEY,
         )
     },
-    refusal=lambda sentence: {"detail": sentence},
 )
 
 _log = logging.getLogger("wordle")
@@ -350,7 +349,17 @@ def _answer_problems(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
-        return problem(422, f"{_explain(error.errors()[0])} GET /docs shows what to send.")
+        found = error.errors()[0]
+        if found["type"] == "json_invalid":
+            sentence = f"The body is not JSON ({found['ctx']['error']})."
+        elif found["loc"] == ("body",):
+            sentence = "The body must be a JSON object, sent as Content-Type: application/json."
+        else:
+            place, field, *_ = found["loc"]
+            sentence = (
+                f"The {place}'s '{field}' cannot be used: {found['msg'].removeprefix('Value error, ')}."
+            )
+        return problem(422, f"{sentence} GET /docs shows what to send.")
 
     @app.exception_handler(HTTPException)
     async def unroutable(_: Request, error: HTTPException) -> JSONResponse:
@@ -360,15 +369,6 @@ def _answer_problems(app: FastAPI) -> None:
         elif sentence == HTTPStatus(error.status_code).phrase:
             sentence = f"{sentence}: the API has no such path or method; GET /docs lists all."
         return problem(error.status_code, sentence, error.headers)
-
-
-def _explain(found: Mapping[str, Any]) -> str:
-    if found["type"] == "json_invalid":
-        return f"The body is not JSON ({found['ctx']['error']})."
-    if found["loc"] == ("body",):
-        return "The body must be a JSON object, sent as Content-Type: application/json."
-    place, field, *_ = found["loc"]
-    return f"The {place}'s '{field}' cannot be used: {found['msg'].removeprefix('Value error, ')}."
 
 
 def server_options(key: str = "", games: int = 0, limits: Limits = LIMITS) -> dict[str, Any]:

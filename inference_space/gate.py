@@ -123,9 +123,14 @@ class Gate:
         begun = False
 
         async def answer(message: Message) -> None:
+            """Add the headers that protect browsers. A page brings its own content security policy."""
             nonlocal begun
+            if not begun:
+                names = {name.lower() for name, _ in message["headers"]}
+                policy = [] if _POLICY[0] in names else [_POLICY]
+                message = {**message, "headers": [*message["headers"], *_SAFE, *policy]}
             begun = True
-            await send(_with_headers(message))
+            await send(message)
 
         try:
             await self._pass(scope, receive, answer)
@@ -186,15 +191,6 @@ def find_route(scope: Scope) -> Route:
     if scope["method"] not in known:
         raise HTTPException(405, f"this route takes {' and '.join(known)} only", {"Allow": ", ".join(known)})
     return known[scope["method"]]
-
-
-def _with_headers(message: Message) -> Message:
-    """Add the headers that protect browsers. A page brings its own content security policy."""
-    if message["type"] != "http.response.start":
-        return message
-    headers = [*message.get("headers", ()), *_SAFE]
-    own = any(name.lower() == _POLICY[0] for name, _ in headers)
-    return {**message, "headers": headers if own else [*headers, _POLICY]}
 
 
 # vLLM trusts its callers, so the gate stops requests that would cost minutes or gigabytes. vLLM itself checks
