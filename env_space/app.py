@@ -355,10 +355,8 @@ def _answer_problems(app: FastAPI) -> None:
         elif found["loc"] == ("body",):
             sentence = "The body must be a JSON object, sent as Content-Type: application/json."
         else:
-            place, field, *_ = found["loc"]
-            sentence = (
-                f"The {place}'s '{field}' cannot be used: {found['msg'].removeprefix('Value error, ')}."
-            )
+            (place, field, *_), reason = found["loc"], found["msg"].removeprefix("Value error, ")
+            sentence = f"The {place}'s '{field}' cannot be used: {reason}."
         return problem(422, f"{sentence} GET /docs shows what to send.")
 
     @app.exception_handler(HTTPException)

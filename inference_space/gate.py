@@ -38,7 +38,6 @@ from space_guard.requests import (
 BODY_S = 60.0  # seconds within which a request's body must arrive
 ARRIVING = 64 << 20  # bytes of bodies that may be arriving at the same time
 LEAST = 256 << 10  # bytes that even a visitor's short body counts, because it holds a connection
-UNLIMITED = Lane(sys.maxsize)
 # The budget of one address: cost per second, and the most that it can save up. A request to a route costs
 # about the milliseconds that it takes.
 RATE = (200.0, 2000.0)
@@ -147,7 +146,7 @@ class Gate:
         if client is not None and self._rate.spend(client, route.cost):
             raise too_many("your address sends too many requests")
         body, units = await self._read(scope, receive, route, client)
-        lane = self._lanes.get(route.lane, UNLIMITED)
+        lane = self._lanes.get(route.lane) or Lane(sys.maxsize)
         with lane.admit(client, units):
             headers = [_HOST, *(pair for pair in scope["headers"] if pair[0] in _PASSED_ON)]
             try:

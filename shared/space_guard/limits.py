@@ -190,10 +190,9 @@ def limited_http(limits: Limits, max_visitors: int, key: str) -> Any:
 
 def open_files(wanted: int) -> int:
     """Let this process open `wanted` files, or as many as the system allows. Returns that number."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < allowed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # on Linux, neither is RLIM_INFINITY
+    allowed = min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
     return allowed
 
 

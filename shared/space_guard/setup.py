@@ -121,8 +121,7 @@ class Setup:
         return f"This Space is not set up. Open its {_WHERE}: {listed(problems)}."
 
     def app(self, problems: Problems) -> ASGIApp:
-        """The app of a Space that is not set up: the page at /, and its state elsewhere, with status 503 except
-        at /health."""
+        """The app of a Space that is not set up: the page at /, its state at /health, and 503 elsewhere."""
         state, sentence = "not set up", self.sentence(problems)
         # Trainers read `status` or `state`, clients of the two APIs `detail` or `error`.
         body = {"status": state, "state": state, "detail": sentence, "error": sentence}
@@ -145,18 +144,18 @@ class Setup:
     def page(self, problems: Problems) -> str:
         """The setup page. It reloads itself, so it gives way when the Space is set up."""
         needs = {**self.needs, **{name: Need("variable") for name in problems if name not in self.needs}}
+        items = ""
+        for name, need in needs.items():
+            problem = problems.get(name, "")
+            items += f'<li class="{"missing" if problem else "fine"}">'
+            items += f"<h2><code>{escape(name)}</code> <small>{need.kind}</small></h2>"
+            items += f'<p class="problem">{escape(problem)}</p>' if problem else ""
+            items += f"<p>{escape(need.purpose)}</p>" if need.purpose else ""
+            items += f"<pre>{escape(need.example)}</pre></li>" if problem and need.example else "</li>"
         return _PAGE.substitute(
             space=self.space,
             then=self.then,
             where=_WHERE,
             id=escape(os.environ.get("SPACE_ID", "")),
-            items="".join(_item(name, need, problems.get(name, "")) for name, need in needs.items()),
+            items=items,
         )
-
-
-def _item(name: str, need: Need, problem: str) -> str:
-    parts = [f"<h2><code>{escape(name)}</code> <small>{need.kind}</small></h2>"]
-    parts += [f'<p class="problem">{escape(problem)}</p>'] if problem else []
-    parts += [f"<p>{escape(need.purpose)}</p>"] if need.purpose else []
-    parts += [f"<pre>{escape(need.example)}</pre>"] if problem and need.example else []
-    return f'<li class="{"missing" if problem else "fine"}">{"".join(parts)}</li>'
