@@ -22,7 +22,6 @@ from fastapi.routing import APIRoute
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
@@ -45,20 +44,18 @@ from env_space.watch import MAX_WATCHED, MAX_WATCHED_EACH
 from space_guard.limits import PROXIES, Limits, client_address, limited_http, log_as_json, open_files, serve
 from space_guard.requests import (
     FRAMING,
-    KEY_HEADER,
     SAFE_HEADERS,
-    given_key,
     has_key,
-    limit_body,
+    no_key,
     problem,
+    read_body,
     refusals,
+    replay,
 )
 from space_guard.setup import NEW_KEY, Need, Problems, SettingsError, Setup, key_problem
 
 MAX_BODY_BYTES = 16 * 1024
-LIMITS = Limits(
-    request_s=20.0, covers_body=True, unread_s=30.0, head_bytes=16 * 1024, pipelined=8, keep_active=False
-)
+LIMITS = Limits(request_s=20.0, unread_s=30.0, head_bytes=16 * 1024, keep_active=False)
 MAX_VISITORS = 1024  # limit on connections without the key, or the maximum number of games if that is more
 MAX_PLAYED, MAX_PLAYED_EACH = 64, 8  # games on the page at the same time: in total, and per address
 LOG_LINES = 600  # lines that one logging call may write per minute
@@ -78,10 +75,6 @@ _SPARE_FILES = 64  # open files that are not clients: the log, the event loop, w
 OPEN = re.compile(
     r"/|/(health|words|metrics|schema|metadata|watch|mcp)|/(docs|redoc|openapi\.json)|/(page|play)(/.*)?"
 )
-KEY_MISSING = (
-    f"This needs a key: send the Space's WORDLE_KEY in the header {KEY_HEADER} (trainers: set SPACE_KEY)."
-)
-KEY_WRONG = f"The key in {KEY_HEADER} is wrong: send the value of this Space's WORDLE_KEY."
 
 SETUP = Setup(
     space="environment",
@@ -94,7 +87,6 @@ SETUP = Setup(
             NEW_KEY,
         )
     },
-    refusal=lambda sentence: {"detail": sentence},
 )
 
 _log = logging.getLogger("wordle")
@@ -219,8 +211,7 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) 
         _log.info("stopped with %d games in play", sum(map(len, stores)))
 
     app = FastAPI(title="Wordle environment", description=__doc__, lifespan=lifespan)
-    app.add_middleware(limit_body, max_bytes=MAX_BODY_BYTES)
-    app.add_middleware(_check_key, key=settings.required_key)
+    app.add_middleware(_guard, key=settings.required_key)
     _answer_problems(app)
     time_http, time_ws = (metrics.seconds.labels(via).observe for via in ("http", "ws"))
     _add_games(app, sessions, rules, time_http, "/sessions", "http")
@@ -231,18 +222,24 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) 
     return app
 
 
-def _check_key(app: ASGIApp, key: str) -> ASGIApp:
-    """ASGI middleware: the API needs the key; read-only routes and the page's games do not. If `key` is
-    empty, the API is open to everyone who can reach this machine."""
+def _guard(app: ASGIApp, key: str) -> ASGIApp:
+    """ASGI middleware: checks the key and reads the body. Read-only routes and the page's games need no key.
+    If `key` is empty, the API is open to everyone who can reach this machine."""
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
-        opened = scope["type"] == "lifespan" or OPEN.fullmatch(scope["path"])
-        if opened or has_key(key, scope["headers"]):
+        if scope["type"] == "lifespan":
             return await app(scope, receive, send)
-        refusal = problem(401, KEY_WRONG if given_key(scope["headers"]) else KEY_MISSING)
-        if scope["type"] == "websocket":
-            return await WebSocket(scope, receive, send).send_denial_response(refusal)
-        return await refusal(scope, receive, send)
+        try:
+            if not (OPEN.fullmatch(scope["path"]) or has_key(key, scope["headers"])):
+                raise no_key(scope["headers"], "WORDLE_KEY")
+            if scope["type"] == "http":
+                receive = replay(await read_body(receive, MAX_BODY_BYTES, LIMITS.request_s), receive)
+        except HTTPException as refused:
+            refusal = problem(refused.status_code, refused.detail, refused.headers)
+            if scope["type"] == "websocket":
+                return await WebSocket(scope, receive, send).send_denial_response(refusal)
+            return await refusal(scope, receive, send)
+        return await app(scope, receive, send)
 
     return checked
 
@@ -352,7 +349,15 @@ def _answer_problems(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
-        return problem(422, f"{_explain(error.errors()[0])} GET /docs shows what to send.")
+        found = error.errors()[0]
+        if found["type"] == "json_invalid":
+            sentence = f"The body is not JSON ({found['ctx']['error']})."
+        elif found["loc"] == ("body",):
+            sentence = "The body must be a JSON object, sent as Content-Type: application/json."
+        else:
+            (place, field, *_), reason = found["loc"], found["msg"].removeprefix("Value error, ")
+            sentence = f"The {place}'s '{field}' cannot be used: {reason}."
+        return problem(422, f"{sentence} GET /docs shows what to send.")
 
     @app.exception_handler(HTTPException)
     async def unroutable(_: Request, error: HTTPException) -> JSONResponse:
@@ -362,20 +367,6 @@ def _answer_problems(app: FastAPI) -> None:
         elif sentence == HTTPStatus(error.status_code).phrase:
             sentence = f"{sentence}: the API has no such path or method; GET /docs lists all."
         return problem(error.status_code, sentence, error.headers)
-
-    @app.exception_handler(ClientDisconnect)
-    async def left(_: Request, __: ClientDisconnect) -> JSONResponse:
-        """Answer a client that has gone: otherwise each one would leave a traceback in the log."""
-        return problem(400, "The body is incomplete; send the request again.")
-
-
-def _explain(found: Mapping[str, Any]) -> str:
-    if found["type"] == "json_invalid":
-        return f"The body is not JSON ({found['ctx']['error']})."
-    if found["loc"] == ("body",):
-        return "The body must be a JSON object, sent as Content-Type: application/json."
-    place, field, *_ = found["loc"]
-    return f"The {place}'s '{field}' cannot be used: {found['msg'].removeprefix('Value error, ')}."
 
 
 def server_options(key: str = "", games: int = 0, limits: Limits = LIMITS) -> dict[str, Any]:

@@ -14,14 +14,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
-from uuid import UUID, uuid4
+from uuid import uuid4
 
 from fastapi import FastAPI, Request, WebSocket
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.websockets import WebSocketDisconnect, WebSocketDisconnected
 
 from env_space.game import MAX_GUESSES, MAX_SEED, MOVE, GameError, Move, Rules, Split
-from env_space.sessions import Origin, Sessions
+from env_space.sessions import Origin, Session, Sessions
 
 Answer = dict[str, Any]
 Timer = Callable[[float], object]  # takes the seconds that a move took
@@ -95,7 +95,7 @@ class Table:
     def __init__(self, sessions: Sessions, rules: Rules) -> None:
         self._sessions, self._rules = sessions, rules
         self._prompt = _rules_text(rules.settings.length, rules.settings.hard_mode)
-        self._session: UUID | None = None
+        self._session: Session | None = None
         self._episode: str | None = None
         self._text = ""
         self._last: Answer = {}  # the last move
@@ -140,21 +140,20 @@ class Table:
     @property
     def idle(self) -> bool:
         """Whether no game is in play."""
-        return self._session is None or self._last.get("done", False)
+        return self._session is None or self._session.game.over
 
     def leave(self) -> None:
         """End the game. If it is not over, it counts as given up."""
         if self._session is not None:
-            self._sessions.leave(self._session)
+            self._sessions.leave(self._session.id)
             self._session = None
 
     def _reset(self, reset: Reset) -> Answer:
         seed = secrets.randbelow(MAX_SEED) if reset.seed is None else reset.seed
         game = self._rules.deal(seed, reset.split)
         self.leave()
-        session = self._sessions.open(uuid4(), Origin(seed, reset.split, "ws"), game)
-        self._session = session.id
-        self._episode = reset.episode_id or str(session.id)
+        self._session = self._sessions.open(uuid4(), Origin(seed, reset.split, "ws"), game)
+        self._episode = reset.episode_id or str(self._session.id)
         self._text, self._last = f"[GAME] {self._prompt}", {}
         return self._observation()
 
@@ -163,7 +162,7 @@ class Table:
             raise GameError(409, RESET_FIRST)
         found = _BRACKETS.findall(action.message)
         word = str(found[-1] if found else action.message).strip()
-        move = self._sessions.play(self._session, self._last.get("turn", 0) + 1, word)
+        move = self._sessions.play(self._session.id, self._session.game.turns + 1, word)
         self._last = MOVE.dump_python(move)
         self._text += _story(action.message, move)
         return self._observation()
@@ -224,24 +223,20 @@ def _story(message: str, move: Move) -> str:
 def add_routes(app: FastAPI, sessions: Sessions, rules: Rules, timer: Timer) -> None:
     idle: dict[WebSocket, None] = {}  # connections without a game, quiet longest first
 
-    async def note(socket: WebSocket, table: Table) -> None:
-        """Close the connection without a game that was quiet longest, if there are too many."""
-        idle.pop(socket, None)
-        if table.idle:
-            idle[socket] = None
-        if len(idle) > max(MOST_IDLE, sessions.capacity):
-            oldest = next(iter(idle))
-            del idle[oldest]
-            with suppress(WebSocketDisconnect, WebSocketDisconnected):  # it is closing already
-                await oldest.close(1013, BUSY)
-
     @app.websocket("/ws")
     async def play(socket: WebSocket) -> None:
         await socket.accept()
         table = Table(sessions, rules)
         try:
             while True:
-                await note(socket, table)
+                idle.pop(socket, None)
+                if table.idle:
+                    idle[socket] = None
+                if len(idle) > max(MOST_IDLE, sessions.capacity):
+                    oldest = next(iter(idle))
+                    del idle[oldest]
+                    with suppress(WebSocketDisconnect, WebSocketDisconnected):  # it is closing already
+                        await oldest.close(1013, BUSY)
                 async with asyncio.timeout(sessions.ttl_s):
                     message = await socket.receive()
                 if message["type"] == "websocket.disconnect":

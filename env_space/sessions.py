@@ -43,21 +43,6 @@ class Session:
             return "expired"
         return "gave_up" if self.game.gave_up else "lost"
 
-    def play(self, turn: int, word: str) -> Move:
-        """Play `word` in turn number `turn`, or return the result again if that was done before.
-
-        Raises GameError if the turn has another word, if a turn before it is missing, or if the game is over.
-        """
-        moves = self.game.moves
-        if turn <= len(moves):
-            move = moves[turn - 1]
-            if move.word != word.lower()[:MAX_STORED]:
-                raise GameError(409, f"Turn {turn} was already played with another word, {quote(move.word)}.")
-            return move
-        if turn > len(moves) + 1 and not self.game.over:
-            raise GameError(409, f"Turn {turn} cannot be played yet; the next turn is {len(moves) + 1}.")
-        return self.game.guess(word)
-
     def summary(self) -> dict[str, Any]:
         """The game, as a line of the log."""
         game, parts = self.game, self.game.reward_parts()
@@ -128,16 +113,27 @@ class Sessions:
         return session
 
     def play(self, id: UUID, turn: int, word: str) -> Move:
-        """Play a move, as `Session.play` does. Also raises GameError for an unknown or expired session."""
+        """Play `word` in turn number `turn`, or return the result again if that was done before.
+
+        Raises GameError if the turn has another word, if a turn before it is missing, if the game is over, or
+        for an unknown or expired session.
+        """
         session = self._find(id)
         if session.expired:
             expired = f"Session {id} expired after {self.ttl_s:g} s without a move"
             raise GameError(404, f"{expired}; {START_ANOTHER}.")
-        turns = session.game.turns
-        move = session.play(turn, word)
+        moves = session.game.moves
+        if turn <= len(moves):
+            move = moves[turn - 1]
+            if move.word != word.lower()[:MAX_STORED]:
+                raise GameError(409, f"Turn {turn} was already played with another word, {quote(move.word)}.")
+            return move
+        if turn > len(moves) + 1 and not session.game.over:
+            raise GameError(409, f"Turn {turn} cannot be played yet; the next turn is {len(moves) + 1}.")
+        move = session.game.guess(word)
         if session.game.over:
             self._end(session)
-        elif session.game.turns > turns:
+        else:
             self._playing[id] = self._playing.pop(id)
             session.used_at = self._clock()
         return move
@@ -156,11 +152,11 @@ class Sessions:
     def reap(self) -> None:
         """Let idle games expire, and forget games that ended long enough ago."""
         horizon = self._clock() - self.ttl_s
-        for session in _unused_since(horizon, self._ended):
-            del self._ended[session.id]
-        for session in _unused_since(horizon, self._playing):
-            session.expired = True
-            self._end(session)
+        for store in (self._ended, self._playing):
+            for session in list(takewhile(lambda session: session.used_at <= horizon, store.values())):
+                if not self._ended.pop(session.id, None):
+                    session.expired = True
+                    self._end(session)
 
     def _find(self, id: UUID) -> Session:
         self.reap()
@@ -177,7 +173,3 @@ class Sessions:
             self._on_end(session)
         if len(self._ended) > self.capacity:
             del self._ended[next(iter(self._ended))]
-
-
-def _unused_since(horizon: float, sessions: dict[UUID, Session]) -> list[Session]:
-    return list(takewhile(lambda session: session.used_at <= horizon, sessions.values()))

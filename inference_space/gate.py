@@ -27,8 +27,8 @@ from space_guard.requests import (
     FRAMING,
     SAFE_HEADERS,
     RateLimit,
-    given_key,
     has_key,
+    no_key,
     openai_error,
     read_body,
     replay,
@@ -38,7 +38,6 @@ from space_guard.requests import (
 BODY_S = 60.0  # seconds within which a request's body must arrive
 ARRIVING = 64 << 20  # bytes of bodies that may be arriving at the same time
 LEAST = 256 << 10  # bytes that even a visitor's short body counts, because it holds a connection
-UNLIMITED = Lane(sys.maxsize)
 # The budget of one address: cost per second, and the most that it can save up. A request to a route costs
 # about the milliseconds that it takes.
 RATE = (200.0, 2000.0)
@@ -78,8 +77,6 @@ ROUTES = (
     Route("/login/(huggingface|callback)"),
     Route("/logout"),
 )
-_MISSING = "the request has no key: send the Space's REPLICA_KEY in the header X-Space-Key"
-_WRONG = "the key in X-Space-Key is wrong: send this Space's REPLICA_KEY"
 
 # Only these headers reach the apps. Keys and tokens do not; nor does the origin, because Gradio would let any
 # site read its answers; nor the host, because a client can set it to anything.
@@ -125,9 +122,14 @@ class Gate:
         begun = False
 
         async def answer(message: Message) -> None:
+            """Add the headers that protect browsers. A page brings its own content security policy."""
             nonlocal begun
+            if not begun:
+                names = {name.lower() for name, _ in message["headers"]}
+                policy = [] if _POLICY[0] in names else [_POLICY]
+                message = {**message, "headers": [*message["headers"], *_SAFE, *policy]}
             begun = True
-            await send(_with_headers(message))
+            await send(message)
 
         try:
             await self._pass(scope, receive, answer)
@@ -140,11 +142,11 @@ class Gate:
         route = find_route(scope)
         client = None if has_key(self._key, scope["headers"]) else client_address(scope)
         if client is not None and route.keyed and not self._open:
-            raise HTTPException(401, _WRONG if given_key(scope["headers"]) else _MISSING)
+            raise no_key(scope["headers"], "REPLICA_KEY")
         if client is not None and self._rate.spend(client, route.cost):
             raise too_many("your address sends too many requests")
         body, units = await self._read(scope, receive, route, client)
-        lane = self._lanes.get(route.lane, UNLIMITED)
+        lane = self._lanes.get(route.lane) or Lane(sys.maxsize)
         with lane.admit(client, units):
             headers = [_HOST, *(pair for pair in scope["headers"] if pair[0] in _PASSED_ON)]
             try:
@@ -188,15 +190,6 @@ def find_route(scope: Scope) -> Route:
     if scope["method"] not in known:
         raise HTTPException(405, f"this route takes {' and '.join(known)} only", {"Allow": ", ".join(known)})
     return known[scope["method"]]
-
-
-def _with_headers(message: Message) -> Message:
-    """Add the headers that protect browsers. A page brings its own content security policy."""
-    if message["type"] != "http.response.start":
-        return message
-    headers = [*message.get("headers", ()), *_SAFE]
-    own = any(name.lower() == _POLICY[0] for name, _ in headers)
-    return {**message, "headers": headers if own else [*headers, _POLICY]}
 
 
 # vLLM trusts its callers, so the gate stops requests that would cost minutes or gigabytes. vLLM itself checks

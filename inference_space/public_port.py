@@ -32,9 +32,7 @@ from space_guard.requests import openai_error
 from space_guard.setup import Problems
 
 INFERENCE = {"/v1/models": "GET", "/v1/completions": "POST", "/v1/chat/completions": "POST"}
-LIMITS = Limits(
-    request_s=15.0, covers_body=False, unread_s=60.0, head_bytes=64 << 10, pipelined=0, keep_active=True
-)
+LIMITS = Limits(request_s=15.0, unread_s=60.0, head_bytes=64 << 10, keep_active=True)
 MAX_VISITORS = 256  # connections without the key that have sent no complete request
 MAX_FILES = 1 << 16
 KEEP_ALIVE_S = 120  # a policy plays its environment for seconds between two requests on one connection

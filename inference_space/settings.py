@@ -75,7 +75,6 @@ SETUP = Setup(
             TOKENS,
         ),
     },
-    refusal=lambda sentence: {"state": "not set up", "error": sentence},
 )
 
 

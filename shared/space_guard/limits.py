@@ -60,11 +60,9 @@ MAX_HEADERS = 100
 class Limits:
     """What one connection may use."""
 
-    request_s: float  # for a request to arrive, from connecting or from its first byte if it is a later one
-    covers_body: bool  # whether request_s covers the body too, or only the head
+    request_s: float  # for a head to arrive, from connecting or from its first byte if it is a later one
     unread_s: float  # time in which the client must read some of its answer
     head_bytes: int  # of a request without its body
-    pipelined: int  # requests that may wait behind the one that is being answered
     keep_active: bool  # whether a visitor's connection is not evicted while its request is answered
 
 
@@ -118,9 +116,9 @@ class _Connection(HttpToolsProtocol):
             self.send_400_response(f"The head of the request is too large. {limit}")
 
     def on_message_begin(self) -> None:
-        """Limit waiting requests. An error raised here or in the methods below becomes an answer 400."""
-        if self._answering() and len(self.pipeline) >= self._limits.pipelined:
-            raise ValueError("too many requests on one connection before the first is answered")
+        """One request at a time. An error raised here or in the methods below becomes an answer 400."""
+        if self._answering():
+            raise ValueError("the request before this one is not answered yet")
         self._complete = False
         self._start_clock()
         super().on_message_begin()
@@ -135,17 +133,15 @@ class _Connection(HttpToolsProtocol):
         self._known = self._known or has_key(self._key, self.headers)
         if self._known:
             self._visitors.pop(self, None)
-        if not self._limits.covers_body:
-            self._stop_clock()
+        self._stop_clock()  # the app limits the body's time and size itself
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._head -= len(body)  # the app limits the body itself
+        self._head -= len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._complete = True
-        self._stop_clock()
         if self._limits.keep_active:
             self._visitors.pop(self, None)
         super().on_message_complete()
@@ -194,10 +190,9 @@ def limited_http(limits: Limits, max_visitors: int, key: str) -> Any:
 
 def open_files(wanted: int) -> int:
     """Let this process open `wanted` files, or as many as the system allows. Returns that number."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < allowed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # on Linux, neither is RLIM_INFINITY
+    allowed = min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
     return allowed
 
 

@@ -12,9 +12,10 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive
 
 KEY_HEADER = "X-Space-Key"  # leaves Authorization to the Hub, which checks it for private Spaces
+_KEY_HEADER = KEY_HEADER.lower().encode()
 FRAMING = "frame-ancestors https://huggingface.co"  # only the Hub may show a Space inside its own page
 SAFE_HEADERS = [("X-Content-Type-Options", "nosniff")]
 CLOSE = {"Connection": "close"}  # for refusals that do not read the rest of the body
@@ -47,33 +48,20 @@ def too_many(sentence: str) -> HTTPException:
     return HTTPException(429, f"{sentence}; try again in a moment", {"Retry-After": "1"})
 
 
-def given_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The key in a request's headers; empty if there is none."""
-    return dict(headers).get(KEY_HEADER.lower().encode(), b"")
+Headers = Iterable[tuple[bytes, bytes]]
 
 
-def has_key(key: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+def has_key(key: str, headers: Headers) -> bool:
     """Whether these headers have `key`. If `key` is empty, all have it."""
-    return not key or hmac.compare_digest(key.encode(), given_key(headers))
+    return not key or hmac.compare_digest(key.encode(), dict(headers).get(_KEY_HEADER, b""))
 
 
-def limit_body(app: ASGIApp, max_bytes: int) -> ASGIApp:
-    """ASGI middleware: refuses a body of more than `max_bytes` without reading the rest of it."""
-
-    async def limited(scope: Scope, receive: Receive, send: Send) -> None:
-        size = 0
-
-        async def counted() -> Message:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > max_bytes:
-                raise HTTPException(413, f"The body is too large. Send at most {max_bytes} bytes.")
-            return message
-
-        await app(scope, counted, send)
-
-    return limited
+def no_key(headers: Headers, secret: str) -> HTTPException:
+    """The refusal of a request without the key that is in the Space's `secret`."""
+    sentence = f"This needs a key: send the Space's {secret} in the header {KEY_HEADER}."
+    if dict(headers).get(_KEY_HEADER):
+        sentence = f"The key in {KEY_HEADER} is wrong: send the value of this Space's {secret}."
+    return HTTPException(401, sentence, CLOSE)
 
 
 async def read_body(receive: Receive, limit: int, seconds: float) -> bytes:
@@ -87,10 +75,10 @@ async def read_body(receive: Receive, limit: int, seconds: float) -> bytes:
                 body += message.get("body", b"") if size <= limit else b""
                 more = message.get("more_body", False)
     except TimeoutError:
-        late = f"the body did not arrive within {seconds:.0f} s; send it again"
+        late = f"The request did not arrive within {seconds:g} s. Send it again."
         raise HTTPException(408, late, CLOSE) from None
     if size > limit:
-        raise HTTPException(413, f"the body is too large; send at most {limit} bytes", CLOSE)
+        raise HTTPException(413, f"The body is too large. Send at most {limit} bytes.", CLOSE)
     return bytes(body)
 
 

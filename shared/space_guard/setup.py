@@ -19,7 +19,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from space_guard.requests import FRAMING
@@ -117,23 +116,20 @@ class Setup:
     space: str  # the kind of Space, for the title
     then: str  # what the Space shows when it is set up
     needs: Mapping[str, Need]
-    refusal: Callable[[str], Mapping[str, str]]  # the body of a 503 answer with this sentence
 
     def sentence(self, problems: Problems) -> str:
         return f"This Space is not set up. Open its {_WHERE}: {listed(problems)}."
 
     def app(self, problems: Problems) -> ASGIApp:
-        """The app of a Space that is not set up: the page at /, the state at /health, and 503 elsewhere."""
-        sentence = self.sentence(problems)
+        """The app of a Space that is not set up: the page at /, its state at /health, and 503 elsewhere."""
+        state, sentence = "not set up", self.sentence(problems)
+        # Trainers read `status` or `state`, clients of the two APIs `detail` or `error`.
+        body = {"status": state, "state": state, "detail": sentence, "error": sentence}
 
-        async def health(_: Request) -> Response:
-            return JSONResponse({"status": "not set up", "error": sentence})
+        async def answer(request: Request, _: Exception) -> Response:
+            return JSONResponse(body, 200 if request.url.path == "/health" else 503)
 
-        async def refuse(_: Request, __: Exception) -> Response:
-            return JSONResponse(self.refusal(sentence), 503)
-
-        app = Starlette(routes=[Route("/health", health)], exception_handlers={404: refuse, 405: refuse})
-        return self.show_page(app, lambda: problems)
+        return self.show_page(Starlette(exception_handlers={404: answer}), lambda: problems)
 
     def show_page(self, app: ASGIApp, problems: Callable[[], Problems]) -> ASGIApp:
         """ASGI middleware: shows the setup page at / while there are problems."""
@@ -148,18 +144,18 @@ class Setup:
     def page(self, problems: Problems) -> str:
         """The setup page. It reloads itself, so it gives way when the Space is set up."""
         needs = {**self.needs, **{name: Need("variable") for name in problems if name not in self.needs}}
+        items = ""
+        for name, need in needs.items():
+            problem = problems.get(name, "")
+            items += f'<li class="{"missing" if problem else "fine"}">'
+            items += f"<h2><code>{escape(name)}</code> <small>{need.kind}</small></h2>"
+            items += f'<p class="problem">{escape(problem)}</p>' if problem else ""
+            items += f"<p>{escape(need.purpose)}</p>" if need.purpose else ""
+            items += f"<pre>{escape(need.example)}</pre></li>" if problem and need.example else "</li>"
         return _PAGE.substitute(
             space=self.space,
             then=self.then,
             where=_WHERE,
             id=escape(os.environ.get("SPACE_ID", "")),
-            items="".join(_item(name, need, problems.get(name, "")) for name, need in needs.items()),
+            items=items,
         )
-
-
-def _item(name: str, need: Need, problem: str) -> str:
-    parts = [f"<h2><code>{escape(name)}</code> <small>{need.kind}</small></h2>"]
-    parts += [f'<p class="problem">{escape(problem)}</p>'] if problem else []
-    parts += [f"<p>{escape(need.purpose)}</p>"] if need.purpose else []
-    parts += [f"<pre>{escape(need.example)}</pre>"] if problem and need.example else []
-    return f'<li class="{"missing" if problem else "fine"}">{"".join(parts)}</li>'

@@ -266,7 +266,8 @@ def test_a_duplicated_space_shows_how_to_set_it_up_and_says_so_once(tmp_path):
     for wanted in ("not set", "secret", "WORDLE_LENGTH", "less than or equal to 7", "Variables and secrets"):
         assert wanted in home.text
     assert "https://huggingface.co/spaces/me/wordle-env/settings" in home.text
-    assert all("WORDLE_KEY: not set" in sentence(answer, 503) for answer in refused)
+    assert [answer.status_code for answer in refused] == [503] * 3
+    assert all("WORDLE_KEY: not set" in answer.json()["detail"] for answer in refused)
     assert log.count("This Space is not set up") == 1
     assert "Traceback" not in log
 

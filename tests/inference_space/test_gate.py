@@ -90,7 +90,7 @@ def test_inference_needs_the_key_and_says_which_of_both_is_wrong():
     missing = sentence(ask("POST", COMPLETIONS, json={}), 401)
     wrong = sentence(ask("POST", COMPLETIONS, json={}, headers={"X-Space-Key": KEY[:-1]}), 401)
     assert "send the Space's REPLICA_KEY in the header X-Space-Key" in missing
-    assert "send this Space's REPLICA_KEY" in wrong
+    assert "this Space's REPLICA_KEY" in wrong
     assert KEY[:-1] not in wrong
     for path in (COMPLETIONS, "/v1/chat/completions"):
         assert ask("POST", path, json={"n": 1}, headers=RIGHT).json()["body"] == '{"n":1}'
