@@ -59,11 +59,10 @@ class Bucket(ABC):
         for key, data in objects:
             self.put(key, data)
 
-    @abstractmethod
     def get(self, key: str) -> bytes:
         """Read an object of at most `SMALL` bytes into memory."""
+        return b"".join(self._blocks(key, SMALL))
 
-    @abstractmethod
     def fetch(self, key: str, dest: Path, limit: int) -> str:
         """Download an object of at most `limit` bytes to `dest`, creating its folder.
 
@@ -72,6 +71,12 @@ class Bucket(ABC):
         Returns:
             The sha256 of the bytes that were written, as 64 hex digits.
         """
+        sha256 = hashlib.sha256()
+        with replacing(dest) as temporary, temporary.open("wb") as file:  # its errors are not the bucket's
+            for block in self._blocks(key, limit):
+                sha256.update(block)
+                file.write(block)
+        return sha256.hexdigest()
 
     def stat(self, key: str) -> ObjectInfo | None:
         """What the store knows about an object; None if it is absent. Cheap enough to poll."""
@@ -95,18 +100,34 @@ class Bucket(ABC):
             return []
         return sorted(found, key=lambda info: info.key)
 
-    @abstractmethod
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; missing ones are fine."""
+        for key in keys:
+            check_key(key)
+        if keys:
+            with self._explained(keys[0], write=True):
+                self._delete(keys)
 
     def notifications(self, prefix: str) -> Notifications:
         """Notifications of changes below the folder `prefix`. Close them after use."""
         check_prefix(prefix)
         return Notifications()  # without notifications of the store: the caller polls
 
+    def _blocks(self, key: str, limit: int) -> Iterator[bytes]:
+        with self._explained(check_key(key)):
+            yield from self._read(key, limit)
+
     @abstractmethod
     def _put(self, key: str, data: bytes | Path) -> None:
         """Store an object."""
+
+    @abstractmethod
+    def _read(self, key: str, limit: int) -> Iterable[bytes]:
+        """The bytes of an object, in parts. Calls `_check_limit` before it reads."""
+
+    @abstractmethod
+    def _delete(self, keys: Sequence[str]) -> None:
+        """Delete objects, of which some may be missing."""
 
     @abstractmethod
     def _stat(self, key: str) -> ObjectInfo | None:

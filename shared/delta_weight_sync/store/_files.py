@@ -8,7 +8,6 @@ who may write to the folder could plant a link to any file of this program's use
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import shutil
 import time
@@ -44,32 +43,27 @@ class FileBucket(_base.Bucket):
             with self._explained(""):
                 self._root.mkdir(parents=True, exist_ok=True)
 
-    def get(self, key: str) -> bytes:
-        with self._explained(key), self._opened(key, _base.SMALL) as (file, size):
-            return file.read(size)
-
-    def fetch(self, key: str, dest: Path, limit: int) -> str:
-        sha256 = hashlib.sha256()
-        with _base.replacing(dest) as part, part.open("wb") as copy:  # its errors are not the bucket's
-            for block in self._read(key, limit):
-                sha256.update(block)
-                copy.write(block)
-        return sha256.hexdigest()
-
     def _read(self, key: str, limit: int) -> Iterator[bytes]:
-        with self._explained(key), self._opened(key, limit) as (file, size):
+        *folders, name = key.split("/")
+        with (
+            self._opened_folder(folders) as folder,
+            open(name, "rb", opener=lambda name, _: os.open(name, _FILE, dir_fd=folder)) as file,
+        ):
+            found = os.fstat(file.fileno())
+            if not S_ISREG(found.st_mode):
+                raise OSError(errno.EISDIR, f"{name} is not a file")
+            self._check_limit(key, size := found.st_size, limit)
             while block := file.read(min(size, _BLOCK)):  # no more than `size`, even if the file grows
                 yield block
                 size -= len(block)
 
-    def delete(self, keys: Sequence[str]) -> None:
+    def _delete(self, keys: Sequence[str]) -> None:
         """Delete objects, and links in place of objects; folders stay."""
+        self._root.stat()
         for key in keys:
-            *folders, name = _base.check_key(key).split("/")
-            with self._explained(key):
-                self._root.stat()
-                with suppress(*_ABSENT), self._opened_folder(folders) as folder:
-                    os.unlink(name, dir_fd=folder)
+            *folders, name = key.split("/")
+            with suppress(*_ABSENT), self._opened_folder(folders) as folder:
+                os.unlink(name, dir_fd=folder)
 
     def _put(self, key: str, data: bytes | Path) -> None:
         """Write a temporary file, then rename it. The bucket's own folder must exist: it may be a mount."""
@@ -111,20 +105,6 @@ class FileBucket(_base.Bucket):
             yield folder
         finally:
             os.close(folder)
-
-    @contextmanager
-    def _opened(self, key: str, limit: int) -> Iterator[tuple[BinaryIO, int]]:
-        """An object's file and its size, at most `limit` bytes."""
-        *folders, name = _base.check_key(key).split("/")
-        with self._opened_folder(folders) as folder:
-            descriptor = os.open(name, _FILE, dir_fd=folder)
-        found = os.fstat(descriptor)
-        if not S_ISREG(found.st_mode):
-            os.close(descriptor)
-            raise OSError(errno.EISDIR, f"{name} is not a file")
-        with os.fdopen(descriptor, "rb") as file:
-            self._check_limit(key, found.st_size, limit)
-            yield file, found.st_size
 
     def _explain(self, error: Exception, place: str, write: bool) -> errors.BucketError:
         if isinstance(error, FileNotFoundError) and not self._root.is_dir():

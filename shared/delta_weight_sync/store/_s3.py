@@ -8,7 +8,6 @@ why obstore is used, and why conditional puts are not.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -65,55 +64,37 @@ class S3Bucket(_base.Bucket):
             list(pool.map(self.put, *zip(*objects[:-1], strict=True)))
         self.put(*objects[-1])
 
-    def get(self, key: str) -> bytes:
-        path = self._path(key)
-        with self._explained(key):
-            found = self._store.get(path)
-            self._check_limit(key, found.meta["size"], _base.SMALL)
-            return bytes(found.bytes())
+    def _read(self, key: str, limit: int) -> Iterator[bytes]:
+        found = self._store.get(self._root + key)
+        self._check_limit(key, size := found.meta["size"], limit)
+        if size <= _base.SMALL:
+            yield bytes(found.bytes())
+            return
 
-    def fetch(self, key: str, dest: Path, limit: int) -> str:
-        path, sha256 = self._path(key), hashlib.sha256()
-        with (
-            self._explained(key),
-            _base.replacing(dest) as temporary,
-            temporary.open("wb") as file,
-            ThreadPoolExecutor(_PARTS) as pool,
-        ):
-            found = self._store.get(path)
-            self._check_limit(key, size := found.meta["size"], limit)
+        def part(start: int) -> bytes:
+            return bytes(
+                self._store.get_range(self._root + key, start=start, end=min(start + _base.SMALL, size))
+            )
 
-            def part(start: int) -> obstore.Bytes:
-                return self._store.get_range(path, start=start, end=min(start + _base.SMALL, size))
-
+        with ThreadPoolExecutor(_PARTS) as pool:
             for first in range(0, size, _PARTS * _base.SMALL):
-                starts = range(first, min(first + _PARTS * _base.SMALL, size), _base.SMALL)
-                for data in [found.bytes()] if size <= _base.SMALL else pool.map(part, starts):
-                    sha256.update(data)
-                    file.write(data)
-        return sha256.hexdigest()
+                yield from pool.map(part, range(first, min(first + _PARTS * _base.SMALL, size), _base.SMALL))
 
-    def delete(self, keys: Sequence[str]) -> None:
-        paths = [self._path(key) for key in keys]
-        if paths:
-            with self._explained(keys[0], write=True):
-                self._store.delete(paths)
+    def _delete(self, keys: Sequence[str]) -> None:
+        self._store.delete([self._root + key for key in keys])
 
     def _put(self, key: str, data: bytes | Path) -> None:
         part = max(_base.SMALL, _base.size_of(data) >> 12)  # S3 takes up to 10,000 parts
-        self._store.put(self._path(key), data, chunk_size=part, max_concurrency=_PARTS)
+        self._store.put(self._root + key, data, chunk_size=part, max_concurrency=_PARTS)
 
     def _stat(self, key: str) -> _base.ObjectInfo:
         """One request, and a second one if the object is absent."""
-        return self._info(self._store.head(self._path(key)))
+        return self._info(self._store.head(self._root + key))
 
     def _list(self, prefix: str) -> Iterator[_base.ObjectInfo]:
         folder = self._root + prefix
         found = (one for page in self._store.list(folder) for one in page)
         return (self._info(one) for one in found if one["path"].startswith(folder))
-
-    def _path(self, key: str) -> str:
-        return self._root + _base.check_key(key)
 
     def _info(self, found: obstore.ObjectMeta) -> _base.ObjectInfo:
         key, etag = found["path"].removeprefix(self._root), (found["e_tag"] or "").strip('"')

@@ -13,8 +13,6 @@ the one that `huggingface_hub._bucket_live_follow` reads.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import io
 import json
 import logging
 import os
@@ -27,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 from urllib.parse import quote
 
 from hf_xet import SKIP_SHA256, XetConfig, XetSession
@@ -185,16 +183,10 @@ class HubBucket(_base.Bucket):
                 file.xet_hash = upload.result().xet_info.hash
             self._api.batch_bucket_files(self._id, add=files)  # type: ignore[arg-type]
 
-    def get(self, key: str) -> bytes:
-        """Read a small object."""
-        self._read(key, data := io.BytesIO(), _base.SMALL)
-        return data.getvalue()
-
     def fetch(self, key: str, dest: Path, limit: int) -> str:
-        """Download to `dest`; returns the sha256."""
+        """As in `Bucket`; an object that may be large comes through Xet."""
         if limit <= _base.DIRECT:
-            with _base.replacing(dest) as temporary, temporary.open("wb") as file:
-                return self._read(key, file, limit)
+            return super().fetch(key, dest, limit)
         path = self._path(key)
         with self._explained(key):
             found = next(iter(self._api.get_bucket_paths_info(self._id, [path])), None)
@@ -206,34 +198,27 @@ class HubBucket(_base.Bucket):
                 # The client offers no hook to hash the bytes on their way; the page cache still has them.
                 return _base.file_sha256(temporary)
 
-    def _read(self, key: str, to: BinaryIO, limit: int) -> str:
-        """Read an object by its URL; returns the sha256."""
+    def _read(self, key: str, limit: int) -> list[bytes]:
+        """Read an object by its URL, into memory."""
         url = f"{self._api.endpoint}/buckets/{self._id}/resolve/{quote(self._path(key), safe='')}"
         # A compressed body may unpack to any size, so ask for an uncompressed one.
         headers = {**build_hf_headers(), "accept-encoding": "identity"}
-        with self._explained(key):
-            for _ in range(_READS):
-                with http_stream_backoff("GET", url, headers=headers, timeout=REQUEST_TIMEOUT) as answer:
-                    if answer.history and answer.is_error:
-                        raise OSError(f"the storage answered {answer.status_code}")
-                    hf_raise_for_status(answer)
-                    self._check_limit(key, int(answer.headers.get("content-length", 0)), limit)
-                    sha256 = hashlib.sha256()
-                    with contextlib.suppress(HTTPError):  # the connection broke
-                        for part in answer.iter_bytes():
-                            self._check_limit(key, to.tell() + len(part), limit)
-                            sha256.update(part)
-                            to.write(part)
-                        return sha256.hexdigest()
-                to.seek(0)
-                to.truncate()
-            raise OSError("the connection broke several times")
+        for _ in range(_READS):
+            with http_stream_backoff("GET", url, headers=headers, timeout=REQUEST_TIMEOUT) as answer:
+                if answer.history and answer.is_error:
+                    raise OSError(f"the storage answered {answer.status_code}")
+                hf_raise_for_status(answer)
+                self._check_limit(key, int(answer.headers.get("content-length", 0)), limit)
+                data = bytearray()
+                with contextlib.suppress(HTTPError):  # the connection broke
+                    for part in answer.iter_bytes():
+                        data += part
+                        self._check_limit(key, len(data), limit)
+                    return [bytes(data)]
+        raise OSError("the connection broke several times")
 
-    def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects."""
-        paths = [self._path(key) for key in keys]
-        with self._explained(keys[0] if keys else "", write=True):
-            self._api.batch_bucket_files(self._id, delete=paths)
+    def _delete(self, keys: Sequence[str]) -> None:
+        self._api.batch_bucket_files(self._id, delete=[self._path(key) for key in keys])
 
     def notifications(self, prefix: str) -> Notifications:
         """From the Hub's feed."""
