@@ -13,14 +13,13 @@ import signal
 import string
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from delta_weight_sync.checkout import CheckpointFolder, FollowedVersion, build, follow, updates
+from delta_weight_sync.checkout import FollowedVersion, build, follow
 from delta_weight_sync.checkpoint import Bits
 from delta_weight_sync.errors import CommandError, FolderError, ProtocolError, printable
 from delta_weight_sync.reader import RunReader, manifests_of, open_run, require_digest, runs_in
@@ -294,31 +293,8 @@ def _checkout(arguments: Arguments) -> None:
     manifest = reader.manifest(arguments.version)
     if not arguments.force and out.is_dir() and any(out.iterdir()):
         raise FolderError(f"{out} is not empty: name a new folder, or write over its files with --force")
-    with _progress(out, sum(file.size for file in reader.recipe(manifest).files)):
-        reader.checkout(manifest, out)
+    reader.checkout(manifest, out)
     print(f"version {manifest.version} (digest {manifest.digest}) is in {out}")
-
-
-@contextmanager
-def _progress(folder: Path, total: int) -> Iterator[None]:
-    """On a terminal, show how many of `total` bytes are in `folder`, if the block takes over 2 seconds."""
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
-    done = threading.Event()
-
-    def watch() -> None:
-        with tqdm(total=total, unit="B", unit_scale=True, delay=2, leave=False, disable=None) as bar:
-            while not (done.wait(0.2) or bar.disable):
-                with suppress(OSError):  # a file was renamed, or there is no folder yet
-                    bar.update(min(sum(path.stat().st_size for path in folder.iterdir()), total) - bar.n)
-
-    thread = threading.Thread(target=watch, name="progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def _blame(arguments: Arguments) -> None:
@@ -423,20 +399,15 @@ class _Judge:
 
 
 def _follow(arguments: Arguments) -> None:
-    reader, into = _opened(arguments), arguments.into
-    with _ended_by_signals():
-        if arguments.once:
-            with follow(reader, into, once=True) as versions:
-                _announce(next(versions), into, arguments.on_version)
-            return
-        with CheckpointFolder(reader, into) as folder:
-            for version in updates(reader, folder, _complain):
-                try:
-                    _announce(version, into, arguments.on_version)
-                except BrokenPipeError:
+    into, once = arguments.into, arguments.once
+    with _ended_by_signals(), follow(_opened(arguments), into, once=once, on_error=_complain) as versions:
+        for version in versions:
+            try:
+                _announce(version, into, arguments.on_version)
+            except (CommandError, OSError) as error:
+                if once or isinstance(error, BrokenPipeError):
                     raise
-                except (CommandError, OSError) as error:
-                    _complain(error)
+                _complain(error)
 
 
 def _announce(version: FollowedVersion, into: Path, command: str) -> None:
