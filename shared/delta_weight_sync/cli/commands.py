@@ -330,34 +330,41 @@ def _blame(arguments: Arguments) -> None:
 def _bisect(arguments: Arguments) -> None:
     if "{path}" not in arguments.eval and "{version}" not in arguments.eval:
         raise CommandError("--eval gives the same result for all versions: use {path} or {version} in it")
-    reader = _opened(arguments)
+    reader, verdicts = _opened(arguments), dict[int, bool | None]()  # version -> good, bad, or unknown
+    good, bad = _ends(reader, arguments.good, arguments.bad)
+    held: FollowedVersion | None = None  # the last good version; later ones are built from it
     with Scratch() as folder:
-        good, bad = _ends(reader, arguments.good, arguments.bad)
-        judge = _Judge(reader, arguments.eval, folder)
-        if arguments.bad is None and judge(bad) is not False:
-            raise CommandError(f"the newest version, {bad}, was not judged bad: there is nothing to find")
-        if arguments.good is None and not judge(good):
-            raise CommandError(
-                f"the oldest version, {good}, was not judged good: name a good version with --good"
-            )
-        while left := [version for version in range(good + 1, bad) if version not in judge.verdicts]:
-            version = left[len(left) // 2]
-            if judge(version):
-                good = version
-            elif judge.verdicts[version] is False:
-                bad = version
+        ends = [bad] * (arguments.bad is None) + [good] * (arguments.good is None)
+        while left := ends or [version for version in range(good + 1, bad) if version not in verdicts]:
+            version = left.pop(0) if ends else left[len(left) // 2]
+            manifest = reader.find(version)
+            built = FollowedVersion(manifest, folder / f"{version:08d}")
+            build(reader, manifest, built.path, held)
+            verdict = verdicts[version] = _judge(arguments.eval, built)
+            word = "unknown" if verdict is None else "good" if verdict else "bad"
+            print(f"version {version}: {word}", flush=True)
+            superseded, held = (held, built) if verdict else (built, held)
+            if superseded:
+                shutil.rmtree(superseded.path)
+            if version == bad and verdict is not False:
+                raise CommandError(f"the newest version, {bad}, was not judged bad: there is nothing to find")
+            if version == good and not verdict:
+                raise CommandError(
+                    f"the oldest version, {good}, was not judged good: name a good version with --good"
+                )
+            good, bad = version if verdict else good, version if verdict is False else bad
     if good + 1 < bad:
         raise CommandError(
             f"the first bad version is in the range {good + 1} to {bad}: your command could not judge the"
             f" versions before {bad} (exit code 125)"
         )
-    print(f"version {bad} is the first bad one; {len(judge.verdicts)} versions were judged")
+    print(f"version {bad} is the first bad one; {len(verdicts)} versions were judged")
     place = printable(f"{reader.bucket.url}#{reader.keys.run}")
     print(f"to see what changed there: delta-weight-sync blame {place} --version {bad}")
 
 
 def _ends(reader: RunReader, good: int | None, bad: int | None) -> tuple[int, int]:
-    """The ends of the search: the given versions, or the oldest and the newest. Raises `ProtocolError`."""
+    """The ends of the search: the given versions, or the oldest and the newest."""
     first = min(manifests_of(reader.bucket.list(reader.keys.manifests)), default=0) if good is None else good
     last = reader.manifest().version if bad is None else bad
     if first >= last:
@@ -367,35 +374,17 @@ def _ends(reader: RunReader, good: int | None, bad: int | None) -> tuple[int, in
     return first, last
 
 
-class _Judge:
-    """Builds versions as checkpoints, next to the last good one, and runs the user's command on them."""
-
-    def __init__(self, reader: RunReader, command: str, folder: Path) -> None:
-        self._reader, self._command, self._folder = reader, command, folder
-        self._good: FollowedVersion | None = None  # later versions are built from it
-        self.verdicts: dict[int, bool | None] = {}  # version -> good, bad, or unknown
-
-    def __call__(self, version: int) -> bool | None:
-        """Whether a version is good, or None if the command does not know. Raises `CommandError`."""
-        manifest = self._reader.find(version)
-        built = FollowedVersion(manifest, self._folder / f"{version:08d}")
-        build(self._reader, manifest, built.path, self._good)
-        code = _run_in_shell(self._command, built.path, manifest)
-        if code in _NOT_STARTED:
-            raise CommandError(
-                f"--eval could not be started (exit code {code}): try it in a shell on a checkout"
-            )
-        if not 0 <= code <= _UNKNOWN:
-            raise CommandError(
-                f"--eval returned exit code {code} for version {version}; expected 0 (good), 1 to 124 (bad)"
-                " or 125 (unknown)"
-            )
-        good = self.verdicts[version] = None if code == _UNKNOWN else code == 0
-        print(f"version {version}: {'unknown' if good is None else 'good' if good else 'bad'}", flush=True)
-        superseded, self._good = (self._good, built) if good else (built, self._good)
-        if superseded:
-            shutil.rmtree(superseded.path)
-        return good
+def _judge(command: str, version: FollowedVersion) -> bool | None:
+    """Whether a version is good, or None if the user's command does not know. Raises `CommandError`."""
+    code = _run_in_shell(command, version.path, version.manifest)
+    if code in _NOT_STARTED:
+        raise CommandError(f"--eval could not be started (exit code {code}): try it in a shell on a checkout")
+    if not 0 <= code <= _UNKNOWN:
+        raise CommandError(
+            f"--eval returned exit code {code} for version {version.version}; expected 0 (good), 1 to 124"
+            " (bad) or 125 (unknown)"
+        )
+    return None if code == _UNKNOWN else code == 0
 
 
 def _follow(arguments: Arguments) -> None:
@@ -453,7 +442,8 @@ def _gc(arguments: Arguments) -> None:
     done = "would be deleted" if arguments.dry_run else "deleted"
     stay = f"versions {survey.oldest} to {survey.newest} stay, {size_text(survey.kept)}"
     if survey.kept > keep.size:
-        stay += f", which is more than {keep}: the newest version, the last hour and saved states need them"
+        need = "the newest version, the last hour and saved states need them"
+        stay += f", which is more than {arguments.keep}: {need}"
     print(f"{len(survey.delete)} objects {done}, {size_text(survey.freed)}; {stay}")
 
 
