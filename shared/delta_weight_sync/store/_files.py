@@ -19,8 +19,7 @@ from typing import BinaryIO, Final
 from urllib.parse import unquote
 from uuid import uuid4
 
-from delta_weight_sync import errors
-from delta_weight_sync.store import _base
+from delta_weight_sync import errors, store
 
 _ROOT = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FOLDER = _ROOT | os.O_NOFOLLOW
@@ -31,7 +30,7 @@ _NO_FILE: Final = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
-class FileBucket(_base.Bucket):
+class FileBucket(store.Bucket):
     """See `delta_weight_sync.store.Bucket`. Other programs' files in the folder are listed like objects."""
 
     _failures = (OSError,)
@@ -79,13 +78,13 @@ class FileBucket(_base.Bucket):
                     os.unlink(temporary, dir_fd=folder)
                 raise
 
-    def _stat(self, key: str) -> _base.ObjectInfo | None:
+    def _stat(self, key: str) -> store.ObjectInfo | None:
         *folders, name = key.split("/")
         with self._opened_folder(folders) as folder:
             found = os.stat(name, dir_fd=folder, follow_symlinks=False)
         return _info(key, found) if S_ISREG(found.st_mode) else None
 
-    def _list(self, prefix: str) -> Iterator[_base.ObjectInfo]:
+    def _list(self, prefix: str) -> Iterator[store.ObjectInfo]:
         with self._opened_folder(prefix.split("/")[:-1]) as folder:
             yield from _below(folder, prefix)
 
@@ -124,14 +123,14 @@ class FileBucket(_base.Bucket):
         )
 
 
-def _below(folder: int, prefix: str) -> Iterator[_base.ObjectInfo]:
+def _below(folder: int, prefix: str) -> Iterator[store.ObjectInfo]:
     """The ordinary files below an open folder whose paths are keys, except those that disappear meanwhile.
     Keys have a limited length, which limits the depth of the recursion."""
     with os.scandir(folder) as entries:
         found = list(entries)
     for entry in found:
         key = prefix + entry.name
-        if not _base.is_key(key):
+        if not store.is_key(key):
             continue
         with suppress(*_ABSENT):
             if entry.is_dir(follow_symlinks=False):
@@ -144,9 +143,9 @@ def _below(folder: int, prefix: str) -> Iterator[_base.ObjectInfo]:
                 yield _info(key, entry.stat(follow_symlinks=False))
 
 
-def _info(key: str, found: os.stat_result) -> _base.ObjectInfo:
+def _info(key: str, found: os.stat_result) -> store.ObjectInfo:
     etag = f"{found.st_mtime_ns:x}-{found.st_ino:x}-{found.st_size:x}"
-    return _base.ObjectInfo(key, found.st_size, etag, found.st_mtime)
+    return store.ObjectInfo(key, found.st_size, etag, found.st_mtime)
 
 
 def _write(file: BinaryIO, data: bytes | Path) -> None:

@@ -48,8 +48,7 @@ from huggingface_hub.utils._http import default_client_factory
 from huggingface_hub.utils._xet import XET_CONNECTION_INFO_CACHE, XetFileData, refresh_xet_connection_info
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from delta_weight_sync import errors
-from delta_weight_sync.store import _base
+from delta_weight_sync import errors, store
 from delta_weight_sync.store._notifications import Notifications, Quota
 
 REQUEST_TIMEOUT = 10.0  # seconds; by default the client waits forever
@@ -135,7 +134,7 @@ def _retry_after_s(headers: Any) -> float | None:
     return float(quota.reset_in_seconds) if quota else None
 
 
-class HubBucket(_base.Bucket):
+class HubBucket(store.Bucket):
     """See `delta_weight_sync.store.Bucket`. An etag is the Xet hash of the content."""
 
     _failures = FAILURES
@@ -149,7 +148,7 @@ class HubBucket(_base.Bucket):
         _configure_clients()
         self.url = url.rstrip("/")
         self._id = match[1]
-        self._folder = f"{_base.check_key(match[2])}/" if match[2] else ""
+        self._folder = f"{store.check_key(match[2])}/" if match[2] else ""
         self._api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
         if create:
             with self._explained("", write=True):
@@ -157,7 +156,7 @@ class HubBucket(_base.Bucket):
 
     def put_all(self, objects: Sequence[tuple[str, bytes | Path]]) -> None:
         """Store objects with one upload and one request. Its answer proves that they are there."""
-        self.sent += sum(_base.size_of(data) for _, data in objects)
+        self.sent += sum(store.size_of(data) for _, data in objects)
         self._upload(objects)
 
     def _upload(self, objects: Sequence[tuple[str, bytes | Path]]) -> None:
@@ -185,7 +184,7 @@ class HubBucket(_base.Bucket):
 
     def fetch(self, key: str, dest: Path, limit: int) -> str:
         """As in `Bucket`; an object that may be large comes through Xet."""
-        if limit <= _base.DIRECT:
+        if limit <= store.DIRECT:
             return super().fetch(key, dest, limit)
         path = self._path(key)
         with self._explained(key):
@@ -193,10 +192,10 @@ class HubBucket(_base.Bucket):
             if found is None:
                 raise EntryNotFoundError(path)
             self._check_limit(key, found.size, limit)
-            with _base.replacing(dest) as temporary:  # a failing download would leave `dest` empty
+            with store.replacing(dest) as temporary:  # a failing download would leave `dest` empty
                 self._api.download_bucket_files(self._id, [(found, temporary)])
                 # The client offers no hook to hash the bytes on their way; the page cache still has them.
-                return _base.file_sha256(temporary)
+                return store.file_sha256(temporary)
 
     def _read(self, key: str, limit: int) -> list[bytes]:
         """Read an object by its URL, into memory."""
@@ -222,28 +221,28 @@ class HubBucket(_base.Bucket):
 
     def notifications(self, prefix: str) -> Notifications:
         """From the Hub's feed."""
-        _base.check_prefix(prefix)
+        store.check_prefix(prefix)
         url = f"{self._api.endpoint}/api/buckets/{self._id}/events"
         return HubNotifications(url, self._folder, prefix, _quotas[self._id])
 
     def _put(self, key: str, data: bytes | Path) -> None:
         self._upload([(key, data)])
 
-    def _stat(self, key: str) -> _base.ObjectInfo:
+    def _stat(self, key: str) -> store.ObjectInfo:
         found = self._api.get_bucket_file_metadata(self._id, self._path(key))
-        return _base.ObjectInfo(key, found.size, found.xet_file_data.file_hash)
+        return store.ObjectInfo(key, found.size, found.xet_file_data.file_hash)
 
-    def _list(self, prefix: str) -> Iterator[_base.ObjectInfo]:
+    def _list(self, prefix: str) -> Iterator[store.ObjectInfo]:
         """The Hub matches prefixes as plain text: "a/b" also finds "a/bc/x". Keep what lies in the folder."""
         folder = self._folder + prefix
         for entry in self._api.list_bucket_tree(self._id, folder.rstrip("/"), recursive=True):
             if entry.type == "file" and entry.path.startswith(folder):
                 written = entry.uploaded_at.timestamp() if entry.uploaded_at else None
                 key = entry.path.removeprefix(self._folder)
-                yield _base.ObjectInfo(key, entry.size, entry.xet_hash, written)
+                yield store.ObjectInfo(key, entry.size, entry.xet_hash, written)
 
     def _path(self, key: str) -> str:
-        return self._folder + _base.check_key(key)
+        return self._folder + store.check_key(key)
 
     def _explain(self, error: Exception, place: str, write: bool) -> errors.BucketError:
         if isinstance(error, EntryNotFoundError):
