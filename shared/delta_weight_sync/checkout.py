@@ -18,7 +18,7 @@ import logging
 import shutil
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -234,27 +234,22 @@ class CheckpointFolder(AbstractContextManager["CheckpointFolder"]):
             raise errors.FolderError(f"{folder} holds other files: name an empty folder, or a new one")
         self.folder, self._reader = folder.absolute(), reader
         self._current, self._building = self.folder / "current", self.folder / ".building"
-        with ExitStack() as stack:
-            # The lock ends with this process, however it ends.
-            lock = stack.enter_context((folder / ".lock").open("w"))
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise errors.FolderError(
-                    f"another process is following into {folder}: stop that process, or choose another folder"
-                ) from None
-            if self._current.is_dir() and not self._current.is_symlink():
-                raise errors.FolderError(
-                    f"{self._current} is not a link that `follow` made: name another folder"
-                )
-            # Remove an unfinished version, also one that a killed process left.
-            stack.callback(shutil.rmtree, self._building, ignore_errors=True)
-            shutil.rmtree(self._building, ignore_errors=True)
-            self.held = self._verified()
-            self._open = stack.pop_all()
+        if self._current.is_dir() and not self._current.is_symlink():
+            raise errors.FolderError(f"{self._current} is not a link that `follow` made: name another folder")
+        self._lock = (folder / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with this process, however it ends
+        except BlockingIOError:
+            self._lock.close()
+            raise errors.FolderError(
+                f"another process is following into {folder}: stop that process, or choose another folder"
+            ) from None
+        shutil.rmtree(self._building, ignore_errors=True)  # a killed process left it
+        self.held = self._verified()
 
     def __exit__(self, *_: object) -> None:
-        self._open.close()
+        shutil.rmtree(self._building, ignore_errors=True)
+        self._lock.close()
 
     def update(self, manifest: Manifest) -> Path:
         """Point `current` at a version, and return the version's own folder.

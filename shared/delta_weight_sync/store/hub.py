@@ -304,9 +304,9 @@ class HubNotifications(Notifications):
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def due(self, poll_s: float) -> bool:
+    def due(self, poll_s: float, again: bool = False) -> bool:
         """As in `Notifications`; the first call connects."""
-        due = super().due(poll_s)
+        due = super().due(poll_s, again)
         if self._thread is None:  # connect at the first look; "ready" asks for another one, see `_take`
             self._thread = threading.Thread(target=self._run, name="bucket-events", daemon=True)
             self._thread.start()
