@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from delta_weight_sync.errors import CommandError, FolderError, ProtocolError, p
 from delta_weight_sync.reader import RunReader, manifests_of, open_run, require_digest, runs_in
 from delta_weight_sync.records import Keys, Manifest
 from delta_weight_sync.scratch import Scratch
-from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, make_keys
+from delta_weight_sync.signing import PUBLIC_KEY, make_keys
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.util import size_text
 
@@ -34,53 +35,12 @@ _BLAMED: Final = 20  # tensors that `blame` lists
 _ENDING_S: Final = 5.0  # from SIGTERM to SIGKILL
 _UNKNOWN: Final = 125  # exit code of a command that cannot judge a version
 _NOT_STARTED: Final = (126, 127)  # the shell's codes for a program that is missing or not executable
-_BLAME: Final = """\
-For each tensor, the columns show how many of its weights changed, their share, and how far they moved in
-units in the last place (ULPs) of bf16. Compare with another version: suspect a tensor that changed
-completely, and weights that moved far."""
-_BISECT: Final = """\
-COMMAND runs in a shell, once for each version that is tried. {path} becomes a folder with the version as an
-ordinary checkpoint, {version} its number, and {digest} its digest, each quoted for the shell. The exit code
-of COMMAND is the verdict, as with `git bisect run`:
-
-  0 good     1 to 124 bad     125 unknown: another version is tried     any other ends the search
-
-  delta-weight-sync bisect RUN --eval 'python evaluate.py {path} --at-least 0.6'
-
-COMMAND runs about log2(number of versions) times. Without --good, the oldest version is judged first and must
-be good. Without --bad, the newest version is judged first and must be bad."""
-_FOLLOW: Final = """\
-DIR/current is a link to the newest version's folder, such as DIR/00000041. The link is replaced in one step,
-after the new folder is complete and its digest is verified; that folder is never written again. The previous
-version stays until the next one is built. If an object is damaged or the bucket is unreachable, the command
-says so and keeps trying, and DIR/current does not change. You can kill the command at any moment: if the
-digest of the version in DIR is right, the next start keeps that version.
-
-COMMAND runs in a shell after each new version, and the next version waits for it. If COMMAND failed or did
-not run for the version in DIR, the next start runs it. {path} becomes the version's own folder, {version} its
-number, and {digest} its digest, each quoted for the shell. So end your own quotes before them, as here for
-SGLang:
-
-  --on-version "curl -f localhost:30000/update_weights_from_disk --json '{\\"model_path\\": \\"'{path}'\\"}'"
-
-Ctrl-C ends the command with exit code 130, SIGTERM with 0."""
-_GC: Final = """\
-The oldest versions are deleted first. These are never deleted: all files that the newest manifest names; the
-files of versions published in the hour before the newest; the versions of saved trainer states, and all later
-ones; and objects written less than an hour before the newest one. So you can run the command while a trainer
-and replicas use the run. A deleted version can no longer be checked out, pinned or verified.
-
-With Publisher(..., keep="20GB"), the trainer deletes old versions itself."""
-_KEYGEN: Final = f"""\
-FILE holds {SIGNING_KEY} and {PUBLIC_KEY}, and only you can read it. The trainer
-needs both, replicas and other readers only the second:
-
-  set -a; . FILE; set +a"""
 
 
 def configure(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add the arguments of the command `name`, and the function that runs it."""
-    run, parser.epilog = _COMMANDS[name]
+    """Add the arguments of the command `name`, and its function, whose docstring ends the help."""
+    run = _COMMANDS[name]
+    parser.epilog = inspect.getdoc(run)
     parser.set_defaults(run=run)
     add = parser.add_argument
     if name == "keygen":
@@ -298,6 +258,10 @@ def _checkout(arguments: Arguments) -> None:
 
 
 def _blame(arguments: Arguments) -> None:
+    """For each tensor, the columns show how many of its weights changed, their share, and how far they moved
+    in units in the last place (ULPs) of bf16. Compare with another version: suspect a tensor that changed
+    completely, and weights that moved far.
+    """
     from delta_weight_sync.codec import ULP_CLASSES, Delta, count_ulps
 
     reader = _opened(arguments)
@@ -328,6 +292,17 @@ def _blame(arguments: Arguments) -> None:
 
 
 def _bisect(arguments: Arguments) -> None:
+    """COMMAND runs in a shell, once for each version that is tried. {path} becomes a folder with the version
+    as an ordinary checkpoint, {version} its number, and {digest} its digest, each quoted for the shell.
+    The exit code of COMMAND is the verdict, as with `git bisect run`:
+
+      0 good     1 to 124 bad     125 unknown: another version is tried     any other ends the search
+
+      delta-weight-sync bisect RUN --eval 'python evaluate.py {path} --at-least 0.6'
+
+    COMMAND runs about log2(number of versions) times. Without --good, the oldest version is judged first
+    and must be good. Without --bad, the newest version is judged first and must be bad.
+    """
     if "{path}" not in arguments.eval and "{version}" not in arguments.eval:
         raise CommandError("--eval gives the same result for all versions: use {path} or {version} in it")
     reader, verdicts = _opened(arguments), dict[int, bool | None]()  # version -> good, bad, or unknown
@@ -388,6 +363,21 @@ def _judge(command: str, version: FollowedVersion) -> bool | None:
 
 
 def _follow(arguments: Arguments) -> None:
+    r"""DIR/current is a link to the newest version's folder, such as DIR/00000041. The link is replaced in
+    one step, after the new folder is complete and its digest is verified; that folder is never written again.
+    The previous version stays until the next one is built. If an object is damaged or the bucket is
+    unreachable, the command says so and keeps trying, and DIR/current does not change. You can kill the
+    command at any moment: if the digest of the version in DIR is right, the next start keeps that version.
+
+    COMMAND runs in a shell after each new version, and the next version waits for it. If COMMAND failed or
+    did not run for the version in DIR, the next start runs it. {path} becomes the version's own folder,
+    {version} its number, and {digest} its digest, each quoted for the shell. So end your own quotes before
+    them, as here for SGLang:
+
+      --on-version "curl -f localhost:30000/update_weights_from_disk --json '{\"model_path\": \"'{path}'\"}'"
+
+    Ctrl-C ends the command with exit code 130, SIGTERM with 0.
+    """
     into, once = arguments.into, arguments.once
     with _ended_by_signals(), follow(_opened(arguments), into, once=once, on_error=_complain) as versions:
         for version in versions:
@@ -428,6 +418,14 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _gc(arguments: Arguments) -> None:
+    """The oldest versions are deleted first. These are never deleted: all files that the newest manifest
+    names; the files of versions published in the hour before the newest; the versions of saved trainer
+    states, and all later ones; and objects written less than an hour before the newest one. So you can run
+    the command while a trainer and replicas use the run. A deleted version can no longer be checked out,
+    pinned or verified.
+
+    With Publisher(..., keep="20GB"), the trainer deletes old versions itself.
+    """
     from delta_weight_sync.prune import Keep, Pruner, prune
 
     reader, keep = _opened(arguments), Keep.parse(arguments.keep)
@@ -448,18 +446,15 @@ def _gc(arguments: Arguments) -> None:
 
 
 def _keygen(arguments: Arguments) -> None:
+    """FILE holds DELTA_WEIGHT_SYNC_SIGNING_KEY and DELTA_WEIGHT_SYNC_PUBLIC_KEY, and only you can read it.
+    The trainer needs both, replicas and other readers only the second:
+
+      set -a; . FILE; set +a
+    """
     print(f"{PUBLIC_KEY}={make_keys(arguments.file)}")
 
 
-_COMMANDS: Final = {  # what runs each, and the end of its help
-    "runs": (_runs, ""),
-    "log": (_log, ""),
-    "show": (_show, ""),
-    "verify": (_verify, ""),
-    "checkout": (_checkout, ""),
-    "bisect": (_bisect, _BISECT),
-    "blame": (_blame, _BLAME),
-    "follow": (_follow, _FOLLOW),
-    "gc": (_gc, _GC),
-    "keygen": (_keygen, _KEYGEN),
+_COMMANDS: Final = {
+    run.__name__[1:]: run
+    for run in (_runs, _log, _show, _verify, _checkout, _bisect, _blame, _follow, _gc, _keygen)
 }
