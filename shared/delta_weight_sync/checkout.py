@@ -18,7 +18,7 @@ import logging
 import shutil
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -99,6 +99,7 @@ def follow(
     public_key: str | Path | None = None,
     version: int | None = None,
     once: bool = False,
+    on_error: Callable[[Exception], object] | None = None,
 ) -> FollowedVersions:
     """Keep `into/current` at the newest version of a run, and yield each version once it is in place.
 
@@ -109,8 +110,9 @@ def follow(
     the new version is verified. You can kill the program at any moment: the next call keeps the version that
     is there. While you use a version, newer ones are not fetched; the next iteration yields the newest.
 
-    Errors of the bucket and of damaged versions are logged and retried. The folder is locked until the
-    iteration ends: leave the loop, or call `close` if you hold the iterator in a variable.
+    A version that cannot be built is retried at growing intervals; if the folder holds no version yet, an
+    older one is built meanwhile. The folder is locked until the iteration ends: leave the loop, or call
+    `close` if you hold the iterator in a variable.
 
     Args:
         run: URL of the run, as for `open_run`, or an open run.
@@ -119,6 +121,8 @@ def follow(
         public_key: As for `open_run`.
         version: Yield this version only, then end.
         once: Yield the newest version only, then end.
+        on_error: Called with each error that is retried and with what is damaged, but not with the same one
+            twice in a row. By default they are logged.
 
     Returns:
         An iterator of `FollowedVersion`, for `for` and for `async for`. It is a context manager too.
@@ -130,48 +134,37 @@ def follow(
     """
     if isinstance(run, RunReader) and public_key is not None:
         raise errors.ConfigError("public_key applies only to a URL: pass the key to open_run instead")
-    stopped = threading.Event()
+    stopped, complain = threading.Event(), on_error or (lambda error: _log.warning("%s", error))
 
     def versions() -> Generator[FollowedVersion, None, None]:
         reader = run if isinstance(run, RunReader) else open_run(run, public_key=public_key)
-        with CheckpointFolder(reader, Path(into)) as folder:
+        with (
+            CheckpointFolder(reader, Path(into)) as folder,
+            closing(Watcher(reader, poll_s, folder.held)) as watcher,  # refuses to go back
+        ):
             if version is None and not once:
-                yield from updates(reader, folder, lambda error: _log.warning("%s", error), poll_s, stopped)
+                yield from updates(reader, folder, watcher)
             else:
-                with closing(Watcher(reader, seen=folder.held)) as watcher:  # refuses to go back
-                    manifest = watcher.poll() if version is None else reader.manifest(version)
+                manifest = watcher.poll() if version is None else reader.manifest(version)
                 assert manifest is not None, "nothing was used before"
                 yield FollowedVersion(manifest, folder.update(manifest))
 
-    return FollowedVersions(versions(), stopped)
+    def updates(
+        reader: RunReader, folder: CheckpointFolder, watcher: Watcher
+    ) -> Generator[FollowedVersion, None, None]:
+        """Yield each newer version; one may be yielded twice, but none older than what the folder held."""
+        error: Exception | None = None
+        built: list[FollowedVersion] = []
+        last_complaint = ""
 
+        def build_or_fall_back(manifest: Manifest) -> None:
+            try:
+                built.append(FollowedVersion(manifest, folder.update(manifest)))
+            except (errors.ProtocolError, errors.ObjectMissingError):
+                if folder.held is None and (older := reader.readable(manifest)) and older != manifest:
+                    build_or_fall_back(older)
+                raise
 
-def updates(
-    reader: RunReader,
-    folder: CheckpointFolder,
-    complain: Callable[[Exception], object],
-    poll_s: float = POLL_S,
-    stopped: threading.Event | None = None,
-) -> Iterator[FollowedVersion]:
-    """Yield each newer version after the folder holds it, until `stopped` is set.
-
-    A version that cannot be built is retried at growing intervals. If the folder holds no version yet, an
-    older one is built meanwhile. A version may be yielded twice, but none older than what the folder held.
-    `complain` receives each error and each skipped record, but not the same one twice in a row.
-    """
-    stopped, last_complaint = stopped or threading.Event(), ""
-    error: Exception | None = None
-    built: list[FollowedVersion] = []
-
-    def build_or_fall_back(manifest: Manifest) -> None:
-        try:
-            built.append(FollowedVersion(manifest, folder.update(manifest)))
-        except (errors.ProtocolError, errors.ObjectMissingError):
-            if folder.held is None and (older := reader.readable(manifest)) and older != manifest:
-                build_or_fall_back(older)
-            raise
-
-    with closing(Watcher(reader, poll_s, folder.held)) as watcher:
         while not stopped.is_set():
             try:
                 if watcher.check(build_or_fall_back):
@@ -185,6 +178,8 @@ def updates(
             last_complaint = str(error or "")
             if not stopped.is_set():
                 watcher.wait(min(poll_s, _WAIT_S))
+
+    return FollowedVersions(versions(), stopped)
 
 
 def build(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersion | None) -> None:
@@ -239,27 +234,22 @@ class CheckpointFolder(AbstractContextManager["CheckpointFolder"]):
             raise errors.FolderError(f"{folder} holds other files: name an empty folder, or a new one")
         self.folder, self._reader = folder.absolute(), reader
         self._current, self._building = self.folder / "current", self.folder / ".building"
-        with ExitStack() as stack:
-            # The lock ends with this process, however it ends.
-            lock = stack.enter_context((folder / ".lock").open("w"))
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise errors.FolderError(
-                    f"another process is following into {folder}: stop that process, or choose another folder"
-                ) from None
-            if self._current.is_dir() and not self._current.is_symlink():
-                raise errors.FolderError(
-                    f"{self._current} is not a link that `follow` made: name another folder"
-                )
-            # Remove an unfinished version, also one that a killed process left.
-            stack.callback(shutil.rmtree, self._building, ignore_errors=True)
-            shutil.rmtree(self._building, ignore_errors=True)
-            self.held = self._verified()
-            self._open = stack.pop_all()
+        if self._current.is_dir() and not self._current.is_symlink():
+            raise errors.FolderError(f"{self._current} is not a link that `follow` made: name another folder")
+        self._lock = (folder / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with this process, however it ends
+        except BlockingIOError:
+            self._lock.close()
+            raise errors.FolderError(
+                f"another process is following into {folder}: stop that process, or choose another folder"
+            ) from None
+        shutil.rmtree(self._building, ignore_errors=True)  # a killed process left it
+        self.held = self._verified()
 
     def __exit__(self, *_: object) -> None:
-        self._open.close()
+        shutil.rmtree(self._building, ignore_errors=True)
+        self._lock.close()
 
     def update(self, manifest: Manifest) -> Path:
         """Point `current` at a version, and return the version's own folder.

@@ -1,8 +1,6 @@
 """Predicts what a run costs: bytes, seconds and money per sync, from measured rates and list prices.
 
-Sizes. If a share p of the weights changed, a `fast` delta takes `distance(p) + 1 (sign) + value(p)` bits per
-change. `distance` is computed: a Rice code with the best parameter. `value` is what measured files need in
-addition. A `small` delta is a measured fraction of a `fast` one. Both are interpolated in log(p).
+docs/limits-and-costs.md explains how sizes are computed, and from what.
 
 Seconds. The trainer waits for the diff only, and each rank compares its own shard. Rank 0 encodes and uploads
 in the background, one version at a time; jumps and anchors use a part of its link. A replica takes one
@@ -27,7 +25,7 @@ import numpy as np
 
 from delta_weight_sync import util
 from delta_weight_sync.records import ANCHOR_PAYS, MAX_FILES, POLL_S, STRIDES
-from delta_weight_sync.store._base import DIRECT, SMALL
+from delta_weight_sync.store import DIRECT, SMALL
 from delta_weight_sync.store._notifications import SAFETY_S
 
 if TYPE_CHECKING:  # the codec loads numba, which takes seconds

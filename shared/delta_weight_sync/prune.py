@@ -24,7 +24,6 @@ from delta_weight_sync.errors import ConfigError, ObjectMissingError
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import FileRef, Manifest, Writer, state_version, version_key
 from delta_weight_sync.store import Bucket, ObjectInfo
-from delta_weight_sync.util import size_text, time_text
 
 GRACE_S: Final = 3600.0
 _AT_ONCE: Final = 500  # objects in one call of `delete`; some stores send it as one request
@@ -45,9 +44,6 @@ class Keep:
         if not match or not (amount := float(match[1]) * _UNITS[match[2]]):
             raise ConfigError(f"{text!r} is neither a size nor an age: write it as 20GB, 7d or 12h")
         return cls(size=amount) if match[2].endswith("B") else cls(age_s=amount)
-
-    def __str__(self) -> str:
-        return f"the last {time_text(self.age_s)}" if self.size == float("inf") else size_text(self.size)
 
 
 class Doomed(NamedTuple):

@@ -28,7 +28,7 @@ from pydantic import (
 )
 
 from delta_weight_sync.errors import ProtocolError
-from delta_weight_sync.store._base import file_sha256
+from delta_weight_sync.store import file_sha256
 
 FORMAT: Final = "delta-weight-sync/2"
 POLL_S: Final = 1.0  # usual seconds between two requests for HEAD

@@ -166,16 +166,15 @@ class RunLogWriter:
         return count if len(known) > count or count == SEGMENT else 0
 
     def _loop(self) -> None:
-        failed = told = ""
+        failed = ""
         while not self._closed.wait(self._every_s):
             try:
                 self.flush()
                 failed = ""
             except Exception as error:  # noqa: BLE001 - the log must not stop training; the next flush retries
+                if str(error) != failed:
+                    _log.warning("run log: not written yet (%s)", error)
                 failed = str(error)
-            if failed and failed != told:
-                _log.warning("run log: not written yet (%s)", failed)
-            told = failed
 
 
 class RunLogReader:

@@ -5,35 +5,31 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import stat
 import tempfile
 import weakref
 from pathlib import Path
 from typing import Final
 
-PREFIX: Final = "delta-weight-sync-"
-_MARK: Final = ".alive"  # a file that stays locked while the process lives
+PREFIX: Final = "delta-weight-sync-folder-"
 
 
 class Scratch:
     """A temporary folder: removed with this object and at the end of the process.
 
-    If the process is killed, the next `Scratch` of this user removes the folder.
+    It is locked as long as the process lives. If the process is killed, the next `Scratch` of this user
+    removes the folder.
     """
 
     def __init__(self) -> None:
         for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
             if _is_left(left):
                 shutil.rmtree(left, ignore_errors=True)
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-        # Lock the file before it gets its name, so no other process finds the mark unlocked while this lives.
-        mark = folder / f"{_MARK}.new"
-        lock = os.open(mark, os.O_CREAT | os.O_WRONLY, 0o600)
+        # Lock the folder before it gets its name, so that no other process finds it unlocked.
+        new = Path(tempfile.mkdtemp(prefix=f".{PREFIX}"))
+        lock = os.open(new, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        mark.rename(folder / _MARK)
-        self.path = folder / "files"
-        self.path.mkdir()
-        self.close = weakref.finalize(self, _remove, folder, lock)
+        self.path = new.rename(new.with_name(new.name[1:]))
+        self.close = weakref.finalize(self, _remove, self.path, lock)
 
     def __enter__(self) -> Path:
         return self.path
@@ -48,13 +44,15 @@ def _remove(folder: Path, lock: int) -> None:
 
 
 def _is_left(folder: Path) -> bool:
-    """Whether the folder is this user's and its process is gone. A folder without a mark is still new."""
+    """Whether this is a folder of this user, not a link, and its process is gone."""
     try:
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            return False
-        with (folder / _MARK).open() as mark:
-            fcntl.flock(mark, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # includes BlockingIOError: the lock is held
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
         return False
-    return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return os.fstat(lock).st_uid == os.getuid()
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)

@@ -86,9 +86,8 @@ class Watcher:
         """
         if not self._asking.allows(_STORE):
             return False
-        if self._found != (self._used or {}) and self._finding.allows(self._found):
-            self._notifications.distrust()
-        if not self._notifications.due(self._poll_s):
+        again = self._found != (self._used or {}) and self._finding.allows(self._found)
+        if not self._notifications.due(self._poll_s, again):
             return False
         self._answered = False
         try:

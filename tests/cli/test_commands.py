@@ -4,13 +4,11 @@ import json
 import math
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-import tqdm
 from transformers import AutoModelForCausalLM
 
 from delta_weight_sync.checkpoint import WEIGHTS, read_bits, to_bits
@@ -110,30 +108,6 @@ def test_checkout_writes_over_other_files_only_if_told_to(finished, tmp_path):
     assert (result.code, [path.name for path in tmp_path.iterdir()]) == (1, ["adapter_config.json"])
     assert command("checkout", finished[0], "--out", tmp_path, "--force").code == 0
     assert (tmp_path / WEIGHTS).exists()
-
-
-def test_a_download_of_more_than_two_seconds_has_a_bar_on_a_terminal(finished, tmp_path, monkeypatch):
-    shown, checkout = threading.Event(), RunReader.checkout
-
-    class Bar(tqdm.tqdm):
-        def __init__(self, **options: object) -> None:
-            assert (options.pop("delay"), options.pop("disable")) == (2, None)
-            super().__init__(**options)
-
-        def update(self, n: float = 1) -> None:
-            super().update(n)
-            if self.n == self.total:
-                shown.set()
-
-    def slow(*arguments: object) -> object:
-        written = checkout(*arguments)
-        assert shown.wait(60)
-        return written
-
-    monkeypatch.setattr(tqdm, "tqdm", Bar)
-    monkeypatch.setattr(RunReader, "checkout", slow)
-    result = command("checkout", finished[0], "--version", 0, "--out", tmp_path / "out")
-    assert (result.code, "100%" in result.complaint) == (0, True)
 
 
 def test_a_reader_that_has_seen_enough_is_no_fault(finished):

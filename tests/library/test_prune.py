@@ -157,7 +157,7 @@ def test_what_cannot_be_kept_is_refused(keep):
 
 
 def test_a_budget_that_is_too_small_says_so(run):
-    assert "which is more than 1 KB" in command("gc", run.bucket.url, "--keep", "1KB").output
+    assert "which is more than 1KB" in command("gc", run.bucket.url, "--keep", "1KB").output
 
 
 def test_every_command_copes_with_versions_that_are_gone(run):

@@ -19,8 +19,7 @@ from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import Writer
 from delta_weight_sync.runlog import RunLogReader
-from delta_weight_sync.store import Bucket, open_bucket
-from delta_weight_sync.store._base import SMALL
+from delta_weight_sync.store import SMALL, Bucket, open_bucket
 from tests.support.real_run import RealRun
 
 SECRET = b"HF_TOKEN=hf_planted"

@@ -11,9 +11,8 @@ import pytest
 from delta_weight_sync.errors import AccessDeniedError, BucketError, BucketUnreachableError, FencedError
 from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import RunReader
-from delta_weight_sync.store import Bucket, open_bucket
+from delta_weight_sync.store import DIRECT, Bucket, open_bucket
 from delta_weight_sync.store import hub as hub_bucket
-from delta_weight_sync.store._base import DIRECT
 from delta_weight_sync.store.hub import HubBucket
 from tests.support.buckets import KEY, OPERATIONS, every_operation
 from tests.support.hubsim import HubSim

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from uuid import uuid4
 
@@ -117,12 +117,14 @@ def test_the_first_pokes_are_answered_at_once_and_a_flood_once_per_interval(
     assert live.due(1.0), "a flood is forgotten"
 
 
-@pytest.mark.parametrize(("cause", "count"), [(Notifications.poke, 2), (Notifications.distrust, 1)])
 def test_a_poke_is_followed_by_one_more_look_and_a_failed_look_by_one(
-    live: Notifications, clock: Clock, cause: Callable[[Notifications], None], count: int
+    live: Notifications, clock: Clock
 ) -> None:
-    cause(live)
-    assert looks(live, clock, 5.0) == count
+    live.poke()
+    assert looks(live, clock, 5.0) == 2
+    assert not live.due(1.0)
+    assert live.due(1.0, again=True)
+    assert looks(live, clock, 5.0) == 0
 
 
 @pytest.mark.parametrize("ring", [Notifications.poke, Notifications.wake, Notifications.close])

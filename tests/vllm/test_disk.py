@@ -48,7 +48,7 @@ def owner(temporary: Path) -> tuple[subprocess.Popen[str], Path]:
 def test_the_folder_of_a_killed_replica_is_removed_and_that_of_a_living_one_stays(temporary) -> None:
     killed, left = owner(temporary)
     living, used = owner(temporary)
-    young = temporary / f"{PREFIX}young"
+    young = temporary / f".{PREFIX}young"
     young.mkdir()
     killed.kill()
     killed.wait(60)
@@ -67,7 +67,6 @@ def test_the_folder_of_a_killed_replica_is_removed_and_that_of_a_living_one_stay
 @pytest.mark.finding(13)
 def test_a_link_that_somebody_put_there_is_not_followed(temporary, tmp_path) -> None:
     (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / ".alive").touch()
     (temporary / f"{PREFIX}link").symlink_to(tmp_path / "precious")
     Scratch().close()
     assert (tmp_path / "precious").exists()

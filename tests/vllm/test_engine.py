@@ -23,8 +23,7 @@ from delta_weight_sync import compat
 from delta_weight_sync.errors import CompatibilityError, EngineError, SettingsError
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, new_pair
-from delta_weight_sync.store import Bucket, open_bucket
-from delta_weight_sync.store._base import replacing
+from delta_weight_sync.store import Bucket, open_bucket, replacing
 from delta_weight_sync.store._files import FileBucket
 from delta_weight_sync.vllm import plugin
 from delta_weight_sync.vllm.engine import Engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 import json
 import os
 import re
@@ -13,20 +14,19 @@ import signal
 import string
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from delta_weight_sync.checkout import CheckpointFolder, FollowedVersion, build, follow, updates
+from delta_weight_sync.checkout import FollowedVersion, build, follow
 from delta_weight_sync.checkpoint import Bits
 from delta_weight_sync.errors import CommandError, FolderError, ProtocolError, printable
 from delta_weight_sync.reader import RunReader, manifests_of, open_run, require_digest, runs_in
 from delta_weight_sync.records import Keys, Manifest
 from delta_weight_sync.scratch import Scratch
-from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, make_keys
+from delta_weight_sync.signing import PUBLIC_KEY, make_keys
 from delta_weight_sync.store import open_bucket
 from delta_weight_sync.util import size_text
 
@@ -35,53 +35,12 @@ _BLAMED: Final = 20  # tensors that `blame` lists
 _ENDING_S: Final = 5.0  # from SIGTERM to SIGKILL
 _UNKNOWN: Final = 125  # exit code of a command that cannot judge a version
 _NOT_STARTED: Final = (126, 127)  # the shell's codes for a program that is missing or not executable
-_BLAME: Final = """\
-For each tensor, the columns show how many of its weights changed, their share, and how far they moved in
-units in the last place (ULPs) of bf16. Compare with another version: suspect a tensor that changed
-completely, and weights that moved far."""
-_BISECT: Final = """\
-COMMAND runs in a shell, once for each version that is tried. {path} becomes a folder with the version as an
-ordinary checkpoint, {version} its number, and {digest} its digest, each quoted for the shell. The exit code
-of COMMAND is the verdict, as with `git bisect run`:
-
-  0 good     1 to 124 bad     125 unknown: another version is tried     any other ends the search
-
-  delta-weight-sync bisect RUN --eval 'python evaluate.py {path} --at-least 0.6'
-
-COMMAND runs about log2(number of versions) times. Without --good, the oldest version is judged first and must
-be good. Without --bad, the newest version is judged first and must be bad."""
-_FOLLOW: Final = """\
-DIR/current is a link to the newest version's folder, such as DIR/00000041. The link is replaced in one step,
-after the new folder is complete and its digest is verified; that folder is never written again. The previous
-version stays until the next one is built. If an object is damaged or the bucket is unreachable, the command
-says so and keeps trying, and DIR/current does not change. You can kill the command at any moment: if the
-digest of the version in DIR is right, the next start keeps that version.
-
-COMMAND runs in a shell after each new version, and the next version waits for it. If COMMAND failed or did
-not run for the version in DIR, the next start runs it. {path} becomes the version's own folder, {version} its
-number, and {digest} its digest, each quoted for the shell. So end your own quotes before them, as here for
-SGLang:
-
-  --on-version "curl -f localhost:30000/update_weights_from_disk --json '{\\"model_path\\": \\"'{path}'\\"}'"
-
-Ctrl-C ends the command with exit code 130, SIGTERM with 0."""
-_GC: Final = """\
-The oldest versions are deleted first. These are never deleted: all files that the newest manifest names; the
-files of versions published in the hour before the newest; the versions of saved trainer states, and all later
-ones; and objects written less than an hour before the newest one. So you can run the command while a trainer
-and replicas use the run. A deleted version can no longer be checked out, pinned or verified.
-
-With Publisher(..., keep="20GB"), the trainer deletes old versions itself."""
-_KEYGEN: Final = f"""\
-FILE holds {SIGNING_KEY} and {PUBLIC_KEY}, and only you can read it. The trainer
-needs both, replicas and other readers only the second:
-
-  set -a; . FILE; set +a"""
 
 
 def configure(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add the arguments of the command `name`, and the function that runs it."""
-    run, parser.epilog = _COMMANDS[name]
+    """Add the arguments of the command `name`, and its function, whose docstring ends the help."""
+    run = _COMMANDS[name]
+    parser.epilog = inspect.getdoc(run)
     parser.set_defaults(run=run)
     add = parser.add_argument
     if name == "keygen":
@@ -294,34 +253,15 @@ def _checkout(arguments: Arguments) -> None:
     manifest = reader.manifest(arguments.version)
     if not arguments.force and out.is_dir() and any(out.iterdir()):
         raise FolderError(f"{out} is not empty: name a new folder, or write over its files with --force")
-    with _progress(out, sum(file.size for file in reader.recipe(manifest).files)):
-        reader.checkout(manifest, out)
+    reader.checkout(manifest, out)
     print(f"version {manifest.version} (digest {manifest.digest}) is in {out}")
 
 
-@contextmanager
-def _progress(folder: Path, total: int) -> Iterator[None]:
-    """On a terminal, show how many of `total` bytes are in `folder`, if the block takes over 2 seconds."""
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
-    done = threading.Event()
-
-    def watch() -> None:
-        with tqdm(total=total, unit="B", unit_scale=True, delay=2, leave=False, disable=None) as bar:
-            while not (done.wait(0.2) or bar.disable):
-                with suppress(OSError):  # a file was renamed, or there is no folder yet
-                    bar.update(min(sum(path.stat().st_size for path in folder.iterdir()), total) - bar.n)
-
-    thread = threading.Thread(target=watch, name="progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
 def _blame(arguments: Arguments) -> None:
+    """For each tensor, the columns show how many of its weights changed, their share, and how far they moved
+    in units in the last place (ULPs) of bf16. Compare with another version: suspect a tensor that changed
+    completely, and weights that moved far.
+    """
     from delta_weight_sync.codec import ULP_CLASSES, Delta, count_ulps
 
     reader = _opened(arguments)
@@ -352,36 +292,54 @@ def _blame(arguments: Arguments) -> None:
 
 
 def _bisect(arguments: Arguments) -> None:
+    """COMMAND runs in a shell, once for each version that is tried. {path} becomes a folder with the version
+    as an ordinary checkpoint, {version} its number, and {digest} its digest, each quoted for the shell.
+    The exit code of COMMAND is the verdict, as with `git bisect run`:
+
+      0 good     1 to 124 bad     125 unknown: another version is tried     any other ends the search
+
+      delta-weight-sync bisect RUN --eval 'python evaluate.py {path} --at-least 0.6'
+
+    COMMAND runs about log2(number of versions) times. Without --good, the oldest version is judged first
+    and must be good. Without --bad, the newest version is judged first and must be bad.
+    """
     if "{path}" not in arguments.eval and "{version}" not in arguments.eval:
         raise CommandError("--eval gives the same result for all versions: use {path} or {version} in it")
-    reader = _opened(arguments)
+    reader, verdicts = _opened(arguments), dict[int, bool | None]()  # version -> good, bad, or unknown
+    good, bad = _ends(reader, arguments.good, arguments.bad)
+    held: FollowedVersion | None = None  # the last good version; later ones are built from it
     with Scratch() as folder:
-        good, bad = _ends(reader, arguments.good, arguments.bad)
-        judge = _Judge(reader, arguments.eval, folder)
-        if arguments.bad is None and judge(bad) is not False:
-            raise CommandError(f"the newest version, {bad}, was not judged bad: there is nothing to find")
-        if arguments.good is None and not judge(good):
-            raise CommandError(
-                f"the oldest version, {good}, was not judged good: name a good version with --good"
-            )
-        while left := [version for version in range(good + 1, bad) if version not in judge.verdicts]:
-            version = left[len(left) // 2]
-            if judge(version):
-                good = version
-            elif judge.verdicts[version] is False:
-                bad = version
+        ends = [bad] * (arguments.bad is None) + [good] * (arguments.good is None)
+        while left := ends or [version for version in range(good + 1, bad) if version not in verdicts]:
+            version = left.pop(0) if ends else left[len(left) // 2]
+            manifest = reader.find(version)
+            built = FollowedVersion(manifest, folder / f"{version:08d}")
+            build(reader, manifest, built.path, held)
+            verdict = verdicts[version] = _judge(arguments.eval, built)
+            word = "unknown" if verdict is None else "good" if verdict else "bad"
+            print(f"version {version}: {word}", flush=True)
+            superseded, held = (held, built) if verdict else (built, held)
+            if superseded:
+                shutil.rmtree(superseded.path)
+            if version == bad and verdict is not False:
+                raise CommandError(f"the newest version, {bad}, was not judged bad: there is nothing to find")
+            if version == good and not verdict:
+                raise CommandError(
+                    f"the oldest version, {good}, was not judged good: name a good version with --good"
+                )
+            good, bad = version if verdict else good, version if verdict is False else bad
     if good + 1 < bad:
         raise CommandError(
             f"the first bad version is in the range {good + 1} to {bad}: your command could not judge the"
             f" versions before {bad} (exit code 125)"
         )
-    print(f"version {bad} is the first bad one; {len(judge.verdicts)} versions were judged")
+    print(f"version {bad} is the first bad one; {len(verdicts)} versions were judged")
     place = printable(f"{reader.bucket.url}#{reader.keys.run}")
     print(f"to see what changed there: delta-weight-sync blame {place} --version {bad}")
 
 
 def _ends(reader: RunReader, good: int | None, bad: int | None) -> tuple[int, int]:
-    """The ends of the search: the given versions, or the oldest and the newest. Raises `ProtocolError`."""
+    """The ends of the search: the given versions, or the oldest and the newest."""
     first = min(manifests_of(reader.bucket.list(reader.keys.manifests)), default=0) if good is None else good
     last = reader.manifest().version if bad is None else bad
     if first >= last:
@@ -391,52 +349,44 @@ def _ends(reader: RunReader, good: int | None, bad: int | None) -> tuple[int, in
     return first, last
 
 
-class _Judge:
-    """Builds versions as checkpoints, next to the last good one, and runs the user's command on them."""
-
-    def __init__(self, reader: RunReader, command: str, folder: Path) -> None:
-        self._reader, self._command, self._folder = reader, command, folder
-        self._good: FollowedVersion | None = None  # later versions are built from it
-        self.verdicts: dict[int, bool | None] = {}  # version -> good, bad, or unknown
-
-    def __call__(self, version: int) -> bool | None:
-        """Whether a version is good, or None if the command does not know. Raises `CommandError`."""
-        manifest = self._reader.find(version)
-        built = FollowedVersion(manifest, self._folder / f"{version:08d}")
-        build(self._reader, manifest, built.path, self._good)
-        code = _run_in_shell(self._command, built.path, manifest)
-        if code in _NOT_STARTED:
-            raise CommandError(
-                f"--eval could not be started (exit code {code}): try it in a shell on a checkout"
-            )
-        if not 0 <= code <= _UNKNOWN:
-            raise CommandError(
-                f"--eval returned exit code {code} for version {version}; expected 0 (good), 1 to 124 (bad)"
-                " or 125 (unknown)"
-            )
-        good = self.verdicts[version] = None if code == _UNKNOWN else code == 0
-        print(f"version {version}: {'unknown' if good is None else 'good' if good else 'bad'}", flush=True)
-        superseded, self._good = (self._good, built) if good else (built, self._good)
-        if superseded:
-            shutil.rmtree(superseded.path)
-        return good
+def _judge(command: str, version: FollowedVersion) -> bool | None:
+    """Whether a version is good, or None if the user's command does not know. Raises `CommandError`."""
+    code = _run_in_shell(command, version.path, version.manifest)
+    if code in _NOT_STARTED:
+        raise CommandError(f"--eval could not be started (exit code {code}): try it in a shell on a checkout")
+    if not 0 <= code <= _UNKNOWN:
+        raise CommandError(
+            f"--eval returned exit code {code} for version {version.version}; expected 0 (good), 1 to 124"
+            " (bad) or 125 (unknown)"
+        )
+    return None if code == _UNKNOWN else code == 0
 
 
 def _follow(arguments: Arguments) -> None:
-    reader, into = _opened(arguments), arguments.into
-    with _ended_by_signals():
-        if arguments.once:
-            with follow(reader, into, once=True) as versions:
-                _announce(next(versions), into, arguments.on_version)
-            return
-        with CheckpointFolder(reader, into) as folder:
-            for version in updates(reader, folder, _complain):
-                try:
-                    _announce(version, into, arguments.on_version)
-                except BrokenPipeError:
+    r"""DIR/current is a link to the newest version's folder, such as DIR/00000041. The link is replaced in
+    one step, after the new folder is complete and its digest is verified; that folder is never written again.
+    The previous version stays until the next one is built. If an object is damaged or the bucket is
+    unreachable, the command says so and keeps trying, and DIR/current does not change. You can kill the
+    command at any moment: if the digest of the version in DIR is right, the next start keeps that version.
+
+    COMMAND runs in a shell after each new version, and the next version waits for it. If COMMAND failed or
+    did not run for the version in DIR, the next start runs it. {path} becomes the version's own folder,
+    {version} its number, and {digest} its digest, each quoted for the shell. So end your own quotes before
+    them, as here for SGLang:
+
+      --on-version "curl -f localhost:30000/update_weights_from_disk --json '{\"model_path\": \"'{path}'\"}'"
+
+    Ctrl-C ends the command with exit code 130, SIGTERM with 0.
+    """
+    into, once = arguments.into, arguments.once
+    with _ended_by_signals(), follow(_opened(arguments), into, once=once, on_error=_complain) as versions:
+        for version in versions:
+            try:
+                _announce(version, into, arguments.on_version)
+            except (CommandError, OSError) as error:
+                if once or isinstance(error, BrokenPipeError):
                     raise
-                except (CommandError, OSError) as error:
-                    _complain(error)
+                _complain(error)
 
 
 def _announce(version: FollowedVersion, into: Path, command: str) -> None:
@@ -468,6 +418,14 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _gc(arguments: Arguments) -> None:
+    """The oldest versions are deleted first. These are never deleted: all files that the newest manifest
+    names; the files of versions published in the hour before the newest; the versions of saved trainer
+    states, and all later ones; and objects written less than an hour before the newest one. So you can run
+    the command while a trainer and replicas use the run. A deleted version can no longer be checked out,
+    pinned or verified.
+
+    With Publisher(..., keep="20GB"), the trainer deletes old versions itself.
+    """
     from delta_weight_sync.prune import Keep, Pruner, prune
 
     reader, keep = _opened(arguments), Keep.parse(arguments.keep)
@@ -482,23 +440,21 @@ def _gc(arguments: Arguments) -> None:
     done = "would be deleted" if arguments.dry_run else "deleted"
     stay = f"versions {survey.oldest} to {survey.newest} stay, {size_text(survey.kept)}"
     if survey.kept > keep.size:
-        stay += f", which is more than {keep}: the newest version, the last hour and saved states need them"
+        need = "the newest version, the last hour and saved states need them"
+        stay += f", which is more than {arguments.keep}: {need}"
     print(f"{len(survey.delete)} objects {done}, {size_text(survey.freed)}; {stay}")
 
 
 def _keygen(arguments: Arguments) -> None:
+    """FILE holds DELTA_WEIGHT_SYNC_SIGNING_KEY and DELTA_WEIGHT_SYNC_PUBLIC_KEY, and only you can read it.
+    The trainer needs both, replicas and other readers only the second:
+
+      set -a; . FILE; set +a
+    """
     print(f"{PUBLIC_KEY}={make_keys(arguments.file)}")
 
 
-_COMMANDS: Final = {  # what runs each, and the end of its help
-    "runs": (_runs, ""),
-    "log": (_log, ""),
-    "show": (_show, ""),
-    "verify": (_verify, ""),
-    "checkout": (_checkout, ""),
-    "bisect": (_bisect, _BISECT),
-    "blame": (_blame, _BLAME),
-    "follow": (_follow, _FOLLOW),
-    "gc": (_gc, _GC),
-    "keygen": (_keygen, _KEYGEN),
+_COMMANDS: Final = {
+    run.__name__[1:]: run
+    for run in (_runs, _log, _show, _verify, _checkout, _bisect, _blame, _follow, _gc, _keygen)
 }

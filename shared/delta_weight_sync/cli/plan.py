@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import get_args
 
@@ -14,23 +15,30 @@ from delta_weight_sync.cost import Plan, Question
 from delta_weight_sync.records import POLL_S
 from delta_weight_sync.util import count_text, size_text, time_text
 
-_SCALES = {"m": 1e-3, "": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+_SCALES = {"%": 1e-2, "m": 1e-3, "": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 
 def configure(parser: argparse.ArgumentParser, _: str) -> None:
     """Add the arguments of `plan`; each stores a field of `Question`."""
     add = parser.add_argument
-    add("--params", type=weights, required=True, help="number of weights of the model: 1T, 0.6B, 135M")
+    params = _quantity("([KMBT]?)", 1, math.inf, "a number of weights: write 1T, 0.6B, 135M or 240K")
+    covered = "a share that this model covers: write a percentage from 0.01% to 30%, such as 1%"
+    speed = "a link speed: write bytes as 100MB/s or 1GB/s, bits as 10Gb/s"
+    link, share = _quantity("([KMGT]?)[Bb]/s", 1, math.inf, speed), _quantity("(%)", 1e-4, 0.3, covered)
+    seconds = _quantity("(m?)s", 0, math.inf, "a time: write 100ms or 0.3s")
+    add("--params", type=params, required=True, help="number of weights of the model: 1T, 0.6B, 135M")
     add("--changed", dest="share", type=share, required=True, help="share of the weights in a sync: 1%%")
-    add("--replicas", type=positive, required=True, help="number of vLLM replicas")
-    add("--link", type=speed, required=True, help="link speed of each machine: 100MB/s, 10Gb/s")
+    add("--replicas", type=_positive, required=True, help="number of vLLM replicas")
+    add("--link", type=link, required=True, help="link speed of each machine: 100MB/s, 10Gb/s")
     latency = "time that each request to the Hub takes in addition to its bytes (default: 100ms)"
     add("--latency", type=seconds, default=Question.latency, help=latency)
     add("--encoding", choices=(*cost.ENCODE,), default="fast", help="encoding of deltas (default: fast)")
     kinds = "fp32: fp32 master weights (default); fp32-start: the same, first steps; bf16: no master weights"
     add("--trainer", choices=get_args(cost.Trainer), default="fp32", help=kinds)
-    add("--cores", type=positive, default=2, help="cores of rank 0 and of each worker (default: 2)")
-    add("--steps-per-hour", type=positive, help="steps of the trainer (default: as many as can be published)")
+    add("--cores", type=_positive, default=2, help="cores of rank 0 and of each worker (default: 2)")
+    add(
+        "--steps-per-hour", type=_positive, help="steps of the trainer (default: as many as can be published)"
+    )
     add("--json", action="store_true", help="print all figures as JSON")
     parser.set_defaults(run=_run)
 
@@ -41,40 +49,23 @@ def _run(arguments: argparse.Namespace) -> None:
     print(json.dumps(figures, indent=2) if arguments.json else _table(plan))
 
 
-def weights(text: str) -> int:
-    """Parse a number of weights: `1T`, `0.6B`, `135M`, `240K`, `1000000`."""
-    return round(_number(text, "([KMBT]?)", 1, math.inf, "a number of weights: write 1T, 0.6B, 135M or 240K"))
+def _quantity(unit: str, least: float, most: float, wanted: str) -> Callable[[str], float]:
+    """A parser of numbers with a unit, of which the group in `unit` is the scale; small b counts bits."""
+
+    def parse(text: str) -> float:
+        match = re.fullmatch(rf"(\d+(?:\.\d+)?){unit}", text)
+        if not match or not least <= (found := float(match[1]) * _SCALES[match[2]]) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+        found /= 8 if "b" in text else 1
+        return int(found) if found.is_integer() else found
+
+    return parse
 
 
-def share(text: str) -> float:
-    """Parse a percentage into a share from 0 to 1."""
-    wanted = "a share that this model covers: write a percentage from 0.01% to 30%, such as 1%"
-    return _number(text, "()%", 0.01, 30, wanted) / 100
-
-
-def speed(text: str) -> float:
-    """Parse a link speed into bytes per second; a lower-case b means bits."""
-    wanted = "a link speed: write bytes as 100MB/s or 1GB/s, bits as 10Gb/s"
-    return _number(text, "([KMGT]?)[Bb]/s", 1, math.inf, wanted) / (8 if text.endswith("b/s") else 1)
-
-
-def seconds(text: str) -> float:
-    """Parse a time: `100ms`, `0.3s`, `0s`."""
-    return _number(text, "(m?)s", 0, math.inf, "a time: write 100ms or 0.3s")
-
-
-def positive(text: str) -> int:
-    """Parse a whole number from 1 on."""
+def _positive(text: str) -> int:
     if not re.fullmatch(r"[1-9]\d*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number: write digits only")
     return int(text)
-
-
-def _number(text: str, unit: str, least: float, most: float, wanted: str) -> float:
-    match = re.fullmatch(rf"(\d+(?:\.\d+)?){unit}", text)
-    if not match or not least <= (found := float(match[1]) * _SCALES[match[2]]) <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
-    return found
 
 
 def _assumptions(plan: Plan) -> list[str]:

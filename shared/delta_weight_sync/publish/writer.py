@@ -29,8 +29,7 @@ from delta_weight_sync.records import (
     reference,
 )
 from delta_weight_sync.signing import writer_keys
-from delta_weight_sync.store import Bucket, ObjectInfo
-from delta_weight_sync.store._base import file_sha256
+from delta_weight_sync.store import Bucket, ObjectInfo, file_sha256
 
 _EVERY = 16  # versions between two listings of the run
 _log = logging.getLogger("delta_weight_sync")

@@ -1,17 +1,173 @@
 """The stores: a Hugging Face bucket, S3, or a folder, behind one small interface.
 
-`open_bucket` opens one by its URL:
-
     bucket = open_bucket("hf://buckets/team/policies/wordle")
     bucket.put("runs/demo/run.json", b"...")
+
+A key is relative to the bucket's URL; "/" joins its parts. A method that fails raises a `BucketError`, whose
+message is one sentence with the fix. There are two exceptions: `OSError` if a local file cannot be read or
+written, and `ProtocolError` if an object is larger than its reader allows; it is then not read. No method
+checks content: readers compare the sha256.
 """
 
 from __future__ import annotations
 
-from delta_weight_sync.errors import BucketError, MissingExtraError
-from delta_weight_sync.store._base import Bucket, Listing, ObjectInfo
+import hashlib
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Final
+from uuid import uuid4
+
+from delta_weight_sync.errors import (
+    BucketError,
+    DeltaWeightSyncError,
+    MissingExtraError,
+    ObjectMissingError,
+    ProtocolError,
+)
+from delta_weight_sync.store._notifications import Notifications
 
 __all__ = ["Bucket", "Listing", "ObjectInfo", "open_bucket"]
+
+SMALL: Final = 8 << 20  # bytes that `get` reads at most; every record of a run is smaller
+DIRECT: Final = 16 << 20  # bytes of the largest object that is read from the Hub by its URL
+_PART = r"(?!\.)[!-.0-\[\]-~]+"  # printable ASCII except space, "/" and the backslash; no dot at its start
+_KEY = re.compile(f"{_PART}(/{_PART})*")
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """What a bucket knows about one object without reading it."""
+
+    key: str
+    size: int  # bytes
+    etag: str  # changes whenever the content changes; opaque
+    written: float | None = field(default=None, compare=False)  # unix seconds of the store; None if unknown
+
+
+Listing = list[ObjectInfo]
+
+
+class Bucket(ABC):
+    """Objects under one URL. Safe to use from several threads and processes."""
+
+    url: str
+    sent: int = 0  # bytes of all uploads so far
+    _failures: ClassVar[tuple[type[Exception], ...]]  # what the store's libraries raise
+
+    def put(self, key: str, data: bytes | Path) -> None:
+        """Store an object, whole or not at all; replaces an older one."""
+        check_key(key)
+        self.sent += size_of(data)  # first: a local file that is unreadable is no fault of the bucket
+        with self._explained(key, write=True):
+            self._put(key, data)
+
+    def put_all(self, objects: Sequence[tuple[str, bytes | Path]]) -> None:
+        """Store small objects, the last one after all others. A failure may leave some, each whole."""
+        for key, data in objects:
+            self.put(key, data)
+
+    def get(self, key: str) -> bytes:
+        """Read an object of at most `SMALL` bytes into memory."""
+        return b"".join(self._blocks(key, SMALL))
+
+    def fetch(self, key: str, dest: Path, limit: int) -> str:
+        """Download an object of at most `limit` bytes to `dest`, creating its folder.
+
+        If it fails, a file that is already at `dest` stays as it was.
+
+        Returns:
+            The sha256 of the bytes that were written, as 64 hex digits.
+        """
+        sha256 = hashlib.sha256()
+        with replacing(dest) as temporary, temporary.open("wb") as file:  # its errors are not the bucket's
+            for block in self._blocks(key, limit):
+                sha256.update(block)
+                file.write(block)
+        return sha256.hexdigest()
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        """What the store knows about an object; None if it is absent. Cheap enough to poll."""
+        check_key(key)
+        try:
+            with self._explained(key):
+                return self._stat(key)
+        except ObjectMissingError:
+            return None
+
+    def list(self, prefix: str) -> Listing:
+        """All objects below the folder `prefix` ("runs/demo/", or "" for all), sorted by key.
+
+        `written` is set if the store knows it. Objects whose name is not a valid key are left out.
+        """
+        check_prefix(prefix)
+        try:
+            with self._explained(prefix):
+                found = [info for info in self._list(prefix) if is_key(info.key)]
+        except ObjectMissingError:
+            return []
+        return sorted(found, key=lambda info: info.key)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects; missing ones are fine."""
+        for key in keys:
+            check_key(key)
+        if keys:
+            with self._explained(keys[0], write=True):
+                self._delete(keys)
+
+    def notifications(self, prefix: str) -> Notifications:
+        """Notifications of changes below the folder `prefix`. Close them after use."""
+        check_prefix(prefix)
+        return Notifications()  # without notifications of the store: the caller polls
+
+    def _blocks(self, key: str, limit: int) -> Iterator[bytes]:
+        with self._explained(check_key(key)):
+            yield from self._read(key, limit)
+
+    @abstractmethod
+    def _put(self, key: str, data: bytes | Path) -> None:
+        """Store an object."""
+
+    @abstractmethod
+    def _read(self, key: str, limit: int) -> Iterable[bytes]:
+        """The bytes of an object, in parts. Calls `_check_limit` before it reads."""
+
+    @abstractmethod
+    def _delete(self, keys: Sequence[str]) -> None:
+        """Delete objects, of which some may be missing."""
+
+    @abstractmethod
+    def _stat(self, key: str) -> ObjectInfo | None:
+        """Look an object up."""
+
+    @abstractmethod
+    def _list(self, prefix: str) -> Iterable[ObjectInfo]:
+        """List a folder in any order."""
+
+    @contextmanager
+    def _explained(self, key: str, *, write: bool = False) -> Iterator[None]:
+        """Turn the libraries' exceptions into a `BucketError`."""
+        try:
+            yield
+        except DeltaWeightSyncError:
+            raise
+        except self._failures as error:
+            raise self._explain(error, f"{self.url}/{key}".rstrip("/"), write) from error
+
+    @abstractmethod
+    def _explain(self, error: Exception, place: str, write: bool) -> BucketError:
+        """The `BucketError` for what a library raised at `place`; its message names the fix."""
+
+    def _check_limit(self, key: str, size: int, limit: int) -> None:
+        """Before a download: raise `ProtocolError` if the object's `size` is above `limit` bytes."""
+        if size > limit:
+            raise ProtocolError(
+                f"{self.url}/{key} has {size} bytes, but at most {limit} are allowed: it was not read"
+            )
 
 
 def open_bucket(url: str, *, create: bool = False) -> Bucket:
@@ -43,3 +199,48 @@ def open_bucket(url: str, *, create: bool = False) -> Bucket:
     raise BucketError(
         f"{url!r} is not the URL of a bucket: write hf://buckets/<owner>/<name>, s3://<name> or file:///<path>"
     )
+
+
+def size_of(data: bytes | Path) -> int:
+    """The bytes of an object to store."""
+    return len(data) if isinstance(data, bytes) else data.stat().st_size
+
+
+def is_key(key: str) -> bool:
+    """Whether every store can hold an object with this key."""
+    return len(key) <= 512 and _KEY.fullmatch(key) is not None
+
+
+def check_key(key: str) -> str:
+    """Return `key` if every store can hold it; otherwise raise `BucketError`."""
+    if not is_key(key):
+        raise BucketError(
+            f"{key[:600]!r} cannot be a key: use at most 512 printable ASCII characters without spaces or"
+            " backslashes, no '/' at either end, and no part that is empty or starts with a dot"
+        )
+    return key
+
+
+def check_prefix(prefix: str) -> str:
+    """Return `prefix` if it names a folder; otherwise raise `BucketError`."""
+    if prefix and not (prefix.endswith("/") and check_key(prefix[:-1])):
+        raise BucketError(f"the prefix {prefix!r} must be empty or end with '/'")
+    return prefix
+
+
+def file_sha256(path: Path) -> str:
+    """The sha256 of a file, as 64 hex digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def replacing(dest: Path) -> Iterator[Path]:
+    """A temporary path next to `dest`; it replaces `dest` in one step if the block succeeds."""
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    temporary = dest.with_name(f".{uuid4().hex}.part")
+    try:
+        yield temporary
+        temporary.replace(dest)
+    finally:
+        temporary.unlink(missing_ok=True)

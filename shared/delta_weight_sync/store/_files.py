@@ -8,7 +8,6 @@ who may write to the folder could plant a link to any file of this program's use
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import shutil
 import time
@@ -20,8 +19,7 @@ from typing import BinaryIO, Final
 from urllib.parse import unquote
 from uuid import uuid4
 
-from delta_weight_sync import errors
-from delta_weight_sync.store import _base
+from delta_weight_sync import errors, store
 
 _ROOT = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FOLDER = _ROOT | os.O_NOFOLLOW
@@ -32,7 +30,7 @@ _NO_FILE: Final = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
-class FileBucket(_base.Bucket):
+class FileBucket(store.Bucket):
     """See `delta_weight_sync.store.Bucket`. Other programs' files in the folder are listed like objects."""
 
     _failures = (OSError,)
@@ -44,32 +42,27 @@ class FileBucket(_base.Bucket):
             with self._explained(""):
                 self._root.mkdir(parents=True, exist_ok=True)
 
-    def get(self, key: str) -> bytes:
-        with self._explained(key), self._opened(key, _base.SMALL) as (file, size):
-            return file.read(size)
-
-    def fetch(self, key: str, dest: Path, limit: int) -> str:
-        sha256 = hashlib.sha256()
-        with _base.replacing(dest) as part, part.open("wb") as copy:  # its errors are not the bucket's
-            for block in self._read(key, limit):
-                sha256.update(block)
-                copy.write(block)
-        return sha256.hexdigest()
-
     def _read(self, key: str, limit: int) -> Iterator[bytes]:
-        with self._explained(key), self._opened(key, limit) as (file, size):
+        *folders, name = key.split("/")
+        with (
+            self._opened_folder(folders) as folder,
+            open(name, "rb", opener=lambda name, _: os.open(name, _FILE, dir_fd=folder)) as file,
+        ):
+            found = os.fstat(file.fileno())
+            if not S_ISREG(found.st_mode):
+                raise OSError(errno.EISDIR, f"{name} is not a file")
+            self._check_limit(key, size := found.st_size, limit)
             while block := file.read(min(size, _BLOCK)):  # no more than `size`, even if the file grows
                 yield block
                 size -= len(block)
 
-    def delete(self, keys: Sequence[str]) -> None:
+    def _delete(self, keys: Sequence[str]) -> None:
         """Delete objects, and links in place of objects; folders stay."""
+        self._root.stat()
         for key in keys:
-            *folders, name = _base.check_key(key).split("/")
-            with self._explained(key):
-                self._root.stat()
-                with suppress(*_ABSENT), self._opened_folder(folders) as folder:
-                    os.unlink(name, dir_fd=folder)
+            *folders, name = key.split("/")
+            with suppress(*_ABSENT), self._opened_folder(folders) as folder:
+                os.unlink(name, dir_fd=folder)
 
     def _put(self, key: str, data: bytes | Path) -> None:
         """Write a temporary file, then rename it. The bucket's own folder must exist: it may be a mount."""
@@ -85,13 +78,13 @@ class FileBucket(_base.Bucket):
                     os.unlink(temporary, dir_fd=folder)
                 raise
 
-    def _stat(self, key: str) -> _base.ObjectInfo | None:
+    def _stat(self, key: str) -> store.ObjectInfo | None:
         *folders, name = key.split("/")
         with self._opened_folder(folders) as folder:
             found = os.stat(name, dir_fd=folder, follow_symlinks=False)
         return _info(key, found) if S_ISREG(found.st_mode) else None
 
-    def _list(self, prefix: str) -> Iterator[_base.ObjectInfo]:
+    def _list(self, prefix: str) -> Iterator[store.ObjectInfo]:
         with self._opened_folder(prefix.split("/")[:-1]) as folder:
             yield from _below(folder, prefix)
 
@@ -112,20 +105,6 @@ class FileBucket(_base.Bucket):
         finally:
             os.close(folder)
 
-    @contextmanager
-    def _opened(self, key: str, limit: int) -> Iterator[tuple[BinaryIO, int]]:
-        """An object's file and its size, at most `limit` bytes."""
-        *folders, name = _base.check_key(key).split("/")
-        with self._opened_folder(folders) as folder:
-            descriptor = os.open(name, _FILE, dir_fd=folder)
-        found = os.fstat(descriptor)
-        if not S_ISREG(found.st_mode):
-            os.close(descriptor)
-            raise OSError(errno.EISDIR, f"{name} is not a file")
-        with os.fdopen(descriptor, "rb") as file:
-            self._check_limit(key, found.st_size, limit)
-            yield file, found.st_size
-
     def _explain(self, error: Exception, place: str, write: bool) -> errors.BucketError:
         if isinstance(error, FileNotFoundError) and not self._root.is_dir():
             return errors.BucketMissingError(f"{self.url} does not exist: create the folder, or mount it")
@@ -144,14 +123,14 @@ class FileBucket(_base.Bucket):
         )
 
 
-def _below(folder: int, prefix: str) -> Iterator[_base.ObjectInfo]:
+def _below(folder: int, prefix: str) -> Iterator[store.ObjectInfo]:
     """The ordinary files below an open folder whose paths are keys, except those that disappear meanwhile.
     Keys have a limited length, which limits the depth of the recursion."""
     with os.scandir(folder) as entries:
         found = list(entries)
     for entry in found:
         key = prefix + entry.name
-        if not _base.is_key(key):
+        if not store.is_key(key):
             continue
         with suppress(*_ABSENT):
             if entry.is_dir(follow_symlinks=False):
@@ -164,9 +143,9 @@ def _below(folder: int, prefix: str) -> Iterator[_base.ObjectInfo]:
                 yield _info(key, entry.stat(follow_symlinks=False))
 
 
-def _info(key: str, found: os.stat_result) -> _base.ObjectInfo:
+def _info(key: str, found: os.stat_result) -> store.ObjectInfo:
     etag = f"{found.st_mtime_ns:x}-{found.st_ino:x}-{found.st_size:x}"
-    return _base.ObjectInfo(key, found.st_size, etag, found.st_mtime)
+    return store.ObjectInfo(key, found.st_size, etag, found.st_mtime)
 
 
 def _write(file: BinaryIO, data: bytes | Path) -> None:

@@ -80,23 +80,28 @@ class Notifications:
         self.unprompted = False  # whether the last look was only for safety, in case a notification got lost
         self._looked = -math.inf
         self._interval = 1e-9  # between two looks, as of the last call of `due`
-        self._allowed, self._counted = float(POKES), self._clock()  # looks that pokes may cause, as of then
+        self._poked_until = -math.inf  # the pokes so far have used up all intervals until then
 
-    def due(self, poll_s: float) -> bool:
-        """Whether to look now; True counts as a look. `poll_s`: usual seconds between two looks."""
+    def due(self, poll_s: float, again: bool = False) -> bool:
+        """Whether to look now; True counts as a look.
+
+        `poll_s`: usual seconds between two looks. `again`: the last look failed or must be repeated, so the
+        next one comes after one interval, not later.
+        """
         with self._changed:
             now, interval = self._clock(), self._quota.interval(poll_s)
             self._interval = max(interval, 1e-9)
             if self._quota.blocked_s():
                 return False
-            early = now + _EARLY * interval
-            poked = self._poked and self._may_answer(now)
-            longest = max(SAFETY_S, interval) if self._live and self._settled else interval
-            self.prompted = prompted = self._notified or poked
-            if not prompted and early - self._looked < longest:
+            self.prompted = prompted = self._notified or (self._poked and self._may_answer(now))
+            self._settled = self._settled and not again
+            safe = self._live and self._settled and not prompted
+            longest = max(SAFETY_S, interval) if safe else interval
+            if not prompted and now + _EARLY * interval - self._looked < longest:
                 return False
-            self._allowed = max(self._allowed - self._poked, 0.0)
-            self.unprompted = self._live and self._settled and not prompted
+            if self._poked:
+                self._poked_until = max(self._poked_until, now) + interval
+            self.unprompted = safe
             # A store may show a write a moment after it reported it: one more look will come soon.
             self._settled = not prompted
             self._notified, self._poked, self._looked = False, False, now
@@ -117,9 +122,7 @@ class Notifications:
                 self._changed.notify_all()
 
     def _may_answer(self, now: float) -> bool:
-        self._allowed = min(self._allowed + (now - self._counted) / self._interval, POKES)
-        self._counted = now
-        return self._allowed >= 1 - _EARLY
+        return self._poked_until <= now + (POKES - 1 + _EARLY) * self._interval
 
     def wake(self) -> None:
         """The store has reported a change."""
@@ -131,11 +134,6 @@ class Notifications:
         """The last look found something new. If no notification had announced it, poll from now on."""
         if self.unprompted:
             self._set_live(False)
-
-    def distrust(self) -> None:
-        """The last look failed or must be repeated: the next one comes after one interval, not later."""
-        with self._changed:
-            self._settled = False
 
     def reset(self) -> None:
         """Make the next look due without waking anyone."""

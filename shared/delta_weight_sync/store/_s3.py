@@ -8,7 +8,6 @@ why obstore is used, and why conditional puts are not.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -22,14 +21,13 @@ import obstore
 from obstore.exceptions import BaseError, InvalidPathError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import S3Store
 
-from delta_weight_sync import errors
-from delta_weight_sync.store import _base
+from delta_weight_sync import errors, store
 
 _PARTS: Final = 8  # parts of an object that are read in parallel
 _MACHINE = "http://169.254.169.254"  # where a machine in a cloud gets the keys of its role
 
 
-class S3Bucket(_base.Bucket):
+class S3Bucket(store.Bucket):
     """See `delta_weight_sync.store.Bucket`."""
 
     _failures = (OSError, ValueError, BaseError)
@@ -39,7 +37,7 @@ class S3Bucket(_base.Bucket):
         if not match:
             raise errors.BucketError(f"{url!r} is not an S3 bucket: write s3://<name>[/<prefix>]")
         self.url = url.rstrip("/")
-        self._root = f"{_base.check_key(match[2])}/" if match[2] else ""
+        self._root = f"{store.check_key(match[2])}/" if match[2] else ""
         self._store = S3Store(
             match[1],
             client_options={"allow_http": True, "connect_timeout": "10s", "timeout": "120s"},
@@ -65,59 +63,41 @@ class S3Bucket(_base.Bucket):
             list(pool.map(self.put, *zip(*objects[:-1], strict=True)))
         self.put(*objects[-1])
 
-    def get(self, key: str) -> bytes:
-        path = self._path(key)
-        with self._explained(key):
-            found = self._store.get(path)
-            self._check_limit(key, found.meta["size"], _base.SMALL)
-            return bytes(found.bytes())
+    def _read(self, key: str, limit: int) -> Iterator[bytes]:
+        found = self._store.get(self._root + key)
+        self._check_limit(key, size := found.meta["size"], limit)
+        if size <= store.SMALL:
+            yield bytes(found.bytes())
+            return
 
-    def fetch(self, key: str, dest: Path, limit: int) -> str:
-        path, sha256 = self._path(key), hashlib.sha256()
-        with (
-            self._explained(key),
-            _base.replacing(dest) as temporary,
-            temporary.open("wb") as file,
-            ThreadPoolExecutor(_PARTS) as pool,
-        ):
-            found = self._store.get(path)
-            self._check_limit(key, size := found.meta["size"], limit)
+        def part(start: int) -> bytes:
+            return bytes(
+                self._store.get_range(self._root + key, start=start, end=min(start + store.SMALL, size))
+            )
 
-            def part(start: int) -> obstore.Bytes:
-                return self._store.get_range(path, start=start, end=min(start + _base.SMALL, size))
+        with ThreadPoolExecutor(_PARTS) as pool:
+            for first in range(0, size, _PARTS * store.SMALL):
+                yield from pool.map(part, range(first, min(first + _PARTS * store.SMALL, size), store.SMALL))
 
-            for first in range(0, size, _PARTS * _base.SMALL):
-                starts = range(first, min(first + _PARTS * _base.SMALL, size), _base.SMALL)
-                for data in [found.bytes()] if size <= _base.SMALL else pool.map(part, starts):
-                    sha256.update(data)
-                    file.write(data)
-        return sha256.hexdigest()
-
-    def delete(self, keys: Sequence[str]) -> None:
-        paths = [self._path(key) for key in keys]
-        if paths:
-            with self._explained(keys[0], write=True):
-                self._store.delete(paths)
+    def _delete(self, keys: Sequence[str]) -> None:
+        self._store.delete([self._root + key for key in keys])
 
     def _put(self, key: str, data: bytes | Path) -> None:
-        part = max(_base.SMALL, _base.size_of(data) >> 12)  # S3 takes up to 10,000 parts
-        self._store.put(self._path(key), data, chunk_size=part, max_concurrency=_PARTS)
+        part = max(store.SMALL, store.size_of(data) >> 12)  # S3 takes up to 10,000 parts
+        self._store.put(self._root + key, data, chunk_size=part, max_concurrency=_PARTS)
 
-    def _stat(self, key: str) -> _base.ObjectInfo:
+    def _stat(self, key: str) -> store.ObjectInfo:
         """One request, and a second one if the object is absent."""
-        return self._info(self._store.head(self._path(key)))
+        return self._info(self._store.head(self._root + key))
 
-    def _list(self, prefix: str) -> Iterator[_base.ObjectInfo]:
+    def _list(self, prefix: str) -> Iterator[store.ObjectInfo]:
         folder = self._root + prefix
         found = (one for page in self._store.list(folder) for one in page)
         return (self._info(one) for one in found if one["path"].startswith(folder))
 
-    def _path(self, key: str) -> str:
-        return self._root + _base.check_key(key)
-
-    def _info(self, found: obstore.ObjectMeta) -> _base.ObjectInfo:
+    def _info(self, found: obstore.ObjectMeta) -> store.ObjectInfo:
         key, etag = found["path"].removeprefix(self._root), (found["e_tag"] or "").strip('"')
-        return _base.ObjectInfo(key, found["size"], etag, found["last_modified"].timestamp())
+        return store.ObjectInfo(key, found["size"], etag, found["last_modified"].timestamp())
 
     def _explain(self, error: Exception, place: str, write: bool) -> errors.BucketError:
         code, right = _code(error), "write" if write else "read"

@@ -13,8 +13,6 @@ the one that `huggingface_hub._bucket_live_follow` reads.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import io
 import json
 import logging
 import os
@@ -27,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 from urllib.parse import quote
 
 from hf_xet import SKIP_SHA256, XetConfig, XetSession
@@ -50,8 +48,7 @@ from huggingface_hub.utils._http import default_client_factory
 from huggingface_hub.utils._xet import XET_CONNECTION_INFO_CACHE, XetFileData, refresh_xet_connection_info
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from delta_weight_sync import errors
-from delta_weight_sync.store import _base
+from delta_weight_sync import errors, store
 from delta_weight_sync.store._notifications import Notifications, Quota
 
 REQUEST_TIMEOUT = 10.0  # seconds; by default the client waits forever
@@ -137,7 +134,7 @@ def _retry_after_s(headers: Any) -> float | None:
     return float(quota.reset_in_seconds) if quota else None
 
 
-class HubBucket(_base.Bucket):
+class HubBucket(store.Bucket):
     """See `delta_weight_sync.store.Bucket`. An etag is the Xet hash of the content."""
 
     _failures = FAILURES
@@ -151,7 +148,7 @@ class HubBucket(_base.Bucket):
         _configure_clients()
         self.url = url.rstrip("/")
         self._id = match[1]
-        self._folder = f"{_base.check_key(match[2])}/" if match[2] else ""
+        self._folder = f"{store.check_key(match[2])}/" if match[2] else ""
         self._api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
         if create:
             with self._explained("", write=True):
@@ -159,7 +156,7 @@ class HubBucket(_base.Bucket):
 
     def put_all(self, objects: Sequence[tuple[str, bytes | Path]]) -> None:
         """Store objects with one upload and one request. Its answer proves that they are there."""
-        self.sent += sum(_base.size_of(data) for _, data in objects)
+        self.sent += sum(store.size_of(data) for _, data in objects)
         self._upload(objects)
 
     def _upload(self, objects: Sequence[tuple[str, bytes | Path]]) -> None:
@@ -185,80 +182,67 @@ class HubBucket(_base.Bucket):
                 file.xet_hash = upload.result().xet_info.hash
             self._api.batch_bucket_files(self._id, add=files)  # type: ignore[arg-type]
 
-    def get(self, key: str) -> bytes:
-        """Read a small object."""
-        self._read(key, data := io.BytesIO(), _base.SMALL)
-        return data.getvalue()
-
     def fetch(self, key: str, dest: Path, limit: int) -> str:
-        """Download to `dest`; returns the sha256."""
-        if limit <= _base.DIRECT:
-            with _base.replacing(dest) as temporary, temporary.open("wb") as file:
-                return self._read(key, file, limit)
+        """As in `Bucket`; an object that may be large comes through Xet."""
+        if limit <= store.DIRECT:
+            return super().fetch(key, dest, limit)
         path = self._path(key)
         with self._explained(key):
             found = next(iter(self._api.get_bucket_paths_info(self._id, [path])), None)
             if found is None:
                 raise EntryNotFoundError(path)
             self._check_limit(key, found.size, limit)
-            with _base.replacing(dest) as temporary:  # a failing download would leave `dest` empty
+            with store.replacing(dest) as temporary:  # a failing download would leave `dest` empty
                 self._api.download_bucket_files(self._id, [(found, temporary)])
                 # The client offers no hook to hash the bytes on their way; the page cache still has them.
-                return _base.file_sha256(temporary)
+                return store.file_sha256(temporary)
 
-    def _read(self, key: str, to: BinaryIO, limit: int) -> str:
-        """Read an object by its URL; returns the sha256."""
+    def _read(self, key: str, limit: int) -> list[bytes]:
+        """Read an object by its URL, into memory."""
         url = f"{self._api.endpoint}/buckets/{self._id}/resolve/{quote(self._path(key), safe='')}"
         # A compressed body may unpack to any size, so ask for an uncompressed one.
         headers = {**build_hf_headers(), "accept-encoding": "identity"}
-        with self._explained(key):
-            for _ in range(_READS):
-                with http_stream_backoff("GET", url, headers=headers, timeout=REQUEST_TIMEOUT) as answer:
-                    if answer.history and answer.is_error:
-                        raise OSError(f"the storage answered {answer.status_code}")
-                    hf_raise_for_status(answer)
-                    self._check_limit(key, int(answer.headers.get("content-length", 0)), limit)
-                    sha256 = hashlib.sha256()
-                    with contextlib.suppress(HTTPError):  # the connection broke
-                        for part in answer.iter_bytes():
-                            self._check_limit(key, to.tell() + len(part), limit)
-                            sha256.update(part)
-                            to.write(part)
-                        return sha256.hexdigest()
-                to.seek(0)
-                to.truncate()
-            raise OSError("the connection broke several times")
+        for _ in range(_READS):
+            with http_stream_backoff("GET", url, headers=headers, timeout=REQUEST_TIMEOUT) as answer:
+                if answer.history and answer.is_error:
+                    raise OSError(f"the storage answered {answer.status_code}")
+                hf_raise_for_status(answer)
+                self._check_limit(key, int(answer.headers.get("content-length", 0)), limit)
+                data = bytearray()
+                with contextlib.suppress(HTTPError):  # the connection broke
+                    for part in answer.iter_bytes():
+                        data += part
+                        self._check_limit(key, len(data), limit)
+                    return [bytes(data)]
+        raise OSError("the connection broke several times")
 
-    def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects."""
-        paths = [self._path(key) for key in keys]
-        with self._explained(keys[0] if keys else "", write=True):
-            self._api.batch_bucket_files(self._id, delete=paths)
+    def _delete(self, keys: Sequence[str]) -> None:
+        self._api.batch_bucket_files(self._id, delete=[self._path(key) for key in keys])
 
     def notifications(self, prefix: str) -> Notifications:
         """From the Hub's feed."""
-        _base.check_prefix(prefix)
+        store.check_prefix(prefix)
         url = f"{self._api.endpoint}/api/buckets/{self._id}/events"
         return HubNotifications(url, self._folder, prefix, _quotas[self._id])
 
     def _put(self, key: str, data: bytes | Path) -> None:
         self._upload([(key, data)])
 
-    def _stat(self, key: str) -> _base.ObjectInfo:
+    def _stat(self, key: str) -> store.ObjectInfo:
         found = self._api.get_bucket_file_metadata(self._id, self._path(key))
-        return _base.ObjectInfo(key, found.size, found.xet_file_data.file_hash)
+        return store.ObjectInfo(key, found.size, found.xet_file_data.file_hash)
 
-    def _list(self, prefix: str) -> Iterator[_base.ObjectInfo]:
+    def _list(self, prefix: str) -> Iterator[store.ObjectInfo]:
         """The Hub matches prefixes as plain text: "a/b" also finds "a/bc/x". Keep what lies in the folder."""
         folder = self._folder + prefix
         for entry in self._api.list_bucket_tree(self._id, folder.rstrip("/"), recursive=True):
             if entry.type == "file" and entry.path.startswith(folder):
                 written = entry.uploaded_at.timestamp() if entry.uploaded_at else None
                 key = entry.path.removeprefix(self._folder)
-                yield _base.ObjectInfo(key, entry.size, entry.xet_hash, written)
+                yield store.ObjectInfo(key, entry.size, entry.xet_hash, written)
 
     def _path(self, key: str) -> str:
-        return self._folder + _base.check_key(key)
+        return self._folder + store.check_key(key)
 
     def _explain(self, error: Exception, place: str, write: bool) -> errors.BucketError:
         if isinstance(error, EntryNotFoundError):
@@ -320,9 +304,9 @@ class HubNotifications(Notifications):
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def due(self, poll_s: float) -> bool:
+    def due(self, poll_s: float, again: bool = False) -> bool:
         """As in `Notifications`; the first call connects."""
-        due = super().due(poll_s)
+        due = super().due(poll_s, again)
         if self._thread is None:  # connect at the first look; "ready" asks for another one, see `_take`
             self._thread = threading.Thread(target=self._run, name="bucket-events", daemon=True)
             self._thread.start()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from delta_weight_sync.checkout import CheckpointFolder, updates
+from delta_weight_sync.checkout import follow
 from delta_weight_sync.checkpoint import read_bits
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.errors import SignatureError
@@ -273,8 +273,7 @@ def test_a_followed_folder_reports_what_it_skips(bucket, run, thief, tmp_path) -
     def complain(error: Exception) -> None:
         raise InterruptedError(str(error))  # ends the watch
 
-    with CheckpointFolder(reader, tmp_path / "folder") as folder:
-        versions = updates(reader, folder, complain)
+    with follow(reader, tmp_path / "folder", on_error=complain) as versions:
         assert next(versions).version == NEWEST
         with pytest.raises(InterruptedError, match=f"{thief.keys.head(CLAIM)} was not signed by {OURS}"):
             next(versions)
