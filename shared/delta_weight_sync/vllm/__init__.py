@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+from typing import Any
 
 from delta_weight_sync import compat
 from delta_weight_sync.errors import CompatibilityError
@@ -23,6 +24,11 @@ def commits_between_steps() -> bool:
     if fatal := release.problems("paused")[0]:
         raise CompatibilityError(fatal[0])
     return False
+
+
+def takes_images(model_config: Any) -> bool:
+    """Whether a model takes images or other media, by vLLM's `ModelConfig`; 0.29 and 0.30 know less of it."""
+    return bool(getattr(model_config, "supports_multimodal_inputs", model_config.is_multimodal_model))
 
 
 def die_with_parent(parent: int) -> None:

@@ -39,7 +39,7 @@ from vllm.v1.request import Request
 
 from delta_weight_sync import compat
 from delta_weight_sync.errors import CommitError
-from delta_weight_sync.vllm import METHOD
+from delta_weight_sync.vllm import METHOD, takes_images
 
 _RUN = "delta_weight_sync"  # a type of request that only this process makes; its content is a function
 _STALE = "_versions_of_running_steps"  # our attribute of the engine core, see `_label_outputs`
@@ -173,7 +173,7 @@ def _other_caches(core: EngineCore) -> str:
     problems = {
         "prefixes outside of vLLM; drop --kv-transfer-config": scheduler.connector,
         "encoder results outside of vLLM; drop --ec-transfer-config": scheduler.ec_connector,
-        "encoded images; add --language-model-only": core.vllm_config.model_config.supports_multimodal_inputs,
+        "encoded images; add --language-model-only": takes_images(core.vllm_config.model_config),
         "prefixes in an unknown way; serve another model": any(
             type(pool) is not BlockPool for pool in _pools(scheduler.kv_cache_manager)
         ),

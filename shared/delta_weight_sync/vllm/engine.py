@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from delta_weight_sync import compat
 from delta_weight_sync.errors import CommitError, EngineError
 from delta_weight_sync.records import Manifest
-from delta_weight_sync.vllm import METHOD, commits_between_steps
+from delta_weight_sync.vllm import METHOD, commits_between_steps, takes_images
 from delta_weight_sync.vllm.disk import Shapes
 
 _POLL_S = 0.02, 0.2  # first and longest pause between polls of a stage; a poll waits for the current step
@@ -88,7 +88,7 @@ class Engine:
         """Find a run's tensors in vLLM's parameters; returns the digest of the live weights."""
         config = self._client.vllm_config
         keeps = config.kv_transfer_config or config.ec_transfer_config
-        if not commits_between_steps() and (keeps or config.model_config.supports_multimodal_inputs):
+        if not commits_between_steps() and (keeps or takes_images(config.model_config)):
             raise EngineError(
                 "this vLLM would reuse results of old weights; drop --kv-transfer-config and "
                 "--ec-transfer-config, and add --language-model-only",
