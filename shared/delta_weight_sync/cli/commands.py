@@ -332,7 +332,9 @@ def _blame(arguments: Arguments) -> None:
     with Scratch() as folder:
         delta = Delta(reader.fetch(manifest.deltas[-1], folder))
         # Fetched only if the delta is coded against the version before.
-        old = functools.cache(lambda: reader.checkout(reader.manifest(manifest.version - 1), folder / "before"))
+        old = functools.cache(
+            lambda: reader.checkout(reader.manifest(manifest.version - 1), folder / "before")
+        )
         patches = delta.patches({t.name: t.shape for t in delta.tensors}, lambda name: old()[name])
         tensors = [(p.index.size / p.numel, p.index.size, p.name, p.shape, count_ulps(p)) for p in patches]
     tensors.sort(key=lambda tensor: tensor[:4], reverse=True)

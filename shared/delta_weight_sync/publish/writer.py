@@ -200,7 +200,7 @@ class RunWriter:
         assert newest_anchor is not None, "version 0 needs an anchor"
         deltas = (*previous.deltas, delta) if previous and delta else ()
         jumps = (*previous.jumps, *jumps) if previous and delta else ()
-        names = links_for(newest_anchor, deltas, jumps, version)
+        deltas, jumps = links_for(newest_anchor, deltas, jumps, version)
         manifest = Manifest(
             run=self.keys.run,
             born=previous.born if previous else self._started,
@@ -211,8 +211,8 @@ class RunWriter:
             created_at=created_at,
             digest=digest,
             anchor=newest_anchor,
-            deltas=names.deltas,
-            jumps=names.jumps,
+            deltas=deltas,
+            jumps=jumps,
             parent=self._reference(previous) if previous else None,
             changed=delta.changed if delta else 0,
             total=total,
