@@ -327,7 +327,7 @@ class Outbox:
         )
         encode_s, began, warned = time.perf_counter() - started, time.monotonic(), -math.inf
         delta = self._writer.put_delta(version, self._encoded, sum(p.index.size for p in job.patches))
-        attempt = functools.partial(self._commit, job, delta, None)
+        attempt: Callable[[], Manifest] = functools.partial(self._commit, job, delta, None)
         while not self._closed:
             try:
                 self._report(attempt(), job, encode_s)

@@ -69,10 +69,11 @@ def split(masters: NDArray[np.float32]) -> Tensors:
         numbers = part.view(np.float32)
         lost = _join(to_nearest(numbers), low[start : start + part.size]) != part
         found.append(np.flatnonzero(lost | np.isnan(numbers)) + start)
-    rest, odd = {"low": low.view(np.int16)}, np.concatenate(found)
+    rest, odd = {"low": torch.from_numpy(low.view(np.int16))}, np.concatenate(found)
     if odd.size:
-        rest |= {"index": odd, "words": words[odd].view(np.int32)}
-    return {key: torch.from_numpy(column) for key, column in rest.items()}
+        rest["index"] = torch.from_numpy(odd)
+        rest["words"] = torch.from_numpy(words[odd].view(np.int32))
+    return rest
 
 
 def masters(published: Bits, rest: Tensors) -> torch.Tensor:
