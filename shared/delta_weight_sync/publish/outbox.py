@@ -332,17 +332,18 @@ class Outbox:
             try:
                 self._report(attempt(), job, encode_s)
                 break
-            except errors.AccessDeniedError:
-                raise  # a retry does not help
             except errors.BucketError as error:
-                self._trouble = error
+                if isinstance(error, errors.AccessDeniedError) and not self._trouble:
+                    raise  # a retry does not help
+                self._trouble = self._trouble or error
+                if (late := time.monotonic() - began) >= warned + _REMIND_S:
+                    warned = late
+                    _log.warning(
+                        "version %d has not reached the bucket for %.0f s, and later ones wait: %s;"
+                        " trying again",
+                        *(version, late, error),
+                    )
             attempt = self._writer.confirm  # a part of the version may be in the bucket, so it stays the same
-            if (late := time.monotonic() - began) >= warned + _REMIND_S:
-                warned = late
-                _log.warning(
-                    "version %d has not reached the bucket for %.0f s, and later ones wait: %s; trying again",
-                    *(version, late, self._trouble),
-                )
             time.sleep(_RETRY_S)
         self._trouble = None
 
