@@ -16,7 +16,8 @@ from bench import deltas
 from bench.change import Change
 from bench.results import SCRATCH, Results
 from delta_weight_sync import codec
-from delta_weight_sync.publish.outbox import PendingUpdate, published_bits
+from delta_weight_sync.publish.outbox import PendingUpdate
+from delta_weight_sync.publish.shortcuts import undone
 from delta_weight_sync.publish.publisher import Publisher
 
 _ROUNDS, _TENSORS = 5, (5_000, 20_000)
@@ -74,7 +75,7 @@ def _taken_back() -> dict[str, Any]:
         pending = [PendingUpdate(patch, "", step, 0.0, 0.0) for step in (2, 1)]
         started = time.perf_counter()
         for i in range(count):
-            published_bits(bits, f"t{i}", pending)
+            undone(bits, [update.by_name.get(f"t{i}") for update in pending])
         seconds[f"{count} tensors"] = round(time.perf_counter() - started, 4)
     return {"seconds": seconds, "ratio": _ratio(*seconds.values())}
 

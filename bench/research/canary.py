@@ -94,7 +94,7 @@ def compare(reader: RunReader, kept: CheckpointFolder, url: str) -> tuple[int, f
     prompts = [(tokenizer(text)["input_ids"] * TOKENS)[:TOKENS] for text in PROMPTS]
     for _ in range(2):  # a commit in the middle of a prompt may cause one difference
         answer = ask(url, prompts)
-        folder = kept.update(reader.find(answer.version))
+        folder = kept.update(reader.manifest(answer.version))
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         found = (token_logprobs(model, torch.tensor(prompts)) - answer.logprobs).abs().max().item()
         if found <= LIMIT:

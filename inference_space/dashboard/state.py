@@ -375,10 +375,7 @@ def moments(newest: int) -> list[int]:
 
 def _stride(newest: int) -> int:
     """The versions between two moments. The number only doubles, so every moment was one before, too."""
-    step = 1
-    while newest / step > FRAMES - 1:
-        step *= 2
-    return step
+    return 1 << math.ceil(math.log2(max(1, newest / (FRAMES - 1))))
 
 
 def _matches(published: Mapping[int, str | None], report: ReplicaEvent | DoneEvent) -> bool | None:

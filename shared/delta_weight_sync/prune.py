@@ -140,7 +140,7 @@ class Pruner:
         yield version
         with suppress(ObjectMissingError):
             while ref := version.parent:
-                version = self._read.get(ref.key) or self._remember(self._reader.read_manifest(ref))
+                version = self._read.get(ref.key) or self._remember(self._reader.read(Manifest, ref))
                 yield version
 
     def _remember(self, manifest: Manifest) -> _Version:

@@ -113,55 +113,36 @@ class RunReader:
     def manifest(self, version: int | None = None) -> Manifest:
         """The manifest of `version`, by default the newest.
 
-        The method follows `parent` from the newest manifest, and checks the sha256 at each step.
+        One listing finds an older version, however long the run is. No chain of hashes leads from HEAD to it.
+        So check the digest of the weights that you build.
 
         Raises:
             NoVersionError: The run has not published this version.
             ProtocolError: The version was deleted, or a record is damaged or not signed by a trusted key.
         """
-        found = self._newest_for(version)
-        while version is not None and found.version != version:
-            older = self.parent(found)
-            if older is None:
-                raise no_longer_held(f"run {self.keys.run!r}", version, found.version)
-            found = older
-        return found
-
-    def _newest_for(self, version: int | None) -> Manifest:
-        """The newest manifest. Raises `NoVersionError` unless the run has published `version`, or any."""
         run, newest = self.keys.run, self.newest()
         if newest is None:
             others = ", ".join(other for other in runs_in(self.bucket) if other != run)
             known = f"; the bucket holds {others}" if others else ""
             raise errors.NoVersionError(f"{self.place} has not published a first version{known}")
-        if version is not None and not 0 <= version <= newest.version:
+        if version in (None, newest.version):
+            return newest
+        if not 0 <= version < newest.version:
             raise errors.NoVersionError(
                 f"run {run!r} has no version {version}; its newest is version {newest.version}"
             )
-        return newest
-
-    def find(self, version: int) -> Manifest:
-        """The manifest of `version`, found with one listing, however long the run is.
-
-        No chain of hashes leads from HEAD to the result. So check the digest of the weights that you build.
-
-        Raises:
-            ProtocolError: The run has no such version, or no trusted key signed it.
-        """
-        newest, unsigned = self._newest_for(version), list[errors.SignatureError]()
+        unsigned: errors.SignatureError | None = None
         listed = sorted(_manifests(info.key for info in self.bucket.list(self.keys.manifests)), reverse=True)
         for key in (key for parts, key in listed if parts.version == version):
             try:
                 manifest = self.read_listed(key)
             except errors.SignatureError as error:
-                unsigned.append(error)
+                unsigned = unsigned or error
                 continue
             if manifest.born == newest.born:
                 return manifest
-        if unsigned:
-            raise unsigned[0]
         oldest = min((parts.version for parts, _ in listed), default=newest.version)
-        raise no_longer_held(f"run {self.keys.run!r}", version, oldest)
+        raise unsigned or no_longer_held(f"run {run!r}", version, oldest)
 
     def versions(self) -> Iterator[Manifest]:
         """Every manifest from the newest back to version 0, or to the oldest that was not deleted."""
@@ -173,13 +154,9 @@ class RunReader:
     def parent(self, manifest: Manifest) -> Manifest | None:
         """The manifest of the version before. None for version 0, or if that manifest was deleted."""
         try:
-            return self.read_manifest(manifest.parent) if manifest.parent else None
+            return self.read(Manifest, manifest.parent) if manifest.parent else None
         except errors.ObjectMissingError:
             return None
-
-    def read_manifest(self, ref: FileRef) -> Manifest:
-        """The manifest that `ref` names by its sha256."""
-        return self.read(Manifest, ref.key, ref)
 
     def recipe(self, manifest: Manifest, held: int | None = None) -> Recipe:
         """Like `Manifest.recipe`, but avoids files that could not be read, if another recipe exists."""
@@ -256,17 +233,13 @@ class RunReader:
         apply_delta(state, path)
         path.unlink()
 
-    def signer(self, manifest: Manifest) -> str | None:
-        """The fingerprint of the key that signed the version, or None if signatures are not checked."""
-        return self.public_keys.signer(manifest, f"the manifest of version {manifest.version}")
-
     def require_intact(self) -> None:
         """Raise `ProtocolError` or `ObjectMissingError` if the HEAD of the run's last writer, or its
         manifest, is damaged."""
         if writers := self.writers():
             head = self.head_of(writers[-1])
             if head.manifest:
-                self.read_manifest(head.manifest)
+                self.read(Manifest, head.manifest)
 
     def writers(self) -> list[Writer]:
         """All writers that have a HEAD, sorted. The last writer owns the run."""
@@ -376,14 +349,14 @@ class RunReader:
         if head.manifest is None:
             return None
         try:
-            return self.read_manifest(head.manifest)
+            return self.read(Manifest, head.manifest)
         except (errors.ProtocolError, errors.ObjectMissingError) as error:
             if problems is not None:
                 problems[head.manifest.key] = error
             rebuilt = self.rebuild_head()
             if rebuilt is None or rebuilt.manifest is None:
                 raise
-            return self.read_manifest(rebuilt.manifest)
+            return self.read(Manifest, rebuilt.manifest)
 
     def read_listed(self, key: str) -> Manifest:
         """The manifest at a listed key. No record names its sha256, so its content must match the key."""
@@ -392,16 +365,17 @@ class RunReader:
             raise errors.ProtocolError(f"{key} holds the manifest of another version: it was not used")
         return manifest
 
-    def read(self, kind: type[Kind], key: str, ref: FileRef | None = None) -> Kind:
-        """Read a record of this run, pinned by `ref` if given, and check it.
+    def read(self, kind: type[Kind], source: str | FileRef) -> Kind:
+        """Read the record of this run at a key, or the one that a reference pins, and check it.
 
         Raises:
             SignatureError: No trusted key signed it.
             ProtocolError: It is damaged, or belongs to another run.
         """
+        key = source.key if isinstance(source, FileRef) else source
         data = self._fetched_ahead(key) or self.bucket.get(key)
-        if ref:
-            ref.check(data)
+        if isinstance(source, FileRef):
+            source.check(data)
         record = parse(kind, data, key)
         if record.run != self.keys.run:
             raise errors.ProtocolError(f"{key} belongs to run {record.run!r}: it was not used")

@@ -422,27 +422,17 @@ def cheapest_recipe(
     return reached[version][2] if version in reached else None
 
 
-class Links(NamedTuple):
-    """The deltas and jumps that a manifest names."""
-
-    deltas: tuple[DeltaRef, ...]  # one per version, contiguous
-    jumps: tuple[DeltaRef, ...]
-
-
 def links_for(
-    anchor: AnchorRef, deltas: Iterable[DeltaRef], jumps: Iterable[DeltaRef], version: int
-) -> Links:
-    """Choose the deltas and jumps that the manifest of `version` names.
+    anchor: AnchorRef, deltas: tuple[DeltaRef, ...], jumps: tuple[DeltaRef, ...], version: int
+) -> tuple[tuple[DeltaRef, ...], tuple[DeltaRef, ...]]:
+    """Choose the deltas, one per version without a gap, and the jumps that the manifest of `version` names.
 
     These are the cheapest recipe from the anchor, the deltas of the last `WINDOW` versions for replicas that
     are a little behind, and the jumps that such replicas can use.
     """
-    deltas, jumps = tuple(deltas), tuple(jumps)
     recipe = cheapest_recipe(anchor, (*deltas, *jumps), version, None)
     needed = {delta.key for delta in recipe.deltas} if recipe else set()
     first = min((d.version for d in deltas if d.key in needed), default=version)
     first = max(0, min(first, version - WINDOW + 1))
-    return Links(
-        tuple(d for d in deltas if d.version >= first),
-        tuple(j for j in jumps if j.base >= first - 1 or j.key in needed),
-    )
+    kept = tuple(delta for delta in deltas if delta.version >= first)
+    return kept, tuple(jump for jump in jumps if jump.base >= first - 1 or jump.key in needed)

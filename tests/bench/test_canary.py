@@ -28,7 +28,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunReader, dict
     write_run((folder / "bucket").as_uri(), folder / "base", VERSIONS, drift=0.05)
     reader = open_run(f"{(folder / 'bucket').as_uri()}#test")
     for version in range(VERSIONS):
-        reader.checkout(reader.find(version), folder / str(version))
+        reader.checkout(reader.manifest(version), folder / str(version))
     return reader, {version: folder / str(version) for version in range(VERSIONS)}
 
 

@@ -45,7 +45,7 @@ def rows(folder):
 
 def weights(run, version, folder):
     reader = open_run(run.url)
-    reader.checkout(reader.find(version), folder)
+    reader.checkout(reader.manifest(version), folder)
     return {name: torch.from_numpy(bits).view(torch.bfloat16) for name, bits in read_bits(folder)}
 
 

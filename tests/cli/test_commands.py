@@ -226,7 +226,7 @@ def test_what_cannot_be_found_is_one_sentence(broken, judge, ends, sentence):
 
 def test_blame_shows_what_was_planted_first(broken):
     lines = command("blame", broken.url, "--version", BROKEN).output.splitlines()
-    manifest = open_run(broken.url).find(BROKEN)
+    manifest = open_run(broken.url).manifest(BROKEN)
     assert lines[0].startswith(f"version {BROKEN} changed {manifest.changed:,} weights of {manifest.total:,}")
     first = lines[2].split()
     assert lines[2].endswith("norm.weight [64]")

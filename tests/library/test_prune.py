@@ -92,7 +92,7 @@ def test_by_age_the_versions_of_that_time_stay(run, monkeypatch):
     newest = run.manifest()
     manifests = {m.version: m.model_copy(update={"created_at": 600.0 * m.version}) for m in run.versions()}
     monkeypatch.setattr(run, "newest", lambda: manifests[newest.version])
-    monkeypatch.setattr(run, "read_manifest", lambda ref: manifests[version_key(ref.key).version])
+    monkeypatch.setattr(run, "read", lambda _, ref: manifests[version_key(ref.key).version])
     assert survey(run, "10h").oldest == VERSIONS - 60
     assert survey(run, "2d").oldest == 0
 
@@ -172,7 +172,7 @@ def test_every_command_copes_with_versions_that_are_gone(run):
     assert shown.code == 1
     assert shown.complaint.endswith(f"no longer has version 3; the oldest available is {found.oldest}\n")
     library = Library(run.bucket, lambda: RUN)
-    for ask in (run.find, library.verify, library.delta):
+    for ask in (run.manifest, library.verify, library.delta):
         with pytest.raises(ValueError, match="no longer has version 3"):
             ask(3)
     assert "the published digest" in library.verify(found.oldest)

@@ -133,19 +133,17 @@ def test_no_way_is_cheaper(at, size, deltas, version, held):
         assert (found.size, len(found.files)) == min((way.size, len(way.files)) for way in ways)
 
 
-def run_of(newest: int, strides: tuple[int, ...]) -> tuple[list[DeltaRef], list[DeltaRef]]:
+def run_of(newest: int, strides: tuple[int, ...]) -> tuple[tuple[DeltaRef, ...], tuple[DeltaRef, ...]]:
     """Every delta of a run, and the jumps that are in the bucket when its newest version is decided."""
-    deltas = [delta(v - 1, v, 10) for v in range(1, newest + 1)]
-    jumps = [delta(v - n, v, 8 * n) for n in strides for v in range(n, newest, n)]
-    return deltas, jumps
+    deltas = tuple(delta(v - 1, v, 10) for v in range(1, newest + 1))
+    return deltas, tuple(delta(v - n, v, 8 * n) for n in strides for v in range(n, newest, n))
 
 
 @pytest.mark.parametrize("newest", [1, 64, 65, 1000])
 def test_a_manifest_names_what_joiners_and_replicas_a_little_behind_need_and_little_else(newest):
     deltas, jumps = run_of(newest, (8, 64))
-    names = links_for(anchor(0, 100), deltas, jumps, newest)
-    assert len(names.deltas) + len(names.jumps) <= WINDOW + 18 + newest // 64
-    everything, named = [*deltas, *jumps], [*names.deltas, *names.jumps]
+    everything, named = deltas + jumps, sum(links_for(anchor(0, 100), deltas, jumps, newest), ())
+    assert len(named) <= WINDOW + 18 + newest // 64
     for held in (None, *range(max(0, newest - WINDOW), newest + 1, 7)):
         way, best = (cheapest_recipe(anchor(0, 100), some, newest, held) for some in (named, everything))
         assert way.size == best.size, f"from {held}"
@@ -153,21 +151,21 @@ def test_a_manifest_names_what_joiners_and_replicas_a_little_behind_need_and_lit
 
 def test_without_jumps_a_manifest_names_all_deltas_since_the_anchor():
     deltas, _ = run_of(300, ())
-    assert len(links_for(anchor(100, 100), deltas, [], 300).deltas) == 200
-    assert len(links_for(anchor(290, 100), deltas, [], 300).deltas) == WINDOW, "past the anchor, for replicas"
+    assert len(links_for(anchor(100, 100), deltas, (), 300)[0]) == 200
+    assert len(links_for(anchor(290, 100), deltas, (), 300)[0]) == WINDOW, "past the anchor, for replicas"
 
 
 def test_what_a_manifest_names_is_found_from_what_the_one_before_named():
     """A publisher knows no more than the newest manifest, after a restart too."""
     deltas, jumps = run_of(700, (8, 64))
     start = anchor(0, 100)
-    known = links_for(start, (), (), 0)
+    links = links_for(start, (), (), 0)
     for version in range(1, 701):
-        ready = [jump for jump in jumps if jump.version == version - 1]
-        known = links_for(start, (*known.deltas, deltas[version - 1]), (*known.jumps, *ready), version)
+        ready = tuple(jump for jump in jumps if jump.version == version - 1)
+        links = links_for(start, (*links[0], deltas[version - 1]), links[1] + ready, version)
         if version % 50 == 0:
-            made = [jump for jump in jumps if jump.version < version]
+            made = tuple(jump for jump in jumps if jump.version < version)
             whole = links_for(start, deltas[:version], made, version)
-            assert known.deltas == whole.deltas
-            ways = [cheapest_recipe(start, (*n.deltas, *n.jumps), version, None) for n in (known, whole)]
+            assert links[0] == whole[0]
+            ways = [cheapest_recipe(start, sum(each, ()), version, None) for each in (links, whole)]
             assert ways[0] == ways[1]

@@ -18,7 +18,8 @@ from delta_weight_sync import Publisher, codec, open_run
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.errors import BucketUnreachableError, FencedError, UndoLogError
-from delta_weight_sync.publish.outbox import Outbox, PendingUpdate, UndoLog, bf16_bits, published_bits
+from delta_weight_sync.publish.outbox import Outbox, PendingUpdate, UndoLog, bf16_bits
+from delta_weight_sync.publish.shortcuts import undone
 from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.runlog import RunLogReader, RunLogWriter, SyncEvent
@@ -169,7 +170,8 @@ def test_pending_updates_are_undone_in_one_pass():
     once = [Walked(codec.diff(name, old + step, old + step + 1) for name in names) for step in (0, 1)]
     pending = [PendingUpdate(patches, digest="", sync=0, created_at=0.0, diff_s=0.0) for patches in once]
     for name in names:
-        np.testing.assert_array_equal(published_bits(old + 2, name, reversed(pending)), old)
+        patches = (update.by_name.get(name) for update in reversed(pending))
+        np.testing.assert_array_equal(undone(old + 2, patches), old)
     assert [patches.times for patches in once] == [1, 1]
 
 

@@ -17,7 +17,7 @@ import pytest
 from delta_weight_sync.errors import BucketError, ObjectMissingError, ProtocolError
 from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import RunReader
-from delta_weight_sync.records import Writer
+from delta_weight_sync.records import Manifest, Writer
 from delta_weight_sync.runlog import RunLogReader
 from delta_weight_sync.store import SMALL, Bucket, open_bucket
 from tests.support.real_run import RealRun
@@ -174,7 +174,7 @@ def test_a_swollen_manifest_is_named(run: RealRun, tmp_path: Path, part: str) ->
     swell(tmp_path, reader.keys.manifest(newest.version, writer))
     if part != "manifest":
         swell(tmp_path, reader.keys.head(writer))
-    assert RunReader(reader.bucket, "r").newest() == reader.read_manifest(parent)
+    assert RunReader(reader.bucket, "r").newest() == reader.read(Manifest, parent)
     with pytest.raises(ProtocolError, match=f"has {GIB} bytes"):
         reader.require_intact()
 

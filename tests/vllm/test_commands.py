@@ -198,6 +198,6 @@ def test_an_old_version_of_a_long_run_is_found_by_one_listing(tmp_path: Path) ->
     counted = CountedBucket(bucket)
     follower = Follower(RunReader(counted, "long"), Mortal(), name="r", folder=tmp_path, poll_s=0.01)
     follower.commands.pin(2)
-    assert follower.commands.pinned == RunReader(bucket, "long").find(2)
+    assert follower.commands.pinned == RunReader(bucket, "long").manifest(2)
     assert counted.asked["list"] == 2, "HEADs and manifests"
     assert counted.asked["get"] == 3, "HEAD, the manifest that it names, and this one"

@@ -59,7 +59,7 @@ class Deltas:
     def receive(self, version: int) -> State:
         """Apply the version's delta to the version before."""
         self._reader = self._reader or open_run(self._url)
-        manifest = self._reader.find(version)
+        manifest = self._reader.manifest(version)
         with tempfile.TemporaryDirectory() as folder:
             if self._state:
                 self._reader.apply(self._state, manifest.deltas[-1], Path(folder))

@@ -265,14 +265,16 @@ def _blame(arguments: Arguments) -> None:
     from delta_weight_sync.codec import ULP_CLASSES, Delta, count_ulps
 
     reader = _opened(arguments)
-    manifest = reader.manifest() if arguments.version is None else reader.find(arguments.version)
+    manifest = reader.manifest(arguments.version)
     if not manifest.deltas:
         what = f"version {manifest.version} was published as an anchor only"
         raise ProtocolError(f"{what}: name a later version, whose delta shows what changed")
     with Scratch() as folder:
         delta = Delta(reader.fetch(manifest.deltas[-1], folder))
         # Fetched only if the delta is coded against the version before.
-        old = functools.cache(lambda: reader.checkout(reader.find(manifest.version - 1), folder / "before"))
+        old = functools.cache(
+            lambda: reader.checkout(reader.manifest(manifest.version - 1), folder / "before")
+        )
         patches = delta.patches({t.name: t.shape for t in delta.tensors}, lambda name: old()[name])
         tensors = [(p.index.size / p.numel, p.index.size, p.name, p.shape, count_ulps(p)) for p in patches]
     tensors.sort(key=lambda tensor: tensor[:4], reverse=True)
@@ -312,7 +314,7 @@ def _bisect(arguments: Arguments) -> None:
         ends = [bad] * (arguments.bad is None) + [good] * (arguments.good is None)
         while left := ends or [version for version in range(good + 1, bad) if version not in verdicts]:
             version = left.pop(0) if ends else left[len(left) // 2]
-            manifest = reader.find(version)
+            manifest = reader.manifest(version)
             built = FollowedVersion(manifest, folder / f"{version:08d}")
             build(reader, manifest, built.path, held)
             verdict = verdicts[version] = _judge(arguments.eval, built)
@@ -345,7 +347,7 @@ def _ends(reader: RunReader, good: int | None, bad: int | None) -> tuple[int, in
     if first >= last:
         raise CommandError(f"nothing lies between good {first} and bad {last}: --bad must be a later version")
     for end in (first, last):
-        reader.find(end)  # raises an error if there is no such version
+        reader.manifest(end)  # raises an error if there is no such version
     return first, last
 
 

@@ -30,7 +30,7 @@ from delta_weight_sync.digest import to_hex
 from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish.mirror import Mirror, Place
 from delta_weight_sync.publish.sharding import Weights, own_parts, union
-from delta_weight_sync.publish.shortcuts import Shortcuts
+from delta_weight_sync.publish.shortcuts import Shortcuts, undone
 from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.records import AnchorRef, DeltaRef, Manifest
 from delta_weight_sync.runlog import RunLogWriter, SyncEvent
@@ -149,15 +149,6 @@ class PendingUpdate:
         """Both updates as one."""
         merged = codec.merge(self.patches, later.patches)
         return dataclasses.replace(later, patches=merged, diff_s=self.diff_s + later.diff_s)
-
-
-def published_bits(bits: Bits, name: str, pending: Iterable[PendingUpdate | None]) -> Bits:
-    """A copy of `bits`, a tensor's newest bits, with the `pending` updates undone, newest first."""
-    bits = bits.copy()
-    for update in filter(None, pending):
-        if patch := update.by_name.get(name):
-            codec.apply(codec.inverse(patch), bits)
-    return bits
 
 
 class Outbox:
@@ -307,7 +298,8 @@ class Outbox:
         base = PendingUpdate([], to_hex(self.mirror.digest), sync, created_at, time.perf_counter() - started)
         version = 0 if self.version is None else self.version + 1
         self._write(self.shortcuts.path)
-        self._commit(base, None, self._writer.put_anchor(version, self.shortcuts.path), 0.0)
+        anchor = self._writer.put_anchor(version, self.shortcuts.path)
+        self._report(self._commit(base, None, anchor), base, 0.0)
         self.shortcuts.restart(version)
 
     def _run(self) -> None:
@@ -333,16 +325,27 @@ class Outbox:
         self._encoded = codec.encode(
             job.patches, old, base=version - 1, version=version, encoding=self._encoding
         )
-        encode_s = time.perf_counter() - started
-        try:
-            delta = self._writer.put_delta(version, self._encoded, sum(p.index.size for p in job.patches))
-            self._commit(job, delta, None, encode_s)
-        except errors.AccessDeniedError:
-            raise  # a retry does not help
-        except errors.BucketError as error:
-            self._trouble = error
-            self._settle(version, job)
-            self._trouble = None
+        encode_s, began, warned = time.perf_counter() - started, time.monotonic(), -math.inf
+        delta = self._writer.put_delta(version, self._encoded, sum(p.index.size for p in job.patches))
+        attempt: Callable[[], Manifest] = functools.partial(self._commit, job, delta, None)
+        while not self._closed:
+            try:
+                self._report(attempt(), job, encode_s)
+                break
+            except errors.BucketError as error:
+                if isinstance(error, errors.AccessDeniedError) and not self._trouble:
+                    raise  # a retry does not help
+                self._trouble = self._trouble or error
+                if (late := time.monotonic() - began) >= warned + _REMIND_S:
+                    warned = late
+                    _log.warning(
+                        "version %d has not reached the bucket for %.0f s, and later ones wait: %s;"
+                        " trying again",
+                        *(version, late, error),
+                    )
+            attempt = self._writer.confirm  # a part of the version may be in the bucket, so it stays the same
+            time.sleep(_RETRY_S)
+        self._trouble = None
 
     def _write(self, path: Path) -> None:
         """Write the published weights as a file. A concurrent sync waits for one tensor at most."""
@@ -351,32 +354,14 @@ class Outbox:
     def _before(self, job: PendingUpdate | None, name: str) -> Bits:
         """A tensor's bits without the pending updates, and without `job`."""
         with self._changed:
-            return published_bits(self.mirror.bits(name), name, [*reversed(self._updates), job])
+            updates = filter(None, (*reversed(self._updates), job))
+            return undone(self.mirror.bits(name), (update.by_name.get(name) for update in updates))
 
-    def _settle(self, version: int, job: PendingUpdate) -> None:
-        """Repeat a commit that failed. A part of it may be in the bucket, so the version stays the same."""
-        started, warned, error = time.monotonic(), -math.inf, self._trouble
-        message = "version %d has not reached the bucket for %.0f s, and later ones wait: %s; trying again"
-        while not self._closed:
-            late = time.monotonic() - started
-            if late >= warned + _REMIND_S:
-                warned = late
-                _log.warning(message, version, late, error)
-            time.sleep(_RETRY_S)
-            try:
-                self._report(self._writer.confirm(), job, 0.0)
-                return
-            except errors.BucketError as caught:
-                error = caught
-
-    def _commit(
-        self, job: PendingUpdate, delta: DeltaRef | None, anchor: AnchorRef | None, encode_s: float
-    ) -> None:
+    def _commit(self, job: PendingUpdate, delta: DeltaRef | None, anchor: AnchorRef | None) -> Manifest:
         total, at = sum(map(math.prod, self.mirror.shapes.values())), job.created_at
-        manifest = self._writer.commit(
+        return self._writer.commit(
             delta, anchor, digest=job.digest, sync=job.sync, total=total, created_at=at
         )
-        self._report(manifest, job, encode_s)
 
     def _report(self, manifest: Manifest, job: PendingUpdate, encode_s: float) -> None:
         """Log a version that is in the bucket, and hand it to `shortcuts`."""

@@ -69,14 +69,8 @@ class _Start:
             old = map_bits(self._path)
             return (codec.diff(name, old[name], new) for name, new in newest.items()), old.__getitem__
         patches = {patch.name: patch for patch in self._patches}
-
-        def before(name: str) -> Bits:
-            bits = newest[name].copy()
-            if name in patches:
-                codec.apply(codec.inverse(patches[name]), bits)
-            return bits
-
-        return (patches[name] for name in newest if name in patches), before
+        found = (patches[name] for name in newest if name in patches)
+        return found, lambda name: undone(newest[name], [patches.get(name)])
 
 
 class Shortcuts:
@@ -239,6 +233,14 @@ class Shortcuts:
 def nbytes(patches: Iterable[Patch]) -> int:
     """Bytes of memory that patches take."""
     return sum(patch.index.nbytes + patch.ulps.nbytes for patch in patches)
+
+
+def undone(bits: Bits, patches: Iterable[Patch | None]) -> Bits:
+    """A copy of a tensor's `bits` without `patches` of it, newest first. None stands for no change."""
+    bits = bits.copy()
+    for patch in filter(None, patches):
+        codec.apply(codec.inverse(patch), bits)
+    return bits
 
 
 def _budget(manifest: Manifest) -> int:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from delta_weight_sync.checkpoint import WEIGHTS
 from delta_weight_sync.errors import BucketError, FencedError, ObjectMissingError, ProtocolError
@@ -35,13 +33,6 @@ _EVERY = 16  # versions between two listings of the run
 _log = logging.getLogger("delta_weight_sync")
 
 
-class _Pending(NamedTuple):
-    """Jumps and an anchor that are in the bucket, but that no manifest names yet."""
-
-    jumps: tuple[DeltaRef, ...] = ()
-    anchor: AnchorRef | None = None
-
-
 class RunWriter:
     """The one writer of a run. A crash between any two writes leaves the previous HEAD valid.
 
@@ -64,8 +55,10 @@ class RunWriter:
         self._asset_refs: list[FileRef] = []
         self._decided: Manifest | None = None  # the next version, until the store has taken it
         self._delta: tuple[str, bytes] | None = None  # key and content of its delta
-        self._lock = threading.Lock()
-        self._pending = self._considered = _Pending()  # `_considered`: `_pending` when `_decided` was made
+        # In the bucket, but named by no manifest yet. One thread at most calls `add_jump` and `add_anchor`.
+        self._jumps: list[DeltaRef] = []
+        self._new_anchor: AnchorRef | None = None
+        self._considered = 0  # how many of `_jumps` there were when `_decided` was made
         self._listed: dict[str, ObjectInfo | None] = {}  # files of the version that was found intact last
         self._intact = 0  # the last version whose files were all found as published
         self._started = time.time()
@@ -104,13 +97,14 @@ class RunWriter:
 
     def anchor_is_due(self) -> bool:
         """Whether to write an anchor: a join would fetch too much, or the newest version is damaged."""
-        newest, (jumps, anchor) = self.newest, self._pending
-        if newest is None or anchor:
+        newest = self.newest
+        if newest is None or self._new_anchor:
             return False
         if self._finds_damage(newest):
             self._asset_refs = []  # the next anchor stores these files again
             return True
-        recipe = cheapest_recipe(newest.anchor, (*newest.deltas, *newest.jumps, *jumps), newest.version, None)
+        deltas = *newest.deltas, *newest.jumps, *self._jumps
+        recipe = cheapest_recipe(newest.anchor, deltas, newest.version, None)
         behind = recipe.deltas if recipe else ()
         return sum(d.size for d in behind) > ANCHOR_PAYS * newest.full_bytes or len(behind) >= MAX_FILES
 
@@ -165,22 +159,18 @@ class RunWriter:
         return _delta(self._delta[0], data, version - 1, version, changed)
 
     def add_jump(self, base: int, version: int, data: bytes, changed: int) -> None:
-        """Store a jump between published versions. The next manifest names it. Thread-safe."""
+        """Store a jump between published versions. The next manifest names it."""
         jump = _delta(self.keys.jump(base, version, self.writer), data, base, version, changed)
         self.bucket.put(jump.key, data)
-        with self._lock:
-            self._pending = self._pending._replace(jumps=(*self._pending.jumps, jump))
+        self._jumps.append(jump)
 
     def add_anchor(self, version: int, weights_file: Path) -> None:
-        """Store an anchor of a published version. The next manifest names it. Thread-safe."""
-        anchor = self.put_anchor(version, weights_file)
-        with self._lock:
-            self._pending = self._pending._replace(anchor=anchor)
+        """Store an anchor of a published version. The next manifest names it."""
+        self._new_anchor = self.put_anchor(version, weights_file)
 
     def pending_keys(self) -> set[str]:
         """Keys of the objects that are in the bucket, but that no version names yet."""
-        jumps, anchor = self._pending
-        return {ref.key for ref in (*jumps, *(anchor.files if anchor else ()))}
+        return {ref.key for ref in (*self._jumps, *(self._new_anchor.files if self._new_anchor else ()))}
 
     def commit(
         self,
@@ -194,12 +184,13 @@ class RunWriter:
     ) -> Manifest:
         """Decide what the next version holds, and publish it. Raises what `confirm` raises."""
         previous, version = self.newest, self.newest.version + 1 if self.newest else 0
-        self._considered = jumps, pending_anchor = self._pending
-        newest_anchor = anchor or pending_anchor or (previous.anchor if previous else None)
+        newest_anchor = anchor or self._new_anchor or (previous.anchor if previous else None)
         assert newest_anchor is not None, "version 0 needs an anchor"
         deltas = (*previous.deltas, delta) if previous and delta else ()
-        jumps = (*previous.jumps, *jumps) if previous and delta else ()
-        names = links_for(newest_anchor, deltas, jumps, version)
+        new = tuple(self._jumps)
+        self._considered = len(new)
+        jumps = (*previous.jumps, *new) if previous and delta else ()
+        deltas, jumps = links_for(newest_anchor, deltas, jumps, version)
         manifest = Manifest(
             run=self.keys.run,
             born=previous.born if previous else self._started,
@@ -210,8 +201,8 @@ class RunWriter:
             created_at=created_at,
             digest=digest,
             anchor=newest_anchor,
-            deltas=names.deltas,
-            jumps=names.jumps,
+            deltas=deltas,
+            jumps=jumps,
             parent=self._reference(previous) if previous else None,
             changed=delta.changed if delta else 0,
             total=total,
@@ -241,10 +232,9 @@ class RunWriter:
         self._put([*objects, self._head(manifest)])
         self._require_ownership()
         self.newest, self._decided, self._delta = manifest, None, None
-        with self._lock:  # drop what this version's manifest has considered
-            jumps = tuple(jump for jump in self._pending.jumps if jump not in self._considered.jumps)
-            anchor = self._pending.anchor
-            self._pending = _Pending(jumps, None if anchor == self._considered.anchor else anchor)
+        del self._jumps[: self._considered]
+        if self._new_anchor == manifest.anchor:
+            self._new_anchor = None
         if self.on_version:
             self.on_version(manifest)
         return manifest

@@ -172,10 +172,7 @@ class Snapshot:
         """Write a `.safetensors` file. Frees each copy of a float32 weight as soon as it is split."""
         for name in list(self._masters):
             rest = parts.split(self._masters.pop(name).reshape(-1).numpy())
-            self._tensors[f"low/{name}"] = torch.from_numpy(rest.low.view(np.int16))
-            if rest.odd.size:
-                self._tensors[f"index/{name}"] = torch.from_numpy(rest.odd)
-                self._tensors[f"words/{name}"] = torch.from_numpy(rest.words.view(np.int32))
+            self._tensors |= {f"{key}/{name}": tensor for key, tensor in rest.items()}
         save_file(self._tensors, path, {"note": json.dumps(self._note)})
 
 
@@ -251,8 +248,10 @@ class FoundState:
             published = self._peers.share(self._bits(name) if self._bits else None, tensor.shape)
             bits = np.array(published[held_block(tensor).at], order="C")
             new = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
-            if kind == _LOW and tensors[f"low/{name}"].numel() == own.numel():
-                new = _master(name, bits, tensors)
+            keys = (key for key in ("low", "index", "words") if f"{key}/{name}" in tensors)
+            rest = {key: tensors[f"{key}/{name}"] for key in keys}
+            if kind == _LOW and rest["low"].numel() == own.numel():
+                new = parts.masters(bits.reshape(-1), rest)
         if new.dtype != own.dtype or new.numel() != own.numel():
             raise StateError(f"{name} was saved with another sharding: start as many processes as then")
         own.copy_(new.reshape(own.shape))
@@ -267,14 +266,6 @@ def _note(path: Path) -> dict[str, Any]:
     except (SafetensorError, LookupError, ValueError, RecursionError) as error:
         raise ProtocolError(f"{path.name} is not a trainer's state: {error}") from error
     return note
-
-
-def _master(name: str, bits: Bits, tensors: Tensors) -> torch.Tensor:
-    low = tensors[f"low/{name}"].numpy().view(np.uint16)
-    index = tensors.get(f"index/{name}", torch.empty(0, dtype=torch.int64))
-    words = tensors.get(f"words/{name}", torch.empty(0, dtype=torch.int32))
-    rest = parts.Rest(low, index.numpy(), words.numpy().view(np.uint32))
-    return torch.from_numpy(parts.masters(bits.reshape(-1), rest))
 
 
 def find_state(reader: RunReader, outbox: Outbox | None, peers: Peers, folder: Path) -> FoundState | None:

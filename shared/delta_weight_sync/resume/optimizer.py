@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
 from delta_weight_sync.checkpoint import Bits, to_nearest
-from delta_weight_sync.codec import Index
 from delta_weight_sync.errors import StateError
 from delta_weight_sync.publish.sharding import local
 
@@ -33,7 +32,6 @@ _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bo
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 }  # what a state can hold
 Tensors = dict[str, torch.Tensor]
-Words = NDArray[np.uint32]
 
 
 def take_random_state() -> tuple[dict[str, torch.Tensor], Any]:
@@ -57,39 +55,39 @@ def put_random_state(tensors: dict[str, torch.Tensor], note: Any) -> None:
         torch.cuda.set_rng_state(tensors[_DEVICE])
 
 
-class Rest(NamedTuple):
-    """What float32 numbers hold in addition to their bf16 cast."""
+def split(masters: NDArray[np.float32]) -> Tensors:
+    """Return what to save of `masters`, float32 [n], in addition to their bf16 cast.
 
-    low: Bits  # uint16 [n], the lower half of each
-    odd: Index  # int64 [m], positions of the exceptions
-    words: Words  # uint32 [m], all bits of the exceptions
-
-
-def split(masters: NDArray[np.float32]) -> Rest:
-    """Return what to save of `masters`, float32 [n], in addition to their bf16 cast."""
+    "low", int16 [n]: the lower half of each. Of the exceptions, if there are any, "index", int64 [m]: their
+    positions, and "words", int32 [m]: all their bits.
+    """
     words = masters.view(np.uint32)
     low, found = np.empty(words.size, np.uint16), [np.empty(0, np.int64)]
     for start in range(0, words.size, _CHUNK):
         part = words[start : start + _CHUNK]
         low[start : start + part.size] = part  # assignment keeps the lower half
         numbers = part.view(np.float32)
-        lost = join(to_nearest(numbers), low[start : start + part.size]) != part
+        lost = _join(to_nearest(numbers), low[start : start + part.size]) != part
         found.append(np.flatnonzero(lost | np.isnan(numbers)) + start)
-    odd = np.concatenate(found)
-    return Rest(low, odd, words[odd])
+    rest, odd = {"low": torch.from_numpy(low.view(np.int16))}, np.concatenate(found)
+    if odd.size:
+        rest["index"] = torch.from_numpy(odd)
+        rest["words"] = torch.from_numpy(words[odd].view(np.int32))
+    return rest
 
 
-def join(published: Bits, low: Bits) -> Words:
-    """Join bf16 bits and lower halves to float32 bits, uint32; wrong for the exceptions."""
+def masters(published: Bits, rest: Tensors) -> torch.Tensor:
+    """Return the float32 numbers [n], exactly as before `split`."""
+    words = _join(published, rest["low"].numpy().view(np.uint16))
+    if "index" in rest:
+        words[rest["index"].numpy()] = rest["words"].numpy().view(np.uint32)
+    return torch.from_numpy(words.view(np.float32))
+
+
+def _join(published: Bits, low: Bits) -> NDArray[np.uint32]:
+    """Join bf16 bits and lower halves to float32 bits; wrong for the exceptions."""
     high = published - (low > _MIDDLE)
     return high.astype(np.uint32) << np.uint32(16) | low.astype(np.uint32)
-
-
-def masters(published: Bits, rest: Rest) -> NDArray[np.float32]:
-    """Return the float32 numbers [n], exactly as before `split`."""
-    words = join(published, rest.low)
-    words[rest.odd] = rest.words
-    return words.view(np.float32)
 
 
 def take_optimizer(optimizer: torch.optim.Optimizer, *, main: bool) -> tuple[Tensors, Any]:

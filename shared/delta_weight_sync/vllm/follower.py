@@ -80,7 +80,7 @@ class Commands:
 
     def pin(self, version: int) -> None:
         """Go to `version` and stay there; raises `ProtocolError` if the run has no such version."""
-        self.paused, self.pinned = False, self._reader.find(version)
+        self.paused, self.pinned = False, self._reader.manifest(version)
 
     def describe(self) -> str:
         """Why the replica does not follow newer versions; "" if it does."""
@@ -350,7 +350,7 @@ class Follower:
     def _serve(self, manifest: Manifest, *seconds: float, joined: bool = False) -> None:
         """Record that a version is served. `seconds`: fetch, stage, pause, and the writing in the pause."""
         fetch_s, stage_s, pause_s, commit_s = seconds or (0.0, 0.0, 0.0, 0.0)
-        self._signed_by = self._reader.signer(manifest)
+        self._signed_by = self._reader.public_keys.signer(manifest, "the manifest")
         self.serving = self._served_last = manifest
         now = time.time()
         event = CommitEvent(

@@ -233,7 +233,7 @@ def test_a_trainer_with_a_new_key_goes_on_where_both_are_believed(
     made = writer.commit(
         writer.put_delta(NEWEST + 1, delta, 1), None, digest="0" * 16, sync=9, total=1, created_at=0.0
     )
-    assert RunReader(bucket, "signed", PublicKeys(both)).signer(made) == fingerprint(new[PUBLIC_KEY])
+    assert PublicKeys(both).signer(made, "made") == fingerprint(new[PUBLIC_KEY])
     assert len(list(RunReader(bucket, "signed", PublicKeys(both)).versions())) == NEWEST + 2
     refuses(follower, writer.keys.head(writer.writer), OURS)
 
