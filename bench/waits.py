@@ -17,8 +17,8 @@ from bench.change import Change
 from bench.results import SCRATCH, Results
 from delta_weight_sync import codec
 from delta_weight_sync.publish.outbox import PendingUpdate
-from delta_weight_sync.publish.shortcuts import undone
 from delta_weight_sync.publish.publisher import Publisher
+from delta_weight_sync.publish.shortcuts import undone
 
 _ROUNDS, _TENSORS = 5, (5_000, 20_000)
 
