@@ -17,7 +17,7 @@ import httpx
 import psutil
 from safetensors import SafetensorError
 
-from delta_weight_sync.checkout import RECORD, updates
+from delta_weight_sync.checkout import RECORD, follow
 from delta_weight_sync.checkpoint import WEIGHTS, map_bits
 from delta_weight_sync.cli import main
 from delta_weight_sync.digest import state_digest, to_hex
@@ -141,8 +141,8 @@ class Kept(Mortal):
         null = os.open(os.devnull, os.O_WRONLY)  # a log on the disk that is full would end it
         os.dup2(null, 1)
         os.dup2(null, 2)
-        quick = functools.partial(updates, poll_s=poll_s)
-        mock.patch("delta_weight_sync.cli.commands.updates", quick).start()
+        quick = functools.partial(follow, poll_s=poll_s)
+        mock.patch("delta_weight_sync.cli.commands.follow", quick).start()
         mock.patch("delta_weight_sync.watch.LONGEST_S", 4 * poll_s).start()
         mock.patch("delta_weight_sync.reader.open_bucket", self.open_bucket).start()
         mock.patch("delta_weight_sync.cli.commands._ended_by_signals", contextlib.nullcontext).start()

@@ -25,7 +25,8 @@ from delta_weight_sync.runlog import RunLogReader, StepEvent
 from delta_weight_sync.trl import patches
 from delta_weight_sync.trl.trainer import BucketGRPOTrainer, live_weights
 from examples import tiny_policy as tiny
-from tests.support.trainer_lives import Recorded, cpu_config, one_by_one
+from tests.support.recorded import Recorded, cpu_config
+from tests.support.trainer_lives import one_by_one
 from trainer import exact, rollouts, train
 from trainer.exact import LogProbs, PastPolicy, Query
 from trainer.rollouts import UNKNOWN, TracedSample

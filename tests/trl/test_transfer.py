@@ -13,7 +13,7 @@ from trl.experimental.async_grpo.async_grpo_trainer import WeightTransferProtoco
 from delta_weight_sync import BucketWeightTransfer, compat, open_run
 from delta_weight_sync.checkpoint import read_bits, to_bits
 from examples import tiny_policy as tiny
-from tests.support.trainer_lives import BATCH, Recorded, cpu_config
+from tests.support.recorded import BATCH, Recorded, cpu_config
 
 STEPS = 3
 PATCHED = ((async_rollout_worker, "is_vllm_available"), (async_rollout_worker, "_child_main"))
