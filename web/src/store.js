@@ -1,0 +1,127 @@
+// Where a bucket lies: a folder behind any file server, or a public bucket of the Hub.
+
+import { demand, quoted, Refused } from "./refused.js";
+
+/** An object or a listing is not there; a later try may find it. */
+export class Missing extends Refused {}
+
+/**
+ * @typedef {object} Bucket
+ * @property {string} url
+ * @property {number} pollSeconds between two looks at HEAD
+ * @property {(key: string, limit: number) => Promise<Uint8Array>} get
+ * @property {(prefix: string) => Promise<string[]>} list the keys in a folder that ends in "/"
+ */
+
+/**
+ * @param {string} url hf://buckets/<owner>/<name>[/<prefix>], or a folder's address
+ * @param {string} [endpoint] of the Hub
+ * @returns {Bucket}
+ */
+export function openBucket(url, endpoint = "https://huggingface.co") {
+  if (url.startsWith("hf://")) return new Hub(url, endpoint);
+  const base = new URL(url.endsWith("/") ? url : `${url}/`, globalThis.location?.href);
+  demand(/^https?:$/.test(base.protocol), `${quoted(url)} is not a bucket: give an hf:// or http(s):// address`);
+  return new Folder(base.href);
+}
+
+/**
+ * Fetch at most `limit` bytes.
+ * @param {string} address
+ * @param {number} limit
+ * @param {string} key for messages
+ */
+async function fetched(address, limit, key) {
+  let answer;
+  try {
+    answer = await fetch(address, { cache: "no-cache", credentials: "omit", referrerPolicy: "no-referrer" });
+  } catch {
+    throw new Missing(`${key} could not be fetched: check the network, and that its server allows other pages (CORS)`);
+  }
+  if (!answer.ok || !answer.body) throw new Missing(`${key} does not exist, or is not public (${answer.status})`);
+  const data = [];
+  let size = 0;
+  const reader = answer.body.getReader();
+  try {
+    for (let part = await reader.read(); !part.done; part = await reader.read()) {
+      size += part.value.length;
+      demand(size <= limit, `${key} is larger than ${limit} bytes`);
+      data.push(part.value);
+    }
+  } catch (error) {
+    reader.cancel().catch(() => {});
+    if (error instanceof Refused) throw error;
+    throw new Missing(`the connection broke while ${key} was fetched`);
+  }
+  return { data: new Uint8Array(await new Blob(data).arrayBuffer()), next: answer.headers.get("link") ?? "" };
+}
+
+const LISTING = 32 << 20; // bytes
+
+/** @param {string} key */
+const quote = (key) => key.split("/").map(encodeURIComponent).join("/");
+
+/** A folder: its server lists it as a page of links, or the folder has a file keys.json with all keys. */
+class Folder {
+  pollSeconds = 1;
+  /** @type {Promise<string[] | null> | undefined} */
+  #keys;
+
+  /** @param {string} url */
+  constructor(url) {
+    this.url = url;
+  }
+
+  /** @param {string} key @param {number} limit */
+  async get(key, limit) {
+    return (await fetched(this.url + quote(key), limit, key)).data;
+  }
+
+  /** @param {string} prefix */
+  async list(prefix) {
+    this.#keys ??= this.get("keys.json", LISTING).then((data) => JSON.parse(new TextDecoder().decode(data)), () => null);
+    const keys = await this.#keys;
+    if (Array.isArray(keys)) return keys.filter((key) => typeof key === "string" && key.startsWith(prefix));
+    const page = await this.get(prefix, LISTING);
+    const names = [...new TextDecoder().decode(page).matchAll(/href="([^"?#/][^"?#]*)"/gi)].map((match) => decodeURIComponent(match[1]));
+    return names.filter((name) => !name.includes(":") && !name.startsWith("..")).map((name) => prefix + name);
+  }
+}
+
+class Hub {
+  pollSeconds = 5; // the Hub counts the requests of those who have no account
+
+  /** @param {string} url @param {string} endpoint */
+  constructor(url, endpoint) {
+    const [, id, folder] = /^hf:\/\/buckets\/([\w.-]+\/[\w.-]+)(?:\/(.*?))?\/?$/.exec(url) ?? [];
+    demand(id, `${quoted(url)} is not hf://buckets/<owner>/<name>[/<prefix>]`);
+    this.url = url;
+    this.id = id;
+    this.folder = folder ? `${folder}/` : "";
+    this.endpoint = endpoint;
+  }
+
+  /** @param {string} key @param {number} limit */
+  async get(key, limit) {
+    const path = encodeURIComponent(this.folder + key);
+    return (await fetched(`${this.endpoint}/buckets/${this.id}/resolve/${path}`, limit, key)).data;
+  }
+
+  /** @param {string} prefix */
+  async list(prefix) {
+    const start = this.folder + prefix;
+    const path = encodeURIComponent(start.replace(/\/$/, ""));
+    /** @type {string[]} */
+    const found = [];
+    /** @type {string | undefined} */
+    let address = `${this.endpoint}/api/buckets/${this.id}/tree/${path}`;
+    while (address) {
+      const page = await fetched(address, LISTING, `the list of ${prefix}`);
+      for (const { type, path: at } of JSON.parse(new TextDecoder().decode(page.data))) {
+        if (at.startsWith(start)) found.push(at.slice(this.folder.length) + (type === "directory" ? "/" : ""));
+      }
+      address = /<([^>]+)>; *rel="?next"?/.exec(page.next)?.[1];
+    }
+    return found;
+  }
+}

@@ -1,0 +1,79 @@
+// Files that the project's tests write for both implementations (tests/web/vectors.py): the same ones are refused.
+
+import assert from "node:assert/strict";
+import { readFileSync } from "node:fs";
+import test from "node:test";
+import { apply, decode } from "../src/delta.js";
+import { stateDigest } from "../src/digest.js";
+import { Refused } from "../src/refused.js";
+import { Replica } from "../src/replica.js";
+import { Missing } from "../src/store.js";
+
+const FOLDER = process.env.DWS_VECTORS;
+const options = { skip: FOLDER ? false : "tests/web/test_web.py writes the vectors and sets DWS_VECTORS" };
+/** @param {string} name */
+const read = (name) => JSON.parse(readFileSync(`${FOLDER}/${name}`, "utf8"));
+/** @param {string} text */
+const bytes = (text) => Uint8Array.from(Buffer.from(text, "base64"));
+
+/** A sentence for people: in one line, printable and short. @param {unknown} problem */
+function sentence(problem) {
+  if (!(problem instanceof Refused)) throw problem;
+  assert.match(problem.message, /^[\x20-\x7e…]{10,2000}$/);
+}
+
+test("whole and damaged deltas", options, async (t) => {
+  const { model: given, cases } = read("deltas.json");
+  const counts = { taken: 0, refused: 0, "frames that only one zstd decoder takes": 0 };
+  for (const { file, digest, why } of cases) {
+    const model = new Map(Object.entries(given).map(([name, { shape, bits }]) =>
+      [name, { shape, bits: new Uint16Array(bytes(bits).buffer) }]));
+    let said = null;
+    try {
+      const { patches } = await decode(bytes(file), model);
+      apply(model, patches);
+      said = await stateDigest([...model].map(([name, { bits }]) => [name, bits]));
+    } catch (problem) {
+      sentence(problem);
+      if (digest && !/compressed stream/.test(/** @type {Error} */ (problem).message)) throw problem;
+      if (digest) counts["frames that only one zstd decoder takes"]++;
+      said = digest;
+    }
+    if (said && !digest) {
+      assert.match(why, /zstd|compressed/i); // the npm decoder checks less; sha256 and digest are there for that
+      counts["frames that only one zstd decoder takes"]++;
+    } else {
+      assert.equal(said, digest);
+      counts[said ? "taken" : "refused"]++;
+    }
+  }
+  t.diagnostic(JSON.stringify(counts));
+});
+
+test("forged runs", options, async (t) => {
+  const counts = { taken: 0, refused: 0 };
+  for (const [at, files] of read("runs.json").entries()) {
+    const bucket = {
+      url: "memory",
+      pollSeconds: 1,
+      async get(/** @type {string} */ key) {
+        if (!Object.hasOwn(files, key)) throw new Missing(`${key} does not exist`);
+        return bytes(files[key]);
+      },
+      list: async (/** @type {string} */ prefix) => Object.keys(files).filter((key) => key.startsWith(prefix)),
+    };
+    const replica = new Replica(bucket, "forged");
+    try {
+      const manifest = await replica.look();
+      assert(manifest);
+      await replica.goTo(manifest.version);
+      assert.equal(await replica.digest(), manifest.digest);
+      counts.taken++;
+    } catch (problem) {
+      if (at === 0) throw problem; // the sound one
+      sentence(problem);
+      counts.refused++;
+    }
+  }
+  t.diagnostic(JSON.stringify(counts));
+});
