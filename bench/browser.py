@@ -25,13 +25,14 @@ from delta_weight_sync.reader import RunReader, split_run
 from delta_weight_sync.records import Manifest
 from delta_weight_sync.signing import SIGNING_KEY, SigningKey, new_pair
 from delta_weight_sync.store import open_bucket
-from env_space.game import answers, guesses, rules_from
+from env_space.game import Game, guesses, rules_from
 from env_space.settings import Settings
 
 WEB = Path(__file__).parents[1] / "web"
 POLICY = WEB.parent / "trainer" / "policies" / "wordle-tiny"
 RUN = "demo"
-MARKS = {"open": '<tool_call>\n{"name": "guess", "arguments": {"word": "', "close": '"}}\n</tool_call>'}
+GUESS = '<tool_call>\n{"name": "guess", "arguments": {"word": "'
+END = '"}}\n</tool_call>'
 
 
 def record(url: str, every: int) -> None:
@@ -59,3 +60,40 @@ def record(url: str, every: int) -> None:
 def _opened(url: str) -> tuple[Any, str]:
     place, run = split_run(url)
     return open_bucket(place), run or RUN
+
+
+def play(games: int) -> None:
+    """Let vLLM play games with held-out words, greedily, with the newest version of web/run."""
+    from transformers import AutoTokenizer
+    from vllm import LLM, SamplingParams
+
+    with tempfile.TemporaryDirectory() as folder:
+        reader = RunReader(open_bucket((WEB / "run").as_uri()), RUN)
+        manifest = reader.manifest()
+        reader.checkout(manifest, Path(folder))
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        llm = LLM(folder, dtype="bfloat16", enforce_eager=True, max_model_len=256, kv_cache_memory_bytes=64 << 20)
+    rules = rules_from(Settings())
+    played = [(Game(secret, guesses()), [], []) for secret in rules.held_out[:games]]
+    sampling = SamplingParams(temperature=0, max_tokens=7, stop_token_ids=[1, 261], skip_special_tokens=False)
+    while open_games := [one for one in played if not one[0].over and len(one[1]) == one[0].turns]:
+        prompts = [
+            {"prompt_token_ids": tokenizer.encode(_conversation(texts, answers))} for _, texts, answers in open_games
+        ]
+        for (game, texts, answers), output in zip(open_games, llm.generate(prompts, sampling), strict=True):
+            texts.append(tokenizer.decode(output.outputs[0].token_ids))
+            if texts[-1].startswith(GUESS) and texts[-1].endswith(END):
+                answers.append(game.guess(texts[-1][len(GUESS) : -len(END)]).observation)
+    rows = [[game.secret, *texts] for game, texts, _ in played]
+    short = [[text.removeprefix(GUESS).removesuffix(END) for text in row] for row in rows]
+    (WEB / "test" / "greedy.json").write_text(json.dumps({"version": manifest.version, "games": short}) + "\n")
+    print(f"{sum(game.solved for game, _, _ in played)} of {games} games solved")
+
+
+def _conversation(texts: list[str], answers: list[str]) -> str:
+    turns = [
+        f"{text}<|im_end|>\n<|im_start|>user\n<tool_response>\n{answer}\n</tool_response><|im_end|>"
+        for text, answer in zip(texts, answers, strict=True)
+    ]
+    start = "<|im_start|>assistant\n"
+    return "\n".join(["<|im_start|>user\nPlay Wordle.<|im_end|>", *(start + turn for turn in turns), start])

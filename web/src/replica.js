@@ -208,7 +208,8 @@ export class Replica {
     demand(digest === target.digest,
       `version ${version} was not taken: the weights have the digest ${digest}, its manifest says ${target.digest}`);
     if (joins) {
-      this.model = model;
+      this.model.clear(); // it stays the same table, for those who compute with it
+      for (const [name, tensor] of model) this.model.set(name, tensor);
       this.files = staged.files;
     } else {
       for (const { patches, forward } of moves) (forward ? apply : undo)(this.model, patches);

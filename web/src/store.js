@@ -11,6 +11,7 @@ export class Missing extends Refused {}
  * @property {number} pollSeconds between two looks at HEAD
  * @property {(key: string, limit: number) => Promise<Uint8Array>} get
  * @property {(prefix: string) => Promise<string[]>} list the keys in a folder that ends in "/"
+ * @property {(size: number) => void} [onBytes] told how much of a large object has come
  */
 
 /**
@@ -30,8 +31,9 @@ export function openBucket(url, endpoint = "https://huggingface.co") {
  * @param {string} address
  * @param {number} limit
  * @param {string} key for messages
+ * @param {(size: number) => void} [onBytes]
  */
-async function fetched(address, limit, key) {
+async function fetched(address, limit, key, onBytes = () => {}) {
   let answer;
   try {
     answer = await fetch(address, { cache: "no-cache", credentials: "omit", referrerPolicy: "no-referrer" });
@@ -47,6 +49,7 @@ async function fetched(address, limit, key) {
       size += part.value.length;
       demand(size <= limit, `${key} is larger than ${limit} bytes`);
       data.push(part.value);
+      onBytes(size);
     }
   } catch (error) {
     reader.cancel().catch(() => {});
@@ -64,6 +67,8 @@ const quote = (key) => key.split("/").map(encodeURIComponent).join("/");
 /** A folder: its server lists it as a page of links, or the folder has a file keys.json with all keys. */
 class Folder {
   pollSeconds = 1;
+  /** @type {((size: number) => void) | undefined} */
+  onBytes;
   /** @type {Promise<string[] | null> | undefined} */
   #keys;
 
@@ -74,7 +79,7 @@ class Folder {
 
   /** @param {string} key @param {number} limit */
   async get(key, limit) {
-    return (await fetched(this.url + quote(key), limit, key)).data;
+    return (await fetched(this.url + quote(key), limit, key, this.onBytes)).data;
   }
 
   /** @param {string} prefix */
@@ -90,6 +95,8 @@ class Folder {
 
 class Hub {
   pollSeconds = 5; // the Hub counts the requests of those who have no account
+  /** @type {((size: number) => void) | undefined} */
+  onBytes;
 
   /** @param {string} url @param {string} endpoint */
   constructor(url, endpoint) {
@@ -104,7 +111,7 @@ class Hub {
   /** @param {string} key @param {number} limit */
   async get(key, limit) {
     const path = encodeURIComponent(this.folder + key);
-    return (await fetched(`${this.endpoint}/buckets/${this.id}/resolve/${path}`, limit, key)).data;
+    return (await fetched(`${this.endpoint}/buckets/${this.id}/resolve/${path}`, limit, key, this.onBytes)).data;
   }
 
   /** @param {string} prefix */
