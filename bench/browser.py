@@ -13,18 +13,12 @@ import json
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from delta_weight_sync import Publisher, codec
-from delta_weight_sync.reader import RunReader, split_run
-from delta_weight_sync.records import Manifest
-from delta_weight_sync.signing import SIGNING_KEY, SigningKey, new_pair
-from delta_weight_sync.store import open_bucket
 from env_space.game import Game, guesses, rules_from
 from env_space.settings import Settings
 
@@ -37,7 +31,13 @@ END = '"}}\n</tool_call>'
 
 def record(url: str, every: int) -> None:
     """Publish every `every`-th version of a run anew, signed with a key that nobody keeps."""
-    folder, source = WEB / "run", RunReader(*_opened(url))
+    import torch
+
+    from delta_weight_sync import Publisher
+    from delta_weight_sync.reader import open_run
+    from delta_weight_sync.signing import SIGNING_KEY, SigningKey, new_pair
+
+    folder, source = WEB / "run", open_run(url)
     shutil.rmtree(folder, ignore_errors=True)
     newest = source.manifest().version
     key = new_pair()[SIGNING_KEY]
@@ -57,20 +57,15 @@ def record(url: str, every: int) -> None:
     print(f"{folder}: {len(keys)} objects, {size} bytes, signed by {SigningKey(key).public}")
 
 
-def _opened(url: str) -> tuple[Any, str]:
-    place, run = split_run(url)
-    return open_bucket(place), run or RUN
-
-
 def play(games: int) -> None:
     """Let vLLM play games with held-out words, greedily, with the newest version of web/run."""
     from transformers import AutoTokenizer
     from vllm import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory() as folder:
-        reader = RunReader(open_bucket((WEB / "run").as_uri()), RUN)
-        manifest = reader.manifest()
-        reader.checkout(manifest, Path(folder))
+        # In another process, because this vLLM does not start beside numba's modules.
+        command = [sys.executable, "-m", "delta_weight_sync", "checkout", (WEB / "run").as_uri(), "--out", folder]
+        subprocess.run(command, check=True)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         llm = LLM(folder, dtype="bfloat16", enforce_eager=True, max_model_len=256, kv_cache_memory_bytes=64 << 20)
     rules = rules_from(Settings())
@@ -86,7 +81,7 @@ def play(games: int) -> None:
                 answers.append(game.guess(texts[-1][len(GUESS) : -len(END)]).observation)
     rows = [[game.secret, *texts] for game, texts, _ in played]
     short = [[text.removeprefix(GUESS).removesuffix(END) for text in row] for row in rows]
-    (WEB / "test" / "greedy.json").write_text(json.dumps({"version": manifest.version, "games": short}) + "\n")
+    (WEB / "test" / "greedy.json").write_text(json.dumps(short) + "\n")
     print(f"{sum(game.solved for game, _, _ in played)} of {games} games solved")
 
 

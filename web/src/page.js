@@ -58,6 +58,7 @@ async function follow() {
     throw new Refused("This browser checks hashes only on a page from https or localhost: open it from there.");
   }
   const bucket = openBucket(place.bucket);
+  if (Number(given.get("poll")) > 0) bucket.pollSeconds = Number(given.get("poll"));
   bucket.onBytes = (size) => {
     if (!replica?.manifest) byId("how").textContent = `fetching: ${bytes(size)}`;
   };
@@ -185,12 +186,20 @@ function rejoined() {
   if (opponent) opponent.player = null;
 }
 
-/** The policy's next guess, written token by token with the weights that are live then. */
-async function itsTurn() {
+let turns = Promise.resolve();
+
+/** The policy's next guess, after those that it still writes. */
+function itsTurn() {
+  turns = turns.catch(() => {}).then(write);
+  return turns;
+}
+
+/** A guess is written token by token, with the weights that are live then. */
+async function write() {
   const one = opponent;
   const run = replica;
   if (!one || one.game.over || !run?.manifest) return;
-  one.player ??= new Player(run);
+  one.player ??= new Player(run, one.game.secret);
   const used = new Set([run.manifest.version]);
   const text = await one.player.write(async () => {
     await new Promise((done) => setTimeout(done, 0));

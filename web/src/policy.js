@@ -227,3 +227,16 @@ export function greedy(logits) {
   for (let i = 1; i < logits.length; i++) if (logits[i] > logits[best]) best = i;
   return best;
 }
+
+/**
+ * A token drawn by its probability, at temperature 1.
+ * @param {Float32Array} logits
+ * @param {number} chance from 0 to 1
+ */
+export function drawn(logits, chance) {
+  const most = logits.reduce((a, b) => Math.max(a, b));
+  const weights = logits.map((logit) => Math.exp(logit - most));
+  let left = chance * weights.reduce((sum, weight) => sum + weight, 0);
+  const found = weights.findIndex((weight) => (left -= weight) < 0);
+  return found < 0 ? greedy(logits) : found;
+}

@@ -1,6 +1,6 @@
 // Wordle, as env_space/game.py plays it, and a policy that plays it.
 
-import { greedy, Policy, Tokenizer } from "./policy.js";
+import { drawn, Policy, Tokenizer } from "./policy.js";
 
 export const LENGTH = 5;
 export const MAX_GUESSES = 6;
@@ -74,13 +74,28 @@ export class Game {
   }
 }
 
-/** A policy at one game. */
+/**
+ * Chances that are the same each time for the same word: then two versions differ by their weights alone.
+ * @param {string} word
+ */
+function chances(word) {
+  let state = [...word].reduce((sum, letter) => Math.imul(sum, 31) + letter.charCodeAt(0), 7);
+  return () => { // mulberry32
+    state = (state + 0x6d2b79f5) | 0;
+    let mixed = Math.imul(state ^ (state >>> 15), state | 1);
+    mixed = (mixed + Math.imul(mixed ^ (mixed >>> 7), mixed | 61)) ^ mixed;
+    return ((mixed ^ (mixed >>> 14)) >>> 0) / 2 ** 32;
+  };
+}
+
+/** A policy at one game. It draws each token by its probability, as in training. */
 export class Player {
-  /** @param {import("./replica.js").Replica} replica @param {string} prompt */
-  constructor(replica, prompt = "Play Wordle.") {
+  /** @param {import("./replica.js").Replica} replica @param {string} secret */
+  constructor(replica, secret) {
+    this.chance = chances(secret);
     this.tokenizer = new Tokenizer(replica.files);
     this.policy = new Policy(replica.model, replica.files);
-    this.unread = this.tokenizer.encode(`<|im_start|>user\n${prompt}<|im_end|>\n<|im_start|>assistant\n`);
+    this.unread = this.tokenizer.encode(`<|im_start|>user\nPlay Wordle.<|im_end|>\n<|im_start|>assistant\n`);
   }
 
   /**
@@ -92,7 +107,7 @@ export class Player {
     while (ids.length < GUESS_TOKENS) {
       let logits = new Float32Array();
       for (const token of this.unread) logits = this.policy.read(token);
-      ids.push(greedy(logits));
+      ids.push(drawn(logits, this.chance()));
       this.unread = [ids[ids.length - 1]];
       if (this.tokenizer.decode(this.unread) === END) break;
       await between();

@@ -23,18 +23,17 @@ test("feedback, word lists, and a game to its end", async () => {
 });
 
 test("greedy tokens are vLLM's", async (t) => {
-  const { version, games } = JSON.parse(`${file("greedy.json")}`);
+  const games = JSON.parse(`${file("greedy.json")}`);
   const bucket = { url: "", pollSeconds: 1, get: async (/** @type {string} */ key) => new Uint8Array(file(`../run/${key}`)),
     list: async (/** @type {string} */ prefix) => JSON.parse(`${file("../run/keys.json")}`).filter((/** @type {string} */ key) => key.startsWith(prefix)) };
   const replica = new Replica(bucket, "demo");
-  await replica.look();
-  await replica.goTo(version);
-  const few = process.env.DWS_GAMES ? Number(process.env.DWS_GAMES) : 20;
+  await replica.goTo((await replica.look())?.version ?? 0);
+  const few = Number(process.env.DWS_GAMES ?? 20);
   const counts = { games: 0, solved: 0, tokens: 0, others: 0 };
   const started = performance.now();
   for (const [secret, ...guesses] of games.slice(0, few)) {
     const game = new Game(secret, words);
-    const player = new Player(replica);
+    const player = new Player(replica, secret);
     for (const guess of guesses) {
       const text = guess.includes("<") ? guess : CALL + guess + END;
       for (const token of player.tokenizer.encode(text)) {
