@@ -8,12 +8,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+from uuid import uuid4
 
 import pytest
+from huggingface_hub import HfApi
 from playwright.sync_api import Browser, Page, expect
 
+from delta_weight_sync.store import open_bucket
 from tests.browser import watched_page
 from tests.support.http_server import Request, answering
+from tests.support.hubsim import HubSim
 from tests.support.real_run import RUN, Drifting
 from tests.web import vectors
 
@@ -46,6 +50,23 @@ def test_both_implementations_take_and_refuse_the_same(npm: dict[str, str], tmp_
     done = subprocess.run(["npm", "test"], cwd=WEB, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
     assert "# skipped 0" in done.stdout
+
+
+def test_a_public_bucket_of_the_hub_needs_no_token(npm: dict[str, str], hub: HubSim, hub_env: None) -> None:
+    url = f"hf://buckets/team/{uuid4().hex}/policies"
+    run = Drifting(open_bucket(url, create=True))
+    run.close()
+    HfApi(hub.url, "hf_write").update_bucket_settings("/".join(url.split("/")[3:5]), private=False)
+    script = f"""
+        import {{ Replica, runsOf }} from "./src/replica.js";
+        import {{ openBucket }} from "./src/store.js";
+        const bucket = openBucket("{url}", "{hub.url}");
+        const replica = new Replica(bucket, (await runsOf(bucket))[0]);
+        await replica.goTo((await replica.look()).version);
+        console.log(await replica.digest(), await replica.versions());"""
+    command = ["node", "--input-type=module", "--eval", script]
+    done = subprocess.run(command, cwd=WEB, env=npm, capture_output=True, text=True)
+    assert done.stdout == f"{run.newest.digest} [ 0 ]\n", done.stderr
 
 
 @pytest.fixture
@@ -146,9 +167,7 @@ def test_it_follows_a_run_and_refuses_what_is_not_the_published_object(
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1280, "dark")])
-def test_axe_finds_nothing(
-    browser: Browser, site: str, npm: dict[str, str], width: int, scheme: str
-) -> None:
+def test_axe_finds_nothing(browser: Browser, site: str, npm: dict[str, str], width: int, scheme: str) -> None:
     options = {"viewport": {"width": width, "height": 844}, "color_scheme": scheme, "bypass_csp": True}
     with watched_page(browser, **options) as page:
         page.goto(f"{site}/?word=crane")
@@ -157,6 +176,8 @@ def test_axe_finds_nothing(
         page.click("#back")
         holds(page, NEWEST - 1)
         page.add_script_tag(path=WEB / "node_modules" / "axe-core" / "axe.min.js")
-        found = page.evaluate("axe.run().then(({violations}) => violations.map((v) => [v.id, v.nodes[0].html]))")
+        found = page.evaluate(
+            "axe.run().then(({violations}) => violations.map((v) => [v.id, v.nodes[0].html]))"
+        )
         assert found == []
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
