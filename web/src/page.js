@@ -181,9 +181,12 @@ function deal(secret) {
 
 const randomSecret = () => secrets[crypto.getRandomValues(new Uint32Array(1))[0] % secrets.length];
 
+/** A new anchor: the policy reads its game again, and makes the guesses that it missed. */
 function rejoined() {
   buttons.watch.disabled = !words;
-  if (opponent) opponent.player = null;
+  if (!opponent || !game) return;
+  opponent.player = null;
+  for (let at = opponent.game.moves.length; at < game.moves.length; at++) explained(itsTurn);
 }
 
 let turns = Promise.resolve();
@@ -199,7 +202,7 @@ async function write() {
   const one = opponent;
   const run = replica;
   if (!one || one.game.over || !run?.manifest) return;
-  one.player ??= new Player(run, one.game.secret);
+  one.player ??= new Player(run, one.game);
   const used = new Set([run.manifest.version]);
   const text = await one.player.write(async () => {
     await new Promise((done) => setTimeout(done, 0));
@@ -285,6 +288,7 @@ buttons.new.addEventListener("click", () => {
   watching = false;
   deal(randomSecret());
   says.textContent = "Guess a word of five letters.";
+  byId("mine").focus({ preventScroll: true }); // Enter is a guess again
 });
 buttons.watch.addEventListener("click", () => {
   deal(randomSecret());
@@ -299,7 +303,8 @@ async function loadWords() {
   }));
   words = new Words(answers, guesses);
   secrets = await words.heldOut();
-  deal(given.get("word") ?? randomSecret());
+  const asked = given.get("word") ?? "";
+  deal(words.valid.has(asked) ? asked : randomSecret());
   buttons.watch.disabled = !replica?.manifest;
 }
 
@@ -312,5 +317,4 @@ byId("open").addEventListener("submit", (event) => {
   location.search = new URLSearchParams(asked).toString();
 });
 
-explained(loadWords);
-explained(follow);
+explained(loadWords).then(() => explained(follow)); // who wants to play need not wait for the weights

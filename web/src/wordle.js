@@ -90,12 +90,16 @@ function chances(word) {
 
 /** A policy at one game. It draws each token by its probability, as in training. */
 export class Player {
-  /** @param {import("./replica.js").Replica} replica @param {string} secret */
-  constructor(replica, secret) {
-    this.chance = chances(secret);
+  /** @param {import("./replica.js").Replica} replica @param {Game} game which may have begun */
+  constructor(replica, game) {
+    this.chance = chances(game.secret);
     this.tokenizer = new Tokenizer(replica.files);
     this.policy = new Policy(replica.model, replica.files);
     this.unread = this.tokenizer.encode(`<|im_start|>user\nPlay Wordle.<|im_end|>\n<|im_start|>assistant\n`);
+    for (const move of game.moves) {
+      this.unread.push(...this.tokenizer.encode(CALL + move.word + END));
+      this.read(move);
+    }
   }
 
   /**

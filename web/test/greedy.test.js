@@ -33,7 +33,7 @@ test("greedy tokens are vLLM's", async (t) => {
   const started = performance.now();
   for (const [secret, ...guesses] of games.slice(0, few)) {
     const game = new Game(secret, words);
-    const player = new Player(replica, secret);
+    const player = new Player(replica, game);
     for (const guess of guesses) {
       const text = guess.includes("<") ? guess : CALL + guess + END;
       for (const token of player.tokenizer.encode(text)) {
