@@ -126,7 +126,19 @@ export class Policy {
     const theta = config.rope_parameters?.rope_theta ?? config.rope_theta;
     const half = this.size / 2;
     this.angles = Float32Array.from({ length: half }, (_, i) => 1 / theta ** (i / half));
-    for (const name of ["model.embed_tokens.weight", "model.norm.weight", this.#head]) this.#weight(name);
+    const [query, key] = [this.heads * this.size, this.kvHeads * this.size];
+    const { hidden_size: width, intermediate_size: inner, vocab_size: tokens } = config;
+    /** @type {Record<string, number>} */
+    const own = {
+      "input_layernorm": width, "post_attention_layernorm": width, "self_attn.q_norm": this.size, "self_attn.k_norm": this.size,
+      "self_attn.q_proj": query * width, "self_attn.k_proj": key * width, "self_attn.v_proj": key * width, "self_attn.o_proj": width * query,
+      "mlp.gate_proj": inner * width, "mlp.up_proj": inner * width, "mlp.down_proj": width * inner,
+    };
+    const sizes = Object.entries({ "model.embed_tokens.weight": tokens * width, "model.norm.weight": width, [this.#head]: tokens * width });
+    for (let layer = 0; layer < this.layers; layer++) {
+      sizes.push(...Object.entries(own).map(([name, size]) => /** @type {[string, number]} */ ([`model.layers.${layer}.${name}.weight`, size])));
+    }
+    for (const [name, size] of sizes) demand(this.#weight(name).length === size, `${name} does not have the size that config.json says`);
     this.length = 0;
     /** @type {{keys: Float32Array[], values: Float32Array[]}[]} */
     this.cache = Array.from({ length: this.layers }, () => ({ keys: [], values: [] }));

@@ -14,6 +14,8 @@ import { demand, Refused } from "./refused.js";
 /** @typedef {{patches: Patch[], forward: boolean}} Move */
 /** @typedef {{from: number | null, version: number, digest: string, moves: Move[], bytes: number, ms: number}} Commit */
 
+const LARGEST_JOIN = 2 ** 30; // bytes of all files that lead to a version
+
 /** The runs of a bucket. @param {Bucket} bucket */
 export async function runsOf(bucket) {
   const names = (await bucket.list("runs/")).map((key) => key.split("/")[1]);
@@ -183,6 +185,8 @@ export class Replica {
     const joins = !way;
     way ??= recipe(target, null);
     demand(way, `nothing leads to version ${version}`);
+    const files = [...(way.anchor?.files ?? []), ...way.deltas];
+    demand(files.reduce((sum, { size }) => sum + size, 0) <= LARGEST_JOIN, `version ${version} is too large for a tab`);
     const staged = joins ? await this.#anchor(way.anchor?.files ?? []) : { model: copied(this.model), files: this.files };
     if (joins) {
       past.length = moves.length = 0;

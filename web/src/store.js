@@ -61,6 +61,15 @@ async function fetched(address, limit, key, onBytes = () => {}) {
 
 const LISTING = 32 << 20; // bytes
 
+/** @param {string} prefix @param {() => string[]} read */
+function readable(prefix, read) {
+  try {
+    return read();
+  } catch {
+    throw new Missing(`the list of ${prefix} cannot be read`);
+  }
+}
+
 /** @param {string} key */
 const quote = (key) => key.split("/").map(encodeURIComponent).join("/");
 
@@ -84,11 +93,12 @@ class Folder {
 
   /** @param {string} prefix */
   async list(prefix) {
-    this.#keys ??= this.get("keys.json", LISTING).then((data) => JSON.parse(new TextDecoder().decode(data)), () => null);
+    this.#keys ??= this.get("keys.json", LISTING).then((data) => JSON.parse(new TextDecoder().decode(data))).catch(() => null);
     const keys = await this.#keys;
     if (Array.isArray(keys)) return keys.filter((key) => typeof key === "string" && key.startsWith(prefix));
     const page = await this.get(prefix, LISTING);
-    const names = [...new TextDecoder().decode(page).matchAll(/href="([^"?#/][^"?#]*)"/gi)].map((match) => decodeURIComponent(match[1]));
+    const links = [...new TextDecoder().decode(page).matchAll(/href="([^"?#/][^"?#]*)"/gi)].map(([, link]) => link);
+    const names = readable(prefix, () => links.map(decodeURIComponent));
     return names.filter((name) => !name.includes(":") && !name.startsWith("..")).map((name) => prefix + name);
   }
 }
@@ -124,9 +134,11 @@ class Hub {
     let address = `${this.endpoint}/api/buckets/${this.id}/tree/${path}`;
     while (address) {
       const page = await fetched(address, LISTING, `the list of ${prefix}`);
-      for (const { type, path: at } of JSON.parse(new TextDecoder().decode(page.data))) {
-        if (at.startsWith(start)) found.push(at.slice(this.folder.length) + (type === "directory" ? "/" : ""));
-      }
+      found.push(...readable(prefix, () => {
+        const entries = /** @type {{type: string, path: string}[]} */ (JSON.parse(new TextDecoder().decode(page.data)));
+        return entries.filter(({ path: at }) => at.startsWith(start))
+          .map(({ type, path: at }) => at.slice(this.folder.length) + (type === "directory" ? "/" : ""));
+      }));
       address = /<([^>]+)>; *rel="?next"?/.exec(page.next)?.[1];
     }
     return found;

@@ -1,6 +1,7 @@
 // Wordle, as env_space/game.py plays it, and a policy that plays it.
 
 import { drawn, Policy, Tokenizer } from "./policy.js";
+import { quoted, Refused } from "./refused.js";
 
 export const LENGTH = 5;
 export const MAX_GUESSES = 6;
@@ -93,8 +94,13 @@ export class Player {
   /** @param {import("./replica.js").Replica} replica @param {Game} game which may have begun */
   constructor(replica, game) {
     this.chance = chances(game.secret);
-    this.tokenizer = new Tokenizer(replica.files);
-    this.policy = new Policy(replica.model, replica.files);
+    try {
+      this.tokenizer = new Tokenizer(replica.files);
+      this.policy = new Policy(replica.model, replica.files);
+    } catch (problem) {
+      if (problem instanceof Refused) throw problem;
+      throw new Refused(`this page cannot play: the run's tokenizer or configuration is not readable (${quoted(String(problem))})`);
+    }
     this.unread = this.tokenizer.encode(`<|im_start|>user\nPlay Wordle.<|im_end|>\n<|im_start|>assistant\n`);
     for (const move of game.moves) {
       this.unread.push(...this.tokenizer.encode(CALL + move.word + END));

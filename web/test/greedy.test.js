@@ -28,6 +28,16 @@ test("greedy tokens are vLLM's", async (t) => {
     list: async (/** @type {string} */ prefix) => JSON.parse(`${file("../run/keys.json")}`).filter((/** @type {string} */ key) => key.startsWith(prefix)) };
   const replica = new Replica(bucket, "demo");
   await replica.goTo((await replica.look())?.version ?? 0);
+  const config = replica.files.get("config.json") ?? new Uint8Array();
+  for (const [other, sentence] of /** @type {[string, RegExp][]} */ ([
+    [`${Buffer.from(config)}`.replace('"hidden_size": 128', '"hidden_size": 127'), /does not have the size/],
+    [`${Buffer.from(config)}`.replace("Qwen3ForCausalLM", "Other"), /cannot play "Other"/],
+    ["null", /not readable/],
+  ])) {
+    replica.files.set("config.json", new Uint8Array(Buffer.from(other)));
+    assert.throws(() => new Player(replica, new Game("crane", words)), sentence);
+  }
+  replica.files.set("config.json", config);
   const few = Number(process.env.DWS_GAMES ?? 20);
   const counts = { games: 0, solved: 0, tokens: 0, others: 0 };
   const started = performance.now();
