@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 from uuid import uuid4
 
+import boto3
 import pytest
 from huggingface_hub import HfApi
 from playwright.sync_api import Browser, Page, expect
@@ -17,7 +18,6 @@ from playwright.sync_api import Browser, Page, expect
 from delta_weight_sync.store import open_bucket
 from tests.browser import watched_page
 from tests.support.http_server import Request, answering
-from tests.support.hubsim import HubSim
 from tests.support.real_run import RUN, Drifting
 from tests.web import vectors
 
@@ -52,15 +52,27 @@ def test_both_implementations_take_and_refuse_the_same(npm: dict[str, str], tmp_
     assert "# skipped 0" in done.stdout
 
 
-def test_a_public_bucket_of_the_hub_needs_no_token(npm: dict[str, str], hub: HubSim, hub_env: None) -> None:
-    url = f"hf://buckets/team/{uuid4().hex}/policies"
+@pytest.mark.parametrize("kind", ["hf", "s3"])
+def test_a_public_bucket_needs_no_token(
+    kind: str, npm: dict[str, str], request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue("hub_env" if kind == "hf" else "s3_env")
+    name = uuid4().hex
+    url = f"hf://buckets/team/{name}/policies" if kind == "hf" else f"s3://{name}/policies"
     run = Drifting(open_bucket(url, create=True))
     run.close()
-    HfApi(hub.url, "hf_write").update_bucket_settings("/".join(url.split("/")[3:5]), private=False)
+    if kind == "hf":
+        endpoint = request.getfixturevalue("hub").url
+        HfApi(endpoint, "hf_write").update_bucket_settings(f"team/{name}", private=False)
+    else:
+        endpoint = f"{request.getfixturevalue('s3_endpoint')}/{name}"
+        objects = boto3.resource("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"]).Bucket(name).objects
+        for one in objects.all():
+            one.Acl().put(ACL="public-read")
     script = f"""
         import {{ Replica, runsOf }} from "./src/replica.js";
         import {{ openBucket }} from "./src/store.js";
-        const bucket = openBucket("{url}", "{hub.url}");
+        const bucket = openBucket("{url}", "{endpoint}");
         const replica = new Replica(bucket, (await runsOf(bucket))[0]);
         await replica.goTo((await replica.look()).version);
         console.log(await replica.digest(), await replica.versions());"""

@@ -187,7 +187,8 @@ export class Replica {
     demand(way, `nothing leads to version ${version}`);
     const files = [...(way.anchor?.files ?? []), ...way.deltas];
     demand(files.reduce((sum, { size }) => sum + size, 0) <= LARGEST_JOIN, `version ${version} is too large for a tab`);
-    const staged = joins ? await this.#anchor(way.anchor?.files ?? []) : { model: copied(this.model), files: this.files };
+    const coming = this.#fetchAll(files.filter(({ key }) => !this.known.has(key)));
+    const staged = joins ? await this.#anchor(way.anchor?.files ?? [], coming) : { model: copied(this.model), files: this.files };
     if (joins) {
       past.length = moves.length = 0;
       bytes += (way.anchor?.files ?? []).reduce((sum, file) => sum + file.size, 0);
@@ -197,8 +198,7 @@ export class Replica {
     for (const ref of way.deltas) {
       let delta = this.known.get(ref.key);
       if (!delta) {
-        const file = await this.bucket.get(ref.key, ref.size);
-        await check(ref, file);
+        const file = /** @type {Uint8Array} */ (await coming.get(ref.key));
         bytes += ref.size;
         delta = await named(ref.key, () => decode(file, model));
         demand(delta.base === ref.base && delta.version === ref.version, `${ref.key} is of other versions`);
@@ -230,14 +230,25 @@ export class Replica {
     return stateDigest(patterns(this.model));
   }
 
-  /** @param {FileRef[]} refs */
-  async #anchor(refs) {
+  /**
+   * Fetch files side by side; each is proven before it is given out.
+   * @param {FileRef[]} refs
+   */
+  #fetchAll(refs) {
+    return new Map(refs.map((ref) => {
+      const file = this.bucket.get(ref.key, ref.size).then(async (data) => {
+        await check(ref, data);
+        return data;
+      });
+      file.catch(() => {}); // whoever awaits it sees the problem
+      return [ref.key, file];
+    }));
+  }
+
+  /** @param {FileRef[]} refs @param {Map<string, Promise<Uint8Array>>} coming */
+  async #anchor(refs, coming) {
     const files = new Map();
-    for (const ref of [...refs].sort((a, b) => a.size - b.size)) {
-      const data = await this.bucket.get(ref.key, ref.size);
-      await check(ref, data);
-      files.set(nameOf(ref), data);
-    }
+    for (const ref of [...refs].sort((a, b) => a.size - b.size)) files.set(nameOf(ref), await coming.get(ref.key));
     const weights = files.get("model.safetensors");
     demand(weights, "the anchor has no model.safetensors");
     files.delete("model.safetensors");

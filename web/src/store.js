@@ -1,4 +1,4 @@
-// Where a bucket lies: a folder behind any file server, or a public bucket of the Hub.
+// Where a bucket lies: a folder behind any file server, or a public bucket of the Hub or of S3.
 
 import { demand, quoted, Refused } from "./refused.js";
 
@@ -15,14 +15,15 @@ export class Missing extends Refused {}
  */
 
 /**
- * @param {string} url hf://buckets/<owner>/<name>[/<prefix>], or a folder's address
- * @param {string} [endpoint] of the Hub
+ * @param {string} url hf://buckets/<owner>/<name>[/<prefix>], s3://<name>[/<prefix>], or a folder's address
+ * @param {string} [endpoint] the Hub's or that bucket's address on S3, if it is another one
  * @returns {Bucket}
  */
-export function openBucket(url, endpoint = "https://huggingface.co") {
-  if (url.startsWith("hf://")) return new Hub(url, endpoint);
+export function openBucket(url, endpoint) {
+  if (url.startsWith("hf://")) return new Hub(url, endpoint ?? "https://huggingface.co");
+  if (url.startsWith("s3://")) return new S3(url, endpoint);
   const base = new URL(url.endsWith("/") ? url : `${url}/`, globalThis.location?.href);
-  demand(/^https?:$/.test(base.protocol), `${quoted(url)} is not a bucket: give an hf:// or http(s):// address`);
+  demand(/^https?:$/.test(base.protocol), `${quoted(url)} is not a bucket: give an hf://, s3:// or http(s):// address`);
   return new Folder(base.href);
 }
 
@@ -142,5 +143,42 @@ class Hub {
       address = /<([^>]+)>; *rel="?next"?/.exec(page.next)?.[1];
     }
     return found;
+  }
+}
+
+class S3 {
+  pollSeconds = 2;
+  /** @type {((size: number) => void) | undefined} */
+  onBytes;
+
+  /** @param {string} url @param {string} [endpoint] */
+  constructor(url, endpoint) {
+    const [, name, folder] = /^s3:\/\/([\w.-]+)(?:\/(.*?))?\/?$/.exec(url) ?? [];
+    demand(name, `${quoted(url)} is not s3://<name>[/<prefix>]`);
+    this.url = url;
+    this.folder = folder ? `${folder}/` : "";
+    this.root = endpoint ?? `https://${name}.s3.amazonaws.com`;
+  }
+
+  /** @param {string} key @param {number} limit */
+  async get(key, limit) {
+    return (await fetched(`${this.root}/${quote(this.folder + key)}`, limit, key, this.onBytes)).data;
+  }
+
+  /** @param {string} prefix */
+  async list(prefix) {
+    const start = this.folder + prefix;
+    /** @type {string[]} */
+    const found = [];
+    /** @type {string | undefined} */
+    let more = "";
+    while (more !== undefined) {
+      const query = `list-type=2&delimiter=/&prefix=${encodeURIComponent(start)}${more}`;
+      const page = new TextDecoder().decode((await fetched(`${this.root}?${query}`, LISTING, `the list of ${prefix}`)).data);
+      found.push(...[...page.matchAll(/<(?:Key|Prefix)>([^<]+)</g)].map(([, key]) => key));
+      const token = /<NextContinuationToken>([^<]+)</.exec(page)?.[1];
+      more = token && `&continuation-token=${encodeURIComponent(token)}`;
+    }
+    return found.filter((key) => key.startsWith(start) && key !== start).map((key) => key.slice(this.folder.length));
   }
 }
