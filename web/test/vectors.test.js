@@ -1,6 +1,7 @@
 // Files that the project's tests write for both implementations (tests/web/vectors.py): the same ones are refused.
 
 import assert from "node:assert/strict";
+import { createHash } from "node:crypto";
 import { readFileSync } from "node:fs";
 import test from "node:test";
 import { apply, decode } from "../src/delta.js";
@@ -53,9 +54,30 @@ test("whole and damaged deltas", options, async (t) => {
   assert(counts["taken by one"] <= cases.length / 100);
 });
 
+/** Seals and hashes that fit, so that a reader gets past them. @param {Record<string, string>} files */
+function sealed(files) {
+  const newest = (/** @type {string} */ kind) => Object.keys(files).filter((key) => key.includes(`/${kind}/`)).sort().at(-1) ?? "";
+  const sha256 = (/** @type {string | Uint8Array} */ data) => createHash("sha256").update(data).digest("hex");
+  const seal = (/** @type {string} */ kind, /** @type {string} */ key, /** @type {object} */ pinned) => {
+    try {
+      const { seal: _, signature: __, ...record } = JSON.parse(Buffer.from(files[key], "base64").toString());
+      const rest = JSON.stringify({ ...record, ...pinned });
+      const text = `{"seal":"${sha256(`${kind}\n${rest}`)}","signature":"",${rest.slice(1)}`;
+      files[key] = Buffer.from(text).toString("base64");
+    } catch {} // it is no longer JSON
+  };
+  seal("Manifest", newest("manifests"), {});
+  const manifest = bytes(files[newest("manifests")]);
+  const head = Buffer.from(files[newest("heads")], "base64").toString();
+  const key = /"key": ?"([^"]+)"/.exec(head)?.[1];
+  seal("Head", newest("heads"), key ? { manifest: { key, size: manifest.length, sha256: sha256(manifest) } } : {});
+  return files;
+}
+
 test("forged runs", options, async (t) => {
   const counts = { taken: 0, refused: 0 };
-  for (const [at, files] of read("runs.json").entries()) {
+  for (const [at, given] of read("runs.json").entries()) {
+    const files = at === 0 ? given : sealed(given);
     const bucket = {
       url: "memory",
       pollSeconds: 1,
