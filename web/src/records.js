@@ -1,0 +1,190 @@
+// HEAD and manifests of docs/wire-format.md: parsed, with every field checked, and their seals and signatures.
+
+import { demand, quoted, Refused } from "./refused.js";
+
+/** @typedef {{key: string, size: number, sha256: string}} FileRef */
+/** @typedef {FileRef & {base: number, version: number, changed: number}} DeltaRef */
+/** @typedef {{version: number, files: FileRef[]}} Anchor */
+/** @typedef {{format: string, run: string, seal: string, signature: string, born: number, writer_term: number, writer: string}} Sealed */
+/** @typedef {Sealed & {version: number | null, manifest: FileRef | null}} Head */
+/**
+ * @typedef {Sealed & {version: number, sync: number, created_at: number, digest: string, anchor: Anchor,
+ *   deltas: DeltaRef[], jumps: DeltaRef[], parent: FileRef | null, changed: number, total: number, full_bytes: number}} Manifest
+ */
+/** @typedef {{anchor: Anchor | null, deltas: DeltaRef[]}} Recipe */
+
+export const FORMAT = "delta-weight-sync/2";
+export const LARGEST_RECORD = 8 << 20; // bytes
+const YEAR_9999 = 253402300800; // seconds
+
+/** @param {RegExp} pattern @returns {(value: any) => boolean} */
+const text = (pattern) => (value) => typeof value === "string" && pattern.test(value);
+/** @param {any} value */
+const count = (value) => Number.isSafeInteger(value) && value >= 0;
+/** @param {any} value */
+const time = (value) => typeof value === "number" && value >= 0 && value < YEAR_9999;
+/** @param {(value: any) => boolean} check @returns {(value: any) => boolean} */
+const orNull = (check) => (value) => value === null || check(value);
+/** @param {(value: any) => boolean} check @param {number} most @returns {(value: any) => boolean} */
+const listOf = (check, most) => (value) => Array.isArray(value) && value.length <= most && value.every(check);
+/** @param {Record<string, (value: any) => boolean>} fields @returns {(value: any) => boolean} */
+const table = (fields) => (value) => wrongField(value, fields) === undefined;
+
+/**
+ * The first field that is missing, wrong or unknown.
+ * @param {any} value
+ * @param {Record<string, (value: any) => boolean>} fields
+ */
+function wrongField(value, fields) {
+  if (typeof value !== "object" || value === null || Array.isArray(value)) return "";
+  const unknown = Object.keys(value).find((name) => !Object.hasOwn(fields, name));
+  return unknown ?? Object.keys(fields).find((name) => !fields[name](value[name]));
+}
+
+const RUN = /^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$/;
+const isKey = text(/^(?!.*\/\/)(?!(.*\/)?\.\.(\/|$))[A-Za-z0-9][A-Za-z0-9._/-]{0,500}$/);
+const file = { key: isKey, size: count, sha256: text(/^[0-9a-f]{64}$/) };
+const isDelta = table({ ...file, base: count, version: count, changed: count });
+const sealed = {
+  format: (/** @type {any} */ value) => value === FORMAT,
+  run: text(RUN),
+  seal: text(/^[0-9a-f]{64}$/),
+  signature: text(/^([0-9a-f]{128})?$/),
+  born: time,
+  writer_term: count,
+  writer: text(/^[0-9a-f]{32}$/),
+};
+const FIELDS = {
+  Head: { ...sealed, version: orNull(count), manifest: orNull(table(file)) },
+  Manifest: {
+    ...sealed, version: count, sync: count, created_at: time, digest: text(/^[0-9a-f]{16}$/),
+    anchor: table({ version: count, files: listOf(table(file), 256) }),
+    deltas: listOf(isDelta, 1024), jumps: listOf(isDelta, 1024), parent: orNull(table(file)),
+    changed: count, total: count, full_bytes: count,
+  },
+};
+
+/** @param {Uint8Array} data */
+export async function sha256(data) {
+  const hash = await crypto.subtle.digest("SHA-256", /** @type {Uint8Array<ArrayBuffer>} */ (data));
+  return hex(new Uint8Array(hash));
+}
+
+/** @param {Uint8Array} bytes */
+const hex = (bytes) => Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
+
+/**
+ * Refuse an object that is not the one that a record names.
+ * @param {FileRef} ref
+ * @param {Uint8Array} data
+ */
+export async function check(ref, data) {
+  const same = data.length === ref.size && (await sha256(data)) === ref.sha256;
+  demand(same, `${ref.key} is not the published object (sha256 or size differs); it was not applied`);
+}
+
+/** The public keys that a reader trusts; without any, no signature is checked. */
+export class PublicKeys {
+  /** @param {string} words `ed25519_public_` and 64 hex digits, several separated by commas */
+  constructor(words = "") {
+    this.keys = words.split(",").map((word) => word.trim()).filter(Boolean);
+    demand(this.keys.length || !words, `${quoted(words)} names no public key`);
+    for (const key of this.keys) {
+      demand(/^ed25519_public_[0-9a-f]{64}$/.test(key), `${quoted(key)} is not ed25519_public_ and 64 hex digits`);
+    }
+  }
+
+  /** The key that signed a record; "" if none is trusted. @param {Sealed} record @param {string} key */
+  async check(record, key) {
+    if (!this.keys.length) return "";
+    const message = new TextEncoder().encode(`${record.format} ${record.seal}`);
+    for (const word of this.keys) {
+      const trusted = await crypto.subtle.importKey("raw", bytes(word.slice(-64)), "Ed25519", false, ["verify"]);
+      if (await crypto.subtle.verify("Ed25519", trusted, bytes(record.signature), message)) return word;
+    }
+    throw new Refused(`${key} is not signed by a key that this page trusts`);
+  }
+}
+
+/** @param {string} digits */
+const bytes = (digits) => Uint8Array.from(digits.match(/../g) ?? [], (pair) => parseInt(pair, 16));
+
+/**
+ * @template {"Head" | "Manifest"} Kind
+ * @param {Kind} kind
+ * @param {Uint8Array} data
+ * @param {string} key
+ * @returns {Promise<Kind extends "Head" ? Head : Manifest>}
+ */
+export async function parse(kind, data, key) {
+  let source;
+  let value;
+  try {
+    source = new TextDecoder("utf-8", { fatal: true }).decode(data);
+    value = JSON.parse(source);
+  } catch {
+    throw new Refused(`${key} is not JSON`);
+  }
+  const wrong = wrongField(value, FIELDS[kind]);
+  demand(wrong === undefined, `${key} is not a valid ${kind}: its field ${quoted(wrong)} is missing, wrong or unknown`);
+  const content = source.replace(`"seal":"${value.seal}","signature":"${value.signature}",`, "");
+  const seal = await sha256(new TextEncoder().encode(`${kind}\n${content}`));
+  demand(seal === value.seal, `${key} is damaged: its seal does not match its other fields`);
+  if (kind === "Head") {
+    demand((value.version === null) === (value.manifest === null),
+      `${key} must have both a version and a manifest, or neither`);
+  } else {
+    checkLinks(value, key);
+  }
+  return value;
+}
+
+/** @param {Manifest} manifest @param {string} key */
+function checkLinks({ version, deltas, jumps, anchor, parent, ...others }, key) {
+  const first = version - deltas.length;
+  demand(deltas.every((one, i) => one.base === first + i && one.version === one.base + 1),
+    `${key}: its deltas do not lead to version ${version} one by one`);
+  const back = jumps.find((one) => one.base >= one.version);
+  demand(!back, `${key}: a jump leads from version ${back?.base} back to ${back?.version}`);
+  const names = anchor.files.map((one) => nameOf(one));
+  demand(new Set(names).size === names.length, `${key}: two files of the anchor have the same name`);
+  demand((parent === null) === (version === 0), `${key}: version 0 has no parent, and every other version has one`);
+  demand(recipe({ version, deltas, jumps, anchor, parent, ...others }, null),
+    `${key}: nothing leads from anchor ${anchor.version} to version ${version}`);
+}
+
+/** The last part of a file's key. @param {FileRef} ref */
+export const nameOf = (ref) => ref.key.slice(ref.key.lastIndexOf("/") + 1);
+
+/**
+ * The files of the fewest bytes that build a manifest's version; null if the version that is held is of no use.
+ * @param {Manifest} manifest
+ * @param {number | null} held a version that is there already; null starts from the anchor
+ * @returns {Recipe | null}
+ */
+export function recipe({ version, anchor, deltas, jumps }, held) {
+  /** @type {Map<number, {size: number, deltas: DeltaRef[]}>} */
+  const reached = new Map([[held ?? anchor.version, { size: 0, deltas: [] }]]);
+  for (const delta of [...deltas, ...jumps].sort((a, b) => a.base - b.base)) {
+    const from = reached.get(delta.base);
+    if (!from) continue;
+    const size = from.size + delta.size;
+    if (size < (reached.get(delta.version)?.size ?? Infinity)) {
+      reached.set(delta.version, { size, deltas: [...from.deltas, delta] });
+    }
+  }
+  const found = reached.get(version);
+  return found ? { anchor: held === null ? anchor : null, deltas: found.deltas } : null;
+}
+
+/**
+ * Whether HEAD or manifest `a` is newer than `b`.
+ * @param {Sealed & {version: number | null}} a
+ * @param {Sealed & {version: number | null}} b
+ */
+export function newer(a, b) {
+  const order = (/** @type {typeof a} */ one) => [one.born, one.writer_term, one.writer, one.version ?? -1];
+  const [left, right] = [order(a), order(b)];
+  const at = left.findIndex((value, i) => value !== right[i]);
+  return at >= 0 && left[at] > right[at];
+}

@@ -1,0 +1,310 @@
+// One more replica of a run: it finds the newest version, builds it, proves its digest, and goes to any other version.
+
+import { apply, decode, safetensors, undo } from "./delta.js";
+import { stateDigest } from "./digest.js";
+import { check, LARGEST_RECORD, nameOf, newer, parse, PublicKeys, recipe } from "./records.js";
+import { demand, Refused } from "./refused.js";
+
+/** @typedef {import("./records.js").Manifest} Manifest */
+/** @typedef {import("./records.js").FileRef} FileRef */
+/** @typedef {import("./store.js").Bucket} Bucket */
+/** @typedef {import("./delta.js").Model} Model */
+/** @typedef {import("./delta.js").Patch} Patch */
+/** @typedef {import("./delta.js").Delta} Delta */
+/** @typedef {{patches: Patch[], forward: boolean}} Move */
+/** @typedef {{from: number | null, version: number, digest: string, moves: Move[], bytes: number, ms: number}} Commit */
+
+const LARGEST_JOIN = 2 ** 30; // bytes of all files that lead to a version
+
+/** The runs of a bucket. @param {Bucket} bucket */
+export async function runsOf(bucket) {
+  const names = (await bucket.list("runs/")).map((key) => key.split("/")[1]);
+  return [...new Set(names)].sort();
+}
+
+export class Replica {
+  /**
+   * @param {Bucket} bucket
+   * @param {string} run
+   * @param {PublicKeys} [keys]
+   */
+  constructor(bucket, run, keys = new PublicKeys()) {
+    this.bucket = bucket;
+    this.run = run;
+    this.keys = keys;
+    this.folder = `runs/${run}/`;
+    /** The live weights: they change only within `#commit`. @type {Model} */
+    this.model = new Map();
+    /** The small files of the anchor: configuration and tokenizer. @type {Map<string, Uint8Array>} */
+    this.files = new Map();
+    /** @type {Manifest | null} what is live */
+    this.manifest = null;
+    /** @type {Manifest | null} */
+    this.newest = null;
+    /** Who signed the newest version; "" if nobody was asked for. */
+    this.signer = "";
+    /** The deltas that lead to the live version, oldest first. @type {Delta[]} */
+    this.past = [];
+    /** Decoded deltas by key. @type {Map<string, Delta>} */
+    this.known = new Map();
+    /** Manifests by version. @type {Map<number, Manifest>} */
+    this.manifests = new Map();
+    /** Called after a commit. @type {(commit: Commit) => void} */
+    this.onCommit = () => {};
+    /** @type {Promise<unknown>} */
+    this.busy = Promise.resolve();
+  }
+
+  /** Look for a newer version. Returns its manifest, or null. */
+  async look() {
+    const found = await this.#find();
+    if (!found || (this.newest && !newer(found, this.newest))) return null;
+    if (this.newest && found.born !== this.newest.born) this.#forget();
+    this.newest = found;
+    this.manifests.set(found.version, found);
+    return found;
+  }
+
+  /** @returns {Promise<Manifest | null>} */
+  async #find() {
+    const heads = (await this.bucket.list(`${this.folder}heads/`)).filter((key) => key.endsWith(".json")).sort();
+    try {
+      const key = heads.at(-1);
+      demand(key, `run ${this.run} has no HEAD`);
+      const head = await parse("Head", await this.bucket.get(key, LARGEST_RECORD), key);
+      this.signer = await this.keys.check(head, key);
+      demand(head.run === this.run, `${key} is of another run`);
+      if (!head.manifest) return null;
+      return await this.#record(head.manifest);
+    } catch (problem) {
+      const other = await this.#withoutHead();
+      if (!other) throw problem;
+      return other;
+    }
+  }
+
+  /** The newest version by the manifests alone: of the writer with the highest term. */
+  async #withoutHead() {
+    const names = (await this.#manifestKeys()).sort(byWriterThenVersion);
+    for (const { key } of names.slice(-3).reverse()) {
+      try {
+        return await this.#parsed(await this.bucket.get(key, LARGEST_RECORD), key);
+      } catch (problem) {
+        if (!(problem instanceof Refused)) throw problem;
+      }
+    }
+    return null;
+  }
+
+  async #manifestKeys() {
+    const keys = await this.bucket.list(`${this.folder}manifests/`);
+    return keys.flatMap((key) => {
+      const [, version, term, id] = /\/(\d{8,15})\.t(\d{1,15})-([0-9a-f]{8})\.json$/.exec(key) ?? [];
+      return version ? [{ key, version: Number(version), term: Number(term), id }] : [];
+    });
+  }
+
+  /** The versions that the run still has, oldest first. */
+  async versions() {
+    return [...new Set((await this.#manifestKeys()).map(({ version }) => version))].sort((a, b) => a - b);
+  }
+
+  /** @param {FileRef} ref */
+  async #record(ref) {
+    demand(ref.size <= LARGEST_RECORD, `${ref.key} is too large for a manifest`);
+    const data = await this.bucket.get(ref.key, ref.size);
+    await check(ref, data);
+    return this.#parsed(data, ref.key);
+  }
+
+  /** @param {Uint8Array} data @param {string} key */
+  async #parsed(data, key) {
+    const manifest = await parse("Manifest", data, key);
+    demand(manifest.run === this.run, `${key} is of another run`);
+    await this.keys.check(manifest, key);
+    return manifest;
+  }
+
+  /** The manifest of an earlier version. @param {number} version */
+  async #manifestOf(version) {
+    const known = this.manifests.get(version);
+    if (known) return known;
+    const child = this.manifests.get(version + 1)?.parent;
+    if (child) return this.#keep(await this.#record(child));
+    const names = (await this.#manifestKeys()).filter((one) => one.version === version).sort(byWriterThenVersion);
+    const name = names.at(-1);
+    demand(name, `the run no longer has version ${version}`);
+    const manifest = await this.#parsed(await this.bucket.get(name.key, LARGEST_RECORD), name.key);
+    demand(manifest.version === version, `${name.key} is of version ${manifest.version}`);
+    return this.#keep(manifest);
+  }
+
+  /** @param {Manifest} manifest */
+  #keep(manifest) {
+    demand(manifest.born === this.newest?.born, "the run was started again");
+    this.manifests.set(manifest.version, manifest);
+    return manifest;
+  }
+
+  /** The run was started again: nothing of the old one is of use. */
+  #forget() {
+    this.manifests.clear();
+    this.known.clear();
+    this.past = [];
+    this.manifest = null;
+  }
+
+  /**
+   * Make a version live: undo deltas, or apply them, or begin at an anchor. If anything is refused, nothing changes.
+   * @param {number} version
+   * @returns {Promise<Commit | null>} null if it is live already
+   */
+  goTo(version) {
+    const turn = this.busy.then(() => this.#goTo(version));
+    this.busy = turn.catch(() => {});
+    return turn;
+  }
+
+  /** @param {number} version */
+  async #goTo(version) {
+    if (this.manifest?.version === version) return null;
+    const started = performance.now();
+    const target = await this.#manifestOf(version);
+    const from = this.manifest?.version ?? null;
+    const past = [...this.past];
+    /** @type {Move[]} */
+    const moves = [];
+    let at = from;
+    let bytes = 0;
+    while (at !== null && at > version) {
+      const last = past.pop();
+      if (last) moves.push({ patches: last.patches, forward: false });
+      at = last ? last.base : null;
+    }
+    let way = at === null ? null : recipe(target, at);
+    const joins = !way;
+    way ??= recipe(target, null);
+    demand(way, `nothing leads to version ${version}`);
+    const files = [...(way.anchor?.files ?? []), ...way.deltas];
+    demand(files.reduce((sum, { size }) => sum + size, 0) <= LARGEST_JOIN, `version ${version} is too large for a tab`);
+    const coming = this.#fetchAll(files.filter(({ key }) => !this.known.has(key)));
+    const staged = joins ? await this.#anchor(way.anchor?.files ?? [], coming) : { model: copied(this.model), files: this.files };
+    if (joins) {
+      past.length = moves.length = 0;
+      bytes += (way.anchor?.files ?? []).reduce((sum, file) => sum + file.size, 0);
+    }
+    const { model } = staged;
+    for (const move of moves) undo(model, move.patches);
+    for (const ref of way.deltas) {
+      let delta = this.known.get(ref.key);
+      if (!delta) {
+        const file = /** @type {Uint8Array} */ (await coming.get(ref.key));
+        bytes += ref.size;
+        delta = await named(ref.key, () => decode(file, model));
+        demand(delta.base === ref.base && delta.version === ref.version, `${ref.key} is of other versions`);
+        this.known.set(ref.key, delta);
+      }
+      apply(model, delta.patches);
+      past.push(delta);
+      moves.push({ patches: delta.patches, forward: true });
+    }
+    const digest = await stateDigest(patterns(model));
+    demand(digest === target.digest,
+      `version ${version} was not taken: the weights have the digest ${digest}, its manifest says ${target.digest}`);
+    if (joins) {
+      this.model.clear(); // it stays the same table, for those who compute with it
+      for (const [name, tensor] of model) this.model.set(name, tensor);
+      this.files = staged.files;
+    } else {
+      for (const { patches, forward } of moves) (forward ? apply : undo)(this.model, patches);
+    }
+    this.manifest = target;
+    this.past = past;
+    const commit = { from: joins ? null : from, version, digest, moves, bytes, ms: performance.now() - started };
+    this.onCommit(commit);
+    return commit;
+  }
+
+  /** The digest of the live weights. */
+  digest() {
+    return stateDigest(patterns(this.model));
+  }
+
+  /**
+   * Fetch files side by side; each is proven before it is given out.
+   * @param {FileRef[]} refs
+   */
+  #fetchAll(refs) {
+    return new Map(refs.map((ref) => {
+      const file = this.bucket.get(ref.key, ref.size).then(async (data) => {
+        await check(ref, data);
+        return data;
+      });
+      file.catch(() => {}); // whoever awaits it sees the problem
+      return [ref.key, file];
+    }));
+  }
+
+  /** @param {FileRef[]} refs @param {Map<string, Promise<Uint8Array>>} coming */
+  async #anchor(refs, coming) {
+    const files = new Map();
+    for (const ref of [...refs].sort((a, b) => a.size - b.size)) files.set(nameOf(ref), await coming.get(ref.key));
+    const weights = files.get("model.safetensors");
+    demand(weights, "the anchor has no model.safetensors");
+    files.delete("model.safetensors");
+    const { tensors } = await named("model.safetensors", async () => safetensors(weights));
+    /** @type {Model} */
+    const model = new Map();
+    for (const [name, { dtype, shape, data }] of tensors) {
+      const size = shape.reduce((product, side) => product * side, 1);
+      demand(dtype === "BF16" && data.length === 2 * size, `the anchor's tensor ${name} is not bf16, or has another size`);
+      model.set(name, { shape, bits: new Uint16Array(data.slice().buffer) });
+    }
+    return { model, files };
+  }
+
+  /**
+   * Follow the run: go to each newest version while `wanted()` says so, until `signal` ends it.
+   * @param {AbortSignal} signal
+   * @param {{wanted?: () => boolean, onProblem?: (sentence: string) => void}} [options]
+   */
+  async follow(signal, { wanted = () => true, onProblem = () => {} } = {}) {
+    while (!signal.aborted) {
+      try {
+        await this.look();
+        if (this.newest && wanted()) await this.goTo(this.newest.version);
+        onProblem("");
+      } catch (problem) {
+        if (!(problem instanceof Refused)) throw problem;
+        onProblem(problem.message);
+      }
+      await new Promise((done) => {
+        const timer = setTimeout(done, 1000 * this.bucket.pollSeconds);
+        signal.addEventListener("abort", () => (clearTimeout(timer), done(null)), { once: true });
+      });
+    }
+  }
+}
+
+/** @param {{term: number, id: string, version: number}} a @param {{term: number, id: string, version: number}} b */
+const byWriterThenVersion = (a, b) => a.term - b.term || a.id.localeCompare(b.id) || a.version - b.version;
+
+/** @param {Model} model @returns {Model} */
+const copied = (model) => new Map([...model].map(([name, { shape, bits }]) => [name, { shape, bits: bits.slice() }]));
+
+/** @param {Model} model @returns {Iterable<[string, Uint16Array]>} */
+const patterns = (model) => [...model].map(([name, { bits }]) => [name, bits]);
+
+/**
+ * Name the object in a refusal.
+ * @template T
+ * @param {string} key
+ * @param {() => Promise<T>} work
+ */
+async function named(key, work) {
+  try {
+    return await work();
+  } catch (problem) {
+    throw problem instanceof Refused ? new Refused(`${key} was refused: ${problem.message}`) : problem;
+  }
+}

@@ -1,0 +1,184 @@
+// Where a bucket lies: a folder behind any file server, or a public bucket of the Hub or of S3.
+
+import { demand, quoted, Refused } from "./refused.js";
+
+/** An object or a listing is not there; a later try may find it. */
+export class Missing extends Refused {}
+
+/**
+ * @typedef {object} Bucket
+ * @property {string} url
+ * @property {number} pollSeconds between two looks at HEAD
+ * @property {(key: string, limit: number) => Promise<Uint8Array>} get
+ * @property {(prefix: string) => Promise<string[]>} list the keys in a folder that ends in "/"
+ * @property {(size: number) => void} [onBytes] told how much of a large object has come
+ */
+
+/**
+ * @param {string} url hf://buckets/<owner>/<name>[/<prefix>], s3://<name>[/<prefix>], or a folder's address
+ * @param {string} [endpoint] the Hub's or that bucket's address on S3, if it is another one
+ * @returns {Bucket}
+ */
+export function openBucket(url, endpoint) {
+  if (url.startsWith("hf://")) return new Hub(url, endpoint ?? "https://huggingface.co");
+  if (url.startsWith("s3://")) return new S3(url, endpoint);
+  const base = new URL(url.endsWith("/") ? url : `${url}/`, globalThis.location?.href);
+  demand(/^https?:$/.test(base.protocol), `${quoted(url)} is not a bucket: give an hf://, s3:// or http(s):// address`);
+  return new Folder(base.href);
+}
+
+/**
+ * Fetch at most `limit` bytes.
+ * @param {string} address
+ * @param {number} limit
+ * @param {string} key for messages
+ * @param {(size: number) => void} [onBytes]
+ */
+async function fetched(address, limit, key, onBytes = () => {}) {
+  let answer;
+  try {
+    answer = await fetch(address, { cache: "no-cache", credentials: "omit", referrerPolicy: "no-referrer" });
+  } catch {
+    throw new Missing(`${key} could not be fetched: check the network, and that its server allows other pages (CORS)`);
+  }
+  if (!answer.ok || !answer.body) throw new Missing(`${key} does not exist, or is not public (${answer.status})`);
+  const data = [];
+  let size = 0;
+  const reader = answer.body.getReader();
+  try {
+    for (let part = await reader.read(); !part.done; part = await reader.read()) {
+      size += part.value.length;
+      demand(size <= limit, `${key} is larger than ${limit} bytes`);
+      data.push(part.value);
+      onBytes(size);
+    }
+  } catch (error) {
+    reader.cancel().catch(() => {});
+    if (error instanceof Refused) throw error;
+    throw new Missing(`the connection broke while ${key} was fetched`);
+  }
+  return { data: new Uint8Array(await new Blob(data).arrayBuffer()), next: answer.headers.get("link") ?? "" };
+}
+
+const LISTING = 32 << 20; // bytes
+
+/** @param {string} prefix @param {() => string[]} read */
+function readable(prefix, read) {
+  try {
+    return read();
+  } catch {
+    throw new Missing(`the list of ${prefix} cannot be read`);
+  }
+}
+
+/** @param {string} key */
+const quote = (key) => key.split("/").map(encodeURIComponent).join("/");
+
+/** A folder: its server lists it as a page of links, or the folder has a file keys.json with all keys. */
+class Folder {
+  pollSeconds = 1;
+  /** @type {((size: number) => void) | undefined} */
+  onBytes;
+  /** @type {Promise<string[] | null> | undefined} */
+  #keys;
+
+  /** @param {string} url */
+  constructor(url) {
+    this.url = url;
+  }
+
+  /** @param {string} key @param {number} limit */
+  async get(key, limit) {
+    return (await fetched(this.url + quote(key), limit, key, this.onBytes)).data;
+  }
+
+  /** @param {string} prefix */
+  async list(prefix) {
+    this.#keys ??= this.get("keys.json", LISTING).then((data) => JSON.parse(new TextDecoder().decode(data))).catch(() => null);
+    const keys = await this.#keys;
+    if (Array.isArray(keys)) return keys.filter((key) => typeof key === "string" && key.startsWith(prefix));
+    const page = await this.get(prefix, LISTING);
+    const links = [...new TextDecoder().decode(page).matchAll(/href="([^"?#/][^"?#]*)"/gi)].map(([, link]) => link);
+    const names = readable(prefix, () => links.map(decodeURIComponent));
+    return names.filter((name) => !name.includes(":") && !name.startsWith("..")).map((name) => prefix + name);
+  }
+}
+
+class Hub {
+  pollSeconds = 5; // the Hub counts the requests of those who have no account
+  /** @type {((size: number) => void) | undefined} */
+  onBytes;
+
+  /** @param {string} url @param {string} endpoint */
+  constructor(url, endpoint) {
+    const [, id, folder] = /^hf:\/\/buckets\/([\w.-]+\/[\w.-]+)(?:\/(.*?))?\/?$/.exec(url) ?? [];
+    demand(id, `${quoted(url)} is not hf://buckets/<owner>/<name>[/<prefix>]`);
+    this.url = url;
+    this.id = id;
+    this.folder = folder ? `${folder}/` : "";
+    this.endpoint = endpoint;
+  }
+
+  /** @param {string} key @param {number} limit */
+  async get(key, limit) {
+    const path = encodeURIComponent(this.folder + key);
+    return (await fetched(`${this.endpoint}/buckets/${this.id}/resolve/${path}`, limit, key, this.onBytes)).data;
+  }
+
+  /** @param {string} prefix */
+  async list(prefix) {
+    const start = this.folder + prefix;
+    const path = encodeURIComponent(start.replace(/\/$/, ""));
+    /** @type {string[]} */
+    const found = [];
+    /** @type {string | undefined} */
+    let address = `${this.endpoint}/api/buckets/${this.id}/tree/${path}`;
+    while (address) {
+      const page = await fetched(address, LISTING, `the list of ${prefix}`);
+      found.push(...readable(prefix, () => {
+        const entries = /** @type {{type: string, path: string}[]} */ (JSON.parse(new TextDecoder().decode(page.data)));
+        return entries.filter(({ path: at }) => at.startsWith(start))
+          .map(({ type, path: at }) => at.slice(this.folder.length) + (type === "directory" ? "/" : ""));
+      }));
+      address = /<([^>]+)>; *rel="?next"?/.exec(page.next)?.[1];
+    }
+    return found;
+  }
+}
+
+class S3 {
+  pollSeconds = 2;
+  /** @type {((size: number) => void) | undefined} */
+  onBytes;
+
+  /** @param {string} url @param {string} [endpoint] */
+  constructor(url, endpoint) {
+    const [, name, folder] = /^s3:\/\/([\w.-]+)(?:\/(.*?))?\/?$/.exec(url) ?? [];
+    demand(name, `${quoted(url)} is not s3://<name>[/<prefix>]`);
+    this.url = url;
+    this.folder = folder ? `${folder}/` : "";
+    this.root = endpoint ?? `https://${name}.s3.amazonaws.com`;
+  }
+
+  /** @param {string} key @param {number} limit */
+  async get(key, limit) {
+    return (await fetched(`${this.root}/${quote(this.folder + key)}`, limit, key, this.onBytes)).data;
+  }
+
+  /** @param {string} prefix */
+  async list(prefix) {
+    const start = this.folder + prefix;
+    /** @type {string[]} */
+    const found = [];
+    /** @type {string | undefined} */
+    let more = "";
+    while (more !== undefined) {
+      const query = `list-type=2&delimiter=/&prefix=${encodeURIComponent(start)}${more}`;
+      const page = new TextDecoder().decode((await fetched(`${this.root}?${query}`, LISTING, `the list of ${prefix}`)).data);
+      found.push(...[...page.matchAll(/<(?:Key|Prefix)>([^<]+)</g)].map(([, key]) => key));
+      const token = /<NextContinuationToken>([^<]+)</.exec(page)?.[1];
+      more = token && `&continuation-token=${encodeURIComponent(token)}`;
+    }
+    return found.filter((key) => key.startsWith(start) && key !== start).map((key) => key.slice(this.folder.length));
+  }
+}

@@ -1,0 +1,99 @@
+// The recorded run that ships with the page, from a file server: every version by its digest, forward and back.
+
+import assert from "node:assert/strict";
+import { readdirSync, readFileSync, statSync } from "node:fs";
+import { createServer } from "node:http";
+import test from "node:test";
+import { PublicKeys } from "../src/records.js";
+import { Refused } from "../src/refused.js";
+import { Replica, runsOf } from "../src/replica.js";
+import { openBucket } from "../src/store.js";
+
+const RUN = new URL("../run/", import.meta.url);
+const KEY = /data-keys="([^"]+)"/.exec(readFileSync(new URL("../index.html", import.meta.url), "utf8"))?.[1] ?? "";
+
+/**
+ * A file server of the recorded run.
+ * @param {import("node:test").TestContext} t
+ * @param {(path: string, data: Buffer) => Buffer | null} change what it sends instead; null for 404
+ */
+async function served(t, change = (_, data) => data) {
+  const server = createServer((request, response) => {
+    const path = decodeURIComponent((request.url ?? "").slice(1));
+    /** @type {Buffer | null} */
+    let data = null;
+    try {
+      const place = new URL(path, RUN);
+      const names = () => readdirSync(place, { withFileTypes: true }).map((one) => one.name + (one.isDirectory() ? "/" : ""));
+      data = change(path, statSync(place).isDirectory()
+        ? Buffer.from(names().map((name) => `<li><a href="${encodeURI(name)}">${name}</a>`).join("\n"))
+        : readFileSync(place));
+    } catch {}
+    response.writeHead(data ? 200 : 404).end(data ?? "");
+  });
+  await new Promise((done) => server.listen(0, "127.0.0.1", () => done(null)));
+  t.after(() => server.close());
+  const { port } = /** @type {import("node:net").AddressInfo} */ (server.address());
+  return openBucket(`http://127.0.0.1:${port}/`);
+}
+
+test("from the newest version to version 0 and forward, by digest", async (t) => {
+  const bucket = await served(t);
+  assert.deepEqual(await runsOf(bucket), ["demo"]);
+  const replica = new Replica(bucket, "demo", new PublicKeys(KEY));
+  const newest = (await replica.look())?.version ?? 0;
+  assert(newest >= 19);
+  assert.equal(replica.signer, KEY);
+  assert.equal(await replica.look(), null);
+  const versions = await replica.versions();
+  assert.deepEqual(versions, Array.from({ length: newest + 1 }, (_, i) => i));
+  const digests = new Set();
+  for (const version of [newest, 3, 0, ...versions, newest - 5, newest]) {
+    await replica.goTo(version);
+    assert.equal(replica.manifest?.version, version);
+    assert.equal(await replica.digest(), replica.manifest?.digest);
+    digests.add(await replica.digest());
+  }
+  assert.equal(digests.size, versions.length);
+  const commit = await replica.goTo(newest - 1);
+  assert.deepEqual(commit?.moves.map(({ forward }) => forward), [false]);
+  assert.equal(commit?.bytes, 0);
+});
+
+test("a server that lists folders needs no keys.json; a run that nobody signed is refused", async (t) => {
+  const bucket = await served(t, (path, data) => (path === "keys.json" ? null : data));
+  assert.deepEqual(await runsOf(bucket), ["demo"]);
+  const replica = new Replica(bucket, "demo", new PublicKeys(`ed25519_public_${"1".repeat(64)}`));
+  await assert.rejects(replica.look(), /is not signed by a key that this page trusts/);
+});
+
+test("without HEAD the manifests are enough", async (t) => {
+  const replica = new Replica(await served(t, (path, data) => (path.includes("/heads/") ? null : data)), "demo", new PublicKeys(KEY));
+  assert.equal((await replica.look())?.version, 19);
+});
+
+for (const [what, part, sentence] of [
+  ["a delta", "deltas/00000004", /deltas\/00000004\..* is not the published object/],
+  ["an anchor", "model.safetensors", /model\.safetensors is not the published object/],
+]) {
+  test(`${what} with one other byte changes nothing`, async (t) => {
+    const bucket = await served(t, (path, data) => {
+      if (path.includes(String(part))) data[data.length - 1] ^= 1;
+      return data;
+    });
+    const replica = new Replica(bucket, "demo");
+    await replica.look();
+    const before = what === "a delta" ? (await replica.goTo(3))?.digest : undefined;
+    await assert.rejects(replica.goTo(4), (problem) => problem instanceof Refused && RegExp(sentence).test(problem.message));
+    if (before) assert.equal(await replica.digest(), before);
+    assert.equal(replica.manifest?.version, before && 3);
+  });
+}
+
+test("weights that are not those of the manifest are not taken", async (t) => {
+  const replica = new Replica(await served(t), "demo");
+  await replica.look();
+  await replica.goTo(5);
+  /** @type {{bits: Uint16Array}} */ (replica.model.values().next().value).bits[7] ^= 1;
+  await assert.rejects(replica.goTo(6), /version 6 was not taken: the weights have the digest/);
+});
