@@ -21,7 +21,7 @@ from env_space.settings import Settings
 from space_guard.limits import client_address
 from space_guard.requests import KEY_HEADER, refusals
 
-# Watched games at the same time, in total and per address, because they use the replica.
+# At most this many watched games at a time, total and per address: they use the replica.
 MAX_WATCHED, MAX_WATCHED_EACH = 8, 2
 TIMEOUT_S = 60.0
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}

@@ -63,8 +63,8 @@ class Sizes(NamedTuple):
     small: tuple[float, ...]
 
 
-# "fp32": section "growth" of the bench, 63 M weights in the shapes of Qwen3-0.6B, fp32 master weights, late
-# in a run. The others: section "size" at 1 % (SmolLM2-135M; Qwen3-0.6B-shaped), else measured 2026-11-21 by
+# "fp32": section "growth" of the bench, 63 M weights in the shapes of Qwen3-0.6B, late in a run. "fp32-start"
+# (SmolLM2-135M) and "bf16" (shaped as "fp32"): section "size" at 1 %, else measured 2026-11-21 by
 # `bench.deltas.smollm2(GRID, share)` and `bench.deltas.qwen(BF16, share, 63 M weights)`.
 SIZES: Final[dict[Trainer, Sizes]] = {
     "fp32": Sizes(
@@ -238,7 +238,7 @@ class Plan:
         self.published_hour = min(wanted, self.publisher_versions_hour)
         self.steps_per_version = wanted / self.published_hour
 
-        # A replica that joins late, up to the start of vLLM.
+        # A replica that joins late, before it stages.
         def deltas_s(versions: float) -> float:
             size, changed, _ = recipe.after_anchor(versions)
             decode_s = decode.seconds(params, changed) / self.threads

@@ -61,7 +61,7 @@ class PublicKeys:
 
     @classmethod
     def load(cls, given: str | Path | None = None) -> PublicKeys:
-        """The keys to trust: `given`, or in a file that `keygen` wrote, or by default the environment's."""
+        """The keys to trust: in `given`, a text or a file of `keygen`; by default the environment's."""
         return keys_in(os.environ)[1] if given is None else cls(_word(given, PUBLIC_KEY, _PUBLIC))
 
     def __contains__(self, public: str) -> bool:
@@ -76,7 +76,7 @@ class PublicKeys:
     def signer(self, record: Sealed, key: str) -> str | None:
         """The fingerprint of the key that signed `record`, or None if no key is trusted.
 
-        Raises `SignatureError`, which names `key`, if no trusted key signed the record.
+        Raises `SignatureError` if no trusted key did; it names the object's `key`.
         """
         if not self:
             return None
@@ -90,8 +90,8 @@ class PublicKeys:
                 return fingerprint(word)
         what = f"was not signed by {self}" if record.signature else f"has no signature; {self} must sign it"
         raise SignatureError(
-            f"{key} {what}; it was not applied: set that key as the trainer's {SIGNING_KEY}, or the trainer's"
-            f" public key as this reader's {PUBLIC_KEY}, or start another run"
+            f"{key} {what}; it was not applied: give the trainer the matching {SIGNING_KEY}, or this reader"
+            f" the trainer's public key as {PUBLIC_KEY}, or start another run"
         )
 
 

@@ -22,7 +22,7 @@ def configure(parser: argparse.ArgumentParser, _: str) -> None:
     """Add the arguments of `plan`; each stores a field of `Question`."""
     add = parser.add_argument
     params = _quantity("([KMBT]?)", 1, math.inf, "a number of weights: write 1T, 0.6B, 135M or 240K")
-    covered = "a share that this model covers: write a percentage from 0.01% to 30%, such as 1%"
+    covered = "a share that `plan` covers: write a percentage from 0.01% to 30%, such as 1%"
     speed = "a link speed: write bytes as 100MB/s or 1GB/s, bits as 10Gb/s"
     link, share = _quantity("([KMGT]?)[Bb]/s", 1, math.inf, speed), _quantity("(%)", 1e-4, 0.3, covered)
     seconds = _quantity("(m?)s", 0, math.inf, "a time: write 100ms or 0.3s")
@@ -36,9 +36,7 @@ def configure(parser: argparse.ArgumentParser, _: str) -> None:
     kinds = "fp32: fp32 master weights (default); fp32-start: the same, first steps; bf16: no master weights"
     add("--trainer", choices=get_args(cost.Trainer), default="fp32", help=kinds)
     add("--cores", type=_positive, default=2, help="cores of rank 0 and of each worker (default: 2)")
-    add(
-        "--steps-per-hour", type=_positive, help="steps of the trainer (default: as many as can be published)"
-    )
+    add("--steps-per-hour", type=_positive, help="steps of the trainer (default: what the slower side takes)")
     add("--json", action="store_true", help="print all figures as JSON")
     parser.set_defaults(run=_run)
 
@@ -50,7 +48,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _quantity(unit: str, least: float, most: float, wanted: str) -> Callable[[str], float]:
-    """A parser of numbers with a unit, of which the group in `unit` is the scale; small b counts bits."""
+    """A parser of numbers with a unit, whose scale is the group in `unit`; small b counts bits."""
 
     def parse(text: str) -> float:
         match = re.fullmatch(rf"(\d+(?:\.\d+)?){unit}", text)
@@ -75,11 +73,11 @@ def _assumptions(plan: Plan) -> list[str]:
     gpu, polls = f"{cost.GPU_BYTES / 1e9:.0f} GB", cost.WINDOW_S / POLL_S
     text = f"""\
 times assume one core of an AMD EPYC for each thread (`make bench`); no GPU was measured
-the trainer needs {cost.TRAINER_BYTES:.0f} bytes per weight, and has one rank for every {gpu} of them
-a replica needs {cost.REPLICA_BYTES:.1f} bytes per weight, and has one worker for every {gpu} of them
+the trainer needs {cost.TRAINER_BYTES:.0f} bytes per weight, and has one rank for every {gpu}
+a replica needs {cost.REPLICA_BYTES:.1f} bytes per weight, and has one worker for every {gpu}
 each machine has a link of {size_text(asked.link)}/s, and the store serves all of them simultaneously
 the publisher makes {made["all"]} requests per version, one after the other
-each replica makes {taken["all"]} requests per version; {plan.fetches}, with the poll of HEAD, are sequential
+each replica polls HEAD and makes {taken["all"]} requests per version; {plan.fetches} of all are sequential
 a request takes {time_text(asked.latency)} in addition to its bytes
 the Hub's events notify replicas; a replica without them makes {polls:.0f} requests for files in 5 minutes
 changes are spread like those of the measured models; clustered changes make smaller files
@@ -134,7 +132,7 @@ a replica that joins late (an anchor every {plan.anchor_every} versions)
 anchor|{time(plan.join_anchor_s)}|{size(plan.full)}
 jumps and deltas|{time(plan.join_deltas_s)}|halfway to the next anchor; fetch, decode, apply
 rebuild the checkpoint|{time(plan.join_rebuild_s)}|read, check the digest, write
-total, before vLLM starts|{time(plan.join_s)}|at most {time(plan.join_worst_s)}
+total, before staging|{time(plan.join_s)}|at most {time(plan.join_worst_s)}
 
 storage and money
 bucket grows by|{size(plan.stored_hour)}/h|nothing is deleted unless you ask for it

@@ -1,7 +1,7 @@
 """Finds what each sync (a hand-over of weights) changed, and publishes the changes in the background.
 
 The trainer waits for the diff only. A background thread encodes and uploads; meanwhile later syncs are merged
-into one pending update. A failed upload is repeated until it succeeds. At all times
+into one pending update. Uploads are retried unless access is denied. At all times
 
     published bits  +  the update in flight  +  the pending updates  =  mirror
 
@@ -47,10 +47,10 @@ class RepeatedSyncs:
     def __init__(self, published: Mapping[int, str]) -> None:
         """`published`: sync -> digest of each version that an exact repetition would produce again."""
         self._published = published
-        self.newest = min(published, default=0)  # the newest sync with weights as in the trainer before
+        self.newest = min(published, default=0)  # the newest sync with equal weights in both trainers
 
     def holds_back(self, sync: int, digest: str) -> bool:
-        """Whether the bucket has this sync, or may have a later one. Always False after one that differs."""
+        """Whether the bucket has this sync, perhaps merged into a later one. False once a sync differed."""
         if sync > max(self._published, default=-1) or self._published.get(sync, digest) != digest:
             self._published = {}
             return False
@@ -67,7 +67,7 @@ class UndoLog:
 
     Args:
         sync: The sync that the log begins with.
-        keep: Number of syncs after it that can be undone.
+        keep: Number of syncs that can be undone.
 
     Attributes:
         syncs: The syncs whose weights can be restored, oldest first.
@@ -126,7 +126,7 @@ def bf16_bits(weights: torch.Tensor) -> torch.Tensor:
     """
     if weights.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"{weights.dtype} cannot hold every bf16 value: use float32 or bfloat16")
-    stride = weights.element_size() // 2  # the bits are the last 16 of each weight
+    stride = weights.element_size() // 2  # in memory, each weight ends with them
     return weights.detach().view(-1).view(torch.int16)[stride - 1 :: stride]
 
 

@@ -1,8 +1,8 @@
 """Patches that let TRL's async GRPO run on a CPU, in float32, without vLLM or a kernel from the Hub.
 
-They also make the rollout process end with the trainer, and name the cause if it fails. `install` applies the
-patches for which this release has the code to patch (`compat.toml`). TRL works without them if it has one
-process, a GPU that FlashAttention 3 supports, the package `kernels`, the Hub, 16-bit weights and vLLM.
+They also make the rollout process end with the trainer, and name the cause if it fails. `install` skips
+patches of code that this release lacks (`compat.toml`). TRL works without them if it has a GPU that
+FlashAttention 3 supports, the package `kernels`, the Hub, 16-bit weights and vLLM.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _ROUNDING = 0.1  # rounding to 16 bits changes the test's results by 0.01, a dif
 
 
 def install(*needed: str) -> None:
-    """Patch TRL in this process. Raises `CompatibilityError` if this release lacks the code for a patch that
-    it needs, or a feature of `compat.toml` that is `needed`."""
+    """Patch TRL in this process. Raises `CompatibilityError` if this release lacks a feature of
+    `compat.toml` that is not optional, or is `needed`."""
     release = compat.require("trl", *needed)
     if release.works("without_vllm"):
         # The rollout worker needs only HTTP, but refuses to start unless vLLM is installed. Remove this once
@@ -50,7 +50,7 @@ def install(*needed: str) -> None:
     if release.works("child"):
         # If the trainer is killed (kill -9), the rollout process never ends; if that process fails, TRL's
         # errors do not name the cause, and its `stop` may wait forever. Remove this once TRL's child process
-        # watches its parent, and its worker does these three things.
+        # watches its parent, and its worker names causes and stops.
         _replace(async_rollout_worker, "_child_main", play_rollouts)
         for name, method in (("start", start), ("check_health", check_health), ("stop", stop)):
             _replace(_WORKER, name, method)
@@ -167,7 +167,7 @@ def _varlen_attention(
     it (-1: all).
     """
     if softcap or not causal:
-        raise ValueError("PyTorch's kernels have neither soft caps nor full attention: train another model")
+        raise ValueError("this attention is always causal and has no soft caps: train another model")
     if _kernel_takes(q):
         _require_same_mask(q.device)
         return _kernel(q, k, v, starts_q, starts_k, max_q, max_k, scale=softmax_scale, before=window_size[0])

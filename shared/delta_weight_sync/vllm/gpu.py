@@ -1,7 +1,7 @@
 """The GPU's half of `memory`: the same arithmetic on the same table, in Triton.
 
 Kernels take absolute addresses from the table, so that one launch reaches all parameters. Each program takes
-one block of a list. So hashing, reading or committing a model takes a few launches and one wait, however many
+a part of a list. So hashing, reading or committing a model takes a few launches and one wait, however many
 tensors the model has. Sums wrap at 2^64 and are spread over a few cells, which may be added in any order.
 
 Staging has its own stream, so that staging and vLLM do not wait for each other. A commit runs on vLLM's

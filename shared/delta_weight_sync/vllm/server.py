@@ -7,7 +7,7 @@
     POST /delta_weight_sync/pause|resume|heal      with the header X-Delta-Weight-Sync-Key
     POST /delta_weight_sync/pin?version=N          with the header X-Delta-Weight-Sync-Key
 
-The last four exist only if DELTA_WEIGHT_SYNC_KEY is set; then a poke needs the key, too. If a setting is
+The last two lines exist only if DELTA_WEIGHT_SYNC_KEY is set; then a poke needs it, too. If a setting is
 wrong, vLLM ends with one sentence before it loads its engine. Later errors are in the status and in the log.
 """
 
@@ -54,8 +54,8 @@ class Settings(BaseModel):
     public_key: str = ""  # refuse versions that this key did not sign; see `signing`
     signing_key: str = Field("", repr=False)  # must be empty, because it is the trainer's secret
     poll_s: float = Field(POLL_S, gt=0)  # seconds between two polls of HEAD
-    pause: bool = False  # pause vLLM for each commit, by its own calls, instead of between two of its steps
-    strict: bool = False  # refuse releases of vLLM that were not run with this library; see `compat`
+    pause: bool = False  # commit while vLLM is paused by its own calls, not between two of its steps
+    strict: bool = False  # turn warnings about the release of vLLM into errors; see `compat`
     folder: str = ""  # scratch space for one or two checkpoints; empty: a temporary folder
 
     @field_validator("key", "public_key", "signing_key")
