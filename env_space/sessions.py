@@ -92,7 +92,7 @@ class Sessions:
     def open(self, id: UUID, origin: Origin, game: Game, client: str = "") -> Session:
         """Put `game` in play under `id`, or return the session if the same request did that before.
 
-        Raises GameError: 409 if `id` belongs to another seed or to a game that ended, 503 if the store is
+        Raises GameError: 409 if `id` belongs to another origin or to a game that ended, 503 if the store is
         full, 429 if this `client` has too many games.
         """
         self.reap()

@@ -30,7 +30,7 @@ from space_guard.requests import RateLimit
 
 EVERY_S = 1.0  # between two readings while there are viewers
 IDLE_S = 60.0  # between two readings without viewers
-LIST_EVERY_S = 5.0  # between two listings, for each page that a listing has
+LIST_EVERY_S = 5.0  # per page of a listing, between two listings
 FAILED_S = 300.0  # until a damaged object is read again, because it may have been repaired
 MAX_REBUILD = 1_000_000_000  # bytes of a version's files that a dashboard rebuilds for a proof
 MAX_DOWNLOAD = 256_000_000  # bytes of an object that a visitor downloads through the dashboard
@@ -294,8 +294,8 @@ class Library:
         return name
 
     def objects(self) -> Listing:
-        """List the run's objects. The listing is at most `LIST_EVERY_S` seconds old for each of its pages, or
-        older while the rate limit is exceeded."""
+        """List the run's objects. The listing is at most `LIST_EVERY_S` seconds per page old, or older
+        while the rate limit is exceeded."""
         with self._lock:
             at, run, listing = self._listed
             if run == self.run and self._clock() - at <= LIST_EVERY_S * (1 + len(listing) // _PAGE):
@@ -348,7 +348,7 @@ class Library:
 
     def _rebuild(self, manifest: Manifest) -> str:
         way = manifest.recipe()
-        if way.size > MAX_REBUILD:  # its files' sizes: a manifest can claim any `full_bytes`
+        if way.size > MAX_REBUILD:  # sizes of files, because a manifest can claim any `full_bytes`
             raise errors.ProtocolError(
                 f"this model is too large to be rebuilt here: run delta-weight-sync verify {self.bucket.url}"
             )
@@ -366,7 +366,7 @@ class RateLimitError(errors.BucketError):
 
 class RateLimitedBucket:
     """A bucket that visitors share, for reading only: calls and bytes are limited in each `WINDOW_S` seconds.
-    What is not used in one window can be used in a burst."""
+    What a window allows can be used in one burst."""
 
     def __init__(self, bucket: Bucket, clock: Clock = time.monotonic) -> None:
         self._bucket, self.url, self._lock = bucket, bucket.url, threading.Lock()
@@ -395,7 +395,7 @@ class RateLimitedBucket:
 
     def _spend(self, size: int = 0, calls: int = 1) -> None:
         with self._lock:
-            used, wait_s = f"{CALLS} requests", self._calls.spend("visitors", calls)
+            used, wait_s = f"{CALLS} reads", self._calls.spend("visitors", calls)
             if not wait_s:
                 used, wait_s = size_text(BYTES), self._bytes.spend("visitors", size)
         if wait_s:

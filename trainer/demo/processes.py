@@ -58,7 +58,7 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
         return self._folder / f"{name}.log"
 
     def finished(self, name: str) -> bool:
-        """True once that child ended without error; raises `ChildError` if it or any other child failed."""
+        """True once that child ended well; raises `ChildError` if any child failed or ended too early."""
         for other, child in self._children.items():
             code = child.poll()
             if code is not None and (code != 0 or other not in self._may_end):

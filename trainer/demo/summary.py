@@ -17,7 +17,7 @@ _ENOUGH = 40  # with fewer steps, the rewards of the first and the last tenth ar
 
 
 class Progress:
-    """Prints the run's events as lines; of its steps, those that come three seconds after the last line."""
+    """Prints the run's events as lines; a step only if the last line is at least three seconds old."""
 
     def __init__(self, minutes: float) -> None:
         self._started, self._all_s = time.monotonic(), 60 * minutes

@@ -74,7 +74,7 @@ def find(
     whole: tl.constexpr,
 ) -> None:
     """Find what differs from the mirror in the tiles `which`; changes beyond `capacity` are only counted.
-    `kind`: the parameters' type, int16 for bf16. `nans`: int16 [1], the bits that torch casts its NaN to."""
+    `kind`: the parameters' type, int16 for bf16. `nans`: int16 [1], the bits of a NaN after torch's cast."""
     tile = tl.load(which + tl.program_id(0))
     entry = entries + tl.load(owners + tile).to(tl.int64) * COLUMNS
     start, stop = tl.load(entry + 2), tl.load(entry + 3)
@@ -116,7 +116,7 @@ def keep(entries: tl.tensor, owners: tl.tensor, book: tl.tensor, found: tl.tenso
 
 @triton.jit(do_not_specialize=["count"])
 def add(addresses: tl.tensor, ulps: tl.tensor, old: tl.tensor, count: tl.tensor) -> None:
-    """Add `ulps` to the bits at absolute addresses, which must differ; `old` gets the earlier bits."""
+    """Add `ulps` to the bits at distinct absolute addresses; `old` gets the earlier bits."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < count
     memory = tl.load(addresses + at, mask=inside, other=0).to(tl.pointer_type(tl.int16))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # needs Triton, which only a GPU build of torch installs
 Place = Literal["host", "device"]
 _CHUNK = 1 << 18  # elements cast at a time, so that they stay in the cache
 _INFINITY = 0x7F80  # the exponent of infinities and NaNs
-_HELD = 1 << 30  # bytes of temporary tensors (gathered, merged) above which they are compared
+_HELD = 1 << 30  # bytes of temporary tensors (gathered, merged) that may wait to be compared
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Mirror:
                     codec.apply(patch, self.bits(patch.name))
 
     def take(self, patches: Iterable[Patch]) -> None:
-        """Apply patches that other ranks found."""
+        """Apply patches that the host or other ranks found."""
         on_device: dict[torch.device, list[Patch]] = {}
         for patch in patches:
             bits = self._bits[patch.name]

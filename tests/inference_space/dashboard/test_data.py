@@ -508,7 +508,7 @@ class TestHubQuota:
         refused = [answer for answer in answers if answer.status_code != 200]
         assert len(refused) >= self.OBJECTS - CALLS
         assert {answer.status_code for answer in refused} == {429}
-        assert "visitors have used up the 240 requests" in refused[0].text
+        assert "visitors have used up the 240 reads" in refused[0].text
         assert visitor.get("/dashboard/bucket").status_code == 200
 
     def test_a_page_that_is_open_costs_no_requests_to_the_api(
