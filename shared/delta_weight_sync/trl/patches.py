@@ -16,10 +16,10 @@ import signal
 import sys
 import threading
 import time
+import urllib.request
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import torch
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
@@ -97,19 +97,15 @@ def _await_server(url: str) -> None:
     deadline, said = time.monotonic() + _SERVER_S, False
     while True:
         try:
-            httpx.get(f"{url.rstrip('/')}/health", timeout=5.0).raise_for_status()
+            urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=5.0).close()
             return
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            if time.monotonic() > deadline or not isinstance(
-                error, httpx.TransportError | httpx.HTTPStatusError
-            ):
-                raise RolloutError(
-                    f"no vLLM answers at {url} ({error}): start it, or correct vllm_server_base_url"
-                ) from error
+        except (OSError, ValueError) as error:
+            if time.monotonic() > deadline or not url.startswith(("http://", "https://")):
+                fix = "start it, or correct vllm_server_base_url"
+                raise RolloutError(f"no vLLM answers at {url} ({error}): {fix}") from error
             if not said:
-                print(
-                    f"waiting up to {_SERVER_S:.0f} s for vLLM at {url}: {error}", file=sys.stderr, flush=True
-                )
+                limit = f"{_SERVER_S:.0f} s"
+                print(f"waiting up to {limit} for vLLM at {url}: {error}", file=sys.stderr, flush=True)
             said = True
             time.sleep(1.0)
 
