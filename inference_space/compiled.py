@@ -25,5 +25,6 @@ if __name__ == "__main__":  # decode deltas of every mode, and find their elemen
             data = codec.encode([patch], old.__getitem__, base=0, version=1, encoding=encoding)
             (path := Path(folder, "delta")).write_bytes(data)
             patches = codec.chain([codec.Delta(path)], {"w": SHAPE}, old.__getitem__)
-            collect(of_patches(codec.merge(patches, patches), table), table)
+            undone = [codec.inverse(patch) for patch in patches]
+            collect(of_patches([*patches, *codec.merge(patches, undone)], table), table)
             codec.apply(patches[0], old["w"])
