@@ -101,8 +101,9 @@ def _await_server(url: str) -> None:
             return
         except (OSError, ValueError) as error:
             if time.monotonic() > deadline or not url.startswith(("http://", "https://")):
-                fix = "start it, or correct vllm_server_base_url"
-                raise RolloutError(f"no vLLM answers at {url} ({error}): {fix}") from error
+                raise RolloutError(
+                    f"no vLLM answers at {url} ({error}): start it, or correct vllm_server_base_url"
+                ) from error
             if not said:
                 limit = f"{_SERVER_S:.0f} s"
                 print(f"waiting up to {limit} for vLLM at {url}: {error}", file=sys.stderr, flush=True)
