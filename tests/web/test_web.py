@@ -49,7 +49,7 @@ def test_both_implementations_take_and_refuse_the_same(npm: dict[str, str], tmp_
     environment = npm | {"DWS_VECTORS": str(tmp_path)}
     done = subprocess.run(["npm", "test"], cwd=WEB, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
-    assert "# skipped 0" in done.stdout
+    assert "skipped 0" in done.stdout  # after "#" or "ℹ", depending on the release of Node
 
 
 @pytest.mark.parametrize("kind", ["hf", "s3"])
