@@ -19,7 +19,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 from typing import Literal
 
@@ -41,7 +40,6 @@ from trainer.stop import Stop
 from trainer.tasks import Task, make_task
 
 _FIRST_SYNC = 1  # TRL's number of the sync before the first step
-_NICE = 10  # of the training on a CPU
 
 
 def main() -> None:
@@ -101,9 +99,6 @@ def train(settings: Settings, config: AsyncGRPOConfig) -> None:
                 on_version=pokes.send,
             )
         )
-        if config.use_cpu and sys.platform == "linux":
-            # Training shares the cores with publishing, whose thread exists already and goes first.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         progress = resume.find_progress(publisher, fresh=settings.fresh)
         if progress and 0 < (last := config.max_steps) <= progress.trainer["global_step"]:
             print(f"already trained to step {last}: raise --max_steps, or start again with --fresh")

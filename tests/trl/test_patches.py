@@ -20,6 +20,7 @@ from trl.experimental.async_grpo import packing
 
 from delta_weight_sync import RolloutError
 from delta_weight_sync.trl import patches, trainer
+from tests.support.http_server import answering
 
 LENGTHS_Q, LENGTHS_K = [3, 1, 6, 2], [3, 1, 9, 7]  # the last two go on where another sequence ends
 LAYERS, TOKENS = 3, 4096
@@ -241,6 +242,8 @@ def test_a_trainer_whose_vllm_does_not_answer_ends_with_one_sentence(monkeypatch
         with pytest.raises(RolloutError, match=f"^no vLLM answers at {url} .*: start it, or correct"):
             patches.start(SimpleNamespace(_loop_kwargs={"vllm_server_url": url}))
     assert f"for vLLM at {url}" in capfd.readouterr().err
+    with answering(lambda _: (401, {}, b"")) as url:  # a proxy in front of a vLLM
+        patches._await_server(url)
     with pytest.raises(RolloutError, match=r"^no vLLM answers at localhost:8000"):
         patches.start(SimpleNamespace(_loop_kwargs={"vllm_server_url": "localhost:8000"}))
 

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from types import SimpleNamespace
 from typing import Any
@@ -50,7 +51,7 @@ def install(*needed: str) -> None:
     if release.works("child"):
         # If the trainer is killed (kill -9), the rollout process never ends; if that process fails, TRL's
         # errors do not name the cause, and its `stop` may wait forever. Remove this once TRL's child process
-        # watches its parent, and its worker names causes and stops.
+        # watches its parent and reports each of its errors, and `stop` does not wait for a dead process.
         _replace(async_rollout_worker, "_child_main", play_rollouts)
         for name, method in (("start", start), ("check_health", check_health), ("stop", stop)):
             _replace(_WORKER, name, method)
@@ -100,6 +101,8 @@ def _await_server(url: str) -> None:
             urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=5.0).close()
             return
         except (OSError, ValueError) as error:
+            if isinstance(error, urllib.error.HTTPError) and error.code < 500:
+                return  # a proxy that does not let this request through
             if time.monotonic() > deadline or not url.startswith(("http://", "https://")):
                 raise RolloutError(
                     f"no vLLM answers at {url} ({error}): start it, or correct vllm_server_base_url"

@@ -267,6 +267,7 @@ def played(env: Space) -> int:
 def leaks(folder: Path, env: Space, replica: Space) -> list[str]:
     """Where a planted secret can be seen: logs, bucket, pages, command lines, variables of the engine."""
     [front, *engine] = replica.family()
+    # The Space has a /tmp of its own, as in a container: its process shows it.
     scratch = Path(f"/proc/{front.pid}/root/tmp/replica")
     files = [*folder.glob("*.log"), *(folder / "bucket").rglob("*"), *scratch.rglob("*")]
     assert scratch / "engine_python.sh" in files
