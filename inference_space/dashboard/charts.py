@@ -1,6 +1,6 @@
 """The charts of the page: curves with their axes, and the last syncs on one time axis.
 
-A chart's paths lie in a box of 1000 x 1000 that the browser stretches. Strokes keep their width, and dots are
+A chart's paths lie in a box of 10,000 x 10,000 that the browser stretches. Strokes keep their width, and dots are
 the round caps of empty strokes, so nothing is distorted. Colours come from the style sheet.
 """
 
@@ -21,7 +21,7 @@ from delta_weight_sync.util import count_text, size_text, time_text
 from inference_space.dashboard.html import colour, percent
 from inference_space.dashboard.state import Point, Progress, Replica, Series, SlowestCommit
 
-_BOX = 1000
+_BOX = 10_000
 _LEAST = 1e-12  # share of the values: a smaller span is only rounding error
 _SPANS = tuple(unit * count for unit in (1, 60, 3600, 86_400) for count in (1, 2, 5, 10, 15, 30))
 

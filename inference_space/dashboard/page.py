@@ -42,7 +42,7 @@ from inference_space.dashboard.data import (
 )
 from inference_space.dashboard.html import STATIC, render_template, scripts, styles
 from inference_space.dashboard.owner import Owner, owner_tab, space_author
-from inference_space.dashboard.state import FRAMES, LATELY, Progress, moments
+from inference_space.dashboard.state import FRAMES, Progress, moments
 from space_guard.requests import FRAMING
 
 if TYPE_CHECKING:
@@ -101,9 +101,7 @@ def render(view: RunView) -> Markup:
 def body(run: Progress, view: RunView | None = None) -> Markup:
     """Render a run: its figures and curves or, with the `view` of a run that starts, how far it is."""
     (syncs, axis), drawn = timeline(run), charts(run)
-    return render_template(
-        "run.html", run=run, lately=LATELY, charts=drawn, syncs=syncs, axis=axis, view=view
-    )
+    return render_template("run.html", run=run, charts=drawn, syncs=syncs, axis=axis, view=view)
 
 
 def first_paint(view: RunView, *, owner: bool) -> Markup:

@@ -28,7 +28,7 @@ from delta_weight_sync.util import size_text
 
 POINTS = 300  # of a curve: more than a screen shows
 FRAMES = 60  # moments: earlier versions at which the page can show the run
-LATELY = 20  # number of optimizer steps that a "recent" mean covers
+_WINDOW = 20  # steps whose mean reward is shown, first and last; fewer in a short run, so that they do not overlap
 UNSETTLED = 64  # newest versions, which replicas may still commit
 _ROWS = 12  # of the table of syncs
 _WINDOW = 24  # versions in the chart of each replica's version over time (the staircase)
@@ -104,8 +104,9 @@ class Progress:
     trainer: Series  # (unix seconds, version), the window of the staircase
     curves: dict[str, Series]  # by the names in `_CURVES`
     group: StepEvent | None  # the newest step whose rollouts were recorded
-    reward_first: float | None  # mean of the first `LATELY` steps
-    reward_lately: float | None  # mean of the last `LATELY` steps
+    reward_steps: int  # how many steps each of the next two means covers
+    reward_first: float | None  # mean of the first steps
+    reward_lately: float | None  # mean of the last steps
 
 
 class Stage(NamedTuple):
@@ -176,8 +177,9 @@ class RunState:
         self._trainer: deque[Point] = deque(maxlen=_WINDOW)
         self._anchored: deque[int] = deque(maxlen=_ROWS)
         self._curves = {name: Curve(peaks=name in _PEAKS) for name in _CURVES}
+        self._rewards = 0  # number of steps with a reward
         self._first: list[float] = []
-        self._lately: deque[float] = deque(maxlen=LATELY)
+        self._lately: deque[float] = deque(maxlen=_WINDOW)
         self._group: StepEvent | None = None
         self._played: float | None = None  # when the first games were played
         self._slowest: dict[int, SlowestCommit] = {}  # by version, only the newest
@@ -222,6 +224,7 @@ class RunState:
             track.report(own, self._last_t)
             tracks = {**tracks, own.replica: track}
         curves = {name: curve.points() for name, curve in self._curves.items()}
+        steps = max(1, min(_WINDOW, self._rewards // 2))
         curves["pauses"] += tuple((version, slow.pause_ms) for version, slow in self._slowest.items())
         return Progress(
             version=self.version,
@@ -242,8 +245,9 @@ class RunState:
             trainer=tuple(self._trainer),
             curves=curves,
             group=self._group,
-            reward_first=fmean(self._first) if self._first else None,
-            reward_lately=fmean(self._lately) if self._lately else None,
+            reward_steps=steps,
+            reward_first=fmean(self._first[:steps]) if self._first else None,
+            reward_lately=fmean(list(self._lately)[-steps:]) if self._lately else None,
         )
 
     def start(self, own: ReplicaEvent | None = None) -> tuple[Stage, ...]:
@@ -316,8 +320,9 @@ class RunState:
     def _step(self, event: StepEvent) -> None:
         if event.reward is not None and math.isfinite(event.reward):
             self._curves["reward"].add(event.step, event.reward)
+            self._rewards += 1
             self._lately.append(event.reward)
-            if len(self._first) < LATELY:
+            if len(self._first) < _WINDOW:
                 self._first.append(event.reward)
         for metric in _METRICS.keys() & event.metrics.keys():
             self._curves[_METRICS[metric]].add(event.step, event.metrics[metric])

@@ -63,6 +63,14 @@ def test_the_page_shows_what_is_in_the_bucket_and_moves_by_itself(
     assert newest == ["v1", "1 % 2.2 K", "44 KB", *steps]
     assert first[:3] == ["v0", "all", "440 KB"]
 
+    payload = page.locator("figure", has_text="bytes per version").locator(".plot")
+    payload.hover(position={"x": 1, "y": 9})
+    expect(page.locator(".tip > *")).to_have_text(["v0", "440 KB", "440 KB"])
+    payload.hover(position={"x": payload.bounding_box()["width"] - 1, "y": 9})
+    expect(page.locator(".tip > *")).to_have_text(["v1", "440 KB", "44 KB"])
+    page.mouse.move(0, 0)
+    expect(page.locator(".tip")).to_have_count(0)
+
     assert page.locator("#dws-live img").count() == 0, "text of a replica stays text"
     page.evaluate("document.querySelector('#dws-live h1').kept = true")
     run.publish(22_000, 1_100)

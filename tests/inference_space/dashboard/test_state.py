@@ -143,7 +143,7 @@ def test_rates_come_from_the_steps_that_have_them() -> None:
     stale = StepEvent(t=0, step=5, reward=None, metrics={"sample/staleness_mean": 2.0})
     run = progress(*steps, rewards(solve_rate=0.5, invalid_rate=0.1), stale)
     assert run.curves["reward"] == ((1, 0.5), (4, 0.75), (1, 1.0))
-    assert run.reward_lately == 0.75
+    assert (run.reward_steps, run.reward_first, run.reward_lately) == (1, 0.5, 1.0), "the windows are apart"
     assert (run.curves["solved"], run.curves["invalid"], run.curves["staleness"]) == (
         ((1, 0.5),),
         ((1, 0.1),),
