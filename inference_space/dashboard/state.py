@@ -28,7 +28,7 @@ from delta_weight_sync.util import size_text
 
 POINTS = 300  # of a curve: more than a screen shows
 FRAMES = 60  # moments: earlier versions at which the page can show the run
-_WINDOW = 20  # steps whose mean reward is shown, first and last; fewer in a short run, so that they do not overlap
+_MEAN = 20  # steps of the first and of the last mean reward; fewer in a short run, so that they do not overlap
 UNSETTLED = 64  # newest versions, which replicas may still commit
 _ROWS = 12  # of the table of syncs
 _WINDOW = 24  # versions in the chart of each replica's version over time (the staircase)
@@ -179,7 +179,7 @@ class RunState:
         self._curves = {name: Curve(peaks=name in _PEAKS) for name in _CURVES}
         self._rewards = 0  # number of steps with a reward
         self._first: list[float] = []
-        self._lately: deque[float] = deque(maxlen=_WINDOW)
+        self._lately: deque[float] = deque(maxlen=_MEAN)
         self._group: StepEvent | None = None
         self._played: float | None = None  # when the first games were played
         self._slowest: dict[int, SlowestCommit] = {}  # by version, only the newest
@@ -224,7 +224,7 @@ class RunState:
             track.report(own, self._last_t)
             tracks = {**tracks, own.replica: track}
         curves = {name: curve.points() for name, curve in self._curves.items()}
-        steps = max(1, min(_WINDOW, self._rewards // 2))
+        steps = max(1, min(_MEAN, self._rewards // 2))
         curves["pauses"] += tuple((version, slow.pause_ms) for version, slow in self._slowest.items())
         return Progress(
             version=self.version,
@@ -322,7 +322,7 @@ class RunState:
             self._curves["reward"].add(event.step, event.reward)
             self._rewards += 1
             self._lately.append(event.reward)
-            if len(self._first) < _WINDOW:
+            if len(self._first) < _MEAN:
                 self._first.append(event.reward)
         for metric in _METRICS.keys() & event.metrics.keys():
             self._curves[_METRICS[metric]].add(event.step, event.metrics[metric])
