@@ -1,7 +1,7 @@
 """The charts of the page: curves with their axes, and the last syncs on one time axis.
 
-A chart's paths lie in a box of 10,000 x 10,000 that the browser stretches. Strokes keep their width, and dots are
-the round caps of empty strokes, so nothing is distorted. Colours come from the style sheet.
+A chart's paths lie in a box of 10,000 x 10,000 that the browser stretches. Strokes keep their width, and
+dots are the round caps of empty strokes, so nothing is distorted. Colours come from the style sheet.
 """
 
 from __future__ import annotations

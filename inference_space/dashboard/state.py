@@ -28,7 +28,7 @@ from delta_weight_sync.util import size_text
 
 POINTS = 300  # of a curve: more than a screen shows
 FRAMES = 60  # moments: earlier versions at which the page can show the run
-_MEAN = 20  # steps of the first and of the last mean reward; fewer in a short run, so that they do not overlap
+_MEAN = 20  # steps of the first and of the last mean reward; fewer in a short run, so none counts twice
 UNSETTLED = 64  # newest versions, which replicas may still commit
 _ROWS = 12  # of the table of syncs
 _WINDOW = 24  # versions in the chart of each replica's version over time (the staircase)
