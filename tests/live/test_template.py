@@ -1,11 +1,12 @@
-"""With real vLLM: an unsigned run's chat template is not run; without a chat all goes on."""
+"""With real vLLM: an unsigned run's chat template is not run; SIGTERM ends a Space with a stopped engine."""
 
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
-from tests.live.replica import PATIENCE_S, Replica, greedy
+from tests.live.replica import PATIENCE_S, Replica, engine_of, greedy
 from tests.live.run import training
 
 pytestmark = [pytest.mark.live, pytest.mark.long, pytest.mark.finding(14)]
@@ -23,3 +24,7 @@ def test_a_template_without_end_hangs_neither_the_start_nor_a_request(tmp_path: 
         answer = httpx.post(f"{replica.url}/v1/chat/completions", json=CHAT, timeout=PATIENCE_S)
         assert (answer.status_code, "set DELTA_WEIGHT_SYNC_PUBLIC_KEY" in answer.text) == (400, True)
         assert greedy(replica.url)
+        family = psutil.Process(replica.pid).children(recursive=True)
+        engine_of(replica).suspend()
+        replica.stop()
+        assert psutil.wait_procs(family, timeout=PATIENCE_S)[1] == []
