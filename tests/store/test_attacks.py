@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -111,6 +112,17 @@ def test_names_that_are_not_keys_are_not_listed(folder: Bucket, tmp_path: Path) 
         path.parent.mkdir()
         path.write_bytes(b"{}")
     assert [info.key for info in folder.list("")] == ["runs/r/sound"]
+
+
+@pytest.mark.finding("N13")
+def test_what_a_killed_upload_left_is_deleted_a_day_later(folder: Bucket, tmp_path: Path) -> None:
+    names = [f".{number:032x}.part" for number in range(2)]
+    for name in names:
+        (tmp_path / "bucket/runs/r" / name).write_bytes(b"half of it")
+    os.utime(tmp_path / "bucket/runs/r" / names[0], (0, time.time() - 90_000))
+    folder.put("runs/r/old", b"")
+    folder.delete(["runs/r/old"])
+    assert sorted(path.name for path in (tmp_path / "bucket/runs/r").iterdir()) == [names[1], "sound"]
 
 
 KEY = "runs/r/x"

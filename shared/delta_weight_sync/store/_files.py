@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,8 @@ _FOLDER = _ROOT | os.O_NOFOLLOW
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # otherwise a pipe would wait for a writer
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _BLOCK: Final = 1 << 20  # bytes copied at a time
+_PART: Final = re.compile(r"\.[0-9a-f]{32}\.part")  # the name of an object while it is written
+_LEFT_S: Final = 86_400.0  # no upload takes longer
 _NO_FILE: Final = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
@@ -57,12 +60,19 @@ class FileBucket(store.Bucket):
                 size -= len(block)
 
     def _delete(self, keys: Sequence[str]) -> None:
-        """Delete objects, and links in place of objects; folders stay."""
+        """Delete objects, and links in place of objects; folders stay. Also delete what uploads that were
+        killed at least `_LEFT_S` ago left beside the objects."""
         self._root.stat()
         for key in keys:
             *folders, name = key.split("/")
             with suppress(*_ABSENT), self._opened_folder(folders) as folder:
                 os.unlink(name, dir_fd=folder)
+        for parts in {tuple(key.split("/")[:-1]) for key in keys}:
+            with suppress(*_ABSENT), self._opened_folder(parts) as folder, os.scandir(folder) as entries:
+                for entry in entries:
+                    left = _PART.fullmatch(entry.name) and entry.stat(follow_symlinks=False)
+                    if left and time.time() - left.st_mtime >= _LEFT_S:
+                        os.unlink(entry.name, dir_fd=folder)
 
     def _put(self, key: str, data: bytes | Path) -> None:
         """Write a temporary file, then rename it. The bucket's own folder must exist: it may be a mount."""
