@@ -7,8 +7,8 @@
 splitmix64 (Steele, Lea & Flood, 2014), `seed(t)` the first eight bytes of sha256(name). The sum does not
 depend on order, so replicas can hash shards in any layout, and changing one element from `a` to `b` adds
 `r * (b - a)`. In a block of 4096 elements no sum overflows, so vector instructions compute it. The digest
-always detects a single wrong element, and several with a probability of about 1 - 2^-48. It guards against
-mistakes; the sha256 in the manifest guards against tampering.
+always detects a single wrong element. It misses several wrong elements with a probability of about 2^-48. It
+guards against mistakes; the sha256 in the manifest guards against tampering.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ BLOCK = 4096
 _CHUNK = BLOCK << 12  # elements hashed at a time, so that int64 temporaries take at most half a gigabyte
 _NO_BLOCK = np.uint64(1 << 63)  # no block has this number
 Bits = NDArray[np.uint16]
+Index = NDArray[np.int64]
 
 
 @kernel
@@ -75,32 +76,18 @@ def hash_dense(bits: Bits, first: int, inner: NDArray[np.uint32], seed: np.uint6
 
 
 @kernel
-def _hash_change(
-    index: NDArray[np.int64], old: Bits, new: Bits, inner: NDArray[np.uint32], seed: np.uint64
+def _add(
+    bits: Bits, at: Index, ulps: Bits, index: Index, inner: NDArray[np.uint32], seed: np.uint64
 ) -> np.uint64:
+    """Add `ulps` to `bits[at]`, which are at positions `index` of their tensor."""
     total, block, factor = np.uint64(0), _NO_BLOCK, np.uint64(0)
     for j in range(index.size):
         i = np.uint64(index[j])
         if i // np.uint64(BLOCK) != block:  # increasing positions share a block for a while
             block = i // np.uint64(BLOCK)
             factor = outer(seed, block)
-        total += factor * np.uint64(inner[i % np.uint64(BLOCK)]) * (np.uint64(new[j]) - np.uint64(old[j]))
-    return total
-
-
-@kernel
-def _add(
-    bits: Bits, index: NDArray[np.int64], ulps: Bits, inner: NDArray[np.uint32], seed: np.uint64
-) -> np.uint64:
-    total, block, factor = np.uint64(0), _NO_BLOCK, np.uint64(0)
-    for j in range(index.size):
-        i = np.uint64(index[j])
-        if i // np.uint64(BLOCK) != block:
-            block = i // np.uint64(BLOCK)
-            factor = outer(seed, block)
-        old = bits[i]
-        new = np.uint16(old + ulps[j])
-        bits[i] = new
+        old = bits[at[j]]
+        bits[at[j]] = new = np.uint16(old + ulps[j])
         total += factor * np.uint64(inner[i % np.uint64(BLOCK)]) * (np.uint64(new) - np.uint64(old))
     return total
 
@@ -115,14 +102,14 @@ def tensor_digest(name: str, bits: Bits, first: int = 0) -> int:
     return int(hash_dense(np.ascontiguousarray(bits).reshape(-1), first, INNER, seed(name)))
 
 
-def change_digest(name: str, index: NDArray[np.int64], old: Bits, new: Bits) -> int:
+def change_digest(name: str, index: Index, old: Bits, new: Bits) -> int:
     """How the digest changes (mod 2^64) when `old` becomes `new` (uint16 [n]) at flat positions `index`."""
-    return int(_hash_change(index, old, new, INNER, seed(name)))
+    return int(_add(old.copy(), np.arange(index.size), new - old, index, INNER, seed(name)))
 
 
-def add(name: str, bits: Bits, index: NDArray[np.int64], ulps: Bits) -> int:
+def add(name: str, bits: Bits, index: Index, ulps: Bits) -> int:
     """Add `ulps` to flat `bits` (uint16) at `index`. Returns how the digest changes (mod 2^64)."""
-    return int(_add(bits, index, ulps, INNER, seed(name)))
+    return int(_add(bits, index, ulps, index, INNER, seed(name)))
 
 
 def state_digest(state: Mapping[str, Bits]) -> int:

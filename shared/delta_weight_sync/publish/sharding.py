@@ -22,17 +22,16 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.codec import Bits, Index, Patch
-from delta_weight_sync.digest import change_digest
+from delta_weight_sync.digest import tensor_digest
 from delta_weight_sync.errors import CodecError, PeerError
 from delta_weight_sync.publish.mirror import Block, Mirror, Part, Place
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 _TIMEOUT = datetime.timedelta(hours=2)  # other ranks wait while rank 0 uploads the base and awaits a replica
-_CHUNK = 1 << 20  # elements hashed at a time
 
 
 def own_block(tensor: torch.Tensor, *, main: bool) -> Block | None:
-    """The block of a parameter that this rank diffs; None if it diffs nothing of it.
+    """The block of a parameter that this rank diffs, or None.
 
     The main rank diffs a tensor that every rank holds whole. If a mesh dimension holds copies of a block, the
     first rank along that dimension diffs the block.
@@ -108,9 +107,10 @@ def own_parts(weights: Weights, mirror: Mirror, names: dict[str, list[Patch]]) -
 
 
 def gathered(weights: Weights, *, first: bool, main: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights. The main rank gets all whole at the `first` sync, later those without a block.
+    """Yield the weights, on ranks other than the main one their own parts.
 
-    Every rank must iterate to the end, because this is a collective. Other ranks get their own parts.
+    The main rank gets whole tensors: at the `first` sync all, and later those that are not a plain block.
+    Every rank must iterate to the end, because this is a collective.
     """
     for name, tensor in weights:
         if not isinstance(tensor, DTensor) or (is_block(tensor) and not first):
@@ -121,7 +121,7 @@ def gathered(weights: Weights, *, first: bool, main: bool) -> Iterator[tuple[str
 
 
 def union(parts: Iterable[Patch]) -> list[Patch]:
-    """Join several ranks' patches of one tensor, which do not overlap, to one; to none if nothing changed."""
+    """Join the ranks' patches of one tensor, which do not overlap, into one. Empty if nothing changed."""
     found = sorted((p for p in parts if p.index.size), key=lambda p: int(p.index[0]))
     if len(found) < 2:
         return found
@@ -135,8 +135,8 @@ def union(parts: Iterable[Patch]) -> list[Patch]:
 class Peers:
     """Communication between the processes of this trainer. With a single process, it does nothing.
 
-    All processes must create one and call its methods in the same order. With `alone`, this process acts as
-    if it were the only one.
+    All processes must create a `Peers` and call its methods in the same order. With `alone`, this process
+    acts as if it were the only one.
     """
 
     def __init__(self, *, alone: bool = False) -> None:
@@ -150,7 +150,7 @@ class Peers:
         return self.rank == 0
 
     def exchange(self, message: Any, failure: str = "") -> list[Any]:
-        """Return all ranks' messages, in rank order. Raises `PeerError` on all if one gives a `failure`."""
+        """Return all ranks' messages, in rank order. If a rank gives a `failure`, all raise `PeerError`."""
         if self._group is None:
             return [message]
         answers: list[Any] = [None] * self.size
@@ -163,7 +163,7 @@ class Peers:
 
     @contextlib.contextmanager
     def fail_together(self, weights: Iterable[object] = ()) -> Iterator[None]:
-        """Run a `with` body, which fails on all ranks if on one; that rank iterates `weights` to the end."""
+        """Run a `with` body. If it fails on one rank, iterate `weights` to the end there, and fail on all."""
         try:
             yield
         except PeerError:
@@ -226,9 +226,7 @@ def own_digest(weights: Weights, *, main: bool) -> tuple[int, set[str]]:
     for name, tensor in gathered(weights, first=False, main=main):
         names.add(name)
         if block := own_block(tensor, main=main):
-            bits = to_bits(local(tensor)).reshape(-1)
-            for start in range(0, bits.size, _CHUNK):
-                part = bits[start : start + _CHUNK]
-                index = block.positions(np.arange(start, start + part.size))
-                total += change_digest(name, index, np.zeros_like(part), part)
+            bits, (starts, length) = to_bits(local(tensor)).reshape(-1), block.stretches()
+            for number, first in enumerate(starts.tolist()):
+                total += tensor_digest(name, bits[number * length : (number + 1) * length], first)
     return total, names
