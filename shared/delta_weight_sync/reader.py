@@ -37,8 +37,8 @@ from delta_weight_sync.signing import PublicKeys
 from delta_weight_sync.store import Bucket, Listing, ObjectInfo, open_bucket
 
 _SIDE_BY_SIDE = 6  # objects that are fetched ahead at the same time
-_TRIES = 5  # times to list HEADs again if a new writer removes the one that was listed
-_MAX_UNSIGNED = 16  # a search ends after this many unsigned manifests: with a wrong public key, all are
+_TRIES = 5  # listings of HEADs at most; each fails if a new writer removes a listed HEAD meanwhile
+_MAX_UNSIGNED = 16  # a search ends after this many unsigned manifests: the public key is probably wrong
 _MAX_DAMAGED = 64  # a search reads at most this many manifests: a forged key can claim any version
 _MAX_HEADS = 16  # a search reads at most this many HEADs: usually there is one
 Kind = TypeVar("Kind", bound=Sealed)
@@ -113,8 +113,8 @@ class RunReader:
     def manifest(self, version: int | None = None) -> Manifest:
         """The manifest of `version`, by default the newest.
 
-        One listing finds an older version, however long the run is. No chain of hashes leads from HEAD to it.
-        So check the digest of the weights that you build.
+        An older version is found by one listing, not by hashes that lead from HEAD to it. So check the digest
+        of the weights that you build.
 
         Raises:
             NoVersionError: The run has not published this version.
@@ -234,8 +234,7 @@ class RunReader:
         path.unlink()
 
     def require_intact(self) -> None:
-        """Raise `ProtocolError` or `ObjectMissingError` if the HEAD of the run's last writer, or its
-        manifest, is damaged."""
+        """Raise `ProtocolError` or `ObjectMissingError` if the last writer's HEAD or manifest is damaged."""
         if writers := self.writers():
             head = self.head_of(writers[-1])
             if head.manifest:

@@ -309,7 +309,7 @@ class Manifest(Sealed):
 
     def recipe(self, held: int | None = None) -> Recipe:
         """The smallest set of files that builds this version from `held`, a version of this run that you
-        already have, or from an anchor. The digest shows if `held` was of this run."""
+        already have, or from the anchor. Check the digest: `held` may be of another run."""
         recipe = self.recipe_without((), held)
         assert recipe, "a manifest without one is refused"
         return recipe
@@ -337,7 +337,7 @@ class Manifest(Sealed):
 
 
 class Head(Sealed):
-    """Names a writer's newest version; before its first, the version from which the writer continues."""
+    """Names a writer's newest version, or until it publishes, the version from which it continues."""
 
     born: Time  # as in the manifest
     version: Count | None  # None before the run's first version
@@ -353,7 +353,7 @@ class Head(Sealed):
 
     @property
     def rank(self) -> Rank:
-        """HEAD's place in the order of versions. Before the first version it is that of version -1."""
+        """HEAD's place in the order of versions; -1 stands for the version before the first."""
         return self.born, self.writer_term, self.writer, -1 if self.version is None else self.version
 
 

@@ -67,8 +67,8 @@ class Base:
             bits: Returns the bits of one of these tensors.
 
         Raises:
-            CheckpointError: The policy was not loaded from this checkpoint. Names may differ, if the tensors
-                with other names have as many elements together as those that they replace.
+            CheckpointError: The policy was not loaded from this checkpoint. Tensors may have other names than
+                in the checkpoint if their number of elements, in sum, is the same.
         """
         shapes = {path: shapes_in(path) for path in sorted(self.folder.glob(_WEIGHTS))}
         stored = {name: shape for inside in shapes.values() for name, shape in inside.items()}

@@ -156,7 +156,7 @@ class Mirror:
             raise CodecError(f"{name}: shape changed from {old} to {new}; start a new run for it")
 
     def require_finite(self, name: str, bits: Bits) -> None:
-        """Raise `CodecError` for bits of a tensor that are NaN or infinite, unless those are allowed."""
+        """Raise `CodecError` if bits of a tensor are NaN or infinite, and that is not allowed."""
         if self._finite and ((bits & _INFINITY) == _INFINITY).any():
             raise CodecError(
                 f"{name} has weights that are NaN or infinite, so nothing was published: lower the learning"
@@ -176,7 +176,7 @@ class Mirror:
                     codec.apply(patch, self.bits(patch.name))
 
     def take(self, patches: Iterable[Patch]) -> None:
-        """Apply patches that the host or other ranks found."""
+        """Apply patches that this host or other ranks found."""
         on_device: dict[torch.device, list[Patch]] = {}
         for patch in patches:
             bits = self._bits[patch.name]
@@ -193,7 +193,7 @@ class Mirror:
         for part in parts:
             by_device.setdefault(part.tensor.device, []).append(part)
         for device, some in by_device.items():
-            if self._finite:  # a sum is finite if all weights are; one answer for all tensors
+            if self._finite:  # if a sum is finite, so are its weights; one copy to the host for all tensors
                 sums = torch.stack([part.tensor.detach().sum(dtype=torch.float32) for part in some])
                 for number in (~sums.isfinite()).nonzero().flatten().tolist():
                     self.require_finite(some[number].name, to_bits(some[number].tensor))

@@ -50,7 +50,7 @@ class RepeatedSyncs:
         self.newest = min(published, default=0)  # the newest sync with equal weights in both trainers
 
     def holds_back(self, sync: int, digest: str) -> bool:
-        """Whether the bucket has this sync, perhaps merged into a later one. False once a sync differed."""
+        """Whether the bucket has this sync, perhaps merged into a later sync. False once a sync differs."""
         if sync > max(self._published, default=-1) or self._published.get(sync, digest) != digest:
             self._published = {}
             return False
@@ -60,7 +60,7 @@ class RepeatedSyncs:
 
 
 class UndoLog:
-    """What the newest syncs changed. It can restore the weights of each of them in another copy of the model.
+    """What the newest syncs changed. It can restore each of these syncs in another copy of the model.
 
     Moving a copy from one sync to another writes only what differs, about one weight in a hundred per sync.
     Only the trainer's thread may use it.
@@ -126,7 +126,7 @@ def bf16_bits(weights: torch.Tensor) -> torch.Tensor:
     """
     if weights.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"{weights.dtype} cannot hold every bf16 value: use float32 or bfloat16")
-    stride = weights.element_size() // 2  # in memory, each weight ends with them
+    stride = weights.element_size() // 2  # the bf16 bits are the last two bytes of each weight
     return weights.detach().view(-1).view(torch.int16)[stride - 1 :: stride]
 
 
@@ -142,7 +142,7 @@ class PendingUpdate:
 
     @functools.cached_property
     def by_name(self) -> dict[str, Patch]:
-        """The patch of each changed tensor; a tensor has at most one."""
+        """The patch of each changed tensor."""
         return {patch.name: patch for patch in self.patches}
 
     def then(self, later: PendingUpdate) -> PendingUpdate:
@@ -154,7 +154,7 @@ class PendingUpdate:
 class Outbox:
     """The publishing half of the main rank. One thread, the trainer's, calls `publish`.
 
-    `untrained` takes the shapes and bits of the tensors in the first sync, and returns the model's others.
+    `untrained` gets the shapes and bits of the first sync's tensors. It returns the model's other tensors.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Outbox:
         self._sent = 0  # bytes of all uploads up to the newest version
         self._encoded = b""  # the delta file of the version that is being published
         self._updates: list[PendingUpdate] = []  # oldest first; merged into one, unless `pin` was called
-        self._held = False  # the updates may lead to a version that the bucket has
+        self._held = False  # the newest sync is held back, because the bucket has it
         self._pinned: tuple[str, Manifest | None] = "", None  # digest, and its version once it is published
         self._busy, self._closed = False, False
         self._failure: BaseException | None = None
@@ -238,7 +238,7 @@ class Outbox:
             return True
 
     def pinned(self) -> Manifest | None:
-        """Wait for the version of the last `pin`; None if there will be none."""
+        """Wait for the version of the last `pin`; None if it will not be published."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._failure or self._pinned[1])
             return self._pinned[1]

@@ -74,7 +74,7 @@ class Publisher:
         keep: How much of the run stays in the bucket, such as "20GB" or "7d"; by default all of it.
         allow_nonfinite: Publish NaN and infinite weights; by default they are an error.
         state_minutes: Least minutes between two saved states, 5 by default. After a slow upload the pause is
-            longer: uploads of states take a tenth of the time at most. With 0, `save_state` saves if it can.
+            longer, so that uploads of states take a tenth of the time at most. 0 sets no least pause.
         signing_key: The key that signs every version, or the file that `delta-weight-sync keygen` wrote. By
             default the key in DELTA_WEIGHT_SYNC_SIGNING_KEY, if that is set.
         on_version: Called on the main rank with the manifest of each published version.
@@ -143,7 +143,7 @@ class Publisher:
 
     @property
     def repeated_sync(self) -> int:
-        """The newest sync in which this resumed trainer had the same weights as the one before it, or 0."""
+        """The newest sync with equal weights in this resumed trainer and the trainer before it, or 0."""
         return self._outbox.repeated.newest if self._outbox else 0
 
     def publish_base(self, weights: Model, step: int = 0) -> None:
@@ -307,7 +307,7 @@ class Publisher:
         return manifest
 
     def digest(self, weights: Model) -> str:
-        """The digest of the live weights of all ranks, cast to bf16. A version of them has the same one."""
+        """The digest of the live weights of all ranks, cast to bf16: also the digest of their version."""
         own, names = own_digest(checkpoint_weights(weights), main=self._peers.main)
         untrained = self._outbox.mirror.digest_without(names) if self._outbox else 0
         return to_hex(sum(self._peers.exchange(own + untrained)))

@@ -28,16 +28,16 @@ from delta_weight_sync.reader import apply_delta, require_digest
 from delta_weight_sync.records import STRIDES, Manifest
 from delta_weight_sync.scratch import Scratch
 
-_BEHIND: Final = 16  # while more versions than this wait here, no jumps and anchors are made
+_BEHIND: Final = 16  # while more versions than this wait here, it makes no jumps and anchors
 _RESTART_EVERY: Final = 64  # versions between two attempts to begin again, for example after a full disk
 _CLOSING_S: Final = 5.0
 _SMALLEST: Final = 1 << 24  # bytes of memory that patches may always take
-_SHARE: Final = 3  # they may take up to 1 / _SHARE of the bf16 model if that is more
+_SHARE: Final = 3  # patches may take up to 1 / _SHARE of the bf16 model, if that is more than _SMALLEST
 _log = logging.getLogger("delta_weight_sync")
 
 
 class _Start:
-    """Where the next jump of a stride begins: holds the patches since that version, or its checkpoint."""
+    """The version where the next jump of a stride begins, as its weights on disk or as the patches since."""
 
     def __init__(self, stride: int, path: Path) -> None:
         self.stride, self.version = stride, -1
@@ -215,7 +215,7 @@ class Shortcuts:
         self._writer.add_jump(base, version, data, sum(sizes))
 
     def _prune(self, newest: Manifest) -> None:
-        """Prune, and leave room for an anchor and twice the bytes added between the last two prunings."""
+        """Prune. Leave room for an anchor and twice the bytes added between the last two prunings."""
         if self._pruner is None:
             return
         room = newest.full_bytes + 2 * self._came

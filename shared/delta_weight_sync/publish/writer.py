@@ -58,7 +58,7 @@ class RunWriter:
         # In the bucket, but named by no manifest yet. One thread at most calls `add_jump` and `add_anchor`.
         self._jumps: list[DeltaRef] = []
         self._new_anchor: AnchorRef | None = None
-        self._considered = 0  # how many of `_jumps` there were when `_decided` was made
+        self._considered = 0  # length of `_jumps` when `_decided` was made
         self._listed: dict[str, ObjectInfo | None] = {}  # files of the version that was found intact last
         self._intact = 0  # the last version whose files were all found as published
         self._started = time.time()
@@ -96,7 +96,7 @@ class RunWriter:
         return self.reader.resolve(last if last and last.rank > head.rank else head)
 
     def anchor_is_due(self) -> bool:
-        """Whether to write an anchor: a join would fetch too much, or the newest version is damaged."""
+        """Whether an anchor is needed: a join would fetch too much, or the newest version is damaged."""
         newest = self.newest
         if newest is None or self._new_anchor:
             return False
@@ -111,8 +111,8 @@ class RunWriter:
     def _finds_damage(self, newest: Manifest) -> bool:
         """Whether a file of the newest version is missing or has changed.
 
-        This lists the run every `_EVERY` versions, or each time while it finds damage. It reads only the
-        files besides the weights, once; the writer has written or read the others itself.
+        This lists the run every `_EVERY` versions, or each time while it finds damage. It reads each small
+        file of the checkpoint once. The writer has written or read the weights and deltas itself.
         """
         if newest.version < self._intact + _EVERY:
             return False
@@ -139,7 +139,7 @@ class RunWriter:
         return False
 
     def put_anchor(self, version: int, weights_file: Path) -> AnchorRef:
-        """Store the whole checkpoint of `version`: the weights, and the small files unless they are there."""
+        """Store the weights of `version`, and the checkpoint's small files unless they are stored."""
 
         def put(path: Path) -> FileRef:
             return put_file(self.bucket, path, self.keys.anchor(version, self.writer, path.name))

@@ -66,7 +66,7 @@ class Bucket(ABC):
             self._put(key, data)
 
     def put_all(self, objects: Sequence[tuple[str, bytes | Path]]) -> None:
-        """Store small objects, the last one after all others. A failure may leave some, each whole."""
+        """Store small objects, the last one after all others. A failure may leave some stored, each whole."""
         for key, data in objects:
             self.put(key, data)
 

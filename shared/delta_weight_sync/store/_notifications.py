@@ -16,23 +16,23 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-MEASURED_S: Final = 5.0  # least time between two numbers that are compared: a version is a burst of requests
-USED: Final = 0.8  # share of what is left that polling may use; the rest is for the versions themselves
-SLOWEST: Final = 60.0  # times the usual interval
+MEASURED_S: Final = 5.0  # least time between two compared counts, because a version is a burst of requests
+USED: Final = 0.8  # share of the remaining requests that polling may use; downloads need the rest
+SLOWEST: Final = 60.0  # the longest interval, as a multiple of the usual interval
 LONGEST_BLOCK_S: Final = 60.0  # longest wait after a refusal; some refusals ask for hours
 _FIRST_BLOCK_S: Final = 2.0  # wait after a refusal that names no time; doubles with each further refusal
-SAFETY_S = 60.0  # between two looks at a store that reports its changes: a notification may get lost
+SAFETY_S = 60.0  # between two looks at a store that reports its changes, in case a notification gets lost
 POKES: Final = 8  # looks that pokes may cause in a row; each interval allows one more
 _EARLY = 0.1  # share of an interval by which a look may come too early
 
 
 class Quota:
-    """The requests that one token has left. One thread reports every answer; any thread may read."""
+    """The requests that one token has left. Any thread may report an answer, or read."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, threading.Lock()
-        self._slower = 1.0  # times the usual interval
-        self._last: tuple[float, int] | None = None  # when, and how many requests were left
+        self._slower = 1.0  # the interval, as a multiple of the usual interval
+        self._last: tuple[float, int] | None = None  # when the last count came, and the requests left then
         self._refusals, self._open_at = 0, clock()
 
     def left(self, requests: int, seconds: float) -> None:
@@ -56,12 +56,12 @@ class Quota:
             self._open_at = self._clock() + min(wait, LONGEST_BLOCK_S)
 
     def blocked_s(self) -> float:
-        """Seconds until a request makes sense again; 0 if it does now."""
+        """Seconds until the quota allows requests again; 0 if it allows them now."""
         with self._lock:
             return max(self._open_at - self._clock(), 0.0)
 
     def interval(self, poll_s: float) -> float:
-        """Seconds between two looks, of which `poll_s` is the usual number."""
+        """Seconds between two looks; `poll_s` if the quota is large enough."""
         with self._lock:
             return poll_s * self._slower
 
@@ -74,7 +74,7 @@ class Notifications:
         self._changed = threading.Condition()
         self._awake = self._closed = False
         self._notified, self._poked, self._live = True, False, False
-        self._settled = False  # whether a look has shown what the last notification was about
+        self._settled = False  # whether a second look has followed the last notification
         self.known: dict[str, str] = {}  # key -> etag, as the last look found them
         self.prompted = False  # whether a notification or a poke caused the last look
         self.unprompted = False  # whether the last look was only for safety, in case a notification got lost

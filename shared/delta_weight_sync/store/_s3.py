@@ -118,7 +118,7 @@ class S3Bucket(store.Bucket):
         )
 
     def _is_there(self) -> bool:
-        """Whether the bucket exists, which the answer to a HEAD request for an object does not tell."""
+        """Whether the bucket exists. The answer to a HEAD request for an object does not say so."""
         try:
             next(iter(self._store.list(self._root, chunk_size=1)), None)
         except self._failures as error:
@@ -133,7 +133,7 @@ def _code(error: Exception) -> str:
 
 
 def _profile() -> Any:
-    """Gives obstore the keys of your profile; None if the environment has keys, or there is no profile."""
+    """What gives obstore the keys of your profile; None if the environment has keys or no profile exists."""
     file = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")).expanduser()
     if "AWS_ACCESS_KEY_ID" in os.environ or not file.is_file():
         return None

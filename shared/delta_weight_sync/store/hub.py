@@ -52,7 +52,7 @@ from delta_weight_sync import errors, store
 from delta_weight_sync.store._notifications import Notifications, Quota
 
 REQUEST_TIMEOUT = 10.0  # seconds; by default the client waits forever
-LONGEST_PAUSE = 10  # seconds that a server may ask the client to wait; by default it obeys for hours
+LONGEST_PAUSE = 10  # seconds that the client waits at most if a server asks for it; by default hours
 FAILURES = (OSError, RuntimeError, ValueError, HTTPError, EntryNotFoundError)  # what the libraries raise
 
 # The first two settings shorten hf_xet's retries, which take up to five minutes by default. Its read timeout
@@ -87,7 +87,7 @@ def _configure_clients() -> None:
 
 @cache
 def _uploads(_process: int, *, known: bool) -> XetSession:
-    """A session for objects of which the storage may know parts, or not. A forked process needs its own."""
+    """An upload session, one per process. `known`: the storage may have parts of the objects."""
     return XetSession(XetConfig().with_config("deduplication.global_dedup_query_enabled", known))
 
 
@@ -249,7 +249,7 @@ class HubBucket(store.Bucket):
             return errors.ObjectMissingError(f"{place} does not exist")
         if isinstance(error, HfHubHTTPError):
             return self._refusal(error, place, write)
-        # Only the Hub can tell a refusal from an outage, and its own outage from one of its storage: ask it.
+        # The error does not say whether the Hub refused, or the Hub or its storage is down: ask the Hub.
         try:
             self._api.bucket_info(self._id)
         except HfHubHTTPError as cause:
@@ -297,7 +297,7 @@ class HubNotifications(Notifications):
     """Notifications from the Hub's feed, if it has one."""
 
     def __init__(self, url: str, folder: str, prefix: str, quota: Quota) -> None:
-        """`url` is the feed's. It reports changes of keys with `prefix`, in the bucket's `folder`."""
+        """`url` is the URL of the feed. Only changes below `prefix`, in the bucket's `folder`, count."""
         super().__init__(quota)
         self._url, self._folder, self._prefix, self._cursor = url, folder, prefix, ""
         self._connection: socket.socket | None = None

@@ -18,8 +18,8 @@ class BucketWeightTransfer:
         transfer = BucketWeightTransfer("hf://buckets/me/wordle#first", base="Qwen/Qwen3-0.6B")
         AsyncGRPOTrainer("Qwen/Qwen3-0.6B", ..., weight_transfer=transfer).train()
 
-    Making one also patches TRL in this process (see `delta_weight_sync.trl.patches`), so that the trainer
-    needs no vLLM, no kernel from the Hub and no GPU. Without a GPU, set `use_cpu=True` in TRL's config.
+    Creating a transfer also patches TRL in this process (see `delta_weight_sync.trl.patches`), so that the
+    trainer needs no vLLM, no kernel from the Hub and no GPU. Without a GPU, set TRL's option `use_cpu=True`.
 
     TRL pauses generation before a sync and resumes it after the upload. Here both do nothing: each replica
     pauses itself for its own commit, once it has the delta.

@@ -37,7 +37,7 @@ _CHECK_HEALTH: Any = getattr(_WORKER, "check_health", None)
 _PEAK_FLOPS: Any = getattr(async_grpo_trainer, "get_peak_flops_per_device", None)
 _SERVER_S = 240.0  # to wait for vLLM, as TRL does without a bucket
 _replace = setattr
-_ROUNDING = 0.1  # rounding to 16 bits changes the test's results by 0.01, a different mask by 1
+_ROUNDING = 0.1  # `_require_same_mask`: rounding to 16 bits changes results by 0.01, another mask by 1
 
 
 def install(*needed: str) -> None:
@@ -180,7 +180,7 @@ def _kernel_takes(q: torch.Tensor) -> bool:
 
 @functools.cache
 def _require_same_mask(device: torch.device) -> None:
-    """Raise `RuntimeError` unless the kernel lets each query see the keys described above. Runs once."""
+    """Raise `RuntimeError` unless the kernel masks as `_one_by_one` does. Runs once per device."""
     random = torch.Generator().manual_seed(0)
     q, k = (torch.randn(shape, generator=random).to(device).bfloat16() for shape in ((3, 4, 16), (7, 2, 16)))
     starts = torch.tensor([[0, 1, 3], [0, 3, 7]], dtype=torch.int32).to(device)

@@ -32,8 +32,8 @@ _COMPARED = ("train_batch_size", "logging_steps", "eval_steps", "save_steps")
 class Progress:
     """How far a trainer is: its weight syncs, its steps, and the prompts that it has finished.
 
-    Finished are the first `prompts` of the repeated data set, and the `later` ones listed here. A few of them
-    may not have been trained on: they were dropped, because their samples were too old.
+    The first `prompts` of the repeated data set are finished, and so are the numbers in `later`. A few of
+    these prompts were dropped, not trained on, because their samples were too old.
     """
 
     syncs: int
@@ -78,7 +78,7 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
 
     Args:
         on_sync: Called with named parameters and the number of the sync.
-        resumed_from: How far an earlier trainer came. Training continues from there.
+        resumed_from: The progress of an earlier trainer, from which training continues.
         **kwargs: Arguments of TRL's trainer.
     """
 
@@ -109,7 +109,7 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
             self.train(resume_from_checkpoint=folder)
 
     def progress(self) -> Progress:
-        """Return how far this trainer is."""
+        """Return the progress of this trainer."""
         kept = {name: getattr(self.state, name) for name in (*_KEPT, *_COMPARED)}
         return Progress(self.model_version, kept, *self.groups.position())
 
