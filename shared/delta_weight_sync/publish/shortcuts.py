@@ -86,7 +86,6 @@ class Shortcuts:
         self._version = -1
         self._starts = [_Start(stride, self.folder / f"from-{stride}") for stride in STRIDES]
         self._published: deque[tuple[Manifest, Sequence[Patch] | Path]] = deque()
-        self._waiting = 0  # bytes of patches in `_published`
         self._changed = threading.Condition()
         self._busy, self._closed, self._said = False, False, ""
         self._stayed = self._came = 0  # bytes that the last pruning left, and bytes added before it
@@ -94,14 +93,8 @@ class Shortcuts:
         self._thread = threading.Thread(target=self._run, name="shortcuts", daemon=True)
         self._thread.start()
 
-    def restart(self, version: int, write: Callable[[Path], object] | None = None) -> None:
-        """Begin at the newest version, whose weights are at `path`, or are written there by `write`."""
-        if write:
-            try:
-                write(self.path)
-            except OSError as error:
-                self._complain(error)
-                return
+    def restart(self, version: int) -> None:
+        """Begin at the newest version, whose weights are at `path`."""
         self._version = version
         for start in self._starts:
             start.version = -1
@@ -112,21 +105,25 @@ class Shortcuts:
     ) -> None:
         """Add a published version: its patches, its delta file, and a function that writes its weights."""
         if self.lost and manifest.version % _RESTART_EVERY == 0 and self.idle(0):
-            self.restart(manifest.version, write)
+            try:
+                write(self.path)
+            except OSError as error:
+                self._complain(error)
+            else:
+                self.restart(manifest.version)
             return
         with self._changed:
             if self.lost or self._closed:
                 return
             change: Sequence[Patch] | Path = patches
-            if self._waiting + nbytes(patches) > _budget(manifest):
+            waiting = sum(nbytes(held) for _, held in self._published if not isinstance(held, Path))
+            if waiting + nbytes(patches) > _budget(manifest):
                 change = self.folder / f"{manifest.version:08d}.delta"
                 try:
                     change.write_bytes(delta)
                 except OSError as error:
                     self._lose(error)
                     return
-            else:
-                self._waiting += nbytes(patches)
             self._published.append((manifest, change))
             self._changed.notify_all()
 
@@ -151,7 +148,6 @@ class Shortcuts:
                     return
                 self._busy = True
                 manifest, change = self._published.popleft()
-                self._waiting -= 0 if isinstance(change, Path) else nbytes(change)
             try:
                 self._follow(manifest, change)
             except BucketError as error:  # the next version tries again
@@ -165,7 +161,7 @@ class Shortcuts:
                 self._changed.notify_all()
 
     def _lose(self, error: Exception) -> None:
-        self.lost, self._waiting = True, 0
+        self.lost = True
         self._published.clear()
         self._complain(error)
 

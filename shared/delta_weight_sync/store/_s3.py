@@ -46,16 +46,14 @@ class S3Bucket(store.Bucket):
         )
         if create:
             with self._explained("", write=True):
-                self._create()
-
-    def _create(self) -> None:
-        """Create the bucket unless it exists. obstore cannot create one, but it can sign the request."""
-        if not self._is_there():
-            url = obstore.sign(self._store, "PUT", "", timedelta(minutes=5))
-            region, kind = os.environ.get("AWS_DEFAULT_REGION", "us-east-1"), "CreateBucketConfiguration"
-            body = f"<{kind}><LocationConstraint>{region}</LocationConstraint></{kind}>"
-            data = b"" if region == "us-east-1" else body.encode()
-            urlopen(Request(url, data, method="PUT"), timeout=30).close()
+                if self._is_there():
+                    return
+                # obstore cannot create a bucket, but it can sign the request.
+                url = obstore.sign(self._store, "PUT", "", timedelta(minutes=5))
+                region, kind = os.environ.get("AWS_DEFAULT_REGION", "us-east-1"), "CreateBucketConfiguration"
+                body = f"<{kind}><LocationConstraint>{region}</LocationConstraint></{kind}>"
+                data = b"" if region == "us-east-1" else body.encode()
+                urlopen(Request(url, data, method="PUT"), timeout=30).close()
 
     def put_all(self, objects: Sequence[tuple[str, bytes | Path]]) -> None:
         """Store all objects in parallel except the last, then the last one."""

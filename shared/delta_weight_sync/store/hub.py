@@ -372,5 +372,5 @@ class HubNotifications(Notifications):
 
 def _pause_s(failures: int) -> float:
     """Seconds before the next connection; random, because many may lose theirs at the same moment."""
-    usual = FIRST_FEED_PAUSE_S * 2.0 ** (failures - 1) if failures else 1.0
+    usual = FIRST_FEED_PAUSE_S * 2.0 ** min(failures - 1, 30) if failures else 1.0  # a finite power
     return min(usual, LONGEST_FEED_PAUSE_S) * random.uniform(0.5, 1.0)
