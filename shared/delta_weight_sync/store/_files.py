@@ -14,10 +14,9 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from io import BytesIO
 from pathlib import Path
 from stat import S_ISREG
-from typing import Final
+from typing import BinaryIO, Final
 from urllib.parse import unquote
 from uuid import uuid4
 
@@ -81,12 +80,8 @@ class FileBucket(store.Bucket):
         temporary = f".{uuid4().hex}.part"
         with self._opened_folder(folders, create=True) as folder:
             try:
-                source = BytesIO(data) if isinstance(data, bytes) else data.open("rb")
-                with source, os.fdopen(os.open(temporary, _NEW, 0o666, dir_fd=folder), "wb") as file:
-                    shutil.copyfileobj(source, file, _BLOCK)
-                    file.flush()
-                    # The kernel's own times are too coarse for an etag, because inodes are reused.
-                    os.utime(file.fileno(), ns=(now := time.time_ns(), now))
+                with os.fdopen(os.open(temporary, _NEW, 0o666, dir_fd=folder), "wb") as file:
+                    _write(file, data)
                 os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
             except BaseException:
                 with suppress(FileNotFoundError):
@@ -161,3 +156,14 @@ def _below(folder: int, prefix: str) -> Iterator[store.ObjectInfo]:
 def _info(key: str, found: os.stat_result) -> store.ObjectInfo:
     etag = f"{found.st_mtime_ns:x}-{found.st_ino:x}-{found.st_size:x}"
     return store.ObjectInfo(key, found.st_size, etag, found.st_mtime)
+
+
+def _write(file: BinaryIO, data: bytes | Path) -> None:
+    if isinstance(data, bytes):
+        file.write(data)
+    else:
+        with data.open("rb") as source:
+            shutil.copyfileobj(source, file, _BLOCK)
+    file.flush()
+    # The kernel's own times are milliseconds apart: too coarse for an etag, because inodes are reused.
+    os.utime(file.fileno(), ns=(now := time.time_ns(), now))
