@@ -91,7 +91,7 @@ SETUP = Setup(
 
 _log = logging.getLogger("wordle")
 
-# In JSON, 3.0 and 3 are the same number.
+# In JSON, 3.0 and 3 are the same number, so both are accepted.
 _INTEGER = BeforeValidator(lambda n: int(n) if isinstance(n, float) and n.is_integer() else n)
 
 

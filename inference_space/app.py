@@ -1,6 +1,6 @@
 """`python -m inference_space.app`: starts the vLLM Space with the settings in the environment, and stops it.
 
-vLLM's engine imports this module in its own process, so `main` imports all but the standard library.
+vLLM's engine process imports this module, too. So only `main` imports packages.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -37,9 +38,9 @@ from space_guard.requests import (
 
 BODY_S = 60.0  # seconds within which a request's body must arrive
 ARRIVING = 64 << 20  # bytes of bodies that may be arriving at the same time
-LEAST = 256 << 10  # bytes that even a visitor's short body counts, because it holds a connection
-# The budget of one address: cost per second, and the most that it can save up. A request to a route costs
-# about the milliseconds that it takes.
+LEAST = 256 << 10  # bytes that a visitor's shorter body counts as, because it holds a connection
+# The budget of one address: how much it gains per second, and how much it can save up. The cost of a route
+# is about the number of milliseconds that a request takes.
 RATE = (200.0, 2000.0)
 
 
@@ -78,15 +79,12 @@ ROUTES = (
     Route("/logout"),
 )
 
-# Only these headers reach the apps. Keys and tokens do not; nor does the origin, because Gradio would let any
-# site read its answers; nor the host, because a client can set it to anything.
+# Only these headers reach the apps. Keys and tokens do not. The origin is left out, because Gradio would let
+# any site read its answers; the host is replaced, because a client can set it to anything.
 _PASSED_ON = frozenset(
     b"accept accept-encoding accept-language content-type cookie if-none-match user-agent".split()
 )
 _HOST = (b"host", b"replica")
-_SAFE = [(name.lower().encode(), value.encode()) for name, value in SAFE_HEADERS]
-_SAFE.append((b"referrer-policy", b"same-origin"))
-_POLICY = (b"content-security-policy", f"default-src 'none'; {FRAMING}".encode())
 
 
 class Gate:
@@ -125,9 +123,9 @@ class Gate:
             """Add the headers that protect browsers. A page brings its own content security policy."""
             nonlocal begun
             if not begun:
-                names = {name.lower() for name, _ in message["headers"]}
-                policy = [] if _POLICY[0] in names else [_POLICY]
-                message = {**message, "headers": [*message["headers"], *_SAFE, *policy]}
+                headers = MutableHeaders(scope=message)
+                headers.update({**dict(SAFE_HEADERS), "Referrer-Policy": "same-origin"})
+                headers.setdefault("Content-Security-Policy", f"default-src 'none'; {FRAMING}")
             begun = True
             await send(message)
 
@@ -153,7 +151,7 @@ class Gate:
                 async with asyncio.timeout(lane.seconds) as clock:
                     await self._app({**scope, "headers": headers}, replay(body, receive), send)
             except TimeoutError:
-                if not clock.expired():  # the app's own
+                if not clock.expired():  # the timeout is one of the app
                     raise
                 sentence = "the answer took longer than this Space allows: ask for fewer tokens"
                 raise HTTPException(504, sentence) from None
@@ -166,7 +164,7 @@ class Gate:
             if announced != 0:
                 raise HTTPException(413, "this route takes no body: send the request without one", CLOSE)
             return b"", 1
-        # A browser asks before it sends this type to another site (CORS), and the gate refuses that request.
+        # Before a browser sends this type to another site, it must ask (CORS). The gate refuses the question.
         if not headers.get(b"content-type", b"").startswith(b"application/json"):
             raise HTTPException(
                 415, "the body must be JSON: send it with Content-Type: application/json", CLOSE
@@ -201,10 +199,10 @@ MAX_STOPS, MAX_STOP_CHARACTERS = 4, 1024  # strings, as at OpenAI; characters of
 MAX_CHOICES = 128  # entries of `structured_outputs.choice`
 MAX_GRAMMAR = 16 << 10  # bytes of each field in `GRAMMARS`, from which vLLM makes a grammar
 GRAMMARS = "structured_outputs", "response_format", "tools"
-# A client's budget for new grammars: milliseconds of a core per second, and the most that it can save up.
+# A client's budget for new grammars, in milliseconds of a core: the gain per second, and the most to save up.
 # vLLM never stops a compilation, even if the client hangs up.
 COMPILING = (250.0, 20_000.0)
-KNOWN_GRAMMARS = 1024  # not charged again, because vLLM keeps them
+KNOWN_GRAMMARS = 1024  # remembered; they cost nothing again, because vLLM keeps them
 MAX_ENTRIES = 1024  # of any other list, except the inputs
 INPUTS = "prompt", "messages"
 # The fields that OpenAI's clients and TRL send, and vLLM's sampling parameters that cost nothing.

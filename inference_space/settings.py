@@ -45,7 +45,7 @@ class Settings(SpaceSettings):
     key: HeaderText = Field("", repr=False)
     open_inference: bool = False  # inference needs no key
     max_requests: int | None = Field(None, ge=1)  # concurrent inference requests; None: 4 * max_num_seqs
-    request_s: float = Field(900.0, gt=0)  # the longest time that one of them may take
+    request_s: float = Field(900.0, gt=0)  # seconds that an inference request may take
     folder: str = "/tmp/replica"  # scratch space for checkpoints and deltas
 
 
@@ -111,7 +111,7 @@ def access_problems(error: Exception, url: str) -> Problems:
         return {"HF_TOKEN": f"the Hub does not know this token: it is wrong or expired; make one at {TOKENS}"}
     if isinstance(error, AccessDeniedError):
         return {"HF_TOKEN": f"this token may not read {url}; give it read access to the bucket at {TOKENS}"}
-    return {  # the Hub answers the same in both cases
+    return {  # the Hub gives the same answer in both cases
         "REPLICA_BUCKET": f"{url} does not exist, or the token in HF_TOKEN may not read it; check the name"
         f" and the token ({TOKENS}), or start the trainer, which creates the bucket"
     }

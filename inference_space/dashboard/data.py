@@ -28,13 +28,13 @@ from inference_space.dashboard.state import Digests, Progress, RunState, Stage
 from inference_space.dashboard.views import OpenedDelta, can_download, open_delta
 from space_guard.requests import RateLimit
 
-EVERY_S = 1.0  # between two readings while there are viewers
-IDLE_S = 60.0  # between two readings without viewers
-LIST_EVERY_S = 5.0  # per page of a listing, between two listings
-FAILED_S = 300.0  # until a damaged object is read again, because it may have been repaired
+EVERY_S = 1.0  # seconds between two readings while there are viewers
+IDLE_S = 60.0  # seconds between two readings without viewers
+LIST_EVERY_S = 5.0  # seconds between two listings, for each page of the listing
+FAILED_S = 300.0  # seconds until a damaged object is read again: it may have been repaired
 MAX_REBUILD = 1_000_000_000  # bytes of a version's files that a dashboard rebuilds for a proof
 MAX_DOWNLOAD = 256_000_000  # bytes of an object that a visitor downloads through the dashboard
-WINDOW_S = 300.0  # of the rate limit; the Hub counts in the same window
+WINDOW_S = 300.0  # seconds: the window of the rate limit, as long as the Hub's own
 CALLS = 240  # per window; one call makes up to three of the 1,000 requests that the Hub allows a free user
 BYTES = 2_000_000_000  # per window; enough for the largest version that a dashboard rebuilds
 _PAGE = 1000  # objects that one request lists
@@ -65,7 +65,7 @@ class RunView:
     quiet_min: int = 0  # whole minutes without an event
     progress: Progress | None = None  # None before the first version
     start: tuple[Stage, ...] = ()  # what happens before the first step
-    waited: str = ""  # since the last of them was done
+    waited: str = ""  # time since the last of these stages was done
 
 
 class RunCache:
@@ -271,7 +271,7 @@ class Download:
 
 
 class Library:
-    """Reads parts of a run on demand, and caches them. `run` returns its name, None before there is one."""
+    """Reads parts of a run on demand, and caches them. `run` returns its name, None before there is a run."""
 
     def __init__(self, bucket: Bucket, run: Callable[[], str | None], clock: Clock = time.monotonic) -> None:
         self.bucket, self._run, self._clock = bucket, run, clock
@@ -288,7 +288,7 @@ class Library:
 
     @property
     def run(self) -> str:
-        """The run's name; raises `ProtocolError` before there is one."""
+        """The run's name. Raises `ProtocolError` before there is a run."""
         if (name := self._run()) is None:
             raise errors.ProtocolError(f"{self.bucket.url} holds no run yet")
         return name
@@ -361,7 +361,7 @@ class Library:
 
 
 class RateLimitError(errors.BucketError):
-    """Visitors have used up their limit. The message says when they can read again."""
+    """Visitors have reached the rate limit. The message says when they can read again."""
 
 
 class RateLimitedBucket:

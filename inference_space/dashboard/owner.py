@@ -33,7 +33,7 @@ class Owner:
     name: str = ""
 
     def allows(self, key: str, login: str) -> bool:
-        """Whether the key or the login is the owner's. An empty one never is."""
+        """Whether the key or the login is the owner's. An empty key or login never is."""
         pairs = (key, self.key), (login, self.name)
         return any(own and hmac.compare_digest(given.encode(), own.encode()) for given, own in pairs)
 
@@ -97,7 +97,7 @@ def describe(controls: Controls) -> str:
 def guarded(
     controls: Controls, owner: Owner, act: Callable[[str], None]
 ) -> Callable[[str | None, str | None, gr.OAuthProfile | None], tuple[str, str]]:
-    """Allow `act` to the owner only. The result: what the replica follows, and why `act` was refused."""
+    """Let only the owner `act`. The handler returns what the replica follows, and why `act` was refused."""
 
     # Gradio fills in the profile from its signed session; a visitor cannot send one.
     def run(key: str | None, version: str | None, profile: gr.OAuthProfile | None) -> tuple[str, str]:

@@ -48,9 +48,10 @@ from space_guard.requests import FRAMING
 if TYPE_CHECKING:
     from delta_weight_sync.vllm.follower import Commands as Controls
 
-# Gradio writes the request's host name into its page. `Prerender` replaces this one by `location.origin`.
+# Gradio writes the request's host name into its page. `Prerender` asks under this name, and replaces it by
+# `location.origin`.
 _NAME = "dashboard.invalid"
-_SESSIONS = 512  # open pages whose revision is remembered; a forgotten one gets the page once more
+_SESSIONS = 512  # open pages whose revision is remembered; for a forgotten one, the run is sent again
 _LAST_PAGE = 1_000_000
 
 

@@ -28,12 +28,12 @@ from delta_weight_sync.util import size_text
 
 POINTS = 300  # of a curve: more than a screen shows
 FRAMES = 60  # moments: earlier versions at which the page can show the run
-_MEAN = 20  # steps of the first and of the last mean reward; fewer in a short run, so none counts twice
+_MEAN = 20  # steps in the first and in the last mean reward; fewer in a short run, so that no step is in both
 UNSETTLED = 64  # newest versions, which replicas may still commit
 _ROWS = 12  # of the table of syncs
 _WINDOW = 24  # versions in the chart of each replica's version over time (the staircase)
 _STEPS = 256  # changes of a replica's version in that chart
-_REPLICAS = 128  # shown; of more, the one that was silent longest is dropped
+_REPLICAS = 128  # shown; if there are more, the replica that was silent longest is dropped
 _MEDIANS = 1 << 16  # a median of at most this many values is exact
 # The curves of a run. Their points are (version, value), from "reward" on (step, value).
 _CURVES = (
@@ -93,7 +93,7 @@ class Progress:
     full_bytes: int
     payload_bytes: float | None  # median delta
     sent_bytes: int  # all uploads after version 0
-    sent_full_bytes: int  # the same syncs as whole checkpoints
+    sent_full_bytes: int  # what the same syncs would have sent as whole checkpoints
     anchor_every: float | None  # median versions between the last anchors; None before the second
     pause_ms: float | None  # median
     worst_pause_ms: float | None
@@ -120,8 +120,8 @@ class Stage(NamedTuple):
 class Curve:
     """A curve of at most `POINTS` points and the newest one, however many are added.
 
-    When the curve is full, neighbouring points are merged in pairs: a drawn point lies at the mean of those
-    that it stands for or, with `peaks`, at their maximum, so that spikes stay visible.
+    When the curve is full, neighbouring points are merged in pairs: a drawn point is the mean of the
+    points that it stands for. With `peaks`, it is their maximum, so that spikes stay visible.
     """
 
     def __init__(self, *, peaks: bool = False) -> None:
@@ -150,7 +150,7 @@ class Curve:
 
 @dataclass
 class _Track:
-    """What the events say about one replica."""
+    """What the log says about one replica."""
 
     status: ReplicaEvent
     lag_s: float | None = None
@@ -379,7 +379,7 @@ def moments(newest: int) -> list[int]:
 
 
 def _stride(newest: int) -> int:
-    """The versions between two moments. The number only doubles, so every moment was one before, too."""
+    """The versions between two moments. It only ever doubles, so a moment was a moment all along."""
     return 1 << math.ceil(math.log2(max(1, newest / (FRAMES - 1))))
 
 

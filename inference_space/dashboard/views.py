@@ -91,15 +91,12 @@ def open_delta(path: Path) -> OpenedDelta:
         why = f"Only a replica has the old weights that decoding needs (mode {' and '.join(needing)})."
     else:
         counts = Counter[int]()
-        for patch in delta.patches({tensor.name: tensor.shape for tensor in delta.tensors}, _no_weights):
+        shapes, no_weights = {tensor.name: tensor.shape for tensor in delta.tensors}, dict[str, Bits]()
+        for patch in delta.patches(shapes, no_weights.__getitem__):
             moved = np.unique(np.clip(patch.ulps.view(np.int16), -FAR, FAR), return_counts=True)
             counts.update(dict(zip(*(part.tolist() for part in moved), strict=True)))
         ulps = dict(counts)
     return OpenedDelta(delta.base, delta.version, "small" if "bands" in modes else "fast", tensors, ulps, why)
-
-
-def _no_weights(name: str) -> Bits:
-    raise AssertionError(f"the weights of {name} are not needed")
 
 
 class Cell(NamedTuple):

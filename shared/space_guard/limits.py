@@ -60,10 +60,12 @@ MAX_HEADERS = 100
 class Limits:
     """What one connection may use."""
 
-    request_s: float  # for a head to arrive, from connecting or from its first byte if it is a later one
-    unread_s: float  # time in which the client must read some of its answer
+    request_s: (
+        float  # for a head to arrive: the first from the connection on, a later one from its first byte
+    )
+    unread_s: float  # seconds in which the client must read some of its answer
     head_bytes: int  # of a request without its body
-    keep_active: bool  # whether a visitor's connection is not evicted while its request is answered
+    keep_active: bool  # a visitor's connection is safe from eviction while its request is answered
 
 
 class _Connection(HttpToolsProtocol):
@@ -116,7 +118,7 @@ class _Connection(HttpToolsProtocol):
             self.send_400_response(f"The head of the request is too large. {limit}")
 
     def on_message_begin(self) -> None:
-        """One request at a time. An error raised here or in the methods below becomes an answer 400."""
+        """One request at a time. An error raised here or in the methods below is answered with status 400."""
         if self._answering():
             raise ValueError("the request before this one is not answered yet")
         self._complete = False

@@ -142,7 +142,7 @@ class Setup:
         return answer
 
     def page(self, problems: Problems) -> str:
-        """The setup page. It reloads itself, so it gives way when the Space is set up."""
+        """The setup page. It reloads itself, so that a Space that is set up replaces it."""
         needs = {**self.needs, **{name: Need("variable") for name in problems if name not in self.needs}}
         items = ""
         for name, need in needs.items():
