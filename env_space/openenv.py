@@ -61,7 +61,7 @@ class Message(BaseModel):
 
 class Observation(BaseModel):
     """What a player sees after a reset or a step. `messages` has one message: the text of the game so far.
-    `info` is the last move. `reward` is that of the game so far, None before the first step."""
+    `info` is the last move. `reward` is the reward of the game so far, None before the first step."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -204,7 +204,7 @@ def _rules_text(length: int, hard_mode: bool) -> str:
 
 
 def _story(message: str, move: Move) -> str:
-    """The text that a move adds to the game's."""
+    """The text that a move adds to the text of the game."""
     text = f"\n[Player 0] {message[:200]}\n[GAME] "
     if move.valid:
         text += f"Feedback:\n{' '.join(move.word.upper())}\n{' '.join(move.feedback.translate(_LETTERS))}\n"

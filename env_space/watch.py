@@ -27,7 +27,7 @@ TIMEOUT_S = 60.0
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _CALLED_WORD = re.compile(r'"word"\s*:\s*"([^"]*)"')
 _ASLEEP = "If it is a sleeping Space, open its page to wake it, and try again in a few minutes."
-# The tool that the policy had in training: with it, the prompt is the one that it was trained on.
+# The policy had this tool in training. Without the tool, it would read another prompt than in training.
 _TOOL = {
     "type": "function",
     "function": {
@@ -96,7 +96,7 @@ class Replica:
 
 def replica_headers(url: str, key: str) -> dict[str, str]:
     """The credentials for the replica at `url`: its key, and for a Space of the same owner the Hub token."""
-    owner = os.environ.get("SPACE_ID", "").partition("/")[0].replace("_", "-")  # as host names spell it
+    owner = os.environ.get("SPACE_ID", "").partition("/")[0].replace("_", "-")  # hyphens, as in host names
     space = rf"https://{re.escape(owner)}-[a-z0-9-]+\.hf\.space(:443)?(/.*)?"
     same_owner = owner and re.fullmatch(space, url, re.IGNORECASE)
     token = os.environ.get("HF_TOKEN", "") if same_owner else ""

@@ -151,7 +151,7 @@ class Gate:
                 async with asyncio.timeout(lane.seconds) as clock:
                     await self._app({**scope, "headers": headers}, replay(body, receive), send)
             except TimeoutError:
-                if not clock.expired():  # the timeout is one of the app
+                if not clock.expired():  # a timeout of the app itself, not of the lane
                     raise
                 sentence = "the answer took longer than this Space allows: ask for fewer tokens"
                 raise HTTPException(504, sentence) from None

@@ -16,20 +16,13 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from delta_weight_sync.errors import ProtocolError
-from delta_weight_sync.runlog import (
-    CommitEvent,
-    DoneEvent,
-    Event,
-    ReplicaEvent,
-    StepEvent,
-    SyncEvent,
-)
+from delta_weight_sync.runlog import CommitEvent, DoneEvent, Event, ReplicaEvent, StepEvent, SyncEvent
 from delta_weight_sync.util import size_text
 
 POINTS = 300  # of a curve: more than a screen shows
 FRAMES = 60  # moments: earlier versions at which the page can show the run
 _MEAN = 20  # steps in the first and in the last mean reward; fewer in a short run, so that no step is in both
-UNSETTLED = 64  # newest versions, which replicas may still commit
+UNSETTLED = 64  # number of newest versions that a replica may still commit
 _ROWS = 12  # of the table of syncs
 _WINDOW = 24  # versions in the chart of each replica's version over time (the staircase)
 _STEPS = 256  # changes of a replica's version in that chart
@@ -66,7 +59,7 @@ class Replica:
     status: ReplicaEvent
     behind: int | None  # versions
     lag_s: float | None  # of its last commit: from the trainer's hand-over
-    digest_ok: bool | None  # None: the published digest is not known yet
+    digest_ok: bool | None  # None: not compared, because a digest is not known
     versions: Series  # (unix seconds, version), within the window of the staircase
     lags: Series  # (version, seconds)
 

@@ -18,7 +18,7 @@ KEY_HEADER = "X-Space-Key"  # leaves Authorization to the Hub, which checks it f
 _KEY_HEADER = KEY_HEADER.lower().encode()
 FRAMING = "frame-ancestors https://huggingface.co"  # only the Hub may show a Space inside its own page
 SAFE_HEADERS = [("X-Content-Type-Options", "nosniff")]
-CLOSE = {"Connection": "close"}  # for refusals that do not read the rest of the body
+CLOSE = {"Connection": "close"}  # for refusals that leave the rest of the body unread
 _EXCESS = 8 << 20  # bytes read beyond the limit: a client that still sends may not see the answer
 
 
@@ -52,7 +52,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 def has_key(key: str, headers: Headers) -> bool:
-    """Whether these headers have `key`. If `key` is empty, all have it."""
+    """Whether these headers have `key`. If `key` is empty, the answer is always yes."""
     return not key or hmac.compare_digest(key.encode(), dict(headers).get(_KEY_HEADER, b""))
 
 
@@ -93,7 +93,7 @@ def replay(body: bytes, receive: Receive) -> Receive:
 
 
 class RateLimit:
-    """A token bucket per client: `per_second` is the cost it may cause, `burst` the most it can save up."""
+    """A budget per client: it grows by `per_second`, and a client can save up at most `burst`."""
 
     _MAX_CLIENTS = 4096  # the client whose last request is oldest is forgotten first
 
