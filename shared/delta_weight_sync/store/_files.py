@@ -60,8 +60,8 @@ class FileBucket(store.Bucket):
                 size -= len(block)
 
     def _delete(self, keys: Sequence[str]) -> None:
-        """Delete objects, and links in place of objects; folders stay. Also delete what uploads that were
-        killed at least `_LEFT_S` ago left beside the objects."""
+        """Delete objects, and links in place of objects; folders stay. In the folders of these objects, also
+        delete the temporary files of uploads that were killed at least `_LEFT_S` ago."""
         self._root.stat()
         for key in keys:
             *folders, name = key.split("/")
