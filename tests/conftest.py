@@ -1,5 +1,6 @@
 """Settings of the whole suite, and how it is shared by several processes."""
 
+import gc
 import os
 import tempfile
 from typing import Any
@@ -24,6 +25,11 @@ def vllms_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", tempfile.gettempdir())
 
 
+def pytest_collection_finish() -> None:
+    """What was imported stays: without it, each look for garbage is many times as fast."""
+    gc.freeze()
+
+
 # They share the replica of tests/live/conftest.py, in this order: the last of them end its vLLM.
 ONE_REPLICA = [
     f"tests/live/test_{name}.py"
@@ -31,10 +37,25 @@ ONE_REPLICA = [
 ]
 
 
+# What else takes long: longer than what is collected last.
+LONG = [
+    f"tests/{name}.py"
+    for name in (
+        *("web/test_web", "chaos/test_chaos", "inference_space/dashboard/test_in_browser"),
+        *("trainer/deploy/test_up", "trainer/test_demo", "publish/test_sharding"),
+    )
+]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts vLLM comes first, so that no process is left alone with it at the end."""
+    """What starts vLLM or takes long comes first, so that no process is left alone with it at the end."""
     live = {item.path for item in items if item.get_closest_marker("live")}
-    items.sort(key=lambda item: (item.path not in live, _turn(item.nodeid)))
+
+    def place(item: pytest.Item) -> tuple[bool, bool, int]:
+        long = item.nodeid.split("::", 1)[0] in LONG
+        return item.path not in live and not long, long, _turn(item.nodeid)
+
+    items.sort(key=place)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:

@@ -7,6 +7,7 @@ line of JSON for each part. The engine schedules one step ahead, as on a GPU: vL
 though its scheduler and model runner can do it; here it is turned on again.
 """
 
+import gc
 import json
 import sys
 import tempfile
@@ -213,6 +214,7 @@ def follow(engine: Engine, prompts: list[list[int]]) -> list[RequestOutput]:
 
 def main(folder: Path) -> None:
     schedule_ahead()
+    gc.freeze()  # vLLM collects garbage at each start, which would go through all that was imported
     engine = Engine(folder / "base")
     base, digest = (to_hex(state_digest(dict(read_bits(folder / name)))) for name in ("base", "next"))
     say("loaded", engine.learn())

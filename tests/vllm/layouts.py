@@ -7,6 +7,7 @@ Each folder holds the checkpoints `base` and `patched`. Prints a line of JSON fo
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -147,6 +148,7 @@ def main(rank: int, ranks: int, port: int, folders: list[str]) -> None:
         os.environ["VLLM_DIST_IDENT"] = str(port)
     routes.install()
     torch.set_num_threads(1)
+    gc.freeze()  # vLLM collects garbage at each load, which would go through all that was imported
     for folder in folders:
         print(json.dumps(examine(Path(folder), rank, ranks, port)), flush=True)
 
