@@ -40,9 +40,11 @@ _KINDS = {
     "": "The run",
     "anchors": "Anchors",
     "deltas": "Deltas",
-    "jumps": "Deltas over several versions",
+    "jumps": "Jumps: deltas over several versions",
     "manifests": "Manifests",
     "log": "Log",
+    "heads": "Heads",
+    "state": "Trainer states",
 }
 
 
