@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from delta_weight_sync import codec
-from delta_weight_sync.vllm.memory import Table, collect, of_patches
+from delta_weight_sync.vllm.memory import Table, collect, find
 from delta_weight_sync.vllm.routes import Geometry, Piece, Route
 
 SHAPE, SHARES = (256, 96), {"fast": (0.01, 0.2, 0.4, 0.9), "small": (0.01,)}
@@ -24,7 +24,8 @@ if __name__ == "__main__":  # decode deltas of every mode, and find their elemen
             patch = codec.diff("w", old["w"], (old["w"] + moved).astype(np.uint16))
             data = codec.encode([patch], old.__getitem__, base=0, version=1, encoding=encoding)
             (path := Path(folder, "delta")).write_bytes(data)
-            patches = codec.chain([codec.Delta(path)], {"w": SHAPE}, old.__getitem__)
+            patches = [*codec.Delta(path).patches({"w": SHAPE}, old.__getitem__)]
             undone = [codec.inverse(patch) for patch in patches]
-            collect(of_patches([*patches, *codec.merge(patches, undone)], table), table)
+            both = codec.Decoded.of([*patches, *codec.merge(patches, undone)])
+            collect(find([both], table), table)
             codec.apply(patches[0], old["w"])

@@ -148,7 +148,8 @@ def test_a_chain_of_deltas_is_one_patch_per_tensor(tmp, encoding):
         path = delta_file(tmp, old, new, encoding, base=number)
         deltas.append(codec.Delta(path.rename(tmp / f"{number}.{encoding}.safetensors")))
     live = {name: bits.copy() for name, bits in states[0].items()}
-    for patch in codec.chain(deltas, shapes(live), states[0].__getitem__):
+    (merged,) = codec.merged(deltas, shapes(live), states[0].__getitem__)
+    for patch in merged.patches(shapes(live)):
         codec.apply(patch, live[patch.name])
     for name in live:
         np.testing.assert_array_equal(live[name], states[-1][name])

@@ -13,6 +13,7 @@ import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from delta_weight_sync import codec
 from delta_weight_sync.codec._file import DELTA_FORMAT
@@ -215,3 +216,31 @@ def test_a_million_changes_in_few_bytes_take_the_stated_memory(path, mode):
     assert check(path, old)
     parts.metadata["tensors"][0][2] -= 1
     refusal(path, parts, old)
+
+
+@pytest.mark.parametrize("spell", ["sorted backwards", "indented", "escaped"])
+def test_a_table_may_be_spelled_and_sorted_in_any_way_that_json_allows(path, spell):
+    parts = take_apart(seeds()["mixed"])
+    path.write_bytes(put_together(parts))
+    shapes = {name: bits.shape for name, bits in OLD.items()}
+    expected = codec.Delta(path)
+    patches = {p.name: p for p in expected.patches(shapes, OLD.__getitem__)}
+    table = parts.metadata["tensors"]
+    if spell == "sorted backwards":
+        table.sort(key=lambda row: -row[3])
+    text = json.dumps(table, indent=1 if spell == "indented" else None)
+    parts.metadata["tensors"] = text.replace("a", "\\u0061") if spell == "escaped" else text
+    path.write_bytes(put_together(parts))
+    delta = codec.Delta(path)
+    assert {*delta.tensors} == {*expected.tensors}
+    for patch in delta.patches(shapes, OLD.__getitem__):
+        np.testing.assert_array_equal(patch.index, patches[patch.name].index)
+        np.testing.assert_array_equal(patch.ulps, patches[patch.name].ulps)
+
+
+@pytest.mark.parametrize("number", ["08", "1 2", "-1", "1.0", "1e1", str(1 << 64)])
+def test_a_number_of_the_table_is_a_whole_number_in_json(path, number):
+    parts = with_groups([["w", [8], 1, 0]], [])
+    for at in ("[8]", "1,", "0]"):
+        parts.metadata["tensors"] = '[["w", [8], 1, 0]]'.replace(at, at.replace(at.strip("[],"), number), 1)
+        assert isinstance(refusal(path, parts).__cause__, ValidationError)

@@ -1,5 +1,7 @@
 """Staging and committing on live memory: exact for any layout, put back bit for bit when anything fails."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,8 @@ from delta_weight_sync.errors import CodecError, WeightsChangedError
 from delta_weight_sync.vllm import memory as memory_module
 from delta_weight_sync.vllm import worker
 from delta_weight_sync.vllm.memory import Found, Step, collect
-from delta_weight_sync.vllm.worker import Ranks
+from delta_weight_sync.vllm.routes import Geometry, Piece, Route
+from delta_weight_sync.vllm.worker import Fallback, LiveWeights, Ranks
 from tests.gpu.interpreted import interpreted
 from tests.support.live_weights import delta, live
 
@@ -209,3 +212,32 @@ def test_a_checkpoint_is_staged_from_whatever_is_live(tmp_path, monkeypatch, bat
     assert staged.digest == state_digest(wanted)
     worker.commit(staged.steps, Ranks(1).agree)
     assert_same(model, wanted)
+
+
+def calls_of_a_sync(path: Path, tensors: int) -> int:
+    """How many Python functions a sync of 4096 weights in so many tensors calls."""
+    size = 4096 // tensors
+    old = {f"expert {i}": np.arange(size, dtype=np.uint16) for i in range(tensors)}
+    step = np.where(np.arange(size) % 4, 0, 1).astype(np.uint16)
+    delta(path, old, {name: bits + step for name, bits in old.items()})
+    whole = Geometry(0, (size,), (1,))
+    pieces = {name: (Piece(torch.arange(size, dtype=torch.int16), whole, whole, True),) for name in old}
+    routes = {name: Route(name, (size,), each) for name, each in pieces.items()}
+    fallback = Fallback(torch.nn.Module(), {})
+    weights = LiveWeights(routes, dict.fromkeys(routes, (0,)), fallback, Ranks(1))
+    known, called = weights.digest(), []
+    worker.commit(weights.stage([path], known).steps, Ranks(1).agree)  # compiles
+    known = weights.digest()
+    sys.setprofile(lambda frame, event, argument: called.append(frame) if event == "call" else None)
+    try:
+        worker.commit(weights.stage([path], known).steps, Ranks(1).agree)
+    finally:
+        sys.setprofile(None)
+    return len(called)
+
+
+@pytest.mark.parametrize("memory", [memory_module.HostMemory], indirect=True)
+def test_a_sync_takes_no_step_in_python_for_each_tensor(tmp_path, monkeypatch, memory):
+    """A mixture of experts has 20,000 of them."""
+    monkeypatch.setattr("delta_weight_sync.util.THREADS", 1)
+    assert calls_of_a_sync(tmp_path / "many", 512) < calls_of_a_sync(tmp_path / "few", 8) + 64

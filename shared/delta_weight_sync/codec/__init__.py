@@ -6,7 +6,7 @@ likelier it moves. Encoding `fast` stores the distance from each change to the n
 One reader reads both.
 """
 
-from delta_weight_sync.codec._file import Delta, Encoding, chain, encode, header_size
+from delta_weight_sync.codec._file import Delta, Encoding, encode, header_size, merged
 from delta_weight_sync.codec._patch import (
     ULP_CLASSES,
     Bits,
@@ -20,16 +20,17 @@ from delta_weight_sync.codec._patch import (
     join,
     merge,
 )
+from delta_weight_sync.codec.groups import Decoded
 
 __all__ = [
     "ULP_CLASSES",
     "Bits",
+    "Decoded",
     "Delta",
     "Encoding",
     "Index",
     "Patch",
     "apply",
-    "chain",
     "count_ulps",
     "diff",
     "diff_flat",
@@ -38,4 +39,5 @@ __all__ = [
     "inverse",
     "join",
     "merge",
+    "merged",
 ]

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
+from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, cast
+from typing import Annotated, Any, Final, Literal, NamedTuple, cast
 
 import numpy as np
 import zstandard
@@ -23,24 +25,34 @@ from safetensors.numpy import save
 
 from delta_weight_sync.codec import groups
 from delta_weight_sync.codec._patch import Bits, Patch, apply, merge
-from delta_weight_sync.codec.groups import LAYOUTS, Group, Many, Mode, Old, Streams, TensorRow, decode_group
+from delta_weight_sync.codec.groups import Decoded, Group, Many, Mode, Old, Streams
 from delta_weight_sync.errors import CodecError
 from delta_weight_sync.util import in_order
 
 DELTA_FORMAT = "delta-weight-sync-delta/2"
 Encoding = Literal["fast", "small"]
-Shapes = Mapping[str, Sequence[int]]
+Shapes = Mapping[str, tuple[int, ...]]
 _UNREADABLE = (SafetensorError, zstandard.ZstdError, ValidationError, ValueError, LookupError, MemoryError)
 _LONGEST = 300  # characters of an error's reason
 MAX_HEADER: Final = 16 << 20  # bytes of a header: some 200,000 tensors
-_Number = Annotated[int, Field(ge=0, le=1 << 48)]  # a number of elements, or a group's index
-_Shape = Annotated[Many[_Number], Field(max_length=32)]
-_TABLE = TypeAdapter(Many[tuple[str, _Shape, _Number, _Number]])
+_MOST, _DIMS = 1 << 48, 32  # elements and dimensions of a tensor
+_Number = Annotated[int, Field(ge=0, le=_MOST)]  # a number of elements, or a group's index
+_TABLE = TypeAdapter(Many[tuple[str, Annotated[Many[_Number], Field(max_length=_DIMS)], _Number, _Number]])
 _GROUPS = TypeAdapter(Many[Group])
 
 
+class TensorRow(NamedTuple):
+    """One tensor of a delta."""
+
+    name: str
+    shape: tuple[int, ...]
+    numel: int
+    changes: int
+    group: int
+
+
 class Delta:
-    """A delta file whose header has been read; `patches` reads the changes."""
+    """A delta file whose header has been read; `decode` and `patches` read the changes."""
 
     def __init__(self, path: Path) -> None:
         """Read the header. Raises `CodecError`, which names the file, if it is not a delta."""
@@ -53,13 +65,16 @@ class Delta:
             if metadata.get("format") != DELTA_FORMAT:
                 raise CodecError(f"its format is {metadata.get('format')!r}, not {DELTA_FORMAT!r}")
             self.base, self.version = int(metadata["base"]), int(metadata["version"])
-            rows = _TABLE.validate_json(metadata["tensors"], strict=True)
-            self.tensors = [TensorRow(*row) for row in rows]
             self.groups = _GROUPS.validate_json(metadata["groups"], strict=True)
-            self._check_table()
+            self._read_table(metadata["tensors"])
 
-    def patches(self, shapes: Shapes, old: Old) -> Iterator[Patch]:
-        """Yield the changes, one tensor at a time.
+    @cached_property
+    def tensors(self) -> list[TensorRow]:
+        """The tensors that change, group by group."""
+        return [*map(TensorRow, self._names, self._shapes, *self._rows.tolist())]
+
+    def decode(self, shapes: Shapes, old: Old) -> Iterator[Decoded]:
+        """Yield the changes, one group of tensors at a time, without a Python step for each tensor.
 
         Memory is bounded for any file: 64 bytes per byte of the file, and 16 per element of the model. Of
         these 16, a yielded change takes 10; each thread needs the rest for the group that it decodes.
@@ -73,37 +88,42 @@ class Delta:
             CodecError: The file is damaged or does not fit the model. Discard what was yielded before.
         """
         with _named(self._path):
-            for tensor in self.tensors:
-                if tensor.name not in shapes or tuple(shapes[tensor.name]) != tensor.shape:
-                    raise CodecError(
-                        f"it changes {tensor.name} {list(tensor.shape)}, which this model does not have"
-                    )
+            if (*map(shapes.get, self._names),) != self._shapes:
+                name, shape, *_ = next(row for row in self.tensors if shapes.get(row.name) != row.shape)
+                raise CodecError(f"it changes {name} {list(shape)}, which this model does not have")
             with safe_open(self._path, framework="numpy") as file:
-                for patches in in_order(lambda job: decode_group(*job), self._decode_jobs(file, old)):
-                    yield from patches
+                yield from in_order(lambda job: groups.decode_group(*job), self._decode_jobs(file, old))
 
-    def _decode_jobs(self, file: Any, old: Old) -> Iterator[tuple[Group, list[TensorRow], Streams, Old]]:
-        members: list[list[TensorRow]] = [[] for _ in self.groups]
-        for tensor in self.tensors:
-            members[tensor.group].append(tensor)
-        for number, (group, rows) in enumerate(zip(self.groups, members, strict=True)):
-            streams = {name: _stream(file, f"{number}.{name}") for name in LAYOUTS[group.mode].streams}
-            yield group, rows, streams, groups.read_old([group.mode], rows, old)
+    def patches(self, shapes: Shapes, old: Old) -> Iterator[Patch]:
+        """Yield the changes, one tensor at a time. Otherwise like `decode`."""
+        for decoded in self.decode(shapes, old):
+            yield from decoded.patches(shapes)
 
-    def _check_table(self) -> None:
-        """Check the table without a model. A group must end where `encode` ends it, which bounds its size."""
-        if len({tensor.name for tensor in self.tensors}) != len(self.tensors):
+    def _decode_jobs(self, file: Any, old: Old) -> Iterator[tuple[Any, ...]]:
+        for number, (group, (a, b)) in enumerate(zip(self.groups, pairwise(self._starts), strict=True)):
+            streams = {name: _stream(file, f"{number}.{name}") for name in groups.LAYOUTS[group.mode].streams}
+            olds = groups.read_old([group.mode], self._names[a:b], old)
+            yield group, self._names[a:b], self._rows[:2, a:b], streams, [*olds.values()]
+
+    def _read_table(self, text: str) -> None:
+        """Read and check the table. A group must end where `encode` ends it, which bounds its size."""
+        table = sorted(_TABLE.validate_json(text, strict=True), key=itemgetter(3))
+        names, shapes, changes, group = zip(*table, strict=True) if table else ((), (), (), ())
+        numels = [*map(math.prod, shapes)]
+        for name, count, numel in zip(names, changes, numels, strict=True):
+            if not 0 < count <= numel <= _MOST:
+                raise CodecError(f"{name} lists {count} changes of {numel} elements")
+        if len({*names}) != len(names):
             raise CodecError("a tensor is listed twice")
-        elements = Counter[int]()
-        for name, shape, changes, group in self.tensors:
-            numel = math.prod(shape)
-            if not 0 < changes <= numel:
-                raise CodecError(f"{name} lists {changes} changes of {numel} elements")
-            if elements[group] >= groups.GROUP_ELEMENTS:
-                raise CodecError(f"group {group} continues after {elements[group]} elements")
-            elements[group] += numel
-        if elements.keys() != set(range(len(self.groups))):
+        starts = np.searchsorted(group, np.arange(len(self.groups) + 1))
+        if starts[-1] != len(names) or (np.diff(starts) == 0).any():
             raise CodecError(f"it has {len(self.groups)} groups, but its tensors name other groups")
+        self._names, self._shapes, self._starts = names, shapes, starts.tolist()
+        self._rows = np.array([numels, changes, group], np.int64)
+        before = self._rows[0].cumsum() - self._rows[0]
+        before -= before[starts[self._rows[2]]]
+        for wrong in np.flatnonzero(before >= groups.GROUP_ELEMENTS)[:1]:
+            raise CodecError(f"group {group[wrong]} continues after {before[wrong]} elements")
 
 
 def header_size(path: Path) -> int:
@@ -135,13 +155,13 @@ def encode(
         The bytes of the file.
     """
     changed = (patch for patch in patches if patch.index.size)
-    table: list[TensorRow] = []
+    table: list[tuple[str, Sequence[int], int, int]] = []
     described: list[Group] = []
     streams: Streams = {}
     sparse: list[Mode] = ["bands", "gaps"] if encoding == "small" else ["gaps"]
     jobs = groups.encode_jobs(changed, old, sparse)
     for members, (group, coded) in in_order(lambda job: (job[1], groups.encode_smallest(*job)), jobs):
-        table += [TensorRow(p.name, p.shape, p.index.size, len(described)) for p in members]
+        table += [(p.name, p.shape, p.index.size, len(described)) for p in members]
         streams |= {f"{len(described)}.{key}": stream for key, stream in coded.items()}
         described.append(group)
     metadata = {
@@ -161,21 +181,23 @@ def _canonical(data: bytes) -> bytes:
     return data[:8] + header.encode().ljust(end - 8) + data[end:]
 
 
-def chain(deltas: Sequence[Delta], shapes: Shapes, old: Old) -> list[Patch]:
-    """Merge consecutive deltas into one patch per tensor. `old` gives the bits at the first delta's base."""
-    merged: dict[str, Patch] = {}
+def merged(deltas: Sequence[Delta], shapes: Shapes, old: Old) -> Iterable[Decoded]:
+    """Decode consecutive deltas as if they were one. `old` gives the bits at the first delta's base."""
+    if len(deltas) == 1:
+        return deltas[0].decode(shapes, old)
+    found: dict[str, Patch] = {}
 
     def between(name: str) -> Bits:
-        if name not in merged:
+        if name not in found:
             return old(name)
         bits = old(name).copy()
-        apply(merged[name], bits)
+        apply(found[name], bits)
         return bits
 
     for delta in deltas:
         patches = list(delta.patches(shapes, between))
-        merged = {p.name: p for p in (merge(list(merged.values()), patches) if merged else patches)}
-    return list(merged.values())
+        found = {p.name: p for p in merge(list(found.values()), patches)}
+    return [Decoded.of([*found.values()])]
 
 
 @contextmanager

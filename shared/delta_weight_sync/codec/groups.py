@@ -8,8 +8,8 @@ branch to `encode_group`, `decode_group` and `_other_modes`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -80,23 +80,26 @@ class Group(BaseModel):
         return f"{self.mode}: {LAYOUTS[self.mode].words.format(list(self.limits))}"
 
 
-class TensorRow(NamedTuple):
-    """One tensor of a group, as the file's table lists it."""
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """Changes of several tensors, one tensor after the other; `index` and `ulps` as in a `Patch`."""
 
-    name: str
-    shape: tuple[int, ...]
-    changes: int
-    group: int
+    names: Sequence[str]
+    changes: Index  # number of changes of each tensor
+    index: Index
+    ulps: Bits
 
-    @property
-    def numel(self) -> int:
-        """Elements of the tensor."""
-        return math.prod(self.shape)
+    @classmethod
+    def of(cls, patches: Sequence[Patch]) -> Decoded:
+        """Join patches."""
+        names, changes = [p.name for p in patches], np.array([p.index.size for p in patches], np.int64)
+        index, ulps = join([p.index for p in patches], np.int64), join([p.ulps for p in patches], np.uint16)
+        return cls(names, changes, index, ulps)
 
-    def require(self, changes: int) -> None:
-        """Raise `CodecError` unless `changes`, the number found in the streams, is what the table lists."""
-        if changes != self.changes:
-            raise CodecError(f"{self.name}: its streams do not hold the {self.changes} changes of the table")
+    def patches(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Patch]:
+        """Yield the changes of each tensor."""
+        for name, (a, b) in zip(self.names, pairwise([0, *self.changes.cumsum().tolist()]), strict=True):
+            yield Patch(name, shapes[name], self.index[a:b], self.ulps[a:b])
 
 
 def encode_group(mode: Mode, patches: Sequence[Patch], old: Old) -> tuple[Group, Streams]:
@@ -124,19 +127,28 @@ def encode_group(mode: Mode, patches: Sequence[Patch], old: Old) -> tuple[Group,
     return Group.model_validate(rows | values), streams | value_streams
 
 
-def decode_group(group: Group, rows: Sequence[TensorRow], streams: Streams, old: Old) -> list[Patch]:
-    """Return the patches of a group."""
+def decode_group(
+    group: Group, names: Sequence[str], sizes: Index, streams: Streams, olds: Sequence[Bits]
+) -> Decoded:
+    """Return the changes of a group.
+
+    `sizes`, int64 [2, n]: each tensor's elements and changes. `olds`: its old bits, if the mode reads them.
+    """
     lengths = tuple(len(each) for each in (group.limits, group.gaps, group.large, group.sizes))
     if lengths != (expected := LAYOUTS[group.mode].rows):  # the kernels rely on it
         raise CodecError(f"the lists of a group of mode {group.mode} have {lengths} items, not {expected}")
+    total, changes = sizes.sum(1).tolist()
     if group.mode in ("dense", "raw"):
-        index, ulps = _decode_all(group.mode, rows, streams, old)
+        content = _decode_all(group.mode, total, streams, olds)
+        index = np.flatnonzero(content)
+        ulps = content[index]
     else:
-        index, band_of = _positions(group, rows, streams, old)
+        index, band_of = _positions(group, total, changes, streams, olds)
         ulps = _decode_values(group, streams, band_of)
-    ends = pairwise([0, *np.cumsum([row.changes for row in rows]).tolist()])
-    pairs = zip(rows, ends, strict=True)
-    return [Patch(row.name, row.shape, index[a:b], ulps[a:b]) for row, (a, b) in pairs]
+    if (wrong := _move(index, *sizes)) >= 0:
+        listed = f"{sizes[1, wrong]} changes of the table"
+        raise CodecError(f"{names[wrong]}: its streams do not hold the {listed}")
+    return Decoded(names, sizes[1], index, ulps)
 
 
 def _encode_all(mode: Mode, patches: Sequence[Patch], old: Old) -> Streams:
@@ -152,51 +164,39 @@ def _encode_all(mode: Mode, patches: Sequence[Patch], old: Old) -> Streams:
     return {"low": _pack(content.astype(np.uint8)), "high": _pack((content >> 8).astype(np.uint8))}
 
 
-def _decode_all(mode: Mode, rows: Sequence[TensorRow], streams: Streams, old: Old) -> tuple[Index, Bits]:
-    """Return each change's position in its tensor, and its ULPs, in the modes that store every element."""
-    ends = np.cumsum([row.numel for row in rows])
-    low, high = (_unpack(streams[key], int(ends[-1])).astype(np.uint16) for key in ("low", "high"))
+def _decode_all(mode: Mode, total: int, streams: Streams, olds: Sequence[Bits]) -> Bits:
+    """Return the ULPs of all elements of a group, in the modes that store every element."""
+    low, high = (_unpack(streams[key], total).astype(np.uint16) for key in ("low", "high"))
     content = (low | (high << 8)).astype(np.uint16)
     if mode == "dense":
-        content = ((content >> 1) ^ -(content & 1)).astype(np.uint16)
-    else:
-        for row, part in zip(rows, np.split(content, ends[:-1]), strict=True):
-            part -= old(row.name).reshape(-1)
-    index = np.flatnonzero(content)
-    ulps = content[index]
-    return _within(index, rows), ulps
+        return ((content >> 1) ^ -(content & 1)).astype(np.uint16)
+    at = 0
+    for old in olds:
+        content[at : at + old.size] -= old.reshape(-1)
+        at += old.size
+    return content
 
 
-def _positions(group: Group, rows: Sequence[TensorRow], streams: Streams, old: Old) -> tuple[Index, Band]:
-    """Return the position of each change in its tensor, and the band of each change."""
-    total, ends = sum(row.numel for row in rows), [0, *np.cumsum([row.changes for row in rows]).tolist()]
-    band_of = np.zeros(ends[-1], np.uint8)
+def _positions(
+    group: Group, total: int, changes: int, streams: Streams, olds: Sequence[Bits]
+) -> tuple[Index, Band]:
+    """Return the position of each change in the group, and the band of each change."""
+    band_of = np.zeros(changes, np.uint8)
     if group.mode == "mask":
         mask = np.unpackbits(_unpack(streams["mask"], (total + 7) // 8), count=total, bitorder="little")
-        return _within(np.flatnonzero(mask), rows), band_of
+        return np.flatnonzero(mask), band_of
     if any(not 0 <= limit <= 255 for limit in group.limits) or list(group.limits) != sorted(group.limits):
         raise CodecError(f"limits {list(group.limits)} are not ascending exponents")
     words, state = bits.open_runs(group.gaps, streams["gaps"], "positions")
-    index = np.empty(ends[-1], np.int64)
+    index = np.empty(changes, np.int64)
     if group.mode == "bands":
-        by = positions.cut(group.limits)
-        for row, (a, b) in zip(rows, pairwise(ends), strict=True):
-            weights = old(row.name).reshape(-1)
-            row.require(positions.band_walk(words, state, weights, by, index[a:b], band_of[a:b]))
+        weights = np.concatenate([old.reshape(-1) for old in olds])
+        found = positions.band_walk(words, state, weights, positions.cut(group.limits), index, band_of)
     else:
         found = bits.flat_walk(words, state, total, index)
-        index = _within(index[: max(found, 0)], rows)
-    if not bits.finished(state):
-        raise CodecError("there are more changes than the table lists")
+    if found != changes or not bits.finished(state):
+        raise CodecError(f"its streams do not hold the {changes} changes of the table")
     return index, band_of
-
-
-def _within(index: Index, rows: Sequence[TensorRow]) -> Index:
-    """Convert positions in a group to positions in its tensors; `CodecError` unless the table agrees."""
-    numels, changes = np.array([row.numel for row in rows]), np.array([row.changes for row in rows])
-    if (wrong := _move(index, numels, changes)) >= 0:
-        rows[wrong].require(-1)
-    return index
 
 
 @kernel
@@ -317,13 +317,13 @@ def encode_jobs(
         mode = encode_smallest([*sparse, *others], [patch], old)[0].mode if others else sparse[0]
         best = sparse if mode in sparse else [mode]
         if members and (best != modes or elements >= GROUP_ELEMENTS):
-            yield modes, members, read_old(modes, members, old)
+            yield modes, members, read_old(modes, [p.name for p in members], old).__getitem__
             members, elements = [], 0
         modes = best
         members.append(patch)
         elements += patch.numel
     if members:
-        yield modes, members, read_old(modes, members, old)
+        yield modes, members, read_old(modes, [p.name for p in members], old).__getitem__
 
 
 def encode_smallest(modes: Sequence[Mode], patches: Sequence[Patch], old: Old) -> tuple[Group, Streams]:
@@ -359,10 +359,10 @@ def _other_modes(patch: Patch) -> list[Mode]:
     return [mode for mode in worth if worth[mode]]
 
 
-def read_old(modes: Sequence[Mode], tensors: Iterable[TensorRow | Patch], old: Old) -> Old:
-    """Read what `modes` need of `old` now, and return it as a lookup that other threads may call.
+def read_old(modes: Sequence[Mode], names: Iterable[str], old: Old) -> dict[str, Bits]:
+    """Read what `modes` need of `old`, in the order of `names`.
 
     `old` must run in this thread: it may take a lock, or ask other ranks in a fixed order.
     """
     needed = any(LAYOUTS[mode].reads_old for mode in modes)
-    return {tensor.name: old(tensor.name) for tensor in tensors if needed}.__getitem__
+    return {name: old(name) for name in names} if needed else {}

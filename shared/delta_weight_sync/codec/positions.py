@@ -1,12 +1,11 @@
 """Codes where the changes are, as runs: the number of unchanged weights before each change.
 
-With one band, a run counts all weights since the last change; a reader needs only the stream. With eight
-bands, a run counts only weights of the same band, which is a range of exponents; a reader also needs the old
-weights. That takes fewer bytes: the smaller a weight is, the likelier it changes, so each band has its own
-rate of changes, and of large changes (more than one ULP).
+With one band, a run counts all weights since the last change. With eight bands, a run counts only weights
+of the same band, which is a range of exponents, so a reader needs the old weights. That takes fewer bytes,
+because the rates of changes, and of large changes (more than one ULP), differ by band.
 
-Both directions first sort a chunk of weights into bands. Writing then finds the rank of each change within
-its band by its position in the chunk, and reading finds the position by the rank.
+Both directions sort a chunk of weights into bands. Then writing finds the rank of each change in its band,
+and reading finds the position of each rank.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 A piece is a strided part of a checkpoint tensor that lies in a parameter of vLLM, possibly with other
 strides. Its elements are numbered 0, 1, 2, ... in row-major order. The number gives the position in the
 checkpoint tensor and the address in memory. Changes store it as an int32, so a piece with too many elements
-becomes several rows of the table. All changes of a commit are flat arrays over the whole model, which go to a
-device in one copy. The host's kernels use one thread, to leave the cores to vLLM; `gpu` has the same kernels
-for GPUs.
+becomes several rows of the table. The host's kernels use one thread, to leave the cores to vLLM; `gpu` has
+the same kernels for GPUs.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ from numba.extending import intrinsic
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from delta_weight_sync.codec import Bits, Index, Patch
+from delta_weight_sync.codec import Bits, Decoded, Index
 from delta_weight_sync.codec._patch import join
 from delta_weight_sync.digest import BLOCK, INNER, hash_dense, outer, seed
 from delta_weight_sync.errors import RouteError
@@ -52,7 +51,6 @@ COLUMNS = TARGET + DIMS
 
 _DENSE = 2  # if more than one in two elements change, storing every element takes less memory
 _NO_BLOCK = np.uint64(1 << 63)  # no block has this number
-_MANY = 1 << 14  # changes that `of_patches` handles together: they fit into the cache
 _NEAR = 1024  # changes that are read back while they are still in the cache
 SLICES = 60  # of all parameters; `recheck` hashes one slice
 
@@ -60,15 +58,18 @@ SLICES = 60  # of all parameters; `recheck` hashes one slice
 class Table:
     """The places of all elements, on one device.
 
-    `rows`: int64 [pieces, COLUMNS]. `of`: checkpoint name -> indices of its rows.
+    `rows`: int64 [pieces, COLUMNS]. `number`: checkpoint name -> 0, 1, 2, ... Tensor n has the rows from
+    `starts[n]` up to `starts[n + 1]`. The number after the last tensor's has no rows.
     """
 
     def __init__(self, routes: Mapping[str, Route], owned: Mapping[str, Sequence[int]]) -> None:
         """`owned`: for each tensor, the indices of the pieces that this worker adds to the digest."""
         rows: list[list[int]] = []
-        self.of: dict[str, range] = {}
+        self.number = {name: number for number, name in enumerate(owned)}
+        starts = []
         for name, numbers in owned.items():
-            first, key = len(rows), int(seed(name).astype(np.int64))
+            starts.append(len(rows))
+            key = int(seed(name).astype(np.int64))
             for number, piece in enumerate(routes[name].pieces):
                 start = piece.memory.data_ptr()
                 for source, target in _parts(piece.source, piece.target):  # mostly one
@@ -76,7 +77,7 @@ class Table:
                     pad = [1] * (DIMS - len(source.sizes))
                     shapes = source.sizes, source.strides, target.strides
                     rows.append(fixed + [each for shape in shapes for each in (*pad, *shape)])
-            self.of[name] = range(first, len(rows))
+        self.starts = np.array([*starts, len(rows), len(rows)])
         self.rows = np.array(rows, np.int64).reshape(-1, COLUMNS)
         self.memory = [piece.memory for name in owned for piece in routes[name].pieces]
         self.device = self.memory[0].device if self.memory else torch.device("cpu")
@@ -115,22 +116,15 @@ def _bounds(rows: Rows, found: Index, index: Index) -> int:
         near, end = index[low:high], row[FIRST] + 1
         for dim in range(DIMS):
             end += (row[SIZES + dim] - 1) * row[SOURCE + dim]
-        found[1, p] = low + np.searchsorted(near, row[FIRST])
-        found[2, p] = low + np.searchsorted(near, end)
+        if near.size and not row[FIRST] <= near[0] <= near[-1] < end:  # mostly, a row is a whole tensor
+            found[1, p] = low + np.searchsorted(near, row[FIRST])
+            found[2, p] = low + np.searchsorted(near, end)
         total += found[2, p] - found[1, p]
     return total
 
 
 @kernel
-def _find(
-    rows: Rows,
-    flat: NDArray[np.bool_],
-    found: Index,
-    index: Index,
-    ulps: Ulps,
-    element: Elements,
-    moved: Ulps,
-) -> None:
+def _find(rows: Rows, found: Index, index: Index, ulps: Ulps, element: Elements, moved: Ulps) -> None:
     """Write the element number and the ulps of each change that a part holds.
 
     `found`, int64 [3, p]: rows of the parts; their ranges of `index` by `_bounds`, whose ends become counts.
@@ -139,7 +133,7 @@ def _find(
     for p in range(found.shape[1]):
         row, low = rows[found[0, p]], found[1, p]
         near, numbers, amounts, begin = index[low : found[2, p]], element[at:], moved[at:], at
-        if flat[found[0, p]]:
+        if row[SIZES + DIMS - 2] == 1 and row[SOURCE + DIMS - 1] == 1:
             base, whole = row[FIRST], ulps[low:]
             for j in range(near.size):  # over slices from their starts, which become vector instructions
                 numbers[j] = near[j] - base
@@ -208,46 +202,55 @@ class Found(NamedTuple):
 
 
 def collect(found: Iterable[Found], table: Table) -> Changes:
-    """Join all that was found into one `Changes`."""
+    """Join all that was found into one `Changes`: first the rows whose elements are listed."""
     parts = list(found)
     rows, counts = join([part.rows for part in parts], np.int64), join([p.counts for p in parts], np.int64)
     element, ulps = join([p.element for p in parts], np.int32), join([p.ulps for p in parts], np.int16)
-    dense, first = _DENSE * counts > table.elements[rows], np.cumsum(counts) - counts
-    starts, every, listed, end = [], [], [], 0
-    for at, count in zip(first[dense].tolist(), counts[dense].tolist(), strict=True):
-        numbers = element[at : at + count]  # only this part becomes dense: another may change the rest
-        starts.append(int(numbers[0]))
-        every.append(np.zeros(int(numbers[-1]) - starts[-1] + 1, np.int16))
-        every[-1][numbers - starts[-1]] = ulps[at : at + count]
-        listed.append(slice(end, at))
-        end = at + count
-    listed.append(slice(end, None))
-    element = join([element[each] for each in listed], np.int32)
-    ulps = join([*(ulps[each] for each in listed), *every], np.int16)
-    sparse = ~dense & (counts > 0)
-    sizes = np.append(counts[sparse], np.array([each.size for each in every], np.int64))
-    numbered = np.append(np.full(sparse.sum(), EXPLICIT), np.array(starts, np.int64))
-    columns = np.append(rows[sparse], rows[dense]), np.cumsum(sizes) - sizes, sizes, numbered
-    return Changes(np.stack(columns, 1), element, ulps)
+    del parts  # what was joined takes as much memory
+    dense = _DENSE * counts > table.elements[rows]
+    order = np.append(np.flatnonzero(~dense & (counts > 0)), np.flatnonzero(dense))
+    first = (np.cumsum(counts) - counts)[order]
+    rows, counts, dense = rows[order], counts[order], dense[order]
+    starts = np.where(dense, element[first], EXPLICIT)
+    sizes = np.where(dense, element[first + counts - 1] - starts + 1, counts)
+    changes = Changes(
+        np.stack([rows, np.cumsum(sizes) - sizes, sizes, starts], 1),
+        np.empty(counts[~dense].sum(), np.int32),
+        np.zeros(sizes.sum(), np.int16),
+    )
+    _spread(changes.parts, first, counts, element, ulps, changes.element, changes.ulps)
+    return changes
 
 
-def of_patches(patches: Iterable[Patch], table: Table) -> Iterator[Found]:
-    """Find the changes of patches; small patches are handled together."""
-    flat = (table.rows[:, SIZES : SOURCE - 1] == 1).all(1) & (table.rows[:, TARGET - 1] == 1)
-    known = [patch for patch in patches if patch.name in table.of]
-    ends = np.cumsum([patch.index.size for patch in known])
-    cuts = np.flatnonzero(np.diff(ends // _MANY)) + 1
-    for begin, end in pairwise([0, *cuts.tolist(), len(known)] if known else []):
-        some = known[begin:end]
-        index, ulps = join([p.index for p in some], np.int64), join([p.ulps for p in some], np.uint16)
-        spans, last = [table.of[p.name] for p in some], np.cumsum([p.index.size for p in some])
-        ranges = np.stack([np.append(0, last[:-1]), last]).repeat([len(span) for span in spans], 1)
-        found = np.vstack([np.fromiter(chain(*spans), np.int64), ranges])
-        count = _bounds(table.rows, found, index)
-        element, moved = np.empty(count, np.int32), np.empty(count, np.int16)
-        _find(table.rows, flat, found, index, ulps.view(np.int16), element, moved)
-        count = found[2].sum()
-        yield Found(found[0], found[2], element[:count], moved[:count])
+@kernel
+def _spread(
+    parts: Rows, first: Index, counts: Index, element: Elements, ulps: Ulps, listed: Elements, moved: Ulps
+) -> None:
+    """Copy the changes of each part, `counts` from `first` on, to where `Changes` has them."""
+    for p in range(parts.shape[0]):
+        to, start, numbers, amounts = parts[p, 1], parts[p, 3], element[first[p] :], ulps[first[p] :]
+        for j in range(counts[p]):
+            if start == EXPLICIT:
+                listed[to + j], moved[to + j] = numbers[j], amounts[j]
+            else:
+                moved[to + numbers[j] - start] = amounts[j]
+
+
+def find(decoded: Iterable[Decoded], table: Table) -> Iterator[Found]:
+    """Find the changes of a delta in the table; tensors that are not in it are left out."""
+    nowhere = repeat(len(table.number))
+    for part in decoded:
+        names, changes, index = part.names, part.changes, part.index
+        number = np.fromiter(map(table.number.get, names, nowhere), np.int64, len(names))
+        first, ends = table.starts[number], changes.cumsum()
+        count = table.starts[number + 1] - first
+        rows = np.repeat(first - count.cumsum() + count, count) + np.arange(count.sum())
+        found = np.stack([rows, np.repeat(ends - changes, count), np.repeat(ends, count)])
+        size = _bounds(table.rows, found, index)
+        element, moved = np.empty(size, np.int32), np.empty(size, np.int16)
+        _find(table.rows, found, index, part.ulps.view(np.int16), element, moved)
+        size = found[2].sum()
+        yield Found(found[0], found[2], element[:size], moved[:size])
 
 
 class Step(NamedTuple):

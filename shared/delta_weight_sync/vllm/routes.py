@@ -6,12 +6,10 @@ probes, and the copies that it would make are recorded. Probes are tensors witho
 A dispatch mode sees every operation of the loader's thread and records copies from a probe into the model's
 memory. A tensor from which the loader writes anything else there has no route.
 
-After loading, vLLM may derive other tensors from the weights: kernels reorder experts, attention keeps its
-sinks in float32, a quantizer packs. Deltas would not update those, so such a model is refused. A tensor that
-existed before loading and still has the same bits is not derived. So `install` wraps vLLM's loader
-(`model_loader/base_loader.py`, which loads all checkpoints) and records the tensors before loading, and which
-parameters changed in the steps after it. Without this record, every tensor outside of the parameters counts
-as derived.
+After loading, vLLM may derive other tensors from the weights, for example for a kernel. Deltas would not
+update those, so such a model is refused. A tensor that has the same bits as before loading is not derived.
+So `install` wraps vLLM's loader and records the tensors before loading, and which parameters change after it.
+Without this record, every tensor outside of the parameters counts as derived.
 """
 
 from __future__ import annotations

@@ -13,14 +13,12 @@ digest that the changes lead to. A commit whose digest would be wrong writes not
 any worker is undone bit for bit on all of them. `waited_s` is how long a commit waited for the step that was
 under way, which is not a pause.
 
-Every commit reads back what it wrote. Live parameters are also hashed repeatedly, to notice other code that
-writes to them: on a GPU all of them at each stage; on a CPU one slice a second, and so all of them in
-`RECHECK_S`. If a hash differs, the next stage is refused, and the follower repairs the weights by a join.
+Every commit reads back what it wrote. To notice other code that writes to them, live parameters are hashed
+at each stage on a GPU, and in slices, all of them in `RECHECK_S`, on a CPU. If a hash differs, the next stage
+is refused, and the follower repairs the weights by a join.
 
-A route says where vLLM's parameters hold a checkpoint tensor (see `routes`). A tensor has no route if its
-loader computes with it (casts to float32, concatenates, reorders) instead of copying it. The model does not
-hold the bits of such a tensor, so a commit cannot patch it in place, and no digest can prove it. The host
-keeps a copy of these tensors, and each commit loads all of them by vLLM's own loader: slow, but exact.
+A tensor has no route (see `routes`) if vLLM's loader computes with it instead of copying it. A commit cannot
+patch such a tensor in place. So each commit loads all of them by vLLM's own loader, from a copy on the host.
 """
 
 from __future__ import annotations
@@ -196,9 +194,12 @@ class LiveWeights:
             raise errors.WeightsChangedError(
                 f"something else changed the live weights: digest {live:016x}, not {known:016x}"
             )
-        patches = codec.chain([codec.Delta(path) for path in paths], self.shapes, self.bits)
-        found = memory.of_patches(patches, self._table)
-        return self._staged(found, [p for p in patches if p.name in self._fallback.bits], live)
+        decoded = [*codec.merged([codec.Delta(path) for path in paths], self.shapes, self.bits)]
+        kept = self._fallback.bits
+        reloaded = (
+            [p for part in decoded for p in part.patches(self.shapes) if p.name in kept] if kept else []
+        )
+        return self._staged(memory.find(decoded, self._table), reloaded, live)
 
     def stage_checkpoint(self, folder: Path) -> Staged:
         """Prepare to write whatever differs from the checkpoint in `folder`."""
@@ -210,7 +211,7 @@ class LiveWeights:
 
     def _differences(self, wanted: dict[str, Bits]) -> Iterator[Found]:
         """Differences between this worker's parameters and a checkpoint, by batches of table rows."""
-        names = [name for name, rows in self._table.of.items() for _ in rows]
+        names = np.repeat([*self._table.number], np.diff(self._table.starts[:-1])).tolist()
         blocks = np.stack(memory.cut(self._table.elements, _BATCH), 1)
         batches = np.flatnonzero(np.diff(blocks[:, 2].cumsum() // _BATCH)) + 1
         for batch in np.split(blocks, batches):
