@@ -137,6 +137,7 @@ total, before staging|{time(plan.join_s)}|at most {time(plan.join_worst_s)}
 storage and money
 bucket grows by|{size(plan.stored_hour)}/h|nothing is deleted unless you ask for it
 trainer states|{size(plan.states_hour)}/h|in addition; two stay, {size(plan.state)} each
+copy a trainer state|{time(plan.copy_state_s)}|training waits; every {cost.STATE_MINUTES:.0f} minutes at most
 egress|{size(plan.egress_hour)}/h|{ratio:.1f} times what is stored; {included}
 requests for files|{_figure(plan.file_requests)}|in 5 minutes; the Hub allows {cost.FILES_ALLOWED}
 requests to the Hub's API|{_figure(plan.api_requests)}|in 5 minutes; the Hub allows {cost.API_ALLOWED}

@@ -4,7 +4,8 @@ A kernel program compares one tile: the 4096 elements of a digest block of one t
 this rank holds. One launch takes the tiles of all tensors. Kernels read absolute addresses, so a mirror in
 pinned host memory is read over the bus during the comparison. The host reads back two tables:
 
-    book    int64 [2 + tiles]: number of changes, change of the digest, and per tile `place * 8192 + count`
+    book    int64 [65 + tiles]: number of changes; 64 cells, whose sum is the change of the digest; and per
+            tile `place * 8192 + count`
     found   int32 [capacity]: `position within the tile << 16 | ulps`; the changes of a tile are in order
 """
 
@@ -25,12 +26,14 @@ from delta_weight_sync.codec import Bits, Index, Patch
 from delta_weight_sync.digest import BLOCK, change_digest, seed
 from delta_weight_sync.gpu import SideStream, inner, launch, outer, read
 from delta_weight_sync.publish.mirror import Part
-from delta_weight_sync.util import kernel
+from delta_weight_sync.util import THREADS, in_order, kernel
 
 COUNTS = 8192  # more than the changes of a tile
 TILE = tl.constexpr(BLOCK)
 COLUMNS = tl.constexpr(6)  # of an entry: parameter, mirror, start, stop, seed, first tile
-TOTALS = tl.constexpr(2)  # at the start of `book`
+CELLS = 64  # over which programs spread their sums of the digest
+TOTALS = tl.constexpr(1 + CELLS)  # at the start of `book`
+_CELLS = tl.constexpr(CELLS)
 _COUNTS = tl.constexpr(COUNTS)
 KINDS = {torch.bfloat16: tl.int16, torch.float32: tl.float32, torch.float16: tl.float16}
 _ALIGNED = 16  # bytes that a thread reads in one load
@@ -96,7 +99,7 @@ def find(
         factor = tl.load(factors + lane).to(tl.uint32, bitcast=True).to(tl.uint64)
         moved = tl.sum(factor * (new.to(tl.uint64) - old.to(tl.uint64)), 0)
         moved *= outer(tl.load(entry + 4).to(tl.uint64), block)
-        tl.atomic_add(book + 1, moved.to(tl.int64), sem="relaxed")
+        tl.atomic_add(book + 1 + tile % _CELLS, moved.to(tl.int64), sem="relaxed")
 
 
 @triton.jit
@@ -230,14 +233,21 @@ class DeviceDiff:
             tiles.make_room(notes[0])
             packed = read(found[: notes[0]]).numpy()
         index, ulps = np.empty(notes[0], np.int64), np.empty(notes[0], np.uint16)
-        unpack(notes[TOTALS.value :], packed, tiles.blocks, index, ulps)
-        upto = np.concatenate([[0], np.cumsum(notes[TOTALS.value :] % COUNTS)])
+        counted = notes[TOTALS.value :]
+        upto = np.concatenate([[0], np.cumsum(counted % COUNTS)])
+
+        def fill(some: slice) -> None:
+            its = slice(upto[some.start], upto[some.stop])
+            unpack(counted[some], packed, tiles.blocks[some], index[its], ulps[its])
+
+        shares = np.linspace(0, tiles.count, THREADS + 1).astype(int).tolist()
+        list(in_order(fill, itertools.starmap(slice, itertools.pairwise(shares))))
         ends = upto[np.concatenate([[0], tiles.ends])].tolist()
         patches = [
             Patch(part.name, part.block.shape, index[a:b], ulps[a:b])
             for part, (a, b) in zip(parts, itertools.pairwise(ends), strict=True)
         ]
-        return Changes(patches, int(notes[1]), tiles, book, found)
+        return Changes(patches, int(notes[1 : TOTALS.value].sum()), tiles, book, found)
 
     def keep(self, changes: Changes) -> None:
         """Write the changes into the mirrors, which are on the device, without waiting for it."""

@@ -39,6 +39,7 @@ from delta_weight_sync.records import Count, Digest, FileRef, Manifest, Sealed, 
 from delta_weight_sync.resume import optimizer as parts
 from delta_weight_sync.resume.optimizer import Tensors, as_json, to_host
 from delta_weight_sync.scratch import Scratch
+from delta_weight_sync.util import time_text
 
 _NOTE = {"weights", "optimizer", "random", "others"}
 _LOW, _PUBLISHED, _WHOLE = "low", "published", "whole"  # how much of a weight is saved: half, none, all
@@ -154,6 +155,7 @@ class Snapshot:
         *,
         main: bool,
     ) -> None:
+        started = time.monotonic()
         kinds: dict[str, tuple[str, list[int]]] = {}
         copies: dict[str, Tensors] = {_LOW: {}, _WHOLE: {}}
         for name, tensor in weights:
@@ -167,6 +169,7 @@ class Snapshot:
         self._masters = copies[_LOW]
         self._tensors = {f"whole/{n}": tensor for n, tensor in copies[_WHOLE].items()} | moments | random
         self._note = {"weights": kinds, "optimizer": optimizer_note, "random": random_note, "others": states}
+        _log.info("training waited %s for a copy of its state", time_text(time.monotonic() - started))
 
     def write(self, path: Path) -> None:
         """Write a `.safetensors` file. Frees each copy of a float32 weight as soon as it is split."""
