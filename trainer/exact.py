@@ -1,7 +1,7 @@
 """Exact old policies: each token's old log-probability is computed with the weights that generated it.
 
-The trainer restores the weights of that sync by undoing later syncs. `docs/how-it-works.md` says why, and
-what the metrics `exact/*` mean.
+A second model gets the weights of that sync, by undoing or repeating the syncs in between.
+`docs/how-it-works.md` says why, and what the metrics `exact/*` mean.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ Mask = NDArray[np.bool_]
 
 
 class Query(NamedTuple):
-    """Tokens of one sample, int64 [n], and which of them to compute (never the first), bool [n]."""
+    """Tokens of one sample, int64 [n], and whether to compute the probability of each, bool [n]; never the
+    first."""
 
     input_ids: NDArray[np.int64]
     asked: Mask
@@ -50,7 +51,7 @@ class PastPolicy:
 
     def __init__(self, policy: torch.nn.Module, token_budget: int) -> None:
         """Copy `policy`. `token_budget`: maximum tokens of a forward pass, 0 for no limit.
-        Raises `ValueError` if the dtype of a weight cannot hold every bf16 value."""
+        Raises `ValueError` if the dtype of a weight is neither float32 nor bfloat16."""
         self._model = copy.deepcopy(policy).requires_grad_(False).eval()
         self._weights = dict(live_weights(self._model))
         for weights in self._weights.values():
@@ -70,7 +71,7 @@ class PastPolicy:
         return sync in self._log.syncs
 
     def keep_up(self) -> None:
-        """After a sync, leave the oldest sync of the log, which the next sync drops."""
+        """If the model is at the oldest sync of the log, move it on: a later sync drops the oldest."""
         if self._log.syncs[0] == self.sync != self._log.syncs[-1]:
             self.roll(self._log.syncs[1])
 
@@ -216,7 +217,8 @@ def syncs_of(sample: TracedSample) -> set[int]:
 
 
 def of_one_version(sample: TracedSample) -> Mask:
-    """Which trained tokens follow no commit in their answer: all keys and values are of one version."""
+    """Which trained tokens have the sync of their answer's first token: up to them, keys and values are of
+    one version."""
     own = trained(sample)
     begins = own & ~np.concatenate([[False], own[:-1]])
     answer = np.maximum.accumulate(np.where(begins, np.arange(len(own)), 0))

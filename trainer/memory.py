@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-_TILE = 4096, 32768  # tokens and words of the logits that TRL computes at a time
+_TILE = 4096, 32768  # tokens and vocabulary entries whose logits TRL computes at a time, at most
 _ADAMW = "adamw_torch_fused", "adamw_torch"  # other optimizers count as if they had no moments
 ESTIMATED = ("autocast", "activations", "logits")  # the other parts are exact
 
 
 def parts(model: str, options: Mapping[str, Any], shards: int = 1) -> dict[str, int]:
-    """Bytes on each GPU, by purpose. Empty if `model` has no config of a language model that can be read.
+    """Bytes on each GPU, by purpose. Empty if `model` has no readable config of a language model.
 
     `options`: the settings; missing ones have the trainer's defaults.
     """
@@ -45,12 +45,15 @@ def parts(model: str, options: Mapping[str, Any], shards: int = 1) -> dict[str, 
 
 
 def problem(needs: Mapping[str, int], room: int) -> str:
-    """Why the exact parts do not fit into `room` free bytes: a sentence with the fix, or "" if they fit."""
+    """Why the exact parts do not fit into `room` bytes: a sentence with the fix, or "" if they fit."""
     if sum(need for name, need in needs.items() if name not in ESTIMATED) <= room:
         return ""
-    fix = "use a larger GPU, a smaller --model, or more GPUs with `accelerate launch --use_fsdp`"
+    fix = (
+        "use a larger GPU, a smaller --model, or more GPUs with"
+        " `accelerate launch --use_fsdp --fsdp_version 2`"
+    )
     fix = "--mirror host, or " * ("mirror" in needs) + fix
-    return f"training needs {words(needs)}, but {room / 1e9:.0f} GB are free here: {fix}"
+    return f"training needs {words(needs)}, but there are {room / 1e9:.0f} GB here: {fix}"
 
 
 def words(needs: Mapping[str, int]) -> str:

@@ -1,7 +1,8 @@
 """Resumes a run from the newest state in its bucket, and saves states there.
 
 Both classes are callbacks of TRL's trainer. One of TRL's own callbacks publishes the weights when training
-begins: `Restore` must come before it, so it is the first callback, and `SaveState` after it.
+begins. `Restore` must run before that callback, so the trainer is made with it; `SaveState` must run after
+it, so it is added later.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _TIMEOUT_S = 600.0
 def find_progress(publisher: Publisher, *, fresh: bool) -> Progress | None:
     """Find how far an earlier trainer of the run came. Returns None for a new run, or if `fresh`.
 
-    Raises `StateError` if the run has versions but no state to resume from.
+    Raises `StateError` if the run has versions after version 0 but no state, or if its state does not fit.
     """
     if fresh or (record := publisher.find_state()) is None:
         return None
@@ -94,6 +95,12 @@ class SaveState(TrainerCallback):
         self._save(final=True)
         return newest
 
+    @property
+    def saved(self) -> bool:
+        """Whether a state of the present weights was saved. An abandoned step leaves weights of no
+        version."""
+        return self._synced and not self._syncs
+
     def _sync(self) -> None:
         if not (self._synced or self._in_step):
             self._synced = True
@@ -101,7 +108,8 @@ class SaveState(TrainerCallback):
             self._trainer._sync_weight()
 
     def _save(self, *, final: bool = False) -> None:
-        """Save the state if it belongs to a sync and is not saved yet. `final`: regardless of the pause."""
+        """Save the state if it belongs to a sync and is not saved yet; if `final`, however new the last one
+        is."""
         if self._synced and self._syncs:
             now, extra = self._trainer.callback_handler, dataclasses.asdict(self._trainer.progress())
             state = {"extra": extra, "final": final, "schedule": now.lr_scheduler}

@@ -33,7 +33,7 @@ class Settings:
     encoding: Encoding = field(default="fast", metadata={"help": "Encoding of deltas."})
     mirror: Place = field(default="host", metadata={"help": "Memory that holds the published bits."})
     keep: str = _option("How much of the run the bucket keeps, such as '20GB' or '7d'; default: all.", "")
-    state_every: int = _option("Syncs between two saved states; a trainer that dies loses at most these.", 20)
+    state_every: int = _option("Minimum syncs between two saved states; see also --state_minutes.", 20)
     state_minutes: float = _option("Minimum minutes between two saved states.", 5.0)
     norm_learning_rate: float = _option("Learning rate of norms and biases; 0: same as --learning_rate.", 0.0)
     minutes: float = _option("Stop after this many minutes and publish everything; 0: no limit.", 0.0)

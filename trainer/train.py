@@ -191,7 +191,8 @@ def finish_early(publisher: Publisher, states: resume.SaveState, stop: Stop) -> 
     try:
         newest = states.finish(stop.left_s)
         publisher.flush(stop.left_s)
-        outcome = f"version {newest.version} is published and the state is saved"
+        state = "the state is saved" if states.saved else "the newest saved state is an earlier one"
+        outcome = f"version {newest.version} is published and {state}"
     except (DeltaWeightSyncError, TimeoutError) as error:
         outcome = f"not everything is in the bucket ({error})"
     if publisher.is_main:

@@ -30,7 +30,7 @@ from space_guard.requests import RateLimit
 
 EVERY_S = 1.0  # seconds between two readings while there are viewers
 IDLE_S = 60.0  # seconds between two readings without viewers
-LIST_EVERY_S = 5.0  # seconds between two listings, for each page of the listing
+LIST_EVERY_S = 5.0  # seconds for which a listing is used again, for each of its pages of 1,000 objects
 FAILED_S = 300.0  # seconds until a damaged object is read again: it may have been repaired
 MAX_REBUILD = 1_000_000_000  # bytes of a version's files that a dashboard rebuilds for a proof
 MAX_DOWNLOAD = 256_000_000  # bytes of an object that a visitor downloads through the dashboard
@@ -65,14 +65,14 @@ class RunView:
     quiet_min: int = 0  # whole minutes without an event
     progress: Progress | None = None  # None before the first version
     start: tuple[Stage, ...] = ()  # what happens before the first step
-    waited: str = ""  # time since the last of these stages was done
+    waited: str = ""  # time since the last of these stages was done, or since the dashboard started
 
 
 class RunCache:
     """Keeps the newest view of a run: refreshed every second with viewers, and every minute without.
 
     Args:
-        run: The run to follow, None for the run created last.
+        run: The run to follow; None for the run that was created last when the dashboard first found one.
         own_status: Returns the status of the replica that hosts this dashboard. The page shows it instead of
             the one in the log.
         pause: Waits between two readings.
@@ -294,8 +294,8 @@ class Library:
         return name
 
     def objects(self) -> Listing:
-        """List the run's objects. The listing is at most `LIST_EVERY_S` seconds per page old, or older
-        while the rate limit is exceeded."""
+        """List the run's objects. A listing is used again for `LIST_EVERY_S` seconds per page, and
+        longer while the rate limit is exceeded."""
         with self._lock:
             at, run, listing = self._listed
             if run == self.run and self._clock() - at <= LIST_EVERY_S * (1 + len(listing) // _PAGE):
@@ -350,7 +350,8 @@ class Library:
         way = manifest.recipe()
         if way.size > MAX_REBUILD:  # sizes of files, because a manifest can claim any `full_bytes`
             raise errors.ProtocolError(
-                f"this model is too large to be rebuilt here: run delta-weight-sync verify {self.bucket.url}"
+                "this model is too large to be rebuilt here:"
+                f" run delta-weight-sync verify {self.bucket.url}#{self.run}"
             )
         with Scratch() as folder:
             RunReader(self.bucket, self.run).checkout(manifest, folder)
@@ -366,7 +367,7 @@ class RateLimitError(errors.BucketError):
 
 class RateLimitedBucket:
     """A bucket that visitors share, for reading only: calls and bytes are limited in each `WINDOW_S` seconds.
-    What a window allows can be used in one burst."""
+    After a quiet time, a burst adds once more what a window allows."""
 
     def __init__(self, bucket: Bucket, clock: Clock = time.monotonic) -> None:
         self._bucket, self.url, self._lock = bucket, bucket.url, threading.Lock()

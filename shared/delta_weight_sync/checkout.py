@@ -5,8 +5,8 @@
     DIR/00000040/                the version before, for readers that still use it; removed by the next update
     DIR/.building/               the version that is being built
 
-A reader never sees a half-written version. Each version is a copy of the one before, with the changes written
-into it. So an update downloads only the deltas, and copies the checkpoint once on the disk.
+A reader never sees a half-written version. Usually, a version is a copy of the one before with the
+changes written into it. So an update downloads only the deltas, and copies the checkpoint once on the disk.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def follow(
     once: bool = False,
     on_error: Callable[[Exception], object] | None = None,
 ) -> FollowedVersions:
-    """Keep `into/current` at the newest version of a run, and yield each version once it is in place.
+    """Keep `into/current` at the newest version of a run, and yield each version when it is in place.
 
         for version in follow("hf://buckets/me/wordle#first", into="policy"):
             engine.reload(version.path)
@@ -121,15 +121,15 @@ def follow(
         public_key: As for `open_run`.
         version: Yield this version only, then end.
         once: Yield the newest version only, then end.
-        on_error: Called with each error that is retried and with what is damaged, but not with the same one
-            twice in a row. By default they are logged.
+        on_error: Called with each error after which `follow` tries again, and with what is damaged; not with
+            the same message twice in a row. By default they are logged.
 
     Returns:
         An iterator of `FollowedVersion`, for `for` and for `async for`. It is a context manager too.
 
     Raises:
-        FolderError: Another process follows into this folder, or it holds other files. Like all errors, it
-            is raised by the first iteration.
+        FolderError: Another process follows into this folder, or it holds other files. Like all errors
+            but a wrong argument, it is raised by the first iteration.
         DeltaWeightSyncError: The run cannot be opened. With `version` or `once`, any other error too.
     """
     if isinstance(run, RunReader) and public_key is not None:
@@ -183,9 +183,10 @@ def follow(
 
 
 def build(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVersion | None) -> None:
-    """Write a version to `into` and verify its digest. Complete files of a failed try are used again.
+    """Write a version to `into` and verify its digest.
 
-    If that takes fewer bytes than the anchor, copy `held`, any version, and write the changes into the copy.
+    If the deltas from `held` take fewer bytes than the anchor, copy `held` and write the changes into the
+    copy. Otherwise start from the anchor; files of it that a failed try completed are used again.
     """
     if held is None or not _patched(reader, manifest, into, held):
         remove_other_files(into, manifest.anchor)
@@ -254,7 +255,8 @@ class CheckpointFolder(AbstractContextManager["CheckpointFolder"]):
     def update(self, manifest: Manifest) -> Path:
         """Point `current` at a version, and return the version's own folder.
 
-        After any `DeltaWeightSyncError` or `OSError`, and after `kill -9`, `current` is unchanged.
+        After any `DeltaWeightSyncError` or `OSError`, `current` is unchanged. After `kill -9`, it leads to
+        the old version or to the new one.
         """
         held = self.held
         if held is None or (held.version, held.digest) != (manifest.version, manifest.digest):

@@ -37,7 +37,7 @@ class SettingsError(ConfigError):
     """Environment variables cannot be used; the message names each of them and its fix."""
 
     def __init__(self, problems: Mapping[str, str]) -> None:
-        super().__init__("set these variables: " + "; ".join(f"{k}: {v}" for k, v in problems.items()))
+        super().__init__("correct these variables: " + "; ".join(f"{k}: {v}" for k, v in problems.items()))
         self.problems = dict(problems)
 
 

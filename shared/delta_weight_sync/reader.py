@@ -37,7 +37,7 @@ from delta_weight_sync.signing import PublicKeys
 from delta_weight_sync.store import Bucket, Listing, ObjectInfo, open_bucket
 
 _SIDE_BY_SIDE = 6  # objects that are fetched ahead at the same time
-_TRIES = 5  # listings of HEADs at most; each fails if a new writer removes a listed HEAD meanwhile
+_TRIES = 5  # attempts to list the HEADs: again if a new writer removes one before it is read
 _MAX_UNSIGNED = 16  # a search ends after this many unsigned manifests: the public key is probably wrong
 _MAX_DAMAGED = 64  # a search reads at most this many manifests: a forged key can claim any version
 _MAX_HEADS = 16  # a search reads at most this many HEADs: usually there is one
@@ -88,8 +88,8 @@ def runs_in(bucket: Bucket) -> list[str]:
 class RunReader:
     """The reading half of the protocol.
 
-    Every record is checked: it must be complete, belong to this run, have the sha256 that is in the record
-    that names it, and be signed if there are trusted keys.
+    Every record is checked. It must be complete and belong to this run. If another record names it, it must
+    have the sha256 that is given there. If there are trusted keys, one of them must have signed it.
 
     Args:
         bucket: The bucket that holds the run.
@@ -207,13 +207,13 @@ class RunReader:
     def checkout(self, manifest: Manifest, folder: Path) -> dict[str, Bits]:
         """Write a version to `folder` as a Hugging Face checkpoint.
 
-        The digest is checked before the weights are written.
+        The anchor's files come first; its weights are replaced after the digest is checked.
 
         Returns:
             The weights: tensor name -> bf16 bits as uint16, in the tensor's shape.
 
         Raises:
-            ProtocolError: A file is damaged, or the digest is not the published one.
+            ProtocolError, CodecError: A file is damaged, or the digest is not the published one.
         """
         folder.mkdir(parents=True, exist_ok=True)
         for ref in manifest.anchor.small_first():
@@ -248,9 +248,8 @@ class RunReader:
     def successor(self, of: Writer, born: float | None, problems: Problems) -> Writer | None:
         """The last writer that took the run over from `of`, or None.
 
-        With trusted keys, a HEAD counts only if it is signed and belongs to no run that was created before
-        `born`. So write access to the bucket is not enough to stop a trainer. `problems` receives the HEADs
-        that do not count.
+        With trusted keys, a HEAD does not count if it is damaged or unsigned, or if it names a version of a
+        run that was created before `born`. `problems` receives the HEADs that do not count.
         """
         for writer in reversed(self.writers()):
             if writer <= of:
@@ -271,7 +270,8 @@ class RunReader:
     def head(
         self, below: Writer | None = None, floor: Rank | None = None, problems: Problems | None = None
     ) -> Head | None:
-        """The HEAD of the writer that owns the run, or None if the run has no version and no HEAD.
+        """The HEAD of the writer that owns the run, or None if there is no readable HEAD and no complete
+        version.
 
         A HEAD that is damaged, missing or not signed is rebuilt from the manifests.
 

@@ -60,19 +60,17 @@ MAX_HEADERS = 100
 class Limits:
     """What one connection may use."""
 
-    request_s: (
-        float  # for a head to arrive: the first from the connection on, a later one from its first byte
-    )
+    request_s: float  # to receive a head: the first since connecting, a later one since its first byte
     unread_s: float  # seconds in which the client must read some of its answer
-    head_bytes: int  # of a request without its body
+    head_bytes: int  # of a request, its body not counted
     keep_active: bool  # a visitor's connection is safe from eviction while its request is answered
 
 
 class _Connection(HttpToolsProtocol):
-    """uvicorn's HTTP protocol with limits. If `key` is empty, any complete request counts as having the key.
+    """uvicorn's HTTP protocol with limits. If `key` is empty, any complete head counts as having the key.
 
     `visitors` are the connections without the key. If there are more than `max_visitors`, the one that was
-    quiet longest is closed, so a new client gets in and a client with the key stays.
+    opened or answered longest ago is closed, so a new client gets in and a client with the key stays.
     """
 
     def __init__(
@@ -82,7 +80,7 @@ class _Connection(HttpToolsProtocol):
         self._limits, self._visitors, self._max_visitors, self._key = limits, visitors, max_visitors, key
         self._known = False  # has sent the key
         self._deadline: asyncio.TimerHandle | None = None
-        self._complete = True  # no request is only partly received
+        self._complete = True  # False from the first byte of a request to its last
         self._head = 0  # bytes received of the current request, without its body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -100,7 +98,7 @@ class _Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def handle_websocket_upgrade(self) -> None:
-        """Hand the connection to the WebSocket protocol, which refuses a client without the key."""
+        """Hand the connection to the WebSocket protocol; the app decides whom to refuse."""
         self._stop_clock()
         self._visitors.pop(self, None)
         super().handle_websocket_upgrade()
@@ -257,7 +255,8 @@ class Lane:
 
 
 class LogLimit(logging.Filter):
-    """Limits the log lines of each line of code per minute. The next minute logs how many were dropped."""
+    """Limits the log lines of each line of code per minute. If the line logs in the next minute, too,
+    that record says how many were dropped."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

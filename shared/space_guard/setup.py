@@ -36,7 +36,7 @@ class SettingsError(ValueError):
     """Settings are missing or wrong; `problems` says what is wrong with each variable."""
 
     def __init__(self, problems: Problems) -> None:
-        super().__init__(f"set these variables: {listed(problems)}")
+        super().__init__(f"correct these variables: {listed(problems)}")
         self.problems = dict(problems)
 
 
@@ -90,8 +90,8 @@ class SpaceSettings(BaseModel):
 
 
 def key_problem(environ: Mapping[str, str], key: str, opening: str) -> dict[str, str]:
-    """What is wrong with a Space's key; empty if nothing is. On the Hub, a Space needs a key that cannot be
-    guessed in the variable `key`, or the variable `opening` set to true."""
+    """What is wrong with a Space's key; empty if nothing is. On the Hub, a Space needs one of two
+    variables: `key`, with a value that cannot be guessed, or `opening`, set to true."""
     value = environ.get(key, "")
     if not value and environ.get(opening, "").lower() != "true":
         return {key: "not set"}
@@ -123,7 +123,8 @@ class Setup:
     def app(self, problems: Problems) -> ASGIApp:
         """The app of a Space that is not set up: the page at /, its state at /health, and 503 elsewhere."""
         state, sentence = "not set up", self.sentence(problems)
-        # Trainers read `status` or `state`, clients of the two APIs `detail` or `error`.
+        # Trainers read a replica's `state` and an environment's `status`; clients of a replica read `error`,
+        # and those of an environment `detail`.
         body = {"status": state, "state": state, "detail": sentence, "error": sentence}
 
         async def answer(request: Request, _: Exception) -> Response:
@@ -142,7 +143,7 @@ class Setup:
         return answer
 
     def page(self, problems: Problems) -> str:
-        """The setup page. It reloads itself, so that a Space that is set up replaces it."""
+        """The setup page. It reloads itself, so the Space's own page appears once the Space is set up."""
         needs = {**self.needs, **{name: Need("variable") for name in problems if name not in self.needs}}
         items = ""
         for name, need in needs.items():

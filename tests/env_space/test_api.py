@@ -199,10 +199,10 @@ def test_an_unknown_variable_is_refused_with_the_known_ones():
     with pytest.raises(SettingsError) as refusal:
         Settings.read({"WORDLE_ANSWER": "3"})
     assert str(refusal.value) == (
-        "set these variables: WORDLE_ANSWER: there is no such variable; the variables are WORDLE_ANSWERS, "
-        "WORDLE_LENGTH, WORDLE_HARD_MODE, WORDLE_INVALID_COST, WORDLE_REPEATED_COST, WORDLE_MAX_SESSIONS, "
-        "WORDLE_SESSION_TTL_S, WORDLE_REPLICA_URL, WORDLE_REPLICA_PROMPT, WORDLE_REPLICA_KEY, WORDLE_KEY, "
-        "WORDLE_OPEN, WORDLE_HOST, WORDLE_PORT"
+        "correct these variables: WORDLE_ANSWER: there is no such variable; the variables are "
+        "WORDLE_ANSWERS, WORDLE_LENGTH, WORDLE_HARD_MODE, WORDLE_INVALID_COST, WORDLE_REPEATED_COST, "
+        "WORDLE_MAX_SESSIONS, WORDLE_SESSION_TTL_S, WORDLE_REPLICA_URL, WORDLE_REPLICA_PROMPT, "
+        "WORDLE_REPLICA_KEY, WORDLE_KEY, WORDLE_OPEN, WORDLE_HOST, WORDLE_PORT"
     )
 
 
@@ -226,7 +226,7 @@ def test_an_unknown_variable_is_refused_with_the_known_ones():
     ],
 )
 def test_an_unusable_value_is_named(variable, value):
-    with pytest.raises(SettingsError, match=f"^set these variables: {variable}: "):
+    with pytest.raises(SettingsError, match=f"^correct these variables: {variable}: "):
         Settings.read({variable: value})
 
 

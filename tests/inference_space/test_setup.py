@@ -97,7 +97,7 @@ def test_a_duplicated_space_serves_the_page_and_says_so_once(tmp_path):
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({}, "replica: set these variables: REPLICA_BUCKET: not set; REPLICA_RUN: not set"),
+        ({}, "replica: correct these variables: REPLICA_BUCKET: not set; REPLICA_RUN: not set"),
         ({"REPLICA_BUCKET": "file:///tmp/none", "REPLICA_RUN": "a b"}, "replica: 'a b' is not a run name"),
         ({"REPLICA_BUCKET": "ftp://x", "REPLICA_RUN": "a"}, "replica: 'ftp://x' is not"),
     ],

@@ -294,7 +294,7 @@ def test_the_documentation_has_the_memory_of_each_configuration(name, width, tmp
 
 @pytest.mark.parametrize(
     ("fault", "sentence"),
-    [("driver", "is old"), ("GPUs", "CUDA_VISIBLE_DEVICES=0"), ("memory", "0 GB are free here: use a")],
+    [("driver", "is old"), ("GPUs", "CUDA_VISIBLE_DEVICES=0"), ("memory", "0 GB here: use a")],
 )
 def test_what_this_machine_cannot_train_is_refused_before_the_run_is_opened(fault, sentence, base, tmp_path):
     options = {"model": str(base), "bucket": tmp_path.as_uri(), "run": "r", "replicas": []}

@@ -163,7 +163,7 @@ def test_the_space_ends_with_the_sentence(tmp_path):
     command = [sys.executable, "-m", "inference_space.app"]
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
-    said = f"replica: set these variables: REPLICA_FOLDER: {folder} may be written to by every user"
+    said = f"replica: correct these variables: REPLICA_FOLDER: {folder} may be written to by every user"
     assert done.stderr.splitlines()[-1].startswith(said)
     assert "Traceback" not in done.stderr
     assert list(folder.iterdir()) == []

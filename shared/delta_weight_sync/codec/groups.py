@@ -299,7 +299,8 @@ def _unpack(frame: Bytes, size: int) -> Bytes:
     """Unpack a zstd frame, after a check that it claims `size` bytes."""
     if zstandard.frame_content_size(frame.tobytes()) != size:
         raise CodecError(f"a compressed stream does not hold {size} bytes")
-    return np.frombuffer(zstandard.ZstdDecompressor().decompress(frame.tobytes()), np.uint8)
+    unpacked = zstandard.ZstdDecompressor().decompress(frame.tobytes(), allow_extra_data=False)
+    return np.frombuffer(unpacked, np.uint8)
 
 
 def encode_jobs(

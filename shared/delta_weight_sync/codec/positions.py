@@ -23,7 +23,7 @@ from delta_weight_sync.util import kernel
 Band = NDArray[np.uint8]
 Cut = tuple[NDArray[np.int8], Band]
 Chunk = tuple[Words, NDArray[np.int16], Index]  # see `_sort`
-_WEIGHTS, _CHANGES = 1 << 16, 1 << 15  # about as many are sampled from a group to estimate the rates
+_WEIGHTS, _CHANGES = 1 << 16, 1 << 15  # of a group, about this many are sampled to estimate the rates
 _NEIGHBOURS = 64  # consecutive weights per sample: the CPU loads whole cache lines anyway
 _BLOCKS = 64  # blocks in a chunk: as many as `at_most` compares
 _CHUNK = _BLOCKS * LANES
@@ -76,9 +76,10 @@ def _sample(
 
 @kernel
 def _firsts(counts: NDArray[np.int64]) -> Index:
-    """Where each of at most eight bands starts so that they need the fewest bits, by `counts` [3, n].
+    """Split n exponents into at most eight bands that need the fewest bits in all; `counts` [3, n] is that of
+    `_sample`. Returns the index at which each band starts.
 
-    Dynamic programming: a best split into n bands is a best split into n - 1 bands and a last band.
+    Dynamic programming: the best split into m bands is a best split of a prefix into m - 1, and a last band.
     """
     size = counts.shape[1]
     bits, begin = np.full((BANDS + 1, size + 1), np.inf), np.zeros((BANDS + 1, size + 1), np.int64)
@@ -104,11 +105,11 @@ def _firsts(counts: NDArray[np.int64]) -> Index:
 
 @kernel
 def _section(items: int, events: int) -> float:
-    """Expected bits of a Rice section if all items are events with the same probability."""
+    """Expected bits of a Rice section if each item is an event with the probability events / items."""
     rare = min(events, items - events)
     if rare == 0:
         return 0.0
-    best, longer = np.inf, 1.0 - rare / items  # the probability of a run of 2^k items
+    best, longer = np.inf, 1.0 - rare / items  # the probability that a run has 2^k items or more
     for k in range(MAX_K):
         bits = rare * (k + 1 + longer / (1.0 - longer))
         if bits >= best:
@@ -119,9 +120,9 @@ def _section(items: int, events: int) -> float:
 
 @kernel
 def flat_runs(index: Index, numel: int, carried: int, out: Index) -> int:
-    """Write a tensor's runs to `out` [n]; returns the number of unchanged elements at the tensor's end.
+    """Write a tensor's runs to `out` [n]; returns the number of elements since the last change.
 
-    `carried`: that number of the tensor before.
+    `carried`: that number after the tensor before.
     """
     before = np.int64(-1) - carried
     for j in range(index.size):
@@ -218,7 +219,8 @@ def _count(masks: Words, before: NDArray[np.int16], totals: Index) -> None:
 def _band_runs(
     old: Bits, cut: Cut, index: Index, carried: Index, elements: Index, runs: Index, band_of: Band
 ) -> None:
-    """Write run and band of each change of a tensor; count weights per band: since a change, and in all."""
+    """Write the run and the band of each change of a tensor. Add its weights to `carried`, which counts those
+    of each band since the band's last change, and to `elements`, which counts all of each band."""
     chunk, at = _empty_chunk(), 0
     masks, before, totals = chunk
     for start in range(0, old.size, _CHUNK):
@@ -269,7 +271,8 @@ def _mark(words: Words, state: State, chunk: Chunk, ranks: Index, marked: Words)
 
 @kernel
 def _list(marked: Words, first: int, index: Index, found: int) -> int:
-    """Append the positions of a chunk's `marked` weights to `index`. Returns their number, -1 if too many."""
+    """Append the positions of a chunk's `marked` weights to `index`. Returns the new number of
+    positions in `index`, -1 if it has no room."""
     for block in range(_BLOCKS):
         word, end = marked[block], found + ones(marked[block])
         if end > index.size:

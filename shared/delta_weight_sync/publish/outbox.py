@@ -1,7 +1,8 @@
 """Finds what each sync (a hand-over of weights) changed, and publishes the changes in the background.
 
-The trainer waits for the diff only. A background thread encodes and uploads; meanwhile later syncs are merged
-into one pending update. Uploads are retried unless access is denied. At all times
+Only a version that is published whole is uploaded while the trainer waits. Otherwise the trainer waits for
+the diff only: a background thread encodes and uploads, and tries again after any error but a denied access.
+Meanwhile later syncs are merged into one pending update. At all times
 
     published bits  +  the update in flight  +  the pending updates  =  mirror
 
@@ -42,10 +43,10 @@ _log = logging.getLogger("delta_weight_sync")
 
 
 class RepeatedSyncs:
-    """The syncs that a resumed trainer repeats: the bucket has them, so they are not published again."""
+    """The syncs that a trainer repeats: the bucket has them, so they are not published again."""
 
     def __init__(self, published: Mapping[int, str]) -> None:
-        """`published`: sync -> digest of each version that an exact repetition would produce again."""
+        """`published` maps the sync to the digest of each version that an exact repetition produces again."""
         self._published = published
         self.newest = min(published, default=0)  # the newest sync with equal weights in both trainers
 
@@ -122,10 +123,10 @@ class UndoLog:
 def bf16_bits(weights: torch.Tensor) -> torch.Tensor:
     """The bf16 bits of a tensor, as an int16 [n] view of its own memory.
 
-    Raises `ValueError` for a dtype that cannot hold every published weight.
+    Raises `ValueError` for any dtype but float32 and bfloat16.
     """
     if weights.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"{weights.dtype} cannot hold every bf16 value: use float32 or bfloat16")
+        raise ValueError(f"{weights.dtype} weights cannot be published: use float32 or bfloat16")
     stride = weights.element_size() // 2  # the bf16 bits are the last two bytes of each weight
     return weights.detach().view(-1).view(torch.int16)[stride - 1 :: stride]
 
@@ -210,7 +211,10 @@ class Outbox:
             raise
 
     def flush(self, timeout_s: float = 600.0) -> Manifest:
-        """Wait until every sync is published; returns the newest manifest. Raises as `publish` does."""
+        """Wait until every sync is published; returns the newest manifest.
+
+        Raises `TimeoutError`, or the error that stopped the publisher.
+        """
         with self._changed:
             idle = self._changed.wait_for(lambda: self._failure or self._idle(), timeout_s)
         self._raise_failure()

@@ -69,7 +69,7 @@ _READS: Final = 3  # attempts to read an object by its URL, if the connection br
 CONNECT_S: Final = 10.0  # to connect to the feed
 SILENCE_S: Final = 90.0  # a feed without a byte for this long counts as dead
 STEADY_S: Final = 60.0  # after a feed that lasted this long, reconnect within a second
-FIRST_FEED_PAUSE_S, LONGEST_FEED_PAUSE_S = 5.0, 320.0  # between two shorter feeds; doubles each time
+FIRST_FEED_PAUSE_S, LONGEST_FEED_PAUSE_S = 5.0, 320.0  # after a shorter feed; doubles with each
 
 _BUCKET = re.compile(r"/buckets/([^/]+/[^/]+)(?:/|$)(?!events$)")
 _quotas: defaultdict[str, Quota] = defaultdict(Quota)  # bucket -> the token's quota, by the Hub's answers
@@ -87,7 +87,7 @@ def _configure_clients() -> None:
 
 @cache
 def _uploads(_process: int, *, known: bool) -> XetSession:
-    """An upload session, one per process. `known`: the storage may have parts of the objects."""
+    """An upload session, one per process and value of `known`: the storage may have parts of the objects."""
     return XetSession(XetConfig().with_config("deduplication.global_dedup_query_enabled", known))
 
 
@@ -249,7 +249,7 @@ class HubBucket(store.Bucket):
             return errors.ObjectMissingError(f"{place} does not exist")
         if isinstance(error, HfHubHTTPError):
             return self._refusal(error, place, write)
-        # The error does not say whether the Hub refused, or the Hub or its storage is down: ask the Hub.
+        # The error may mean that the Hub refused, is down, or that its storage is down. So ask the Hub.
         try:
             self._api.bucket_info(self._id)
         except HfHubHTTPError as cause:
@@ -362,7 +362,7 @@ class HubNotifications(Notifications):
         elif name == "changes":
             for change in filter(lambda change: isinstance(change, dict), payload.get("changes") or ()):
                 path, etag = change.get("path", ""), change.get("xetHash")
-                seen = self.known.get(path.removeprefix(self._folder))  # set if a poke came first
+                seen = self.known.get(path.removeprefix(self._folder))  # equal if a look has found it
                 if path.startswith(self._folder + self._prefix) and (not etag or etag != seen):
                     self.wake()
         elif name == "reset":

@@ -22,9 +22,9 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer
 from delta_weight_sync.publish.publisher import checkpoint_weights
 
 Named = Iterator[tuple[str, torch.Tensor]]
-# Fields of transformers' TrainerState: restored ones, and ones that it compares with the settings.
-_KEPT = ("global_step", "epoch", "total_flos", "num_input_tokens_seen")
 _IN_PLAY = 4096  # more prompts than TRL ever has in play
+# Fields of transformers' TrainerState: those that are restored, and those that it compares with the settings.
+_KEPT = ("global_step", "epoch", "total_flos", "num_input_tokens_seen")
 _COMPARED = ("train_batch_size", "logging_steps", "eval_steps", "save_steps")
 
 
@@ -32,8 +32,9 @@ _COMPARED = ("train_batch_size", "logging_steps", "eval_steps", "save_steps")
 class Progress:
     """How far a trainer is: its weight syncs, its steps, and the prompts that it has finished.
 
-    The first `prompts` of the repeated data set are finished, and so are the numbers in `later`. A few of
-    these prompts were dropped, not trained on, because their samples were too old.
+    Prompts are numbered through all repetitions of the data set. Finished are all numbers below `prompts`,
+    and those in `later`. A few of these prompts were dropped, not trained on, because their samples were too
+    old.
     """
 
     syncs: int
@@ -43,7 +44,8 @@ class Progress:
 
 
 class TrainedGroups(set[int]):
-    """The numbers of the prompts that were trained on. TRL adds a batch one step early, when it packs it."""
+    """The numbers of the prompts that were trained on. TRL adds a batch when it packs
+    it, one step before it trains on it."""
 
     def __init__(self, groups: Iterable[int]) -> None:
         super().__init__(groups)
@@ -74,10 +76,10 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
     """Calls `on_sync` on every rank at each weight sync, with all parameters as that rank holds them.
 
     TRL skips frozen parameters, gathers each sharded one, and calls `weight_transfer` only on the main rank.
-    Remove this class once TRL gives a `WeightTransferProtocol` the parameters of each rank as they are.
+    Once TRL gives a `WeightTransferProtocol` each rank's own parameters, only resuming is left in this class.
 
     Args:
-        on_sync: Called with named parameters and the number of the sync.
+        on_sync: Called with named parameters and the number of the sync; TRL counts on the main rank only.
         resumed_from: The progress of an earlier trainer, from which training continues.
         **kwargs: Arguments of TRL's trainer.
     """
@@ -98,7 +100,7 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
             self.model_version = resumed_from.syncs - 1  # TRL's first sync publishes the same weights again
 
     def begin(self) -> None:
-        """Train. To resume, give TRL a checkpoint that holds everything but the weights."""
+        """Train. To resume, give TRL a checkpoint with the progress only; all else is in the run's state."""
         if self._resumed_from is None:
             self.train()
             return
@@ -140,7 +142,8 @@ class _NoTransfer:
 
 
 def named_weights(model: torch.nn.Module) -> Named:
-    """Yield every parameter, also frozen ones, under its checkpoint name. LoRA adapters are merged."""
+    """Yield every parameter, also frozen ones, under its checkpoint name. During a sync, TRL has merged LoRA
+    adapters into them."""
     if async_grpo_trainer.is_peft_model(model):
         yield from async_grpo_trainer._iter_vllm_named_params(model)
     else:

@@ -9,9 +9,10 @@
 Version 41 made tokens 0 to 30 of the completion, version 42 made tokens 31 to 63. If there are several
 choices, ";" separates them, in order. The syncs (the trainer's own numbers) are for the same tokens; weights
 that were never published have no sync. The other three headers describe the oldest version of all tokens.
-vLLM has these spans since 0.32, and returns them since 0.33 to clients that ask for `return_weight_versions`.
-Here all clients get them: a patch notes the spans in what `AsyncLLM.generate` returns. An older vLLM has no
-spans: the three headers then name the version that was served when the request came.
+vLLM has these spans since 0.32, and returns them since 0.33 to clients of `/v1/` that ask for them
+(`return_weight_versions`). Here all clients get them: a patch notes the spans in what `AsyncLLM.generate`
+returns. An older vLLM has no spans: the three headers then name the version that was served when the request
+came.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class VersionHeaders:
     """ASGI middleware that adds the headers when a response begins.
 
     A streamed response begins before its versions are known. Its headers name only the version that was
-    served when the request came, the oldest version that can produce a token of it.
+    served when the request came. No token is of an older one, unless the owner goes back to one meanwhile.
     """
 
     def __init__(self, app: Any, serving: Callable[[], Manifest | None]) -> None:

@@ -37,7 +37,8 @@ Ulps = NDArray[np.int16]
 
 DIMS = 4
 EXPLICIT = -1  # see `Changes`
-MOST = (1 << 31) - (1 << 16)  # elements of a row: their numbers, and those of a padded block, must fit int32
+# Elements of a row: int32 must hold their numbers, and those past the end in a GPU's last block.
+MOST = (1 << 31) - (1 << 16)
 
 # The columns. Sizes and strides have DIMS columns each, outer dimension first, padded in front with ones.
 ADDRESS = 0  # of element 0, in bytes
@@ -58,8 +59,9 @@ SLICES = 60  # of all parameters; `recheck` hashes one slice
 class Table:
     """The places of all elements, on one device.
 
-    `rows`: int64 [pieces, COLUMNS]. `number`: checkpoint name -> 0, 1, 2, ... Tensor n has the rows from
-    `starts[n]` up to `starts[n + 1]`. The number after the last tensor's has no rows.
+    `rows`: int64 [rows, COLUMNS]; a piece with too many elements or dimensions has several rows. `number`:
+    checkpoint name -> 0, 1, 2, ... Tensor n has the rows from `starts[n]` up to `starts[n + 1]`. The number
+    after the last tensor's has no rows.
     """
 
     def __init__(self, routes: Mapping[str, Route], owned: Mapping[str, Sequence[int]]) -> None:
@@ -86,7 +88,7 @@ class Table:
 
     @property
     def elements(self) -> Index:
-        """Number of elements of each row, int64 [pieces]."""
+        """Number of elements of each row, int64 [rows]."""
         counts: Index = self.rows[:, SIZES:SOURCE].prod(1)
         return counts
 
@@ -127,7 +129,8 @@ def _bounds(rows: Rows, found: Index, index: Index) -> int:
 def _find(rows: Rows, found: Index, index: Index, ulps: Ulps, element: Elements, moved: Ulps) -> None:
     """Write the element number and the ulps of each change that a part holds.
 
-    `found`, int64 [3, p]: rows of the parts; their ranges of `index` by `_bounds`, whose ends become counts.
+    `found`, int64 [3, p], has for each part its row, and start and end of its range of `index` by `_bounds`.
+    Each end is replaced by the number of changes that were found.
     """
     at = 0
     for p in range(found.shape[1]):
@@ -135,7 +138,7 @@ def _find(rows: Rows, found: Index, index: Index, ulps: Ulps, element: Elements,
         near, numbers, amounts, begin = index[low : found[2, p]], element[at:], moved[at:], at
         if row[SIZES + DIMS - 2] == 1 and row[SOURCE + DIMS - 1] == 1:
             base, whole = row[FIRST], ulps[low:]
-            for j in range(near.size):  # over slices from their starts, which become vector instructions
+            for j in range(near.size):  # loops over slices from 0 on become vector instructions
                 numbers[j] = near[j] - base
             for j in range(near.size):
                 amounts[j] = whole[j]
@@ -174,8 +177,9 @@ def cut(counts: Index, size: int) -> tuple[Index, Index, Index]:
 class Changes:
     """Changes of a whole model.
 
-    `parts`, int64 [p, 4]: row of the table; first change in `ulps`; number of changes; number of the first
-    element if all are consecutive, else EXPLICIT: then `element` has their numbers, at the places of `ulps`.
+    `parts`, int64 [p, 4]: the row of the table, where the part's changes begin in `ulps`, how many they are,
+    and the number of the first element. If the elements are not consecutive, the fourth is EXPLICIT, and
+    `element` has their numbers, at the same places as `ulps`.
     """
 
     parts: NDArray[np.int64]
@@ -193,7 +197,8 @@ class Changes:
 
 
 class Found(NamedTuple):
-    """Changes of some rows of the table. A row may be in several of these, which do not overlap."""
+    """Changes of some rows of the table. Several `Found` may have changes of one row, but never of one
+    element."""
 
     rows: Index  # int64 [p]
     counts: Index  # int64 [p], changes of each row
@@ -365,7 +370,7 @@ def _digest(rows: Rows, inner: Any) -> NDArray[np.uint64]:
 
 @kernel
 def _digest_run(row: Rows, start: int, length: int, inner: Any) -> np.uint64:
-    """The digest of elements that differ in the innermost dimension only."""
+    """The digest of `length` elements from number `start` on, all in one run of the innermost dimension."""
     first, place = row[FIRST] + _at(row, SOURCE, start), _at(row, TARGET, start)
     step, stride, seed = row[SOURCE + DIMS - 1], row[TARGET + DIMS - 1], np.uint64(row[SEED])
     memory = pointer(row[ADDRESS] + 2 * place)

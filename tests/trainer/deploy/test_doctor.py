@@ -151,7 +151,7 @@ def test_a_model_that_is_too_large_for_the_trainer(world: World, tmp_path, monke
     assert not problems(world, "--model", small)
     found = problems(world, "--model", large)
     assert found.keys() == {"GPU of the trainer"}
-    assert re.search("weights 6.8, .* but 24 GB are free here: --mirror", found["GPU of the trainer"])
+    assert re.search("weights 6.8, .* but there are 24 GB here: --mirror", found["GPU of the trainer"])
 
 
 def test_missing_software_for_a_gpu(world: World, monkeypatch):
