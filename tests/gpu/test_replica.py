@@ -119,6 +119,8 @@ def test_nothing_is_compiled_after_learning(tmp_path, monkeypatch):
         plain(kernel, programs, *arguments, **constants)
 
     monkeypatch.setattr(device_memory, "launch", launch)
+    worker.warm_up(torch.device("cpu"))
+    warm = set(compiled)
     rng, (old, new) = np.random.default_rng(4), ({}, {})
     model = Laid({"flat": ((9001,), (0,)), "turned": ((48, 160), (1, 0)), "odd": ((7, 5, 6), (2, 0, 1))})
     for name, shape in model.shapes.items():
@@ -128,6 +130,7 @@ def test_nothing_is_compiled_after_learning(tmp_path, monkeypatch):
     weights = live(model, model.shapes)
     weights.digest()
     learned = set(compiled)
+    assert learned == warm, "learning stops generation, so nothing is compiled there either"
     staged = weights.stage([delta(tmp_path / "delta", old, new)], state_digest(old))
     worker.commit(staged.steps, Ranks(1).agree)
     save_file(

@@ -73,7 +73,7 @@ def _collective_rpc(
     op = given.get("op") if method == METHOD else None
     then = given.pop("then", None) if op == "stage" else None
     call = functools.partial(_PLAIN, core, method, timeout, args, kwargs)
-    if op == "learn" and (refused := hindrance(core)):
+    if op in ("warm", "learn") and (refused := hindrance(core)):
         return [{"error": refused, "kind": CommitError.kind}]
     if op == "stage" and isinstance(core.model_executor, UniProcExecutor):
         finish = then and functools.partial(_collective_rpc, core, METHOD, None, (), then)

@@ -94,6 +94,7 @@ class Engine:
                 "--ec-transfer-config, and add --language-model-only",
                 CommitError.kind,
             )
+        self._until_done(self._ask("warm"))
         return str(self._ask("learn", shapes=shapes)[0]["digest"])
 
     def take(self, deltas: Sequence[Path], digest: str, label: str) -> Seconds:
@@ -132,19 +133,24 @@ class Engine:
         Several workers are processes that answer one call at a time. They are polled, because a call that
         waited for the stage would block them.
         """
-        between, (pause, longest) = commits_between_steps(), _POLL_S
+        between = commits_between_steps()
         then: dict[str, Any] = {"op": "commit", "digest": digest, "label": label}
         answers = self._ask("stage", timeout_s=math.inf, **what, **({"then": then} if between else {}))
-        while not all(answer["done"] for answer in answers):
-            time.sleep(pause)
-            pause = min(1.5 * pause, longest)
-            answers = self._ask("staged", timeout_s=math.inf)
+        answers = self._until_done(answers)
         stage_s = _longest("stage_s", answers)
         if not between:
             return stage_s, *self._wait(self._commit_while_paused(digest, label))
         if not all("pause_s" in answer for answer in answers):
             answers = self._ask(**then)
         return stage_s, _longest("pause_s", answers), _longest("commit_s", answers)
+
+    def _until_done(self, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        pause, longest = _POLL_S
+        while not all(answer["done"] for answer in answers):
+            time.sleep(pause)
+            pause = min(1.5 * pause, longest)
+            answers = self._ask("staged", timeout_s=math.inf)
+        return answers
 
     def _ask(self, op: str, *, timeout_s: float = _TIMEOUT_S, **arguments: Any) -> list[dict[str, Any]]:
         answers: list[dict[str, Any]] = self._wait(self._call(op, **arguments), timeout_s)

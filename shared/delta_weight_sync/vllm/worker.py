@@ -2,10 +2,11 @@
 
 The plugin gives every vLLM worker one method, which the follower calls on all of them by `collective_rpc`:
 
+    delta_weight_sync(op="warm")                               -> {"done"}    begins to compile, in a thread
     delta_weight_sync(op="learn", shapes={...})                -> {"digest"}  of the live weights
     delta_weight_sync(op="stage", deltas=[...])                -> {"done"}    begins, in a thread
     delta_weight_sync(op="stage", checkpoint="folder")         -> {"done"}    the same, whatever is live
-    delta_weight_sync(op="staged")                             -> {"done", "stage_s"}
+    delta_weight_sync(op="staged")                             -> {"done", "stage_s"}  of "warm", too
     delta_weight_sync(op="commit", digest=..., label=...)      -> {"commit_s", "waited_s", "pause_s"}
 
 Answers are plain data, because vLLM's messages are; {"error", "kind"} reports a failure. Staging computes the
@@ -44,7 +45,7 @@ from delta_weight_sync.codec import Bits, Patch
 from delta_weight_sync.digest import live_digest, state_digest, to_hex
 from delta_weight_sync.vllm import cpu, memory, routes
 from delta_weight_sync.vllm.memory import Found, HostMemory, Step, Table
-from delta_weight_sync.vllm.routes import Route
+from delta_weight_sync.vllm.routes import Geometry, Piece, Route
 
 if TYPE_CHECKING:
     from delta_weight_sync.vllm.gpu import DeviceMemory
@@ -238,6 +239,18 @@ def memory_of(table: Table) -> Memory:
     return DeviceMemory(table)
 
 
+def warm_up(device: torch.device) -> Staged:
+    """Compile the kernels that read and write parameters, by using them on tensors of every layout."""
+    layouts = {"flat": ((9001,), (1,)), "turned": ((48, 160), (1, 48)), "odd": ((7, 5, 6), (1, 42, 7))}
+    learned: dict[str, Route] = {}
+    for name, (sizes, strides) in layouts.items():
+        bits = torch.zeros(sizes, dtype=torch.int16, device=device)
+        places = Geometry(0, sizes, bits.stride()), Geometry(0, sizes, strides)
+        learned[name] = Route(name, sizes, (Piece(bits.view(-1), *places, name == "flat"),))
+    memory_of(Table(learned, dict.fromkeys(learned, (0,)))).digest()
+    return Staged()
+
+
 def commit(steps: Sequence[Step], agree: Callable[[BaseException | None], None]) -> float:
     """Write and check; if anything fails here or on another worker, undo everything and raise.
 
@@ -281,6 +294,13 @@ class DeltaWorker:
         self._staged, self._digest = Staged(), 0
         self.staging: Future[Answer] = Future()  # the answer to "staged"
         self._rechecks: Thread | None = None
+
+    def warm(self) -> Answer:
+        """Begin to compile the kernels while vLLM generates, so that `learn`, which stops it, need not."""
+        self.staging = Future()
+        work = partial(warm_up, next(self._model.parameters()).device)
+        Thread(target=self._stage, args=(work, self.staging), name="warm", daemon=True).start()
+        return {"done": False}
 
     def learn(self, shapes: dict[str, list[int]]) -> Answer:
         """Learn where the tensors of a run (checkpoint name -> shape) are in the model's parameters."""
@@ -365,7 +385,7 @@ def _unsupported(config: Any) -> str:
 def call(worker: Any, op: str, **arguments: Any) -> Answer:
     """The method that the plugin adds to vLLM's worker class; it answers with an error, never raises one."""
     try:
-        if op == "learn" and not hasattr(worker, "_delta_worker"):
+        if op in ("warm", "learn") and not hasattr(worker, "_delta_worker"):
             worker._delta_worker = DeltaWorker(worker)
         answer: Answer = getattr(worker._delta_worker, op)(**arguments)
     except Exception as error:  # noqa: BLE001 - it is the answer
