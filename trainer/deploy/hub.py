@@ -23,12 +23,11 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
     RepositoryNotFoundError,
 )
 from huggingface_hub.utils import logging
-from huggingface_hub.utils._http import default_client_factory
-from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from delta_weight_sync.cost import HARDWARE, PRICES_READ_ON
 from delta_weight_sync.runlog import ReplicaReport
 from delta_weight_sync.signing import PUBLIC_KEY
+from delta_weight_sync.store.hub import configure_clients, new_client
 from trainer import spaces
 from trainer.deploy import DeployError
 from trainer.deploy.keys import fingerprint
@@ -50,12 +49,12 @@ def connect() -> HfApi:
     """A client of the Hub at HF_ENDPOINT, with a time limit for requests. By default there is none."""
 
     def client() -> Any:
-        made = default_client_factory()
+        made = new_client()
         made.timeout = 60.0
         return made
 
+    configure_clients()  # first: it would replace this factory when `doctor` opens a bucket
     set_client_factory(client)
-    disable_progress_bars()
     logging.set_verbosity_error()  # otherwise the client warns if no file differs
     return HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
 

@@ -77,12 +77,15 @@ _log = logging.getLogger("delta_weight_sync")
 
 
 @cache
-def _configure_clients() -> None:
-    """Once per process: huggingface_hub and hf_xet have no settings for a single bucket."""
+def configure_clients() -> None:
+    """Once per process: huggingface_hub and hf_xet have no settings for a single bucket.
+
+    A program that sets a client factory of its own calls this first, and builds on `new_client`.
+    """
     for name, value in XET_SETTINGS.items():
         os.environ.setdefault(name, value)
     disable_progress_bars()  # a bar for every sync would flood the log
-    set_client_factory(_client)
+    set_client_factory(new_client)
 
 
 @cache
@@ -91,7 +94,8 @@ def _uploads(_process: int, *, known: bool) -> XetSession:
     return XetSession(XetConfig().with_config("deduplication.global_dedup_query_enabled", known))
 
 
-def _client() -> Any:
+def new_client() -> Any:
+    """A client for huggingface_hub that limits the time of requests for buckets, and notes the quota."""
     client = default_client_factory()
     before, after = client.event_hooks["request"], client.event_hooks["response"]
     client.event_hooks = {"request": [*before, _limit_time], "response": [*after, _note_answer]}
@@ -145,7 +149,7 @@ class HubBucket(store.Bucket):
             raise errors.BucketError(
                 f"{url!r} is not a Hub bucket: write hf://buckets/<owner>/<name>[/<prefix>]"
             )
-        _configure_clients()
+        configure_clients()
         self.url = url.rstrip("/")
         self._id = match[1]
         self._folder = f"{store.check_key(match[2])}/" if match[2] else ""

@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.utils import get_session
+from huggingface_hub.utils._http import default_client_factory
 from transformers import LlamaConfig
 
 from delta_weight_sync import compat, gpu_build
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, fingerprint, new_pair
 from tests.trainer.deploy.conftest import OWNER, POLICY, World
 from trainer.deploy import doctor as checks
+from trainer.deploy.hub import connect
 
 
 def doctor(world: World, *options: str) -> dict[str, tuple[bool, str]]:
@@ -51,6 +54,16 @@ def test_all_is_well_before_a_deployment_of_the_owner_of_the_token(world: World)
     assert not [name for name, (ok, _) in found.items() if not ok], found
     assert f"may write for {OWNER}" in found["token"][1]
     assert "`up` makes it" in found["bucket"][1]
+
+
+def test_a_bucket_that_doctor_opens_keeps_the_time_limit_of_other_requests(world: World):
+    connect()
+    assert not problems(world)
+    client = get_session()
+    assert client.timeout.read == 60.0, "of deploy"
+    assert len(client.event_hooks["response"]) > len(default_client_factory().event_hooks["response"]), (
+        "the library notes the quota"
+    )
 
 
 def test_all_is_well_with_a_deployment(world: World, api, monkeypatch):
