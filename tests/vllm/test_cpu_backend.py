@@ -53,9 +53,10 @@ def test_live_experts_compute_what_packed_ones_do(kind, weighted_before, biased)
 
 
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
-@pytest.mark.parametrize("tile", [1 << 20, 40 * HIDDEN], ids=["one tile", "three tiles"])
-def test_a_layer_in_float32_computes_from_the_live_weight(monkeypatch, tile, biased):
+@pytest.mark.parametrize(("tile", "rows"), [(1 << 20, 256), (40 * HIDDEN, 3)], ids=["one tile", "many tiles"])
+def test_a_layer_in_float32_computes_from_the_live_weight(monkeypatch, tile, rows, biased):
     monkeypatch.setattr(cpu, "_TILE", tile)
+    monkeypatch.setattr(cpu, "_ROWS", rows)
     monkeypatch.setattr(cpu, "_rows_in_bf16", lambda: 0)
     torch.manual_seed(0)
     x, weight, bias = bf16(TOKENS, HIDDEN), torch.nn.Parameter(bf16(INNER, HIDDEN)), bf16(INNER)
