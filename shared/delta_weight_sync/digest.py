@@ -13,21 +13,16 @@ guards against mistakes; the sha256 in the manifest guards against tampering.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from delta_weight_sync.util import kernel
 
-if TYPE_CHECKING:
-    import torch
-
 BLOCK = 4096
-_CHUNK = BLOCK << 12  # elements hashed at a time, so that int64 temporaries take at most half a gigabyte
 _NO_BLOCK = np.uint64(1 << 63)  # no block has this number
 Bits = NDArray[np.uint16]
 Index = NDArray[np.int64]
@@ -120,47 +115,3 @@ def state_digest(state: Mapping[str, Bits]) -> int:
 def to_hex(digest: int) -> str:
     """Format a digest as manifests and status pages show it: 16 hex digits."""
     return f"{digest % (1 << 64):016x}"
-
-
-def live_digest(name: str, bits: torch.Tensor) -> int:
-    """`tensor_digest` for a torch tensor: bf16 bits as int16, contiguous, on any device."""
-    if bits.device.type == "cpu":
-        return tensor_digest(name, bits.numpy().view(np.uint16))
-    return device_digest(name, bits)
-
-
-def device_digest(name: str, bits: torch.Tensor) -> int:
-    """`live_digest` by tensor operations, for devices without numba. int64 wraps around as uint64 does."""
-    import torch
-
-    flat, total = bits.reshape(-1), torch.zeros((), dtype=torch.int64, device=bits.device)
-    for start in range(0, flat.numel(), _CHUNK):
-        part = flat[start : start + _CHUNK].to(torch.int64) & 0xFFFF
-        blocks = torch.nn.functional.pad(part, (0, -part.numel() % BLOCK)).view(-1, BLOCK)
-        number = torch.arange(len(blocks), device=bits.device) + start // BLOCK
-        factor = _mix_tensor(number + _signed(int(seed(name)))) | 1
-        total += (factor * (blocks * _inner(bits.device)).sum(1)).sum()
-    return int(total.item()) % (1 << 64)
-
-
-@functools.cache
-def _inner(device: torch.device) -> torch.Tensor:
-    import torch
-
-    return torch.from_numpy(INNER.astype(np.int64)).to(device)
-
-
-def _mix_tensor(i: torch.Tensor) -> torch.Tensor:
-    z = i * _signed(0x9E3779B97F4A7C15)
-    z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
-    return z ^ _shift(z, 31)
-
-
-def _shift(z: torch.Tensor, by: int) -> torch.Tensor:
-    """Logical right shift. torch's shift is arithmetic, so this masks the copies of the sign bit."""
-    return (z >> by) & ((1 << (64 - by)) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value

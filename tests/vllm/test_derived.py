@@ -119,6 +119,24 @@ def test_parameters_that_are_changed_after_loading_are_refused_with_the_way_out(
     assert "--moe-backend triton" in stale(model)
 
 
+@pytest.mark.parametrize("chunk", [routes._CHUNK, 100])
+def test_a_device_hashes_every_bit_and_place(monkeypatch, chunk):
+    monkeypatch.setattr(routes, "_CHUNK", chunk)
+    bits = torch.arange(256, dtype=torch.int16)
+    seen = {
+        routes.hashed(bits),
+        routes.hashed(bits.flip(0)),
+        routes.hashed(bits.roll(1)),
+        routes.hashed(bits[:0]),
+    }
+    for place in range(256):
+        for bit in range(16):
+            other = bits.clone()
+            other[place] ^= torch.tensor(1 << bit).to(torch.int16)
+            seen.add(routes.hashed(other))
+    assert len(seen) == 4 + 256 * 16
+
+
 def contiguous(model: torch.nn.Module) -> None:
     model[0].weight = torch.nn.Parameter(model[0].weight.clone(), requires_grad=False)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delta_weight_sync import codec
-from delta_weight_sync.digest import live_digest
+from delta_weight_sync.digest import tensor_digest
 from delta_weight_sync.vllm import routes
 from delta_weight_sync.vllm.memory import HostMemory, Table, collect, find
 from delta_weight_sync.vllm.routes import Geometry, part_of
@@ -432,7 +432,7 @@ def test_however_ranks_share_a_tensor_its_digest_is_the_tensors(memory, data):
     parts = [one.routes["w"].read(mine["w"]) for one, mine in zip(learned, owned, strict=True)]
     assert torch.equal(sum(parts), tensor.reshape(-1).view(torch.int16))
     tables = [Table(one.routes, mine) for one, mine in zip(learned, owned, strict=True)]
-    whole = live_digest("w", tensor.reshape(-1).view(torch.int16))
+    whole = tensor_digest("w", bits(tensor).numpy().view("uint16"))
     assert sum(memory(table).digest() for table in tables) % 2**64 == whole
 
 

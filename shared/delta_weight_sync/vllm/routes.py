@@ -44,6 +44,8 @@ _NO_WEIGHTS = {
 }
 _DEPTH = 4  # module.quant_method.moe_kernel.fused_experts.tensor
 _OPAQUE = (torch.nn.Module, torch.Tensor, type, ModuleType, FunctionType, str, bytes, int, float)
+_CHUNK = 1 << 22  # elements hashed at a time on a device; int64 temporaries take 100 MB
+_MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # as an int64: multiplying by it mixes the bits of a position
 _COMPILERS = ("torch", "vllm.compilation")  # their objects keep inputs and outputs of captured graphs
 
 Names = tuple[str, ...]
@@ -409,7 +411,7 @@ def _pieces(destination: torch.Tensor, source: torch.Tensor, numel: int) -> list
 # 3. Find tensors that vLLM derives from the weights.
 
 Bits = tuple[torch.Size, int]
-"""Shape and digest of a tensor."""
+"""Shape and hash of a tensor."""
 
 
 @dataclass
@@ -440,7 +442,7 @@ def watched_while_built(build: Callable[..., torch.nn.Module]) -> Callable[..., 
         model = build(*args, **kwargs)
         parameters = {storage_of(parameter) for parameter in model.parameters()}
         held = {path: tensor for path, tensor in floating(model) if storage_of(tensor) not in parameters}
-        _watched[model] = _Watched({path: (tensor, _bits(tensor)) for path, tensor in held.items()})
+        _watched[model] = _Watched({path: (tensor, bits_of(tensor)) for path, tensor in held.items()})
         return model
 
     return initialize_model
@@ -478,7 +480,7 @@ def stale(model: torch.nn.Module, filled: set[int]) -> str:
         if storage in known or not _NO_WEIGHTS.keys().isdisjoint(path.split(".")):
             continue
         then, bits = watched.before.get(path, (None, None))
-        if then is None or storage_of(then) != storage or _bits(tensor) != bits:
+        if then is None or storage_of(then) != storage or bits_of(tensor) != bits:
             return (
                 f"{path}: vLLM keeps it outside of the parameters and may have computed it from them, so "
                 "deltas would not update it; try another --attention-backend, or serve another model"
@@ -515,13 +517,26 @@ def _inside(holder: Any) -> Iterable[tuple[Any, Any]]:
 
 def _parameters(model: torch.nn.Module) -> dict[str, Bits]:
     named = model.named_parameters(remove_duplicate=False)
-    return {name: _bits(parameter) for name, parameter in named if parameter.is_floating_point()}
+    return {name: bits_of(parameter) for name, parameter in named if parameter.is_floating_point()}
 
 
-def _bits(tensor: torch.Tensor) -> Bits:
-    # Imported late: while vLLM starts, it replaces kernels in all loaded modules, and fails on numba's.
-    from delta_weight_sync.digest import live_digest
-
+def bits_of(tensor: torch.Tensor) -> Bits:
+    """The shape and a hash of a tensor; equal for two tensors on one device if their bits are equal."""
     flat = tensor.detach().reshape(-1).contiguous()
     wide = flat.view(torch.int16) if flat.element_size() > 1 else flat.view(torch.uint8).to(torch.int16)
-    return tensor.shape, 0 if flat.is_meta else live_digest("", wide)
+    if not flat.is_cpu:
+        return tensor.shape, 0 if flat.is_meta else hashed(wide)
+    # Imported late: while vLLM starts, it replaces kernels in all loaded modules, and fails on numba's.
+    from delta_weight_sync.digest import tensor_digest
+
+    return tensor.shape, tensor_digest("", wide.numpy().view("uint16"))
+
+
+def hashed(bits: torch.Tensor) -> int:
+    """A hash of int16 [n], computed on its device: copying all parameters to the host would take longer."""
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, len(bits), _CHUNK):
+        part = bits[start : start + _CHUNK]
+        factor = torch.arange(start, start + len(part), device=bits.device) * _MIX  # modulo 2^64
+        total += (((factor ^ (factor >> 32)) * _MIX | 1) * part).sum()
+    return int(total)

@@ -42,7 +42,7 @@ from huggingface_hub import snapshot_download
 
 from delta_weight_sync import checkpoint, codec, errors
 from delta_weight_sync.codec import Bits, Patch
-from delta_weight_sync.digest import live_digest, state_digest, to_hex
+from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.vllm import cpu, memory, routes
 from delta_weight_sync.vllm.memory import Found, HostMemory, Step, Table
 from delta_weight_sync.vllm.routes import Geometry, Piece, Route
@@ -107,12 +107,12 @@ class Fallback:
         self._model, self.bits = model, dict(bits)
         if not bits:
             return
-        before, names = self._fingerprints(), ", ".join(bits)
+        before, names = self._fingerprints(), ", ".join(self.bits)
         try:
             self._load()
         except Exception as error:
             raise errors.RouteError(f"vLLM cannot reload {names} ({error!r}): serve another model") from error
-        if changed := [name for name, number in self._fingerprints().items() if number != before[name]]:
+        if changed := [name for name, bits in self._fingerprints().items() if bits != before[name]]:
             raise errors.RouteError(f"loading {names} again changed {changed[0]}: serve another model")
 
     def digest(self) -> int:
@@ -147,11 +147,10 @@ class Fallback:
         size = sum(tensor.nbytes for tensor in values.values())
         native.load_checkpoint_weight_patches(self._model, patches, max_chunk_bytes=size)
 
-    def _fingerprints(self) -> dict[str, int]:
+    def _fingerprints(self) -> dict[str, routes.Bits]:
         """A hash of each floating-point tensor of the model."""
         tensors = (*self._model.named_parameters(), *self._model.named_buffers())
-        wide = [(name, t.detach()) for name, t in tensors if t.is_floating_point() and t.element_size() > 1]
-        return {name: live_digest("", t.reshape(-1).view(torch.int16)) for name, t in wide}
+        return {name: routes.bits_of(tensor) for name, tensor in tensors if tensor.is_floating_point()}
 
 
 class Staged(NamedTuple):
