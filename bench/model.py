@@ -20,7 +20,7 @@ from delta_weight_sync.codec import Bits, Encoding, Patch
 from delta_weight_sync.digest import tensor_digest
 from delta_weight_sync.publish.mirror import Block, Mirror, Part
 from delta_weight_sync.vllm import worker
-from delta_weight_sync.vllm.memory import Changes, Table, collect, find
+from delta_weight_sync.vllm.memory import Changes, Table, find
 from delta_weight_sync.vllm.routes import Geometry, Piece, Route
 
 Format = Encoding | Literal["original"]
@@ -183,4 +183,4 @@ def memory_of(tensors: Tensors) -> tuple[Table, worker.Memory]:
 
 def changes(patches: Sequence[Patch], table: Table) -> Changes:
     """The patches, as a commit has them."""
-    return collect(find([codec.Decoded.of(patches)], table), table)
+    return Changes.joined(find([codec.Decoded.of(patches)], table))

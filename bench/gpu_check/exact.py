@@ -12,7 +12,7 @@ from bench.gpu_check.report import Row, Rows
 from bench.model import memory_of
 from delta_weight_sync.digest import state_digest
 from delta_weight_sync.publish.mirror import Block, Mirror, Part
-from delta_weight_sync.vllm.memory import Found, collect
+from delta_weight_sync.vllm.memory import Changes
 from delta_weight_sync.vllm.worker import commit
 
 _EVERY = np.arange(1 << 16, dtype=np.uint16)
@@ -40,10 +40,10 @@ def _replica(device: torch.device) -> bool:
 def _committed(device: torch.device, ulps: np.ndarray) -> bool:
     """Check all patterns in one commit; `ulps` says how far each moves."""
     bits = torch.from_numpy(_EVERY.view(np.int16).copy()).to(device)
-    table, memory = memory_of({"w": bits.view(torch.bfloat16)})
+    _, memory = memory_of({"w": bits.view(torch.bfloat16)})
     element = np.flatnonzero(ulps).astype(np.int32)
     counts = np.array([0]), np.array([element.size])
-    write, moved = memory.prepare(collect([Found(*counts, element, ulps[element].view(np.int16))], table))
+    write, moved = memory.prepare(Changes(*counts, element, ulps[element].view(np.int16)))
     before, after = state_digest({"w": _EVERY}), state_digest({"w": _EVERY + ulps})
     right = memory.digest() % (1 << 64) == before and (before + moved) % (1 << 64) == after
     commit([write], lambda failure: None)

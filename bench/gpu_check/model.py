@@ -9,7 +9,7 @@ import torch
 
 from bench.model import memory_of
 from bench.shapes import Shapes
-from delta_weight_sync.vllm.memory import Changes, Found, collect
+from delta_weight_sync.vllm.memory import Changes
 
 _FIRST, _EVERY = 7, 100
 
@@ -28,11 +28,9 @@ class Replica:
 
     def changes(self) -> Changes:
         """Changes that add one ULP to one in a hundred weights of each tensor."""
-        return collect(
-            (_changed(row, size) for row, size in enumerate(self.table.elements.tolist())), self.table
-        )
+        return Changes.joined(_changed(row, size) for row, _, size in self.table.parts.tolist())
 
 
-def _changed(row: int, size: int) -> Found:
+def _changed(row: int, size: int) -> Changes:
     element = np.arange(min(_FIRST, size - 1), size, _EVERY, dtype=np.int32)
-    return Found(np.array([row]), np.array([element.size]), element, np.ones(element.size, np.int16))
+    return Changes(np.array([row]), np.array([element.size]), element, np.ones(element.size, np.int16))

@@ -13,7 +13,7 @@ from delta_weight_sync.digest import state_digest
 from delta_weight_sync.errors import CodecError, WeightsChangedError
 from delta_weight_sync.vllm import memory as memory_module
 from delta_weight_sync.vllm import worker
-from delta_weight_sync.vllm.memory import Found, Step, collect
+from delta_weight_sync.vllm.memory import Changes, Step
 from delta_weight_sync.vllm.routes import Geometry, Piece, Route
 from delta_weight_sync.vllm.worker import Fallback, LiveWeights, Ranks
 from tests.gpu.interpreted import interpreted
@@ -160,7 +160,9 @@ def test_a_failure_in_the_middle_of_the_writing_is_put_back(
     def half() -> tuple[int, float]:
         before = weights.digest()
         with monkeypatch.context() as only_here:
-            only_here.setattr(memory_module, "_put", lambda rows, parts, *rest: put(rows, parts[::2], *rest))
+            only_here.setattr(
+                memory_module, "_put", lambda rows, blocks, *rest: put(rows, blocks[::2], *rest)
+            )
             only_here.setattr(device_memory, "launch", some)
             write.do()
         assert weights.digest() not in (before, staged.digest)
@@ -198,8 +200,8 @@ def test_a_delta_of_another_base_does_not_lead_to_its_digest(tmp_path, rng, weig
 def test_a_write_that_did_not_take_is_counted(weights):
     """No delta names an element twice; if one did, the reading back would tell."""
     counts = np.array([0]), np.array([3])
-    twice = Found(*counts, np.array([3, 7, 7], np.int32), np.array([1, 2, 3], np.int16))
-    write, _ = weights.memory.prepare(collect([twice], weights._table))
+    twice = Changes(*counts, np.array([3, 7, 7], np.int32), np.array([1, 2, 3], np.int16))
+    write, _ = weights.memory.prepare(twice)
     assert write.do()[0] == 1
 
 

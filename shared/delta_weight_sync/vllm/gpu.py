@@ -123,12 +123,15 @@ def read_kernel(rows: tl.tensor, tiles: tl.tensor, out: tl.tensor) -> None:
 
 
 @triton.jit
-def _changed(block: tl.tensor, element: tl.tensor, lane: tl.tensor) -> tl.tensor:
-    """The numbers of a block's changed elements, int32; unused lanes get any number of its row."""
-    first, count, start = tl.load(block + 1), tl.load(block + 2), tl.load(block + 3)
-    listed = tl.load(element + first + lane, mask=lane < tl.where(start < 0, count, 0), other=0)
-    counted = tl.where(lane < tl.where(start < 0, 0, count), start + lane, 0)
-    return listed + counted.to(tl.int32)
+def _block(rows: tl.tensor, blocks: tl.tensor, element: tl.tensor) -> tl.tensor:
+    """A program's block: its row, the index of each lane's change, which lanes have one, and its element.
+
+    `blocks`: int64 [b, 3] from `Changes.blocks`; `element`: int32 [n].
+    """
+    block, lane = blocks + 3 * tl.program_id(0).to(tl.int64), tl.arange(0, _BLOCK)
+    at, inside = tl.load(block + 1) + lane, lane < tl.load(block + 2)
+    number = tl.load(element + at, mask=inside, other=0)
+    return rows + tl.load(block) * _COLUMNS, at, inside, number
 
 
 @triton.jit
@@ -141,24 +144,16 @@ def look(
     inner: tl.tensor,
     cells: tl.tensor,
 ) -> None:
-    """Fill `new` with the bits after the changes, and add their change of the digest to `cells`.
-
-    `blocks`: int64 [b, 4] from `Changes.blocks`; `element` int32 [m], `ulps` and `new` int16 [n].
-    """
-    program = tl.program_id(0)
-    block = blocks + 4 * program.to(tl.int64)
-    row, first = rows + tl.load(block) * _COLUMNS, tl.load(block + 1)
-    lane = tl.arange(0, _BLOCK)
-    inside = lane < tl.load(block + 2)
-    number = _changed(block, element, lane)
+    """Fill `new` with the bits after the changes, and add their change of the digest to `cells`."""
+    row, at, inside, number = _block(rows, blocks, element)
     old = tl.load(_memory(row) + _at(row, _TARGET, number), mask=inside, other=0)
-    value = old + tl.load(ulps + first + lane, mask=inside, other=0)
-    tl.store(new + first + lane, value, mask=inside)
+    value = old + tl.load(ulps + at, mask=inside, other=0)
+    tl.store(new + at, value, mask=inside)
     position = tl.load(row + _FIRST) + _at(row, _SOURCE, number)
     factor = tl.load(inner + (position % 4096)).to(tl.uint32, bitcast=True).to(tl.uint64)
     seed = tl.load(row + _SEED).to(tl.uint64, bitcast=True)
     moved = tl.sum(outer(seed, position // 4096) * factor * (_unsigned(value) - _unsigned(old)), 0)
-    _add(cells, program, moved * tl.load(row + _COUNTED).to(tl.uint64))
+    _add(cells, tl.program_id(0), moved * tl.load(row + _COUNTED).to(tl.uint64))
 
 
 @triton.jit
@@ -171,26 +166,19 @@ def put(
     undo: tl.constexpr,
 ) -> None:
     """Write the new bits, or with `undo` the old ones: the new ones minus `ulps`."""
-    block = blocks + 4 * tl.program_id(0).to(tl.int64)
-    row, first = rows + tl.load(block) * _COLUMNS, tl.load(block + 1)
-    lane = tl.arange(0, _BLOCK)
-    inside = lane < tl.load(block + 2)
-    bits = tl.load(new + first + lane, mask=inside, other=0)
+    row, at, inside, number = _block(rows, blocks, element)
+    bits = tl.load(new + at, mask=inside, other=0)
     if undo:
-        bits = bits - tl.load(ulps + first + lane, mask=inside, other=0)
-    tl.store(_memory(row) + _at(row, _TARGET, _changed(block, element, lane)), bits, mask=inside)
+        bits = bits - tl.load(ulps + at, mask=inside, other=0)
+    tl.store(_memory(row) + _at(row, _TARGET, number), bits, mask=inside)
 
 
 @triton.jit
 def check(rows: tl.tensor, blocks: tl.tensor, element: tl.tensor, new: tl.tensor, wrong: tl.tensor) -> None:
     """Add to `wrong`, int64 [1], the number of elements that do not have the new bits."""
-    block = blocks + 4 * tl.program_id(0).to(tl.int64)
-    row, first = rows + tl.load(block) * _COLUMNS, tl.load(block + 1)
-    lane = tl.arange(0, _BLOCK)
-    inside = lane < tl.load(block + 2)
-    place = _memory(row) + _at(row, _TARGET, _changed(block, element, lane))
-    there = tl.load(place, mask=inside, other=0)
-    missed = tl.sum((there != tl.load(new + first + lane, mask=inside, other=0)).to(tl.int64), 0)
+    row, at, inside, number = _block(rows, blocks, element)
+    there = tl.load(_memory(row) + _at(row, _TARGET, number), mask=inside, other=0)
+    missed = tl.sum((there != tl.load(new + at, mask=inside, other=0)).to(tl.int64), 0)
     if missed != 0:
         tl.atomic_add(wrong, missed)
 
@@ -216,13 +204,13 @@ class DeviceMemory:
             self._cells = torch.zeros(CELLS, dtype=torch.int64, device=self._device)
             (self._rows,) = self._upload([table.rows])
             self._tiles = {run: self._upload([tiles])[0] for run, tiles in _tiles(table).items()}
-        if table.elements.any():  # a change of 0 compiles everything now, not in the first commit's pause
-            row = table.elements.argmax()
-            change = np.array([[row, 0, 1, memory.EXPLICIT]])
-            write, _ = self.prepare(memory.Changes(change, np.zeros(1, np.int32), np.zeros(1, np.int16)))
+        counts = table.parts[:, 2]
+        if counts.any():  # a change of 0 compiles everything now, not in the first commit's pause
+            row, one = np.array([counts.argmax()]), np.ones(1, np.int64)
+            write, _ = self.prepare(memory.Changes(row, one, np.zeros(1, np.int32), np.zeros(1, np.int16)))
             write.do()
             write.undo()
-            self.read(np.array([[row, 0, 1]]))
+            self.read(np.stack([row, 0 * one, one], 1))
 
     def digest(self) -> int:
         """This worker's share of the live parameters' digest, read from memory."""
@@ -243,11 +231,10 @@ class DeviceMemory:
 
     def read(self, parts: memory.Rows) -> Bits:
         """Live bits of parts, int64 [p, 3]: row of the table, first element, number of elements."""
-        part, offset, count = memory.cut(parts[:, 2], TILE)
-        place = np.cumsum(count) - count
-        tiles = np.stack([parts[part, 0], parts[part, 1] + offset, count, place], 1)
+        tiles = memory.cut(parts, TILE)
+        tiles = np.column_stack([tiles, tiles[:, 2].cumsum() - tiles[:, 2]])
         with self._staging():
-            out = self._pinned(int(count.sum()), torch.int16)
+            out = self._pinned(int(parts[:, 2].sum()), torch.int16)
             launch(read_kernel, len(tiles), self._rows, self._upload([tiles])[0], out)
             self._sum()
         return out.numpy().view(np.uint16)
@@ -312,17 +299,10 @@ class DeviceMemory:
 
 def _tiles(table: memory.Table) -> dict[int, memory.Rows]:
     """The tiles to hash, by run length (see `_runs`); together they cover all elements that are counted."""
-    counted = np.flatnonzero(table.rows[:, memory.COUNTED])
-    part, offset, count = memory.cut(table.elements[counted], TILE)
-    tiles = np.stack([counted[part], offset, count], 1)
+    tiles = memory.cut(table.parts[table.rows[:, memory.COUNTED] == 1], TILE)
     runs = _runs(table.rows)[tiles[:, 0]]
-    runs = np.where((runs == TILE) & (count < TILE), _RUN, runs)
-    found = {TILE: tiles[runs == TILE]}
-    for run in (_RUN, 1):
-        whole = tiles[runs == run]
-        part, offset, count = memory.cut(whole[:, 2], PIECE)
-        found[run] = np.stack([whole[part, 0], whole[part, 1] + offset, count], 1)
-    return found
+    runs = np.where((runs == TILE) & (tiles[:, 2] < TILE), _RUN, runs)
+    return {run: memory.cut(tiles[runs == run], TILE if run == TILE else PIECE) for run in (TILE, _RUN, 1)}
 
 
 def _runs(rows: memory.Rows) -> NDArray[np.int64]:

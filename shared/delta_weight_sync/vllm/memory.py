@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -36,7 +35,6 @@ Elements = NDArray[np.int32]
 Ulps = NDArray[np.int16]
 
 DIMS = 4
-EXPLICIT = -1  # see `Changes`
 # Elements of a row: int32 must hold their numbers, and those past the end in a GPU's last block.
 MOST = (1 << 31) - (1 << 16)
 
@@ -50,9 +48,8 @@ SOURCE = SIZES + DIMS  # strides in the checkpoint tensor, in elements
 TARGET = SOURCE + DIMS  # strides in memory, in elements of 2 bytes
 COLUMNS = TARGET + DIMS
 
-_DENSE = 2  # if more than one in two elements change, storing every element takes less memory
 _NO_BLOCK = np.uint64(1 << 63)  # no block has this number
-_NEAR = 1024  # changes that are read back while they are still in the cache
+_NEAR = 1024  # changes of a block: they are read back while they are still in the cache
 SLICES = 60  # of all parameters; `recheck` hashes one slice
 
 
@@ -87,10 +84,10 @@ class Table:
             raise RouteError("the weights are not on one device; start vLLM without --cpu-offload-gb")
 
     @property
-    def elements(self) -> Index:
-        """Number of elements of each row, int64 [rows]."""
-        counts: Index = self.rows[:, SIZES:SOURCE].prod(1)
-        return counts
+    def parts(self) -> Rows:
+        """int64 [rows, 3]: the number of each row, its first element (0), and its number of elements."""
+        number = np.arange(len(self.rows))
+        return np.stack([number, 0 * number, self.rows[:, SIZES:SOURCE].prod(1)], 1)
 
 
 def _parts(source: Geometry, target: Geometry) -> Iterator[tuple[Geometry, Geometry]]:
@@ -165,83 +162,39 @@ def part_of(row: Row, tensor: Bits) -> Bits:
     return as_strided(tensor.reshape(-1)[row[FIRST] :], sizes, strides).reshape(-1)
 
 
-def cut(counts: Index, size: int) -> tuple[Index, Index, Index]:
-    """Cut parts of `counts` elements into blocks of at most `size`. Per block: its part, offset, count."""
-    pieces = -(-counts // size)
-    part = np.repeat(np.arange(len(counts)), pieces)
-    offset = (np.arange(len(part)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * size
-    return part, offset, np.minimum(size, counts[part] - offset)
+def cut(parts: Rows, size: int) -> Rows:
+    """Cut parts, int64 [p, 3], into parts of at most `size`: each has a row, a first number, and a count."""
+    pieces = -(-parts[:, 2] // size)
+    cuts = np.repeat(parts, pieces, axis=0)
+    offset = (np.arange(len(cuts)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * size
+    cuts[:, 1] += offset
+    cuts[:, 2] = np.minimum(size, cuts[:, 2] - offset)
+    return cuts
 
 
-@dataclass(frozen=True)
-class Changes:
-    """Changes of a whole model.
-
-    `parts`, int64 [p, 4]: the row of the table, where the part's changes begin in `ulps`, how many they are,
-    and the number of the first element. If the elements are not consecutive, the fourth is EXPLICIT, and
-    `element` has their numbers, at the same places as `ulps`.
-    """
-
-    parts: NDArray[np.int64]
-    element: Elements  # [m], m <= n
-    ulps: Ulps  # [n], added to the bits modulo 2^16
-
-    def blocks(self, size: int) -> NDArray[np.int64]:
-        """The parts, cut into blocks of at most `size` changes."""
-        part, offset, count = cut(self.parts[:, 2], size)
-        blocks = self.parts[part]
-        blocks[:, 1] += offset
-        blocks[:, 2] = count
-        blocks[:, 3] += np.where(blocks[:, 3] == EXPLICIT, 0, offset)
-        return blocks
-
-
-class Found(NamedTuple):
-    """Changes of some rows of the table. Several `Found` may have changes of one row, but never of one
-    element."""
+class Changes(NamedTuple):
+    """Changes of some rows of the table. A row may be listed several times, but an element only once."""
 
     rows: Index  # int64 [p]
     counts: Index  # int64 [p], changes of each row
     element: Elements  # int32 [n], strictly increasing for each of `rows`
-    ulps: Ulps  # int16 [n]
+    ulps: Ulps  # int16 [n], added to the bits modulo 2^16
+
+    @classmethod
+    def joined(cls, found: Iterable[Changes]) -> Changes:
+        """Join changes of different elements."""
+        parts = [*found]
+        rows, counts = join([p.rows for p in parts], np.int64), join([p.counts for p in parts], np.int64)
+        return cls(
+            rows, counts, join([p.element for p in parts], np.int32), join([p.ulps for p in parts], np.int16)
+        )
+
+    def blocks(self, size: int) -> Rows:
+        """int64 [b, 3]: the row, the first change and the number of changes of blocks of at most `size`."""
+        return cut(np.stack([self.rows, self.counts.cumsum() - self.counts, self.counts], 1), size)
 
 
-def collect(found: Iterable[Found], table: Table) -> Changes:
-    """Join all that was found into one `Changes`: first the rows whose elements are listed."""
-    parts = list(found)
-    rows, counts = join([part.rows for part in parts], np.int64), join([p.counts for p in parts], np.int64)
-    element, ulps = join([p.element for p in parts], np.int32), join([p.ulps for p in parts], np.int16)
-    del parts  # what was joined takes as much memory
-    dense = _DENSE * counts > table.elements[rows]
-    order = np.append(np.flatnonzero(~dense & (counts > 0)), np.flatnonzero(dense))
-    first = (np.cumsum(counts) - counts)[order]
-    rows, counts, dense = rows[order], counts[order], dense[order]
-    starts = np.where(dense, element[first], EXPLICIT)
-    sizes = np.where(dense, element[first + counts - 1] - starts + 1, counts)
-    changes = Changes(
-        np.stack([rows, np.cumsum(sizes) - sizes, sizes, starts], 1),
-        np.empty(counts[~dense].sum(), np.int32),
-        np.zeros(sizes.sum(), np.int16),
-    )
-    _spread(changes.parts, first, counts, element, ulps, changes.element, changes.ulps)
-    return changes
-
-
-@kernel
-def _spread(
-    parts: Rows, first: Index, counts: Index, element: Elements, ulps: Ulps, listed: Elements, moved: Ulps
-) -> None:
-    """Copy the changes of each part, `counts` from `first` on, to where `Changes` has them."""
-    for p in range(parts.shape[0]):
-        to, start, numbers, amounts = parts[p, 1], parts[p, 3], element[first[p] :], ulps[first[p] :]
-        for j in range(counts[p]):
-            if start == EXPLICIT:
-                listed[to + j], moved[to + j] = numbers[j], amounts[j]
-            else:
-                moved[to + numbers[j] - start] = amounts[j]
-
-
-def find(decoded: Iterable[Decoded], table: Table) -> Iterator[Found]:
+def find(decoded: Iterable[Decoded], table: Table) -> Iterator[Changes]:
     """Find the changes of a delta in the table; tensors that are not in it are left out."""
     nowhere = repeat(len(table.number))
     for part in decoded:
@@ -255,7 +208,7 @@ def find(decoded: Iterable[Decoded], table: Table) -> Iterator[Found]:
         element, moved = np.empty(size, np.int32), np.empty(size, np.int16)
         _find(table.rows, found, index, part.ulps.view(np.int16), element, moved)
         size = found[2].sum()
-        yield Found(found[0], found[2], element[:size], moved[:size])
+        yield Changes(found[0], found[2], element[:size], moved[:size])
 
 
 class Step(NamedTuple):
@@ -280,10 +233,10 @@ class HostMemory:
         self._table = table
         self._digests = np.zeros(len(table.rows), np.uint64)
         self._writes = 0  # odd while a commit or an undo writes
-        ends = table.elements.cumsum()
+        ends = table.parts[:, 2].cumsum()
         shares = np.linspace(0, ends[-1] if ends.size else 0, SLICES + 1)
         self._cuts, self._turn = np.append(np.searchsorted(ends, shares[:-1]), ends.size), 0
-        self.prepare(collect((), table))[0].do()  # compile everything now, not in the first commit's pause
+        self.prepare(Changes.joined(()))[0].do()  # compile everything now, not in the first commit's pause
 
     def digest(self) -> int:
         """This worker's share of the live parameters' digest, read from memory."""
@@ -311,14 +264,14 @@ class HostMemory:
     def prepare(self, changes: Changes) -> tuple[Step, int]:
         """The step that writes the changes, and how much it changes this worker's share of the digest."""
         new = np.empty_like(changes.ulps)  # int16 [n], the bits after the changes
-        rows, parts, element = self._table.rows, changes.parts, changes.element
+        rows, blocks, element = self._table.rows, changes.blocks(_NEAR), changes.element
         moved, before = np.zeros(len(rows), np.uint64), self._digests
-        _look(rows, parts, element, changes.ulps, new, moved, INNER)
+        _look(rows, blocks, element, changes.ulps, new, moved, INNER)
 
         def write(values: Ulps, digests: NDArray[np.uint64]) -> tuple[int, float]:
             self._writes += 1
             try:
-                wrong = int(_put(rows, parts, element, values))
+                wrong = int(_put(rows, blocks, element, values))
                 self._digests = digests
             finally:
                 self._writes += 1
@@ -399,63 +352,55 @@ def _read(rows: Rows, parts: Rows, bits: Bits) -> None:
 
 
 @kernel
-def _places(row: Row, strides: int, part: Row, element: Elements, first: int, places: Index) -> None:
-    """Fill `places` with the offsets of a part's changes from `first` on, as `_at` gives them."""
-    start, stride, flat = part[3], row[strides + DIMS - 1], row[SIZES + DIMS - 2] == 1
-    if start < 0 and flat:
-        numbers = element[first:]
-        for j in range(places.size):
+def _places(row: Row, strides: int, numbers: Elements, places: Index) -> None:
+    """Fill `places` with the offsets of elements, as `_at` gives them."""
+    if row[SIZES + DIMS - 2] == 1:
+        stride = row[strides + DIMS - 1]
+        for j in range(numbers.size):
             places[j] = numbers[j] * stride
     else:
-        for j in range(places.size):
-            number = np.int64(element[first + j]) if start < 0 else start + first + j - part[1]
-            places[j] = number * stride if flat else _at(row, strides, number)
+        for j in range(numbers.size):
+            places[j] = _at(row, strides, np.int64(numbers[j]))
 
 
 @kernel
 def _look(
-    rows: Rows, parts: Rows, element: Elements, ulps: Ulps, new: Ulps, moved: NDArray[np.uint64], inner: Any
+    rows: Rows, blocks: Rows, element: Elements, ulps: Ulps, new: Ulps, moved: NDArray[np.uint64], inner: Any
 ) -> None:
     """Fill `new` with the bits after the changes, and add each row's change of the digest to `moved`."""
-    scratch = np.empty(_NEAR, np.int64)
-    for p in range(parts.shape[0]):
-        part, row, last = parts[p], rows[parts[p, 0]], parts[p, 1] + parts[p, 2]
+    places = np.empty(_NEAR, np.int64)
+    for b in range(blocks.shape[0]):
+        row, first, last = rows[blocks[b, 0]], blocks[b, 1], blocks[b, 1] + blocks[b, 2]
+        numbers, amounts, values = element[first:last], ulps[first:last], new[first:last]
         memory, base, seed = pointer(row[ADDRESS]), np.uint64(row[FIRST]), np.uint64(row[SEED])
         total, block, factor = np.uint64(0), _NO_BLOCK, np.uint64(0)
-        for near in range(part[1], last, _NEAR):
-            places = scratch[: min(_NEAR, last - near)]
-            _places(row, TARGET, part, element, near, places)
-            values, amounts = new[near:], ulps[near:]
-            for j in range(places.size):  # only reads, so that many waits for memory overlap
-                values[j] = np.int16(memory[places[j]])
-            if row[SIZES + DIMS - 2] != 1 or row[SOURCE + DIMS - 1] != row[TARGET + DIMS - 1]:
-                _places(row, SOURCE, part, element, near, places)
-            for j in range(places.size):
-                old = np.uint16(values[j])
-                value = np.uint16(old + np.uint16(amounts[j]))
-                values[j] = np.int16(value)
-                i = base + np.uint64(places[j])
-                if i // np.uint64(BLOCK) != block:  # neighbours share a block
-                    block = i // np.uint64(BLOCK)
-                    factor = outer(seed, block)
-                total += factor * np.uint64(inner[i % np.uint64(BLOCK)]) * (np.uint64(value) - np.uint64(old))
-        moved[part[0]] += total
+        _places(row, TARGET, numbers, places)
+        for j in range(numbers.size):  # only reads, so that many waits for memory overlap
+            values[j] = np.int16(memory[places[j]])
+        if row[SIZES + DIMS - 2] != 1 or row[SOURCE + DIMS - 1] != row[TARGET + DIMS - 1]:
+            _places(row, SOURCE, numbers, places)
+        for j in range(numbers.size):
+            old = np.uint16(values[j])
+            value = np.uint16(old + np.uint16(amounts[j]))
+            values[j] = np.int16(value)
+            i = base + np.uint64(places[j])
+            if i // np.uint64(BLOCK) != block:  # neighbours share a block
+                block = i // np.uint64(BLOCK)
+                factor = outer(seed, block)
+            total += factor * np.uint64(inner[i % np.uint64(BLOCK)]) * (np.uint64(value) - np.uint64(old))
+        moved[blocks[b, 0]] += total
 
 
 @kernel
-def _put(rows: Rows, parts: Rows, element: Elements, values: Ulps) -> int:
+def _put(rows: Rows, blocks: Rows, element: Elements, values: Ulps) -> int:
     """Write and read back; returns how many elements read back differently."""
-    wrong, scratch = 0, np.empty(_NEAR, np.int64)
-    for p in range(parts.shape[0]):
-        part, row, last = parts[p], rows[parts[p, 0]], parts[p, 1] + parts[p, 2]
-        memory = pointer(row[ADDRESS])
-        for near in range(
-            part[1], last, _NEAR
-        ):  # in stretches, so that the cache still holds what was written
-            places = scratch[: min(_NEAR, last - near)]
-            _places(row, TARGET, part, element, near, places)
-            for j in range(places.size):
-                memory[places[j]] = np.uint16(values[near + j])
-            for j in range(places.size):
-                wrong += memory[places[j]] != np.uint16(values[near + j])
+    wrong, places = 0, np.empty(_NEAR, np.int64)
+    for b in range(blocks.shape[0]):
+        row, first, last = rows[blocks[b, 0]], blocks[b, 1], blocks[b, 1] + blocks[b, 2]
+        memory, numbers, bits = pointer(row[ADDRESS]), element[first:last], values[first:last]
+        _places(row, TARGET, numbers, places)
+        for j in range(numbers.size):
+            memory[places[j]] = np.uint16(bits[j])
+        for j in range(numbers.size):
+            wrong += memory[places[j]] != np.uint16(bits[j])
     return wrong

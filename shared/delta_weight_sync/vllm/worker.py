@@ -44,7 +44,7 @@ from delta_weight_sync import checkpoint, codec, errors
 from delta_weight_sync.codec import Bits, Patch
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.vllm import cpu, memory, routes
-from delta_weight_sync.vllm.memory import Found, HostMemory, Step, Table
+from delta_weight_sync.vllm.memory import Changes, HostMemory, Step, Table
 from delta_weight_sync.vllm.routes import Geometry, Piece, Route
 
 if TYPE_CHECKING:
@@ -209,10 +209,10 @@ class LiveWeights:
         reloaded = [patch for patch in patches if patch.index.size]
         return self._staged(self._differences(wanted), reloaded, self.digest())
 
-    def _differences(self, wanted: dict[str, Bits]) -> Iterator[Found]:
+    def _differences(self, wanted: dict[str, Bits]) -> Iterator[Changes]:
         """Differences between this worker's parameters and a checkpoint, by batches of table rows."""
         names = np.repeat([*self._table.number], np.diff(self._table.starts[:-1])).tolist()
-        blocks = np.stack(memory.cut(self._table.elements, _BATCH), 1)
+        blocks = memory.cut(self._table.parts, _BATCH)
         batches = np.flatnonzero(np.diff(blocks[:, 2].cumsum() // _BATCH)) + 1
         for batch in np.split(blocks, batches):
             live = self.memory.read(batch)
@@ -220,10 +220,10 @@ class LiveWeights:
                 theirs = memory.part_of(self._table.rows[row], wanted[names[row]])[first : first + count]
                 index, ulps = codec.diff_flat(live[end - count : end], theirs, first)
                 counts = np.array([row]), np.array([index.size])
-                yield Found(*counts, index.astype(np.int32), ulps.view(np.int16))
+                yield Changes(*counts, index.astype(np.int32), ulps.view(np.int16))
 
-    def _staged(self, found: Iterable[Found], reloaded: list[Patch], live: int) -> Staged:
-        write, moved = self.memory.prepare(memory.collect(found, self._table))
+    def _staged(self, found: Iterable[Changes], reloaded: list[Patch], live: int) -> Staged:
+        write, moved = self.memory.prepare(Changes.joined(found))
         reload, moved_too = self._fallback.stage(reloaded)
         digest = sum(self._ranks.gather(moved), live + moved_too) % (1 << 64)
         return Staged(digest, [reload, write])
