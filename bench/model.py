@@ -176,7 +176,7 @@ def memory_of(tensors: Tensors) -> tuple[Table, worker.Memory]:
     for name, tensor in tensors.items():
         flat = tensor.view(torch.int16).view(-1)
         whole = Geometry(0, (flat.numel(),), (1,))
-        routes[name] = Route(name, tuple(tensor.shape), (Piece(flat, whole, whole, whole=True),))
+        routes[name] = Route(tuple(tensor.shape), (Piece(flat, whole, whole),))
     table = Table(routes, dict.fromkeys(routes, (0,)))
     return table, worker.memory_of(table)
 

@@ -15,8 +15,8 @@ SHAPE, SHARES = (256, 96), {"fast": (0.01, 0.2, 0.4, 0.9), "small": (0.01,)}
 
 if __name__ == "__main__":  # decode deltas of every mode, and find their elements
     turned = Geometry(0, SHAPE, (SHAPE[1], 1)), Geometry(0, SHAPE, (1, SHAPE[0]))
-    piece = Piece(torch.zeros(SHAPE[0] * SHAPE[1], dtype=torch.int16), *turned, False)
-    table, rng = Table({"w": Route("w", SHAPE, (piece,))}, {"w": (0,)}), np.random.default_rng(0)
+    piece = Piece(torch.zeros(SHAPE[0] * SHAPE[1], dtype=torch.int16), *turned)
+    table, rng = Table({"w": Route(SHAPE, (piece,))}, {"w": (0,)}), np.random.default_rng(0)
     old = {"w": rng.integers(0, 1 << 16, SHAPE).astype(np.uint16)}
     with tempfile.TemporaryDirectory() as folder:
         for encoding, share in ((each, share) for each in get_args(codec.Encoding) for share in SHARES[each]):

@@ -152,8 +152,8 @@ def test_a_sync_takes_as_many_launches_and_waits_whatever_the_number_of_tensors(
     sizes = [5000, *[1_280_000 // tensors] * (tensors - 1)]  # a tensor with every kind of tile in both
     parts = torch.zeros(sum(sizes), dtype=torch.int16).split(sizes)
     whole = [Geometry(0, (size,), (1,)) for size in sizes]
-    pieces = [Piece(*piece, True) for piece in zip(parts, whole, whole, strict=True)]
-    routes = {f"w{i}": Route(f"w{i}", (size,), (pieces[i],)) for i, size in enumerate(sizes)}
+    pieces = [Piece(*piece) for piece in zip(parts, whole, whole, strict=True)]
+    routes = {f"w{i}": Route((size,), (pieces[i],)) for i, size in enumerate(sizes)}
     old = {f"w{i}": np.zeros(size, np.uint16) for i, size in enumerate(sizes)}
     new = {name: (np.arange(bits.size) % 64 == 5).astype(np.uint16) for name, bits in old.items()}
     plain = device_memory.launch

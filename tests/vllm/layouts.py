@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -97,7 +98,9 @@ class Patching:
     def in_parts(self) -> int:
         """Tensors that lie in this rank's memory otherwise than as one run from first to last element."""
         pieces = [route.pieces for route in self.learned.routes.values()]
-        return sum(len(held) != 1 or not held[0].whole for held in pieces)
+        places = [[(piece.source, piece.target) for piece in held] for held in pieces]
+        whole = [routes.Geometry(0, (math.prod(r.shape),), (1,)) for r in self.learned.routes.values()]
+        return sum(found != [(flat, flat)] for found, flat in zip(places, whole, strict=True))
 
 
 def examine(folder: Path, rank: int, ranks: int, port: int) -> dict[str, Any]:

@@ -184,8 +184,8 @@ def patched(tensor: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def write(route: routes.Route, index: torch.Tensor, ulps: torch.Tensor) -> None:
-    table = Table({route.name: route}, {route.name: ()})
-    patch = codec.Patch(route.name, route.shape, index.numpy(), ulps.numpy().view("uint16"))
+    table = Table({"w": route}, {"w": ()})
+    patch = codec.Patch("w", route.shape, index.numpy(), ulps.numpy().view("uint16"))
     step, _ = HostMemory(table).prepare(Changes.joined(find([codec.Decoded.of([patch])], table)))
     assert step.do()[0] == 0
 
@@ -377,7 +377,7 @@ def test_any_view_is_located_and_read_back(memory, data):
     }
 
     model.place(model.parameter.data).view(torch.int16).fill_(7)
-    route = routes.Route("w", shape, (piece,))
+    route = routes.Route(shape, (piece,))
     expected = torch.zeros(int(np.prod(shape)), dtype=torch.int16)
     expected[torch.tensor(sorted(places))] = 7
     assert torch.equal(route.read([0]), expected)
@@ -467,4 +467,4 @@ def test_what_another_rank_holds_is_no_loss():
     """Expert parallelism: one rank has the expert, the other drops it."""
     shapes, whole = {"w": (8, 6)}, (part_of(torch.empty(8, 6)),)
     assert routes.ownership(shapes, [{"w": ()}, {"w": whole}]) == ([{"w": ()}, {"w": (0,)}], {})
-    assert routes.Route("w", (8, 6), ()).read(()).eq(0).all()
+    assert routes.Route((8, 6), ()).read(()).eq(0).all()

@@ -223,8 +223,8 @@ def calls_of_a_sync(path: Path, tensors: int) -> int:
     step = np.where(np.arange(size) % 4, 0, 1).astype(np.uint16)
     delta(path, old, {name: bits + step for name, bits in old.items()})
     whole = Geometry(0, (size,), (1,))
-    pieces = {name: (Piece(torch.arange(size, dtype=torch.int16), whole, whole, True),) for name in old}
-    routes = {name: Route(name, (size,), each) for name, each in pieces.items()}
+    pieces = {name: (Piece(torch.arange(size, dtype=torch.int16), whole, whole),) for name in old}
+    routes = {name: Route((size,), each) for name, each in pieces.items()}
     fallback = Fallback(torch.nn.Module(), {})
     weights = LiveWeights(routes, dict.fromkeys(routes, (0,)), fallback, Ranks(1))
     known, called = weights.digest(), []

@@ -314,27 +314,20 @@ def _digest(rows: Rows, inner: Any) -> NDArray[np.uint64]:
     """The digest of each row."""
     totals = np.zeros(rows.shape[0], np.uint64)
     for r in range(rows.shape[0]):
-        row = rows[r]
-        length = row[SIZES + DIMS - 1]
-        for start in range(0, row[SIZES : SIZES + DIMS].prod(), length):
-            totals[r] += _digest_run(row, start, length, inner)
+        row, seed, total = rows[r], np.uint64(rows[r, SEED]), np.uint64(0)
+        length, step, stride = row[SOURCE - 1], row[TARGET - 1], row[COLUMNS - 1]  # innermost
+        for start in range(0, row[SIZES:SOURCE].prod(), length):
+            first = row[FIRST] + _at(row, SOURCE, start)
+            memory = pointer(row[ADDRESS] + 2 * _at(row, TARGET, start))
+            if step == 1 and stride == 1:
+                total += hash_dense(carray(memory, length), first, inner, seed)
+                continue
+            for j in range(length):
+                i = np.uint64(first + j * step)
+                factor = outer(seed, i // np.uint64(BLOCK)) * np.uint64(inner[i % np.uint64(BLOCK)])
+                total += factor * np.uint64(memory[j * stride])
+        totals[r] = total
     return totals
-
-
-@kernel
-def _digest_run(row: Rows, start: int, length: int, inner: Any) -> np.uint64:
-    """The digest of `length` elements from number `start` on, all in one run of the innermost dimension."""
-    first, place = row[FIRST] + _at(row, SOURCE, start), _at(row, TARGET, start)
-    step, stride, seed = row[SOURCE + DIMS - 1], row[TARGET + DIMS - 1], np.uint64(row[SEED])
-    memory = pointer(row[ADDRESS] + 2 * place)
-    if step == 1 and stride == 1:
-        return hash_dense(carray(memory, length), first, inner, seed)
-    total = np.uint64(0)
-    for j in range(length):
-        i = np.uint64(first + j * step)
-        factor = outer(seed, i // np.uint64(BLOCK)) * np.uint64(inner[i % np.uint64(BLOCK)])
-        total += factor * np.uint64(memory[j * stride])
-    return total
 
 
 @kernel

@@ -307,27 +307,26 @@ class Piece:
     memory: torch.Tensor
     source: Geometry  # of the part in the row-major checkpoint tensor
     target: Geometry  # of the same elements in `memory`, with the same dimensions
-    whole: bool  # the part is the whole tensor, and its elements have the same order in `memory`
 
 
 @dataclass(frozen=True)
 class Route:
     """All pieces of one checkpoint tensor on this rank: none if it is on other ranks, several if split."""
 
-    name: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
     def read(self, which: Sequence[int]) -> torch.Tensor:
         """Read the live bits of the pieces `which` (indices into `pieces`): row-major int16 [numel].
 
-        Elements of other pieces are 0. A piece that is the whole tensor is returned as a view, not a copy.
+        Elements of other pieces are 0. A piece that is the whole tensor, in the same order, is returned as a
+        view, not a copy.
         """
-        chosen = [self.pieces[number] for number in which]
-        if len(chosen) == 1 and chosen[0].whole:
+        chosen, numel = [self.pieces[number] for number in which], math.prod(self.shape)
+        if len(chosen) == 1 and chosen[0].source == chosen[0].target == (0, (numel,), (1,)):
             return chosen[0].memory
         device = chosen[0].memory.device if chosen else None
-        bits = torch.zeros(math.prod(self.shape), dtype=torch.int16, device=device)
+        bits = torch.zeros(numel, dtype=torch.int16, device=device)
         for piece in chosen:
             piece.source.of(bits).copy_(piece.target.of(piece.memory))
         return bits
@@ -353,9 +352,8 @@ def learn(model: torch.nn.Module, shapes: Shapes) -> Learned:
     sources: Sources = {**recorder.unroutable}
     for name, shape in shapes.items():
         if name not in sources:
-            numel = math.prod(shape)
-            pieces = tuple(piece for copy in recorder.copies[name] for piece in _pieces(*copy, numel))
-            routes[name] = Route(name, tuple(shape), pieces)
+            pieces = tuple(piece for copy in recorder.copies[name] for piece in _pieces(*copy))
+            routes[name] = Route(tuple(shape), pieces)
             sources[name] = tuple(Geometry(p.source.offset, *joined(*p.source[1:])) for p in pieces)
     return Learned(routes, sources)
 
@@ -394,18 +392,17 @@ def _first_of_each(name: str, numel: int, held: Sequence[Sequence[Geometry]]) ->
     return [tuple(number for at, number in seen.values() if at == rank) for rank in range(len(held))]
 
 
-def _pieces(destination: torch.Tensor, source: torch.Tensor, numel: int) -> list[Piece]:
+def _pieces(destination: torch.Tensor, source: torch.Tensor) -> list[Piece]:
     """Turn a copy into a piece, or if the source is broadcast, into a piece for each repetition."""
     for dim, size in enumerate(source.shape):
         if size > 1 and source.stride(dim) == 0:
             pairs = zip(destination.unbind(dim), source.unbind(dim), strict=True)
-            return [piece for pair in pairs for piece in _pieces(*pair, numel)]
+            return [piece for pair in pairs for piece in _pieces(*pair)]
     sizes, strides, places = joined(source.shape, source.stride(), destination.stride())
     wide = destination.element_size() // 2  # 2 for float32, of which bf16 is the upper half
     to = Geometry(wide - 1, sizes, tuple(place * wide for place in places))
     memory = destination.detach().as_strided((Geometry(0, sizes, places).end,), (1,)).view(torch.int16)
-    whole = (sizes, strides, to) == ((numel,), (1,), (0, (numel,), (1,)))
-    return [Piece(memory, Geometry(int(source.storage_offset()), sizes, strides), to, whole)]
+    return [Piece(memory, Geometry(int(source.storage_offset()), sizes, strides), to)]
 
 
 # 3. Find tensors that vLLM derives from the weights.

@@ -245,7 +245,7 @@ def warm_up(device: torch.device) -> Staged:
     for name, (sizes, strides) in layouts.items():
         bits = torch.zeros(sizes, dtype=torch.int16, device=device)
         places = Geometry(0, sizes, bits.stride()), Geometry(0, sizes, strides)
-        learned[name] = Route(name, sizes, (Piece(bits.view(-1), *places, name == "flat"),))
+        learned[name] = Route(sizes, (Piece(bits.view(-1), *places),))
     memory_of(Table(learned, dict.fromkeys(learned, (0,)))).digest()
     return Staged()
 
@@ -296,10 +296,7 @@ class DeltaWorker:
 
     def warm(self) -> Answer:
         """Begin to compile the kernels while vLLM generates, so that `learn`, which stops it, need not."""
-        self.staging = Future()
-        work = partial(warm_up, next(self._model.parameters()).device)
-        Thread(target=self._stage, args=(work, self.staging), name="warm", daemon=True).start()
-        return {"done": False}
+        return self._begin("warm", partial(warm_up, next(self._model.parameters()).device))
 
     def learn(self, shapes: dict[str, list[int]]) -> Answer:
         """Learn where the tensors of a run (checkpoint name -> shape) are in the model's parameters."""
@@ -322,11 +319,13 @@ class DeltaWorker:
 
     def stage(self, deltas: Sequence[str] = (), checkpoint: str = "") -> Answer:
         """Begin to prepare a commit: of delta files in order, or of what differs from a checkpoint."""
-        self._staged, self.staging = Staged(), Future()
-        work = partial(self.weights.stage, [Path(path) for path in deltas], self._digest)
         if checkpoint:
-            work = partial(self.weights.stage_checkpoint, Path(checkpoint))
-        Thread(target=self._stage, args=(work, self.staging), name="stage", daemon=True).start()
+            return self._begin("stage", partial(self.weights.stage_checkpoint, Path(checkpoint)))
+        return self._begin("stage", partial(self.weights.stage, [*map(Path, deltas)], self._digest))
+
+    def _begin(self, name: str, work: Callable[[], Staged]) -> Answer:
+        self._staged, self.staging = Staged(), Future()
+        Thread(target=self._stage, args=(work, self.staging), name=name, daemon=True).start()
         return {"done": False}
 
     def _stage(self, work: Callable[[], Staged], staging: Future[Answer]) -> None:
