@@ -207,6 +207,5 @@ def _named(path: Path) -> Iterator[None]:
         yield
     except _UNREADABLE as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        # A hostile file must not put long texts, line breaks or terminal codes into a log.
-        line = "".join(letter for letter in " ".join(reason.split())[:_LONGEST] if letter.isprintable())
+        line = " ".join(reason.split())[:_LONGEST]  # a hostile file must not put long texts into a log
         raise CodecError(f"{path.name} is not a readable delta: {line}") from error

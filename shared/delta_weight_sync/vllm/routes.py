@@ -132,7 +132,14 @@ def record(model: torch.nn.Module, shapes: Shapes) -> Recorder:
             raise RouteError(f"vLLM's loader fails on probes ({reason})")
         recorder.unroutable |= failed
         recorder.reached |= touched  # a commit reloads the failed tensors, which refills these
-    recorder.check_reach()
+    for name, parameter in model.named_parameters():
+        if parameter.numel() and storage_of(parameter) not in recorder.reached:
+            raise RouteError(
+                f"{name}: no weight of the run fills this parameter of vLLM's model: start vLLM with the"
+                " run's own model, which `delta-weight-sync checkout` writes"
+            )
+    if problem := stale(model, recorder.reached):
+        raise RouteError(problem)
     return recorder
 
 
@@ -169,17 +176,6 @@ class Recorder(TorchDispatchMode):
         except Exception as error:  # noqa: BLE001 - a loader may raise anything on a probe
             return f"{type(error).__name__}: {error}"
         return ""
-
-    def check_reach(self) -> None:
-        """Raise `RouteError` if vLLM computes with a tensor that loading does not fill."""
-        for name, parameter in self._model.named_parameters():
-            if parameter.numel() and storage_of(parameter) not in self.reached:
-                raise RouteError(
-                    f"{name}: no weight of the run fills this parameter of vLLM's model: start vLLM with the"
-                    " run's own model, which `delta-weight-sync checkout` writes"
-                )
-        if problem := stale(self._model, self.reached):
-            raise RouteError(problem)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Handle one operation of the loader."""

@@ -138,8 +138,9 @@ class Fallback:
         """Load all tensors in one call, because a loader may combine several. It may change its copies."""
         from vllm.model_executor.model_loader import checkpoint_weight_patch as native
 
-        copies = {name: torch.from_numpy(bits.copy()) for name, bits in self.bits.items()}
-        values = {name: bits.view(torch.bfloat16) for name, bits in copies.items()}
+        values = {
+            name: torch.from_numpy(bits.copy()).view(torch.bfloat16) for name, bits in self.bits.items()
+        }
         patches = [
             native.CheckpointWeightPatch(name, tuple(tensor.shape), tensor.dtype, tensor.reshape(-1))
             for name, tensor in values.items()
