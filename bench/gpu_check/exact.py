@@ -43,7 +43,7 @@ def _committed(device: torch.device, ulps: np.ndarray) -> bool:
     _, memory = memory_of({"w": bits.view(torch.bfloat16)})
     element = np.flatnonzero(ulps).astype(np.int32)
     counts = np.array([0]), np.array([element.size])
-    write, moved = memory.prepare(Changes(*counts, element, ulps[element].view(np.int16)))
+    write, moved = memory.prepare(Changes(*counts, element, ulps[element]))
     before, after = state_digest({"w": _EVERY}), state_digest({"w": _EVERY + ulps})
     right = memory.digest() % (1 << 64) == before and (before + moved) % (1 << 64) == after
     commit([write], lambda failure: None)

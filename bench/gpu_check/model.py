@@ -33,4 +33,4 @@ class Replica:
 
 def _changed(row: int, size: int) -> Changes:
     element = np.arange(min(_FIRST, size - 1), size, _EVERY, dtype=np.int32)
-    return Changes(np.array([row]), np.array([element.size]), element, np.ones(element.size, np.int16))
+    return Changes(np.array([row]), np.array([element.size]), element, np.ones(element.size, np.uint16))

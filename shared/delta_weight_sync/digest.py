@@ -71,13 +71,13 @@ def hash_dense(bits: Bits, first: int, inner: NDArray[np.uint32], seed: np.uint6
 
 
 @kernel
-def _add(
-    bits: Bits, at: Index, ulps: Bits, index: Index, inner: NDArray[np.uint32], seed: np.uint64
+def add_at(
+    bits: Bits, at: Index, ulps: Bits, index: Index, first: int, inner: NDArray[np.uint32], seed: np.uint64
 ) -> np.uint64:
-    """Add `ulps` to `bits[at]`, which are at positions `index` of their tensor."""
+    """Add `ulps` to `bits[at]`, at positions `first + index` of a tensor; returns how the digest changes."""
     total, block, factor = np.uint64(0), _NO_BLOCK, np.uint64(0)
     for j in range(index.size):
-        i = np.uint64(index[j])
+        i = np.uint64(first + index[j])
         if i // np.uint64(BLOCK) != block:  # increasing positions share a block for a while
             block = i // np.uint64(BLOCK)
             factor = outer(seed, block)
@@ -99,12 +99,12 @@ def tensor_digest(name: str, bits: Bits, first: int = 0) -> int:
 
 def change_digest(name: str, index: Index, old: Bits, new: Bits) -> int:
     """How the digest changes (mod 2^64) when `old` becomes `new` (uint16 [n]) at flat positions `index`."""
-    return int(_add(old.copy(), np.arange(index.size), new - old, index, INNER, seed(name)))
+    return int(add_at(old.copy(), np.arange(index.size), new - old, index, 0, INNER, seed(name)))
 
 
 def add(name: str, bits: Bits, index: Index, ulps: Bits) -> int:
     """Add `ulps` to flat `bits` (uint16) at `index`. Returns how the digest changes (mod 2^64)."""
-    return int(_add(bits, index, ulps, index, INNER, seed(name)))
+    return int(add_at(bits, index, ulps, index, 0, INNER, seed(name)))
 
 
 def state_digest(state: Mapping[str, Bits]) -> int:

@@ -200,7 +200,7 @@ def test_a_delta_of_another_base_does_not_lead_to_its_digest(tmp_path, rng, weig
 def test_a_write_that_did_not_take_is_counted(weights):
     """No delta names an element twice; if one did, the reading back would tell."""
     counts = np.array([0]), np.array([3])
-    twice = Changes(*counts, np.array([3, 7, 7], np.int32), np.array([1, 2, 3], np.int16))
+    twice = Changes(*counts, np.array([3, 7, 7], np.int32), np.array([1, 2, 3], np.uint16))
     write, _ = weights.memory.prepare(twice)
     assert write.do()[0] == 1
 

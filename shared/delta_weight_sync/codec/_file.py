@@ -171,12 +171,9 @@ def encode(
         "tensors": json.dumps(table),
         "groups": json.dumps([group.model_dump(exclude_defaults=True) for group in described]),
     }
-    return _canonical(save(streams, metadata))
-
-
-def _canonical(data: bytes) -> bytes:
-    """Sort the keys of the file's header, because safetensors writes metadata in random order."""
+    data = save(streams, metadata)
     end = 8 + int.from_bytes(data[:8], "little")
+    # safetensors writes metadata in random order; the same changes should give the same bytes.
     header = json.dumps(json.loads(data[8:end]), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return data[:8] + header.encode().ljust(end - 8) + data[end:]
 

@@ -207,7 +207,7 @@ class DeviceMemory:
         counts = table.parts[:, 2]
         if counts.any():  # a change of 0 compiles everything now, not in the first commit's pause
             row, one = np.array([counts.argmax()]), np.ones(1, np.int64)
-            write, _ = self.prepare(memory.Changes(row, one, np.zeros(1, np.int32), np.zeros(1, np.int16)))
+            write, _ = self.prepare(memory.Changes(row, one, np.zeros(1, np.int32), np.zeros(1, np.uint16)))
             write.do()
             write.undo()
             self.read(np.stack([row, 0 * one, one], 1))
@@ -241,7 +241,7 @@ class DeviceMemory:
 
     def prepare(self, changes: memory.Changes) -> tuple[memory.Step, int]:
         """The step that writes the changes, and how much it changes this worker's share of the digest."""
-        arrays = (changes.blocks(BLOCK), changes.element, changes.ulps)
+        arrays = (changes.blocks(BLOCK), changes.element, changes.ulps.view(np.int16))
         with self._staging():
             blocks, element, ulps = self._upload(arrays, also=changes.ulps.nbytes)
             there = ulps.device == self._device

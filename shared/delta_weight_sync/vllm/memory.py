@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from delta_weight_sync.codec import Bits, Decoded, Index
 from delta_weight_sync.codec._patch import join
-from delta_weight_sync.digest import BLOCK, INNER, hash_dense, outer, seed
+from delta_weight_sync.digest import BLOCK, INNER, add_at, hash_dense, outer, seed
 from delta_weight_sync.errors import RouteError
 from delta_weight_sync.util import kernel
 from delta_weight_sync.vllm.routes import Geometry, Route
@@ -32,7 +32,6 @@ from delta_weight_sync.vllm.routes import Geometry, Route
 Row = NDArray[np.int64]
 Rows = NDArray[np.int64]
 Elements = NDArray[np.int32]
-Ulps = NDArray[np.int16]
 
 DIMS = 4
 # Elements of a row: int32 must hold their numbers, and those past the end in a GPU's last block.
@@ -48,7 +47,6 @@ SOURCE = SIZES + DIMS  # strides in the checkpoint tensor, in elements
 TARGET = SOURCE + DIMS  # strides in memory, in elements of 2 bytes
 COLUMNS = TARGET + DIMS
 
-_NO_BLOCK = np.uint64(1 << 63)  # no block has this number
 _NEAR = 1024  # changes of a block: they are read back while they are still in the cache
 SLICES = 60  # of all parameters; `recheck` hashes one slice
 
@@ -123,7 +121,7 @@ def _bounds(rows: Rows, found: Index, index: Index) -> int:
 
 
 @kernel
-def _find(rows: Rows, found: Index, index: Index, ulps: Ulps, element: Elements, moved: Ulps) -> None:
+def _find(rows: Rows, found: Index, index: Index, ulps: Bits, element: Elements, moved: Bits) -> None:
     """Write the element number and the ulps of each change that a part holds.
 
     `found`, int64 [3, p], has for each part its row, and start and end of its range of `index` by `_bounds`.
@@ -178,16 +176,14 @@ class Changes(NamedTuple):
     rows: Index  # int64 [p]
     counts: Index  # int64 [p], changes of each row
     element: Elements  # int32 [n], strictly increasing for each of `rows`
-    ulps: Ulps  # int16 [n], added to the bits modulo 2^16
+    ulps: Bits  # uint16 [n], added to the bits modulo 2^16
 
     @classmethod
     def joined(cls, found: Iterable[Changes]) -> Changes:
         """Join changes of different elements."""
-        parts = [*found]
-        rows, counts = join([p.rows for p in parts], np.int64), join([p.counts for p in parts], np.int64)
-        return cls(
-            rows, counts, join([p.element for p in parts], np.int32), join([p.ulps for p in parts], np.int16)
-        )
+        columns = [[*column] for column in zip(*found, strict=True)] or [[], [], [], []]
+        kinds = np.int64, np.int64, np.int32, np.uint16
+        return cls(*(join(columns.pop(0), kind) for kind in kinds))  # lets go of what it has joined
 
     def blocks(self, size: int) -> Rows:
         """int64 [b, 3]: the row, the first change and the number of changes of blocks of at most `size`."""
@@ -205,8 +201,8 @@ def find(decoded: Iterable[Decoded], table: Table) -> Iterator[Changes]:
         rows = np.repeat(first - count.cumsum() + count, count) + np.arange(count.sum())
         found = np.stack([rows, np.repeat(ends - changes, count), np.repeat(ends, count)])
         size = _bounds(table.rows, found, index)
-        element, moved = np.empty(size, np.int32), np.empty(size, np.int16)
-        _find(table.rows, found, index, part.ulps.view(np.int16), element, moved)
+        element, moved = np.empty(size, np.int32), np.empty(size, np.uint16)
+        _find(table.rows, found, index, part.ulps, element, moved)
         size = found[2].sum()
         yield Changes(found[0], found[2], element[:size], moved[:size])
 
@@ -263,12 +259,12 @@ class HostMemory:
 
     def prepare(self, changes: Changes) -> tuple[Step, int]:
         """The step that writes the changes, and how much it changes this worker's share of the digest."""
-        new = np.empty_like(changes.ulps)  # int16 [n], the bits after the changes
+        new = np.empty_like(changes.ulps)  # the bits after the changes
         rows, blocks, element = self._table.rows, changes.blocks(_NEAR), changes.element
         moved, before = np.zeros(len(rows), np.uint64), self._digests
         _look(rows, blocks, element, changes.ulps, new, moved, INNER)
 
-        def write(values: Ulps, digests: NDArray[np.uint64]) -> tuple[int, float]:
+        def write(values: Bits, digests: NDArray[np.uint64]) -> tuple[int, float]:
             self._writes += 1
             try:
                 wrong = int(_put(rows, blocks, element, values))
@@ -358,34 +354,25 @@ def _places(row: Row, strides: int, numbers: Elements, places: Index) -> None:
 
 @kernel
 def _look(
-    rows: Rows, blocks: Rows, element: Elements, ulps: Ulps, new: Ulps, moved: NDArray[np.uint64], inner: Any
+    rows: Rows, blocks: Rows, element: Elements, ulps: Bits, new: Bits, moved: NDArray[np.uint64], inner: Any
 ) -> None:
     """Fill `new` with the bits after the changes, and add each row's change of the digest to `moved`."""
-    places = np.empty(_NEAR, np.int64)
+    scratch, lanes = np.empty(_NEAR, np.int64), np.arange(_NEAR)
     for b in range(blocks.shape[0]):
         row, first, last = rows[blocks[b, 0]], blocks[b, 1], blocks[b, 1] + blocks[b, 2]
-        numbers, amounts, values = element[first:last], ulps[first:last], new[first:last]
-        memory, base, seed = pointer(row[ADDRESS]), np.uint64(row[FIRST]), np.uint64(row[SEED])
-        total, block, factor = np.uint64(0), _NO_BLOCK, np.uint64(0)
+        memory, numbers, bits = pointer(row[ADDRESS]), element[first:last], new[first:last]
+        places, at = scratch[: numbers.size], lanes[: numbers.size]
         _places(row, TARGET, numbers, places)
         for j in range(numbers.size):  # only reads, so that many waits for memory overlap
-            values[j] = np.int16(memory[places[j]])
+            bits[j] = memory[places[j]]
         if row[SIZES + DIMS - 2] != 1 or row[SOURCE + DIMS - 1] != row[TARGET + DIMS - 1]:
             _places(row, SOURCE, numbers, places)
-        for j in range(numbers.size):
-            old = np.uint16(values[j])
-            value = np.uint16(old + np.uint16(amounts[j]))
-            values[j] = np.int16(value)
-            i = base + np.uint64(places[j])
-            if i // np.uint64(BLOCK) != block:  # neighbours share a block
-                block = i // np.uint64(BLOCK)
-                factor = outer(seed, block)
-            total += factor * np.uint64(inner[i % np.uint64(BLOCK)]) * (np.uint64(value) - np.uint64(old))
-        moved[blocks[b, 0]] += total
+        seed = np.uint64(row[SEED])
+        moved[blocks[b, 0]] += add_at(bits, at, ulps[first:last], places, row[FIRST], inner, seed)
 
 
 @kernel
-def _put(rows: Rows, blocks: Rows, element: Elements, values: Ulps) -> int:
+def _put(rows: Rows, blocks: Rows, element: Elements, values: Bits) -> int:
     """Write and read back; returns how many elements read back differently."""
     wrong, places = 0, np.empty(_NEAR, np.int64)
     for b in range(blocks.shape[0]):
@@ -393,7 +380,7 @@ def _put(rows: Rows, blocks: Rows, element: Elements, values: Ulps) -> int:
         memory, numbers, bits = pointer(row[ADDRESS]), element[first:last], values[first:last]
         _places(row, TARGET, numbers, places)
         for j in range(numbers.size):
-            memory[places[j]] = np.uint16(bits[j])
+            memory[places[j]] = bits[j]
         for j in range(numbers.size):
-            wrong += memory[places[j]] != np.uint16(bits[j])
+            wrong += memory[places[j]] != bits[j]
     return wrong

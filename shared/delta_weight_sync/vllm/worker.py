@@ -221,7 +221,7 @@ class LiveWeights:
                 theirs = memory.part_of(self._table.rows[row], wanted[names[row]])[first : first + count]
                 index, ulps = codec.diff_flat(live[end - count : end], theirs, first)
                 counts = np.array([row]), np.array([index.size])
-                yield Changes(*counts, index.astype(np.int32), ulps.view(np.int16))
+                yield Changes(*counts, index.astype(np.int32), ulps)
 
     def _staged(self, found: Iterable[Changes], reloaded: list[Patch], live: int) -> Staged:
         write, moved = self.memory.prepare(Changes.joined(found))
