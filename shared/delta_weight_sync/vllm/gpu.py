@@ -278,10 +278,9 @@ class DeviceMemory:
             whole.numpy()[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
         if 2 * (starts[-1] + also) <= free_bytes(self._device):
             whole = whole.to(self._device, non_blocking=True)
-        kinds = [torch.from_numpy(np.empty(0, array.dtype)).dtype for array in arrays]
         return [
-            whole[start : start + array.nbytes].view(kind).view(array.shape)
-            for start, array, kind in zip(starts, arrays, kinds, strict=False)
+            whole[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+            for start, array in zip(starts, arrays, strict=False)
         ]
 
     def _pinned(self, size: int, kind: torch.dtype) -> torch.Tensor:

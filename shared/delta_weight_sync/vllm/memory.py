@@ -105,9 +105,8 @@ def _parts(source: Geometry, target: Geometry) -> Iterator[tuple[Geometry, Geome
 
 
 @kernel
-def _bounds(rows: Rows, found: Index, index: Index) -> int:
-    """Narrow each part's range of `index` to what its row can hold; returns the sum of the sizes."""
-    total = 0
+def _bounds(rows: Rows, found: Index, index: Index) -> None:
+    """Narrow each part's range of `index` to what its row can hold."""
     for p in range(found.shape[1]):
         row, low, high = rows[found[0, p]], found[1, p], found[2, p]
         near, end = index[low:high], row[FIRST] + 1
@@ -116,8 +115,6 @@ def _bounds(rows: Rows, found: Index, index: Index) -> int:
         if near.size and not row[FIRST] <= near[0] <= near[-1] < end:  # mostly, a row is a whole tensor
             found[1, p] = low + np.searchsorted(near, row[FIRST])
             found[2, p] = low + np.searchsorted(near, end)
-        total += found[2, p] - found[1, p]
-    return total
 
 
 @kernel
@@ -200,7 +197,8 @@ def find(decoded: Iterable[Decoded], table: Table) -> Iterator[Changes]:
         count = table.starts[number + 1] - first
         rows = np.repeat(first - count.cumsum() + count, count) + np.arange(count.sum())
         found = np.stack([rows, np.repeat(ends - changes, count), np.repeat(ends, count)])
-        size = _bounds(table.rows, found, index)
+        _bounds(table.rows, found, index)
+        size = (found[2] - found[1]).sum()
         element, moved = np.empty(size, np.int32), np.empty(size, np.uint16)
         _find(table.rows, found, index, part.ulps, element, moved)
         size = found[2].sum()
