@@ -14,10 +14,10 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
 from delta_weight_sync import errors
+from delta_weight_sync.checkpoint import Base
 from delta_weight_sync.codec import Encoding
 from delta_weight_sync.digest import to_hex
 from delta_weight_sync.prune import Keep
-from delta_weight_sync.publish._base import Base
 from delta_weight_sync.publish.mirror import Place
 from delta_weight_sync.publish.outbox import Outbox, RepeatedSyncs, UndoLog
 from delta_weight_sync.publish.sharding import Peers, Shards, Weights, gathered, local, own_digest

@@ -116,16 +116,8 @@ class StateSaver:
             own_file = put_file(self._reader.bucket, path, f"{name}/rank-{self._peers.rank}.safetensors")
         refs = self._peers.exchange(own_file)
         if self._writer:
-            record = StateRecord(
-                run=manifest.run,
-                born=manifest.born,
-                version=manifest.version,
-                digest=manifest.digest,
-                sync=sync,
-                created_at=time.time(),
-                ranks=tuple(refs),
-                extra=extra,
-            )
+            same = manifest.model_dump(include={"run", "born", "version", "digest"})
+            record = StateRecord(**same, sync=sync, created_at=time.time(), ranks=tuple(refs), extra=extra)
             self._reader.bucket.put(f"{name}.json", self._writer.signed(record).to_bytes())
             _prune(self._reader, name)
 

@@ -21,13 +21,7 @@ from pathlib import Path
 from typing import ClassVar, Final
 from uuid import uuid4
 
-from delta_weight_sync.errors import (
-    BucketError,
-    DeltaWeightSyncError,
-    MissingExtraError,
-    ObjectMissingError,
-    ProtocolError,
-)
+from delta_weight_sync import errors
 from delta_weight_sync.store._notifications import Notifications
 
 __all__ = ["Bucket", "Listing", "ObjectInfo", "open_bucket"]
@@ -95,7 +89,7 @@ class Bucket(ABC):
         try:
             with self._explained(key):
                 return self._stat(key)
-        except ObjectMissingError:
+        except errors.ObjectMissingError:
             return None
 
     def list(self, prefix: str) -> Listing:
@@ -107,7 +101,7 @@ class Bucket(ABC):
         try:
             with self._explained(prefix):
                 found = [info for info in self._list(prefix) if is_key(info.key)]
-        except ObjectMissingError:
+        except errors.ObjectMissingError:
             return []
         return sorted(found, key=lambda info: info.key)
 
@@ -153,19 +147,19 @@ class Bucket(ABC):
         """Turn the libraries' exceptions into a `BucketError`."""
         try:
             yield
-        except DeltaWeightSyncError:
+        except errors.DeltaWeightSyncError:
             raise
         except self._failures as error:
             raise self._explain(error, f"{self.url}/{key}".rstrip("/"), write) from error
 
     @abstractmethod
-    def _explain(self, error: Exception, place: str, write: bool) -> BucketError:
+    def _explain(self, error: Exception, place: str, write: bool) -> errors.BucketError:
         """The `BucketError` for what a library raised at `place`; its message names the fix."""
 
     def _check_limit(self, key: str, size: int, limit: int) -> None:
         """Before a download: raise `ProtocolError` if the object's `size` is above `limit` bytes."""
         if size > limit:
-            raise ProtocolError(
+            raise errors.ProtocolError(
                 f"{self.url}/{key} has {size} bytes, but at most {limit} are allowed: it was not read"
             )
 
@@ -190,13 +184,13 @@ def open_bucket(url: str, *, create: bool = False) -> Bucket:
         try:
             from delta_weight_sync.store._s3 import S3Bucket
         except ModuleNotFoundError as error:
-            raise MissingExtraError("an s3:// URL", "s3", error) from error
+            raise errors.MissingExtraError("an s3:// URL", "s3", error) from error
         return S3Bucket(url, create=create)
     if url.startswith("file:///"):
         from delta_weight_sync.store._files import FileBucket
 
         return FileBucket(url, create=create)
-    raise BucketError(
+    raise errors.BucketError(
         f"{url!r} is not the URL of a bucket: write hf://buckets/<owner>/<name>, s3://<name> or file:///<path>"
     )
 
@@ -214,7 +208,7 @@ def is_key(key: str) -> bool:
 def check_key(key: str) -> str:
     """Return `key` if every store can hold it; otherwise raise `BucketError`."""
     if not is_key(key):
-        raise BucketError(
+        raise errors.BucketError(
             f"{key[:600]!r} cannot be a key: use at most 512 printable ASCII characters without spaces or"
             " backslashes, no '/' at either end, and no part that is empty or starts with a dot"
         )
@@ -224,7 +218,7 @@ def check_key(key: str) -> str:
 def check_prefix(prefix: str) -> str:
     """Return `prefix` if it names a folder; otherwise raise `BucketError`."""
     if prefix and not (prefix.endswith("/") and check_key(prefix[:-1])):
-        raise BucketError(f"the prefix {prefix!r} must be empty or end with '/'")
+        raise errors.BucketError(f"the prefix {prefix!r} must be empty or end with '/'")
     return prefix
 
 
