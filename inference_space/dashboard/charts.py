@@ -16,10 +16,10 @@ from typing import Literal
 
 import numpy as np
 
-from delta_weight_sync.runlog import SyncEvent
+from delta_weight_sync.runlog import CommitEvent, SyncEvent
 from delta_weight_sync.util import count_text, size_text, time_text
 from inference_space.dashboard.html import colour, percent
-from inference_space.dashboard.state import Point, Progress, Replica, Series, SlowestCommit
+from inference_space.dashboard.state import Point, Progress, Replica, Series
 
 _BOX = 10_000
 _LEAST = 1e-12  # share of the values: a smaller span is only rounding error
@@ -184,15 +184,15 @@ def timeline(run: Progress) -> tuple[list[tuple[int, list[Span]]], Axis]:
     return rows, linear(ends, time_text, zero=True)
 
 
-def sync_spans(sync: SyncEvent, slow: SlowestCommit | None) -> list[Span]:
+def sync_spans(sync: SyncEvent, slow: CommitEvent | None) -> list[Span]:
     """Split a sync into its parts. Those of the replica are placed backwards from its commit."""
     spans = [("diff", 0.0, sync.diff_s), ("publish", sync.diff_s, max(sync.diff_s, sync.publish_s))]
     if slow is None:
         return spans
-    end = max(slow.last.lag_s, slow.last.pause_ms / 1000)
-    stage_end = end - slow.last.pause_ms / 1000
-    fetch_end = max(0.0, stage_end - slow.last.stage_s)
-    fetch_start = max(0.0, fetch_end - slow.last.fetch_s)
+    end = max(slow.lag_s, slow.pause_ms / 1000)
+    stage_end = end - slow.pause_ms / 1000
+    fetch_end = max(0.0, stage_end - slow.stage_s)
+    fetch_start = max(0.0, fetch_end - slow.fetch_s)
     if fetch_start > sync.publish_s:
         spans.append(("idle", sync.publish_s, fetch_start))
     spans += [("fetch", fetch_start, fetch_end), ("stage", fetch_end, stage_end), ("pause", stage_end, end)]

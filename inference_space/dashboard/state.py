@@ -22,7 +22,7 @@ from delta_weight_sync.util import size_text
 POINTS = 300  # of a curve: more than a screen shows
 FRAMES = 60  # moments: earlier versions at which the page can show the run
 _MEAN = 20  # steps in the first and in the last mean reward; fewer in a short run, so that no step is in both
-UNSETTLED = 64  # number of newest versions that a replica may still commit
+_UNSETTLED = 64  # newest versions that a replica may still commit
 _ROWS = 12  # of the table of syncs
 _WINDOW = 24  # versions in the chart of each replica's version over time (the staircase)
 _STEPS = 256  # changes of a replica's version in that chart
@@ -33,7 +33,7 @@ _CURVES = (
     "deltas",  # bytes
     "anchors",  # bytes
     "changed",  # share of the elements
-    "pauses",  # milliseconds of the slowest replica
+    "pauses",  # milliseconds of each commit
     "saved",  # bytes saved so far compared to whole checkpoints
     "reward",
     "solved",  # share of the games
@@ -64,17 +64,6 @@ class Replica:
     lags: Series  # (version, seconds)
 
 
-@dataclass(frozen=True)
-class SlowestCommit:
-    """How long a version took: the maximum of each part over all replicas."""
-
-    fetch_s: float
-    stage_s: float
-    commit_ms: float
-    pause_ms: float
-    last: CommitEvent  # the commit with the largest lag
-
-
 @dataclass(frozen=True, eq=False)
 class Progress:
     """Everything a page shows of a run with at least one version."""
@@ -93,7 +82,7 @@ class Progress:
     lag_s: float | None  # median
     step_s: float | None  # median time between two versions
     replicas: tuple[Replica, ...]
-    syncs: tuple[tuple[SyncEvent, SlowestCommit | None], ...]  # newest first
+    syncs: tuple[tuple[SyncEvent, CommitEvent | None], ...]  # newest first, with the last replica's commit
     trainer: Series  # (unix seconds, version), the window of the staircase
     curves: dict[str, Series]  # by the names in `_CURVES`
     group: StepEvent | None  # the newest step whose rollouts were recorded
@@ -175,7 +164,7 @@ class RunState:
         self._lately: deque[float] = deque(maxlen=_MEAN)
         self._group: StepEvent | None = None
         self._played: float | None = None  # when the first games were played
-        self._slowest: dict[int, SlowestCommit] = {}  # by version, only the newest
+        self._slowest: dict[int, CommitEvent] = {}  # by version: the commit with the largest lag
         self._tracks: dict[str, _Track] = {}
         self._sizes, self._all_pauses, self._all_lags = (list[float]() for _ in range(3))  # sorted
         self._frames: dict[int, Progress] = {}
@@ -216,9 +205,7 @@ class RunState:
             track = replace(track, versions=track.versions.copy())
             track.report(own, self._last_t)
             tracks = {**tracks, own.replica: track}
-        curves = {name: curve.points() for name, curve in self._curves.items()}
         steps = max(1, min(_MEAN, self._rewards // 2))
-        curves["pauses"] += tuple((version, slow.pause_ms) for version, slow in self._slowest.items())
         return Progress(
             version=self.version,
             last_t=self._last_t,
@@ -236,7 +223,7 @@ class RunState:
             replicas=tuple(self._replica(tracks[name]) for name in sorted(tracks)),
             syncs=tuple((sync, self._slowest.get(sync.version)) for sync in reversed(self._recent)),
             trainer=tuple(self._trainer),
-            curves=curves,
+            curves={name: curve.points() for name, curve in self._curves.items()},
             group=self._group,
             reward_steps=steps,
             reward_first=fmean(self._first[:steps]) if self._first else None,
@@ -342,17 +329,11 @@ class RunState:
         track.lags.add(event.version, event.lag_s)
         _insert(self._all_pauses, event.pause_ms)
         _insert(self._all_lags, event.lag_s)
-        was = self._slowest.get(event.version, SlowestCommit(0, 0, 0, 0, event))
-        self._slowest[event.version] = SlowestCommit(
-            max(was.fetch_s, event.fetch_s),
-            max(was.stage_s, event.stage_s),
-            max(was.commit_ms, event.commit_ms),
-            max(was.pause_ms, event.pause_ms),
-            max(was.last, event, key=lambda commit: commit.lag_s),
-        )
-        if len(self._slowest) > UNSETTLED:
-            oldest = next(iter(self._slowest))
-            self._curves["pauses"].add(oldest, self._slowest.pop(oldest).pause_ms)
+        self._curves["pauses"].add(event.version, event.pause_ms)
+        others = self._slowest.get(event.version, event)
+        self._slowest[event.version] = max(others, event, key=lambda commit: commit.lag_s)
+        if len(self._slowest) > _UNSETTLED:
+            del self._slowest[next(iter(self._slowest))]
 
     def _replica(self, track: _Track) -> Replica:
         start, version = self._trainer[0][0], track.status.version

@@ -6,7 +6,7 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from markupsafe import Markup
 
-from delta_weight_sync.codec import Bits, Delta, header_size
+from delta_weight_sync.codec import Bits, Delta, TensorRow, header_size
 from delta_weight_sync.errors import CodecError
 from delta_weight_sync.records import POLL_S, Manifest
 from delta_weight_sync.store import Listing, ObjectInfo
@@ -49,26 +49,21 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class TensorRow:
-    name: str
-    shape: tuple[int, ...]
-    changes: int
-    elements: int
-    mode: str
-
-
-@dataclass(frozen=True)
 class OpenedDelta:
     base: int
     version: int
-    encoding: str
-    tensors: tuple[TensorRow, ...]
+    modes: tuple[str, ...]  # of each group of tensors
+    tensors: Sequence[TensorRow]
     ulps: dict[int, int] | None  # signed distance, clipped to ±`FAR` -> elements; None: see `why`
     why: str  # reason why `ulps` is None
 
     @property
     def changes(self) -> int:
         return sum(tensor.changes for tensor in self.tensors)
+
+    @property
+    def encoding(self) -> str:
+        return "small" if "bands" in self.modes else "fast"
 
 
 def open_delta(path: Path) -> OpenedDelta:
@@ -79,13 +74,9 @@ def open_delta(path: Path) -> OpenedDelta:
     if header_size(path) > MAX_TABLE:
         raise CodecError(f"{path.name} has a header of more than {size_text(MAX_TABLE)}: not opened here")
     delta = Delta(path)
-    modes = [delta.groups[tensor.group].mode for tensor in delta.tensors]
-    tensors = tuple(
-        TensorRow(tensor.name, tuple(tensor.shape), tensor.changes, tensor.numel, mode)
-        for tensor, mode in zip(delta.tensors, modes, strict=True)
-    )
+    tensors, modes = delta.tensors, tuple(group.mode for group in delta.groups)
     # Decoding keeps all changes in memory; in modes other than `gaps`, all elements.
-    numbers = sum(tensor.changes if tensor.mode == "gaps" else tensor.elements for tensor in tensors)
+    numbers = sum(row.changes if modes[row.group] == "gaps" else row.numel for row in tensors)
     ulps, why = None, ""
     if path.stat().st_size > MAX_DECODE or numbers > MAX_NUMBERS:
         why = "This delta is too large to be decoded for a picture."
@@ -93,12 +84,12 @@ def open_delta(path: Path) -> OpenedDelta:
         why = f"Only a replica has the old weights that decoding needs (mode {' and '.join(needing)})."
     else:
         counts = Counter[int]()
-        shapes, no_weights = {tensor.name: tensor.shape for tensor in delta.tensors}, dict[str, Bits]()
+        shapes, no_weights = {tensor.name: tensor.shape for tensor in tensors}, dict[str, Bits]()
         for patch in delta.patches(shapes, no_weights.__getitem__):
             moved = np.unique(np.clip(patch.ulps.view(np.int16), -FAR, FAR), return_counts=True)
             counts.update(dict(zip(*(part.tolist() for part in moved), strict=True)))
         ulps = dict(counts)
-    return OpenedDelta(delta.base, delta.version, "small" if "bands" in modes else "fast", tensors, ulps, why)
+    return OpenedDelta(delta.base, delta.version, modes, tensors, ulps, why)
 
 
 class Cell(NamedTuple):
@@ -106,7 +97,7 @@ class Cell(NamedTuple):
     elements: int
 
 
-def tensor_map(tensors: tuple[TensorRow, ...]) -> dict[tuple[str, int | None], Cell]:
+def tensor_map(tensors: Iterable[TensorRow]) -> dict[tuple[str, int | None], Cell]:
     """Add up changes by kind of tensor and layer, None for tensors outside the layers."""
     cells: dict[tuple[str, int | None], Cell] = {}
     for tensor in tensors:
@@ -115,7 +106,7 @@ def tensor_map(tensors: tuple[TensorRow, ...]) -> dict[tuple[str, int | None], C
         kind = re.sub(r"\.\d+\.", ".*.", match[2]) if match else name.removeprefix("model.")
         place = kind, int(match[1]) if match else None
         changes, elements = cells.get(place, (0, 0))
-        cells[place] = Cell(changes + tensor.changes, elements + tensor.elements)
+        cells[place] = Cell(changes + tensor.changes, elements + tensor.numel)
     return cells
 
 

@@ -6,7 +6,7 @@ likelier it moves. Encoding `fast` stores the distance from each change to the n
 One reader reads both.
 """
 
-from delta_weight_sync.codec._file import Delta, Encoding, encode, header_size, merged
+from delta_weight_sync.codec._file import Delta, Encoding, TensorRow, encode, header_size, merged
 from delta_weight_sync.codec._patch import (
     ULP_CLASSES,
     Bits,
@@ -30,6 +30,7 @@ __all__ = [
     "Encoding",
     "Index",
     "Patch",
+    "TensorRow",
     "apply",
     "count_ulps",
     "diff",

@@ -19,6 +19,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from delta_weight_sync.codec import TensorRow
 from delta_weight_sync.runlog import Rollout, StepEvent
 from delta_weight_sync.store import ObjectInfo, open_bucket
 from inference_space.dashboard import page as page_module
@@ -28,7 +29,7 @@ from inference_space.dashboard.data import RunView
 from inference_space.dashboard.owner import Owner, guarded
 from inference_space.dashboard.page import first_paint, insert, render
 from inference_space.dashboard.state import Progress
-from inference_space.dashboard.views import OpenedDelta, TensorRow, inside
+from inference_space.dashboard.views import OpenedDelta, inside
 from inference_space.settings import SETUP
 from tests.browser import PATIENCE_S
 from tests.inference_space.dashboard.test_state import progress
@@ -170,9 +171,8 @@ def test_the_page_says_whose_signature_a_replica_checked() -> None:
 
 def delta() -> OpenedDelta:
     names = (ATTACK, f"model.layers.0.{ATTACK}", f"model.layers.1.mlp.{ATTACK}")
-    return OpenedDelta(
-        0, 1, "fast", tuple(TensorRow(name, (2, 3), 1, 6, ATTACK) for name in names), None, ATTACK
-    )
+    rows = [TensorRow(name, (2, 3), 6, 1, 0) for name in names]
+    return OpenedDelta(0, 1, (ATTACK,), rows, None, ATTACK)
 
 
 def view(run: Progress | None, *, read: bool = True, problem: str | None = None) -> RunView:
