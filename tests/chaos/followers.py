@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import os
 import signal
 import threading
@@ -29,6 +28,7 @@ from tests.chaos.faulty import RUN, Mortal, flip_bit
 from tests.chaos.trainer import Truth
 from tests.live import replica as live
 from tests.support import fake_vllm
+from tests.support.waiting import soon
 
 
 class Claim(NamedTuple):
@@ -52,13 +52,6 @@ class Engine(fake_vllm.Mortal):
         super().__init__()
         self._truth, self.wrong = truth, list[str]()
         self.fails: str | None = None  # the kind of the next commit's error
-
-    def serves(self, checkpoint: Path) -> bool:
-        return self._alive and _assets(checkpoint) == self._assets
-
-    def start(self, checkpoint: Path) -> None:
-        self._assets = _assets(checkpoint)
-        super().start(checkpoint)
 
     def learn(self, shapes: dict[str, list[int]]) -> str:
         self._trusted = super().learn(shapes)
@@ -84,11 +77,6 @@ class Engine(fake_vllm.Mortal):
         if not self._truth.holds(self.digest()):
             self.wrong.append(f"{label} was committed, and no trainer handed over {self.digest()}")
         return times
-
-
-def _assets(checkpoint: Path) -> dict[str, str]:
-    files = (path for path in checkpoint.iterdir() if path.suffix != ".safetensors")
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 class Replica(Mortal):
@@ -196,7 +184,7 @@ class Living:
     def kill_vllm(self) -> None:
         """Kill its engine with -9; returns when the replica reports it."""
         live.engine_of(self._replica).send_signal(signal.SIGKILL)
-        live.soon(lambda: not (claim := self.claim()) or claim.version is None)
+        soon(lambda: not (claim := self.claim()) or claim.version is None)
 
     def close(self) -> None:
         self._replica.stop()

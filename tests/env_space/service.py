@@ -14,7 +14,7 @@ import env_space
 from env_space.app import create_app
 from env_space.settings import Settings
 from space_guard.limits import PROXIES
-from tests.support.serving import PATIENCE_S, soon
+from tests.support.waiting import PATIENCE_S, soon
 from trainer.demo.processes import free_port
 
 ROOT = Path(env_space.__file__).parent.parent

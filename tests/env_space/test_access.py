@@ -23,7 +23,6 @@ from env_space.settings import Settings
 from env_space.watch import MAX_WATCHED, MAX_WATCHED_EACH, replica_headers
 from space_guard.limits import PROXIES
 from space_guard.setup import SettingsError
-from tests.browser import watched_page
 from tests.env_space.service import (
     BRIDE,
     PATIENCE_S,
@@ -138,23 +137,6 @@ def trainer(url):
     env = WordleEnv(url)
     env.reset(seed=BRIDE)
     return env
-
-
-@pytest.mark.full
-def test_a_person_plays_on_the_page_of_a_space_with_a_key(browser, url):
-    before = playing(url)
-    with watched_page(browser, reduced_motion="reduce") as page:
-        page.goto(f"{url}/#seed={BRIDE}")
-        says = page.locator("#play .says")
-        says.get_by_text("Guess a word of 5 letters.").wait_for()
-        page.keyboard.type("bride")
-        page.keyboard.press("Enter")
-        says.get_by_text("On the first guess!").wait_for()
-    assert playing(url) == before, "a person takes no place of the API"
-
-
-def playing(url):
-    return httpx.get(f"{url}/health", timeout=PATIENCE_S).json()["sessions"]
 
 
 def test_visitors_have_a_capacity_of_their_own():

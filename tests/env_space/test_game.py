@@ -1,6 +1,5 @@
 """The game: words, feedback, rules and rewards; and the store in which games live, end and expire."""
 
-import random
 from collections import Counter
 from dataclasses import asdict
 from hashlib import sha256
@@ -81,17 +80,10 @@ def test_seeds_reach_nearly_every_answer_evenly():
 @pytest.mark.parametrize(
     ("guess", "secret", "marks"),
     [
-        ("crane", "crane", "+++++"),
-        ("speed", "abide", "--?-?"),
         ("speed", "erase", "?-??-"),
-        ("speed", "steal", "+-+--"),
-        ("speed", "crepe", "-?+?-"),
         ("allee", "eagle", "??-?+"),
         ("eerie", "there", "?-?-+"),
         ("there", "eerie", "--??+"),
-        ("geese", "eerie", "-+?-+"),
-        ("llama", "label", "+??--"),
-        ("sassy", "essay", "??+-+"),
         ("abbey", "babes", "??++-"),
         ("mummy", "maxim", "+-?--"),
     ],
@@ -113,16 +105,6 @@ def by_counting(guess, secret):
 def test_feedback_equals_that_by_counting_on_every_pattern_of_three_letters():
     words = ["".join(letters) for letters in product("abc", repeat=5)]
     assert all(feedback(guess, word) == by_counting(guess, word) for guess, word in product(words, words))
-
-
-MANY = pytest.param(5, 1000, marks=pytest.mark.long)  # a million pairs
-
-
-@pytest.mark.parametrize(("length", "words"), [(4, 30), (5, 30), (6, 30), (7, 30), MANY])
-def test_feedback_equals_that_by_counting_on_many_pairs_of_real_words(length, words):
-    sample = random.Random(0).sample(sorted(guesses(length)), words)
-    pairs = product(sample, answers(length=length)[:1000])
-    assert all(feedback(guess, secret) == by_counting(guess, secret) for guess, secret in pairs)
 
 
 def play(secret, *words, **rules):

@@ -13,7 +13,6 @@ from tests.browser import shows_scheme, watched_page
 from tests.env_space.service import BRIDE, sentence, service, space
 from tests.support.http_server import answering
 
-pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
 MARKS = re.compile(r"^[-+?]{5}$")
 DESK = {"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"}
 PHONE = {"viewport": {"width": 390, "height": 844}, "reduced_motion": "reduce", "has_touch": True}
@@ -21,8 +20,11 @@ PHONE = {"viewport": {"width": 390, "height": 844}, "reduced_motion": "reduce", 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
-    with space(tmp_path_factory.mktemp("page"), WORDLE_REPLICA_URL="http://127.0.0.1:9") as running:
+    """A Space with a key. A person on the page needs none, and takes no place of the API."""
+    variables = {"WORDLE_REPLICA_URL": "http://127.0.0.1:9", "WORDLE_KEY": "four-random-words-in-a-row"}
+    with space(tmp_path_factory.mktemp("page"), **variables) as running:
         yield running.url
+        assert httpx.get(f"{running.url}/health").json()["sessions"] == 0
 
 
 @pytest.fixture

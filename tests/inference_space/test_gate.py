@@ -63,14 +63,17 @@ def test_looking_needs_no_key():
 
 _PATHS = (
     "/openapi.json /docs /metrics /pause /v1 /v1/models/ //v1/models * /v1/../health /./health /v1/%6dodels"
-    " /%68ealth /health%00 /health;x /health%0a http://replica/health /assets/../config /assets/.env"
+    " /%68ealth /health%00 /health;x /health%0a /assets/../config /assets/.env"
     " /assets/a//b /assets /assets/a%2f..%2fconfig /assets/\xe9.js /gradio_api/upload /gradio_api/run/other"
-    " /gradio_api/file=/etc/passwd"
+    " /gradio_api/file=/etc/passwd //pause /v1//models /v1/../pause /v1/%2e%2e/pause /v1/%2E%2E%2Fpause"
+    " /%70ause /pause/ /pause?x=/health /health/ /health;/pause /health%2f..%2fpause /\\pause /V1/models"
+    " /assets/../pause /assets/%2e%2e/%2e%2e/etc/passwd /static/..%2f..%2f..%2fetc/passwd"
+    " /gradio_api/proxy=http://127.0.0.1:1/ /gradio_api/run/predict/ /gradio_api/heartbeat/../upload"
 )
-UNLISTED = [*_PATHS.split(), "", "/health\n"]
+DETOURS = _PATHS.split()
 
 
-@pytest.mark.parametrize("path", UNLISTED)
+@pytest.mark.parametrize("path", [*DETOURS, "http://replica/health", "", "/health\n"])
 def test_what_is_not_listed_does_not_exist(path):
     with pytest.raises(HTTPException, match="no such route") as refused:
         find_route({"raw_path": path.encode("latin-1"), "method": "GET"})

@@ -26,7 +26,6 @@ from space_guard.requests import RateLimit
 from tests.inference_space.asking import KEY, OTHER, VISITOR, client, gate, running, trainer
 from tests.support.dashboard import RecordedControls, dashboard, mounted
 
-pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
 EVIL = {"X-Forwarded-Host": "evil.example", "X-Gradio-Server": "http://evil.example", "Host": "evil.example"}
 
 
@@ -264,20 +263,25 @@ HALF += b"Content-Type: application/json\r\nContent-Length: 1\r\n\r\n"
 
 @pytest.mark.finding(6)
 @pytest.mark.finding("N3")
-@pytest.mark.parametrize("said", [ASK + b"\r\n", HALF], ids=["idle", "half a body"])
-def test_the_longest_idle_visitor_is_evicted_and_no_trainer(said):
+@pytest.mark.parametrize(
+    ("said", "busy"), [(ASK + b"\r\n", 1), (HALF, 0)], ids=["after an answer", "half a body"]
+)
+def test_the_longest_idle_visitor_is_evicted_and_no_trainer(said, busy):
+    """Of visitors that were answered, the first `busy` ask again."""
+
     async def scenario():
         port = Port()
         trainer = Link(port)
         trainer.send(ASK + f"X-Space-Key: {KEY}\r\n\r\n".encode())
         await asyncio.sleep(1)
         visitors = []
-        for _ in range(MAX_VISITORS + 10):
+        for number in range(MAX_VISITORS + 10):
             visitors.append(Link(port))
-            visitors[-1].send(said)
-            await asyncio.sleep(0.001)
+            for link in (visitors[-1], *(visitors[:busy] if number == MAX_VISITORS - 1 else ())):
+                link.send(said)
+                await asyncio.sleep(0.001)
         return trainer.open, [link.open for link in visitors]
 
     stays, visitors = running(scenario)
     assert stays
-    assert visitors == [False] * 10 + [True] * MAX_VISITORS
+    assert visitors == [True] * busy + [False] * 10 + [True] * (MAX_VISITORS - busy)

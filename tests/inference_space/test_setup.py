@@ -25,7 +25,7 @@ from inference_space.vllm_server import VllmServer
 from tests.env_space.service import Space
 from tests.support.buckets import CountedBucket
 from tests.support.hubsim import HubSim
-from tests.support.serving import PATIENCE_S, soon
+from tests.support.waiting import PATIENCE_S, soon
 
 SET_UP = {
     "SPACE_ID": "me/wordle-replica-1",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,12 +25,11 @@ from delta_weight_sync.runlog import (
 from delta_weight_sync.store import Bucket, open_bucket
 from tests.support.http_server import answering
 from tests.support.records import commit, status, sync
+from tests.support.waiting import PATIENCE_S, soon
 from trainer import observe
 from trainer.observe import ReplicaWatch
 
 pytestmark = pytest.mark.finding(11)
-
-PATIENCE_S = 60
 
 
 @pytest.fixture
@@ -157,10 +155,7 @@ def test_what_a_replica_answers_cannot_break_the_log(
     with answering(lambda _: (200, {}, answer)) as url:
         log = RunLogWriter(bucket, "r", every_s=0.01)
         watch = ReplicaWatch([url], log)
-        deadline = time.monotonic() + PATIENCE_S
-        while url not in watch._last:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        soon(lambda: url in watch._last)
         watch.close()
         log.append(DoneEvent(t=1.0, version=1, digest="0" * 16))
         log.close()

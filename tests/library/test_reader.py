@@ -30,6 +30,7 @@ from delta_weight_sync.watch import Watcher
 from tests import forked
 from tests.cli.command import command
 from tests.support.real_run import Drifting, is_built
+from tests.support.waiting import PATIENCE_S
 
 RUN = "test"
 
@@ -220,7 +221,6 @@ def test_a_trainer_killed_while_it_uploads_leaves_the_last_version_usable(tmp_pa
         assert result.code == 0, result.complaint
 
 
-PATIENCE_S = 120
 SCHEDULES = 150
 TRIES = 200
 

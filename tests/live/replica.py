@@ -15,9 +15,9 @@ from typing import Any, Self
 import httpx
 import psutil
 
+from tests.support.waiting import PATIENCE_S
 from trainer.demo.processes import free_port
 
-PATIENCE_S = 240.0
 SMALL_CACHE = f"--kv-cache-memory-bytes {64 << 20}"  # vLLM's default fills a gigabyte at each start
 KEY = "planted-key-of-this-replica"
 HEADERS = {"X-Space-Key": KEY}  # a vLLM without a gateway does not mind it
@@ -26,13 +26,6 @@ PROMPTS = [[1, 5, 9, 100, 200, 33], [7] * 12, [50, 40, 30, 20, 10, 5, 4, 3], [25
 _SERVE = "from vllm.entrypoints.launchers.api_server.entry import main; main()"
 _OLDER = "from runpy import run_module as run; run('vllm.entrypoints.openai.api_server', run_name='__main__')"
 _IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-
-
-def soon(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 class Server:

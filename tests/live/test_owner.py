@@ -9,9 +9,10 @@ import pytest
 pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
 from playwright.sync_api import Page, expect
 
-from tests.live.replica import KEY, Replica, engine_of, greedy, soon
+from tests.live.replica import KEY, Replica, engine_of, greedy
 from tests.live.run import Trainer
 from tests.support.dashboard import REFUSED
+from tests.support.waiting import soon
 
 pytestmark = pytest.mark.live
 
@@ -30,9 +31,11 @@ def test_an_owner_pauses_pins_and_joins_again(trainer: Trainer, replica: Replica
     said, refused = tab.locator("#dws-owner-state"), tab.locator(REFUSED)
     expect(said).to_contain_text("follows the newest version")
 
-    tab.get_by_label("Key").fill("somebody-who-guesses-it")
     click(tab, "Pause following")
     expect(refused).to_contain_text("Only the owner may do this")
+    tab.get_by_label("Key").fill("somebody-who-guesses-it")
+    click(tab, "Heal")
+    expect(refused).to_contain_text("REPLICA_KEY")
     publish(trainer, digests)
     digest = replica.wait_for(first + 1)["digest"]
     assert digest == digests[first + 1] != digests[first], "a visitor's click does nothing"
@@ -50,6 +53,8 @@ def test_an_owner_pauses_pins_and_joins_again(trainer: Trainer, replica: Replica
     expect(row).to_contain_text("3 versions behind")
     assert replica.status()["status"]["version"] == first + 1, "the dashboard has seen v4, the replica stays"
 
+    click(tab, "Pin this version")
+    expect(refused).to_contain_text("Enter the version to pin")
     pin(tab, first + 7)
     refusal = f"run 'live' has no version {first + 7}; its newest is version {first + 4}"
     expect(refused).to_contain_text(refusal)

@@ -13,6 +13,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.inference_space.test_gate import DETOURS
 from tests.live.conftest import TOKEN
 from tests.live.replica import HEADERS as RIGHT
 from tests.live.replica import KEY, Replica
@@ -29,38 +30,7 @@ def sent(replica: Replica, head: str) -> tuple[int, bytes]:
     return int(status[1]) if status else 0, received
 
 
-DETOURS = [
-    "//pause",
-    "/v1//models",
-    "/v1/../pause",
-    "/health/../pause",
-    "/v1/%2e%2e/pause",
-    "/v1/%2E%2E%2Fpause",
-    "/%70ause",
-    "/pause/",
-    "/pause?x=/health",
-    "/health/",
-    "/health;/pause",
-    "/health%2f..%2fpause",
-    "/health%00",
-    "/./pause",
-    "/\\pause",
-    "/V1/models",
-    "/pause#/v1/models",
-    "/assets/../pause",
-    "/assets/%2e%2e/%2e%2e/etc/passwd",
-    "/static/..%2f..%2f..%2fetc/passwd",
-    "/gradio_api/file=/etc/passwd",
-    "/gradio_api/proxy=http://127.0.0.1:1/",
-    "/gradio_api/run/predict/",
-    "/gradio_api/heartbeat/../upload",
-    "http://127.0.0.1/pause",
-    "http://evil.example/pause",
-    "*",
-]
-
-
-@pytest.mark.parametrize("target", DETOURS)
+@pytest.mark.parametrize("target", [*DETOURS, "/pause#/v1/models", "http://evil.example/pause"])
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_no_detour_leads_anywhere(replica, method, target):
     fields = f"Host: replica\nX-Space-Key: {KEY}\nConnection: close\nContent-Length: 0\n\n"

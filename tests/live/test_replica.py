@@ -12,8 +12,9 @@ from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import Head, Manifest, Writer, reference
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY, SigningKey, fingerprint, new_pair
 from tests.live.conftest import BLOCK, CONTEXT, PAIR
-from tests.live.replica import Replica, Server, greedy, order, served, soon
+from tests.live.replica import Replica, Server, greedy, order, served
 from tests.live.run import Trainer, update
+from tests.support.waiting import soon
 
 pytestmark = pytest.mark.live
 

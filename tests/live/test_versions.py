@@ -11,8 +11,9 @@ import pytest
 
 from delta_weight_sync import compat
 from delta_weight_sync.reader import RunReader
-from tests.live.replica import PROMPTS, Server, ask, order, served, soon
+from tests.live.replica import PROMPTS, Server, ask, order, served
 from tests.live.run import training, update
+from tests.support.waiting import soon
 
 pytestmark = [pytest.mark.live, pytest.mark.long]  # two processes import vLLM, three times
 

@@ -14,8 +14,8 @@ from delta_weight_sync.store import Bucket, open_bucket
 from delta_weight_sync.store import hub as hub_store
 from delta_weight_sync.store._notifications import LONGEST_BLOCK_S, POKES, SAFETY_S, Notifications, Quota
 from delta_weight_sync.store.hub import HubNotifications
-from tests.support.fake_vllm import soon as until
 from tests.support.hubsim import HubSim
+from tests.support.waiting import soon as until
 
 HOUR = 3600.0
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from delta_weight_sync import codec
@@ -11,18 +10,19 @@ from delta_weight_sync.checkpoint import read_bits
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.errors import EngineError
 from delta_weight_sync.vllm.follower import Follower
-
-PATIENCE_S = 60
+from tests.support.waiting import soon
 
 
 class Mortal:
-    """A vLLM that holds the weights in memory and can be killed.
+    """A vLLM that holds the weights in memory and can be killed. As a Space's, it has to be started anew for
+    another configuration or tokenizer.
 
     Counts how often it was started, and asked whether it lives: a follower asks once in each turn.
     """
 
     def __init__(self) -> None:
         self.starts, self.asked, self.compared, self._alive = 0, 0, 0, False
+        self._read: dict[str, bytes] = {}
 
     def describe(self) -> str:
         return "a vLLM in memory"
@@ -32,9 +32,10 @@ class Mortal:
         return self._alive
 
     def serves(self, checkpoint: Path) -> bool:
-        return self._alive
+        return self._alive and _assets(checkpoint) == self._read
 
     def start(self, checkpoint: Path) -> None:
+        self._read = _assets(checkpoint)
         self.bits, self._alive = dict(read_bits(checkpoint)), True
         self.starts += 1
 
@@ -79,11 +80,8 @@ class Mortal:
         self.label = label
 
 
-def soon(reached: Callable[[], bool], what: str | Callable[[], str]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not reached():
-        assert time.monotonic() < deadline, what if isinstance(what, str) else what()
-        time.sleep(0.005)
+def _assets(checkpoint: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.suffix != ".safetensors"}
 
 
 def reaches(follower: Follower, version: int) -> None:

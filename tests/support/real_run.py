@@ -23,9 +23,9 @@ from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import Manifest
 from delta_weight_sync.runlog import CommitEvent, DoneEvent, ReplicaEvent, Rollout, RunLogWriter, StepEvent
 from delta_weight_sync.store import Bucket, open_bucket
+from tests.support.waiting import PATIENCE_S
 
 RUN = "drifting"
-PATIENCE_S = 300.0  # for what takes moments; only a fault takes so long
 CONFIG = '{"model_type": "drifting"}'
 Shapes = dict[str, tuple[int, ...]]
 TENSORS: Shapes = {"embed.weight": (300, 40), "layers.0.weight": (40, 80), "norm.weight": (64,)}

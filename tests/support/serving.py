@@ -1,4 +1,4 @@
-"""An app on loopback, served by a thread of this process; and how to wait for what must come."""
+"""An app on loopback, served by a thread of this process."""
 
 import socket
 import threading
@@ -9,18 +9,6 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-
-PATIENCE_S = 60
-
-
-def soon(
-    reached: Callable[[], object], what: Callable[[], object] = lambda: "", seconds: float = PATIENCE_S
-) -> None:
-    """Wait until `reached`; if that never comes, fail with `what`."""
-    deadline = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.01)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,11 +15,10 @@ import pytest
 
 from delta_weight_sync import gpu_build
 from delta_weight_sync.runlog import CommitEvent, DoneEvent, ReplicaEvent, StepEvent, SyncEvent
+from tests.support.waiting import PATIENCE_S, soon
 from trainer.demo.__main__ import POLICIES, replica_settings, run_demo, trainer_command
 from trainer.demo.processes import ChildError, Processes, exclusive, free_port, interrupt_once
 from trainer.demo.summary import Progress, summarize, table
-
-PATIENCE_S = 300.0  # for what takes seconds; only a fault takes so long
 
 
 def demo(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
@@ -35,20 +33,12 @@ def demo(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[
     )
 
 
-def wait_for(process: subprocess.Popen[str], done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not done():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def wait_for_children(process: subprocess.Popen[str], folder: Path, *, served: bool) -> list[psutil.Process]:
     """The demo's processes, once there are three, and the environment is up if that `served` is asked for."""
     parent, log = psutil.Process(process.pid), folder / "env.log"
     if served:
-        wait_for(process, lambda: log.exists() and "Uvicorn running" in log.read_text())
-    wait_for(process, lambda: len(parent.children(recursive=True)) >= 3)
+        soon(lambda: log.exists() and "Uvicorn running" in log.read_text(), process.poll)
+    soon(lambda: len(parent.children(recursive=True)) >= 3, process.poll)
     return parent.children(recursive=True)
 
 

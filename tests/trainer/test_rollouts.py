@@ -28,13 +28,13 @@ from delta_weight_sync import RolloutError
 from delta_weight_sync.trl import patches
 from delta_weight_sync.trl.trainer import TrainedGroups
 from tests.support.http_server import Request, answering
+from tests.support.waiting import PATIENCE_S
 from trainer import rollouts
 from trainer.rollouts import UNKNOWN, ReplicaRolloutLoop, ReplicaRolloutWorker, Syncs
 from trainer.tasks import Task
 from trainer.tasks.wordle import make_dataset
 
 TERM = 2
-PATIENCE_S = 60.0  # for what takes a second; only a fault takes so long
 TOKENIZER = Path(trainer.policies.__file__).parent / "wordle-tiny"
 
 

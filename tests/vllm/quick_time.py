@@ -77,25 +77,13 @@ class _QuickNotifications(Notifications):
         self._time.passes(seconds)
 
 
-class Restarted(Mortal):
-    """A vLLM that has to be started anew for another configuration or tokenizer, as a Space's is."""
+class Serving(Mortal):
+    """A vLLM that notes what it serves."""
 
     def __init__(self) -> None:
         super().__init__()
         self.served: list[str] = []  # labels, as they were committed
-        self._read: dict[str, bytes] = {}
-
-    def serves(self, checkpoint: Path) -> bool:
-        return self._alive and _assets(checkpoint) == self._read
-
-    def start(self, checkpoint: Path) -> None:
-        super().start(checkpoint)
-        self._read = _assets(checkpoint)
 
     def commit(self, digest: str, label: str) -> tuple[float, float]:
         self.served.append(label)
         return super().commit(digest, label)
-
-
-def _assets(checkpoint: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.suffix != ".safetensors"}

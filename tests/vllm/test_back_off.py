@@ -20,7 +20,7 @@ from delta_weight_sync.store import open_bucket
 from delta_weight_sync.vllm.follower import Follower
 from tests.support.real_run import RUN, Drifting
 from tests.support.written_run import file_ref
-from tests.vllm.quick_time import QuickTime, Restarted
+from tests.vllm.quick_time import QuickTime, Serving
 from tests.vllm.thief import renewed
 
 pytestmark = pytest.mark.finding(13)
@@ -34,7 +34,7 @@ def written(folder: Path, tokenizer: str = "{}") -> Drifting:
     return Drifting(folder / "bucket", files={TOKENIZER: tokenizer})
 
 
-def following(time: QuickTime, vllm: Restarted, folder: Path) -> Follower:
+def following(time: QuickTime, vllm: Serving, folder: Path) -> Follower:
     """It looks once a second."""
     return Follower(RunReader(time, RUN), vllm, name="r", folder=folder / "r", poll_s=1.0)
 
@@ -53,12 +53,12 @@ def time(run: Drifting, monkeypatch: pytest.MonkeyPatch) -> QuickTime:
 
 
 @pytest.fixture
-def vllm() -> Restarted:
-    return Restarted()
+def vllm() -> Serving:
+    return Serving()
 
 
 @pytest.fixture
-def follower(time: QuickTime, vllm: Restarted, tmp_path: Path) -> Follower:
+def follower(time: QuickTime, vllm: Serving, tmp_path: Path) -> Follower:
     return following(time, vllm, tmp_path)
 
 
@@ -106,7 +106,7 @@ def test_damaged_weights_are_fetched_ever_more_seldom_and_the_rest_once(run, tim
 def test_whole_weights_stay_where_a_file_that_comes_after_them_is_damaged(tmp_path, monkeypatch) -> None:
     """The tokenizer of a small model is larger than its weights."""
     run = written(tmp_path, tokenizer=json.dumps({"words": "x" * 200_000}))
-    time, vllm = QuickTime(open_bucket(run.url), monkeypatch), Restarted()
+    time, vllm = QuickTime(open_bucket(run.url), monkeypatch), Serving()
     mend = damaged(run, TOKENIZER)
     follower = following(time, vllm, tmp_path)
     time.pass_for(31, follower)

@@ -32,8 +32,9 @@ from delta_weight_sync.vllm.server import PREFIX, settings_from
 from delta_weight_sync.vllm.worker import call
 from inference_space.settings import Settings
 from inference_space.vllm_server import VllmServer
-from tests.support.fake_vllm import PATIENCE_S, Mortal, reaches, soon
+from tests.support.fake_vllm import Mortal, reaches
 from tests.support.real_run import RealRun
+from tests.support.waiting import PATIENCE_S, soon
 
 Answer = dict[str, Any]
 

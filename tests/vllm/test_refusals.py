@@ -95,16 +95,9 @@ def test_a_vllm_in_which_routes_do_not_read_what_it_has_just_loaded_never_serves
     soon(lambda: vllm.starts == 4, "two more starts")
     refuses(follower)
     assert (vllm.learned, vllm.committed) == (4, 0)
-
-
-def test_the_owner_has_it_tried_again(follower: Follower, vllm: Refusing) -> None:
-    vllm.unfit = UNFIT
-    follower.start()
-    refuses(follower)
-    vllm.unfit = None
+    vllm.shuffled = False
     follower.commands.heal()
     reaches(follower, 2)
-    assert vllm.learned == 2
     soon(lambda: follower.report(0).status.error is None, "no error")
 
 
@@ -129,12 +122,6 @@ def test_wrong_weights_are_laid_out_once_more_and_then_refused(follower, run, vl
     run.step()
     turns(bucket)
     assert (vllm.committed, bucket.asked["fetch"]) == (2, fetched)
-
-
-def test_another_version_may_still_be_pinned(follower: Follower, run: RealRun, vllm: Refusing) -> None:
-    vllm.damaged = DAMAGED
-    follower.start()
-    refuses(follower)
     vllm.damaged = None
     follower.commands.pin(1)
     reaches(follower, 1)

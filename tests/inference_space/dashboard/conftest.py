@@ -17,7 +17,7 @@ from delta_weight_sync.store import Bucket, open_bucket
 from tests.browser import PATIENCE_S
 from tests.support.dashboard import dashboard
 from tests.support.real_run import RealRun, Shown
-from tests.support.serving import soon
+from tests.support.waiting import soon
 from tests.support.written_run import WrittenRun
 
 

@@ -38,7 +38,7 @@ from tests.support.buckets import CountedBucket
 from tests.support.hubsim import HubSim
 from tests.support.real_run import RealRun
 from tests.support.records import manifest_of, status
-from tests.support.serving import PATIENCE_S, soon
+from tests.support.waiting import PATIENCE_S, soon
 from tests.support.written_run import WrittenRun, digest_of
 
 
@@ -52,8 +52,8 @@ def bucket(tmp_path: Path) -> Bucket:
     return open_bucket(f"file://{tmp_path}/bucket", create=True)
 
 
-def until(cache: RunCache, wanted: Callable[[RunView], bool], seconds: float = PATIENCE_S) -> RunView:
-    soon(lambda: wanted(cache.view()), cache.view, seconds)
+def until(cache: RunCache, wanted: Callable[[RunView], bool]) -> RunView:
+    soon(lambda: wanted(cache.view()), cache.view)
     return cache.view()
 
 

@@ -221,7 +221,7 @@ def cache(bucket: CountedBucket) -> Iterator[RunCache]:
 
 @pytest.fixture
 def view(cache: RunCache) -> RunView:
-    return until(cache, lambda view: version(view) == VERSIONS, seconds=120)
+    return until(cache, lambda view: version(view) == VERSIONS)
 
 
 def test_the_first_reading_takes_each_segment_once(bucket: CountedBucket, view: RunView) -> None:
