@@ -1,6 +1,6 @@
 """Deploys a bucket, the environment's Space and the replicas' Spaces to the Hub with one command.
 
-    python -m trainer.deploy up --owner me
+    python -m trainer.deploy up --owner me [--static FOLDER]
     python -m trainer.deploy status | logs SPACE | pause | resume | down --owner me
     python -m trainer.deploy doctor
 

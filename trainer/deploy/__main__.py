@@ -16,7 +16,7 @@ from delta_weight_sync.signing import PUBLIC_KEY, PublicKeys, make_keys
 from trainer.deploy import DeployError, hub, keys
 from trainer.deploy.doctor import Setup, examine
 from trainer.deploy.hub import Space, connect, make_change, spaces_of, wait_until_healthy
-from trainer.deploy.plan import CHECKOUT, NO_KEY_YET, SLEEP_S, SpacePlan, make_plan, write
+from trainer.deploy.plan import CHECKOUT, NO_KEY_YET, SLEEP_S, SpacePlan, make_plan, page_files, write
 
 Arguments = argparse.Namespace
 _CONFIG = CHECKOUT / "trainer" / "configs" / "qwen3_0_6b.yaml"
@@ -51,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--replicas", type=int, default=1, help="number of replicas (default: 1)")
     up.add_argument("--public", action="store_true", help="make the Spaces public; the bucket stays private")
     up.add_argument("--unsigned", action="store_true", help="let replicas serve versions without a signature")
-    up.add_argument("--dry-run", type=Path, metavar="DIR", help="only write what it would upload to DIR")
+    only = up.add_mutually_exclusive_group()
+    only.add_argument("--dry-run", type=Path, metavar="DIR", help="only write what it would upload to DIR")
+    only.add_argument("--static", type=Path, metavar="FOLDER", help="only upload a page, to a static Space")
     command("status", _status, "show state, version and cost of each Space")
     logs = command("logs", _logs, "show the log of a Space")
     logs.add_argument("space", help="env, replica-1, ...")
@@ -68,6 +70,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _up(api: HfApi, arguments: Arguments) -> None:
     owner, name = arguments.owner, arguments.name
+    if arguments.static:
+        _up_page(api, arguments)
+        return
     options = {option: getattr(arguments, option) for option in ("run", "hardware", "replicas", "public")}
     known = None if arguments.unsigned else keys.read_signing_keys(owner, name)
     trusted = known[1] if known else "" if arguments.unsigned else NO_KEY_YET
@@ -84,6 +89,14 @@ def _up(api: HfApi, arguments: Arguments) -> None:
     made = hub.apply(api, owner, name, plans, {"HF_TOKEN": token, "REPLICA_KEY": key, "WORDLE_KEY": key})
     wait_until_healthy(api, made, (key, token))
     print(_summary(arguments, plans, [space.url for space in made]))
+
+
+def _up_page(api: HfApi, arguments: Arguments) -> None:
+    local, owner = page_files(arguments.static), arguments.owner
+    hub.Account(api).require_write(owner)
+    space = hub.apply_page(api, owner, arguments.name, local, private=not arguments.public)
+    reach = f", {space.url}" if arguments.public else ", which only accounts with access can open"
+    print(f"\npage         {api.endpoint}/spaces/{space.repo_id}{reach}")
 
 
 def _new_signing_key(api: HfApi, owner: str, name: str) -> str:
@@ -128,7 +141,7 @@ to train, on a machine with a GPU:
 
 
 def _status(api: HfApi, arguments: Arguments) -> None:
-    print(hub.table(_own_spaces(api, arguments)))
+    print(hub.table(_own_spaces(api, arguments, page=True)))
 
 
 def _logs(api: HfApi, arguments: Arguments) -> None:
@@ -157,7 +170,7 @@ def _resume(api: HfApi, arguments: Arguments) -> None:
 
 def _down(api: HfApi, arguments: Arguments) -> None:
     bucket = f"{arguments.owner}/{arguments.name}"
-    for space in spaces_of(api, arguments.owner, arguments.name):
+    for space in spaces_of(api, arguments.owner, arguments.name, page=True):
         make_change(f"delete {space.repo_id}", api.delete_repo, space.repo_id, repo_type="space")
     if arguments.bucket:
         make_change(f"delete the bucket {bucket}", api.delete_bucket, bucket, missing_ok=True)
@@ -175,8 +188,8 @@ def _doctor(api: HfApi, arguments: Arguments) -> None:
         sys.exit(1)
 
 
-def _own_spaces(api: HfApi, arguments: Arguments) -> list[Space]:
-    if not (spaces := spaces_of(api, arguments.owner, arguments.name)):
+def _own_spaces(api: HfApi, arguments: Arguments, *, page: bool = False) -> list[Space]:
+    if not (spaces := spaces_of(api, arguments.owner, arguments.name, page=page)):
         raise DeployError(f"{arguments.owner} has no Spaces called {arguments.name}-*: run `up` to make them")
     return spaces
 

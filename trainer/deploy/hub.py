@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -33,6 +34,7 @@ from trainer.deploy import DeployError
 from trainer.deploy.keys import fingerprint
 from trainer.deploy.plan import MARK, SpacePlan, files
 
+PAGE = "-page"  # ends the name of the static Space, which runs nothing
 PAUSED = ("PAUSED", "STOPPED")
 ASLEEP = ("SLEEPING", *PAUSED)
 FAILED = ("NO_APP_FILE", "CONFIG_ERROR", "BUILD_ERROR", "RUNTIME_ERROR")
@@ -167,22 +169,26 @@ class Space:
         return self.runtime.stage.startswith("RUNNING")
 
 
-def spaces_of(api: HfApi, owner: str, name: str, expected: Iterable[str] = ()) -> list[Space]:
+def spaces_of(
+    api: HfApi, owner: str, name: str, expected: Iterable[str] = (), *, page: bool = False
+) -> list[Space]:
     """Return all Spaces of this deployment, the environment's first. Raises `DeployError` for a foreign one.
 
-    The Hub's list may be out of date, so `expected` Spaces are looked up as well. Sets the environment
-    variable `SPACES` to their URLs, because this process sends its key only to URLs listed there.
+    The Hub's list may be out of date, so `expected` Spaces are looked up as well. With `page`, the static
+    Space is the last. Sets the environment variable `SPACES` to the URLs of the others, because this process
+    sends its key only to URLs listed there.
     """
-    pattern = re.compile(rf"{re.escape(f'{owner}/{name}')}-(env|replica-(\d+))")
+    pattern = re.compile(rf"{re.escape(f'{owner}/{name}')}-(env|replica-(\d+){'|page' * page})")
     with explained(f"listing the Spaces of {owner}"):
         names = {*expected, *(space.id for space in api.list_spaces(author=owner))}
     matches = [match for name in names if (match := pattern.fullmatch(name))]
-    found = [_space(api, match[0]) for match in sorted(matches, key=lambda match: int(match[2] or 0))]
+    matches.sort(key=lambda match: (match[1] == "page", int(match[2] or 0)))
+    found = [_space(api, match[0]) for match in matches]
     existing = [space for space in found if space]
     if foreign := ", ".join(s.repo_id for s in existing if not s.variables.items() >= MARK.items()):
         fix = "choose another --name, or delete it on the Hub"
         raise DeployError(f"{foreign} was not made by trainer.deploy, so nothing was changed: {fix}")
-    os.environ["SPACES"] = " ".join(space.url for space in existing)
+    os.environ["SPACES"] = " ".join(space.url for space in existing if not space.repo_id.endswith(PAGE))
     return existing
 
 
@@ -254,10 +260,7 @@ def apply(
             change(f"delete {repo_id}, which is not in the plan", api.delete_repo, repo_id, repo_type="space")
             continue
         _update(plans[repo_id], space, secrets, api, change)  # a Space without files does not run yet
-        with explained(f"upload the files of {repo_id}"):
-            uploaded = _upload(api, plans[repo_id], space)
-        if uploaded:
-            print(f"upload the changed files of {repo_id}", flush=True)
+        if _upload(api, space, files(plans[repo_id].folder)):
             changes += 1
         elif stage in (*PAUSED, *FAILED):
             change(f"restart {repo_id} ({stage})", api.restart_space, repo_id)
@@ -291,15 +294,35 @@ def _update(
         change(f"let {repo_id} sleep after {sleep_s} s", api.set_space_sleep_time, repo_id, sleep_s)
 
 
-def _upload(api: HfApi, plan: SpacePlan, space: Space) -> bool:
+def apply_page(
+    api: HfApi, owner: str, name: str, local: Mapping[str, Path | bytes], *, private: bool
+) -> Space:
+    """Make the static Space of the deployment hold exactly these files, and print each change."""
+    repo_id, mark = f"{owner}/{name}{PAGE}", [{"key": key, "value": value} for key, value in MARK.items()]
+    seen, options = "private" if private else "public", {"repo_type": "space", "private": private}
+    if repo_id not in {space.repo_id for space in spaces_of(api, owner, name, [repo_id], page=True)}:
+        new = {"space_sdk": "static", "space_variables": mark}
+        make_change(f"create {repo_id} ({seen}, static)", api.create_repo, repo_id, **options, **new)
+    space = spaces_of(api, owner, name, [repo_id], page=True)[-1]
+    if space.private != private:
+        make_change(f"make {repo_id} {seen}", api.update_repo_settings, repo_id, **options)
+    if not _upload(api, space, local):
+        print(f"the files of {repo_id} have not changed", flush=True)
+    return space
+
+
+def _upload(api: HfApi, space: Space, local: Mapping[str, Path | bytes]) -> bool:
     """Upload all changed files in one commit, so that the Space builds once. Returns False if none are."""
-    local = files(plan.folder)
     gone = space.files - local.keys() - {".gitattributes"}  # the Hub makes this file
     # The client leaves out the files that are already there, and makes no empty commit.
     operations: list[Any] = [CommitOperationAdd(*file) for file in local.items()]
     operations += map(CommitOperationDelete, gone)
-    made = api.create_commit(space.repo_id, operations, commit_message="Delta Weight Sync", repo_type="space")
-    return made.oid != space.sha
+    repo_id, title = space.repo_id, "Delta Weight Sync"
+    with explained(f"upload the files of {repo_id}"):
+        made = api.create_commit(repo_id, operations, commit_message=title, repo_type="space")
+    if uploaded := made.oid != space.sha:
+        print(f"upload the changed files of {repo_id}", flush=True)
+    return uploaded
 
 
 def wait_until_healthy(api: HfApi, waiting: list[Space], secrets: tuple[str, ...]) -> None:
@@ -354,8 +377,9 @@ def table(found: list[Space]) -> str:
         known, version, digest = HARDWARE.get(space.hardware or ""), "-", "-"
         usd = known.usd_per_hour if known else 0.0
         now, total = now + usd * space.billed, total + usd
-        cost = f"{usd * space.billed:.2f}" if known else "?"
-        if space.billed and not space.repo_id.endswith("-env"):  # a request would wake a sleeping Space
+        cost = f"{usd * space.billed:.2f}" if known or not space.hardware else "?"
+        # A request would wake a sleeping Space.
+        if space.billed and not space.repo_id.endswith(("-env", PAGE)):
             try:
                 report = spaces.request(space.url, "GET", "/status").raise_for_status().content
                 status = ReplicaReport.model_validate_json(report).status

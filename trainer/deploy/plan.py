@@ -6,6 +6,7 @@ A Space's repository gets only the files that its Dockerfile needs: those listed
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -35,6 +36,7 @@ _FILES: dict[App, tuple[str, ...]] = {  # git's patterns, in which `*` also matc
 _AT_THE_ROOT = re.compile(
     r"(env|inference)_space/(README\.md|Dockerfile|requirements\.lock|openenv\.yaml|openenv_probe\.json)"
 )
+_CARD = b"---\ntitle: Delta Weight Sync\nsdk: static\n---\n"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
@@ -92,6 +94,22 @@ def make_plan(
         secrets, repo_id = ("HF_TOKEN", "REPLICA_KEY"), f"{bucket}-replica-{number}"
         spaces.append(SpacePlan(repo_id, "replica", variables, secrets, hardware, SLEEP_S, not public))
     return spaces
+
+
+def page_files(folder: Path) -> dict[str, Path | bytes]:
+    """Map each path in a static Space to a file of `folder`, hidden files and node_modules left out.
+
+    Follows links. Adds a README.md if there is none. Raises `DeployError` if the Hub could not show it.
+    """
+    paths = (Path(at, name) for at, _, names in os.walk(folder, followlinks=True) for name in names)
+    found: dict[str, Path | bytes] = {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
+    found = {name: path for name, path in found.items() if not re.search(r"(^|/)(\.|node_modules/)", name)}
+    if "index.html" not in found:
+        fix = "name `web`, or a folder that `python -m inference_space.dashboard --export` wrote"
+        raise DeployError(f"--static {folder} has no index.html: {fix}")
+    if "README.md" in found and "sdk: static" not in (folder / "README.md").read_text():
+        raise DeployError(f"{folder}/README.md lacks `sdk: static`: write it between two lines of ---")
+    return {"README.md": _CARD} | found
 
 
 def stage(app: App, out: Path) -> None:

@@ -22,7 +22,7 @@ Its app is at `space_info(...).host`, a loopback URL that stands for https://*.h
 `upstream` while the Space is RUNNING, wakes a sleeping Space, answers 503 in every other stage, and 404 to
 callers that may not see a private Space. It carries plain requests, no WebSockets; `set_space(...,
 host=URL)` makes the Hub name another address. `space(name)` returns everything, the values of secrets
-included.
+included. A static Space is RUNNING from its first commit with an index.html, and its app shows its files.
 
 **Faults.** `fault` makes chosen requests fail, `skew` shifts the Hub's clock, `feed` and `end_feeds`
 disturb the feeds of buckets' changes, `limit` limits requests for files; `clear` ends all of these.

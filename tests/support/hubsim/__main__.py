@@ -1,10 +1,12 @@
 """The simulated Hub as one ASGI app."""
 
+import mimetypes
 import os
 import socket
 import sys
 import threading
 from pathlib import Path
+from urllib.parse import quote
 
 import httpx
 import uvicorn
@@ -21,10 +23,10 @@ from .store import Hub
 from .xet import OWN_CAS, bridge_routes, cas_routes
 
 
-def build(root: Path, addresses: list[str]) -> ASGIApp:
+def build(root: Path, address: str, addresses: list[str]) -> ASGIApp:
     """An empty Hub that stores large files under `root`; `addresses` are the URLs of its Spaces' apps."""
     hub, plan = Hub(root, addresses), Plan()
-    main, spaces = _main(hub, plan), AppProxy(hub)
+    main, spaces = _main(hub, plan), AppProxy(hub, address)
 
     def label(scope: Scope) -> str:
         """A request as faults and the log name it; one to a Space's app begins with the Space."""
@@ -74,8 +76,8 @@ HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "host", "content-
 class AppProxy:
     """The apps of all Spaces, each at a port of its own."""
 
-    def __init__(self, hub: Hub) -> None:
-        self.hub = hub
+    def __init__(self, hub: Hub, address: str) -> None:
+        self.hub, self.address = hub, address
         self.client = httpx.AsyncClient(timeout=None, trust_env=False)
 
     def space_at(self, scope: Scope) -> SpaceState | None:
@@ -93,6 +95,8 @@ class AppProxy:
             return _page(404, "404")
         if (stage := space.visit()) not in RUNNING:
             return _page(503, f"Your space is in stage {stage}")
+        if space.sdk == "static":
+            return await self._file(space, request)
         if not space.upstream:
             return _page(502, "The test has set no upstream for this Space")
         return await self._forward(space.upstream, request)
@@ -103,6 +107,15 @@ class AppProxy:
         except HubError:
             return False
         return True
+
+    async def _file(self, space: SpaceState, request: Request) -> Response:
+        """What a static Space shows: the file of its repository, or of a folder its index.html."""
+        path = request.url.path.lstrip("/")
+        path += "index.html" * (path == "" or path.endswith("/"))
+        known = {key: value for key, value in request.headers.items() if key == "authorization"}
+        file = f"{self.address}/spaces/{space.id}/resolve/main/{quote(path)}"
+        got = await self.client.get(file, headers=known)
+        return Response(got.content, got.status_code, media_type=mimetypes.guess_type(path)[0])
 
     async def _forward(self, upstream: str, request: Request) -> Response:
         query = request.scope["query_string"]
@@ -131,7 +144,9 @@ def main() -> None:
     """Serve until the parent process closes stdin or ends."""
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(1 + SPACES)]
     own_port, *ports = [listener.getsockname()[1] for listener in listeners]
-    app = build(Path(sys.argv[1]), [f"http://127.0.0.1:{port}" for port in ports])
+    app = build(
+        Path(sys.argv[1]), f"http://127.0.0.1:{own_port}", [f"http://127.0.0.1:{port}" for port in ports]
+    )
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", date_header=False))
     threading.Thread(target=lambda: os._exit(0) if not sys.stdin.read() else None, daemon=True).start()
     print(own_port, flush=True)

@@ -91,7 +91,7 @@ class SpaceState:
     builds: Builds = Builds()
     error: str = ""  # shown with the stages that end in ERROR
     hardware: str | None = None  # None until the first start
-    requested: str = CPU_BASIC
+    requested: str | None = CPU_BASIC  # None for a static Space, which runs nothing
     sleep_time: int | None = None  # seconds; on cpu-basic it is fixed
     variables: dict[str, Setting] = field(default_factory=dict)
     secrets: dict[str, Setting] = field(default_factory=dict)
@@ -184,6 +184,8 @@ class SpaceState:
         """Go through `stages`, unless the files or the settings forbid it."""
         if problem := self._problem():
             self.enter(problem[0], error=problem[1])
+        elif self.sdk == "static":
+            self.enter("RUNNING")
         else:
             self.enter(stages[0], ahead=stages[1:], error=error)
 

@@ -153,7 +153,7 @@ def _new_space(hub: Hub, repo: RepoState, wish: dict[str, Any]) -> SpaceState:
     repo.commits[0].files["README.md"] = blob(readme.encode())
     space = SpaceState(repo, wish["sdk"], hub.new_address(), builds=hub.builds.get(repo.id, Builds()))
     space.host = hub.hosts.get(repo.id, space.address)
-    space.requested = wish.get("hardware") or CPU_BASIC
+    space.requested = wish.get("hardware") or (None if wish["sdk"] == "static" else CPU_BASIC)
     space.sleep_time = wish.get("sleepTimeSeconds")
     for kind in ("variables", "secrets"):
         for setting in wish.get(kind) or []:

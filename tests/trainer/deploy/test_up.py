@@ -4,8 +4,10 @@ Then the commands after it, status, logs, pause, resume and down, and the plan, 
 """
 
 import json
+import os
 from pathlib import Path
 
+import httpx
 import pytest
 from huggingface_hub.errors import BucketNotFoundError
 
@@ -284,6 +286,93 @@ def test_down_leaves_the_bucket_and_spaces_of_similar_names(world: World, api):
     world.run("down", "--bucket")
     with pytest.raises(BucketNotFoundError):
         api.bucket_info(f"{OWNER}/{world.name}")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A page whose words are behind a link, with files that belong on no Space."""
+    site, words = tmp_path / "site", tmp_path / "words"
+    for path in (site / "index.html", site / "src" / "page.js", site / "run" / "model.safetensors"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"this is {path.name}")
+    words.mkdir()
+    words.joinpath("answers.txt").write_text("crane")
+    site.joinpath("words").symlink_to(words)
+    for unwanted in (site / "node_modules" / "a.js", site / ".git" / "config", site / ".env"):
+        unwanted.parent.mkdir(exist_ok=True)
+        unwanted.write_text("secret")
+    return site
+
+
+def test_a_page_becomes_a_static_space_that_shows_exactly_its_files(world: World, api, folder: Path):
+    page, shown = f"{OWNER}/{world.name}-page", ["index.html", "run/model.safetensors", "src/page.js"]
+    out = world.up("--static", str(folder))
+    assert f"create {page} (private, static)" in out
+    assert "only accounts with access" in out
+    made = world.hub.space(page)
+    assert made["files"].keys() - {".gitattributes"} == {*shown, "words/answers.txt", "README.md"}
+    assert (made["stage"], made["requested"]) == ("RUNNING", None)
+    url = api.space_info(page).host
+    with httpx.Client(trust_env=False, base_url=url) as visitor:
+        assert visitor.get("/").status_code == 404, "private"
+        out = world.up("--static", str(folder), "--public")
+        assert f"make {page} public" in out
+        assert f"the files of {page} have not changed" in out
+        assert url in out
+        assert visitor.get("/").text == "this is index.html"
+        assert visitor.get("/").headers["content-type"].startswith("text/html")
+        assert visitor.get("/run/model.safetensors").text == "this is model.safetensors"
+        assert visitor.get("/words/answers.txt?a=b").text == "crane"
+        commits = world.hub.space(page)["commits"]
+        assert world.up("--static", str(folder), "--public").startswith(f"the files of {page} have not")
+        assert world.hub.space(page)["commits"] == commits
+        folder.joinpath("src", "page.js").unlink()
+        folder.joinpath("index.html").write_text("new")
+        assert f"upload the changed files of {page}" in world.up("--static", str(folder), "--public")
+        assert visitor.get("/").text == "new"
+        assert visitor.get("/src/page.js").status_code == 404
+
+
+def test_a_page_stands_beside_the_apps_and_goes_with_them(world: World, api, folder: Path):
+    page = f"{OWNER}/{world.name}-page"
+    world.up("--static", str(folder), "--public")
+    url = api.space_info(page).host
+    _, out = world.run("status")
+    assert rows(out) == {page: ["RUNNING", "-", "-", "-", "0.00"]}
+    world.up()
+    assert url not in os.environ["SPACES"], "the key goes to apps only"
+    assert list(rows(world.run("status")[1])) == [world.env, world.replica(), page]
+    assert "choose env, replica-1\n" in world.fails("logs", "page")
+    world.run("pause")
+    assert world.hub.space(page)["stage"] == "RUNNING"
+    _, out = world.run("down")
+    assert f"delete {page}" in out
+    assert not [space.id for space in api.list_spaces(author=OWNER) if world.name in space.id]
+
+
+def test_a_page_needs_no_plan_and_only_the_token_that_writes(world: World, monkeypatch, folder: Path):
+    world.hub.add_account("poor", is_pro=False, can_pay=False)
+    world.hub.add_token("hf_poorOnesToken", user="poor")
+    monkeypatch.setenv("HF_TOKEN", "hf_poorOnesToken")
+    monkeypatch.setenv("SPACE_HF_TOKEN", "")
+    world.up("--owner", "poor", "--static", str(folder), "--public")
+    world.run("down", "--owner", "poor")
+    before = world.changes()
+    assert "may not create anything for user" in world.fails("up", "--static", str(folder))
+    folder.joinpath("README.md").write_text("# A page\n")
+    assert "README.md lacks `sdk: static`" in world.fails("up", "--owner", "poor", "--static", str(folder))
+    folder.joinpath("index.html").unlink()
+    assert "has no index.html: name `web`" in world.fails("up", "--owner", "poor", "--static", str(folder))
+    assert world.changes() == before
+
+
+def test_a_foreign_static_space_is_left_alone(world: World, api, folder: Path):
+    page = f"{OWNER}/{world.name}-page"
+    api.create_repo(page, repo_type="space", space_sdk="static")
+    before = world.changes()
+    for command in (("up", "--static", str(folder)), ("down",)):
+        assert f"{page} was not made by trainer.deploy" in world.fails(*command)
+    assert world.changes() == before
 
 
 @pytest.mark.parametrize("command", ["status", "pause", "resume"])
