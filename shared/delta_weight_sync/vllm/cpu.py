@@ -86,7 +86,7 @@ def self_test(model: torch.nn.Module) -> None:
 
 _MANY = 32  # rows of an input: if bf16 is faster for these, it is faster for any number
 _TILE = 1 << 19  # elements of a weight cast to float32 at a time; they fit into a core's cache
-_ROWS = 256  # of an input multiplied at a time; more are slower, because they do not fit beside the tile
+_ROWS = 256  # rows of an input that one multiplication takes; with more, the tile leaves the cache
 _stock_dispatch: Any = None
 
 
