@@ -201,7 +201,10 @@ def _positions(
 
 @kernel
 def _move(index: Index, numels: Index, changes: Index) -> int:
-    """Convert in place. Returns -1, or the index of a tensor that does not have its number of `changes`."""
+    """Turn positions in the group into positions in its tensors, in place.
+
+    Returns -1, or the index of a tensor that does not have its number of `changes`.
+    """
     at, first = 0, np.int64(0)
     for tensor in range(numels.size):
         end = at + changes[tensor]

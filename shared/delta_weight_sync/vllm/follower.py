@@ -28,8 +28,11 @@ _LINE_S = 60.0  # between two log lines about served versions
 _log = logging.getLogger("delta_weight_sync")
 
 Wanted = tuple[Manifest | None, AnchorRef, str]
-"""A join: the pinned version or None, the anchor, and the digest. The digest is "" if nothing was served yet:
-then a refusal means that vLLM cannot take the model at all, otherwise only this version."""
+"""A join: the pinned version or None, the anchor, and the digest.
+
+If nothing was served yet, the digest is "", and a refusal means that vLLM cannot take the model at all.
+Otherwise a refusal concerns only this version.
+"""
 
 
 class Refusals:
@@ -216,10 +219,11 @@ class Follower:
         return taken
 
     def _reach(self, manifest: Manifest, held: Manifest | None) -> None:
-        """Serve a version. `held` is the same version if it is pinned or paused at, else None.
+        """Serve a version. `held` is the same version if the owner pinned it or paused at it, else None.
 
         Raises `EngineError`, `ProtocolError` or `BucketError` if that fails. The replica then still serves
-        what it served before, or after `_join_first` an older version.
+        what it served before, after `_join_first` an older version, or nothing if its weights had changed or
+        vLLM was being restarted.
         """
         try:
             self._refused.check(manifest, held, self.serving)

@@ -34,7 +34,7 @@ Rows = NDArray[np.int64]
 Elements = NDArray[np.int32]
 
 DIMS = 4
-# Elements of a row: int32 must hold their numbers, and those past the end in a GPU's last block.
+# Most elements of a row: int32 must hold their numbers, even those past the end in a GPU's last block.
 MOST = (1 << 31) - (1 << 16)
 
 # The columns. Sizes and strides have DIMS columns each, outer dimension first, padded in front with ones.

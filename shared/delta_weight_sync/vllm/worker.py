@@ -19,7 +19,8 @@ at each stage on a GPU, and in slices, all of them in `RECHECK_S`, on a CPU. If 
 is refused, and the follower repairs the weights by a join.
 
 A tensor has no route (see `routes`) if vLLM's loader computes with it instead of copying it. A commit cannot
-patch such a tensor in place. So each commit loads all of them by vLLM's own loader, from a copy on the host.
+patch such a tensor in place. So a commit that changes one of them loads all of them by vLLM's own loader,
+from a copy on the host.
 """
 
 from __future__ import annotations
@@ -304,7 +305,7 @@ class DeltaWorker:
         learned = routes.learn(self._model, shapes)
         owned, unroutable = routes.ownership(shapes, self._ranks.gather(learned.sources))
         for name, reason in unroutable.items():
-            _log.warning("every commit reloads all of %s, which is slow: %s", name, reason)
+            _log.warning("a commit that changes %s reloads all such tensors, which is slow: %s", name, reason)
         kept: dict[str, Bits] = {}
         if unroutable:  # the checkpoint that vLLM loaded: a folder, or a model of the Hub in the local cache
             path = Path(self._checkpoint)
