@@ -25,7 +25,7 @@ from delta_weight_sync.codec import Patch
 from delta_weight_sync.publish.outbox import UndoLog
 from delta_weight_sync.trl import patches as patches_module
 from delta_weight_sync.trl.trainer import live_weights
-from trainer.exact import ExactSamples, PastPolicy, Query, forward
+from trainer.exact import ExactSamples, PastPolicy, forward, query
 from trainer.policies import smollm2
 from trainer.rollouts import UNKNOWN, TracedSample
 
@@ -107,7 +107,7 @@ class _Step:
         self._policy, self._optimizer = policy, torch.optim.AdamW(policy.parameters(), lr=1e-9)
         self._row = TreeRow()
         for sample in _samples(1):
-            self._row.add(Query(sample.input_ids, sample.completion_mask == 1).as_trl_sample())
+            self._row.add(query(sample.input_ids, sample.completion_mask == 1))
 
     def __call__(self) -> None:
         forward(self._policy, self._row.pack()).mean().backward()

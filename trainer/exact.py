@@ -11,8 +11,8 @@ import copy
 import queue
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,19 +28,6 @@ from trainer.rollouts import TracedSample
 
 LogProbs = NDArray[np.float32]
 Mask = NDArray[np.bool_]
-
-
-class Query(NamedTuple):
-    """Tokens of one sample, int64 [n], and whether to compute the probability of each, bool [n]; never the
-    first."""
-
-    input_ids: NDArray[np.int64]
-    asked: Mask
-
-    def as_trl_sample(self) -> dict[str, Any]:
-        asked, unused = self.asked.astype(np.int64), np.zeros(len(self.input_ids))
-        sample = {"input_ids": self.input_ids, "completion_mask": asked, "old_log_probs": unused}
-        return sample | {"advantage": 0.0, "group_id": 0}
 
 
 class PastPolicy:
@@ -81,20 +68,22 @@ class PastPolicy:
         self.sync = sync
 
     @torch.no_grad()
-    def log_probs(self, queries: Sequence[Query]) -> LogProbs:
+    def log_probs(self, queries: Iterable[dict[str, Any]]) -> LogProbs:
         """Return the log-probabilities of all queries in order, at the policy's temperature: float32."""
-        found = [forward(self._model, row.pack()) for row in self._rows(queries)]
+        rows = [TreeRow()]
+        for query in queries:
+            if rows[-1].samples and self._token_budget and not rows[-1].fits(query, self._token_budget):
+                rows.append(TreeRow())
+            rows[-1].add(query)
+        found = [forward(self._model, row.pack()) for row in rows]
         return torch.cat(found).float().cpu().numpy()
 
-    def _rows(self, queries: Sequence[Query]) -> Iterator[TreeRow]:
-        row = TreeRow()
-        for query in queries:
-            sample = query.as_trl_sample()
-            if row.samples and self._token_budget and not row.fits(sample, self._token_budget):
-                yield row
-                row = TreeRow()
-            row.add(sample)
-        yield row
+
+def query(input_ids: NDArray[np.int64], asked: Mask) -> dict[str, Any]:
+    """A sample for `TreeRow`: its tokens, int64 [n], and whether to compute the probability of each, bool
+    [n]; never of the first."""
+    sample = {"input_ids": input_ids, "completion_mask": asked.astype(np.int64)}
+    return sample | {"old_log_probs": np.zeros(len(input_ids)), "advantage": 0.0, "group_id": 0}
 
 
 def forward(model: torch.nn.Module, packed: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -177,7 +166,7 @@ class ExactSamples(TrainerCallback):
         masks = [trained(sample) & (sample.token_syncs == sync) for sample in samples]
         asked = [(sample, mask) for sample, mask in zip(samples, masks, strict=True) if mask.any()]
         ends = [int(np.flatnonzero(mask)[-1]) + 1 for _, mask in asked]
-        queries = [Query(s.input_ids[:end], m[:end]) for (s, m), end in zip(asked, ends, strict=True)]
+        queries = [query(s.input_ids[:end], m[:end]) for (s, m), end in zip(asked, ends, strict=True)]
         with self._trainer.accelerator.autocast():
             found = self._past.log_probs(queries)
         counts = np.cumsum([int(mask.sum()) for _, mask in asked])

@@ -65,8 +65,7 @@ class StepRecorder(TrainerCallback):
         self._first_due = not state.global_step
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        numbers = ((key, _number(value)) for key, value in (logs or {}).items())
-        found = ((key, number) for key, number in numbers if number is not None)
+        found = ((key, n) for key, value in (logs or {}).items() if (n := _number(value)) is not None)
         metrics = dict(itertools.islice(found, METRICS - _RATES))
         if "reward" not in metrics:
             return

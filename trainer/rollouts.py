@@ -120,7 +120,7 @@ class ReplicaRolloutLoop(trl_worker._AsyncRolloutLoop):
     async def _generate_one(self, prompt: Any, tool_dict: Any, tools: Any, group_id: int = 0) -> Any:
         conversation = Conversation()
         _conversation.set(conversation)  # each conversation has its own task, and so its own context
-        spaces.share(self.session)
+        spaces.connections.set(self.session)
         rollout = await super()._generate_one(prompt, tool_dict, tools, group_id)
         if sequences := rollout[2]:
             self._rows[sequences[0].rollout_id] = conversation.rows(self._fork_threshold_tokens)

@@ -10,14 +10,13 @@ redirect.
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
 import os
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 from uuid import uuid4
@@ -191,25 +190,23 @@ def headers(url: str, kind: Kind = "replica") -> dict[str, str]:
     private Spaces. None receives `HF_TOKEN`, which can write. An environment that is not in `SPACES` receives
     `ENV_KEY`, and a replica nothing. Raises `ValueError` for an unusable value.
     """
-    if not (origin := _own_origin(url)):
-        return _key_header("ENV_KEY") if kind == "env" else {}
-    token = ""
-    if origin[1].endswith(".hf.space") and (origin[0], origin[2]) == ("https", 443):
-        token = _variable("SPACE_HF_TOKEN")
-        if token and token == get_token():
-            raise ValueError("SPACE_HF_TOKEN is HF_TOKEN, which may write: set it to a token of type Read")
-    return _key_header("SPACE_KEY") | ({"Authorization": f"Bearer {token}"} if token else {})
+    key = token = ""
+    if origin := _own_origin(url):
+        key = _variable("SPACE_KEY")
+        if origin[1].endswith(".hf.space") and (origin[0], origin[2]) == ("https", 443):
+            token = _variable("SPACE_HF_TOKEN")
+    elif kind == "env":
+        key = _variable("ENV_KEY")
+    if token and token == get_token():
+        raise ValueError("SPACE_HF_TOKEN is HF_TOKEN, which may write: set it to a token of type Read")
+    found = {"X-Space-Key": key, "Authorization": token and f"Bearer {token}"}
+    return {name: value for name, value in found.items() if value}
 
 
 def _own_origin(url: str) -> tuple[str, str, int] | None:
     """Scheme, host and port of a server that `SPACES` lists; None for any other."""
     origin = _origin(url)
     return origin if origin in map(_origin, os.environ.get("SPACES", "").split()) else None
-
-
-def _key_header(variable: str) -> dict[str, str]:
-    key = _variable(variable)
-    return {"X-Space-Key": key} if key else {}
 
 
 def _variable(name: str) -> str:
@@ -228,19 +225,5 @@ def _origin(url: str) -> tuple[str, str, int] | None:
     return scheme, host, int(port) if port else {"http": 80, "https": 443}[scheme]
 
 
-_shared: contextvars.ContextVar[aiohttp.ClientSession] = contextvars.ContextVar("shared")
-
-
-def share(session: aiohttp.ClientSession) -> None:
-    """Let `connections` yield `session` in this task and in the tasks that it starts."""
-    _shared.set(session)
-
-
-@contextlib.asynccontextmanager
-async def connections() -> AsyncIterator[aiohttp.ClientSession]:
-    """Yield the session that was shared with this task, or else a new one that is closed after the block."""
-    if shared := _shared.get(None):
-        yield shared
-    else:
-        async with aiohttp.ClientSession() as session:
-            yield session
+# Connections that an asyncio task shares with the tasks that it starts.
+connections: contextvars.ContextVar[aiohttp.ClientSession] = contextvars.ContextVar("connections")

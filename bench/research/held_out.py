@@ -162,7 +162,7 @@ def play_at(
 
 async def _gather(calls: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
     async with aiohttp.ClientSession() as session:
-        spaces.share(session)
+        spaces.connections.set(session)
         return await asyncio.gather(*calls)
 
 

@@ -28,7 +28,7 @@ from examples import tiny_policy as tiny
 from tests.support.recorded import Recorded, cpu_config
 from tests.support.trainer_lives import one_by_one
 from trainer import exact, rollouts, train
-from trainer.exact import LogProbs, PastPolicy, Query
+from trainer.exact import LogProbs, Mask, PastPolicy, query
 from trainer.rollouts import UNKNOWN, TracedSample
 from trainer.settings import Settings
 
@@ -56,7 +56,7 @@ def step(policy: torch.nn.Module, seed: int) -> None:
         weights += torch.where(moved, change, torch.zeros(())).to(weights.dtype)
 
 
-def queries() -> list[Query]:
+def queries() -> list[dict[str, Any]]:
     """Samples of several lengths, two of which share a prompt."""
     numbers = np.random.default_rng(0)
     prompt = numbers.integers(5, 90, 6)
@@ -65,11 +65,16 @@ def queries() -> list[Query]:
         tokens = np.concatenate([prompt, numbers.integers(5, 90, length)])
         asked = np.arange(len(tokens)) >= len(prompt)
         asked[-2] = False
-        found.append(Query(tokens, asked))
+        found.append(query(tokens, asked))
     return found
 
 
-def from_checkout(url: str, sync: int, folder: Path, dtype: str, asked: list[Query]) -> LogProbs:
+def mask(query: dict[str, Any]) -> Mask:
+    """Which of its tokens are asked for."""
+    return query["completion_mask"] == 1
+
+
+def from_checkout(url: str, sync: int, folder: Path, dtype: str, asked: list[dict[str, Any]]) -> LogProbs:
     """What a model says that is loaded from the checkpoint of that sync's version."""
     reader = open_run(url)
     manifest = next(manifest for manifest in reader.versions() if manifest.sync == sync)
@@ -146,18 +151,19 @@ def test_a_row_of_tokens_is_never_longer_than_the_budget(past, monkeypatch):
     assert max(packed) <= 16
 
 
-def sample(query: Query, syncs: np.ndarray, group: int) -> TracedSample:
+def sample(query: dict[str, Any], syncs: np.ndarray, group: int) -> TracedSample:
+    asked = mask(query)
     return TracedSample(
         prompt=[{"role": "user", "content": "?"}],
         completion=[{"role": "assistant", "content": "!"}],
-        input_ids=query.input_ids,
-        completion_mask=query.asked.astype(np.int64),
-        old_log_probs=np.where(query.asked, ENGINE, 0.0).astype(np.float32),
+        input_ids=query["input_ids"],
+        completion_mask=query["completion_mask"],
+        old_log_probs=np.where(asked, ENGINE, 0.0).astype(np.float32),
         advantage=1.0,
-        model_version=max(int(syncs[query.asked].min()), 0),
+        model_version=max(int(syncs[asked].min()), 0),
         group_id=group,
         metrics={"reward": 1.0},
-        token_syncs=np.where(query.asked, syncs, UNKNOWN),
+        token_syncs=np.where(asked, syncs, UNKNOWN),
     )
 
 
@@ -185,21 +191,21 @@ def taken(past: PastPolicy, samples: list[TracedSample]) -> tuple[list[dict[str,
 def test_a_sample_that_spans_versions_gets_the_log_probabilities_of_each(past, url, tmp_path):
     """Through TRL's own data set and packing, several samples at once."""
     asked = queries()
-    syncs = [np.full(len(query.asked), 5) for query in asked]
+    syncs = [np.full(len(query["input_ids"]), 5) for query in asked]
     syncs[1][-4:] = 6  # a commit within the answer
     syncs[2][:] = 3
     batches, metrics = taken(past, [sample(q, s, 7) for q, s in zip(asked, syncs, strict=True)])
-    for query, made, batch in zip(asked, syncs, batches, strict=True):
+    for each, made, batch in zip(asked, syncs, batches, strict=True):
         for sync in set(made.tolist()):
-            alone = from_checkout(url, sync, tmp_path, "float32", [query])
-            there = made[query.asked] == sync
+            alone = from_checkout(url, sync, tmp_path, "float32", [each])
+            there = made[mask(each)] == sync
             np.testing.assert_allclose(batch["old_log_probs"][0][there], alone[there], atol=1e-5)
     exacts = np.concatenate([batch["old_log_probs"][0] for batch in batches])
     # After the commit comes what the engine made with keys and values of two versions: it is counted apart.
-    mixed = [np.zeros(len(query.asked), bool) for query in asked]
+    mixed = [np.zeros(len(query["input_ids"]), bool) for query in asked]
     mixed[1][-4:] = True
     mixed[1][-1] = False  # what TRL would not train on lies between: another answer
-    pure = ~np.concatenate([late[query.asked] for query, late in zip(asked, mixed, strict=True)])
+    pure = ~np.concatenate([late[mask(query)] for query, late in zip(asked, mixed, strict=True)])
     assert (~pure).sum() == 2
     off = exacts.astype(np.float64) - ENGINE
     expected = {
@@ -215,7 +221,7 @@ def test_a_sample_that_spans_versions_gets_the_log_probabilities_of_each(past, u
 
 @pytest.mark.parametrize("strange", [UNKNOWN, 1], ids=["unnamed", "older than what is kept"])
 def test_a_sample_whose_weights_are_not_kept_stays_as_it_was_and_is_counted(past, strange):
-    syncs = [np.full(len(query.asked), 5) for query in queries()]
+    syncs = [np.full(len(query["input_ids"]), 5) for query in queries()]
     syncs[0][-1] = strange
     batches, metrics = taken(past, [sample(q, s, 7) for q, s in zip(queries(), syncs, strict=True)])
     assert (batches[0]["old_log_probs"] == ENGINE).all()
@@ -227,7 +233,7 @@ def test_rolling_writes_what_changed_and_no_more(past):
     """A batch of the syncs 4 to 6 is visited from the nearer end."""
     total = sum(weights.numel() for weights in past._weights.values())
     past.roll(6)
-    syncs = [np.full(len(query.asked), sync) for query, sync in zip(queries(), (4, 6, 5), strict=True)]
+    syncs = [np.full(len(query["input_ids"]), sync) for query, sync in zip(queries(), (4, 6, 5), strict=True)]
     _, metrics = taken(past, [sample(q, s, 7) for q, s in zip(queries(), syncs, strict=True)])
     assert past.sync == 4
     assert 0 < metrics["exact/weights_written_total"] < 0.25 * total, "two syncs, a tenth each"
@@ -263,7 +269,7 @@ class Played(Recorded):
         for _ in range(BATCH):
             number = len(self.samples)
             tokens = np.random.default_rng(number).integers(5, 90, TOKENS)
-            self.samples.append(sample(Query(tokens, np.arange(TOKENS) >= PROMPT), syncs, number))
+            self.samples.append(sample(query(tokens, np.arange(TOKENS) >= PROMPT), syncs, number))
             self.rollout_buffer.put(self.samples[-1])
 
 
@@ -298,7 +304,7 @@ def test_each_token_is_trained_on_with_the_log_probability_of_its_own_version(
     assert (trained_on[1] == ENGINE).all(), "nobody said whose its later tokens are"
     for batch in (0, 2, 3):
         samples = played.samples[batch * BATCH : (batch + 1) * BATCH]
-        queries = [Query(s.input_ids, s.completion_mask == 1) for s in samples]
+        queries = [query(s.input_ids, s.completion_mask == 1) for s in samples]
         said = {
             sync: from_checkout(f"{url}#run", sync, tmp_path, "float32", queries).reshape(BATCH, -1)
             for sync in set(samples[0].token_syncs[PROMPT:].tolist())

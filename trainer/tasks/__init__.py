@@ -1,7 +1,7 @@
 """Tasks: each has prompts to train on, and functions or an environment that reward the answers.
 
-To add a task, write a module here with a function `make_task(settings, config)`, and add its name to
-`settings.TASKS`.
+To add a task, write a module here with a function `make_task(settings, prompts, seed)`, and add its name to
+`settings.TASKS`. `prompts` is the number of prompts that the run trains on.
 """
 
 from __future__ import annotations
@@ -32,11 +32,8 @@ def make_task(settings: Settings, config: AsyncGRPOConfig) -> Task:
     """Build the task that the settings name. Raises `SystemExit` if the name or another setting is wrong."""
     if settings.task not in TASKS:
         raise SystemExit(f"--task must be one of {', '.join(TASKS)}; it is {settings.task!r}")
-    task: Task = importlib.import_module(f"trainer.tasks.{settings.task}").make_task(settings, config)
-    return task
-
-
-def prompts_needed(config: AsyncGRPOConfig) -> int:
-    """Number of prompts that `max_steps` steps train on, at least one."""
     batch = config.per_device_train_batch_size * config.world_size
-    return int(max(config.max_steps * batch // config.num_generations, 1))
+    prompts = max(config.max_steps * batch // config.num_generations, 1)
+    module = importlib.import_module(f"trainer.tasks.{settings.task}")
+    task: Task = module.make_task(settings, prompts, config.seed)
+    return task

@@ -9,16 +9,13 @@ from __future__ import annotations
 import random
 import re
 from difflib import SequenceMatcher
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trainer.settings import Settings
-from trainer.tasks import Task, prompts_needed
-
-if TYPE_CHECKING:
-    from trl.experimental.async_grpo import AsyncGRPOConfig
+from trainer.tasks import Task
 
 PROMPT = "Reverse the text character-by-character. Put your answer in <reversed_text> tags."
 
@@ -66,9 +63,9 @@ def make_dataset(tokenizer: PreTrainedTokenizerBase, rows: int, seed: int) -> Da
     return Dataset.from_dict({"prompt": [chat(text) for text in asked], "text": asked})
 
 
-def make_task(settings: Settings, config: AsyncGRPOConfig) -> Task:
+def make_task(settings: Settings, prompts: int, seed: int) -> Task:
     try:
         tokenizer = AutoTokenizer.from_pretrained(settings.model)
-        return Task(make_dataset(tokenizer, prompts_needed(config), config.seed), [reward_reversed])
+        return Task(make_dataset(tokenizer, prompts, seed), [reward_reversed])
     except ValueError as error:
         raise SystemExit(f"--task reverse_text: {error}") from None

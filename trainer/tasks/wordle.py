@@ -8,7 +8,7 @@ import functools
 import json
 import time
 import uuid
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import aiohttp
 from datasets import Dataset
@@ -16,10 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainer import spaces
 from trainer.settings import Settings
-from trainer.tasks import Task, prompts_needed
-
-if TYPE_CHECKING:
-    from trl.experimental.async_grpo import AsyncGRPOConfig
+from trainer.tasks import Task
 
 _RETRY_S = 600.0
 _TIMEOUT = aiohttp.ClientTimeout(total=30.0)
@@ -100,12 +97,12 @@ class WordleEnv:
     async def _call(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         # A redirect would carry the key to another host.
         options: dict[str, Any] = {"json": body, "allow_redirects": False, "timeout": _TIMEOUT}
-        url, deadline = self._url, time.monotonic() + _RETRY_S
+        url, deadline, shared = self._url, time.monotonic() + _RETRY_S, spaces.connections.get(None)
         while True:
             try:
                 headers = spaces.headers(url, "env")
                 async with (
-                    spaces.connections() as session,
+                    contextlib.nullcontext(shared) if shared else aiohttp.ClientSession() as session,
                     session.request(method, f"{url}{path}", headers=headers, **options) as response,
                 ):
                     status, text = response.status, await _read(response)
@@ -156,8 +153,8 @@ def make_dataset(prompt: str, games: int, seed: int) -> Dataset:
     return Dataset.from_dict({"prompt": [message] * games, "seed": [seed * games + i for i in range(games)]})
 
 
-def make_task(settings: Settings, config: AsyncGRPOConfig) -> Task:
+def make_task(settings: Settings, prompts: int, seed: int) -> Task:
     if not settings.env_url:
         raise SystemExit("--task wordle needs --env_url <URL of the Wordle Space>")
-    dataset = make_dataset(settings.prompt, prompts_needed(config), config.seed)
+    dataset = make_dataset(settings.prompt, prompts, seed)
     return Task(dataset, [], functools.partial(WordleEnv, settings.env_url))
