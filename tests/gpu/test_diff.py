@@ -13,7 +13,6 @@ from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.gpu import used
 from delta_weight_sync.publish.mirror import Block, Found, Mirror, Part
 from tests.gpu.interpreted import Operations, kernels
-from tests.publish.test_mirror import LAYOUTS
 
 __all__ = ["kernels"]
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -94,12 +93,6 @@ def test_any_size_dtype_and_address(place):
     check(place, *sizes())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_any_layout_in_memory(layout):
-    old = torch.randn(30, 14, generator=torch.Generator().manual_seed(1))
-    check("device", {"w": layout(old)}, {"w": layout(old * 1.01)})
-
-
 @PLACES
 @pytest.mark.parametrize("change", [lambda t: t.clone(), lambda t: -t], ids=["nothing", "everything"])
 def test_nothing_and_everything(place, change):
@@ -120,27 +113,6 @@ def test_a_step_after_another_with_parameters_that_move_in_memory(place):
     for name, expected in now.items():
         np.testing.assert_array_equal(mirror.bits(name), expected)
     assert mirror.digest % 2**64 == digest.state_digest(now)
-
-
-BOXES = {
-    "rows": Block((70, 90), (3, 0), (60, 90)),
-    "columns": Block((70, 90), (0, 7), (70, 30)),
-    "rows of each": Block((6, 50, 40), (3, 7, 0), (2, 20, 40)),
-    "inside": Block((6, 50, 40), (1, 7, 3), (3, 20, 10)),
-}
-
-
-@pytest.mark.parametrize("box", BOXES.values(), ids=BOXES)
-def test_a_box_of_a_parameter_is_compared_where_it_lies(box):
-    """It is several stretches of memory, which begin anywhere in the blocks of the digest."""
-    values = torch.randn(box.shape, generator=torch.Generator().manual_seed(2))
-    mirror, before = started("device", {"w": values}), to_bits(values)
-    values[box.at] *= -1
-    found = mirror.find([Part("w", values[box.at].clone(), box, False)])
-    mirror.keep(found)
-    np.testing.assert_array_equal(found.patches[0].index, np.flatnonzero(before != to_bits(values)))
-    np.testing.assert_array_equal(mirror.bits("w"), to_bits(values))
-    assert mirror.digest % 2**64 == digest.state_digest({"w": to_bits(values)})
 
 
 def test_positions_beyond_31_bits():

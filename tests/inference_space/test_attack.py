@@ -3,13 +3,15 @@
 A trainer with the key still gets answers, memory stays bounded, and no process dies. Times are only printed.
 """
 
+import contextlib
+import itertools
 import json
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -43,46 +45,28 @@ def replica(trainer, tmp_path):
         yield replica
 
 
-class Vandal(threading.Thread):
-    """Overwrites HEAD until it is stopped."""
+@contextlib.contextmanager
+def again(every_s: float, work: Callable[[], object]) -> Iterator[None]:
+    """Does `work` again and again in a thread, while the block runs."""
+    done = threading.Event()
 
-    def __init__(self, bucket: Path) -> None:
-        super().__init__(daemon=True)
-        self._heads, self._done, self.scribbled = bucket / "runs" / "live" / "heads", threading.Event(), 0
-        self._newest = max(self._heads.iterdir())
-        self._was = self._newest.read_bytes()
+    def go_on() -> None:
+        while not done.wait(every_s):
+            work()
 
-    def run(self) -> None:
-        nonsense = (b"", b"{", b"[" * 100_000, b"\0" * (4 << 20), self._was[:-9])
-        while not self._done.wait(0.2):
-            self._newest.write_bytes(nonsense[self.scribbled % len(nonsense)])
-            self.scribbled += 1
-
-    def stop(self) -> None:
-        self._done.set()
-        self.join()
-        self._newest.write_bytes(self._was)
+    thread = threading.Thread(target=go_on, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
-class Memory(threading.Thread):
-    """The most that the replica's processes had at once, in bytes."""
-
-    def __init__(self, pid: int) -> None:
-        super().__init__(daemon=True)
-        self._root, self._done, self.most = psutil.Process(pid), threading.Event(), 0
-
-    def run(self) -> None:
-        while not self._done.wait(0.25):
-            self.most = max(self.most, self.now())
-
-    def now(self) -> int:
-        family = [self._root, *self._root.children(recursive=True)]
-        return sum(process.memory_info().rss for process in family)
-
-    def stop(self) -> int:
-        self._done.set()
-        self.join()
-        return self.most
+def memory(replica: Replica) -> int:
+    """Bytes of all its processes."""
+    root = psutil.Process(replica.pid)
+    return sum(process.memory_info().rss for process in (root, *root.children(recursive=True)))
 
 
 def completions(replica: Replica, going_on: Callable[[int], bool]) -> list[float]:
@@ -99,28 +83,32 @@ def completions(replica: Replica, going_on: Callable[[int], bool]) -> list[float
 def test_a_trainer_is_answered_through_all_of_it(trainer, replica, capsys):
     completions(replica, lambda done: done < ASKED)
     processes = psutil.Process(replica.pid).children(recursive=True)
-    quiet, before = completions(replica, lambda done: done < ASKED), Memory(replica.pid).now()
+    quiet, before = completions(replica, lambda done: done < ASKED), memory(replica)
     log = replica.folder / "replica.log"
     lines = log.stat().st_size
 
-    vandal, memory = Vandal(Path(urlsplit(trainer.bucket.url).path)), Memory(replica.pid)
+    head = max(Path(urlsplit(trainer.bucket.url).path, "runs/live/heads").iterdir())
+    was, sizes, scribbled = head.read_bytes(), [before], itertools.count(1)
+    nonsense = itertools.cycle((b"", b"{", b"[" * 100_000, b"\0" * (4 << 20), was[:-9]))
     command = [sys.executable, "-m", "tests.inference_space.attack", str(replica.port), KEY, str(ATTACK_S)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as attack:
-        vandal.start()
-        memory.start()
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as attack,
+        again(0.2, lambda: head.write_bytes(next(nonsense)) and next(scribbled)),
+        again(0.25, lambda: sizes.append(memory(replica))),
+    ):
         under = completions(replica, lambda _: attack.poll() is None)
         answers = json.loads(attack.stdout.read())
-    vandal.stop()
-    grown, written = memory.stop() - before, log.stat().st_size - lines
+    head.write_bytes(was)
+    grown, written = max(sizes) - before, log.stat().st_size - lines
 
     with capsys.disabled():
         print(f"\na trainer's completions in ms: quiet {times(quiet)}; under attack {times(under)}")
-        print(f"memory +{grown / 1e6:.0f} MB, log +{written / 1e3:.1f} KB, {vandal.scribbled} heads")
+        print(f"memory +{grown / 1e6:.0f} MB, log +{written / 1e3:.1f} KB")
         print(answers)
     assert all(process.is_running() for process in processes)
     assert grown < 200e6
     assert written < 100e3
-    assert vandal.scribbled
+    assert next(scribbled) > 100, "HEAD was overwritten all the time"
     for kind in ("page: 200", "tick: 200", "no_event: 422", "half_a_head: 400", "half_a_body: 413"):
         assert answers.get(kind), f"the attack did not come through: {answers}"
     assert not [answer for answer in answers if ": 5" in answer], answers

@@ -9,20 +9,17 @@ from uuid import uuid4
 
 import numpy as np
 import pytest
-import torch
 
 from bench import results
 from delta_weight_sync import codec, cost
 from delta_weight_sync.cost import Plan, Question, Recipe
-from delta_weight_sync.publish.outbox import Outbox
-from delta_weight_sync.publish.writer import RunWriter
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import ANCHOR_PAYS, MAX_FILES
-from delta_weight_sync.runlog import RunLogWriter
 from delta_weight_sync.store import Bucket, open_bucket
 from delta_weight_sync.watch import Watcher
 from tests.cli.command import command
 from tests.support.hubsim import HubSim
+from tests.support.real_run import RUN, Drifting
 
 MEASURED = results.read()
 TRAINERS = {"fp32 master, late": "fp32", "fp32 master, from bf16": "fp32-start", "bf16 weights": "bf16"}
@@ -97,18 +94,13 @@ def test_versions_merge_and_threads_help_as_bench_measured():
 
 
 @contextlib.contextmanager
-def clients(bucket: Bucket, folder: Path) -> Iterator[tuple[Callable[[], None], Callable[[], None], Watcher]]:
+def clients(
+    bucket: Bucket, folder: Path
+) -> Iterator[tuple[Callable[[], object], Callable[[], None], Watcher]]:
     """A publisher's next version, and a reader that takes it over; both hold version 0."""
-    (folder / "assets").mkdir()
-    weights = {"w": torch.ones(300, 300)}
-    log, reader = RunLogWriter(bucket, "run", every_s=3600), RunReader(bucket, "run")
-    outbox = Outbox(RunWriter(bucket, "run", model="m", assets=folder / "assets"), log)
+    run = Drifting(bucket)
+    reader = RunReader(bucket, RUN)
     watcher = Watcher(reader)
-
-    def publish() -> None:
-        weights["w"][7] *= 1.5
-        outbox.publish(weights.items(), 1)
-        outbox.flush()
 
     def take() -> None:
         newest = watcher.poll()
@@ -116,10 +108,9 @@ def clients(bucket: Bucket, folder: Path) -> Iterator[tuple[Callable[[], None], 
             reader.fetch(delta, folder)
         watcher.mark_used()
 
-    publish()
     take()
-    with contextlib.closing(log), contextlib.closing(outbox):
-        yield publish, take, watcher
+    with contextlib.closing(run):
+        yield run.step, take, watcher
 
 
 def test_requests_per_version_are_those_that_the_clients_make(hub, hub_env, tmp_path):

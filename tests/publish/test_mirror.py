@@ -1,4 +1,7 @@
-"""The mirror of parameters on the host: the diff is exact in every dtype and layout."""
+"""The mirror of parameters: the diff is exact in every dtype and layout, by loops and by kernels of a GPU."""
+
+import contextlib
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -8,9 +11,16 @@ from delta_weight_sync.checkpoint import to_bits
 from delta_weight_sync.codec import Patch
 from delta_weight_sync.digest import tensor_digest
 from delta_weight_sync.publish.mirror import Block, Mirror, Part
+from tests.gpu.interpreted import forced
 
 ODD = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, -1e-40, 3.0])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True, params=[contextlib.nullcontext, forced], ids=["loops", "kernels"])
+def _by(request: pytest.FixtureRequest) -> Iterator[None]:
+    with request.param():
+        yield
 
 
 def pairs(dtype: torch.dtype, numel: int = 5003) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,16 +76,19 @@ def test_any_layout_in_memory_is_the_same_parameter(layout):
 
 
 BOXES = {
-    "rows": Block((6, 5, 4), (2, 0, 0), (3, 5, 4)),
-    "columns": Block((6, 5, 4), (0, 0, 1), (6, 5, 2)),
-    "both": Block((6, 5, 4), (3, 2, 0), (3, 1, 4)),
+    "rows": Block((70, 90), (3, 0), (60, 90)),
+    "columns": Block((70, 90), (0, 7), (70, 30)),
+    "rows of each": Block((6, 50, 40), (3, 7, 0), (2, 20, 40)),
+    "inside": Block((6, 50, 40), (1, 7, 3), (3, 20, 10)),
     "all": Block((6, 5, 4), (0, 0, 0), (6, 5, 4)),
 }
 
 
 @pytest.mark.parametrize("box", BOXES.values(), ids=BOXES)
 def test_a_block_is_compared_and_taken_over_where_it_lies(box):
-    """One mirror is given the block alone, another takes the patch that this found."""
+    """It is several stretches of memory, which begin anywhere in the blocks of the digest. One mirror is
+    given the block alone, another takes the patch that this found.
+    """
     values = torch.randn(box.shape)
     ours, theirs = Mirror(), Mirror()
     for kept in (ours, theirs):

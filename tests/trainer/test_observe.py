@@ -2,14 +2,15 @@
 
 import queue
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from delta_weight_sync.runlog import RunLogReader, RunLogWriter, StepEvent
 from delta_weight_sync.store import open_bucket
+from tests.support import recorded
 from tests.support.http_server import Request, answering
 from trainer import observe
 from trainer.observe import Pokes, StepRecorder
@@ -67,16 +68,9 @@ def sample(group: int, reward: float, *turns: tuple[str, str]) -> RolloutSample:
         call = {"type": "function", "function": {"name": "guess", "arguments": {"word": word}}}
         messages += [{"role": "assistant", "content": "", "tool_calls": [call]}]
         messages += [{"role": "tool", "name": "guess", "content": answer}]
-    none = dict.fromkeys(("input_ids", "completion_mask", "old_log_probs"), np.zeros(0))
-    return RolloutSample(
-        prompt=[{"role": "user", "content": "Play <b>Wordle</b>."}],
-        completion=messages,
-        advantage=0.0,
-        model_version=3,
-        group_id=group,
-        metrics={"reward": reward},
-        **none,
-    )
+    prompt = [{"role": "user", "content": "Play <b>Wordle</b>."}]
+    said = {"prompt": prompt, "completion": messages, "metrics": {"reward": reward}}
+    return replace(recorded.sample(group), model_version=3, **said)
 
 
 @pytest.mark.parametrize("done", [0, 6])

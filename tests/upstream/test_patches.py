@@ -72,12 +72,16 @@ def link_others(package: str, folder: Path) -> None:
                 (parent / entry.name).symlink_to(entry)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.fixture(params=PACKAGES)
+def package(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Its series is applied to copies of its files in `tmp_path`."""
+    copy_touched(request.param, series(request.param), tmp_path)
+    apply(series(request.param), tmp_path)
+    return str(request.param)
+
+
 def test_the_series_applies_to_the_installed_release(package, tmp_path):
-    patches = series(package)
-    copy_touched(package, patches, tmp_path)
-    apply(patches, tmp_path)
-    for path in touched(patches):
+    for path in touched(series(package)):
         compile((tmp_path / path).read_text(), path, "exec")
 
 
@@ -114,14 +118,10 @@ def test_the_backend_for_vllm_calls_what_the_library_has():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("package", PACKAGES)
 def test_the_patches_own_tests_pass(package, tmp_path):
-    patches = series(package)
-    copy_touched(package, patches, tmp_path)
-    apply(patches, tmp_path)
     link_others(package, tmp_path)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
-    tests = [path for path in touched(patches) if path.startswith("tests/")]
+    tests = [path for path in touched(series(package)) if path.startswith("tests/")]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     environment.pop("PYTEST_ADDOPTS", None)
     done = subprocess.run(

@@ -1,84 +1,80 @@
 """A replica that is behind takes jumps; one whose files are deleted under it heals in place."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from delta_weight_sync.prune import Keep, Pruner, prune
-from delta_weight_sync.reader import RunReader
-from delta_weight_sync.records import FileRef
-from delta_weight_sync.store import open_bucket
+from delta_weight_sync.store import Bucket
 from delta_weight_sync.vllm.follower import Follower
-from tests.support.fake_vllm import Mortal, soon
-from tests.support.real_run import RUN, Drifting
+from tests.support.buckets import CountedBucket
+from tests.support.fake_vllm import Mortal
+from tests.support.real_run import Drifting
+from tests.support.waiting import soon
 
 
-class Watched(RunReader):
-    """Notes what it fetches; `before` is called once, before the next file."""
+class Watched(CountedBucket):
+    """`before` is called once, before the next file."""
 
-    def __init__(self, url: str) -> None:
-        super().__init__(open_bucket(url), RUN)
-        self.fetched: list[str] = []
-        self.before: Callable[[], None] = lambda: None
+    before: Callable[[], None] | None = None
 
-    def fetch(self, ref: FileRef, folder: Path) -> Path:
-        before, self.before = self.before, lambda: None
-        before()
-        self.fetched.append(ref.key.split("/")[2])
-        return super().fetch(ref, folder)
+    def fetch(self, key: str, dest: Path, limit: int) -> str:
+        before, self.before = self.before, None
+        if before:
+            before()
+        return super().fetch(key, dest, limit)
 
 
 @pytest.fixture
-def run(tmp_path):
-    run = Drifting(tmp_path / "bucket", drift=1e-6)
+def bucket(bucket: Bucket) -> Watched:
+    return Watched(bucket)
+
+
+@pytest.fixture
+def run(bucket: Watched) -> Iterator[Drifting]:
+    run = Drifting(bucket.bucket, drift=1e-6)
     yield run
     run.close()
 
 
 @pytest.fixture
-def replica(run, tmp_path, monkeypatch):
-    """At version 0: the follower, its reader, its vLLM."""
-    monkeypatch.setattr("delta_weight_sync.watch.LONGEST_S", 0.05)
-    reader, engine = Watched(run.url), Mortal()
-    follower = Follower(reader, engine, name="one", folder=tmp_path / "one", poll_s=0.01)
+def follower(follower: Follower, vllm: Mortal, run: Drifting) -> Follower:
+    """At version 0."""
     follower.start()
-    reached(follower, engine, run)
-    yield follower, reader, engine
-    follower.stop()
+    reached(follower, vllm, run)
+    return follower
 
 
-def reached(follower: Follower, engine: Mortal, run: Drifting) -> None:
+def reached(follower: Follower, vllm: Mortal, run: Drifting) -> None:
     soon(lambda: follower.serving == run.newest, lambda: f"{follower.report(0).status}")
-    assert engine.digest() == run.newest.digest
+    assert vllm.digest() == run.newest.digest
 
 
-def test_a_replica_that_was_paused_takes_jumps_in_place(run, replica):
-    follower, reader, engine = replica
+def test_a_replica_that_was_paused_takes_jumps_in_place(run, bucket, follower, vllm):
     follower.commands.pause()
-    asked = engine.asked
-    soon(lambda: engine.asked >= asked + 2, "the end of a turn that began before the pause")
+    asked = vllm.asked
+    soon(lambda: vllm.asked >= asked + 2, "the end of a turn that began before the pause")
     run.steps(21)
-    reader.fetched.clear()
+    bucket.fetched.clear()
     follower.commands.resume()
-    reached(follower, engine, run)
-    assert reader.fetched == ["jumps"] * 2 + ["deltas"] * 5
-    assert (engine.starts, engine.compared) == (1, 1), "in place, and nothing was compared with a checkpoint"
+    reached(follower, vllm, run)
+    assert [key.split("/")[2] for key in bucket.fetched] == ["jumps"] * 2 + ["deltas"] * 5
+    assert (vllm.starts, vllm.compared) == (1, 1), "in place, and nothing was compared with a checkpoint"
 
 
-def test_a_replica_whose_files_are_deleted_under_it_heals_in_place(run, replica, monkeypatch):
+def test_a_replica_whose_files_are_deleted_under_it_heals_in_place(run, bucket, follower, vllm, monkeypatch):
     """It has read a manifest; before it fetches, much is published, and what it was to fetch is deleted."""
-    follower, reader, engine = replica
     monkeypatch.setattr("delta_weight_sync.records.WINDOW", 2)
 
     def delete() -> None:
         run.steps(12)
-        survey = Pruner(RunReader(open_bucket(run.url), RUN), Keep(size=1.0), grace_s=0.0).survey()
-        prune(reader.bucket, survey)
+        survey = Pruner(run.reader, Keep(size=1.0), grace_s=0.0).survey()
+        prune(bucket.bucket, survey)
 
-    reader.before = delete
+    bucket.before = delete
     run.steps(1)
-    reached(follower, engine, run)
+    reached(follower, vllm, run)
     assert run.newest.version == 13
-    assert engine.starts == 1
+    assert vllm.starts == 1
     assert follower.report(0).status.error is None

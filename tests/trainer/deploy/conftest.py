@@ -4,7 +4,6 @@ import io
 import json
 import re
 import stat
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -13,13 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
-import httpx
 import pytest
 from huggingface_hub import HfApi
 
+from tests.env_space.service import Space
 from tests.support.http_server import Request, answering
 from tests.support.hubsim import HubSim
-from trainer.demo.processes import Processes, free_port
 from trainer.deploy import hub as deploy_hub
 from trainer.deploy.__main__ import main
 
@@ -44,30 +42,19 @@ def apps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apps]:
 
 @contextmanager
 def _running(folder: Path, env_settings: dict[str, str], replica_settings: dict[str, str]) -> Iterator[Apps]:
-    (folder / "bucket").mkdir()
-    env, replica = free_port(), free_port()
-    env_settings |= {"WORDLE_HOST": "127.0.0.1", "WORDLE_PORT": str(env)}
-    replica_settings |= {"REPLICA_HOST": "127.0.0.1", "REPLICA_PORT": str(replica)}
-    replica_settings |= {"REPLICA_BUCKET": (folder / "bucket").as_uri(), "REPLICA_RUN": "first"}
+    bucket = folder / "bucket"
+    bucket.mkdir()
+    replica_settings |= {"REPLICA_BUCKET": bucket.as_uri(), "REPLICA_RUN": "first"}
     replica_settings |= {"REPLICA_FOLDER": str(folder / "replica")}
-    with Processes(folder) as processes:
-        processes.start("env", ["env_space.app"], env_settings)
-        processes.start("replica", ["inference_space.app"], replica_settings)
-        apps = Apps(f"http://127.0.0.1:{env}", f"http://127.0.0.1:{replica}")
-        _wait_for(apps.env, processes, "env")
-        _wait_for(apps.replica, processes, "replica")
-        yield apps
-
-
-def _wait_for(url: str, processes: Processes, name: str) -> None:
-    for _ in range(1200):
-        processes.finished(name)  # raises if it has failed
-        try:
-            httpx.get(f"{url}/health", trust_env=False).raise_for_status()
-            return
-        except httpx.TransportError:
-            time.sleep(0.1)
-    raise AssertionError(f"{name} does not answer: {processes.log(name).read_text()[-2000:]}")
+    env = Space(folder / "env.log", **env_settings)
+    replica = Space(folder / "replica.log", app="inference_space", **replica_settings)
+    try:
+        env.wait()
+        replica.wait()
+        yield Apps(env.url, replica.url)
+    finally:
+        env.stop()
+        replica.stop()
 
 
 class World:
