@@ -5,27 +5,40 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import os
+import re
+import shutil
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
 from markupsafe import Markup
 
 from delta_weight_sync.errors import CodecError, ObjectMissingError, ProtocolError
-from delta_weight_sync.records import Keys, Manifest, RunInfo, parse
+from delta_weight_sync.records import Keys, Manifest, RunInfo, parse, version_key
 from delta_weight_sync.runlog import RunLogReader
+from delta_weight_sync.signing import PUBLIC_KEY
 from delta_weight_sync.store import Bucket
+from delta_weight_sync.util import size_text
 from inference_space.dashboard import views
 from inference_space.dashboard.data import Library, RunView, newest_run
 from inference_space.dashboard.html import STATIC, render_template, scripts, styles
 from inference_space.dashboard.page import body, render
 from inference_space.dashboard.state import Progress, RunState, moments
 
+WEB = Path(__file__).parents[2] / "web"
 _PAGES = 8  # of the view Bucket that are exported
+MAX_COPY = 100_000_000  # bytes of a run that are exported for the replica in a browser
 
 
 def export(bucket: Bucket, run: str | None, folder: Path) -> Path:
     """Write `run`, or the run created last, to `folder`, and return the path of the page.
+
+    Its folder `watch` holds the replica for browsers. Unless the bucket is public on the Hub, `watch` also
+    holds a copy of the run's weights.
 
     Raises `ProtocolError` if the run has no version.
     """
@@ -38,14 +51,55 @@ def export(bucket: Bucket, run: str | None, folder: Path) -> Path:
     quiet_min = max(0, int((time.time() - newest.last_t) / 60))
     view = RunView(bucket.url, info.run, model=info.model, read=True, progress=newest, quiet_min=quiet_min)
     title = f"Delta Weight Sync: {info.run}"
-    page = render_template("export.html", title=title, styles=Markup(styles()), page=render(view))
     folder.mkdir(parents=True, exist_ok=True)
+    watch = WEB.is_dir() and _write_replica(bucket, info.run, folder / "watch")
+    options = {"styles": Markup(styles()), "page": render(view), "watch": watch}
+    page = render_template("export.html", title=title, **options)
     (folder / "data.js").write_text(f"window.DWS = {json.dumps(_data(library, frames, info))};\n")
     (folder / "dashboard.js").write_text((STATIC / "exported.js").read_text() + scripts())
     readme = (STATIC / "space.md").read_text().format(title=title, run=info.run)
     (folder / "README.md").write_text(readme)
     (folder / "index.html").write_text(page)
     return folder / "index.html"
+
+
+def _write_replica(bucket: Bucket, run: str, folder: Path) -> bool:
+    """Write the page of `web/`, and the run if browsers cannot read the bucket. False: it is too large."""
+    shutil.rmtree(folder, ignore_errors=True)
+    keys, place, copied = Keys(run), bucket.url, []
+    if not _is_public(bucket.url):
+        listed, place = bucket.list(keys.folder), "run"
+        copied = [
+            one for one in listed if version_key(one.key) or one.key.startswith((keys.heads, keys.info))
+        ]
+        if (size := sum(one.size for one in copied)) > MAX_COPY:
+            reason = f"the run has {size_text(size)}, and at most {size_text(MAX_COPY)} are copied"
+            print(f"the replica in a browser is left out: {reason}; a public bucket on the Hub needs no copy")
+            return False
+        print(f"{folder} holds the run's weights, {size_text(size)}: delete it if you publish only figures")
+    unneeded = shutil.ignore_patterns("run", "test", "node_modules", "package*.json", "tsconfig.json")
+    shutil.copytree(WEB, folder, ignore=unneeded)
+    for one in copied:
+        with suppress(ObjectMissingError):  # a live run may delete it in the meantime
+            bucket.fetch(one.key, folder / "run" / one.key, MAX_COPY)
+    if copied:  # a file server need not list folders
+        (folder / "run" / "keys.json").write_text(json.dumps([one.key for one in copied]))
+    index, own = folder / "index.html", 'data-bucket="{}" data-run="{}" data-keys="{}"'
+    given = Markup(own).format(place, run, os.environ.get(PUBLIC_KEY, ""))
+    index.write_text(re.sub(own.replace("{}", '[^"]*'), lambda _: given, index.read_text(), count=1))
+    return True
+
+
+def _is_public(url: str) -> bool:
+    """Whether a browser can read the bucket without a token."""
+    if not url.startswith("hf://"):
+        return False
+    try:
+        owner, name = url.split("/")[3:5]
+        HfApi(endpoint=os.environ.get("HF_ENDPOINT")).bucket_info(f"{owner}/{name}", token=False)
+    except HfHubHTTPError:
+        return False
+    return True
 
 
 def _frames(library: Library) -> dict[int, Progress]:

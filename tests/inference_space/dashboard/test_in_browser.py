@@ -5,24 +5,32 @@ The exported folder shows the same views from `file://`, and axe finds nothing s
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
+import sys
 import tarfile
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 import httpx
 import pytest
+from huggingface_hub import HfApi
 
 from delta_weight_sync.records import Writer
-from delta_weight_sync.store import Bucket
+from delta_weight_sync.signing import PUBLIC_KEY, new_pair
+from delta_weight_sync.store import Bucket, open_bucket
 from delta_weight_sync.util import count_text, size_text
+from inference_space.dashboard import export as exporting
 from inference_space.dashboard.export import export
 from tests.browser import PATIENCE_S, shows_scheme, watched_page, with_node
 from tests.inference_space.dashboard.test_state import GAMES
 from tests.support.dashboard import KEY, REFUSED, RecordedControls, dashboard
-from tests.support.real_run import KINDS, RealRun, Shown, games
+from tests.support.hubsim import HubSim
+from tests.support.real_run import KINDS, Drifting, RealRun, Shown, games
 from tests.support.written_run import FULL, TOTAL, WrittenRun, digest_of
 
 pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
@@ -309,6 +317,68 @@ def test_a_folder_shows_the_run_without_a_server(
     page.locator("[data-tab=explain]").click()
     expect(page.locator(".whose button").first).to_have_text("this run: tiny-qwen")
     assert {urlsplit(one).scheme for one in asked} <= {"file", "blob"}
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[str]:
+    """Any file server, of the folder above the exported one."""
+    command = [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1", "--directory", tmp_path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        assert server.stdout
+        yield re.search(r"http://\S+:\d+", server.stdout.readline())[0]
+        server.terminate()
+
+
+def test_a_folder_holds_a_replica_of_the_run_for_any_file_server(
+    page: Page, tmp_path: Path, served: str, real: RealRun, bucket: Bucket
+) -> None:
+    export(bucket, None, tmp_path / "site")
+    site = export(bucket, None, tmp_path / "site").parent  # again, over the first one
+    page.goto(site.joinpath("index.html").as_uri())
+    expect(page.locator(".watch")).to_have_text(re.compile("Serve this folder"))
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(f"{served}/site/index.html")
+    page.locator(".watch a").click()
+    for version in (3, 2):
+        expect(page.locator("body")).to_have_attribute("data-version", str(version))
+        expect(page.locator("#digest")).to_have_text(real.reader.manifest(version).digest)
+        page.click("#back")
+    assert all(url.startswith((f"{served}/site/", "blob:")) for url in asked)
+    copied = {path.name for path in (site / "watch" / "run").rglob("*") if path.is_dir()}
+    assert not {"log", "state"} & copied
+    assert not (site / "watch" / "test").exists()
+
+
+def test_a_run_that_is_too_large_for_a_folder_is_left_out(
+    tmp_path: Path,
+    real: RealRun,
+    bucket: Bucket,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    export(bucket, None, tmp_path / "site")
+    monkeypatch.setattr(exporting, "MAX_COPY", 10_000)
+    index = export(bucket, None, tmp_path / "site")
+    assert "at most 10 KB are copied; a public bucket on the Hub needs no copy" in capsys.readouterr().out
+    assert not (index.parent / "watch").exists()
+    assert "watch/index.html" not in index.read_text()
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_browsers_read_a_public_bucket_themselves(
+    tmp_path: Path, hub: HubSim, hub_env: None, monkeypatch: pytest.MonkeyPatch, private: bool
+) -> None:
+    url = f"hf://buckets/team/{uuid4().hex}/policies"
+    bucket, keys = open_bucket(url, create=True), new_pair()
+    HfApi(hub.url, "hf_write").update_bucket_settings("/".join(url.split("/")[3:5]), private=private)
+    Drifting(bucket).close()
+    monkeypatch.setenv(PUBLIC_KEY, keys[PUBLIC_KEY])
+    index = export(bucket, None, tmp_path / "site").parent / "watch" / "index.html"
+    place = "run" if private else url
+    given = f'data-bucket="{place}" data-run="drifting" data-keys="{keys[PUBLIC_KEY]}"'
+    assert given in index.read_text()
+    assert (index.parent / "run").exists() == private
 
 
 AXE = "axe-core@4.11.0"
