@@ -198,8 +198,9 @@ def _patched(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVe
     """Build from the held version. Return False if the anchor is needed: it takes fewer bytes, files besides
     the weights differ, or deltas from the held version are missing or do not give the published digest (the
     run was restarted, or another program changed the held version)."""
-    recipe = reader.recipe(manifest, held.version)
-    if recipe.anchor or not recipe.deltas or _assets(held.manifest) != _assets(manifest):
+    recipe, both = reader.recipe(manifest, held.version), (held.manifest, manifest)
+    old, new = ({f.name: f.sha256 for f in m.anchor.files if f.name != WEIGHTS} for m in both)
+    if recipe.anchor or not recipe.deltas or old != new:
         return False
     shutil.rmtree(into, ignore_errors=True)
     paths = [reader.fetch(delta, into) for delta in recipe.deltas]
@@ -213,11 +214,6 @@ def _patched(reader: RunReader, manifest: Manifest, into: Path, held: FollowedVe
     except (errors.CodecError, errors.ProtocolError):
         return False
     return True
-
-
-def _assets(manifest: Manifest) -> dict[str, str]:
-    """Name and sha256 of a checkpoint's files except its weights."""
-    return {ref.name: ref.sha256 for ref in manifest.anchor.files if ref.name != WEIGHTS}
 
 
 class CheckpointFolder(AbstractContextManager["CheckpointFolder"]):
@@ -260,7 +256,10 @@ class CheckpointFolder(AbstractContextManager["CheckpointFolder"]):
         """
         held = self.held
         if held is None or (held.version, held.digest) != (manifest.version, manifest.digest):
-            self._remove_older()
+            for folder in self.folder.iterdir():  # remove older versions
+                ours = (folder / RECORD).is_file() and not folder.is_symlink() and folder != self._building
+                if ours and folder.resolve() != self._current.resolve():
+                    shutil.rmtree(folder)
             held_version = FollowedVersion(held, self._current) if held else None
             build(self._reader, manifest, self._building, held_version)
             self._show(manifest)
@@ -277,13 +276,6 @@ class CheckpointFolder(AbstractContextManager["CheckpointFolder"]):
         except (OSError, errors.ProtocolError, SafetensorError):
             return None
         return manifest
-
-    def _remove_older(self) -> None:
-        current = self._current.resolve()
-        for folder in self.folder.iterdir():
-            ours = (folder / RECORD).is_file() and not folder.is_symlink()
-            if ours and folder.resolve() != current and folder != self._building:
-                shutil.rmtree(folder)
 
     def _show(self, manifest: Manifest) -> None:
         """Move the finished version to a free name and point `current` at it. The usual name may be taken,

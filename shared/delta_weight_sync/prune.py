@@ -1,14 +1,9 @@
 """Deletes the oldest versions of a run, until the rest fits a budget of bytes or age.
 
-This is safe while a writer and readers use the run, because these objects always stay:
-
-- all files that the newest manifest names, and those of versions published up to `GRACE_S` seconds before it,
-  because readers may still fetch them;
-- the versions that saved trainer states belong to, and all later versions;
-- every object younger than `GRACE_S`, because no manifest names a version that is still being published;
-- the HEADs, the run's description, its log and the trainer states.
-
-The age of an object is counted back from the newest object of the run, so a finished run does not age.
+`delta-weight-sync gc --help` lists what always stays, so this is safe while a writer and readers use the run:
+readers may still fetch files of versions that are up to `GRACE_S` seconds older than the newest, and no
+manifest names a version that is still being published. HEADs, log and trainer states stay, too. The age of an
+object is counted back from the newest object of the run, so a finished run does not age.
 """
 
 from __future__ import annotations

@@ -149,7 +149,9 @@ class Watcher:
         if head is None:
             if not self._mending.allows(_STORE):  # damaged HEADs may change each second
                 return None
-            head = self._owner_head()
+            if self._empty < 2 or self._empty % _LIST_EVERY == 1:  # without any HEAD, list only now and then
+                self._skipped_heads = {}
+                head = self._reader.head(floor=self._head_floor, problems=self._skipped_heads)
         if head and head.version and head.version > following:
             self._fetch_ahead(head.version)
         skipped: Problems = {}
@@ -196,10 +198,3 @@ class Watcher:
                 self._skipped_heads.pop(self._key, None)
                 return head
         return None
-
-    def _owner_head(self) -> Head | None:
-        """HEAD of the writer that owns the run. If there is no HEAD, the run is listed only now and then."""
-        if self._empty > 1 and self._empty % _LIST_EVERY != 1:
-            return None
-        self._skipped_heads = {}
-        return self._reader.head(floor=self._head_floor, problems=self._skipped_heads)

@@ -175,14 +175,8 @@ def _show(arguments: Arguments) -> None:
 
     reader = _opened(arguments)
     manifest = reader.manifest(arguments.version)
-    facts = {
-        "run": manifest.run,
-        "version": manifest.version,
-        "digest": manifest.digest,
+    facts = manifest.model_dump(include={"run", "version", "digest", "changed", "total", "full_bytes"}) | {
         "payload_bytes": _payload(manifest),
-        "full_bytes": manifest.full_bytes,
-        "changed": manifest.changed,
-        "total": manifest.total,
         "sparsity": round(manifest.sparsity, 6),
         "anchor": manifest.anchor.version,
         "recipe": [file.key for file in manifest.recipe().files],
@@ -308,7 +302,15 @@ def _bisect(arguments: Arguments) -> None:
     if "{path}" not in arguments.eval and "{version}" not in arguments.eval:
         raise CommandError("--eval gives the same result for all versions: use {path} or {version} in it")
     reader, verdicts = _opened(arguments), dict[int, bool | None]()  # version -> good, bad, or unknown
-    good, bad = _ends(reader, arguments.good, arguments.bad)
+    good, bad = arguments.good, arguments.bad
+    if good is None:
+        good = min(manifests_of(reader.bucket.list(reader.keys.manifests)), default=0)
+    if bad is None:
+        bad = reader.manifest().version
+    if good >= bad:
+        raise CommandError(f"nothing lies between good {good} and bad {bad}: --bad must be a later version")
+    for end in (good, bad):
+        reader.manifest(end)  # raises an error if there is no such version
     held: FollowedVersion | None = None  # the last good version; later ones are built from it
     with Scratch() as folder:
         ends = [bad] * (arguments.bad is None) + [good] * (arguments.good is None)
@@ -338,17 +340,6 @@ def _bisect(arguments: Arguments) -> None:
     print(f"version {bad} is the first bad one; {len(verdicts)} versions were judged")
     place = printable(f"{reader.bucket.url}#{reader.keys.run}")
     print(f"to see what changed there: delta-weight-sync blame {place} --version {bad}")
-
-
-def _ends(reader: RunReader, good: int | None, bad: int | None) -> tuple[int, int]:
-    """The ends of the search: the given versions, or the oldest and the newest."""
-    first = min(manifests_of(reader.bucket.list(reader.keys.manifests)), default=0) if good is None else good
-    last = reader.manifest().version if bad is None else bad
-    if first >= last:
-        raise CommandError(f"nothing lies between good {first} and bad {last}: --bad must be a later version")
-    for end in (first, last):
-        reader.manifest(end)  # raises an error if there is no such version
-    return first, last
 
 
 def _judge(command: str, version: FollowedVersion) -> bool | None:
