@@ -121,10 +121,6 @@ class Mirror:
             bits = self._on(bits.device).side_stream.read(bits)
         return bits.numpy().view(np.uint16)
 
-    def digest_without(self, names: set[str]) -> int:
-        """Digest of the parameters that are not in `names`."""
-        return sum(digest.tensor_digest(name, self.bits(name)) for name in self._bits.keys() - names)
-
     def find(self, parts: Iterable[Part]) -> Found:
         """Find what changed in the parts (of any float dtype) since the last sync. Writes nothing.
 

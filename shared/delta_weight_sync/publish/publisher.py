@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from delta_weight_sync import errors
 from delta_weight_sync.checkpoint import Base
 from delta_weight_sync.codec import Encoding
-from delta_weight_sync.digest import to_hex
+from delta_weight_sync.digest import tensor_digest, to_hex
 from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish.mirror import Place
 from delta_weight_sync.publish.outbox import Outbox, RepeatedSyncs, UndoLog
@@ -103,7 +103,6 @@ class Publisher:
         self.sync = 0
         self.resumed_from: StateRecord | None = None
         self.log: RunLogWriter | None = None
-        self.reader: RunReader
         self._writer: RunWriter | None = None
         self._outbox: Outbox | None = None
         self._shards: Shards | None = None
@@ -121,12 +120,8 @@ class Publisher:
                 self._open(url, base, encoding, mirror, options)
             else:
                 self._shards = Shards(mirror, finite=not options.get("allow_nonfinite", False))
-        if self._writer:
-            self.reader = self._writer.reader
-        else:
-            place, run = split_run(url)
-            trusted = writer_keys(options.get("signing_key"))[1]
-            self.reader = RunReader(open_bucket(place), run or DEFAULT_RUN, trusted)
+                (place, run), (_, trusted) = split_run(url), writer_keys(options.get("signing_key"))
+                self.reader = RunReader(open_bucket(place), run or DEFAULT_RUN, trusted)
         # A second group of processes: the background thread must not share the trainer's collectives.
         others, every_s = Peers(alone=self._peers.size == 1), 60 * options.get("state_minutes", 5.0)
         self._saver = StateSaver(self.reader, others, self._outbox, self._writer, every_s)
@@ -309,8 +304,10 @@ class Publisher:
     def digest(self, weights: Model) -> str:
         """The digest of the live weights of all ranks, cast to bf16: also the digest of their version."""
         own, names = own_digest(checkpoint_weights(weights), main=self._peers.main)
-        untrained = self._outbox.mirror.digest_without(names) if self._outbox else 0
-        return to_hex(sum(self._peers.exchange(own + untrained)))
+        if self._outbox:  # the untrained weights
+            mirror = self._outbox.mirror
+            own += sum(tensor_digest(name, mirror.bits(name)) for name in mirror.shapes.keys() - names)
+        return to_hex(sum(self._peers.exchange(own)))
 
     def close(self) -> None:
         """Stop; what was not flushed stays unpublished. Raises `BucketError` if writing the log failed."""
@@ -378,7 +375,8 @@ class Publisher:
                 writer, log, encoding=encoding, mirror=mirror, untrained=untrained, keep=keep, finite=finite
             )
             stack.enter_context(contextlib.closing(outbox))
-            self._writer, self.log, self._outbox, self._resources = writer, log, outbox, stack.pop_all()
+            self._writer, self.reader, self.log, self._outbox = writer, writer.reader, log, outbox
+            self._resources = stack.pop_all()
 
 
 def checkpoint_weights(weights: Model) -> Weights:

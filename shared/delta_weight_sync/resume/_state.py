@@ -44,6 +44,7 @@ from delta_weight_sync.util import time_text
 _NOTE = {"weights", "optimizer", "random", "others"}
 _LOW, _PUBLISHED, _WHOLE = "low", "published", "whole"  # how much of a weight is saved: half, none, all
 _DTYPES = {_LOW: torch.float32, _PUBLISHED: torch.bfloat16}
+_KINDS = {dtype: kind for kind, dtype in _DTYPES.items()}
 _DAMAGED = (ProtocolError, CodecError, ObjectMissingError, SafetensorError)
 _log = logging.getLogger("delta_weight_sync")
 
@@ -151,7 +152,8 @@ class Snapshot:
         kinds: dict[str, tuple[str, list[int]]] = {}
         copies: dict[str, Tensors] = {_LOW: {}, _WHOLE: {}}
         for name, tensor in weights:
-            kind = _kind(name, tensor, published)
+            plain = name in published and (not isinstance(tensor, DTensor) or is_block(tensor))
+            kind = _KINDS.get(tensor.dtype, _WHOLE) if plain else _WHOLE  # the same on all ranks
             kinds[name] = kind, list(tensor.shape)
             if kind in copies and (main or isinstance(tensor, DTensor)):
                 copies[kind][name] = to_host(tensor, name)
@@ -171,13 +173,6 @@ class Snapshot:
         save_file(self._tensors, path, {"note": json.dumps(self._note)})
 
 
-def _kind(name: str, tensor: torch.Tensor, published: Container[str]) -> str:
-    """How to save a weight. All ranks decide the same."""
-    plain = not isinstance(tensor, DTensor) or is_block(tensor)
-    kinds = {dtype: kind for kind, dtype in _DTYPES.items()} if name in published and plain else {}
-    return kinds.get(tensor.dtype, _WHOLE)
-
-
 class FoundState:
     """A downloaded state: this rank's file (`path`), and the main rank's, which also has what ranks share.
 
@@ -191,11 +186,8 @@ class FoundState:
         self.record, self._peers, self._bits = record, peers, bits
         self._note, self._main = _note(path), _note(main)
         self._files = {main: None, path: None}  # in this order, without a repetition
-
-    @property
-    def published_whole(self) -> bool:
-        """Whether no weight is saved in full: the version holds at least the upper half of each."""
-        return all(kind != _WHOLE for kind, _ in self._note["weights"].values())
+        # Whether the version holds at least the upper half of each weight.
+        self.published_whole = all(kind != _WHOLE for kind, _ in self._note["weights"].values())
 
     def restore(
         self, live: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, others: dict[str, Stateful]
