@@ -3,8 +3,6 @@
 In Python it reads comments and strings, that is docstrings and messages; in Markdown, text outside of code.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The canary finds a replica that computes with something else than it says; an honest one in bf16 passes."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator

@@ -1,9 +1,4 @@
-"""The command for GPUs runs here by Triton's interpreter; it fails where a kernel does.
-
-The page that says which models can be followed says what its command finds.
-"""
-
-from __future__ import annotations
+"""The command for GPUs, by Triton's interpreter, and the one that says which models can be followed."""
 
 import os
 import subprocess

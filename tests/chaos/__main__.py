@@ -4,8 +4,6 @@ Real publishers and followers, and faults of every kind, drawn from the seed. At
 claims to serve must be what a trainer handed over; after each fault all must reach the newest version.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import logging

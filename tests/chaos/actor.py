@@ -1,7 +1,5 @@
 """A part of the play in a process of its own, which may die at any time."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import multiprocessing

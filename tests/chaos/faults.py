@@ -1,7 +1,5 @@
 """Everything that can go wrong, by name: each fault strikes a scene once and returns its description."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading

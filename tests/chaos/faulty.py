@@ -1,7 +1,5 @@
 """The faults of one process, of its bucket, disk, clock and life, and of a stranger in the bucket."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

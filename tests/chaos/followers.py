@@ -1,7 +1,5 @@
 """The three kinds of followers: one over a stand-in for vLLM, the command `follow`, and a real vLLM."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,7 +1,5 @@
 """A run with its trainer and its followers, in which one fault after another strikes."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """A trainer without the training: it moves weights at random and publishes them by the real `Publisher`."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

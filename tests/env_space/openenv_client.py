@@ -7,8 +7,6 @@ published Wordle example plays it: a `TextArenaEnv` client, `reset()` without se
 message's text as feedback, the last reward as the reward of the game.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -112,17 +112,6 @@ def play(secret, *words, **rules):
     return game, [game.guess(word) for word in words]
 
 
-def test_solving_ends_the_game_and_pays_for_every_guess_left_over():
-    game, moves = play("bride", "crane", "bride")
-    assert moves[-1].observation == "b1+r2+i3+d4+e5+ game over"
-    assert moves[-1].done
-    assert moves[-1].solved
-    assert moves[-1].reward_parts.solved == pytest.approx(1.2)
-    assert moves[-1].reward == pytest.approx(1.4)
-    with pytest.raises(GameError, match="ended after turn 2"):
-        game.guess("crane")
-
-
 def test_six_wrong_guesses_end_the_game_with_credit_for_the_closest():
     game, moves = play("bride", "crane", "zonal", "zonal", "zonal", "zonal", "zonal")
     assert [move.done for move in moves] == [False] * 5 + [True]

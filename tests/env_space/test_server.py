@@ -22,6 +22,8 @@ from tests.env_space.service import PATIENCE_S, Space, space
 from tests.support import waiting
 from tests.support.serving import serving
 
+pytestmark = pytest.mark.full
+
 
 def read_log(folder):
     return [json.loads(line) for line in (folder / "space.log").read_text().splitlines()]
@@ -39,7 +41,6 @@ def play(client, secret, *words, seed=5):
     return move
 
 
-@pytest.mark.full
 def test_games_are_counted_for_prometheus_and_logged_as_one_line_of_json_each(tmp_path):
     with (
         space(tmp_path, WORDLE_ANSWERS="1") as running,
@@ -72,7 +73,6 @@ def test_games_are_counted_for_prometheus_and_logged_as_one_line_of_json_each(tm
     assert "stopped with 1 games in play" in [line["message"] for line in lines]
 
 
-@pytest.mark.full
 def test_a_stop_lets_the_request_in_hand_finish_and_is_quick(tmp_path):
     with space(tmp_path) as running:
         host, port = running.url.removeprefix("http://").split(":")
@@ -93,7 +93,6 @@ def test_a_stop_lets_the_request_in_hand_finish_and_is_quick(tmp_path):
     assert "timeout graceful shutdown exceeded" not in (tmp_path / "space.log").read_text()
 
 
-@pytest.mark.full
 def test_many_games_at_once_over_plain_http(tmp_path):
     with space(tmp_path, WORDLE_MAX_SESSIONS="128") as running:
         report = asyncio.run(load.run(running.url, "http", games=128, seconds=0))
@@ -101,7 +100,6 @@ def test_many_games_at_once_over_plain_http(tmp_path):
     assert report["games"] == 128
 
 
-@pytest.mark.full
 def test_a_wrong_setting_stops_the_start_with_a_sentence(tmp_path):
     stopped = Space(tmp_path / "log", WORDLE_ANSWERS="1000000")
     assert stopped.process.wait(PATIENCE_S) == 1
@@ -152,7 +150,6 @@ def until_the_end(opened):
 
 
 @pytest.mark.finding(6)
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("sent", "answer"),
     [
@@ -172,7 +169,6 @@ def test_a_request_must_arrive_in_time(soon, sent, answer):
 
 
 @pytest.mark.finding(6)
-@pytest.mark.full
 @pytest.mark.parametrize(
     "begun", [b"GET /health HTTP/1.1\r\nX-Drip: ", HEAD + b"Content-Length: 9999\r\n\r\n"]
 )
@@ -188,7 +184,6 @@ def test_sending_a_byte_now_and_then_does_not_extend_the_deadline(soon, begun):
 
 @pytest.mark.finding(6)
 @pytest.mark.finding("N1")
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("begun", "more"),
     [
@@ -215,7 +210,6 @@ def send_on(opened, more):
 
 
 @pytest.mark.finding(6)
-@pytest.mark.full
 def test_a_client_that_reads_nothing_is_cut_off(soon):
     words = b"GET /words HTTP/1.1\r\nHost: wordle\r\n\r\n"
     options = server_options(KEY, limits=service.LIMITS)
@@ -226,7 +220,6 @@ def test_a_client_that_reads_nothing_is_cut_off(soon):
 
 
 @pytest.mark.finding(6)
-@pytest.mark.full
 def test_half_requests_lock_out_no_client_even_with_few_files(tmp_path):
     """260 half requests to a process that may open 256 files, during a game."""
     with (
@@ -245,7 +238,6 @@ def test_half_requests_lock_out_no_client_even_with_few_files(tmp_path):
 
 
 @pytest.mark.finding(6)
-@pytest.mark.full
 def test_a_client_that_hangs_up_leaves_no_traceback(tmp_path):
     game = "/play/00000000-0000-0000-0000-000000000000/guess"
     with space(tmp_path) as running:
@@ -265,7 +257,6 @@ FRAMES = "frame-ancestors https://huggingface.co"
 
 
 @pytest.mark.finding(20)
-@pytest.mark.full
 def test_every_answer_has_the_safe_headers():
     with serving(create_app(Settings(key=KEY)), **server_options(KEY)) as url:
         for method, path in [("GET", "/"), ("GET", "/page/play.js"), ("GET", "/words"), ("GET", "/docs")]:
@@ -287,7 +278,6 @@ app = create_app(Settings(max_sessions=100_000))
 schema = schemathesis.openapi.from_asgi("/openapi.json", app)
 
 
-@pytest.mark.full
 @schema.parametrize()
 @settings(max_examples=40, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_no_request_makes_the_service_fail(case):

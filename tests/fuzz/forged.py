@@ -60,19 +60,14 @@ def newest(files: Files, kind: str) -> str:
     return max(key for key in files if f"/{kind}/" in key)
 
 
-def _head(files: Files, rng: Random) -> None:
-    key = newest(files, "heads")
-    files[key] = _record(files[key], rng)
-
-
 def _manifest(files: Files, rng: Random) -> None:
     key = newest(files, "manifests")
     files[key] = _record(files[key], rng)
     pin(files, key)
 
 
-def _description(files: Files, rng: Random) -> None:
-    key = f"runs/{RUN}/run.json"
+def _unnamed(files: Files, key: str, rng: Random) -> None:
+    """A record whose hash no other one has."""
     files[key] = _record(files[key], rng)
 
 
@@ -103,9 +98,9 @@ def _name(files: Files, rng: Random) -> None:
 
 
 _FORGE: dict[str, Callable[[Files, Random], None]] = {
-    "head": _head,
+    "head": lambda files, rng: _unnamed(files, newest(files, "heads"), rng),
     "manifest": _manifest,
-    "description": _description,
+    "description": lambda files, rng: _unnamed(files, f"runs/{RUN}/run.json", rng),
     "log": _log,
     "delta": _delta,
     "anchor": _anchor,

@@ -5,8 +5,6 @@
 Prints a line of JSON: of each kernel, whether there is machine code, and whether it reads 16 bytes at a time.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

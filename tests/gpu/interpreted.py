@@ -4,8 +4,6 @@ Triton decides whether it interprets a kernel when it sees its definition, its o
 import: so `tests/conftest.py` imports this before anything else can import Triton.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Iterator

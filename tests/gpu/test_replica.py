@@ -1,7 +1,5 @@
 """A replica's kernels, interpreted on tensors of the host: exact, and as many for a model of any shape."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

@@ -100,6 +100,10 @@ def test_a_duplicated_space_serves_the_page_and_says_so_once(tmp_path):
         ({}, "replica: correct these variables: REPLICA_BUCKET: not set; REPLICA_RUN: not set"),
         ({"REPLICA_BUCKET": "file:///tmp/none", "REPLICA_RUN": "a b"}, "replica: 'a b' is not a run name"),
         ({"REPLICA_BUCKET": "ftp://x", "REPLICA_RUN": "a"}, "replica: 'ftp://x' is not"),
+        (
+            {"REPLICA_BUCKET": "file:///tmp", "REPLICA_RUN": "a", "REPLICA_FOLDER": "/tmp"},
+            "replica: correct these variables: REPLICA_FOLDER: /tmp may be written to by every user",
+        ),
     ],
 )
 def test_elsewhere_than_on_the_hub_it_ends_with_a_sentence(monkeypatch, variables, said):

@@ -1,11 +1,7 @@
 """Whatever is in a bucket, the dashboard, the commands, followers and publishers take it or say a sentence.
 
-What a command prints of it is lines of text: no terminal's codes, and no traceback.
-
 Objects are forged so that every hash fits; `python -m tests.fuzz.bucket` goes on with as many as one likes.
 """
-
-from __future__ import annotations
 
 import json
 import subprocess

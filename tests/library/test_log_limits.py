@@ -1,7 +1,5 @@
 """A run's log holds what a trainer, a replica or anybody who may write put there; it stays readable."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

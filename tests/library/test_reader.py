@@ -1,7 +1,4 @@
-"""Reading a run of a real bucket: damage is read around or refused by name, and the next trainer goes on.
-
-One damaged object does not lose a run.
-"""
+"""Reading a run of a real bucket: damage is read around or refused by name, and the next trainer goes on."""
 
 import contextlib
 import itertools

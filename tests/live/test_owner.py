@@ -1,12 +1,8 @@
 """The owner's tab of a live replica: what is clicked in a browser is what the weights do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
-
-pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
 from playwright.sync_api import Page, expect
 
 from tests.live.replica import KEY, Replica, engine_of, greedy

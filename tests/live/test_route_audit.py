@@ -25,12 +25,13 @@ CHAT = [{"role": "user", "content": "hi"}]
 ASK = {"model": "policy", "prompt": [5, 6, 7], "messages": CHAT, "max_tokens": 1}
 # What the README of the Space documents; everything else is 404, or 405 where only the method is another.
 VIEWS = ("frame", "inside", "bucket", "delta", "verify", "explain", "object")
+LOOKING = ("/", "/health", "/ready", "/status", "/v1/models")
 KEYED = ("/v1/completions", "/v1/chat/completions", "/delta_weight_sync/poke")
 ASSETS = ("/theme.css", "/favicon.ico", "/assets/x", "/static/x", "/gradio_api/heartbeat/x")
 LOGIN = ("/login/huggingface", "/login/callback", "/logout")
 DOCUMENTED = {
     ("HEAD", "/"),
-    *(("GET", path) for path in ("/", "/health", "/ready", "/status", "/v1/models", *ASSETS, *LOGIN)),
+    *(("GET", path) for path in (*LOOKING, *ASSETS, *LOGIN)),
     *(("GET", f"/dashboard/{view}") for view in VIEWS),
     *(("POST", path) for path in (*KEYED, "/gradio_api/run/predict")),
 }
@@ -88,17 +89,9 @@ def test_of_all_routes_only_the_documented_ones_answer(replica, source, request)
 @pytest.mark.parametrize(
     ("method", "path", "without", "status"),
     [
-        ("GET", "/", 200, 200),
+        *(("GET", path, 200, 200) for path in (*LOOKING, "/theme.css", "/dashboard/bucket")),
         ("HEAD", "/", 200, 200),
-        ("GET", "/health", 200, 200),
-        ("GET", "/ready", 200, 200),
-        ("GET", "/status", 200, 200),
-        ("GET", "/v1/models", 200, 200),
-        ("POST", "/v1/completions", 401, 200),
-        ("POST", "/v1/chat/completions", 401, 200),
-        ("POST", "/delta_weight_sync/poke", 401, 200),
-        ("GET", "/theme.css", 200, 200),
-        ("GET", "/dashboard/bucket", 200, 200),
+        *(("POST", path, 401, 200) for path in KEYED),
         ("GET", "/dashboard/object?key=runs/live/run.json", 200, 200),
         ("GET", "/dashboard/object?key=../../etc/passwd", 404, 404),
         ("GET", "/login/huggingface", 404, 404),

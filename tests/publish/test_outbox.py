@@ -1,7 +1,4 @@
-"""The outbox: readers rebuild exactly what the trainer handed over. The undo log restores earlier syncs.
-
-Tests use a folder; those where a failure or HEAD matters use every kind of store.
-"""
+"""The outbox: readers rebuild exactly what the trainer handed over. The undo log restores earlier syncs."""
 
 import itertools
 import threading

@@ -15,7 +15,7 @@ import pytest
 from tests.env_space.service import PATIENCE_S, ROOT
 from trainer.demo.processes import free_port
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.finding("N8")]
 
 URL = "hf://buckets/me/silent"
 SPACE = {"REPLICA_BUCKET": URL, "REPLICA_RUN": "r", "REPLICA_HOST": "127.0.0.1", "REPLICA_PORT": "0"}
@@ -62,7 +62,6 @@ def ended(process: subprocess.Popen[bytes]) -> int:
     return code
 
 
-@pytest.mark.finding("N8")
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_a_store_that_takes_connections_and_never_answers_holds_nothing(tmp_path: Path, command: str) -> None:
     words = [sys.executable, "-m", *command.replace("followed", str(tmp_path / "followed")).split()]
@@ -79,7 +78,6 @@ def test_a_store_that_takes_connections_and_never_answers_holds_nothing(tmp_path
     assert list(tmp_path.glob("delta-weight-sync-*")) == []
 
 
-@pytest.mark.finding("N8")
 def test_a_request_and_a_thread_that_never_end_do_not_hold_a_server(tmp_path: Path) -> None:
     port, environ = free_port(), os.environ | {"TMPDIR": str(tmp_path)}
     process = subprocess.Popen([sys.executable, "-c", STUCK, str(port)], cwd=ROOT, env=environ)

@@ -1,7 +1,5 @@
 """When a replica looks at the bucket: as rarely as the quota asks, and as soon as a notification arrives."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Buckets that count what is asked of them, and what can be asked of one."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

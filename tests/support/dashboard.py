@@ -1,7 +1,5 @@
 """A dashboard that is mounted with controls, on loopback, and controls that remember what they were told."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ this Python; if it is vLLM's, with links to vLLM and torch and to what these req
 that runs the tests, and to nothing else of it. The checkout, /tmp and the caller's variables are hidden.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

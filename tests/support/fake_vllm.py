@@ -1,7 +1,5 @@
 """A vLLM for followers' tests that holds the weights in memory, and how to wait for a follower."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

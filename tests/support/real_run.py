@@ -1,7 +1,5 @@
 """Runs by the real publisher: real anchors, deltas, jumps, digests and times."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 import threading

@@ -1,7 +1,5 @@
 """Invented events of a run's log, and manifests."""
 
-from __future__ import annotations
-
 from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Manifest
 from delta_weight_sync.runlog import CommitEvent, ReplicaEvent, SyncEvent
 

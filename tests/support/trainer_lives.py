@@ -6,8 +6,6 @@ Writes the versions of an undisturbed run and of one that was ended KILLS times 
 with how each life ended. All lives are forks of this process, which has imported what takes long.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """A run in a bucket, written as a trainer writes it: run.json, manifests, HEAD and the log."""
 
-from __future__ import annotations
-
 import hashlib
 
 from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Head, Keys, Manifest, RunInfo, Writer

@@ -1,7 +1,5 @@
 """upstream/: every patch fits the installed release, and does what its own tests say."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import os

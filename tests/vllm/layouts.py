@@ -5,8 +5,6 @@
 Each folder holds the checkpoints `base` and `patched`. Prints a line of JSON for each: what was found.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import math

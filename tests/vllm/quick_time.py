@@ -1,7 +1,5 @@
 """A bucket whose readers live in a time of their own: nobody waits, each request is counted and may fail."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path

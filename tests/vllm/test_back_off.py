@@ -4,8 +4,6 @@ A damaged file of 1 kB had all weights fetched each three seconds, a HEAD that f
 time, and one stale read brought an old version back.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

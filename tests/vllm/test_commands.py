@@ -3,8 +3,6 @@
 vLLM is stood in for, as here it has to die at a given moment; tests/live/test_owner.py orders a real one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

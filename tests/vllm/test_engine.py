@@ -3,8 +3,6 @@
 Its client is stood in for, as an engine has to fail; tests/live/test_parallel.py has real ones.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import multiprocessing

@@ -1,7 +1,5 @@
 """Somebody who may write to the bucket and has not the key, and the run that is to be protected from that."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -3,8 +3,6 @@
 The dashboard may be seconds behind the bucket, and still at the run of the test before: `shown` waits for it.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

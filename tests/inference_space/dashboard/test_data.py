@@ -1,7 +1,5 @@
 """One reader follows the bucket through everything that can happen to it, and reads once for all viewers."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections import Counter

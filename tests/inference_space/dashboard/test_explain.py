@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 import torch
-
-pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
 from playwright.sync_api import Browser, Page, expect
 
 from bench import learned

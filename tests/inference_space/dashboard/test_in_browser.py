@@ -1,9 +1,4 @@
-"""The page and its views in a visitor's browser, on a written run and on a run by the real publisher.
-
-The exported folder shows the same views from `file://`, and axe finds nothing serious in any view.
-"""
-
-from __future__ import annotations
+"""The page and its views in a visitor's browser, on a written run and on a run by the real publisher."""
 
 import re
 import shutil
@@ -19,11 +14,13 @@ from uuid import uuid4
 import httpx
 import pytest
 from huggingface_hub import HfApi
+from playwright.sync_api import Browser, Page, expect
 
 from delta_weight_sync.records import Writer
 from delta_weight_sync.signing import PUBLIC_KEY, new_pair
 from delta_weight_sync.store import Bucket, open_bucket
 from delta_weight_sync.util import count_text, size_text
+from docs.screenshots import READY, open_view
 from inference_space.dashboard import export as exporting
 from inference_space.dashboard.export import export
 from tests.browser import PATIENCE_S, shows_scheme, watched_page, with_node
@@ -32,11 +29,6 @@ from tests.support.dashboard import KEY, REFUSED, RecordedControls, dashboard
 from tests.support.hubsim import HubSim
 from tests.support.real_run import KINDS, Drifting, RealRun, Shown, games
 from tests.support.written_run import FULL, TOTAL, WrittenRun, digest_of
-
-pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
-from playwright.sync_api import Browser, Page, expect
-
-from docs.screenshots import READY, open_view
 
 pytestmark = pytest.mark.full
 

@@ -1,7 +1,5 @@
 """The owner may pause, pin and heal, with the key or logged in with Hugging Face; visitors only look."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -15,15 +13,13 @@ from urllib.parse import urlencode
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import RedirectResponse
+from playwright.sync_api import Page, expect
 
 from delta_weight_sync.store import open_bucket
 from inference_space.dashboard import owner
 from inference_space.dashboard.owner import Owner
 from tests.support.dashboard import REFUSED, RecordedControls, dashboard
 from tests.support.serving import serving
-
-pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
-from playwright.sync_api import Page, expect
 
 SPACE = {"SYSTEM": "spaces", "SPACE_ID": "ada/replica", "SPACE_AUTHOR_NAME": "ada"}
 GRANTED = {"OAUTH_CLIENT_ID": "the-space", "OAUTH_CLIENT_SECRET": "s" * 32, "OAUTH_SCOPES": "openid profile"}

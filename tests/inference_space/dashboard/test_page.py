@@ -1,9 +1,4 @@
-"""The dashboard as part of an app: its first paint, its routes, and its command.
-
-Names, states, errors, prompts and answers come from outside. Whatever they hold, they stay text.
-"""
-
-from __future__ import annotations
+"""The dashboard as part of an app: its first paint, its routes, and its command."""
 
 import asyncio
 import os

@@ -1,9 +1,4 @@
-"""Events add up to exactly the figures that were written, and are drawn.
-
-The figures of ten thousand versions, too: what is read and what is sent stays bounded.
-"""
-
-from __future__ import annotations
+"""Events add up to exactly the figures that were written, and are drawn."""
 
 import math
 import threading

@@ -1,7 +1,5 @@
 """The views of a delta file and of a listing: their contents, and what a hostile delta may cost."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from pathlib import Path

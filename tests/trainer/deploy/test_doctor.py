@@ -1,7 +1,4 @@
-"""Each check of `doctor` fails for its planted fault, names the fix, and passes without the fault.
-
-The signing keys of a deployment: made by `up`, removed by --unsigned, and the secret half stays here.
-"""
+"""Each check of `doctor` fails for its planted fault and names the fix; and the keys of a deployment."""
 
 import json
 import re

@@ -1,7 +1,4 @@
-"""The folders for the upload: all that their Dockerfiles copy, all that they import, and no other file.
-
-The Spaces install only packages that a lock names by version and by hash.
-"""
+"""The folders for the upload: what their Dockerfiles copy and import, no other file, and what is locked."""
 
 import ast
 import json
@@ -22,8 +19,7 @@ from trainer.deploy import DeployError
 from trainer.deploy import plan as module
 from trainer.deploy.plan import APPS, CHECKOUT, App, files, stage
 
-PACKAGES = {"env": {"env_space", "shared"}, "replica": {"inference_space", "shared"}}
-PACKAGE_APPS: dict[str, App] = {"env_space": "env", "inference_space": "replica"}
+PACKAGES = {"env": "env_space", "replica": "inference_space"}
 DATA = {
     "env": {"env_space/words/answers-5.txt", "env_space/page/index.html"},
     "replica": {"inference_space/dashboard/templates/page.html"},
@@ -35,12 +31,12 @@ IMPORTED = {
 
 
 @pytest.fixture(params=APPS)
-def app(request) -> str:
+def app(request) -> App:
     return request.param
 
 
 @pytest.fixture
-def staged(app: str, tmp_path: Path) -> Path:
+def staged(app: App, tmp_path: Path) -> Path:
     stage(app, tmp_path / app)
     return tmp_path / app
 
@@ -57,7 +53,7 @@ def test_everything_that_the_dockerfile_copies_is_there_and_no_other_package(app
     at_the_root = {"README.md", "Dockerfile", "requirements.lock", "LICENSE", "pyproject.toml"}
     at_the_root |= {"openenv.yaml", "openenv_probe.json"}
     tops = {name.split("/")[0] for name in names(staged)}
-    assert tops - at_the_root == PACKAGES[app]
+    assert tops - at_the_root == {PACKAGES[app], "shared"}
     assert not [name for name in names(staged) if "__pycache__" in name or "test" in name or "/." in name]
     assert names(staged) >= DATA[app]
 
@@ -94,9 +90,9 @@ def git(folder: Path, *words: str) -> None:
     subprocess.run(["git", "-C", folder, *words], check=True, capture_output=True)
 
 
-@pytest.fixture(params=PACKAGE_APPS)
-def package(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture
+def package(app: App) -> str:
+    return PACKAGES[app]
 
 
 @pytest.fixture
@@ -118,13 +114,13 @@ def checkout(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 @pytest.mark.finding(15)
-def test_what_git_ignores_is_not_uploaded(checkout, package):
-    whole = files(PACKAGE_APPS[package])
+def test_what_git_ignores_is_not_uploaded(checkout, app, package):
+    whole = files(app)
     for name in (".venv/lib/planted.py", "my_secrets.py", "words/secret.txt", "dashboard/static/secret.js"):
         path = checkout / package / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("KEY = 'planted'")
-    assert files(PACKAGE_APPS[package]) == whole
+    assert files(app) == whole
     assert f"{package}/__init__.py" in whole
 
 
@@ -157,10 +153,10 @@ def no_git(checkout: Path, app: Path) -> None:
         (no_git, "run deploy from a clone of the repository"),
     ],
 )
-def test_what_may_not_be_uploaded_is_refused(checkout, package, plant, sentence):
+def test_what_may_not_be_uploaded_is_refused(checkout, app, package, plant, sentence):
     plant(checkout, checkout / package)
     with pytest.raises(DeployError, match=sentence.format(package)):
-        files(PACKAGE_APPS[package])
+        files(app)
 
 
 HASH = re.compile(r"sha256:[0-9a-f]{64}")

@@ -1,7 +1,4 @@
-"""`up` does what the dry run wrote, changes only what differs, and explains each refusal with its fix.
-
-Then the commands after it, status, logs, pause, resume and down, and the plan, which contacts nothing.
-"""
+"""`up` does what the dry run wrote and explains each refusal with its fix; and the commands after it."""
 
 import json
 import os
