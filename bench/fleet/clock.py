@@ -1,0 +1,307 @@
+"""Simulated time: threads are tasks that take turns, and time passes only while all of them wait.
+
+`Clock.threading` and `Clock.time` take the place of the modules with these names in a module of the library,
+so its code runs as it is. A task runs until it waits for something here; nothing else interrupts it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from greenlet import GreenletExit, getcurrent, greenlet  # which Playwright brings
+
+Work = Callable[[], object]
+
+
+class _Alarm:
+    """Work to do at some moment; without `work` it is off."""
+
+    __slots__ = ("work",)
+
+    def __init__(self, work: Work) -> None:
+        self.work: Work | None = work
+
+
+class Task(greenlet):
+    """A simulated thread. `owner` is the machine on which it runs."""
+
+    owner: object = None
+    alarm: _Alarm | None = None
+
+
+class Clock:
+    """Seconds since the start of the simulation."""
+
+    def __init__(self) -> None:
+        self.now, self._main, self._order = 0.0, getcurrent(), itertools.count()
+        self._due: list[tuple[float, int, _Alarm]] = []
+        self._tasks = set[Task]()
+        named = {name: self._bound(kind) for name, kind in _KINDS.items()}
+        self.threading, self.executor = SimpleNamespace(**named), self._bound(Executor)
+        self.time = SimpleNamespace(
+            time=self.seconds, monotonic=self.seconds, perf_counter=self.seconds, sleep=self.sleep
+        )
+
+    def _bound(self, kind: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **options: kind(self, *args, **options)
+
+    def seconds(self) -> float:
+        """Now."""
+        return self.now
+
+    def run(self) -> None:
+        """Let time pass until `end`, or until nothing is left to do."""
+        while self._due:
+            self.now, _, alarm = heapq.heappop(self._due)
+            if work := alarm.work:
+                alarm.work = None
+                work()
+
+    def end(self) -> None:
+        """End all tasks."""
+        for task in list(self._tasks):
+            task.throw(GreenletExit)
+        self._due.clear()
+
+    def call(self, seconds: float, work: Work) -> _Alarm:
+        """Call `work`, which must not wait, in `seconds`."""
+        alarm = _Alarm(work)
+        if seconds < math.inf:
+            heapq.heappush(self._due, (self.now + seconds, next(self._order), alarm))
+        return alarm
+
+    def spawn(self, work: Work, owner: object = None) -> Task:
+        """Start a task, by default on the machine of the current one."""
+
+        def whole() -> None:
+            try:
+                work()
+            finally:
+                self._tasks.discard(task)
+
+        task = Task(whole, self._main)
+        task.owner = owner or getattr(getcurrent(), "owner", None)
+        self._tasks.add(task)
+        task.alarm = self.call(0.0, task.switch)
+        return task
+
+    def kill(self, owner: object) -> None:
+        """End all tasks of a machine."""
+        for task in [task for task in self._tasks if task.owner is owner]:
+            if task.alarm:
+                task.alarm.work = None
+            self.call(0.0, lambda task=task: task.throw(GreenletExit))
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        self.park([], seconds)
+
+    def park(self, waiting: list[_Alarm], seconds: float = math.inf) -> None:
+        """Wait until `wake(waiting)`, at most for `seconds`."""
+        task = getcurrent()
+        assert isinstance(task, Task), "only a task can wait"
+        task.alarm = alarm = self.call(seconds, task.switch)
+        waiting.append(alarm)
+        self._main.switch()
+        if alarm in waiting:
+            waiting.remove(alarm)
+
+    def wake(self, waiting: list[_Alarm]) -> None:
+        """Wake all who wait."""
+        for alarm in waiting:
+            if work := alarm.work:
+                alarm.work = None
+                self._rearm(work)
+        waiting.clear()
+
+    def _rearm(self, work: Work) -> None:
+        task = work.__self__  # type: ignore[attr-defined]
+        task.alarm = self.call(0.0, work)
+
+
+class Condition:
+    """As `threading.Condition`. No task waits for anything else while it holds one, so it needs no lock."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._waiting = clock, list[_Alarm]()
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def wait_for(self, done: Callable[[], Any], timeout: float | None = None) -> Any:
+        """As in `threading.Condition`."""
+        end = math.inf if timeout is None else self._clock.now + timeout
+        while not (result := done()) and (left := end - self._clock.now) > 0:
+            self._clock.park(self._waiting, left)
+        return result
+
+    def notify_all(self) -> None:
+        """As in `threading.Condition`."""
+        self._clock.wake(self._waiting)
+
+
+class Event(Condition):
+    """As `threading.Event`."""
+
+    _set = False
+
+    def is_set(self) -> bool:
+        """As in `threading.Event`."""
+        return self._set
+
+    def set(self) -> None:
+        """As in `threading.Event`."""
+        self._set = True
+        self.notify_all()
+
+    def clear(self) -> None:
+        """As in `threading.Event`."""
+        self._set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """As in `threading.Event`."""
+        return bool(self.wait_for(self.is_set, timeout))
+
+
+class Lock(Condition):
+    """As `threading.Lock`."""
+
+    _held = False
+
+    def __enter__(self) -> None:
+        while self._held:
+            self._clock.park(self._waiting)
+        self._held = True
+
+    def __exit__(self, *_: object) -> None:
+        self._held = False
+        if self._waiting:
+            self.notify_all()
+
+
+class Thread(Event):
+    """As `threading.Thread`; set once it has ended."""
+
+    def __init__(self, clock: Clock, *, target: Work, name: str = "", daemon: bool = True) -> None:
+        super().__init__(clock)
+        self._target = target
+
+    def start(self) -> None:
+        """As in `threading.Thread`."""
+        self._clock.spawn(self._run)
+
+    def _run(self) -> None:
+        try:
+            self._target()
+        finally:
+            self.set()
+
+    def is_alive(self) -> bool:
+        """As in `threading.Thread`."""
+        return not self.is_set()
+
+    def join(self, timeout: float | None = None) -> None:
+        """As in `threading.Thread`."""
+        self.wait(timeout)
+
+
+class Future(Event):
+    """As `concurrent.futures.Future`."""
+
+    value: Any = None
+    error: Exception | None = None
+
+    def run(self, work: Work) -> None:
+        """Do it."""
+        try:
+            self.value = work()
+        except Exception as error:  # noqa: BLE001 - raised again where the result is wanted
+            self.error = error
+        self.set()
+
+    def result(self) -> Any:
+        """As in `concurrent.futures.Future`."""
+        self.wait()
+        if self.error:
+            raise self.error
+        return self.value
+
+
+class Executor:
+    """As `ThreadPoolExecutor`."""
+
+    def __init__(self, clock: Clock, threads: int, name: str = "") -> None:
+        self._clock, self._free, self._queue = clock, threads, deque[tuple[Future, Work]]()
+
+    def submit(self, work: Callable[..., Any], *args: Any) -> Future:
+        """As in `ThreadPoolExecutor`."""
+        future = Future(self._clock)
+        self._queue.append((future, lambda: work(*args)))
+        if self._free:
+            self._free -= 1
+            self._clock.spawn(self._serve)
+        return future
+
+    def _serve(self) -> None:
+        while self._queue:
+            future, work = self._queue.popleft()
+            future.run(work)
+        self._free += 1
+
+
+class Pipe:
+    """A line that its transfers share evenly, `rate` bytes per second in all, and each at most `each`."""
+
+    def __init__(self, clock: Clock, rate: float, each: float = math.inf) -> None:
+        self._clock, self._rate, self._each = clock, rate, each
+        self._flows: list[tuple[float, int, list[_Alarm]]] = []  # where each ends, in bytes of one transfer
+        self._done, self._at, self._order = 0.0, 0.0, itertools.count()
+        self._timer: _Alarm | None = None
+
+    def send(self, size: float) -> None:
+        """Wait until this many bytes are through."""
+        self._move()
+        waiting = list[_Alarm]()
+        flow = (self._done + size, next(self._order), waiting)
+        heapq.heappush(self._flows, flow)
+        self._plan()
+        try:
+            self._clock.park(waiting)
+        except GreenletExit:
+            self._move()
+            self._flows.remove(flow)
+            heapq.heapify(self._flows)
+            self._plan()
+            raise
+
+    def _speed(self) -> float:
+        return min(self._each, self._rate / max(len(self._flows), 1))
+
+    def _move(self) -> None:
+        self._done += (self._clock.now - self._at) * self._speed()
+        self._at = self._clock.now
+
+    def _plan(self) -> None:
+        if self._timer:
+            self._timer.work = None
+        if self._flows:
+            left = max(self._flows[0][0] - self._done, 0.0) / self._speed()
+            self._timer = self._clock.call(left, self._arrive)
+
+    def _arrive(self) -> None:
+        self._move()
+        first = self._flows[0][0]  # what the timer was set for, whatever rounding says
+        self._done = max(self._done, first)
+        while self._flows and self._flows[0][0] <= self._done:
+            self._clock.wake(heapq.heappop(self._flows)[2])
+        self._plan()
+
+
+_KINDS = {"Condition": Condition, "Event": Event, "Lock": Lock, "Thread": Thread}

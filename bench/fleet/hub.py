@@ -1,0 +1,257 @@
+"""A bucket in memory that takes as long as the Hub's, with the requests that the real clients make.
+
+`tests/bench/test_fleet.py` compares these requests with those of the real clients at the simulated Hub.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.fleet.clock import Clock, Event, Pipe
+from delta_weight_sync import errors, store
+from delta_weight_sync.store._notifications import Quota
+from delta_weight_sync.store.hub import HubNotifications
+
+WINDOW_S = 300.0
+BLOCK = 64 << 20  # bytes of the largest block that hf_xet uploads
+_TOKEN_S = 3600.0  # a right to upload lasts so long
+_PAGE = 1000  # entries in one answer of a listing
+_PAUSES = (1, 2, 4, 8, 8)  # seconds between the client's attempts (huggingface_hub's `http_backoff`)
+
+
+class Sized(bytes):
+    """A small content that stands for `size` bytes, and for the changes of `syncs` syncs."""
+
+    size: int
+    syncs: float
+
+    @classmethod
+    def of(cls, content: bytes, size: float, syncs: float = 0.0) -> Sized:
+        """Make one."""
+        made = cls(content)
+        made.size, made.syncs = int(size), syncs
+        return made
+
+    def __len__(self) -> int:
+        return self.size
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Requests that the Hub allows one account in five minutes; it refuses further ones."""
+
+    files: float = math.inf
+    api: float = math.inf
+
+
+@dataclass(frozen=True)
+class Link:
+    """How a machine reaches the store. `pipe` may be shared with other machines."""
+
+    latency: float  # seconds that a request takes in addition to its bytes
+    pipe: Pipe
+
+
+class Hub:
+    """The server: objects, counts and events."""
+
+    def __init__(self, clock: Clock, rng: random.Random, limits: Limits, event_s: float, lost: float) -> None:
+        """An event comes within `event_s` seconds; a share `lost` of them never comes."""
+        self.clock, self.limits, self._rng, self._event_s, self._lost = clock, limits, rng, event_s, lost
+        self.objects: dict[str, tuple[bytes, store.ObjectInfo]] = {}
+        self.kinds = Counter[tuple[str, str]]()  # (role, request) -> how many
+        self.windows = Counter[tuple[int, str]]()  # (window, quota) -> requests, also refused ones
+        self.received = Counter[str]()  # role -> bytes that came from the store
+        self.refused, self.stored, self.down = 0, 0, False
+        self.syncs = dict[str, float]()  # in each delta, by the last part of its key
+        self.heads: list[tuple[str, str]] = []  # every change of a HEAD: path and etag
+        self.feeds: dict[Feed, int] = {}  # how many of these changes each feed has got
+
+    def answer(self, quota: str) -> tuple[float, float, bool]:
+        """Count a request; how many are left, for how long, and whether this one is answered."""
+        window, into = divmod(self.clock.now, WINDOW_S)
+        self.windows[int(window), quota] += 1
+        left = getattr(self.limits, quota, math.inf) - self.windows[int(window), quota]
+        self.refused += left < 0
+        return left, WINDOW_S - into, left >= 0
+
+    def keep(self, key: str, data: bytes) -> None:
+        """Register an object, and report a changed HEAD."""
+        size, etag = len(data), f"{self.clock.now:.9f}.{key}"
+        self.stored += size
+        if isinstance(data, Sized):
+            self.syncs[key.rsplit("/", 1)[-1]] = data.syncs
+        self.objects[key] = data, store.ObjectInfo(key, size, etag, self.clock.now)
+        if "/heads/" in key:
+            self.heads.append((key, etag))
+            for feed in list(self.feeds):
+                if self._rng.random() >= self._lost:
+                    self.clock.call(self._rng.uniform(0, self._event_s), feed.arrived.set)
+
+    def begin(self) -> None:
+        """Count from now on."""
+        for counter in (self.kinds, self.windows, self.received):
+            counter.clear()
+        self.refused = self.stored = 0
+
+    def outage(self, start_s: float, seconds: float) -> None:
+        """Answer nothing for a while, beginning in `start_s` seconds."""
+
+        def switch(down: bool) -> None:
+            self.down = down
+            for feed in list(self.feeds):
+                feed.arrived.set()
+
+        self.clock.call(start_s, lambda: switch(True))
+        self.clock.call(start_s + seconds, lambda: switch(False))
+
+
+class Feed(HubNotifications):
+    """The client's side of the feed of changes; only the connection is simulated."""
+
+    def __init__(self, bucket: SimBucket, prefix: str) -> None:
+        super().__init__("", "", prefix, bucket.quota)
+        self._clock, self._bucket, self.arrived = bucket.hub.clock.seconds, bucket, Event(bucket.hub.clock)
+
+    def _follow(self) -> float:
+        hub, bucket = self._bucket.hub, self._bucket
+        bucket.request("GET /api/buckets/.../events", "api", tries=1)
+        if not bucket.events:
+            return 0.0
+        hub.feeds[self] = int(self._cursor or len(hub.heads))
+        try:
+            going = self._take("ready", {"cursor": str(hub.feeds[self])})
+            while going and not hub.down:
+                for path, etag in hub.heads[hub.feeds[self] :]:
+                    hub.feeds[self] += 1
+                    change = {"path": path, "xetHash": etag}
+                    going = self._take("changes", {"cursor": str(hub.feeds[self]), "changes": [change]})
+                self.arrived.clear()
+                self.arrived.wait()
+        finally:
+            hub.feeds.pop(self, None)
+        return 0.0
+
+
+class SimBucket(store.Bucket):
+    """The client of one machine, see `store.hub.HubBucket`."""
+
+    url, _failures = "hf://buckets/team/fleet", ()
+
+    def __init__(self, hub: Hub, link: Link, role: str, events: bool = True) -> None:
+        self.hub, self.link, self.role, self.events = hub, link, role, events
+        self.quota = Quota(hub.clock.seconds)
+        self._right_until = 0.0
+
+    def request(self, name: str, quota: str, size: float = 0.0, tries: int = len(_PAUSES) + 1) -> None:
+        """Make a request as huggingface_hub does; `size` bytes go one way."""
+        for attempt in range(tries):
+            if attempt:
+                self.hub.clock.sleep(_PAUSES[attempt - 1])
+            self.hub.kinds[self.role, name] += 1
+            self.hub.clock.sleep(self.link.latency)
+            if self.hub.down:
+                continue
+            left, seconds, allowed = self.hub.answer(quota)
+            if not allowed:
+                self.quota.refused(seconds)
+                continue
+            if quota == "files" and left < math.inf:
+                self.quota.left(int(left), seconds)
+            if size:
+                self.link.pipe.send(size)
+            return
+        raise errors.BucketUnreachableError("the Hub gave no answer after several tries")
+
+    def put_all(self, objects: Sequence[tuple[str, bytes | Path]]) -> None:
+        """One upload, one request."""
+        size = sum(store.size_of(data) for _, data in objects)
+        blocks, more = max(1, math.ceil(size / BLOCK)), self.hub.kinds
+        self.sent += size
+        if self.hub.clock.now >= self._right_until:
+            self.request("GET /api/buckets/.../xet-write-token", "api")
+            self._right_until = self.hub.clock.now + _TOKEN_S
+        names = ["POST /cas/v1/xorb-grants", "PUT /cas/granted", "POST /cas/v1/xorb-commits"]
+        if isinstance(objects[0][1], Path):
+            names.insert(0, "GET /cas/v1/chunks")
+        for name in names:  # blocks travel in parallel
+            self.request(name, "storage", size if name.startswith("PUT") else 0.0)
+            more[self.role, name] += blocks - 1
+        self.request("POST /cas/v2/shards", "storage")
+        self.request("POST /api/buckets/.../batch", "api")
+        for key, data in objects:
+            self.hub.keep(key, data if isinstance(data, bytes) else stand_in(data))
+
+    def get(self, key: str) -> bytes:
+        """By its URL."""
+        (data,) = self._read(key, store.SMALL)
+        return data
+
+    def fetch(self, key: str, dest: Path, limit: int) -> str:
+        """By its URL or, if it may be large, through Xet. Writes nothing."""
+        if limit <= store.DIRECT:
+            (data,) = self._read(key, limit)
+            return hashlib.sha256(data).hexdigest()
+        self.request("POST /api/buckets/.../paths-info", "api")
+        data, size = self._found(key)
+        self.request("HEAD /buckets/...", "files")
+        self.request("GET /api/buckets/.../xet-read-token", "api")
+        self.request("GET /cas/v2/reconstructions", "storage")
+        self.request("GET /cas/data", "storage", size)
+        self.hub.kinds[self.role, "GET /cas/data"] += math.ceil(size / BLOCK) - 1
+        self.hub.received[self.role] += size
+        return hashlib.sha256(data).hexdigest()
+
+    def notifications(self, prefix: str) -> Any:
+        """From the feed, if there is one."""
+        return Feed(self, prefix)
+
+    def _found(self, key: str) -> tuple[bytes, int]:
+        if key not in self.hub.objects:
+            raise errors.ObjectMissingError(f"{key} does not exist")
+        data, info = self.hub.objects[key]
+        return data, info.size
+
+    def _read(self, key: str, limit: int) -> list[bytes]:
+        self.request("GET /buckets/...", "files")
+        data, size = self._found(key)
+        self.request("GET /cas-bridge/...", "storage", size if size <= limit else 0.0)
+        self._check_limit(key, size, limit)
+        self.hub.received[self.role] += size
+        return [data]
+
+    def _put(self, key: str, data: bytes | Path) -> None:
+        self.sent -= store.size_of(data)  # `put` has counted it
+        self.put_all([(key, data)])
+
+    def _stat(self, key: str) -> store.ObjectInfo:
+        self.request("HEAD /buckets/...", "files")
+        self._found(key)
+        return self.hub.objects[key][1]
+
+    def _list(self, prefix: str) -> Iterator[store.ObjectInfo]:
+        found = [info for key, (_, info) in self.hub.objects.items() if key.startswith(prefix)]
+        for _ in range(max(1, math.ceil(len(found) / _PAGE))):
+            self.request("GET /api/buckets/.../tree", "api")
+        yield from found
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        self.request("POST /api/buckets/.../batch", "api")
+        for key in keys:
+            self.hub.objects.pop(key, None)
+
+    def _explain(self, error: Exception, place: str, write: bool) -> errors.BucketError:
+        raise error
+
+
+def stand_in(path: Path) -> Sized:
+    """What the bucket keeps of a file."""
+    size = path.stat().st_size
+    return Sized.of(f"{path.name} {size}".encode(), size)

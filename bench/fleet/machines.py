@@ -1,0 +1,403 @@
+"""Trainer and replicas: the library's code, with weights that are only counted."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import math
+import random
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from bench.fleet.clock import Clock, Condition, Pipe
+from bench.fleet.hub import Hub, Limits, Link, SimBucket, Sized, stand_in
+from delta_weight_sync import cost, reader, runlog, util, watch
+from delta_weight_sync.prune import Keep
+from delta_weight_sync.publish import outbox, shortcuts, writer
+from delta_weight_sync.records import Manifest, parse
+from delta_weight_sync.store import _notifications, hub
+from delta_weight_sync.vllm import follower
+
+TENSOR = "model"  # all weights
+UNLIMITED = Limits()
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where a part of the replicas runs."""
+
+    latency: float  # seconds to the store
+    link: float  # bytes per second of each replica
+    store: float = math.inf  # bytes per second for all replicas of the region
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is simulated. `share` from 0 to 1, speeds in bytes per second, times in seconds."""
+
+    params: int
+    share: float
+    replicas: int
+    step_s: float
+    minutes: float  # that are measured, once the first replicas serve
+    link: float = 1e9  # of each rank of the trainer
+    latency: float = 0.1  # from the trainer to the store
+    regions: tuple[Region, ...] = (Region(0.1, 1e9),)
+    uploaders: int = 1  # ranks that encode and upload their own part; more than 1 is a prediction
+    cores: int = 2  # of a rank, and of each worker of a replica
+    limits: Limits = UNLIMITED
+    events: bool = True
+    event_s: float = 0.5
+    lost: float = 0.0  # share of the events
+    deaths_hour: float = 0.0  # replicas that die, each replaced by one with an empty disk
+    outage: tuple[float, float] | None = None  # start, counted as `minutes`, and length
+    keep: str = ""  # what `prune` leaves; "" for everything
+    seed: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """Of the trainer."""
+        return math.ceil(cost.TRAINER_BYTES * self.params / cost.GPU_BYTES)
+
+    @property
+    def workers(self) -> int:
+        """Of a replica."""
+        return math.ceil(cost.REPLICA_BYTES * self.params / cost.GPU_BYTES)
+
+    @property
+    def threads(self) -> int:
+        """That encode or decode."""
+        return util.threads(self.cores)
+
+    def changes(self, syncs: float) -> float:
+        """Weights that differ after this number of syncs, from the measured merges."""
+        spans, factors = np.log(list(cost.MERGED)), np.log(list(cost.MERGED.values()))
+        slope = (factors[-1] - factors[-2]) / (spans[-1] - spans[-2])  # beyond the longest measured merge
+        far = max(math.log(max(syncs, 1e-9)) - spans[-1], 0.0)
+        factor = math.exp(float(np.interp(math.log(max(syncs, 1e-9)), spans, factors)) + slope * far)
+        return self.params * min(self.share * factor, 1.0) if syncs else 0.0
+
+    def delta_bytes(self, syncs: float) -> float:
+        """Size of a delta over this number of syncs."""
+        share, densest = self.changes(syncs) / self.params, 0.3
+        size = cost.delta_bytes(self.params, min(share, densest), "fast", "fp32") * max(share / densest, 1.0)
+        return min(size, 2.0 * self.params)
+
+
+class Many:
+    """The positions or values of a patch: only their number."""
+
+    def __init__(self, size: float, itemsize: int) -> None:
+        self.size, self.nbytes = int(size), int(size * itemsize)
+
+    def __getitem__(self, _: int) -> int:
+        return 0
+
+
+class CountedPatch:
+    """What `syncs` syncs changed."""
+
+    def __init__(self, scenario: Scenario, syncs: float) -> None:
+        self.name, self.shape, self.syncs = TENSOR, (scenario.params,), syncs
+        self.index, self.ulps = (Many(scenario.changes(abs(syncs)), size) for size in (8, 2))
+
+
+class CountedBits:
+    """The weights of a file: the number of syncs that they hold."""
+
+    def __init__(self, syncs: float = 0.0) -> None:
+        self.syncs = syncs
+
+    def copy(self) -> CountedBits:
+        """A copy."""
+        return CountedBits(self.syncs)
+
+
+class Codec:
+    """In place of `delta_weight_sync.codec` and of files with weights: takes time, computes nothing."""
+
+    def __init__(self, scenario: Scenario, clock: Clock) -> None:
+        self._scenario, self._sleep, self._disk = scenario, clock.sleep, dict[Path, CountedBits]()
+
+    def merge(self, first: Sequence[Any], then: Sequence[Any]) -> list[Any]:
+        """As `codec.merge`."""
+        syncs = sum(patch.syncs for patch in (*first, *then))
+        return [CountedPatch(self._scenario, syncs)] if syncs else []
+
+    def inverse(self, patch: Any) -> CountedPatch:
+        """As `codec.inverse`."""
+        return CountedPatch(self._scenario, -patch.syncs)
+
+    def apply(self, patch: Any, bits: CountedBits) -> None:
+        """As `codec.apply`."""
+        bits.syncs += patch.syncs
+        self._sleep(cost.APPLY.seconds(0, patch.index.size))
+
+    def diff(self, _: str, old: CountedBits, new: CountedBits) -> CountedPatch:
+        """As `codec.diff`."""
+        self._sleep(cost.DIFF["fp32"].seconds(self._scenario.params))
+        return CountedPatch(self._scenario, new.syncs - old.syncs)
+
+    def encode(self, patches: Iterable[Any], _: object, *, base: int, version: int, encoding: Any) -> Sized:
+        """As `codec.encode`."""
+        asked, syncs = self._scenario, sum(patch.syncs for patch in patches)
+        seconds = cost.encode_s(asked.params, asked.changes(syncs), encoding)
+        self._sleep(seconds / asked.threads / asked.uploaders)
+        return Sized.of(f"{syncs} {base} {version}".encode(), asked.delta_bytes(syncs), syncs)
+
+    def apply_delta(self, bits: dict[str, CountedBits], path: Path) -> None:
+        """As `reader.apply_delta`."""
+        patch = CountedPatch(self._scenario, float(path.read_bytes().split()[0]))
+        self._sleep(cost.DECODE["fast"].seconds(self._scenario.params, patch.index.size))
+        self.apply(patch, bits[TENSOR])
+
+    def map_bits(self, path: Path, _: str = "r") -> dict[str, CountedBits]:
+        """As `checkpoint.map_bits`."""
+        return {TENSOR: self._disk[path]}
+
+    def write_bits(self, _: object, bits: Callable[[str], CountedBits], path: Path) -> None:
+        """As `checkpoint.write_bits`."""
+        self._disk[path] = bits(TENSOR).copy()
+        with path.open("wb") as file:
+            file.truncate(2 * self._scenario.params)
+        self._sleep(cost.SAVE.seconds(self._scenario.params))
+
+    def copyfile(self, old: Path, new: Path) -> None:
+        """As `shutil.copyfile`."""
+        self._disk[new] = self._disk[old].copy()
+        self._sleep(cost.SAVE.seconds(self._scenario.params))
+
+    def require_digest(self, *_: object) -> None:
+        """As `reader.require_digest`."""
+        self._sleep(cost.DIGEST.seconds(self._scenario.params))
+
+
+class CountedMirror:
+    """In place of `Mirror`."""
+
+    def __init__(self, scenario: Scenario, clock: Clock) -> None:
+        self._scenario, self._sleep = scenario, clock.sleep
+        self._bits, self.digest, self.shapes = CountedBits(), 0, dict[str, tuple[int, ...]]()
+
+    def __bool__(self) -> bool:
+        return bool(self.shapes)
+
+    def add(self, name: str, _: object) -> None:
+        """As in `Mirror`."""
+        self.shapes[name] = (self._scenario.params,)
+
+    def bits(self, _: str) -> CountedBits:
+        """As in `Mirror`."""
+        return self._bits
+
+    def find(self, parts: Iterable[Any]) -> Any:
+        """As in `Mirror`: each part has changed."""
+        self._sleep(cost.DIFF["fp32"].seconds(self._scenario.params) / self._scenario.ranks)
+        return SimpleNamespace(patches=[CountedPatch(self._scenario, 1.0) for _ in parts])
+
+    def keep(self, _: object) -> None:
+        """As in `Mirror`."""
+        self._bits.syncs += 1
+        self.digest += 1
+
+    def take(self, *_: object) -> None:
+        """As in `Mirror`."""
+
+    require_same = require_finite = take
+
+
+class CountedLayout:
+    """In place of `vllm.disk.Layout`: fetches the same files."""
+
+    def __init__(self, fleet: Fleet, read: reader.RunReader, folder: Path) -> None:
+        self._fleet, self._reader, self._folder, self._anchor = fleet, read, folder, None
+
+    def put(self, manifest: Manifest) -> tuple[Path, dict[str, list[int]]]:
+        """As in `Layout`."""
+        asked, sleep = self._fleet.asked, self._fleet.clock.sleep
+        if self._anchor != manifest.anchor:
+            for ref in manifest.anchor.small_first():
+                self._reader.fetch(ref, self._folder)
+            self._anchor = manifest.anchor
+        sum_s = (rate.seconds(asked.params) for rate in (cost.LOAD, cost.DIGEST, cost.SAVE))
+        sleep(sum(sum_s))
+        for ref in self._reader.recipe(manifest).deltas:
+            self._reader.fetch(ref, self._folder)
+            decode_s = cost.DECODE["fast"].seconds(asked.params, ref.changed) / asked.threads
+            sleep(decode_s + cost.APPLY.seconds(0, ref.changed))
+        return self._folder, {}
+
+    def progress(self) -> str:
+        """As in `Layout`."""
+        return ""
+
+    def done(self) -> None:
+        """As in `Layout`."""
+
+
+class CountedEngine:
+    """In place of `vllm.engine.Engine`."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def alive(self) -> bool:
+        """As in `Engine`."""
+        return True
+
+    def serves(self, _: Path) -> bool:
+        """As in `Engine`."""
+        return True
+
+    def take(self, paths: Sequence[Path], *_: str) -> tuple[float, float, float]:
+        """As in `Engine`."""
+        syncs = [self._fleet.hub.syncs[path.name] for path in paths]
+        return self._took(sum(map(self._fleet.asked.changes, syncs)), decoded=True)
+
+    def take_checkpoint(self, *_: object) -> tuple[float, float, float]:
+        """As in `Engine`: it began with the base model."""
+        return self._took(self._fleet.asked.changes(len(self._fleet.handed) - 1), decoded=False)
+
+    def _took(self, changes: float, *, decoded: bool) -> tuple[float, float, float]:
+        asked, sleep = self._fleet.asked, self._fleet.clock.sleep
+        place_s = cost.DIGEST.seconds(asked.params) + cost.PLACE.seconds(asked.params, changes)
+        decode_s = cost.DECODE["fast"].seconds(asked.params, changes) if decoded else 0.0
+        stage_s, pause_s = decode_s / asked.threads + place_s / asked.workers, cost.COMMIT.seconds(0, changes)
+        sleep(stage_s + pause_s / asked.workers)
+        return stage_s, pause_s / asked.workers, pause_s / asked.workers
+
+
+class Replica(follower.Follower):
+    """A follower that reports what it serves to the fleet."""
+
+    def __init__(self, fleet: Fleet, number: int, folder: Path) -> None:
+        region = number % len(fleet.pipes)
+        link = Link(fleet.asked.regions[region].latency, fleet.pipes[region])
+        bucket = SimBucket(fleet.hub, link, "replica", fleet.asked.events)
+        self.fleet, self.number, self.born, self.sync = fleet, number, fleet.clock.now, -1
+        read = reader.RunReader(bucket, "fleet")
+        super().__init__(read, CountedEngine(fleet), name=f"{number}", folder=folder, poll_s=1.0)
+
+    def _serve(self, manifest: Manifest, *seconds: float, joined: bool = False) -> None:
+        super()._serve(manifest, *seconds, joined=joined)
+        self.fleet.served(self, manifest)
+
+
+class Fleet:
+    """One run of a scenario. The figures are for the measured time only."""
+
+    def __init__(self, asked: Scenario) -> None:
+        self.asked, self.clock, self.rng = asked, Clock(), random.Random(asked.seed)
+        self.hub = Hub(self.clock, self.rng, asked.limits, asked.event_s, asked.lost)
+        self.replicas = dict[int, Replica]()
+        self.handed = list[float]()  # when each sync was handed over
+        self.lags, self.joins = list[float](), list[float]()  # of a sync at a replica; until it first served
+        self.versions = list[Manifest]()
+        self.began, self.sent = math.inf, 0
+        self._serving, self._served = Condition(self.clock), 0
+
+    def run(self) -> Fleet:
+        """Run it."""
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            for module, names in self._simulated().items():
+                stack.enter_context(mock.patch.multiple(module, **names))
+            self.pipes = [Pipe(self.clock, region.store, region.link) for region in self.asked.regions]
+            self._folder = Path(folder)
+            self.clock.spawn(self._train, "trainer")
+            self.clock.run()
+        return self
+
+    def served(self, replica: Replica, manifest: Manifest) -> None:
+        """A replica serves a version."""
+        now, first = self.clock.now, replica.sync < 0
+        if first:
+            self._served += 1
+            self._serving.notify_all()
+            if replica.born >= self.began:
+                self.joins.append(now - replica.born)
+        for sync in range(replica.sync + 1, manifest.sync + 1):
+            if not first and self.handed[sync] >= self.began:
+                self.lags.append(now - self.handed[sync])
+        replica.sync = manifest.sync
+
+    def _simulated(self) -> dict[Any, dict[str, Any]]:
+        """What is replaced in each module: time and threads, and whatever computes with weights."""
+        clock, asked = self.clock, self.asked
+        codec, both = Codec(asked, clock), {"threading": clock.threading, "time": clock.time}
+        files = {name: getattr(codec, name) for name in ("map_bits", "apply_delta", "require_digest")}
+        shutil = SimpleNamespace(copyfile=codec.copyfile)
+        mirror, layout = (
+            (lambda *_, **__: CountedMirror(asked, clock)),
+            functools.partial(CountedLayout, self),
+        )
+        return {
+            _notifications: {"threading": clock.threading},
+            hub: both | {"random": self.rng},
+            watch: {"monotonic": clock.seconds},
+            reader: {"ThreadPoolExecutor": clock.executor, "parse": functools.cache(parse)},
+            runlog: {"threading": clock.threading},
+            writer: {
+                "time": clock.time,
+                "file_sha256": lambda path: hashlib.sha256(stand_in(path)).hexdigest(),
+            },
+            shortcuts: files | {"threading": clock.threading, "codec": codec, "shutil": shutil},
+            outbox: both | {"codec": codec, "Mirror": mirror, "write_bits": codec.write_bits},
+            follower: both | {"Layout": layout},
+        }
+
+    def _train(self) -> None:
+        asked, clock = self.asked, self.clock
+        bucket = SimBucket(
+            self.hub, Link(asked.latency, Pipe(clock, asked.link * asked.uploaders)), "trainer"
+        )
+        written = writer.RunWriter(bucket, "fleet", model="none", assets=None)
+        log, keep = runlog.RunLogWriter(bucket, "fleet"), Keep.parse(asked.keep) if asked.keep else None
+        publisher, weights = outbox.Outbox(written, log, keep=keep), [(TENSOR, torch.zeros(1))]
+        self.handed.append(clock.now)
+        publisher.publish(weights, 0)
+        for number in range(asked.replicas):
+            clock.call(self.rng.uniform(0, 60), functools.partial(self._start, number))
+        self._serving.wait_for(lambda: self._served >= 0.95 * asked.replicas)
+        self._begin(written)
+        for sync in itertools.count(1):
+            clock.sleep(max(self.began + sync * asked.step_s - clock.now, 0.0))
+            self.handed.append(clock.now)
+            publisher.publish(weights, sync)
+
+    def _begin(self, written: writer.RunWriter) -> None:
+        """Start to measure."""
+        self.began, ends_s = self.clock.now, 60 * self.asked.minutes
+        self.hub.begin()
+        self.sent = -written.bucket.sent
+        written.on_version = self.versions.append
+
+        def stop() -> None:
+            self.sent += written.bucket.sent
+            self.clock.end()
+
+        self.clock.call(ends_s, stop)
+        if self.asked.outage:
+            self.hub.outage(60 * self.asked.outage[0], self.asked.outage[1])
+        if self.asked.deaths_hour:
+            self.clock.spawn(self._deaths, "deaths")
+
+    def _start(self, number: int) -> None:
+        replica = self.replicas[number] = Replica(self, number, self._folder)
+        self.clock.spawn(replica.start, replica)
+
+    def _deaths(self) -> None:
+        while True:
+            self.clock.sleep(self.rng.expovariate(self.asked.deaths_hour / 3600))
+            number = self.rng.choice(sorted(self.replicas))
+            self.clock.kill(self.replicas[number])
+            self._start(number)
