@@ -121,8 +121,8 @@ def follow(
         public_key: As for `open_run`.
         version: Yield this version only, then end.
         once: Yield the newest version only, then end.
-        on_error: Called with each error after which `follow` tries again, and with what is damaged; not with
-            the same message twice in a row. By default they are logged.
+        on_error: Called with each error after which `follow` tries again, and with an error that names
+            damaged records; not with the same message twice in a row. By default they are logged.
 
     Returns:
         An iterator of `FollowedVersion`, for `for` and for `async for`. It is a context manager too.

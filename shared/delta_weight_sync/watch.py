@@ -16,7 +16,7 @@ from delta_weight_sync.records import POLL_S, Head, Manifest, Rank, Writer, head
 
 FIRST_S = 1.0  # wait after the first failure; each further failure doubles it
 LONGEST_S = 600.0
-_LIST_EVERY = 30  # one poll in 30 lists all HEADs; the Hub allows more of the other polls, for one HEAD
+_LIST_EVERY = 30  # one poll in 30 lists all HEADs; the others ask for one, which the Hub allows more often
 _AHEAD = 3  # deltas of further versions that are fetched before a manifest names them
 _STORE = "the store"
 
@@ -59,7 +59,7 @@ class Watcher:
         self.wait, self.poke, self.close = notifications.wait, notifications.poke, notifications.close
         self._skipped: Problems = {}  # records that were skipped to find the newest version
         self._skipped_heads: Problems = {}
-        # They delay after no answer; HEADs without a version; a version that cannot be used; damaged HEADs.
+        # Delay after: no answer; a failure with these HEADs; a failure with this version; damaged HEADs.
         self._asking, self._finding, self._using, self._mending = (Backoff() for _ in range(4))
         self._answered, self._fruitful = False, True  # whether the last poll after a notification found news
         self._newest = seen

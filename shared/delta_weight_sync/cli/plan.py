@@ -69,7 +69,7 @@ def _positive(text: str) -> int:
 def _assumptions(plan: Plan) -> list[str]:
     """What the prediction rests on, as sentences."""
     asked, shares, threads = plan.question, cost.SIZES[plan.question.trainer].shares, cost.TWO_THREADS
-    made, taken = cost.PUBLISHING, cost.TAKING
+    made, requests = cost.PUBLISHING, cost.TAKING["all"] + plan.fetches - cost.TAKING_IN_TURN
     gpu, polls = f"{cost.GPU_BYTES / 1e9:.0f} GB", cost.WINDOW_S / POLL_S
     text = f"""\
 times assume one core of an AMD EPYC for each thread (`make bench`); no GPU was measured
@@ -77,9 +77,9 @@ the trainer needs {cost.TRAINER_BYTES:.0f} bytes per weight, and has one rank fo
 a replica needs {cost.REPLICA_BYTES:.1f} bytes per weight, and has one worker for every {gpu}
 each machine has a link of {size_text(asked.link)}/s, and the store serves all of them simultaneously
 the publisher makes {made["all"]} requests per version, one after the other
-each replica polls HEAD and makes {taken["all"]} requests per version; {plan.fetches} of all are sequential
+each replica polls HEAD, then makes {requests} requests per version; the longest chain has {plan.fetches}
 a request takes {time_text(asked.latency)} in addition to its bytes
-the Hub's events notify replicas; a replica without them makes {polls:.0f} requests for files in 5 minutes
+requests are counted with the Hub's events, times with {polls:.0f} polls in 5 minutes by each replica
 changes are spread like those of the measured models; clustered changes make smaller files
 prices as of {cost.PRICES_READ_ON}: huggingface.co/pricing, /storage and /docs/hub/spaces-gpus
 private storage is ${cost.PRIVATE_USD_TB_MONTH:.0f} per TB and month beyond {cost.INCLUDED_TB:.0f} TB"""

@@ -107,9 +107,9 @@ def own_parts(weights: Weights, mirror: Mirror, names: dict[str, list[Patch]]) -
 
 
 def gathered(weights: Weights, *, first: bool, main: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights, on ranks other than the main one their own parts.
+    """Yield the weights, usually as each rank holds them.
 
-    The main rank gets whole tensors: at the `first` sync all, and later those that are not a plain block.
+    The main rank gets whole tensors instead: at the `first` sync all, later those that are not a plain block.
     Every rank must iterate to the end, because this is a collective.
     """
     for name, tensor in weights:

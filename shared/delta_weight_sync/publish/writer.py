@@ -1,4 +1,4 @@
-"""Writing a run: objects first, then the manifest, then HEAD, under names that no other writer uses."""
+"""Writing a run: files and manifest first, HEAD last, under names that no other writer uses."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ class RunWriter:
         return self._signing_key.sign(record) if self._signing_key else record
 
     def confirm(self) -> Manifest:
-        """Publish the decided version: store its delta, its manifest and HEAD, in this order.
+        """Publish the decided version: store its delta and manifest, then HEAD.
 
         Call it again after each `BucketError`: the manifest may be in the bucket already, so the version must
         stay the same. Raises `FencedError`, and the version does not count, if another trainer took over.
