@@ -46,6 +46,7 @@ test-all: $(VENV)/.app $(VENV)/.smollm2 $(VENV)/.test lint
 	$(BIN)/python -m docs.run
 	$(BIN)/python -m trainer.demo < /dev/null
 	$(BIN)/python -m docs.screenshots --bucket file://$(CURDIR)/runs/demo/bucket --out build/screenshots
+	$(BIN)/python -m docs.moving --out build/watch.webp
 
 lint: $(VENV)/.app $(VENV)/.test
 	$(BIN)/ruff check .

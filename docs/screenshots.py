@@ -1,6 +1,6 @@
 """Photographs a run: `python -m docs.screenshots --bucket URL --out docs`.
 
-Desktop and phone, light and dark, made small by 128 colours; `dashboard.png` opens the README.
+Desktop and phone, light and dark, made small by 128 colours; `dashboard.png` is in the quickstart.
 """
 
 from __future__ import annotations
