@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import re
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -190,8 +191,8 @@ class Link(asyncio.Transport):
 class Port:
     """uvicorn, without a socket."""
 
-    def __init__(self, app=None) -> None:
-        self.http = limited_http(LIMITS, MAX_VISITORS, KEY)
+    def __init__(self, app=None, limits=LIMITS) -> None:
+        self.http = limited_http(limits, MAX_VISITORS, KEY)
         self.config = Config(gate(app or well), log_level="error", timeout_keep_alive=KEEP_ALIVE_S)
         self.config.load()
         self.state = ServerState()
@@ -264,13 +265,15 @@ HALF += b"Content-Type: application/json\r\nContent-Length: 1\r\n\r\n"
 @pytest.mark.finding(6)
 @pytest.mark.finding("N3")
 @pytest.mark.parametrize(
-    ("said", "busy"), [(ASK + b"\r\n", 1), (HALF, 0)], ids=["after an answer", "half a body"]
+    ("said", "busy", "keep_active"),
+    [(ASK + b"\r\n", 1, True), (ASK + b"\r\n", 1, False), (HALF, 0, True)],
+    ids=["after an answer", "in the environment", "half a body"],
 )
-def test_the_longest_idle_visitor_is_evicted_and_no_trainer(said, busy):
+def test_the_longest_idle_visitor_is_evicted_and_no_trainer(said, busy, keep_active):
     """Of visitors that were answered, the first `busy` ask again."""
 
     async def scenario():
-        port = Port()
+        port = Port(limits=replace(LIMITS, keep_active=keep_active))
         trainer = Link(port)
         trainer.send(ASK + f"X-Space-Key: {KEY}\r\n\r\n".encode())
         await asyncio.sleep(1)
