@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from env_space.game import Game, guesses, rules_from
+from env_space.game import Game, Rules, guesses
 from env_space.settings import Settings
 
 WEB = Path(__file__).parents[1] / "web"
@@ -79,7 +79,7 @@ def play(games: int) -> None:
         llm = LLM(
             folder, dtype="bfloat16", enforce_eager=True, max_model_len=256, kv_cache_memory_bytes=64 << 20
         )
-    rules = rules_from(Settings())
+    rules = Rules(Settings())
     played = [(Game(secret, guesses()), [], []) for secret in rules.held_out[:games]]
     sampling = SamplingParams(temperature=0, max_tokens=7, stop_token_ids=[1, 261], skip_special_tokens=False)
     while open_games := [one for one in played if not one[0].over and len(one[1]) == one[0].turns]:

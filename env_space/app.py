@@ -36,7 +36,6 @@ from env_space.game import (
     RewardParts,
     Rules,
     Split,
-    rules_from,
 )
 from env_space.sessions import Origin, Session, Sessions
 from env_space.settings import Settings
@@ -180,7 +179,7 @@ def create_app(settings: Settings, clock: Callable[[], float] = time.monotonic) 
 
     Raises `ValueError` if the word list has fewer words than `settings.answers`.
     """
-    rules, metrics = rules_from(settings), Metrics()
+    rules, metrics = Rules(settings), Metrics()
 
     def ended(session: Session) -> None:
         metrics.count_game(session)
@@ -248,9 +247,8 @@ class _MoveRoute(APIRoute):
     """Calls its endpoint directly: most requests are moves, and FastAPI's own handling costs 30 µs more."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        async def play(request: Request) -> Response:
-            answer: Response = await self.endpoint(request.path_params["session"], request)
-            return answer
+        async def play(request: Request) -> Any:
+            return await self.endpoint(request.path_params["session"], request)
 
         return play
 
@@ -397,7 +395,7 @@ def find_problems(environ: Mapping[str, str]) -> Problems:
     """The variables that would prevent a Space on the Hub from starting, each with its problem."""
     found = key_problem(environ, "WORDLE_KEY", "WORDLE_OPEN")
     try:
-        rules_from(Settings.read(environ))
+        Rules(Settings.read(environ))
     except SettingsError as error:
         return found | error.problems
     except ValueError as error:  # there are fewer words than WORDLE_ANSWERS

@@ -229,13 +229,13 @@ class Game:
         return f"{quote(word)} is not in the word list."
 
 
-@dataclass(frozen=True)
 class Rules:
-    """The words and settings of all games."""
+    """The words and settings of all games. Raises ValueError if there are fewer words than `answers`."""
 
-    train: tuple[str, ...]
-    held_out: tuple[str, ...]
-    settings: Settings
+    def __init__(self, settings: Settings) -> None:
+        words = answers(settings.answers, settings.length)
+        trained = len(words) - len(words) // HELD_OUT
+        self.train, self.held_out, self.settings = words[:trained], words[trained:], settings
 
     def deal(self, seed: int, split: Split = "train") -> Game:
         """Start the game whose secret `seed` selects. Raises GameError if `split` has no words."""
@@ -244,13 +244,6 @@ class Rules:
             without = f"Of {len(self.train)} answers, none is held out"
             raise GameError(422, f"{without}: set WORDLE_ANSWERS to at least {HELD_OUT}.")
         return Game(secret_for(seed, words), guesses(self.settings.length), self.settings)
-
-
-def rules_from(settings: Settings) -> Rules:
-    """Build the rules. Raises ValueError if the word list has fewer than `settings.answers` words."""
-    words = answers(settings.answers, settings.length)
-    trained = len(words) - len(words) // HELD_OUT
-    return Rules(words[:trained], words[trained:], settings)
 
 
 def _read(name: str) -> list[str]:

@@ -1,6 +1,6 @@
 // What both tabs show of a game: the grid of guesses, the parts of the reward and the log.
 
-const MARKS = {
+export const MARKS = {
   "+": { name: "place", says: "right place" },
   "?": { name: "other", says: "another place" },
   "-": { name: "none", says: "not in the word" },
@@ -34,17 +34,15 @@ export class Board {
   // Empty rows of empty tiles.
   draw(rows, length) {
     this.length = length;
+    this.list.classList.remove("won");
     this.list.style.setProperty("--length", length);
     this.list.style.setProperty("--rows", rows);
-    this.rows = Array.from({ length: rows }, (_, i) => this.#row(i, length));
+    const tile = () => element("span", { className: "tile", ariaHidden: "true" });
+    const row = (_, i) => element("li", { ariaLabel: `Guess ${i + 1}: empty` }, ...Array.from({ length }, tile));
+    this.rows = Array.from({ length: rows }, row);
     this.list.replaceChildren(...this.rows);
     this.log.replaceChildren();
     this.reward();
-  }
-
-  #row(i, length) {
-    const tiles = Array.from({ length }, () => element("span", { className: "tile", ariaHidden: "true" }));
-    return element("li", { ariaLabel: `Guess ${i + 1}: empty` }, ...tiles);
   }
 
   // The letters of a guess that is being typed.
@@ -69,11 +67,6 @@ export class Board {
     row.dataset.feedback = move.feedback || "invalid";
     if (move.solved) this.list.classList.add("won");
     this.reward(move.reward_parts, move.reward);
-  }
-
-  clear(rows, length) {
-    this.list.classList.remove("won");
-    this.draw(rows, length);
   }
 
   // The parts of the reward and their sum; nothing yet without any.

@@ -1,6 +1,6 @@
 // Lets a person play on the engine that trains a policy. Each move is one request.
 
-import { Board, describe, element } from "./board.js";
+import { Board, MARKS, describe, element } from "./board.js";
 
 const ROWS = ["qwertyuiop", "asdfghjkl", "↵zxcvbnm⌫"];
 const NAMES = { "↵": "Enter", "⌫": "Delete letter" };
@@ -33,11 +33,10 @@ async function start(seed) {
   try {
     const opened = await ask("POST", "play", { seed });
     game = { ...opened, turn: 1, typed: "", over: false, busy: false };
-    board.clear(opened.max_guesses, opened.length);
+    board.draw(opened.max_guesses, opened.length);
     keys.querySelectorAll("button").forEach((key) => key.removeAttribute("data-mark"));
-    seedLink.textContent = `#${seed}`;
-    seedLink.href = `#seed=${seed}`;
-    seedLink.title = "A link to the same word, for somebody else";
+    const title = "A link to the same word, for somebody else";
+    Object.assign(seedLink, { textContent: `#${seed}`, href: `#seed=${seed}`, title });
     says.textContent = `Guess a word of ${opened.length} letters.${opened.hard_mode ? " Use every hint." : ""}`;
   } catch (problem) {
     says.textContent = problem.message;
@@ -87,8 +86,7 @@ function colour(letter, mark) {
   const rank = " -?+";
   if (rank.indexOf(mark) <= rank.indexOf(key.dataset.mark ?? " ")) return;
   key.dataset.mark = mark;
-  const known = { "+": "right place", "?": "another place", "-": "not in the word" }[mark];
-  key.ariaLabel = `${letter}, ${known}`;
+  key.ariaLabel = `${letter}, ${MARKS[mark].says}`;
 }
 
 function press(key) {

@@ -26,10 +26,9 @@ async function* events(body) {
 
 const SHOW = {
   opened(game) {
-    board.clear(game.max_guesses, game.length);
-    panel.querySelector(".seed").textContent = `#${game.seed}`;
-    panel.querySelector(".seed").href = `#seed=${game.seed}`;
-    panel.querySelector(".seed").title = "Play the same word yourself";
+    board.draw(game.max_guesses, game.length);
+    const link = { textContent: `#${game.seed}`, href: `#seed=${game.seed}`, title: "Play the same word yourself" };
+    Object.assign(panel.querySelector(".seed"), link);
     says.textContent = "The policy is thinking…";
   },
   async turn({ text, version, move }) {

@@ -17,7 +17,7 @@ from bench.research.wordle_policy import Teacher, read_words, secrets_of
 from delta_weight_sync import Publisher, open_run
 from env_space import game as env
 from env_space.app import create_app
-from env_space.game import ignored_hint, rules_from
+from env_space.game import Rules, ignored_hint
 from env_space.settings import Settings
 from examples import tiny_policy as tiny
 from tests.support.serving import serving
@@ -74,7 +74,7 @@ def test_imitation_changes_matrices_by_a_low_rank_and_nothing_else(base, tmp_pat
     assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size < 200_000
 
 
-HELD_OUT = rules_from(Settings()).held_out
+HELD_OUT = Rules(Settings()).held_out
 
 
 def test_the_recipe_is_reproducible_and_loads(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from uuid import uuid4
 import pytest
 
 import env_space
-from env_space.game import Game, GameError, answers, feedback, guesses, rules_from, secret_for
+from env_space.game import Game, GameError, Rules, answers, feedback, guesses, secret_for
 from env_space.sessions import Origin, Sessions
 from env_space.settings import Settings
 from tests.env_space.service import guess, sentence, service
@@ -64,7 +64,7 @@ def test_an_impossible_number_of_answers_is_refused(n):
 
 def test_secrets_stay_what_they_were():
     """Published results name seeds, so a seed must keep its secret."""
-    rules = rules_from(Settings())
+    rules = Rules(Settings())
     assert answers(5) == ("yoked", "hunks", "heard", "creak", "stoop")
     assert [rules.deal(seed).secret for seed in (0, 1, 2, -1)] == ["lorry", "serum", "hurls", "scope"]
     assert [rules.deal(seed, "held_out").secret for seed in (0, 1, 2)] == ["lemon", "adobe", "merry"]
@@ -233,13 +233,13 @@ def test_giving_up_costs_once_and_only_before_the_end():
 
 @pytest.mark.parametrize(("answers", "held_out"), [(None, 353), (128, 12), (10, 1), (9, 0), (1, 0)])
 def test_a_tenth_of_the_secrets_is_held_out(answers, held_out):
-    rules = rules_from(Settings(answers=answers))
+    rules = Rules(Settings(answers=answers))
     assert len(rules.held_out) == held_out
     assert not set(rules.train) & set(rules.held_out)
 
 
 def test_no_training_game_has_a_held_out_secret_and_the_other_way_round():
-    rules = rules_from(Settings(answers=30))
+    rules = Rules(Settings(answers=30))
     trained = {rules.deal(seed).secret for seed in range(500)}
     held_out = {rules.deal(seed, "held_out").secret for seed in range(500)}
     assert trained == set(rules.train)

@@ -16,7 +16,7 @@ from starlette.websockets import WebSocketDisconnect
 
 import env_space
 from env_space.app import create_app
-from env_space.game import feedback, rules_from
+from env_space.game import Rules, feedback
 from env_space.openenv import MOST_IDLE
 from env_space.settings import Settings
 from tests import idle_time
@@ -217,7 +217,7 @@ def test_the_routes_that_openenvs_tools_need():
 
 OPENENV = "openenv==0.10.0"
 FOLDER = Path(env_space.__file__).parent
-RULES = rules_from(Settings(answers=60))
+RULES = Rules(Settings(answers=60))
 
 
 @pytest.fixture(scope="module")

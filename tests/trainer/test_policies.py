@@ -15,7 +15,7 @@ import trainer.policies
 from bench.research.held_out import Reply, _Turns, play
 from bench.research.tokens import CALL, LETTERS, TURN_TOKENS, WordleTokens, build_wordle_tokenizer
 from env_space import game as env
-from env_space.game import rules_from
+from env_space.game import Rules
 from env_space.settings import Settings
 from trainer.policies import smollm2
 
@@ -102,7 +102,7 @@ def test_any_other_text_survives(tokenizer, text):
 
 
 SHIPPED = Path(trainer.policies.__file__).parent / "wordle-tiny"
-HELD_OUT = rules_from(Settings()).held_out
+HELD_OUT = Rules(Settings()).held_out
 GAMES = 60
 
 

@@ -31,7 +31,7 @@ from delta_weight_sync.records import Manifest
 from delta_weight_sync.runlog import DoneEvent, RunLogReader, StepEvent
 from delta_weight_sync.signing import PUBLIC_KEY, new_pair
 from delta_weight_sync.store import open_bucket
-from env_space.game import rules_from
+from env_space.game import Rules
 from env_space.settings import Settings
 from tests.live.replica import SMALL_CACHE, Replica
 from tests.support.dockerfile import CHECKOUT, Job, parse
@@ -239,7 +239,7 @@ def test_the_policy_plays_on_the_page(deployed: Deployment, page: "Page") -> Non
     said = page.locator("#watch .says").inner_text()
     turns = page.locator("#watch .board li[data-feedback]").count()
     wrote = page.locator("#watch .log code").all_inner_texts()
-    assert said.rstrip(".").split()[-1].lower() in rules_from(Settings()).train
+    assert said.rstrip(".").split()[-1].lower() in Rules(Settings()).train
     assert len(wrote) == turns > 0
     assert all(text.startswith('<tool_call> {"name": "guess"') for text in wrote)
     assert sessions(deployed.env) == before, "neither game takes a place of the API"
