@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 
 log = logging.getLogger("delta_weight_sync")
@@ -25,7 +24,6 @@ def main() -> None:
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler(sys.stdout))
     problems = find_problems(os.environ) if "SPACE_ID" in os.environ else {}
-    exit_on_sigterm()
     if problems:
         log.error("replica: %s", SETUP.sentence(problems))
         return listen(SETUP.app(problems), *Settings.listen_address(os.environ))
@@ -35,15 +33,6 @@ def main() -> None:
     except (DeltaWeightSyncError, SettingsError) as error:
         sys.exit(f"replica: {error}")
     return listen(app, settings.host, settings.port, settings.key)
-
-
-def exit_on_sigterm() -> None:
-    """Make SIGTERM an ordinary exit, so that temporary folders are removed.
-
-    Call it before uvicorn starts: after it has stopped, uvicorn restores this handler and raises SIGTERM
-    again.
-    """
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 if __name__ == "__main__":

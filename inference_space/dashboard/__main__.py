@@ -11,7 +11,6 @@ from fastapi import FastAPI
 
 from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.store import open_bucket
-from inference_space.app import exit_on_sigterm
 from inference_space.dashboard.export import export
 from inference_space.dashboard.page import mount
 from space_guard.limits import serve
@@ -37,7 +36,6 @@ def main() -> None:
     app = mount(FastAPI(), bucket, args.run)
     with socket.create_server((args.host, args.port)) as listening:
         print(f"http://{args.host}:{listening.getsockname()[1]}/", flush=True)
-        exit_on_sigterm()
         # An open page holds a connection that would never end by itself.
         serve(app, [listening], log_level="warning", timeout_graceful_shutdown=1)
 

@@ -218,6 +218,9 @@ class _Server(uvicorn.Server):
 def serve(app: ASGIApp, sockets: list[socket.socket] | None = None, **options: Any) -> None:
     """Serve `app` with uvicorn's `options` until SIGTERM or SIGINT; then the process ends within 30 s."""
     server = _Server(uvicorn.Config(app, **options))
+    # After it has stopped, uvicorn restores this handler and raises SIGTERM again: an ordinary exit, which
+    # removes temporary folders.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with suppress(KeyboardInterrupt):
         server.run(sockets)
     if not server.started:
