@@ -7,7 +7,6 @@ dots are the round caps of empty strokes, so nothing is distorted. Colours come 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -101,7 +100,7 @@ def linear(values: Iterable[float], words: Words, *, zero: bool = False, whole: 
     elif not zero:
         low = math.floor(low / step) * step
     first, last = math.ceil(low / step), math.floor(high / step + 1e-9)
-    return Axis(low, high, tuple((n * step, _short(words(n * step))) for n in range(first, last + 1)))
+    return Axis(low, high, tuple((n * step, words(n * step)) for n in range(first, last + 1)))
 
 
 def logarithmic(values: Iterable[float], words: Words) -> Axis:
@@ -110,7 +109,7 @@ def logarithmic(values: Iterable[float], words: Words) -> Axis:
     low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)) + 1e-9)
     high = max(high, low + 1)
     ticks = (10.0**n for n in range(low, high + 1, math.ceil((high - low) / 4)))
-    return Axis(10.0**low, 10.0**high, tuple((at, _short(words(at))) for at in ticks), log=True)
+    return Axis(10.0**low, 10.0**high, tuple((at, words(at)) for at in ticks), log=True)
 
 
 def ago(first: float, now: float) -> Axis:
@@ -119,7 +118,7 @@ def ago(first: float, now: float) -> Axis:
     years = _SPANS[-1] * math.ceil((now - first) / (4 * _SPANS[-1]))
     step = next((step for step in _SPANS if 4 * step >= now - first), years)
     spans = range(step, int(now - first) + 1, step)
-    return Axis(first, now, ((now, "now"), *((now - span, f"−{_short(time_text(span))}") for span in spans)))
+    return Axis(first, now, ((now, "now"), *((now - span, f"−{time_text(span)}") for span in spans)))
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
@@ -201,11 +200,6 @@ def sync_spans(sync: SyncEvent, slow: CommitEvent | None) -> list[Span]:
 
 def _filled(css: str, points: Series) -> list[Mark]:
     return [Mark("area", css, points), Mark("line", css, points)]
-
-
-def _short(words: str) -> str:
-    """Drop the zeros at the end of a decimal fraction."""
-    return re.sub(r"\.0+(?!\d)|(\.\d*[1-9])0+(?!\d)", r"\1", words)
 
 
 def _range(values: Iterable[float], zero: bool) -> tuple[float, float]:

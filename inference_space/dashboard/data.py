@@ -38,7 +38,6 @@ WINDOW_S = 300.0  # seconds: the window of the rate limit, as long as the Hub's 
 CALLS = 240  # per window; one call makes up to three of the 1,000 requests that the Hub allows a free user
 BYTES = 2_000_000_000  # per window; enough for the largest version that a dashboard rebuilds
 _PAGE = 1000  # objects that one request lists
-_DIGESTS = 4096  # kept in memory
 _DIGEST_TRIES = 10
 _DIGESTS_BACK = 64  # manifests to walk for the digest of a version that a replica still serves
 _MANIFESTS, _PROOFS = 256, 4096  # kept in memory
@@ -89,13 +88,12 @@ class RunCache:
         self._bucket, self._run, self._own_status, self._pause = bucket, run, own_status, pause
         self._view = RunView(bucket=bucket.url, run=run)
         self._info: RunInfo | None = None
-        self._info_object: ObjectInfo | None = None  # the object that `_info` was read from
+        self._infos = AnswerCache[ObjectInfo, RunInfo | None](lambda info: read_info(bucket, info.key), 1)
         self._log: RunLogReader | None = None
         self._state = RunState()
         self._opened = time.time()
         self._shown: object = None  # what the shown progress was computed from
-        self._digests_asked: tuple[set[int], int | None] = (set(), None)
-        self._digest_tries = 0
+        self._lookups: tuple[object, int] = (None, 0)  # which digests were looked up last, and how often
         self._asked = threading.Event()
         threading.Thread(target=self._loop, name="dashboard-reader", daemon=True).start()
 
@@ -167,33 +165,24 @@ class RunCache:
     def _find(self) -> RunInfo | None:
         """Return the description of the run to show; it is read again only if it changed."""
         name = self._run or (self._info.run if self._info else None)
-        if name:
-            key = Keys(name).info
-            found = self._bucket.stat(key)
-            if found and found == self._info_object:
-                return self._info
-            self._info_object, known = None, read_info(self._bucket, key) if found else None
-            self._info_object = found
-            if known or self._run:
-                return known
-        return newest_run(self._bucket)
+        found = self._bucket.stat(Keys(name).info) if name else None
+        known = self._infos(found) if found else None
+        return known if known or self._run else newest_run(self._bucket)
 
     def _learn_digests(self, run: RunReader, own: ReplicaEvent | None) -> None:
         """Look up the published digests of the versions that replicas serve."""
-        digests, served = self._state.digests, self._state.served()
-        if own and own.version is not None:
-            served.add(own.version)
-        if len(digests) > _DIGESTS:
-            self._state.digests = digests = {version: digests[version] for version in served & digests.keys()}
+        known, served = self._state.digests, self._state.served(own)
+        self._state.digests = digests = {version: known[version] for version in served & known.keys()}
         wanted = served - digests.keys()
         asked = (wanted, self._state.version)
-        self._digest_tries = self._digest_tries + 1 if asked == self._digests_asked else 1
-        self._digests_asked = asked
-        if not wanted or self._digest_tries > _DIGEST_TRIES:  # a replica may name a version that never was
+        self._lookups = asked, self._lookups[1] + 1 if asked == self._lookups[0] else 1
+        if not wanted or self._lookups[1] > _DIGEST_TRIES:  # a replica may name a version that never was
             return
         oldest = 0
         for manifest in islice(run.versions(), _DIGESTS_BACK):
-            oldest, digests[manifest.version] = manifest.version, manifest.digest
+            oldest = manifest.version
+            if oldest in wanted:
+                digests[oldest] = manifest.digest
             if oldest <= min(wanted):
                 return
         digests.update((version, None) for version in wanted if version < oldest)  # too far back: give up
@@ -333,12 +322,11 @@ class Library:
 
     def _manifest(self, version: int) -> Manifest:
         manifests = manifests_of(self.objects())
-        info, oldest = manifests.get(version), min(manifests, default=0)
-        if info is None and 0 <= version < oldest:
+        if info := manifests.get(version):
+            return self._manifests(info)
+        if 0 <= version < (oldest := min(manifests, default=0)):
             raise no_longer_held(f"run {self.run!r} in {self.bucket.url}", version, oldest)
-        if info is None:
-            raise errors.ProtocolError(f"run {self.run!r} has no version {version} in {self.bucket.url}")
-        return self._manifests(info)
+        raise errors.ProtocolError(f"run {self.run!r} has no version {version} in {self.bucket.url}")
 
     def _open(self, manifest: Manifest) -> OpenedDelta:
         if not manifest.deltas:

@@ -188,11 +188,10 @@ class RunState:
                 case DoneEvent():
                     self._done = event
 
-    def served(self) -> set[int]:
-        """Return the versions whose published digests are needed."""
-        served = {track.status.version for track in self._tracks.values()}
-        served |= {self._done.version} if self._done else set()
-        return {version for version in served if version is not None}
+    def served(self, own: ReplicaEvent | None = None) -> set[int]:
+        """Return the versions whose published digests are needed; `own` is as for `progress`."""
+        reports = [own, self._done, *(track.status for track in self._tracks.values())]
+        return {report.version for report in reports if report and report.version is not None}
 
     def progress(self, own: ReplicaEvent | None = None) -> Progress | None:
         """Return what the page shows, None before the first version. `own` is the status of the replica that

@@ -11,7 +11,6 @@
       label: "Look back", min: 0, max: 1, value: 1, words: (index) => (moments.length ? `v${moments[index]}` : ""),
       then: (index) => go(index),
     });
-    const input = range.element.querySelector("input");
 
     function go(index) {
       at = index >= moments.length - 1 ? null : moments[index];
@@ -25,7 +24,7 @@
       bar.hidden = fresh.length < 3;
       if (fresh.length === moments.length && fresh.at(-1) === moments.at(-1)) return;
       moments = fresh;
-      input.max = moments.length - 1;
+      range.element.querySelector("input").max = moments.length - 1;
       const index = at === null ? moments.length - 1 : moments.findIndex((version) => version >= at);
       range.set(index);
     }

@@ -3,25 +3,18 @@
   const { stage } = window.dws;
   const { html } = stage;
 
-  class Figure {
-    constructor(article) {
-      this.element = html("div", { class: "scene" });
-      this.stage = html("div", { class: "canvas" });
-      this.said = html("p", { class: "said", "aria-live": "polite" });
-      this.controls = html("div", { class: "controls" });
-      this.element.append(this.stage, this.said, this.controls);
-      article.querySelector(".scene")?.remove();
-      article.append(this.element);
-    }
-
-    say(text) {
-      this.said.textContent = text;
-    }
+  function figure(article) {
+    const canvas = html("div", { class: "canvas" }), controls = html("div", { class: "controls" });
+    const said = html("p", { class: "said", "aria-live": "polite" });
+    const element = html("div", { class: "scene" }, canvas, said, controls);
+    article.querySelector(".scene")?.remove();
+    article.append(element);
+    return { element, stage: canvas, controls, say: (text) => said.replaceChildren(text) };
   }
 
   function build(root, facts, scene) {
     for (const article of root.querySelectorAll("[data-scene]")) {
-      stage.figures[article.dataset.scene](new Figure(article), facts, scene);
+      stage.figures[article.dataset.scene](figure(article), facts, scene);
     }
   }
 

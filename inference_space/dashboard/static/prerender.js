@@ -5,10 +5,6 @@
   const theme = new URLSearchParams(location.search).get("__theme");
   document.body.classList.toggle("dark", theme ? theme === "dark" : dark);
   if (!["", "#run"].includes(location.hash)) first.remove(); // it shows the run, but the visitor opened another view
-  const watch = new MutationObserver(() => {
-    if (!document.querySelector("#dws-live .page")) return;
-    watch.disconnect();
-    first.remove();
-  });
-  watch.observe(document.documentElement, { childList: true, subtree: true });
+  const replace = () => (document.querySelector("#dws-live .page") ? first.remove() : requestAnimationFrame(replace));
+  replace();
 })();

@@ -100,7 +100,8 @@
       caption();
     }
 
-    function draw() {
+    function draw(fresh = width) {
+      width = fresh;
       if (width) line.draw(width, one);
     }
 
@@ -160,9 +161,6 @@
     figure.controls.append(player.button, next, speed.element, size.element);
     figure.stage.append(line.host, line.bits, grid.element, tally);
     choose(Math.min(0.2, 6 * MEAN * rate * 1.4 * 2 ** 7)); // it flips every few steps
-    stage.fit(line.host, (fresh) => {
-      width = fresh;
-      draw();
-    });
+    stage.fit(line.host, draw);
   };
 })();

@@ -8,15 +8,13 @@
     if (!answer.ok) throw new Error(text);
     return text;
   };
+  const of = (view) => (version) => get(`${view}?version=${version}`);
   /** Views from a server; an exported folder has its own source. */
   const server = {
     moments: () => JSON.parse(document.querySelector("#dws-live [data-moments]")?.dataset.moments || "[]"),
     versions: () => [...Array(Number(document.querySelector("#dws-live [data-version]")?.dataset.version || 0)).keys()].map((v) => v + 1),
-    frame: (version) => get(`frame?version=${version}`),
-    inside: (version) => get(`inside?version=${version}`),
+    frame: of("frame"), inside: of("inside"), delta: of("delta"), verify: of("verify"),
     bucket: (page) => get(`bucket?page=${page}`),
-    delta: (version) => get(`delta?version=${version}`),
-    verify: (version) => get(`verify?version=${version}`),
     explain: async () => JSON.parse(await get("explain")),
   };
 
@@ -54,10 +52,7 @@
 
     show(name) {
       this.root.dataset.view = name;
-      for (const [other, tab] of Object.entries(this.views)) {
-        if (other === name) tab.setAttribute("aria-current", "page");
-        else tab.removeAttribute("aria-current");
-      }
+      for (const [other, tab] of Object.entries(this.views)) tab.ariaCurrent = other === name ? "page" : null;
       if (name in this && this.shownRun !== undefined) this[name]();
     }
 
@@ -69,17 +64,13 @@
       this.show(this.root.dataset.view);
     }
 
-    filled(name) {
-      return this.root.querySelector(`.view-${name} .filled`);
-    }
-
     inside() {
       dws.controls.picker(this.root.querySelector(".view-inside .pick"), this.source.versions(),
-        (version) => fill(this.filled("inside"), this.source.inside(version)));
+        (version) => fill(this.root.querySelector(".view-inside .filled"), this.source.inside(version)));
     }
 
     bucket(page = 0) {
-      fill(this.filled("bucket"), this.source.bucket(page));
+      fill(this.root.querySelector(".view-bucket .filled"), this.source.bucket(page));
     }
 
     async explain() {
@@ -116,16 +107,11 @@
     }
   }
 
-  /** Waits for an element: Gradio builds its page after the scripts have run. */
-  function whenThere(selector, then) {
-    const found = document.querySelector(selector);
-    if (found) return then(found);
-    const watch = new MutationObserver(() => {
-      if (!document.querySelector(selector)) return;
-      watch.disconnect();
-      then(document.querySelector(selector));
-    });
-    watch.observe(document.documentElement, { childList: true, subtree: true });
+  /** Waits for the last element of the views: Gradio builds its page after the scripts have run. */
+  function start() {
+    const last = document.querySelector(".view-explain [data-scene='sync']");
+    if (last) new Shell(last.closest("#dws"), dws.source || server);
+    else requestAnimationFrame(start);
   }
-  whenThere(".view-explain [data-scene='sync']", (last) => new Shell(last.closest("#dws"), dws.source || server));
+  start();
 })();

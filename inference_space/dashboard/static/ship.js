@@ -2,18 +2,12 @@
 (() => {
   const { formulas: f, stage } = window.dws;
   const { svg, html, words } = stage;
-  const STEPS = 10, PLAY_S = 12, LANE = 26, GAP = 8;
+  const STEPS = 10, PLAY_S = 12, LANE = 26, WIRE = 12, GAP = 8;
   const LANES = { trainer: "trainer", wire: "link", replica: "replica" };
 
   function rows(narrow) {
-    const top = narrow ? 15 : 0;
-    const tall = { trainer: LANE, wire: 12, replica: LANE };
-    let y = 0;
-    return Object.fromEntries(Object.keys(LANES).map((lane) => {
-      const row = { y: y + top, tall: tall[lane] };
-      y += top + tall[lane] + GAP;
-      return [lane, row];
-    }));
+    const top = narrow ? 15 : 0, wire = 2 * top + LANE + GAP, replica = wire + top + WIRE + GAP;
+    return { trainer: { y: top, tall: LANE }, wire: { y: wire, tall: WIRE }, replica: { y: replica, tall: LANE } };
   }
 
   function bars(spans, row, x, window, className) {
@@ -29,7 +23,7 @@
     for (let t = 0; t <= window; t += window < 3 ? window / 4 : step) ticks.push(t);
     return ticks.map((t) => svg("text", {
       class: "tick", x: x(t), y, "text-anchor": t === 0 ? "start" : t > 0.97 * window ? "end" : "middle",
-    }, t === 0 ? "0 s" : words.short(words.duration(t))));
+    }, t === 0 ? "0 s" : words.duration(t)));
   }
 
   class Track {
@@ -85,7 +79,8 @@
       show: (at) => [full, delta].forEach((track) => track.show((at / PLAY_S) * window_s)),
     });
 
-    function draw() {
+    function draw(fresh = width) {
+      width = fresh;
       full.draw(f.broadcast_spans(facts, link, window_s), window_s, width, "full");
       delta.draw(f.delta_spans(facts, link, window_s), window_s, width, "delta");
       const whole = words.duration(f.transfer_s(facts.full_bytes, link));
@@ -101,14 +96,8 @@
     figure.stage.append(HATCH(), full.element, delta.element, keys);
     figure.controls.append(player.button, stage.slider({
       label: "Link", min: 1e3, max: 1e10, value: link, log: true, words: (v) => `${words.size(v)}/s`,
-      then(fresh) {
-        link = fresh;
-        draw();
-      },
+      then: (fresh) => ((link = fresh), draw()),
     }).element);
-    stage.fit(full.host, (fresh) => {
-      width = fresh;
-      draw();
-    });
+    stage.fit(full.host, draw);
   };
 })();

@@ -15,7 +15,6 @@ window.dws = window.dws || {};
 
   const words = {
     digits,
-    short: (text) => text.replace(/\.0+(?!\d)|(\.\d*[1-9])0+(?!\d)/, "$1"),
     size: (count) => scaled(count, ["B", "KB", "MB", "GB", "TB", "PB"]),
     number: (count) => scaled(count, ["", "K", "M", "B", "T"]),
     percent: (share) => `${digits(100 * share)} %`,

@@ -122,7 +122,8 @@
       length: PLAY_S, show: (at) => [bucket, whole].forEach((side) => side.show((at / PLAY_S) * axis)),
     });
 
-    function draw() {
+    function draw(fresh = width) {
+      width = fresh;
       const stages = [f.bucket_sync(facts, link), f.broadcast_sync(facts, link)];
       axis = Math.max(...stages.map(sum)) * 1.0001;
       bucket.draw(width, stages[0], replicas, axis);
@@ -138,9 +139,6 @@
       stage.slider({ label: "Replicas", min: 1, max: 8, value: replicas, words: String, then: (v) => ((replicas = v), draw()) }).element,
       stage.slider({ label: "Link", min: 1e3, max: 1e11, value: link, log: true, words: (v) => `${words.size(v)}/s`, then: (v) => ((link = v), draw()) }).element);
     figure.stage.append(html("div", { class: "two" }, bucket.element, whole.element), numbers);
-    stage.fit(bucket.host, (fresh) => {
-      width = fresh;
-      draw();
-    });
+    stage.fit(bucket.host, draw);
   };
 })();
