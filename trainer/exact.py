@@ -101,11 +101,10 @@ def forward(model: torch.nn.Module, packed: dict[str, torch.Tensor]) -> torch.Te
 
 def enable(trainer: BucketGRPOTrainer, publisher: Publisher) -> None:
     """Make a single-process trainer compute exact old policies. Call this before training."""
-    config = trainer.args
-    if config.world_size > 1:
+    if trainer.args.world_size > 1:
         raise SystemExit("--exact_old_policy needs a trainer with one process: start it with `python -m`")
     try:
-        past = PastPolicy(trainer.model, max(config.token_budget, 0))
+        past = PastPolicy(trainer.model, max(trainer.args.token_budget, 0))
     except ValueError as error:
         raise SystemExit(f"--exact_old_policy: {error} (--dtype)") from error
     trainer.rollout_queue = samples = ExactSamples(trainer.rollout_queue, past, trainer, publisher)

@@ -48,12 +48,9 @@ def problem(needs: Mapping[str, int], room: int) -> str:
     """Why the exact parts do not fit into `room` bytes: a sentence with the fix, or "" if they fit."""
     if sum(need for name, need in needs.items() if name not in ESTIMATED) <= room:
         return ""
-    fix = (
-        "use a larger GPU, a smaller --model, or more GPUs with"
-        " `accelerate launch --use_fsdp --fsdp_version 2`"
-    )
-    fix = "--mirror host, or " * ("mirror" in needs) + fix
-    return f"training needs {words(needs)}, but there are {room / 1e9:.0f} GB here: {fix}"
+    lacking = f"training needs {words(needs)}, but there are {room / 1e9:.0f} GB here"
+    fix = "--mirror host, or " * ("mirror" in needs) + "use a larger GPU, a smaller --model, or more GPUs"
+    return f"{lacking}: {fix} with `accelerate launch --use_fsdp --fsdp_version 2`"
 
 
 def words(needs: Mapping[str, int]) -> str:

@@ -18,8 +18,6 @@ from delta_weight_sync.records import Manifest
 from delta_weight_sync.resume import optimizer
 from delta_weight_sync.trl.trainer import BucketGRPOTrainer, Progress, live_weights
 
-_TIMEOUT_S = 600.0
-
 
 def find_progress(publisher: Publisher, *, fresh: bool) -> Progress | None:
     """Find how far an earlier trainer of the run came. Returns None for a new run, or if `fresh`.
@@ -85,7 +83,7 @@ class SaveState(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._sync()  # publishes the steps after the last sync
 
-    def finish(self, timeout_s: float = _TIMEOUT_S) -> Manifest:
+    def finish(self, timeout_s: float = 600.0) -> Manifest:
         """Publish what is pending, and start to save the last state. Returns the newest manifest.
 
         Raises `TimeoutError`, or the `DeltaWeightSyncError` that stopped the publisher.
@@ -97,8 +95,7 @@ class SaveState(TrainerCallback):
 
     @property
     def saved(self) -> bool:
-        """Whether a state of the present weights was saved. An abandoned step leaves weights of no
-        version."""
+        """Whether a state of the present weights was saved. Those of an abandoned step have no version."""
         return self._synced and not self._syncs
 
     def _sync(self) -> None:
@@ -108,8 +105,7 @@ class SaveState(TrainerCallback):
             self._trainer._sync_weight()
 
     def _save(self, *, final: bool = False) -> None:
-        """Save the state if it belongs to a sync and is not saved yet; if `final`, however new the last one
-        is."""
+        """Save the state of a sync if it is not saved yet; if `final`, however new the last saved one is."""
         if self._synced and self._syncs:
             now, extra = self._trainer.callback_handler, dataclasses.asdict(self._trainer.progress())
             state = {"extra": extra, "final": final, "schedule": now.lr_scheduler}
