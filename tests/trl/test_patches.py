@@ -217,7 +217,7 @@ def test_frozen_parameters_are_handed_over_under_their_checkpoint_names():
     model = torch.nn.ModuleDict({"_checkpoint_wrapped_module": inner, "embed": torch.nn.Embedding(3, 2)})
     model["head"] = torch.nn.Linear(2, 3, bias=False)
     model["head"].weight = model["embed"].weight
-    named = dict(trainer.named_weights(torch.nn.ModuleDict({"module": model})))
+    named = dict(trainer.live_weights(torch.nn.ModuleDict({"module": model})))
     assert list(named) == ["weight", "bias", "embed.weight"]
     assert named["weight"] is inner.weight
 

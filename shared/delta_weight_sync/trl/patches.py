@@ -146,14 +146,7 @@ def _peak_flops(accelerator: Any, dtype: str) -> float | None:
 
 
 def _varlen_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    starts_q: torch.Tensor,
-    starts_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    *,
+    *packed: Any,
     softmax_scale: float | None = None,
     causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
@@ -161,17 +154,17 @@ def _varlen_attention(
 ) -> torch.Tensor:
     """FlashAttention's varlen function in PyTorch: its varlen kernel for 16 bits on a GPU, otherwise SDPA.
 
-    `q` is [queries, heads, head_dim], `k` and `v` are [keys, heads or fewer, head_dim]. `starts_*`, int32
-    [sequences + 1], are the cumulative lengths of the packed sequences; `max_*` are the longest lengths. The
+    `packed` is q [queries, heads, head_dim], k and v [keys, heads or fewer, head_dim], the cumulative lengths
+    of the packed sequences in q and in k (int32 [sequences + 1]), and the longest length in q and in k. The
     last query of a sequence is at its last key. Each query sees its own key and `window_size[0]` keys before
     it (-1: all).
     """
     if softcap or not causal:
         raise ValueError("this attention is always causal and has no soft caps: train another model")
-    if _kernel_takes(q):
-        _require_same_mask(q.device)
-        return _kernel(q, k, v, starts_q, starts_k, max_q, max_k, scale=softmax_scale, before=window_size[0])
-    return _one_by_one(q, k, v, starts_q, starts_k, scale=softmax_scale, before=window_size[0])
+    if _kernel_takes(packed[0]):
+        _require_same_mask(packed[0].device)
+        return _kernel(*packed, scale=softmax_scale, before=window_size[0])
+    return _one_by_one(*packed, scale=softmax_scale, before=window_size[0])
 
 
 def _kernel_takes(q: torch.Tensor) -> bool:
@@ -186,7 +179,7 @@ def _require_same_mask(device: torch.device) -> None:
     starts = torch.tensor([[0, 1, 3], [0, 3, 7]], dtype=torch.int32).to(device)
     for before in (-1, 1):
         theirs = _kernel(q, k, k, *starts, 2, 4, scale=None, before=before)
-        ours = _one_by_one(q, k, k, *starts, scale=None, before=before)
+        ours = _one_by_one(q, k, k, *starts, 2, 4, scale=None, before=before)
         if not torch.allclose(theirs, ours, rtol=0.0, atol=_ROUNDING):
             raise RuntimeError(
                 f"torch {torch.__version__} masks packed attention differently: pip install torch==2.13.0"
@@ -194,14 +187,14 @@ def _require_same_mask(device: torch.device) -> None:
 
 
 def _kernel(*packed: Any, scale: float | None, before: int) -> torch.Tensor:
-    """Compute all sequences in one call. `packed`: the arguments of `_varlen_attention`."""
+    """Compute all sequences in one call."""
     out = varlen_attn(*packed, scale=scale, window_size=(before, 0), enable_gqa=True)
     assert isinstance(out, torch.Tensor)  # a pair only with `return_aux`
     return out
 
 
 def _one_by_one(*packed: Any, scale: float | None, before: int) -> torch.Tensor:
-    q, k, v, starts_q, starts_k = packed
+    q, k, v, starts_q, starts_k, *_ = packed
     # `split`, because with slices the gradient of each would be as large as the whole tensor.
     keys = _lengths(starts_k)
     parts = zip(q.split(_lengths(starts_q)), k.split(keys), v.split(keys), strict=True)

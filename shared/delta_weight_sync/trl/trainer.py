@@ -91,7 +91,8 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
         resumed_from: Progress | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(weight_transfer=_NoTransfer(), **kwargs)
+        super().__init__(weight_transfer=object(), **kwargs)  # given one, TRL makes no client of vLLM
+        self.weight_transfer = None  # now TRL iterates over `_streaming_iter` by itself, on every rank
         self._on_sync, self._resumed_from = on_sync, resumed_from
         groups = (*range(resumed_from.prompts), *resumed_from.later) if resumed_from else ()
         self._trained_groups = self.groups = TrainedGroups(groups)
@@ -119,37 +120,17 @@ class BucketGRPOTrainer(AsyncGRPOTrainer):
         """Load nothing: the weights come from the bucket."""
 
     def weights(self) -> Named:
-        """Every parameter of the policy."""
-        return named_weights(self.accelerator.unwrap_model(self.model))
+        """Every parameter of the policy, also frozen ones, under its checkpoint name. During a sync, TRL has
+        merged LoRA adapters into them."""
+        model = self.accelerator.unwrap_model(self.model)
+        peft = async_grpo_trainer.is_peft_model(model)
+        return async_grpo_trainer._iter_vllm_named_params(model) if peft else live_weights(model)
 
     def _streaming_iter(self) -> Named:
-        # At each sync, TRL iterates over this on every rank; on the main one `_NoTransfer` does.
         self._on_sync(self.weights(), self.model_version + 1)
         yield from ()
 
 
-class _NoTransfer:
-    """TRL's `WeightTransferProtocol` for a trainer that publishes its weights by itself."""
-
-    def init_weight_transfer(self) -> None: ...
-    def pause(self) -> None: ...
-    def send_weights(self, iterator: Named) -> None:
-        for _ in iterator:
-            pass
-
-    def resume(self) -> None: ...
-    def destroy(self) -> None: ...
-
-
-def named_weights(model: torch.nn.Module) -> Named:
-    """Yield every parameter, also frozen ones, under its checkpoint name. During a sync, TRL has merged LoRA
-    adapters into them."""
-    if async_grpo_trainer.is_peft_model(model):
-        yield from async_grpo_trainer._iter_vllm_named_params(model)
-    else:
-        yield from live_weights(model)
-
-
 def live_weights(model: torch.nn.Module) -> Named:
-    """Yield every parameter as it is, under its checkpoint name if it has one."""
-    yield from checkpoint_weights(model.named_parameters())
+    """Every parameter as it is, under its checkpoint name if it has one."""
+    return checkpoint_weights(model.named_parameters())
