@@ -26,14 +26,14 @@ class Attention(torch.nn.Module):
 
 def built() -> torch.nn.Module:
     """A model of one attention layer that was watched while it was built, and is loaded."""
-    model = routes.watched_while_built(lambda: torch.nn.Sequential(Attention()))()
+    model = routes.watch_build(lambda: torch.nn.Sequential(Attention()))
     model.load_weights = model[0].load_weights
     model.load_weights([("weight", torch.full((4, 4), 2.0))])
     return model
 
 
 def finished(model: torch.nn.Module, finish=lambda model: None) -> torch.nn.Module:
-    routes.watched_while_finished(finish)(model)
+    routes.watch_finish(finish, model)
     return model
 
 
@@ -153,12 +153,12 @@ def test_of_a_model_that_was_not_watched_nothing_is_believed():
 
 def test_a_model_that_is_gone_is_forgotten():
     gc.collect()
-    before = len(routes._watched)
+    before = len(routes._before), len(routes._changed)
     model = finished(built())
-    assert len(routes._watched) == before + 1
+    assert (len(routes._before), len(routes._changed)) == (before[0] + 1, before[1] + 1)
     del model
     gc.collect()
-    assert len(routes._watched) == before
+    assert (len(routes._before), len(routes._changed)) == before
 
 
 @pytest.fixture

@@ -14,12 +14,12 @@ Without this record, every tensor outside of the parameters counts as derived.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -366,26 +366,21 @@ def ownership(
     owned: list[dict[str, tuple[int, ...]]] = [{} for _ in ranks]
     unroutable: dict[str, str] = {}
     for name, shape in shapes.items():
-        held = [rank[name] for rank in ranks]
-        parts = [part for part in held if not isinstance(part, str)]
-        if len(parts) == len(held) and any(parts):
-            for mine, numbers in zip(owned, _first_of_each(name, math.prod(shape), parts), strict=True):
-                mine[name] = numbers
-        else:
-            reasons = [reason for reason in held if isinstance(reason, str)]
-            unroutable[name] = reasons[0] if reasons else "vLLM's loader drops it"
+        held = [sources[name] for sources in ranks]
+        parts = [each for each in held if not isinstance(each, str)]
+        if len(parts) < len(held) or not any(parts):
+            reasons = (each for each in held if isinstance(each, str))
+            unroutable[name] = next(reasons, "vLLM's loader drops it")
+            continue
+        first: dict[Geometry, tuple[int, int]] = {}  # part -> its first rank, and its index there
+        for rank, theirs in enumerate(parts):
+            for number, part in enumerate(theirs):
+                first.setdefault(part, (rank, number))
+        if (times_touched(list(first), math.prod(shape)) != 1).any():
+            raise RouteError(f"{name}: its parts in vLLM overlap, or do not cover all of it: {list(first)}")
+        for rank, mine in enumerate(owned):
+            mine[name] = tuple(number for at, number in first.values() if at == rank)
     return owned, unroutable
-
-
-def _first_of_each(name: str, numel: int, held: Sequence[Sequence[Geometry]]) -> list[tuple[int, ...]]:
-    """For each rank, the indices of its parts that equal no earlier part. They must cover the tensor once."""
-    seen: dict[Geometry, tuple[int, int]] = {}
-    for rank, parts in enumerate(held):
-        for number, part in enumerate(parts):
-            seen.setdefault(part, (rank, number))
-    if (times_touched(list(seen), numel) != 1).any():
-        raise RouteError(f"{name}: its parts in vLLM overlap, or do not cover all of it: {list(seen)}")
-    return [tuple(number for at, number in seen.values() if at == rank) for rank in range(len(held))]
 
 
 def _pieces(destination: torch.Tensor, source: torch.Tensor) -> list[Piece]:
@@ -407,52 +402,36 @@ Bits = tuple[torch.Size, int]
 """Shape and hash of a tensor."""
 
 
-@dataclass
-class _Watched:
-    """What a model held before loading: path -> (tensor, its bits). Keeps the tensors' memory in use."""
-
-    before: dict[str, tuple[torch.Tensor, Bits]] = field(default_factory=dict)
-    changed: str = ""  # name of a parameter that changed in the steps after loading
-
-
-_watched: WeakKeyDictionary[torch.nn.Module, _Watched] = WeakKeyDictionary()
+# What a model held before loading: path -> (tensor, its bits). This keeps the tensors' memory in use.
+_before: WeakKeyDictionary[torch.nn.Module, dict[str, tuple[torch.Tensor, Bits]]] = WeakKeyDictionary()
+# Name of a parameter that changed in the steps after loading.
+_changed: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
 
 
 def install() -> None:
     """Wrap the loaders of this process, once."""
     from vllm.model_executor.model_loader import base_loader as loader
 
-    if loader.initialize_model.__module__ != __name__:
-        loader.initialize_model = watched_while_built(loader.initialize_model)
-        loader.process_weights_after_loading = watched_while_finished(loader.process_weights_after_loading)
+    if not isinstance(loader.initialize_model, partial):
+        loader.initialize_model = partial(watch_build, loader.initialize_model)
+        loader.process_weights_after_loading = partial(watch_finish, loader.process_weights_after_loading)
 
 
-def watched_while_built(build: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """Wrap `build`, which returns a model without weights, and record what the model holds."""
-
-    @functools.wraps(build, assigned=())
-    def initialize_model(*args: Any, **kwargs: Any) -> torch.nn.Module:
-        model = build(*args, **kwargs)
-        parameters = {storage_of(parameter) for parameter in model.parameters()}
-        held = {path: tensor for path, tensor in floating(model) if storage_of(tensor) not in parameters}
-        _watched[model] = _Watched({path: (tensor, bits_of(tensor)) for path, tensor in held.items()})
-        return model
-
-    return initialize_model
+def watch_build(build: Callable[..., torch.nn.Module], *args: Any, **kwargs: Any) -> torch.nn.Module:
+    """Call `build`, which returns a model without weights, and record what the model holds."""
+    model = build(*args, **kwargs)
+    parameters = {storage_of(parameter) for parameter in model.parameters()}
+    held = {path: tensor for path, tensor in floating(model) if storage_of(tensor) not in parameters}
+    _before[model] = {path: (tensor, bits_of(tensor)) for path, tensor in held.items()}
+    return model
 
 
-def watched_while_finished(finish: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `finish`, which may change loaded parameters, and record whether it does."""
-
-    @functools.wraps(finish, assigned=())
-    def process_weights_after_loading(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        before = _parameters(model)
-        finish(model, *args, **kwargs)
-        after = _parameters(model)
-        changed = next((name for name, bits in before.items() if after.get(name) != bits), "")
-        _watched.setdefault(model, _Watched()).changed = changed
-
-    return process_weights_after_loading
+def watch_finish(finish: Callable[..., None], model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Call `finish`, which may change loaded parameters, and record whether it does."""
+    before = _parameters(model)
+    finish(model, *args, **kwargs)
+    after = _parameters(model)
+    _changed[model] = next((name for name, bits in before.items() if after.get(name) != bits), "")
 
 
 def stale(model: torch.nn.Module, filled: set[int]) -> str:
@@ -460,19 +439,21 @@ def stale(model: torch.nn.Module, filled: set[int]) -> str:
 
     `filled`: the storages that loading fills.
     """
-    watched = _watched.get(model, _Watched())
-    if watched.changed:
+    if changed := _changed.get(model):
         return (
-            f"{watched.changed}: vLLM changes it after loading, so deltas would not fit; start vLLM without "
+            f"{changed}: vLLM changes it after loading, so deltas would not fit; start vLLM without "
             "quantization, add --moe-backend triton for a mixture of experts, or --attention-backend CPU_MLA "
             "for MLA on a CPU"
         )
-    known = filled | {storage_of(parameter) for parameter in model.parameters()}
+    before, known = (
+        _before.get(model, {}),
+        filled | {storage_of(parameter) for parameter in model.parameters()},
+    )
     for path, tensor in floating(model):
         storage = storage_of(tensor)
         if storage in known or not _NO_WEIGHTS.keys().isdisjoint(path.split(".")):
             continue
-        then, bits = watched.before.get(path, (None, None))
+        then, bits = before.get(path, (None, None))
         if then is None or storage_of(then) != storage or bits_of(tensor) != bits:
             return (
                 f"{path}: vLLM keeps it outside of the parameters and may have computed it from them, so "
