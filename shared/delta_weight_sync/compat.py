@@ -39,7 +39,6 @@ Place = tuple[str, str, str]
 class Feature:
     """What some places make possible. It is optional if `without` says what happens without it."""
 
-    name: str
     what: str
     places: list[Place]
     missing: list[Place]
@@ -79,13 +78,13 @@ class Release:
             fatal.append(f"{self.package} is not installed; pip install 'delta-weight-sync[{self.package}]'")
         elif not self.known:
             warnings.append(f"{self.package} {self.version} was not tested with this library; {self.cure()}")
-        for feature in self.features.values():
+        for name, feature in self.features.items():
             for file, what, why in feature.missing[:1]:
                 text = (
                     f"{self.package} {self.version} has no {what} in {file}, needed for {feature.what}"
                     f" ({why}); {self.cure(feature.since)}"
                 )
-                if not feature.without or feature.name in needed:
+                if not feature.without or name in needed:
                     fatal.append(text)
                 elif not (self.known and _number(self.version) < _number(feature.since)):
                     warnings.append(f"{text}; until then {feature.without}")
@@ -100,15 +99,15 @@ def examine(package: str, site: Path | None = None) -> Release:
     spec = importlib.util.find_spec(package)
     folder = site / package if site else Path(spec.origin or "").parent if spec else Path()
     path = [str(site)] if site else sys.path
-    known = (importlib.metadata.distributions(name=name, path=path) for name in needs["distributions"])
-    found = [distribution for each in known for distribution in each]
+    names = needs["distributions"]
+    found = [each for name in names for each in importlib.metadata.distributions(name=name, path=path)]
     if not (found and folder.is_dir()):
         return Release(package, "", needs["run"])
     name, version, features = found[0].name, found[0].version, dict[str, Feature]()
     for feature, fields in needs["features"].items():
         if fields.pop("on", "") in f"{name} {version}":
             missing = [place for place in fields["places"] if not _has(folder / place[0], place[1])]
-            features[feature] = Feature(feature, missing=missing, **fields)
+            features[feature] = Feature(missing=missing, **fields)
     return Release(name, version, needs["run"], features)
 
 

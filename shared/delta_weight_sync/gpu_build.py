@@ -70,12 +70,10 @@ def use_compatibility() -> str:
     """
     import torch
 
-    cuda, driver = torch.version.cuda or "0", _driver_cuda()
-    folder = os.environ.get("VLLM_CUDA_COMPATIBILITY_PATH") or f"{_CUDA}-{cuda}/compat"
+    folder = os.environ.get("VLLM_CUDA_COMPATIBILITY_PATH") or f"{_CUDA}-{torch.version.cuda}/compat"
     models = " ".join(path.read_text() for path in _GPUS.glob("*/information"))
-    if driver is None or driver // 1000 >= int(cuda.split(".")[0]) or "GeForce" in models:
-        return ""
-    if _VARIABLE in os.environ or not Path(folder, "libcuda.so.1").exists():
+    too_old = gpu_count() and problem() and _VARIABLE not in os.environ
+    if not too_old or "GeForce" in models or not Path(folder, "libcuda.so.1").exists():
         return ""
     os.environ[_VARIABLE] = "1"
     return folder

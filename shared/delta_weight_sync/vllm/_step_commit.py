@@ -42,7 +42,8 @@ from delta_weight_sync.errors import CommitError
 from delta_weight_sync.vllm import METHOD, takes_images
 
 _RUN = "delta_weight_sync"  # a type of request that only this process makes; its content is a function
-_STALE = "_versions_of_running_steps"  # our attribute of the engine core, see `_label_outputs`
+# Our attribute of the engine core: versions of the steps that were running at the last commit, oldest first.
+_STALE = "_versions_of_running_steps"
 _PLAIN, _PLAIN_HANDLE = EngineCore.collective_rpc, EngineCoreProc._handle_client_request
 
 Answers = list[dict[str, Any]]
@@ -114,7 +115,7 @@ def commit(core: EngineCore, write: Callable[[], Answers], label: str) -> Answer
     if any("error" in answer for answer in answers):
         return answers
     forget_prefixes(core.scheduler.kv_cache_manager, core.scheduler.requests.values())
-    stale = _stale(core)
+    stale: deque[str] = vars(core).setdefault(_STALE, deque())
     stale.extend([core._weight_version] * (len(core.batch_queue or ()) - len(stale)))
     core._weight_version = label
     answers[0]["pause_s"] = time.perf_counter() - started - min(answer["waited_s"] for answer in answers)
@@ -123,27 +124,21 @@ def commit(core: EngineCore, write: Callable[[], Answers], label: str) -> Answer
 
 def _label_outputs(core: EngineCore, outputs: dict[int, Any]) -> None:
     """Replace `_attach_weight_version`, which vLLM calls once for each finished step, in order."""
-    stale = _stale(core)
+    stale = vars(core).get(_STALE)
     version = stale.popleft() if stale else core._weight_version
     for output in outputs.values():
         output.weight_version = version
 
 
-def _stale(core: EngineCore) -> deque[str]:
-    """The versions of the steps that were running at the last commit, oldest first."""
-    steps: deque[str] = core.__dict__.setdefault(_STALE, deque())
-    return steps
-
-
 def forget_prefixes(manager: KVCacheManager, requests: Iterable[Request]) -> None:
     """Let new requests reuse no block that is cached now, or that a running one of `requests` fills later."""
-    for pool in set(_pools(manager)):
+    groups, size = manager.coordinator.single_type_managers, manager.block_pool.hash_block_size
+    for pool in {group.block_pool for group in groups}:
         # The blocks stay as they are: each clears its own copy of its hash when the pool reuses it.
         pool.cached_block_hash_to_block = BlockHashToBlockMap()
         pool.cached_block_hashes_by_block.clear()
         if pool.enable_kv_cache_events:
             pool.kv_event_queue.append(AllBlocksCleared())
-    groups, size = manager.coordinator.single_type_managers, manager.block_pool.hash_block_size
     for request in requests:
         if request.num_computed_tokens:
             # A hash covers the tokens of all blocks up to its own, but not the weights. Without a salt, a new
@@ -156,10 +151,6 @@ def forget_prefixes(manager: KVCacheManager, requests: Iterable[Request]) -> Non
             known[first:] = [salt + each[-16:] for each in known[first:]]
 
 
-def _pools(manager: KVCacheManager) -> list[BlockPool]:
-    return [group.block_pool for group in manager.coordinator.single_type_managers]
-
-
 def hindrance(core: EngineCore) -> str:
     """Why this engine would reuse results of old weights; "" if it would not."""
     try:
@@ -170,12 +161,13 @@ def hindrance(core: EngineCore) -> str:
 
 def _other_caches(core: EngineCore) -> str:
     scheduler = core.scheduler
+    groups = scheduler.kv_cache_manager.coordinator.single_type_managers
     problems = {
         "prefixes outside of vLLM; drop --kv-transfer-config": scheduler.connector,
         "encoder results outside of vLLM; drop --ec-transfer-config": scheduler.ec_connector,
         "encoded images; add --language-model-only": takes_images(core.vllm_config.model_config),
         "prefixes in an unknown way; serve another model": any(
-            type(pool) is not BlockPool for pool in _pools(scheduler.kv_cache_manager)
+            type(group.block_pool) is not BlockPool for group in groups
         ),
     }
     found = next((what for what, present in problems.items() if present), "")
@@ -185,15 +177,27 @@ def _other_caches(core: EngineCore) -> str:
 def _unforgotten(core: EngineCore) -> str:
     """Test `forget_prefixes` on the engine's own cache, while no request runs; "" if it works."""
     manager, size = core.scheduler.kv_cache_manager, core.scheduler.block_size
-    old, new = _probe(core, "old", 2 * size), _probe(core, "new", 2 * size)
-    _compute(manager, old, 2 * size)
-    cached = _cached(core, 3 * size)
+
+    def probe(name: str, length: int) -> Request:
+        hasher = core.request_block_hasher
+        return Request(f"step-commit-{name}", [0] * length, SamplingParams(), None, block_hasher=hasher)
+
+    def compute(request: Request, tokens: int) -> None:
+        manager.allocate_slots(request, tokens)
+        request.num_computed_tokens += tokens
+
+    def reused(length: int) -> int:
+        return int(manager.get_computed_blocks(probe("seeker", length))[1])
+
+    old, new = probe("old", 2 * size), probe("new", 2 * size)
+    compute(old, 2 * size)
+    cached = reused(3 * size)
     forget_prefixes(manager, [old])
-    forgotten = _cached(core, 3 * size)
-    _compute(manager, new, 2 * size)
+    forgotten = reused(3 * size)
+    compute(new, 2 * size)
     old.append_output_token_ids([0] * size)
-    _compute(manager, old, size)
-    reached = _cached(core, 3 * size + 1)
+    compute(old, size)
+    reached = reused(3 * size + 1)
     for request in (old, new):
         manager.free(request)
     forget_prefixes(manager, [])
@@ -201,18 +205,3 @@ def _unforgotten(core: EngineCore) -> str:
         return ""
     found = f"{cached}, {forgotten}, {reached} tokens reused"
     return f"vLLM's prefix cache reuses results of old weights ({found})"
-
-
-def _probe(core: EngineCore, name: str, length: int) -> Request:
-    hasher = core.request_block_hasher
-    return Request(f"step-commit-{name}", [0] * length, SamplingParams(), None, block_hasher=hasher)
-
-
-def _compute(manager: KVCacheManager, request: Request, tokens: int) -> None:
-    manager.allocate_slots(request, tokens)
-    request.num_computed_tokens += tokens
-
-
-def _cached(core: EngineCore, length: int) -> int:
-    """How many tokens a new request of `length` tokens would find."""
-    return int(core.scheduler.kv_cache_manager.get_computed_blocks(_probe(core, "seeker", length))[1])

@@ -18,7 +18,6 @@ from delta_weight_sync.reader import RunReader, checkpoint_errors, remove_other_
 from delta_weight_sync.records import Manifest
 
 _STEPS = 10  # progress is reported in tenths, because each change is written to the run's log
-_COMING = "coming"
 
 Shapes = dict[str, list[int]]
 """Checkpoint name -> shape."""
@@ -82,10 +81,6 @@ class Layout:
             self._wanted = 0
         return self._version, {name: list(bits.shape) for name, bits in state.items()}
 
-    def done(self) -> None:
-        """Remove the version's weights from the disk, because they are live now."""
-        (self._version / WEIGHTS).unlink()
-
     def progress(self) -> str:
         """How much `put` has fetched, in steps of a tenth, such as "27 of 269 MB"; "" if it does not run."""
         if not (wanted := self._wanted):
@@ -108,7 +103,7 @@ class Layout:
         weights = next((ref for ref in anchor.files if ref.name == WEIGHTS), None)
         if weights is None:
             raise ProtocolError(f"the anchor of version {anchor.version} has no {WEIGHTS}")
-        kept, coming = self._anchors / weights.sha256, self._anchors / _COMING
+        kept, coming = self._anchors / weights.sha256, self._anchors / "coming"
         if all((path := kept / ref.name).is_file() and ref.is_in(path) for ref in anchor.files):
             return kept
         if kept.exists():

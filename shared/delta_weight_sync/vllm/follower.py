@@ -16,6 +16,7 @@ from collections import deque
 from pathlib import Path
 
 from delta_weight_sync import errors
+from delta_weight_sync.checkpoint import WEIGHTS
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import AnchorRef, DeltaRef, Manifest
 from delta_weight_sync.runlog import CommitEvent, ReplicaEvent, ReplicaReport
@@ -23,7 +24,6 @@ from delta_weight_sync.vllm.disk import Layout, Shapes
 from delta_weight_sync.vllm.engine import Engine, TokenVersion
 from delta_weight_sync.watch import FIRST_S, Backoff, Watcher
 
-_VLLM = "vLLM"
 _LINE_S = 60.0  # between two log lines about served versions
 _log = logging.getLogger("delta_weight_sync")
 
@@ -254,9 +254,8 @@ class Follower:
             return
         try:
             self._apply(manifest, deltas)
-        except (
-            errors.EngineError
-        ) as error:  # the old weights are back, but they may not be the published ones
+        except errors.EngineError as error:
+            # The old weights are back, but they may not be the published ones.
             if error.kind == errors.WeightsChangedError.kind:
                 self.serving = None
             undone = f"committing version {manifest.version} failed and was undone"
@@ -303,13 +302,24 @@ class Follower:
             self._refused.judge(error)
             raise
         self._refused.forget()
-        self._layout.done()
+        (folder / WEIGHTS).unlink()  # they are live now
         self._serve(manifest, fetch_s, *seconds, joined=True)
 
     def _prepare_engine(self, manifest: Manifest, folder: Path, shapes: Shapes) -> None:
-        """Start vLLM if it does not run, and let it learn where the run's tensors are."""
+        """Start vLLM if it does not run, and let it learn where the run's tensors are.
+
+        The pauses between two starts grow, whatever their reason.
+        """
         if started := not self._engine.serves(folder):
-            self._start_engine(manifest, folder)
+            if not self._starting.allows("vLLM"):
+                raise errors.TooSoonError(
+                    f"version {manifest.version} needs a restart of vLLM, which was started only a moment"
+                    " ago; the replica tries again later"
+                )
+            self._starting.failed("vLLM")  # forgotten if vLLM then runs for twice LONGEST_S
+            self.serving, self._learned = None, {}
+            self._note(f"starting vLLM with version {manifest.version}")
+            self._engine.start(folder)
         if shapes != self._learned:
             found = self._engine.learn(shapes)
             if started and found != manifest.digest:
@@ -320,18 +330,6 @@ class Follower:
                     errors.CodecError.kind,
                 )
             self._learned = shapes
-
-    def _start_engine(self, manifest: Manifest, folder: Path) -> None:
-        """Start or restart vLLM; the pauses between restarts in a row grow, whatever their reason."""
-        if not self._starting.allows(_VLLM):
-            raise errors.TooSoonError(
-                f"version {manifest.version} needs a restart of vLLM, which was started only a moment ago;"
-                " the replica tries again later"
-            )
-        self._starting.failed(_VLLM)  # forgotten if vLLM then runs for twice LONGEST_S
-        self.serving, self._learned = None, {}
-        self._note(f"starting vLLM with version {manifest.version}")
-        self._engine.start(folder)
 
     # Note what `report` reports.
 

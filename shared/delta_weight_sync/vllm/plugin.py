@@ -9,6 +9,10 @@ import multiprocessing
 import os
 import sys
 
+from delta_weight_sync import compat
+from delta_weight_sync.errors import DeltaWeightSyncError
+from delta_weight_sync.vllm import METHOD, commits_between_steps, die_with_parent
+
 NAME = "delta_weight_sync"
 _log = logging.getLogger(NAME)
 
@@ -28,14 +32,17 @@ def register() -> None:
     # vLLM's processes have several busy threads. By default, Python switches between them every 5 ms: at each
     # of their many short calls, the follower, a stage or generation could wait that long.
     sys.setswitchinterval(0.0005)
-    if parent is None:
-        _check_settings()
-    from delta_weight_sync import compat
+    if parent is None and "DELTA_WEIGHT_SYNC_RUN" in os.environ:
+        from delta_weight_sync.vllm.server import check, settings_from
 
+        try:
+            check(settings_from(os.environ))
+        except DeltaWeightSyncError as error:  # one sentence, before this process loads the engine
+            sys.exit(f"{NAME}: {error}")
     release = compat.require("vllm")
     from vllm.v1.worker.worker_base import WorkerBase
 
-    from delta_weight_sync.vllm import METHOD, commits_between_steps, die_with_parent, routes
+    from delta_weight_sync.vllm import routes
 
     if parent and parent.pid:  # vLLM's engine and workers; the server belongs to whatever started vLLM
         die_with_parent(parent.pid)
@@ -50,18 +57,6 @@ def register() -> None:
         from delta_weight_sync.vllm import cpu
 
         cpu.install()
-
-
-def _check_settings() -> None:
-    """If the settings are unusable, end this process with one sentence before it loads the engine."""
-    from delta_weight_sync.errors import DeltaWeightSyncError
-    from delta_weight_sync.vllm.server import PREFIX, check, settings_from
-
-    if f"{PREFIX}RUN" in os.environ:
-        try:
-            check(settings_from(os.environ))
-        except DeltaWeightSyncError as error:
-            sys.exit(f"{NAME}: {error}")
 
 
 def _call(worker: object, **call: object) -> object:
