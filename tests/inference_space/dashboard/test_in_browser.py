@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import httpx
 import pytest
+import yaml
 from huggingface_hub import HfApi
 from playwright.sync_api import Browser, Page, expect
 
@@ -340,6 +341,8 @@ def test_a_folder_holds_a_replica_of_the_run_for_any_file_server(
     copied = {path.name for path in (site / "watch" / "run").rglob("*") if path.is_dir()}
     assert not {"log", "state"} & copied
     assert not (site / "watch" / "test").exists()
+    card = yaml.safe_load((site / "README.md").read_text().split("---\n")[1])
+    assert (card["title"], card["sdk"]) == (f"Delta Weight Sync: {real.reader.keys.run}", "static")
 
 
 def test_a_run_that_is_too_large_for_a_folder_is_left_out(
