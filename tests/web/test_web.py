@@ -1,6 +1,7 @@
 """web/: the second implementation of the wire format agrees with the first, and its page is a replica."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from uuid import uuid4
 import boto3
 import pytest
 from huggingface_hub import HfApi
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 from delta_weight_sync.store import open_bucket
 from tests.browser import watched_page
@@ -26,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 WEB = ROOT / "web"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".mjs": "text/javascript", ".css": "text/css"}
 NEWEST = 19  # version of the recorded run
+FEEDBACK = re.compile(".")
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +159,41 @@ def test_games_against_it_and_its_own(page: Page, site: str) -> None:
     expect(page.locator("#says")).to_contain_text(f"Version {NEWEST - 1}")
 
 
+@pytest.fixture
+def phone(browser: Browser, npm: dict[str, str]) -> Iterator[Page]:
+    with watched_page(browser, viewport={"width": 390, "height": 844}, bypass_csp=True) as page:
+        yield page
+
+
+def test_it_plays_with_a_preview_until_the_weights_are_exact(phone: Page, site: str) -> None:
+    page, rest = phone, list[Route]()
+    page.route("**/rest.safetensors", lambda route: rest.append(route))
+    page.goto(f"{site}/?word=dirge")
+    expect(page.locator("#state")).to_have_text("playing with a preview of the weights")
+    expect(page.locator("#exact")).to_contain_text("exact weights in")
+    expect(page.locator("#slider")).to_be_disabled()
+    guess(page, "slate")
+    expect(page.locator("#its li").first).to_have_attribute("data-feedback", FEEDBACK)
+    expect(page.locator("#its-name")).to_have_text("The policy, a preview of version 0")
+    assert_accessible(page)
+    (route,) = rest
+    route.continue_()
+    holds(page, NEWEST)
+    expect(page.locator("#exact")).to_have_text("")
+    guess(page, "crane")
+    expect(page.locator("#its li").nth(1)).to_have_attribute("data-feedback", FEEDBACK)
+    expect(page.locator("#its-name")).to_have_text(f"The policy, version {NEWEST}")
+    expect(page.locator("#its li").nth(2)).not_to_have_attribute("data-feedback", FEEDBACK)
+
+
+def assert_accessible(page: Page) -> None:
+    """axe finds nothing, and nothing is wider than the page, which was made with `bypass_csp`."""
+    page.add_script_tag(path=WEB / "node_modules" / "axe-core" / "axe.min.js")
+    found = page.evaluate("axe.run().then(({violations}) => violations.map((v) => [v.id, v.nodes[0].html]))")
+    assert found == []
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
 def test_it_follows_a_run_and_refuses_what_is_not_the_published_object(
     page: Page, site: str, tmp_path: Path
 ) -> None:
@@ -187,9 +224,4 @@ def test_axe_finds_nothing(browser: Browser, site: str, npm: dict[str, str], wid
         guess(page, "slate", "zzzzz")
         page.click("#back")
         holds(page, NEWEST - 1)
-        page.add_script_tag(path=WEB / "node_modules" / "axe-core" / "axe.min.js")
-        found = page.evaluate(
-            "axe.run().then(({violations}) => violations.map((v) => [v.id, v.nodes[0].html]))"
-        )
-        assert found == []
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert_accessible(page)

@@ -45,6 +45,8 @@ async function explained(work) {
 
 /** @type {Replica | undefined} */
 let replica;
+/** What the policy plays with until the weights are exact. @type {{model: import("./delta.js").Model, files: Map<string, Uint8Array>, version: number} | undefined} */
+let preview;
 /** @type {Maps | undefined} */
 let maps;
 /** @type {number[]} */
@@ -59,13 +61,33 @@ async function follow() {
   }
   const bucket = openBucket(place.bucket);
   if (Number(given.get("poll")) > 0) bucket.pollSeconds = Number(given.get("poll"));
+  const started = performance.now();
+  let fetched = 0;
+  let next = 0;
+  let left = 0; // bytes until the weights are exact; only known with a preview
   bucket.onBytes = (size) => {
-    if (!replica?.manifest) byId("how").textContent = `fetching: ${bytes(size)}`;
+    fetched += size;
+    left -= size;
+    if (replica?.manifest || performance.now() < next) return;
+    next = performance.now() + 250; // to draw takes time that a slow device needs for the weights
+    byId("how").textContent = `fetching: ${bytes(fetched)}`;
+    if (!preview) return;
+    const seconds = Math.ceil((Math.max(left, 0) / fetched) * (performance.now() - started) / 1000);
+    byId("exact").textContent = `exact weights in ${seconds} s`;
   };
   const runs = place.run ? [place.run] : await runsOf(bucket);
   if (runs.length !== 1) throw new Refused(`This bucket has ${runs.length} runs: name one of ${runs.join(", ") || "them"}.`);
   replica = new Replica(bucket, runs[0], new PublicKeys(place.keys));
   replica.onCommit = shown;
+  replica.onPreview = ({ model, files }, version, more) => {
+    if (replica?.manifest) return;
+    preview = { model, files, version };
+    left = more;
+    state("preview", "playing with a preview of the weights");
+    byId("number").textContent = `${version}, preview`;
+    byId("changes").textContent = "The exact weights are still on their way.";
+    rejoined();
+  };
   byId("where").textContent = `run ${replica.run} in ${place.bucket}`;
   await replica.follow(new AbortController().signal, {
     wanted: () => !pinned,
@@ -108,6 +130,8 @@ function shown(commit) {
   const fetched = commit.bytes ? `fetched ${bytes(commit.bytes)}` : "nothing fetched";
   byId("how").textContent = `${parts.filter(Boolean).join(", ")}; ${fetched}; ${commit.ms.toFixed(0)} ms`;
   if (commit.from === null) {
+    preview = undefined;
+    byId("exact").textContent = "";
     maps = new Maps(byId("maps"), run.model);
     versions = [];
     rejoined();
@@ -159,8 +183,6 @@ const keyboard = new Keyboard(byId("keys"), press);
 const says = byId("says");
 /** @type {Words | undefined} */
 let words;
-/** @type {string[]} */
-let secrets = [];
 /** @type {Game | undefined} */
 let game;
 /** @type {{game: Game, player: Player | null, stopped: boolean} | undefined} */
@@ -179,9 +201,13 @@ function deal(secret) {
   keyboard.clear();
 }
 
-const randomSecret = () => secrets[crypto.getRandomValues(new Uint32Array(1))[0] % secrets.length];
+/** The weights that the policy plays with, and their name. */
+function held() {
+  if (replica?.manifest) return { holder: replica, name: `version ${replica.manifest.version}` };
+  return preview && { holder: preview, name: `a preview of version ${preview.version}` };
+}
 
-/** A new anchor: the policy reads its game again, and makes the guesses that it missed. */
+/** Other weights: the policy reads its game again, and makes the guesses that it missed. */
 function rejoined() {
   buttons.watch.disabled = !words;
   if (!opponent || !game) return;
@@ -200,16 +226,17 @@ function itsTurn() {
 /** A guess is written token by token, with the weights that are live then. */
 async function write() {
   const one = opponent;
-  const run = replica;
-  if (!one || one.game.over || !run?.manifest) return;
-  one.player ??= new Player(run, one.game);
-  const used = new Set([run.manifest.version]);
-  const text = await one.player.write(async () => {
+  const now = held();
+  if (!one || !game || one.game.over || !now) return;
+  if (!watching && !game.over && one.game.moves.length >= game.moves.length) return; // it waits for yours
+  const player = one.player ??= new Player(now.holder, one.game);
+  const used = new Set([now.name]);
+  const text = await player.write(async () => {
     await new Promise((done) => setTimeout(done, 0));
-    used.add(/** @type {import("./records.js").Manifest} */ (run.manifest).version);
+    if (one.player === player) used.add(held()?.name ?? now.name);
   });
   if (one.stopped) return;
-  byId("its-name").textContent = `The policy, version ${[...used].join(", then ")}`;
+  byId("its-name").textContent = `The policy, ${[...used].join(", then ")}`;
   const word = called(text);
   if (word === null) {
     one.game.gaveUp = true;
@@ -217,7 +244,7 @@ async function write() {
     return;
   }
   const move = one.game.guess(word);
-  one.player.read(move);
+  if (one.player === player) player.read(move); // otherwise the next player reads the whole game
   its.show(one.game.moves.length - 1, move, watching || Boolean(game?.over));
 }
 
@@ -232,8 +259,9 @@ async function watch() {
     await new Promise((done) => setTimeout(done, matchMedia("(prefers-reduced-motion: reduce)").matches ? 0 : 250));
   }
   if (one && one === opponent && one.game.over) {
-    says.textContent = one.game.solved ? `Version ${replica?.manifest?.version} solved it in ${one.game.moves.length}. Move the slider to see another version play this word.`
-      : `Version ${replica?.manifest?.version} did not find ${one.game.secret.toUpperCase()}. Move the slider to see another version play it.`;
+    const name = (held()?.name ?? "").replace(/^./, (letter) => letter.toUpperCase());
+    says.textContent = one.game.solved ? `${name} solved it in ${one.game.moves.length}. Move the slider to see another version play this word.`
+      : `${name} did not find ${one.game.secret.toUpperCase()}. Move the slider to see another version play it.`;
   }
 }
 
@@ -280,18 +308,20 @@ async function submit() {
   opponent?.game.moves.forEach((one, at) => its.show(at, one));
   const scores = [over, opponent?.game].map((one) => (one?.solved ? one.moves.length : MAX_GUESSES + 1));
   const winner = scores[0] === scores[1] ? "Nobody wins" : scores[0] < scores[1] ? "You win" : "The policy wins";
-  says.textContent = `${replica?.manifest ? `${winner}. ` : ""}The word is ${over.secret.toUpperCase()}.`;
+  says.textContent = `${held() ? `${winner}. ` : ""}The word is ${over.secret.toUpperCase()}.`;
   document.body.dataset.outcome = winner;
 }
 
-buttons.new.addEventListener("click", () => {
+buttons.new.addEventListener("click", async () => {
+  if (!words) return;
   watching = false;
-  deal(randomSecret());
+  deal(await words.secret());
   says.textContent = "Guess a word of five letters.";
   byId("mine").focus({ preventScroll: true }); // Enter is a guess again
 });
-buttons.watch.addEventListener("click", () => {
-  deal(randomSecret());
+buttons.watch.addEventListener("click", async () => {
+  if (!words) return;
+  deal(await words.secret());
   explained(watch);
 });
 
@@ -302,10 +332,9 @@ async function loadWords() {
     return answer.text();
   }));
   words = new Words(answers, guesses);
-  secrets = await words.heldOut();
   const asked = given.get("word") ?? "";
-  deal(words.valid.has(asked) ? asked : randomSecret());
-  buttons.watch.disabled = !replica?.manifest;
+  deal(words.valid.has(asked) ? asked : await words.secret());
+  buttons.watch.disabled = !held();
 }
 
 // ---- another run
@@ -317,4 +346,5 @@ byId("open").addEventListener("submit", (event) => {
   location.search = new URLSearchParams(asked).toString();
 });
 
-explained(loadWords).then(() => explained(follow)); // who wants to play need not wait for the weights
+explained(loadWords);
+explained(follow);

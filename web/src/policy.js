@@ -156,10 +156,11 @@ export class Policy {
   }
 
   /**
-   * Read a token; returns the logits of the next one.
+   * Read a token; returns the logits of the next one, if they are asked for.
    * @param {number} token
+   * @param {boolean} [asked]
    */
-  read(token) {
+  read(token, asked = true) {
     demand(this.length < this.longest, "the conversation is longer than the policy's context");
     const { epsilon } = this;
     const embedding = this.#weight("model.embed_tokens.weight");
@@ -183,7 +184,7 @@ export class Policy {
       add(out, layer + 1 < this.layers ? `model.layers.${layer + 1}.input_layernorm.weight` : "model.norm.weight");
     }
     this.length++;
-    return linear(this.#weight(this.#head), normed);
+    return asked ? linear(this.#weight(this.#head), normed) : new Float32Array();
   }
 
   /**

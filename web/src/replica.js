@@ -1,7 +1,8 @@
 // One more replica of a run: it finds the newest version, builds it, proves its digest, and goes to any other version.
 
-import { apply, decode, safetensors, undo } from "./delta.js";
+import { apply, decode, undo } from "./delta.js";
 import { stateDigest } from "./digest.js";
+import { completed, FIRST, REST, sketched, weightsOf } from "./preview.js";
 import { check, LARGEST_RECORD, nameOf, newer, parse, PublicKeys, recipe } from "./records.js";
 import { demand, Refused } from "./refused.js";
 
@@ -14,7 +15,10 @@ import { demand, Refused } from "./refused.js";
 /** @typedef {{patches: Patch[], forward: boolean}} Move */
 /** @typedef {{from: number | null, version: number, digest: string, moves: Move[], bytes: number, ms: number}} Commit */
 
+/** @typedef {import("./preview.js").Preview} Preview */
+
 const LARGEST_JOIN = 2 ** 30; // bytes of all files that lead to a version
+const WEIGHTS = "model.safetensors";
 
 /** The runs of a bucket. @param {Bucket} bucket */
 export async function runsOf(bucket) {
@@ -51,6 +55,12 @@ export class Replica {
     this.manifests = new Map();
     /** Called after a commit. @type {(commit: Commit) => void} */
     this.onCommit = () => {};
+    /**
+     * Called while a join goes on, if the bucket has a preview of the anchor: with the preview, its version, and the
+     * bytes that are still to come.
+     * @type {(preview: Preview, version: number, bytes: number) => void}
+     */
+    this.onPreview = () => {};
     /** @type {Promise<unknown>} */
     this.busy = Promise.resolve();
   }
@@ -169,37 +179,59 @@ export class Replica {
   async #goTo(version) {
     if (this.manifest?.version === version) return null;
     const started = performance.now();
+    const { target, from, past, moves, model, files, digest, bytes } = await this.#staged(version);
+    if (from === null) {
+      this.model.clear(); // it stays the same table, for those who compute with it
+      for (const [name, tensor] of model) this.model.set(name, tensor);
+      this.files = files;
+    } else {
+      for (const { patches, forward } of moves) (forward ? apply : undo)(this.model, patches);
+    }
+    this.manifest = target;
+    this.past = past;
+    const commit = { from, version, digest, moves, bytes, ms: performance.now() - started };
+    this.onCommit(commit);
+    return commit;
+  }
+
+  /**
+   * Build a version next to the live weights, and prove its digest.
+   * @param {number} version
+   */
+  async #staged(version) {
     const target = await this.#manifestOf(version);
-    const from = this.manifest?.version ?? null;
     const past = [...this.past];
     /** @type {Move[]} */
     const moves = [];
-    let at = from;
-    let bytes = 0;
+    let at = this.manifest?.version ?? null;
     while (at !== null && at > version) {
       const last = past.pop();
       if (last) moves.push({ patches: last.patches, forward: false });
       at = last ? last.base : null;
     }
     let way = at === null ? null : recipe(target, at);
-    const joins = !way;
+    const from = way ? this.manifest?.version ?? null : null;
     way ??= recipe(target, null);
     demand(way, `nothing leads to version ${version}`);
-    const files = [...(way.anchor?.files ?? []), ...way.deltas];
-    demand(files.reduce((sum, { size }) => sum + size, 0) <= LARGEST_JOIN, `version ${version} is too large for a tab`);
-    const coming = this.#fetchAll(files.filter(({ key }) => !this.known.has(key)));
-    const staged = joins ? await this.#anchor(way.anchor?.files ?? [], coming) : { model: copied(this.model), files: this.files };
-    if (joins) {
+    const fresh = [...(way.anchor?.files ?? []), ...way.deltas].filter(({ key }) => !this.known.has(key));
+    demand(sizeOf(fresh) <= LARGEST_JOIN, `version ${version} is too large for a tab`);
+    /** @type {Map<string, Promise<Uint8Array>>} */
+    let coming;
+    let model = this.model;
+    let { files } = this;
+    let bytes = sizeOf(fresh);
+    if (way.anchor) {
       past.length = moves.length = 0;
-      bytes += (way.anchor?.files ?? []).reduce((sum, file) => sum + file.size, 0);
+      ({ model, files, coming, bytes } = await this.#joined(way.anchor, fresh));
+    } else {
+      model = copied(model);
+      coming = this.#fetchAll(fresh);
     }
-    const { model } = staged;
     for (const move of moves) undo(model, move.patches);
     for (const ref of way.deltas) {
       let delta = this.known.get(ref.key);
       if (!delta) {
         const file = /** @type {Uint8Array} */ (await coming.get(ref.key));
-        bytes += ref.size;
         delta = await named(ref.key, () => decode(file, model));
         demand(delta.base === ref.base && delta.version === ref.version, `${ref.key} is of other versions`);
         this.known.set(ref.key, delta);
@@ -211,18 +243,7 @@ export class Replica {
     const digest = await stateDigest(patterns(model));
     demand(digest === target.digest,
       `version ${version} was not taken: the weights have the digest ${digest}, its manifest says ${target.digest}`);
-    if (joins) {
-      this.model.clear(); // it stays the same table, for those who compute with it
-      for (const [name, tensor] of model) this.model.set(name, tensor);
-      this.files = staged.files;
-    } else {
-      for (const { patches, forward } of moves) (forward ? apply : undo)(this.model, patches);
-    }
-    this.manifest = target;
-    this.past = past;
-    const commit = { from: joins ? null : from, version, digest, moves, bytes, ms: performance.now() - started };
-    this.onCommit(commit);
-    return commit;
+    return { target, from, past, moves, model, files, digest, bytes };
   }
 
   /** The digest of the live weights. */
@@ -236,31 +257,63 @@ export class Replica {
    */
   #fetchAll(refs) {
     return new Map(refs.map((ref) => {
-      const file = this.bucket.get(ref.key, ref.size).then(async (data) => {
-        await check(ref, data);
-        return data;
-      });
+      const file = this.#proven(ref);
       file.catch(() => {}); // whoever awaits it sees the problem
       return [ref.key, file];
     }));
   }
 
-  /** @param {FileRef[]} refs @param {Map<string, Promise<Uint8Array>>} coming */
-  async #anchor(refs, coming) {
+  /** @param {FileRef} ref */
+  async #proven(ref) {
+    const data = await this.bucket.get(ref.key, ref.size);
+    await check(ref, data);
+    return data;
+  }
+
+  /**
+   * The anchor's weights and small files. Its weights may come in two files, see preview.js.
+   * @param {import("./records.js").Anchor} anchor
+   * @param {FileRef[]} refs what a join fetches
+   */
+  async #joined(anchor, refs) {
+    const whole = anchor.files.find((ref) => nameOf(ref) === WEIGHTS);
+    demand(whole, `the anchor has no ${WEIGHTS}`);
     const files = new Map();
-    for (const ref of [...refs].sort((a, b) => a.size - b.size)) files.set(nameOf(ref), await coming.get(ref.key));
-    const weights = files.get("model.safetensors");
-    demand(weights, "the anchor has no model.safetensors");
-    files.delete("model.safetensors");
-    const { tensors } = await named("model.safetensors", async () => safetensors(weights));
-    /** @type {Model} */
-    const model = new Map();
-    for (const [name, { dtype, shape, data }] of tensors) {
-      const size = shape.reduce((product, side) => product * side, 1);
-      demand(dtype === "BF16" && data.length === 2 * size, `the anchor's tensor ${name} is not bf16, or has another size`);
-      model.set(name, { shape, bits: new Uint16Array(data.slice().buffer) });
+    const folder = whole.key.slice(0, -WEIGHTS.length);
+    const listed = await this.bucket.list(folder).catch(() => /** @type {string[]} */ ([]));
+    /** @type {Promise<Uint8Array> | undefined} */
+    let weights;
+    let bytes = sizeOf(refs);
+    if ([FIRST, REST].every((name) => listed.includes(folder + name))) {
+      try {
+        const limit = whole.size + LARGEST_RECORD;
+        const first = await this.bucket.get(folder + FIRST, limit);
+        const preview = await named(folder + FIRST, () => sketched(first, whole.size));
+        for (const ref of anchor.files) {
+          const file = preview.files.get(nameOf(ref));
+          if (file && (await check(ref, file).then(() => true, () => false))) files.set(nameOf(ref), file);
+        }
+        refs = refs.filter((ref) => !files.has(nameOf(ref)));
+        const left = sizeOf(refs) - whole.size + Math.ceil(0.75 * preview.bits.length);
+        bytes = first.length + left;
+        this.onPreview(preview, anchor.version, left);
+        weights = named(folder + REST, async () => completed(preview, await this.bucket.get(folder + REST, limit)));
+        weights = weights.then(async (file) => {
+          await check(whole, file);
+          return file;
+        });
+        if (listed.includes(whole.key)) {
+          weights = weights.catch((problem) => (problem instanceof Refused ? this.#proven(whole) : Promise.reject(problem)));
+        }
+        weights.catch(() => {}); // whoever awaits it sees the problem
+      } catch (problem) {
+        if (!(problem instanceof Refused) || !listed.includes(whole.key)) throw problem;
+      }
     }
-    return { model, files };
+    const coming = this.#fetchAll(refs.filter((ref) => !weights || ref !== whole));
+    for (const ref of anchor.files) if (ref !== whole && !files.has(nameOf(ref))) files.set(nameOf(ref), await coming.get(ref.key));
+    const file = /** @type {Uint8Array} */ (await (weights ?? coming.get(whole.key)));
+    return { model: await named(WEIGHTS, async () => weightsOf(file)), files, coming, bytes };
   }
 
   /**
@@ -288,6 +341,9 @@ export class Replica {
 
 /** @param {{term: number, id: string, version: number}} a @param {{term: number, id: string, version: number}} b */
 const byWriterThenVersion = (a, b) => a.term - b.term || a.id.localeCompare(b.id) || a.version - b.version;
+
+/** @param {FileRef[]} refs */
+const sizeOf = (refs) => refs.reduce((sum, { size }) => sum + size, 0);
 
 /** @param {Model} model @returns {Model} */
 const copied = (model) => new Map([...model].map(([name, { shape, bits }]) => [name, { shape, bits: bits.slice() }]));

@@ -11,7 +11,7 @@ export class Missing extends Refused {}
  * @property {number} pollSeconds between two looks at HEAD
  * @property {(key: string, limit: number) => Promise<Uint8Array>} get
  * @property {(prefix: string) => Promise<string[]>} list the keys in a folder that ends in "/"
- * @property {(size: number) => void} [onBytes] told how much of a large object has come
+ * @property {(size: number) => void} [onBytes] called with the number of bytes that have come since its last call
  */
 
 /**
@@ -35,9 +35,12 @@ export function openBucket(url, endpoint) {
  * @param {(size: number) => void} [onBytes]
  */
 async function fetched(address, limit, key, onBytes = () => {}) {
-  let answer;
+  /** @type {Map<string, Promise<Response>> | undefined} */
+  const early = /** @type {any} */ (globalThis).early;
+  let answer = await early?.get(address)?.catch(() => undefined);
+  early?.delete(address);
   try {
-    answer = await fetch(address, { cache: "no-cache", credentials: "omit", referrerPolicy: "no-referrer" });
+    answer ??= await fetch(address, { cache: "no-cache", credentials: "omit", referrerPolicy: "no-referrer" });
   } catch {
     throw new Missing(`${key} could not be fetched: check the network, and that its server allows other pages (CORS)`);
   }
@@ -50,7 +53,7 @@ async function fetched(address, limit, key, onBytes = () => {}) {
       size += part.value.length;
       demand(size <= limit, `${key} is larger than ${limit} bytes`);
       data.push(part.value);
-      onBytes(size);
+      onBytes(part.value.length);
     }
   } catch (error) {
     reader.cancel().catch(() => {});

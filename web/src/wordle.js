@@ -33,14 +33,13 @@ export class Words {
     this.valid = new Set(guesses.split("\n").filter(Boolean));
   }
 
-  /** One answer in ten, the last ones by sha256. */
-  async heldOut() {
-    const digest = async (/** @type {string} */ word) => {
-      const hash = new DataView(await crypto.subtle.digest("SHA-256", new TextEncoder().encode(word)));
-      return { word, hash: Array.from({ length: 8 }, (_, i) => hash.getUint32(4 * i).toString(16).padStart(8, "0")).join("") };
-    };
-    const sorted = (await Promise.all(this.answers.map(digest))).sort((a, b) => (a.hash < b.hash ? -1 : 1));
-    return sorted.slice(sorted.length - Math.floor(sorted.length / 10)).map(({ word }) => word);
+  /** A word that no training used: such are the last tenth by sha256, and so those of the last sixteenth. */
+  async secret() {
+    for (;;) {
+      const word = this.answers[crypto.getRandomValues(new Uint32Array(1))[0] % this.answers.length];
+      const hash = await crypto.subtle.digest("SHA-256", new TextEncoder().encode(word));
+      if (new Uint8Array(hash)[0] >= 0xf0) return word;
+    }
   }
 }
 
@@ -91,12 +90,15 @@ function chances(word) {
 
 /** A policy at one game. It draws each token by its probability, as in training. */
 export class Player {
-  /** @param {import("./replica.js").Replica} replica @param {Game} game which may have begun */
-  constructor(replica, game) {
+  /**
+   * @param {{model: import("./delta.js").Model, files: Map<string, Uint8Array>}} holder a replica, or a preview
+   * @param {Game} game which may have begun
+   */
+  constructor({ model, files }, game) {
     this.chance = chances(game.secret);
     try {
-      this.tokenizer = new Tokenizer(replica.files);
-      this.policy = new Policy(replica.model, replica.files);
+      this.tokenizer = new Tokenizer(files);
+      this.policy = new Policy(model, files);
     } catch (problem) {
       if (problem instanceof Refused) throw problem;
       throw new Refused(`this page cannot play: the run's tokenizer or configuration is not readable (${quoted(String(problem))})`);
@@ -116,7 +118,7 @@ export class Player {
     const ids = [];
     while (ids.length < GUESS_TOKENS) {
       let logits = new Float32Array();
-      for (const token of this.unread) logits = this.policy.read(token);
+      this.unread.forEach((token, at, all) => (logits = this.policy.read(token, at === all.length - 1)));
       ids.push(drawn(logits, this.chance()));
       this.unread = [ids[ids.length - 1]];
       if (this.tokenizer.decode(this.unread) === END) break;

@@ -1,0 +1,111 @@
+// A preview of an anchor: its weights in two files. The first is enough to play; both are model.safetensors, bit by bit.
+
+import { safetensors } from "./delta.js";
+import { demand, quoted } from "./refused.js";
+
+/** @typedef {import("./delta.js").Model} Model */
+/** @typedef {{model: Model, files: Map<string, Uint8Array>, head: Uint8Array, bits: Uint16Array}} Preview */
+
+export const FIRST = "first.safetensors";
+export const REST = "rest.safetensors";
+const FORMAT = "delta-weight-sync-preview/1";
+const LARGEST_FILE = 1 << 20; // bytes of a small file, such as the tokenizer's
+const LOW = 0x3f; // the bits of a weight that are in the second file
+const MIDDLE = 0x20; // what they are taken for until it has come
+
+/**
+ * The weights of a checkpoint's file.
+ * @param {Uint8Array} file
+ * @returns {Model}
+ */
+export function weightsOf(file) {
+  /** @type {Model} */
+  const model = new Map();
+  for (const [name, { dtype, shape, data }] of safetensors(file).tensors) {
+    const size = shape.reduce((product, side) => product * side, 1);
+    demand(dtype === "BF16" && data.length === 2 * size, `the anchor's tensor ${name} is not bf16, or has another size`);
+    model.set(name, { shape, bits: new Uint16Array(data.slice().buffer) });
+  }
+  return model;
+}
+
+/**
+ * The streams of one of the two files.
+ * @param {Uint8Array} file
+ */
+function streamsOf(file) {
+  const { metadata, tensors } = safetensors(file);
+  demand(metadata.format === FORMAT, `its format is ${quoted(metadata.format)}, not ${FORMAT}`);
+  return (/** @type {string} */ name) => {
+    const found = tensors.get(name);
+    demand(found?.dtype === "U8", `it has no stream ${quoted(name)}`);
+    return found.data;
+  };
+}
+
+/**
+ * @param {Uint8Array} data a zlib stream
+ * @param {number} limit the most bytes that it may hold
+ */
+async function inflated(data, limit) {
+  const parts = [];
+  let size = 0;
+  const stream = new Blob([/** @type {Uint8Array<ArrayBuffer>} */ (data)]).stream();
+  const reader = stream.pipeThrough(new DecompressionStream("deflate")).getReader();
+  for (;;) {
+    const part = await reader.read().catch(() => demand(false, "a compressed stream is damaged"));
+    if (!part?.value) break;
+    size += part.value.length;
+    if (size > limit) reader.cancel().catch(() => {});
+    demand(size <= limit, `a compressed stream holds more than ${limit} bytes`);
+    parts.push(part.value);
+  }
+  return new Uint8Array(await new Blob(parts).arrayBuffer());
+}
+
+/** The bytes of a checkpoint's file. @param {Uint8Array} head @param {Uint16Array} bits */
+function joined(head, bits) {
+  const file = new Uint8Array(head.length + 2 * bits.length);
+  file.set(head);
+  file.set(new Uint8Array(bits.buffer, bits.byteOffset, 2 * bits.length), head.length);
+  return file;
+}
+
+/**
+ * Read the first file: each weight's sign, exponent and highest bit of the mantissa, and the small files of the anchor.
+ * @param {Uint8Array} file
+ * @param {number} size bytes of the anchor's model.safetensors
+ * @returns {Promise<Preview>}
+ */
+export async function sketched(file, size) {
+  const stream = streamsOf(file);
+  const head = await inflated(stream("head"), size);
+  const count = (size - head.length) / 2;
+  const [exponents, tops] = [await inflated(stream("exponents"), count), stream("tops")];
+  demand(Number.isInteger(count) && exponents.length === count && tops.length === Math.ceil(count / 4),
+    `its streams are not those of a model.safetensors of ${size} bytes`);
+  const bits = new Uint16Array(count);
+  for (let i = 0; i < count; i++) {
+    const top = tops[i >> 2] >> (2 * (i & 3));
+    bits[i] = ((top & 2) << 14) | (exponents[i] << 7) | ((top & 1) << 6) | MIDDLE;
+  }
+  const files = new Map();
+  for (const name of ["config.json", "tokenizer.json"]) files.set(name, await inflated(stream(name), LARGEST_FILE));
+  return { model: weightsOf(joined(head, bits)), files, head, bits };
+}
+
+/**
+ * The anchor's model.safetensors, from what the first file gave and the second file. Its sha256 is the manifest's.
+ * @param {Preview} preview
+ * @param {Uint8Array} file
+ */
+export function completed({ head, bits }, file) {
+  const low = streamsOf(file)("low");
+  demand(low.length === 3 * Math.ceil(bits.length / 4), "its stream has another size than that of the first file");
+  const whole = new Uint16Array(bits.length);
+  for (let i = 0, at = 0; i < bits.length; i += 4, at += 3) {
+    const four = low[at] | (low[at + 1] << 8) | (low[at + 2] << 16);
+    for (let j = 0; j < 4; j++) whole[i + j] = (bits[i + j] & ~LOW) | ((four >> (6 * j)) & LOW); // beyond the end nothing is stored
+  }
+  return joined(head, whole);
+}
