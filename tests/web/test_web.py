@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,8 +18,9 @@ from huggingface_hub import HfApi
 from playwright.sync_api import Browser, Page, Route, expect
 
 from delta_weight_sync.store import open_bucket
-from tests.browser import watched_page
+from tests.browser import PATIENCE_S, watched_page
 from tests.support.http_server import Request, answering
+from tests.support.hubsim import HubSim
 from tests.support.real_run import RUN, Drifting
 from tests.web import vectors
 
@@ -81,6 +83,39 @@ def test_a_public_bucket_needs_no_token(
     command = ["node", "--input-type=module", "--eval", script]
     done = subprocess.run(command, cwd=WEB, env=npm, capture_output=True, text=True)
     assert done.stdout == f"{run.newest.digest} [ 0 ]\n", done.stderr
+
+
+@pytest.mark.parametrize("feed", [True, False])
+def test_a_bucket_on_the_hub_reports_its_versions_or_is_polled(
+    feed: bool, npm: dict[str, str], hub: HubSim, hub_env: None
+) -> None:
+    name = uuid4().hex
+    url = f"hf://buckets/team/{name}/policies"
+    run = Drifting(open_bucket(url, create=True))
+    HfApi(hub.url, "hf_write").update_bucket_settings(f"team/{name}", private=False)
+    if not feed:
+        hub.fault(f"GET team/{name}:.*/events", status=404)
+    script = f"""
+        import {{ Replica }} from "./src/replica.js";
+        import {{ openBucket }} from "./src/store.js";
+        const bucket = openBucket("{url}", "{hub.url}");
+        bucket.pollSeconds = {3600 if feed else 0.1};
+        const replica = new Replica(bucket, "{RUN}");
+        replica.onCommit = ({{ version, digest }}) => console.log(version, digest);
+        await replica.follow(new AbortController().signal);"""
+    command = ["node", "--input-type=module", "--eval", script]
+    with subprocess.Popen(command, cwd=WEB, env=npm, stdout=subprocess.PIPE, text=True) as follower:
+        watchdog = threading.Timer(PATIENCE_S, follower.kill)
+        watchdog.start()
+        try:
+            for version in range(4):
+                assert follower.stdout.readline() == f"{version} {run.newest.digest}\n"
+                run.step()
+        finally:
+            watchdog.cancel()
+            follower.kill()
+    run.close()
+    assert any(f"/{name}/events" in request for request in hub.requests())
 
 
 @pytest.fixture
@@ -184,6 +219,26 @@ def test_it_plays_with_a_preview_until_the_weights_are_exact(phone: Page, site: 
     expect(page.locator("#its li").nth(1)).to_have_attribute("data-feedback", FEEDBACK)
     expect(page.locator("#its-name")).to_have_text(f"The policy, version {NEWEST}")
     expect(page.locator("#its li").nth(2)).not_to_have_attribute("data-feedback", FEEDBACK)
+
+
+def test_two_versions_play_the_same_word(phone: Page, site: str) -> None:
+    page = phone
+    page.goto(f"{site}/?word=dirge")
+    holds(page, NEWEST)
+    rival, says = page.locator("#rival"), page.locator("#duel-says")
+    expect(rival).to_be_enabled()
+    expect(rival.locator("option")).to_have_count(NEWEST + 1)
+    page.locator("#both").press("Enter")
+    expect(says).to_contain_text(f"The word is DIRGE: version {NEWEST} finds it in 4, version 0 ")
+    left, right = (page.locator(f"#{side}").bounding_box() or {} for side in ("left", "right"))
+    assert right["y"] > left["y"] + left["height"]  # below each other on a phone
+    assert_accessible(page)
+    rival.select_option(str(NEWEST))
+    expect(says).to_contain_text(f"version {NEWEST} finds it in 4, version {NEWEST} finds it in 4")
+    holds(page, NEWEST)
+    page.set_viewport_size({"width": 1280, "height": 800})
+    left, right = (page.locator(f"#{side}").bounding_box() or {} for side in ("left", "right"))
+    assert left["y"] == right["y"]
 
 
 def assert_accessible(page: Page) -> None:

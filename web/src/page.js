@@ -1,6 +1,7 @@
 // The page: it joins and follows a run, shows the proof of each version, and plays.
 
 import { Board, byId, described, Keyboard, Maps } from "./boards.js";
+import { Duel } from "./duel.js";
 import { PublicKeys } from "./records.js";
 import { Refused } from "./refused.js";
 import { Replica, runsOf } from "./replica.js";
@@ -109,6 +110,7 @@ function grow() {
     range.max = String(versions.length - 1);
     range.disabled = false;
     steer();
+    duel.offer(replica, words, versions, given.get("word") ?? "");
   });
 }
 
@@ -177,6 +179,7 @@ buttons.newest.addEventListener("click", () => choose(versions.length - 1));
 
 // ---- the game
 
+const duel = new Duel(explained);
 const mine = new Board(byId("mine"));
 const its = new Board(byId("its"));
 const keyboard = new Keyboard(byId("keys"), press);
@@ -335,6 +338,7 @@ async function loadWords() {
   const asked = given.get("word") ?? "";
   deal(words.valid.has(asked) ? asked : await words.secret());
   buttons.watch.disabled = !held();
+  duel.offer(replica, words, versions, asked);
 }
 
 // ---- another run

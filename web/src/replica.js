@@ -19,6 +19,7 @@ import { demand, Refused } from "./refused.js";
 
 const LARGEST_JOIN = 2 ** 30; // bytes of all files that lead to a version
 const WEIGHTS = "model.safetensors";
+const SAFETY = 60; // seconds between two looks at a bucket that reports its changes, in case a report is lost
 
 /** The runs of a bucket. @param {Bucket} bucket */
 export async function runsOf(bucket) {
@@ -246,6 +247,19 @@ export class Replica {
     return { target, from, past, moves, model, files, digest, bytes };
   }
 
+  /**
+   * A version's weights, proven, next to the live ones.
+   * @param {number} version
+   */
+  at(version) {
+    const turn = this.busy.then(async () => {
+      const { model, files } = await this.#staged(version);
+      return { model, files };
+    });
+    this.busy = turn.catch(() => {});
+    return turn;
+  }
+
   /** The digest of the live weights. */
   digest() {
     return stateDigest(patterns(this.model));
@@ -322,21 +336,61 @@ export class Replica {
    * @param {{wanted?: () => boolean, onProblem?: (sentence: string) => void}} [options]
    */
   async follow(signal, { wanted = () => true, onProblem = () => {} } = {}) {
+    let changed = true; // since the last look began
+    let live = false; // the bucket reports its changes
+    let wake = () => {};
+    this.#listen(signal, (reports, news) => {
+      live = reports;
+      changed ||= news;
+      if (news) wake();
+    });
     while (!signal.aborted) {
+      const reported = changed;
+      changed = false;
       try {
-        await this.look();
+        const found = await this.look();
+        if (found && !reported) live = false; // a report was lost
         if (this.newest && wanted()) await this.goTo(this.newest.version);
         onProblem("");
       } catch (problem) {
         if (!(problem instanceof Refused)) throw problem;
         onProblem(problem.message);
       }
-      await new Promise((done) => {
-        const timer = setTimeout(done, 1000 * this.bucket.pollSeconds);
-        signal.addEventListener("abort", () => (clearTimeout(timer), done(null)), { once: true });
-      });
+      if (changed) continue;
+      // A bucket may show a write a moment after it reported it, so one more look comes soon.
+      const pause = paused(live && !reported ? Math.max(SAFETY, this.bucket.pollSeconds) : this.bucket.pollSeconds, signal);
+      wake = pause.wake;
+      await pause.done;
     }
   }
+
+  /**
+   * Follow the bucket's feed, if it has one, with growing pauses between two connections.
+   * @param {AbortSignal} signal
+   * @param {(reports: boolean, news: boolean) => void} report
+   */
+  async #listen(signal, report) {
+    for (let pause = 5; this.bucket.feed && !signal.aborted; pause = Math.min(2 * pause, 320)) {
+      const began = Date.now();
+      await this.bucket.feed((key) => report(true, !key || key.startsWith(`${this.folder}heads/`)), signal).catch(() => {});
+      report(false, false);
+      if (Date.now() - began > 60_000) pause = 1;
+      await paused(pause * (0.5 + Math.random() / 2), signal).done; // many lose their feeds at the same moment
+    }
+  }
+}
+
+/** A pause that `wake` or the signal ends. @param {number} seconds @param {AbortSignal} signal */
+function paused(seconds, signal) {
+  let wake = () => {};
+  const done = new Promise((resolve) => (wake = () => resolve(null)));
+  const timer = setTimeout(wake, 1000 * seconds);
+  signal.addEventListener("abort", wake);
+  done.then(() => {
+    clearTimeout(timer);
+    signal.removeEventListener("abort", wake);
+  });
+  return { done, wake };
 }
 
 /** @param {{term: number, id: string, version: number}} a @param {{term: number, id: string, version: number}} b */

@@ -11,6 +11,8 @@ export class Missing extends Refused {}
  * @property {number} pollSeconds between two looks at HEAD
  * @property {(key: string, limit: number) => Promise<Uint8Array>} get
  * @property {(prefix: string) => Promise<string[]>} list the keys in a folder that ends in "/"
+ * @property {(onChange: (prefix: string) => void, signal: AbortSignal) => Promise<void>} [feed] reports changed keys until
+ *   it ends; "" stands for any key, also when the feed begins
  * @property {(size: number) => void} [onBytes] called with the number of bytes that have come since its last call
  */
 
@@ -109,6 +111,7 @@ class Folder {
 
 class Hub {
   pollSeconds = 5; // the Hub counts the requests of those who have no account
+  #cursor = ""; // where the next feed goes on
   /** @type {((size: number) => void) | undefined} */
   onBytes;
 
@@ -120,6 +123,31 @@ class Hub {
     this.id = id;
     this.folder = folder ? `${folder}/` : "";
     this.endpoint = endpoint;
+  }
+
+  /**
+   * The Hub's feed of the bucket's changes. It may have none for those who have no account; then this ends.
+   * @param {(key: string) => void} onChange
+   * @param {AbortSignal} signal
+   */
+  async feed(onChange, signal) {
+    const headers = { accept: "text/event-stream" };
+    const cursor = this.#cursor && `?cursor=${encodeURIComponent(this.#cursor)}`;
+    this.#cursor = ""; // if it is refused, the next feed begins without
+    const answer = await fetch(`${this.endpoint}/api/buckets/${this.id}/events${cursor}`,
+      { headers, signal, cache: "no-store", credentials: "omit", referrerPolicy: "no-referrer" });
+    if (!answer.ok || !answer.body || !answer.headers.get("content-type")?.includes("event-stream")) return;
+    for await (const { name, payload } of events(answer.body)) {
+      if (payload.cursor) this.#cursor = String(payload.cursor);
+      if (name === "ready") onChange("");
+      if (name === "changes") {
+        for (const { path = "" } of payload.changes ?? []) {
+          if (path.startsWith(this.folder)) onChange(path.slice(this.folder.length));
+        }
+      }
+      if (name === "reset") this.#cursor = "";
+      if (name === "reset" || name === "reconnect") return;
+    }
   }
 
   /** @param {string} key @param {number} limit */
@@ -146,6 +174,29 @@ class Hub {
       address = /<([^>]+)>; *rel="?next"?/.exec(page.next)?.[1];
     }
     return found;
+  }
+}
+
+/**
+ * The events of a stream, with their names.
+ * @param {ReadableStream<Uint8Array>} body
+ */
+async function* events(body) {
+  const reader = body.pipeThrough(/** @type {any} */ (new TextDecoderStream())).getReader();
+  let text = "";
+  try {
+    for (let part = await reader.read(); !part.done; part = await reader.read()) {
+      text += part.value;
+      demand(text.length <= LISTING, "the feed's event is too large");
+      const whole = text.split("\n\n");
+      text = whole.pop() ?? "";
+      for (const event of whole) {
+        const [name, data] = ["event", "data"].map((field) => RegExp(`^${field}: (.*)$`, "m").exec(event)?.[1]);
+        if (name && data) yield { name, payload: JSON.parse(data) };
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
   }
 }
 
