@@ -1,7 +1,5 @@
 """Runs the sections, each in a process of its own, then draws the plots and says which targets are met."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

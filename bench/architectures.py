@@ -4,8 +4,6 @@ What matters is how their tensors lie in vLLM, so each is as small as its loader
 many as it takes to have one of each kind.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@
 Each is examined in a process of its own (see `bench.followed`).
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import re

@@ -6,8 +6,6 @@ bitmask_zstd  one bit per weight and the same XOR
 adapter       the LoRA adapter that TRL 1.16 ships to vLLM instead of weights
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 

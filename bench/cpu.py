@@ -8,8 +8,6 @@ SmolLM2-135M reverses 32 texts, as in its demo: 39 tokens, and 20 more. Only the
     python -m bench --only cpu
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -3,8 +3,6 @@
 Runs where there is a Chromium; elsewhere the section says that it is unmeasured.
 """
 
-from __future__ import annotations
-
 import shutil
 import statistics
 import subprocess

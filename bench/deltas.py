@@ -1,7 +1,5 @@
 """The data sets: real deltas, deltas from a real model's updates, and those in the shape of Qwen3-0.6B."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections.abc import Iterator, Mapping, Sequence

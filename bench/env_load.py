@@ -7,8 +7,6 @@ installed. Each player plays complete games, one after the other. Before each gu
 seconds on average, as a policy does. The guesses are drawn from the answers, so nearly all games take six.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -1,7 +1,5 @@
 """How size and speed grow: with the share of weights that change, and with the size of the model."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import asdict
 from pathlib import Path

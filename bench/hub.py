@@ -9,8 +9,6 @@ Requests are counted twice: all, and those that follow one another, which is the
 that do not overlap in time.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

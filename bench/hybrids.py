@@ -1,7 +1,5 @@
 """Configurations of tiny models with state spaces, and of such as see, of which the text tower is served."""
 
-from __future__ import annotations
-
 import transformers as t
 
 from bench.architectures import LOCAL, OLD, SPARSE, TIED, UNTIED, Architecture

@@ -3,8 +3,6 @@
 And what the shortcuts that make it cheap cost the trainer's machine in the background.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import time

@@ -5,8 +5,6 @@
 `bench.study` and `bench.pretrained` write the figures that it reads, and call it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from functools import partial

@@ -5,8 +5,6 @@ transfer, decode, digest of the live weights, stage, commit. A whole checkpoint 
 loaded and copied; neither it nor the original authors' way checks anything.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from bench.results import Results

@@ -6,8 +6,6 @@ a whole checkpoint. Then requests run all the time, while windows without syncs,
 one per second, and one right after the other take turns.
 """
 
-from __future__ import annotations
-
 import shutil
 import statistics
 import threading

@@ -3,8 +3,6 @@
 On a GPU it is vLLM as it comes, with CUDA graphs.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Called through vLLM's development endpoint `/collective_rpc`, between two engine
 file is read before the clock starts, which is the part that vLLM could do ahead.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

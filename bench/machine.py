@@ -1,7 +1,5 @@
 """What the figures were measured on, without saying where: no host names, no paths."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import platform

@@ -8,8 +8,6 @@ Tests of this checkout run there, against the installed wheel. A release without
 unpacked and probed. An environment is removed when its row is done.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

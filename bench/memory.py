@@ -4,8 +4,6 @@ The real publisher hands over versions of the Qwen3-0.6B-shaped set to a bucket 
 memory is in section `live`, where a replica runs.)
 """
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass
 from pathlib import Path

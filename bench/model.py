@@ -3,8 +3,6 @@
 The model goes back and forth between the two states of a change, so that every round finds the same work.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 

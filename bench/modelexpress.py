@@ -4,8 +4,6 @@ Its trainer keeps the last weights in memory. Its replica changes a checkpoint f
 memory-mapped, and has vLLM load that; the loading is not measured.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -5,8 +5,6 @@ simulated Hub: by its events, by pokes, and by looking once a second. Both delay
 new HEAD; one ends when a follower begins to look, the other when it has read and checked the manifest.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

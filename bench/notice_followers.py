@@ -6,8 +6,6 @@ of a replica does: it keeps live weights, fetches each delta, decodes it, finds 
 digest that will result, and writes. It ends with its standard input.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import sys

@@ -5,8 +5,6 @@ the weights, against copying a bf16 snapshot of a sync over them. Steps: forward
 model for a batch, against making its log-probabilities exact where one sync or several have made it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import queue
 from collections import defaultdict

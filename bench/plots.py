@@ -1,7 +1,5 @@
 """The pictures in docs/: bytes per change, time per sync, pauses. Small SVGs, light and dark alike."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

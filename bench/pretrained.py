@@ -7,8 +7,6 @@ A log has a line for each step, with the version that came of it. The rewards go
 `bench.learned`). Prints what README and docs/learning.md quote.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator

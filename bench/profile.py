@@ -5,8 +5,6 @@ to nothing changed: passing the old weights once and sorting them into bands, wh
 can avoid.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import defaultdict

@@ -5,8 +5,6 @@
 A place is `<!-- bench:NAME -->` up to `<!-- /bench -->`; NAME is one of `TABLES` in `bench.tables`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 

@@ -6,8 +6,6 @@ grid    an fp32-master trainer soon after it loaded a bf16 checkpoint: master we
 bf16    a trainer whose only weights are bf16: an update that is less than half a step is lost
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """`bench/results.json`: one key per section; running one section leaves the others as they are."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

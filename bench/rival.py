@@ -9,8 +9,6 @@ Each side checks as it does at work: ModelExpress by an Adler-32 of every tensor
 project by a digest that the publisher carries along and the replica takes of all weights.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Iterator

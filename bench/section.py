@@ -1,7 +1,5 @@
 """One section in a process of its own: `python -m bench.section NAME` puts its figures into results.json."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import time

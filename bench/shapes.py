@@ -1,7 +1,5 @@
 """Names and shapes of the checkpoint tensors of Qwen3 models."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Bytes per change: this codec's levels, their limits, and what others send."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any

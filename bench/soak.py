@@ -7,8 +7,6 @@ over, and holds the second quarter of the time against the last one; the first i
 opens the dashboard with each look. Says what grew, and fails if anything did or something was left.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -7,8 +7,6 @@ commit, undo  the replica's writes within the pause
 GB/s are gigabytes of bf16 model, whatever the dtype of the parameters.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -6,8 +6,6 @@ For each kind of run it shows the reward of each step: the mean of the seeds ove
 The means also go to the dashboard: see `bench.learned`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from statistics import mean

@@ -1,7 +1,5 @@
 """The Markdown tables of the pages, one function per marked place."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What this project promised of itself, each held against the figures of the same results.json."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """How much a second thread helps to encode and decode the Qwen3-0.6B-shaped set, by the wall's clock."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

@@ -5,8 +5,6 @@ machine that others use too, the wall's clock mostly counts waiting for them. Ea
 says how far the two were apart.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Tiny random models of many architectures, as Hugging Face checkpoints."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -9,8 +9,6 @@ The weights come out of a 4-bit file: uniform noise of one quantisation step giv
 exponents that trained weights have.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from pathlib import Path

@@ -2,8 +2,6 @@
 pending changes of many small tensors back, as the background thread does before it encodes.
 """
 
-from __future__ import annotations
-
 import shutil
 import statistics
 import threading

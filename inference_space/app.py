@@ -3,8 +3,6 @@
 vLLM's engine process imports this module, too. So only `main` imports packages.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -4,8 +4,6 @@ vLLM's app runs in the same process. Of its routes, only the three for inference
 through the gate.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """Settings of the vLLM Space, and what its setup page says about them and about access to the bucket."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Mapping
 

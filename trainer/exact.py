@@ -4,8 +4,6 @@ A second model gets the weights of that sync, by undoing or repeating the syncs 
 `docs/how-it-works.md` says why, and what the metrics `exact/*` mean.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import queue

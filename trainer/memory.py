@@ -1,7 +1,5 @@
 """The GPU memory that a trainer needs, computed from its settings before it loads the model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Logs rollouts, metrics and the states of replicas, and notifies replicas of new versions (pokes)."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import re

@@ -5,8 +5,6 @@ begins. `Restore` must run before that callback, so the trainer is made with it;
 it, so it is added later.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -4,8 +4,6 @@ This adapts TRL's rollout worker: it spreads requests over the replicas, which m
 sample with the syncs that the replicas report.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import ctypes

@@ -1,7 +1,5 @@
 """The settings of `python -m trainer.train`, in addition to those of TRL's `AsyncGRPOConfig`."""
 
-from __future__ import annotations
-
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 

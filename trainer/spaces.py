@@ -8,8 +8,6 @@ a mistyped URL receives none. No secret is part of a URL, an option or a log lin
 redirect.
 """
 
-from __future__ import annotations
-
 import contextvars
 import functools
 import os

@@ -5,8 +5,6 @@ The step in progress is finished first, because weights in the middle of a step 
 does not answer and so blocks the process after that, the process ends nevertheless.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import math

@@ -16,8 +16,8 @@ from typing import Any
 
 from bench.fleet.clock import Clock, Event, Pipe
 from delta_weight_sync import errors, store
-from delta_weight_sync.store._notifications import Quota
 from delta_weight_sync.store.hub import HubNotifications
+from delta_weight_sync.store.notifications import Quota
 
 WINDOW_S = 300.0
 BLOCK = 64 << 20  # bytes of the largest block that hf_xet uploads

@@ -25,7 +25,7 @@ from delta_weight_sync import cost, reader, runlog, util, watch
 from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish import outbox, shortcuts, writer
 from delta_weight_sync.records import Manifest, parse
-from delta_weight_sync.store import _notifications, hub
+from delta_weight_sync.store import hub, notifications
 from delta_weight_sync.vllm import follower
 
 TENSOR = "model"  # all weights
@@ -341,7 +341,7 @@ class Fleet:
             functools.partial(CountedLayout, self),
         )
         return {
-            _notifications: {"threading": clock.threading},
+            notifications: {"threading": clock.threading},
             hub: both | {"random": self.rng},
             watch: {"monotonic": clock.seconds},
             reader: {"ThreadPoolExecutor": clock.executor, "parse": functools.cache(parse)},

@@ -10,8 +10,6 @@ replica. Each section is a process of its own with a time limit, so a section th
 the others. The exit code is 1 if a row says FAIL.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Compares packed attention in PyTorch's kernel, forward and backward, with each sequence alone in fp64."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

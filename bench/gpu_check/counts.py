@@ -1,7 +1,5 @@
 """Counts the kernel launches and waits of a sync: they must be equal for 10 tensors and for thousands."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.gpu_check.model import Replica

@@ -1,7 +1,5 @@
 """Describes this machine: versions, driver, card, bus, clocks, processor and memory."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

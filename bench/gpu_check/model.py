@@ -1,7 +1,5 @@
 """Weights in a GPU's memory, in the layout of checkpoints, and changes of one in a hundred of them."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

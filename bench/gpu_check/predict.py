@@ -5,8 +5,6 @@ bandwidth. For work on the host, it uses the rates of `delta_weight_sync.cost`. 
 more than a factor of two, something else than the bandwidth limits the kernel.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import NamedTuple

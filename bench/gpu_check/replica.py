@@ -1,7 +1,5 @@
 """Checks a replica in real vLLM: it joins in place, follows deltas, and answers like a fresh vLLM."""
 
-from __future__ import annotations
-
 import importlib.util
 import tempfile
 import threading

@@ -1,7 +1,5 @@
 """Rows of the report: one Markdown table per section. Each row is printed as soon as it is known."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Speeds of the device are shown as a share of the speed of a copy in the same run
 required share by far, so FAIL means that something is broken.
 """
 
-from __future__ import annotations
-
 import gc
 import statistics
 import threading

@@ -1,7 +1,5 @@
 """Trains with autocast and fp32 master weights, publishes, and saves and restores a state, bit for bit."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from pathlib import Path

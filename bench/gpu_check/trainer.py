@@ -1,7 +1,5 @@
 """Runs five steps of TRL's trainer on invented samples: bf16 autocast, fp32 masters, a sync per step."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import queue

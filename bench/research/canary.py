@@ -11,8 +11,6 @@ An engine in bf16 is less exact (see `LIMIT`), so this finds gross errors; diges
 Set SPACES and SPACE_KEY as for a trainer.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -6,8 +6,6 @@ FOLDER gets a file of JSON lines for each run, with a line per version, and READ
 fields and summarizes all files of the folder. You can add runs to an existing folder.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

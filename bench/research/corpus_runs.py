@@ -8,8 +8,6 @@ weights the run publishes their bf16 cast; without them weights and AdamW's mome
 is a folder (default: the Wordle policy of this repository). `--draw` only draws.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

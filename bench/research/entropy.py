@@ -5,8 +5,6 @@ independent   every weight changes with the same probability, and every value is
 by_exponent   both depend on the exponent of the old weight, which the receiver knows
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

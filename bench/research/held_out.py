@@ -6,8 +6,6 @@ With `--env_url` the policy plays Wordle on the environment's held-out words; ot
 words that no training text contains. Version 0 and the newest version get the same tasks.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import tempfile

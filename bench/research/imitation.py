@@ -6,8 +6,6 @@ A policy that has never seen the form of a task earns nothing on it, and RL cann
 nothing. So the policy first sees some right answers: their form, and a little of how to find them.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import random

@@ -5,8 +5,6 @@ the largest weight of its first version just below 448, the largest number of e4
 rounds nothing. Larger numbers saturate.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

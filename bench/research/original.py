@@ -4,8 +4,6 @@ Indices are row-major positions (int32, or int64 from 2^31 weights on), values t
 and `read` convert the library's patches; `publish` and `receive` work on tensors as the authors do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 A Wordle game is exactly what TRL's rollout loop renders for one tool, `guess(word: str)`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from string import ascii_lowercase
 

@@ -8,8 +8,6 @@ of the marks at each guess. None of their games has a secret from the held-out t
 the words that fit all marks, and that is what RL can find in their imitator.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """`python -m inference_space.dashboard --bucket URL`: watch a run from anywhere, or export it as a folder."""
 
-from __future__ import annotations
-
 import argparse
 import socket
 import sys

@@ -4,8 +4,6 @@ A chart's paths lie in a box of 10,000 x 10,000 that the browser stretches. Stro
 dots are the round caps of empty strokes, so nothing is distorted. Colours come from the style sheet.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 visitors make the dashboard read, because replicas and the trainer need the owner's quota.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time

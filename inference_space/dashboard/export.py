@@ -1,7 +1,5 @@
 """Exports a run as a static folder: the same views without a server, as files or as a static Space."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

@@ -3,8 +3,6 @@
 Templates escape every value, so that it cannot become a tag; only `Markup` is inserted as it is.
 """
 
-from __future__ import annotations
-
 import re
 from datetime import UTC, datetime
 from pathlib import Path

@@ -3,8 +3,6 @@
 Neither the cost of an event nor the size of a `Progress` grows with the run.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from bisect import insort

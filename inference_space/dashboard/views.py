@@ -1,7 +1,5 @@
 """The views next to the run: Inside a delta, Bucket and Explain."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

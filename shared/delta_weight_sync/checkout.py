@@ -9,8 +9,6 @@ A reader never sees a half-written version. Usually, a version is a copy of the 
 changes written into it. So an update downloads only the deltas, and copies the checkpoint once on the disk.
 """
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import itertools

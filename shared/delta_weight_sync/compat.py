@@ -7,8 +7,6 @@ switches off its feature, or is an error if the feature is needed. DELTA_WEIGHT_
 into errors.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib.metadata

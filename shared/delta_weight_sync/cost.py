@@ -26,7 +26,7 @@ import numpy as np
 from delta_weight_sync import util
 from delta_weight_sync.records import ANCHOR_PAYS, MAX_FILES, POLL_S, STRIDES
 from delta_weight_sync.store import DIRECT, SMALL
-from delta_weight_sync.store._notifications import SAFETY_S
+from delta_weight_sync.store.notifications import SAFETY_S
 
 if TYPE_CHECKING:  # the codec loads numba, which takes seconds
     from delta_weight_sync.codec import Encoding

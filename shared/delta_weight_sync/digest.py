@@ -11,8 +11,6 @@ always detects a single wrong element. It misses several wrong elements with a p
 guards against mistakes; the sha256 in the manifest guards against tampering.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from typing import Any

@@ -4,8 +4,6 @@ A message is one sentence that names the fix. The `kind` of a class is a short, 
 process boundaries. A class that sets no `kind` has that of its base.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar, Final
 

@@ -5,8 +5,6 @@ a sync is slow if their number grows with the number of tensors. The kernels als
 Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import itertools

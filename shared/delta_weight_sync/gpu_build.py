@@ -4,8 +4,6 @@ The installed packages decide, not the machine: a build for GPUs cannot run on t
 GPU or its driver is too old. Nothing here starts CUDA in this process.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

@@ -6,8 +6,6 @@ manifest names a version that is still being published. HEADs, log and trainer s
 object is counted back from the newest object of the run, so a finished run does not age.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator

@@ -8,8 +8,6 @@ The log is not signed, so readers trust nothing in it: every field of an event i
 are cut, and lines that are not events are skipped and counted.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import threading

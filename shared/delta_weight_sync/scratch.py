@@ -1,7 +1,5 @@
 """Temporary folders that a killed process does not leave behind for long."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -4,8 +4,6 @@ Three failures are retried with growing pauses: the store does not answer, recor
 version cannot be used. `reset` ends all these pauses; `refresh` or a new version ends the last two kinds.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from time import monotonic

@@ -1,7 +1,5 @@
 """Checks the key, body and rate of a request, and builds the answers that refuse one."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import time

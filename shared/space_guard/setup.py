@@ -4,8 +4,6 @@ A duplicated Space has the variables of the original but no secrets. Its new own
 which names each variable and secret, its purpose, and where to set it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Mapping

@@ -30,11 +30,32 @@ for part in (attention, trainer):
     print(*part.rows(torch.device("cpu")), sep="\\n")
 """
 
-# What the checks of kernels may not need: what apps and tests install beside the library, torch and Triton.
 ONLY = """
 import sys
-for name in "accelerate aiohttp datasets fastapi gradio peft pytest requests transformers trl vllm".split():
-    sys.modules[name] = None  # its import fails
+from importlib.abc import MetaPathFinder
+from importlib.metadata import distribution, packages_distributions
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+def add(name):
+    home = canonicalize_name(name)
+    if home not in allowed and home in installed:
+        allowed.add(home)
+        for need in map(Requirement, distribution(home).requires or ()):
+            if need.marker is None or need.marker.evaluate({"extra": ""}):
+                add(need.name)
+
+class Blocker(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        homes = set(map(canonicalize_name, packages.get(name.partition(".")[0], ())))
+        if homes and not homes & allowed:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+packages, allowed = packages_distributions(), set()
+installed = {canonicalize_name(home) for homes in packages.values() for home in homes}
+for name in ("delta-weight-sync", "torch", "triton"):
+    add(name)
+sys.meta_path.insert(0, Blocker())
 from bench.gpu_check import __main__ as command, counts, environment, exact, predict, speed, state
 import torch
 torch.cuda.is_available = lambda: True

@@ -23,7 +23,7 @@ from delta_weight_sync.checkout import RECORD
 from delta_weight_sync.checkpoint import read_bits, to_bits
 from delta_weight_sync.digest import state_digest, to_hex
 from delta_weight_sync.publish.writer import RunWriter
-from delta_weight_sync.store._notifications import Notifications
+from delta_weight_sync.store.notifications import Notifications
 from tests.cli.command import Result, command
 from tests.support.real_run import TENSORS, Drifting
 from tests.support.waiting import soon

@@ -17,7 +17,7 @@ import inference_space
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.signing import PUBLIC_KEY, SIGNING_KEY
 from delta_weight_sync.store import open_bucket
-from delta_weight_sync.store._notifications import Notifications
+from delta_weight_sync.store.notifications import Notifications
 from inference_space.app import main
 from inference_space.public_port import SpaceFollower
 from inference_space.settings import SETUP, Settings, find_problems

@@ -10,8 +10,8 @@ import pytest
 from delta_weight_sync.errors import BucketError
 from delta_weight_sync.store import Bucket, open_bucket
 from delta_weight_sync.store import hub as hub_store
-from delta_weight_sync.store._notifications import LONGEST_BLOCK_S, POKES, SAFETY_S, Notifications, Quota
 from delta_weight_sync.store.hub import HubNotifications
+from delta_weight_sync.store.notifications import LONGEST_BLOCK_S, POKES, SAFETY_S, Notifications, Quota
 from tests.support.hubsim import HubSim
 from tests.support.waiting import soon as until
 
@@ -351,7 +351,7 @@ def test_connections_end_less_and_less_often_while_they_do_not_last() -> None:
 def test_a_shared_quota_slows_polling_and_ends_in_a_pause(
     bucket: Bucket, hub: HubSim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("delta_weight_sync.store._notifications.MEASURED_S", 0.0)
+    monkeypatch.setattr("delta_weight_sync.store.notifications.MEASURED_S", 0.0)
     monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: None))
     hub.limit(files=20, window_s=1e6)
     feed, other = bucket.notifications(HEADS), open_bucket(f"hf://buckets/{name(bucket)}/other")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from delta_weight_sync.store import Bucket
-from delta_weight_sync.store._notifications import Notifications
+from delta_weight_sync.store.notifications import Notifications
 from delta_weight_sync.vllm.follower import Follower
 from tests.cli.command import Result, command
 from tests.support.fake_vllm import Mortal

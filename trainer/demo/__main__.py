@@ -4,8 +4,6 @@ These are the same apps as on Spaces. Each is a process with its own settings, a
 lines that the demo prints, like the dashboard, show the run's log in the bucket.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """Child processes of the demo: each has its own log, and all of them are stopped together."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

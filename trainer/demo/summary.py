@@ -1,7 +1,5 @@
 """What `make demo` prints: the run's events as lines while it runs, and a table of figures at the end."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Sequence
 from statistics import mean, median

@@ -1,7 +1,5 @@
 """`python -m trainer.deploy COMMAND`: see `trainer/deploy/__init__.py`."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

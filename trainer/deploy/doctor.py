@@ -3,8 +3,6 @@
 The checks also work before the first `up`: what `up` will make may be missing.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -3,8 +3,6 @@
 Every call goes through huggingface_hub. `explained` turns its errors into a `DeployError`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -5,8 +5,6 @@ of the value under the SPACE_KEY. The Hub replaces the description together with
 to accounts that may change the Space.
 """
 
-from __future__ import annotations
-
 import hmac
 import secrets
 from pathlib import Path

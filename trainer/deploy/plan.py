@@ -3,8 +3,6 @@
 A Space's repository gets only the files that its Dockerfile needs: those listed here, if git tracks them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

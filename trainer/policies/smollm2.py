@@ -7,8 +7,6 @@ folder that transformers, vLLM and TRL load; the result is less exact than the o
 `--taught`, it adds a change of the weights that imitation of a task taught (`bench.research.imitation`).
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from importlib.metadata import PackageNotFoundError, files

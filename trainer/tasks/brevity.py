@@ -4,8 +4,6 @@ The task needs no environment, and any chat model can learn it. Use it to check 
 trainer learns.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from datasets import Dataset

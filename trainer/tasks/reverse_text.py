@@ -4,8 +4,6 @@ Prompt, tags and reward are those of prime-rl's example, so its checkpoints can 
 made of words from the tokenizer's vocabulary. To the policy, each word is one token that it has to spell.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from difflib import SequenceMatcher

@@ -1,7 +1,5 @@
 """Wordle as a TRL environment: tool, reward and prompt. The game itself runs in the Wordle Space."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

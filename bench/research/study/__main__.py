@@ -6,8 +6,6 @@ Each run is a process of its own and needs no GPU; one runs on each core. Finish
 repeat the command after an interruption, or with more seeds.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

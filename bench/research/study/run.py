@@ -10,8 +10,6 @@ plays which games, and the policy plays in plain torch with random numbers of it
 bit for bit, unless something other than time differs between them.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

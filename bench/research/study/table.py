@@ -5,8 +5,6 @@ games and its training took and from the bytes of its versions, with a player an
 machines.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

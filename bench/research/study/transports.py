@@ -1,7 +1,5 @@
 """How a policy travels from trainer to player: as deltas of a run, or whole at every version."""
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path

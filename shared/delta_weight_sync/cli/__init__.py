@@ -1,7 +1,5 @@
 """Inspect, verify, export and follow runs, and predict their cost."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

@@ -1,7 +1,5 @@
 """The command doctor: shows what works in this environment, and how to make the rest work."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import platform

@@ -1,7 +1,5 @@
 """The command plan: predicts the cost of a run before it starts."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -4,8 +4,6 @@ The comparisons are LLVM vector operations, compiled by numba at run time. So ea
 instructions (AVX2, AVX-512, NEON), and installing the package compiles nothing.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The changed elements of one tensor, and the exact arithmetic on them."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Sequence

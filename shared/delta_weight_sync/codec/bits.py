@@ -8,8 +8,6 @@ A *band* is a sequence of items, some of which are events (changes, or large cha
 than half of a band's items are events, it is `flipped`: the other items are coded instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

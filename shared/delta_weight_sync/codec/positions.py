@@ -8,8 +8,6 @@ Both directions sort a chunk of weights into bands. Then writing finds the rank 
 and reading finds the position of each rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

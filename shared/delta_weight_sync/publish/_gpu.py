@@ -9,8 +9,6 @@ pinned host memory is read over the bus during the comparison. The host reads ba
     found   int32 [capacity]: `position within the tile << 16 | ulps`; the changes of a tile are in order
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Mapping, Sequence

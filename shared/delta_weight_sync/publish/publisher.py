@@ -1,7 +1,5 @@
 """From a training loop, of one process or several, to versions in a bucket."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import re

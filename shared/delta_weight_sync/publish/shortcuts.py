@@ -8,8 +8,6 @@ at the version where the jump begins; the jump is then the difference of the two
 The next manifest names the uploaded shortcuts. If the trainer crashes before, `prune` deletes them.
 """
 
-from __future__ import annotations
-
 import logging
 import shutil
 import threading

@@ -8,8 +8,6 @@ float32, rounded to nearest even, and the lower half tells which way it was roun
 in full: a number exactly halfway between two bf16 values, and NaN.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import random

@@ -9,8 +9,6 @@ written, and `ProtocolError` if an object is larger than its reader allows; it i
 checks content: readers compare the sha256.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from abc import ABC, abstractmethod
@@ -22,7 +20,7 @@ from typing import ClassVar, Final
 from uuid import uuid4
 
 from delta_weight_sync import errors
-from delta_weight_sync.store._notifications import Notifications
+from delta_weight_sync.store.notifications import Notifications
 
 __all__ = ["Bucket", "Listing", "ObjectInfo", "open_bucket"]
 

@@ -5,8 +5,6 @@ who may write to the folder could plant a link to any file of this program's use
 `/proc/self/environ`, or a pipe that blocks its reader. fsspec and `os.fwalk` give no such protection.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

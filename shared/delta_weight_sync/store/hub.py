@@ -10,8 +10,6 @@ URL (docs/wire-format.md), a large one through Xet, many parts at a time. The fe
 the one that `huggingface_hub._bucket_live_follow` reads.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -49,7 +47,7 @@ from huggingface_hub.utils._xet import XET_CONNECTION_INFO_CACHE, XetFileData, r
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from delta_weight_sync import errors, store
-from delta_weight_sync.store._notifications import Notifications, Quota
+from delta_weight_sync.store.notifications import Notifications, Quota
 
 REQUEST_TIMEOUT = 10.0  # seconds; by default the client waits forever
 LONGEST_PAUSE = 10  # seconds that the client waits at most if a server asks for it; by default hours

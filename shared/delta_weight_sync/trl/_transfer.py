@@ -1,7 +1,5 @@
 """TRL's `WeightTransferProtocol` through a bucket: trainer and replicas share nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Unpack

@@ -5,8 +5,6 @@ patches of code that this release lacks (`compat.toml`). TRL works without them 
 FlashAttention 3 supports, the package `kernels`, the Hub, 16-bit weights and vLLM.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import multiprocessing

@@ -3,13 +3,11 @@
 It uses internals of TRL: the feature "every_rank" of `compat.toml`.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer
 
 from delta_weight_sync.publish.publisher import checkpoint_weights
 
-Named = Iterator[tuple[str, torch.Tensor]]
+Named = Iterable[tuple[str, torch.Tensor]]
 _IN_PLAY = 4096  # more prompts than TRL ever has in play
 # Fields of transformers' TrainerState: those that are restored, and those that it compares with the settings.
 _KEPT = ("global_step", "epoch", "total_flos", "num_input_tokens_seen")

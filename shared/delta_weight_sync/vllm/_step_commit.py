@@ -19,8 +19,6 @@ The module patches vLLM's `EngineCore`; `compat.toml` lists what it relies on th
 If vLLM itself could commit between steps, this module would not be needed: upstream/vllm/0001 and 0002.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import time

@@ -15,8 +15,6 @@ returns. An older vLLM has no spans: the three headers then name the version tha
 came.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing

@@ -16,8 +16,6 @@
 `self_test` raises an error if patch 1 or 2 has no effect. If patch 3 has none, `routes` finds packed weights.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 import timeit

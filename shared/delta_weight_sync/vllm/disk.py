@@ -4,8 +4,6 @@ The anchor stays on disk, so that healing and going back fetch a few deltas at m
 the anchor with the later deltas applied; all workers map the same file. A commit checks its digest.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

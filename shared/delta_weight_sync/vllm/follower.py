@@ -7,8 +7,6 @@ works from any live weights; it is used for the first version, to heal, and to g
 meanwhile, and the digest of its live parameters proves the result.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

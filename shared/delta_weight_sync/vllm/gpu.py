@@ -10,8 +10,6 @@ Otherwise it stays in pinned host memory, which kernels read over the bus: slowe
 device's memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator, Sequence

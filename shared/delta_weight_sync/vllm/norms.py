@@ -3,8 +3,6 @@
 Sums are float32, and results are rounded once, to nearest. (vLLM's own kernel truncates without AVX-512.)
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -11,8 +11,6 @@ The last two lines exist only if DELTA_WEIGHT_SYNC_KEY is set; then a poke needs
 wrong, vLLM ends with one sentence before it loads its engine. Later errors are in the status and in the log.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hmac

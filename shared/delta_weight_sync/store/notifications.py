@@ -8,8 +8,6 @@ each answer says how many are left, and for how long. That number includes the r
 all slow down by the same factor until the quota lasts for the rest of the window.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time
