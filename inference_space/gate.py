@@ -38,7 +38,7 @@ from space_guard.requests import (
 
 BODY_S = 60.0  # seconds within which a request's body must arrive
 ARRIVING = 64 << 20  # bytes of bodies that may be arriving at the same time
-LEAST = 256 << 10  # bytes that a visitor's shorter body counts as, because it holds a connection
+LEAST = 256 << 10  # a visitor's body counts as this many bytes at least, because it holds a connection
 # The budget of one address: how much it gains per second, and how much it can save up. The cost of a route
 # is about the number of milliseconds that a request takes.
 RATE = (200.0, 2000.0)
@@ -164,7 +164,7 @@ class Gate:
             if announced != 0:
                 raise HTTPException(413, "this route takes no body: send the request without one", CLOSE)
             return b"", 1
-        # Before a browser sends this type to another site, it must ask (CORS). The gate refuses the question.
+        # Before a browser sends JSON to another site, it asks that site (CORS); the gate refuses.
         if not headers.get(b"content-type", b"").startswith(b"application/json"):
             raise HTTPException(
                 415, "the body must be JSON: send it with Content-Type: application/json", CLOSE

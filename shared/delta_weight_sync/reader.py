@@ -39,7 +39,7 @@ from delta_weight_sync.store import Bucket, Listing, ObjectInfo, open_bucket
 _SIDE_BY_SIDE = 6  # objects that are fetched ahead at the same time
 _TRIES = 5  # attempts to list the HEADs: again if a new writer removes one before it is read
 _MAX_UNSIGNED = 16  # a search ends after this many unsigned manifests: the public key is probably wrong
-_MAX_DAMAGED = 64  # a search reads at most this many manifests: a forged key can claim any version
+_MAX_DAMAGED = 64  # a search reads at most this many manifests: a forged one can claim any version
 _MAX_HEADS = 16  # a search reads at most this many HEADs: usually there is one
 Kind = TypeVar("Kind", bound=Sealed)
 Problems = dict[str, Exception]
@@ -66,6 +66,7 @@ def open_run(url: str, run: str | None = None, *, public_key: str | Path | None 
         ProtocolError: No run is named and the bucket does not hold exactly one.
         BucketError: The bucket cannot be read.
         KeyFormatError: `public_key` is not a key.
+        ConfigError: The URL and `run` name different runs.
     """
     place, named = split_run(url)
     if run and named and run != named:
@@ -249,7 +250,7 @@ class RunReader:
         """The last writer that took the run over from `of`, or None.
 
         With trusted keys, a HEAD does not count if it is damaged or unsigned, or if it names a version of a
-        run that was created before `born`. `problems` receives the HEADs that do not count.
+        run that was created before `born`. `problems` receives the damaged and unsigned ones.
         """
         for writer in reversed(self.writers()):
             if writer <= of:

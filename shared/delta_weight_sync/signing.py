@@ -1,6 +1,6 @@
 """Signed versions: write access to the bucket is not enough to make a reader accept a version.
 
-The publisher signs the seal of each manifest and HEAD with an Ed25519 key that only the publisher holds.
+The publisher signs the seal of each manifest, HEAD and trainer state with an Ed25519 key that only it holds.
 Readers with the matching public key refuse every record without its signature. A seal covers the kind of the
 record, the run and all other fields, including the sha256 of every file. The keys are two variables:
 

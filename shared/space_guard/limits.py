@@ -35,9 +35,9 @@ from space_guard.requests import has_key, too_many
 
 Client = str | None  # a visitor's address, or None for a client with the key
 
-# The networks of the Hub's proxies: this machine and the private networks of RFC 1918, 4193 and 6598. uvicorn
-# (`forwarded_allow_ips`) takes the last address in X-Forwarded-For that is in none of them as the client's;
-# a client can only forge the addresses before it.
+# The networks of the Hub's proxies: this machine and the private networks of RFC 1918, 4193 and 6598. As the
+# client's address, uvicorn (`forwarded_allow_ips`) takes the last one in X-Forwarded-For outside of these
+# networks; a client can only forge addresses before that one.
 PROXIES = "127.0.0.0/8,::1,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16,100.64.0.0/10,fc00::/7"
 
 
@@ -60,7 +60,7 @@ MAX_HEADERS = 100
 class Limits:
     """What one connection may use."""
 
-    request_s: float  # to receive a head: the first since connecting, a later one since its first byte
+    request_s: float  # to receive a head, counted from the connection; a later one from its first byte
     unread_s: float  # seconds in which the client must read some of its answer
     head_bytes: int  # of a request, its body not counted
     keep_active: bool  # a visitor's connection is safe from eviction while its request is answered

@@ -53,7 +53,7 @@ def connect() -> HfApi:
         made.timeout = 60.0
         return made
 
-    configure_clients()  # first: it would replace this factory when `doctor` opens a bucket
+    configure_clients()  # now: called later, when `doctor` opens a bucket, it would replace our factory
     set_client_factory(client)
     logging.set_verbosity_error()  # otherwise the client warns if no file differs
     return HfApi(endpoint=os.environ.get("HF_ENDPOINT"))

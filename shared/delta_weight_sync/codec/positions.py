@@ -1,4 +1,4 @@
-"""Codes where the changes are, as runs: the number of unchanged weights before each change.
+"""Encodes the positions of changes as runs: the number of unchanged weights before each change.
 
 With one band, a run counts all weights since the last change. With eight bands, a run counts only weights
 of the same band, which is a range of exponents, so a reader needs the old weights. That takes fewer bytes,
@@ -217,8 +217,10 @@ def _count(masks: Words, before: NDArray[np.int16], totals: Index) -> None:
 def _band_runs(
     old: Bits, cut: Cut, index: Index, carried: Index, elements: Index, runs: Index, band_of: Band
 ) -> None:
-    """Write the run and the band of each change of a tensor. Add its weights to `carried`, which counts those
-    of each band since the band's last change, and to `elements`, which counts all of each band."""
+    """Write the run and the band of each change of a tensor.
+
+    Update, for each band, `carried` (its weights since its last change) and `elements` (all its weights).
+    """
     chunk, at = _empty_chunk(), 0
     masks, before, totals = chunk
     for start in range(0, old.size, _CHUNK):

@@ -1,7 +1,7 @@
 """Finds what each sync (a hand-over of weights) changed, and publishes the changes in the background.
 
 Only a version that is published whole is uploaded while the trainer waits. Otherwise the trainer waits for
-the diff only: a background thread encodes and uploads, and tries again after any error but a denied access.
+the diff only: a background thread encodes and uploads, and tries again after errors of the bucket.
 Meanwhile later syncs are merged into one pending update. At all times
 
     published bits  +  the update in flight  +  the pending updates  =  mirror
@@ -46,7 +46,7 @@ class RepeatedSyncs:
     """The syncs that a trainer repeats: the bucket has them, so they are not published again."""
 
     def __init__(self, published: Mapping[int, str]) -> None:
-        """`published` maps the sync to the digest of each version that an exact repetition produces again."""
+        """`published`: sync -> digest, for each version that an exact repetition produces again."""
         self._published = published
         self.newest = min(published, default=0)  # the newest sync with equal weights in both trainers
 

@@ -72,7 +72,7 @@ class Publisher:
         keep: How much of the run stays in the bucket, such as "20GB" or "7d"; by default all of it.
         allow_nonfinite: Publish NaN and infinite weights; by default they are an error.
         state_minutes: Least minutes between two saved states, 5 by default. After a slow upload the pause is
-            longer, so that uploads of states take a tenth of the time at most. 0 sets no least pause.
+            longer, so that uploads of states take a tenth of the time at most. 0: no pause at all.
         signing_key: The key that signs every version, or the file that `delta-weight-sync keygen` wrote. By
             default the key in DELTA_WEIGHT_SYNC_SIGNING_KEY, if that is set.
         on_version: Called on the main rank with the manifest of each published version.
@@ -88,6 +88,7 @@ class Publisher:
         ConfigError: An argument is none of the allowed values.
         CheckpointError: `base` is missing or is not a checkpoint.
         BucketError, ProtocolError: The bucket or the run cannot be used.
+        FencedError: Another trainer opened the run at the same moment.
     """
 
     def __init__(
@@ -300,7 +301,7 @@ class Publisher:
         return manifest
 
     def digest(self, weights: Model) -> str:
-        """The digest of the live weights of all ranks, cast to bf16: also the digest of their version."""
+        """The digest of the live weights of all ranks, cast to bf16, and of a version with these weights."""
         own, names = own_digest(checkpoint_weights(weights), main=self._peers.main)
         if self._outbox:  # the untrained weights
             mirror = self._outbox.mirror

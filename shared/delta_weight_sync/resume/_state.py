@@ -74,7 +74,7 @@ class StateSaver:
         self.failure: Exception | None = None  # why it failed
 
     def ready(self, *, final: bool) -> bool:
-        """Whether a snapshot may be saved now. Unless `final`, uploads take at most a tenth of the time."""
+        """Whether a snapshot may be saved now. Unless `final`, uploads take a tenth of the time at most."""
         return not (self.thread and self.thread.is_alive()) and (final or time.monotonic() >= self._next)
 
     def save(self, snapshot: Snapshot, sync: int, extra: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ class StateSaver:
 
 
 def _prune(reader: RunReader, newest: str) -> None:
-    """Delete all states but `newest`, the name of a complete one, and the one before it; records first."""
+    """Delete the states before the last two up to `newest`, the name of a complete state; records first."""
     listing = [info.key for info in reader.bucket.list(reader.keys.states)]
     older = [key.removesuffix(".json") for key in listing if key.endswith(".json") and key < f"{newest}.json"]
     if older:
@@ -311,7 +311,7 @@ def usable_states(reader: RunReader) -> Iterator[tuple[StateRecord, list[Manifes
 
 
 def _repeated(record: StateRecord, later: list[Manifest]) -> dict[int, str]:
-    """Map each sync from `record` on to its digest in a resumed trainer that repeats every step exactly.
+    """Map the sync of `record`, and each later one, to the digest that an exact repetition gives.
     `later`: the versions after `record`, newest first. Those that a resumed trainer replaced are left out."""
     line: list[Manifest] = []
     for manifest in later:

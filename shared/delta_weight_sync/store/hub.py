@@ -76,7 +76,7 @@ _log = logging.getLogger("delta_weight_sync")
 
 @cache
 def configure_clients() -> None:
-    """Once per process: huggingface_hub and hf_xet have no settings for a single bucket.
+    """Configure huggingface_hub and hf_xet, once per process: they have no settings for a single bucket.
 
     A program that sets a client factory of its own calls this first, and builds on `new_client`.
     """
@@ -88,7 +88,7 @@ def configure_clients() -> None:
 
 @cache
 def _uploads(_process: int, *, known: bool) -> XetSession:
-    """An upload session, one per process and value of `known`: the storage may have parts of the objects."""
+    """This process's upload session. `known`: ask whether the storage already has parts of the objects."""
     return XetSession(XetConfig().with_config("deduplication.global_dedup_query_enabled", known))
 
 
@@ -364,7 +364,7 @@ class HubNotifications(Notifications):
         elif name == "changes":
             for change in filter(lambda change: isinstance(change, dict), payload.get("changes") or ()):
                 path, etag = change.get("path", ""), change.get("xetHash")
-                seen = self.known.get(path.removeprefix(self._folder))  # equal if a look has found it
+                seen = self.known.get(path.removeprefix(self._folder))  # equals etag if a look found this
                 if path.startswith(self._folder + self._prefix) and (not etag or etag != seen):
                     self.wake()
         elif name == "reset":

@@ -1,10 +1,11 @@
 """When to look at a bucket again: after an interval, or as soon as a notification arrives.
 
 A store that reports its changes (the Hub) has a subclass of `Notifications`; other stores are polled. A poke,
-a request from outside, means "look now" and carries nothing else. Many pokes cause one look per interval.
+a request from outside, means "look now" and carries nothing else. After `POKES` looks in a row,
+pokes cause only one look per interval.
 
 All replicas of a user share one quota of requests. The Hub counts requests in windows of five minutes, and
-each answer says how many are left, and for how long. That number includes the requests of other replicas, so
+each answer says how many are left, and for how long. Requests of other replicas lower that number, too, so
 all slow down by the same factor until the quota lasts for the rest of the window.
 """
 
@@ -78,7 +79,7 @@ class Notifications:
         self.unprompted = False  # whether the last look was only for safety, in case a notification got lost
         self._looked = -math.inf
         self._interval = 1e-9  # between two looks, as of the last call of `due`
-        self._poked_until = -math.inf  # the pokes so far have used up all intervals until then
+        self._poked_until = -math.inf  # each look for a poke adds an interval; at most POKES ahead of now
 
     def due(self, poll_s: float, again: bool = False) -> bool:
         """Whether to look now; True counts as a look.

@@ -4,7 +4,7 @@ vLLM fuses, splits, transposes and renames: `q_proj`, `k_proj` and `v_proj` beco
 each tensor-parallel rank holds some of these rows. The model's `load_weights` knows how. So it runs once on
 probes, and the copies that it would make are recorded. Probes are tensors without memory ("meta" tensors).
 A dispatch mode sees every operation of the loader's thread and records copies from a probe into the model's
-memory. A tensor from which the loader writes anything else there has no route.
+memory. If the loader writes anything else there that it made from a tensor, that tensor has no route.
 
 After loading, vLLM may derive other tensors from the weights, for example for a kernel. Deltas would not
 update those, so such a model is refused. A tensor that has the same bits as before loading is not derived.
@@ -222,7 +222,7 @@ class Recorder(TorchDispatchMode):
                 self._refuse((name,), "writes to its place again")
 
     def _follow(self, func: Any, args: Any, kwargs: Any, names: Names, how: str) -> Any:
-        """Run an operation on a probe's bits outside of the model's memory, on meta tensors."""
+        """Run, on meta tensors, an operation that reads a probe and does not write to the model."""
         if func in _MOVES and kwargs.get("dtype") in (None, args[0].dtype, *_EXACT):
             return args[0]  # stands for a copy, which has the same numbers
         if func is _ATEN._local_scalar_dense.default:
@@ -235,7 +235,7 @@ class Recorder(TorchDispatchMode):
         except RuntimeError:
             if func not in _VIEWS:
                 raise
-            # This is a view of a contiguous copy; the line above returned the original instead.
+            # A view of a contiguous copy: the `_MOVES` branch returned the original instead of that copy.
             result = func(args[0].contiguous(), *args[1:])
         new = [tensor for tensor in _tensors(result) if storage_of(tensor) not in self._origin]
         self._trace(new, names, how or str(func))

@@ -5,8 +5,8 @@ The plugin gives every vLLM worker one method, which the follower calls on all o
     delta_weight_sync(op="warm")                               -> {"done"}    begins to compile, in a thread
     delta_weight_sync(op="learn", shapes={...})                -> {"digest"}  of the live weights
     delta_weight_sync(op="stage", deltas=[...])                -> {"done"}    begins, in a thread
-    delta_weight_sync(op="stage", checkpoint="folder")         -> {"done"}    the same, whatever is live
-    delta_weight_sync(op="staged")                             -> {"done", "stage_s"}  of "warm", too
+    delta_weight_sync(op="stage", checkpoint="folder")         -> {"done"}    the same, from any live weights
+    delta_weight_sync(op="staged")                             -> {"done", "stage_s"}  also after "warm"
     delta_weight_sync(op="commit", digest=..., label=...)      -> {"commit_s", "waited_s", "pause_s"}
 
 Answers are plain data, because vLLM's messages are; {"error", "kind"} reports a failure. Staging computes the
@@ -14,9 +14,9 @@ digest that the changes lead to. A commit whose digest would be wrong writes not
 any worker is undone bit for bit on all of them. `waited_s` is how long a commit waited for the step that was
 under way, which is not a pause.
 
-Every commit reads back what it wrote. To notice other code that writes to them, live parameters are hashed
-at each stage on a GPU, and in slices, all of them in `RECHECK_S`, on a CPU. If a hash differs, the next stage
-is refused, and the follower repairs the weights by a join.
+Every commit reads back what it wrote. To notice other code that writes to the live parameters, a worker
+hashes them again: on a GPU all of them at each stage, on a CPU slice by slice, all within `RECHECK_S`. If a
+hash differs, the next stage is refused, and the follower repairs the weights by a join.
 
 A tensor has no route (see `routes`) if vLLM's loader computes with it instead of copying it. A commit cannot
 patch such a tensor in place. So a commit that changes one of them loads all of them by vLLM's own loader,
@@ -297,7 +297,7 @@ class DeltaWorker:
         self._rechecks: Thread | None = None
 
     def warm(self) -> Answer:
-        """Begin to compile the kernels while vLLM generates, so that `learn`, which stops it, need not."""
+        """Begin to compile the kernels while vLLM generates; otherwise `learn` would, while vLLM waits."""
         return self._begin("warm", partial(warm_up, next(self._model.parameters()).device))
 
     def learn(self, shapes: dict[str, list[int]]) -> Answer:
