@@ -94,7 +94,7 @@ def test_a_bucket_on_the_hub_reports_its_versions_or_is_polled(
     run = Drifting(open_bucket(url, create=True))
     HfApi(hub.url, "hf_write").update_bucket_settings(f"team/{name}", private=False)
     if not feed:
-        hub.fault(f"GET team/{name}:.*/events", status=404)
+        hub.fault(f"/{name}/events", status=404)
     script = f"""
         import {{ Replica }} from "./src/replica.js";
         import {{ openBucket }} from "./src/store.js";
