@@ -81,8 +81,8 @@ SETUP = Setup(
     needs={
         "WORDLE_KEY": Need(
             "secret",
-            "The API needs this key; trainers send it from their variable SPACE_KEY. Visitors play on the page"
-            " without it. To let anyone use the API, set the variable WORDLE_OPEN to true instead.",
+            "The API needs this key; trainers send it from their variable SPACE_KEY. Visitors play on the"
+            " page without it. To let anyone use the API, set the variable WORDLE_OPEN to true instead.",
             NEW_KEY,
         )
     },

@@ -5,8 +5,6 @@ It compares each path as it was sent, before anything decodes it. A refusal is a
 in the form that OpenAI's clients expect.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
@@ -104,7 +102,7 @@ class Gate:
         *,
         key: str,
         lanes: Mapping[str, Lane],
-        readers: Mapping[str, Completions | DashboardCalls],
+        readers: "Mapping[str, Completions | DashboardCalls]",
         open_inference: bool = False,
         rate: RateLimit | None = None,
     ) -> None:

@@ -3,8 +3,6 @@
 The reasons are in docs/decisions/0002-one-process-per-replica.md.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import logging

@@ -12,8 +12,6 @@ only the main rank publishes and talks to replicas. The others send it the chang
 their part of the state.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -139,7 +137,7 @@ def make_trainer(
     publisher: Publisher,
     worker: rollouts.ReplicaRolloutWorker | None,
     progress: Progress | None,
-) -> PolicyTrainer:
+) -> "PolicyTrainer":
     """Build the trainer. It publishes at each sync, and continues from `progress` when training begins."""
 
     def on_sync(weights: Weights, number: int) -> None:

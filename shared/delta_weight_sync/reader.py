@@ -3,8 +3,6 @@
 The codec and the digest are imported only where weights are handled: listing versions does not need numba.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Iterable, Iterator
@@ -52,7 +50,7 @@ def split_run(url: str) -> tuple[str, str]:
     return bucket, run
 
 
-def open_run(url: str, run: str | None = None, *, public_key: str | Path | None = None) -> RunReader:
+def open_run(url: str, run: str | None = None, *, public_key: str | Path | None = None) -> "RunReader":
     """Open a run for reading.
 
     Args:

@@ -10,8 +10,6 @@ record, the run and all other fields, including the sha256 of every file. The ke
 Without the first, nothing is signed. Without both, no signature is checked and `cryptography` not imported.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets
@@ -60,7 +58,7 @@ class PublicKeys:
         self._keys = {word: _parsed(word, _PUBLIC, PUBLIC_KEY) for word in words}
 
     @classmethod
-    def load(cls, given: str | Path | None = None) -> PublicKeys:
+    def load(cls, given: str | Path | None = None) -> "PublicKeys":
         """The keys to trust: in `given`, a text or a file of `keygen`; by default the environment's."""
         return keys_in(os.environ)[1] if given is None else cls(_word(given, PUBLIC_KEY, _PUBLIC))
 

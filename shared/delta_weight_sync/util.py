@@ -1,7 +1,5 @@
 """Compiled functions, work on several cores, and quantities as people read them."""
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator

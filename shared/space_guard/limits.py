@@ -5,8 +5,6 @@ capacity that a trainer needs. uvicorn cannot limit connections in this way: it 
 request's head, and its `limit_concurrency` refuses every client under load, trainers included.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import json
@@ -74,7 +72,13 @@ class _Connection(HttpToolsProtocol):
     """
 
     def __init__(
-        self, *, limits: Limits, visitors: dict[_Connection, None], max_visitors: int, key: str, **given: Any
+        self,
+        *,
+        limits: Limits,
+        visitors: "dict[_Connection, None]",
+        max_visitors: int,
+        key: str,
+        **given: Any,
     ) -> None:
         super().__init__(**given)
         self._limits, self._visitors, self._max_visitors, self._key = limits, visitors, max_visitors, key

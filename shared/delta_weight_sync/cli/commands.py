@@ -1,7 +1,5 @@
 """All commands except plan and doctor. Only those that decode deltas import the codec."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import inspect

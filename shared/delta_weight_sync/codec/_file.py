@@ -4,8 +4,6 @@ The tensors in the file are the groups' uint8 streams: `<group>.gaps`, `<group>.
 tensors of a group are coded as one sequence, with one set of parameters.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@
 branch to `encode_group`, `decode_group` and `_other_modes`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -90,7 +88,7 @@ class Decoded:
     ulps: Bits
 
     @classmethod
-    def of(cls, patches: Sequence[Patch]) -> Decoded:
+    def of(cls, patches: Sequence[Patch]) -> "Decoded":
         """Join patches."""
         names, changes = [p.name for p in patches], np.array([p.index.size for p in patches], np.int64)
         index, ulps = join([p.index for p in patches], np.int64), join([p.ulps for p in patches], np.uint16)

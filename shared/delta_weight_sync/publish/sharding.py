@@ -6,8 +6,6 @@ in two cases only, one at a time: at the first sync, and for placements that are
 call the methods here in the same order. If one fails, all stop with its message.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import math

@@ -1,7 +1,5 @@
 """Writing a run: files and manifest first, HEAD last, under names that no other writer uses."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import tempfile

@@ -4,8 +4,6 @@ A data-parallel vLLM has several engines. Each stages and commits on its own, bu
 one: a version is served when all engines have it. If one fails, all of them join the version.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import math
@@ -37,12 +35,12 @@ class TokenVersion(NamedTuple):
         return ".".join(map(str, self))
 
     @classmethod
-    def of(cls, manifest: Manifest) -> TokenVersion:
+    def of(cls, manifest: Manifest) -> "TokenVersion":
         """The label of a published version's tokens."""
         return cls(manifest.version, manifest.writer_term, manifest.sync)
 
     @classmethod
-    def parse(cls, text: str) -> TokenVersion | None:
+    def parse(cls, text: str) -> "TokenVersion | None":
         """The inverse of `str`; None for vLLM's own labels, such as "default"."""
         known = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)", text, re.ASCII)
         return cls(*map(int, known.groups())) if known else None

@@ -7,8 +7,6 @@ becomes several rows of the table. The host's kernels use one thread, to leave t
 the same kernels for GPUs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
@@ -176,7 +174,7 @@ class Changes(NamedTuple):
     ulps: Bits  # uint16 [n], added to the bits modulo 2^16
 
     @classmethod
-    def joined(cls, found: Iterable[Changes]) -> Changes:
+    def joined(cls, found: "Iterable[Changes]") -> "Changes":
         """Join changes of different elements."""
         columns = [[*column] for column in zip(*found, strict=True)] or [[], [], [], []]
         kinds = np.int64, np.int64, np.int32, np.uint16

@@ -12,8 +12,6 @@ So `install` wraps vLLM's loader and records the tensors before loading, and whi
 Without this record, every tensor outside of the parameters counts as derived.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -115,7 +113,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 # 1. Record what the loader copies.
 
 
-def record(model: torch.nn.Module, shapes: Shapes) -> Recorder:
+def record(model: torch.nn.Module, shapes: Shapes) -> "Recorder":
     """Let the model load a probe for each tensor in `shapes`. Nothing is written.
 
     Raises `RouteError` if the model computes with data that deltas would not update.
