@@ -4,6 +4,8 @@
 so its code runs as it is. A task runs until it waits for something here; nothing else interrupts it.
 """
 
+from __future__ import annotations
+
 import heapq
 import itertools
 import math

@@ -12,12 +12,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.fleet.clock import Clock, Event, Pipe
 from delta_weight_sync import errors, store
-from delta_weight_sync.store.hub import HubNotifications
-from delta_weight_sync.store.notifications import Quota
+from delta_weight_sync.store.hub import HubNotifications, Quota
 
 WINDOW_S = 300.0
 BLOCK = 64 << 20  # bytes of the largest block that hf_xet uploads
@@ -43,12 +42,14 @@ class Sized(bytes):
         return self.size
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """Requests that the Hub allows one account in five minutes; it refuses further ones."""
 
     files: float = math.inf
     api: float = math.inf
+
+
+UNLIMITED = Limits()
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Hub:
         self.kinds = Counter[tuple[str, str]]()  # (role, request) -> how many
         self.windows = Counter[tuple[int, str]]()  # (window, quota) -> requests, also refused ones
         self.received = Counter[str]()  # role -> bytes that came from the store
-        self.refused, self.stored, self.down = 0, 0, False
+        self.refused, self.down = 0, False
         self.syncs = dict[str, float]()  # in each delta, by the last part of its key
         self.heads: list[tuple[str, str]] = []  # every change of a HEAD: path and etag
         self.feeds: dict[Feed, int] = {}  # how many of these changes each feed has got
@@ -85,7 +86,6 @@ class Hub:
     def keep(self, key: str, data: bytes) -> None:
         """Register an object, and report a changed HEAD."""
         size, etag = len(data), f"{self.clock.now:.9f}.{key}"
-        self.stored += size
         if isinstance(data, Sized):
             self.syncs[key.rsplit("/", 1)[-1]] = data.syncs
         self.objects[key] = data, store.ObjectInfo(key, size, etag, self.clock.now)
@@ -99,7 +99,11 @@ class Hub:
         """Count from now on."""
         for counter in (self.kinds, self.windows, self.received):
             counter.clear()
-        self.refused = self.stored = 0
+        self.refused = 0
+
+    def stored(self) -> int:
+        """Bytes of all objects."""
+        return sum(info.size for _, info in self.objects.values())
 
     def outage(self, start_s: float, seconds: float) -> None:
         """Answer nothing for a while, beginning in `start_s` seconds."""

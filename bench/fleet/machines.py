@@ -20,16 +20,15 @@ import numpy as np
 import torch
 
 from bench.fleet.clock import Clock, Condition, Pipe
-from bench.fleet.hub import Hub, Limits, Link, SimBucket, Sized, stand_in
+from bench.fleet.hub import UNLIMITED, Hub, Limits, Link, SimBucket, Sized, stand_in
 from delta_weight_sync import cost, reader, runlog, util, watch
 from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish import outbox, shortcuts, writer
 from delta_weight_sync.records import Manifest, parse
-from delta_weight_sync.store import hub, notifications
+from delta_weight_sync.store import hub
 from delta_weight_sync.vllm import follower
 
 TENSOR = "model"  # all weights
-UNLIMITED = Limits()
 
 
 @dataclass(frozen=True)
@@ -53,21 +52,18 @@ class Scenario:
     link: float = 1e9  # of each rank of the trainer
     latency: float = 0.1  # from the trainer to the store
     regions: tuple[Region, ...] = (Region(0.1, 1e9),)
+    ranks: int = 1  # of the trainer
     uploaders: int = 1  # ranks that encode and upload their own part; more than 1 is a prediction
     cores: int = 2  # of a rank, and of each worker of a replica
-    limits: Limits = UNLIMITED
+    limits: Limits = UNLIMITED  # that the Hub enforces
     events: bool = True
     event_s: float = 0.5
     lost: float = 0.0  # share of the events
     deaths_hour: float = 0.0  # replicas that die, each replaced by one with an empty disk
     outage: tuple[float, float] | None = None  # start, counted as `minutes`, and length
+    assets: Path | None = None  # the folder with the small files of the checkpoint
     keep: str = ""  # what `prune` leaves; "" for everything
     seed: int = 0
-
-    @property
-    def ranks(self) -> int:
-        """Of the trainer."""
-        return math.ceil(cost.TRAINER_BYTES * self.params / cost.GPU_BYTES)
 
     @property
     def workers(self) -> int:
@@ -284,7 +280,8 @@ class Replica(follower.Follower):
         region = number % len(fleet.pipes)
         link = Link(fleet.asked.regions[region].latency, fleet.pipes[region])
         bucket = SimBucket(fleet.hub, link, "replica", fleet.asked.events)
-        self.fleet, self.number, self.born, self.sync = fleet, number, fleet.clock.now, -1
+        self.fleet, self.sync = fleet, -1
+        self.since = fleet.clock.now  # when it was started, and later when it first served
         read = reader.RunReader(bucket, "fleet")
         super().__init__(read, CountedEngine(fleet), name=f"{number}", folder=folder, poll_s=1.0)
 
@@ -303,13 +300,13 @@ class Fleet:
         self.handed = list[float]()  # when each sync was handed over
         self.lags, self.joins = list[float](), list[float]()  # of a sync at a replica; until it first served
         self.versions = list[Manifest]()
-        self.began, self.sent = math.inf, 0
+        self.began, self.sent, self.stored = math.inf, 0, 0
         self._serving, self._served = Condition(self.clock), 0
 
     def run(self) -> Fleet:
         """Run it."""
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-            for module, names in self._simulated().items():
+            for module, names in self.simulated().items():
                 stack.enter_context(mock.patch.multiple(module, **names))
             self.pipes = [Pipe(self.clock, region.store, region.link) for region in self.asked.regions]
             self._folder = Path(folder)
@@ -323,14 +320,15 @@ class Fleet:
         if first:
             self._served += 1
             self._serving.notify_all()
-            if replica.born >= self.began:
-                self.joins.append(now - replica.born)
+            if replica.since >= self.began:
+                self.joins.append(now - replica.since)
+            replica.since = now
         for sync in range(replica.sync + 1, manifest.sync + 1):
-            if not first and self.handed[sync] >= self.began:
+            if self.handed[sync] >= max(self.began, replica.since):
                 self.lags.append(now - self.handed[sync])
         replica.sync = manifest.sync
 
-    def _simulated(self) -> dict[Any, dict[str, Any]]:
+    def simulated(self) -> dict[Any, dict[str, Any]]:
         """What is replaced in each module: time and threads, and whatever computes with weights."""
         clock, asked = self.clock, self.asked
         codec, both = Codec(asked, clock), {"threading": clock.threading, "time": clock.time}
@@ -341,7 +339,7 @@ class Fleet:
             functools.partial(CountedLayout, self),
         )
         return {
-            notifications: {"threading": clock.threading},
+            "delta_weight_sync.store._notifications": {"threading": clock.threading},
             hub: both | {"random": self.rng},
             watch: {"monotonic": clock.seconds},
             reader: {"ThreadPoolExecutor": clock.executor, "parse": functools.cache(parse)},
@@ -360,7 +358,7 @@ class Fleet:
         bucket = SimBucket(
             self.hub, Link(asked.latency, Pipe(clock, asked.link * asked.uploaders)), "trainer"
         )
-        written = writer.RunWriter(bucket, "fleet", model="none", assets=None)
+        written = writer.RunWriter(bucket, "fleet", model="none", assets=asked.assets)
         log, keep = runlog.RunLogWriter(bucket, "fleet"), Keep.parse(asked.keep) if asked.keep else None
         publisher, weights = outbox.Outbox(written, log, keep=keep), [(TENSOR, torch.zeros(1))]
         self.handed.append(clock.now)
@@ -378,11 +376,12 @@ class Fleet:
         """Start to measure."""
         self.began, ends_s = self.clock.now, 60 * self.asked.minutes
         self.hub.begin()
-        self.sent = -written.bucket.sent
+        self.sent, self.stored = -written.bucket.sent, -self.hub.stored()
         written.on_version = self.versions.append
 
         def stop() -> None:
             self.sent += written.bucket.sent
+            self.stored += self.hub.stored()
             self.clock.end()
 
         self.clock.call(ends_s, stop)

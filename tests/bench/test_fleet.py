@@ -1,0 +1,177 @@
+"""The simulator of fleets: its clients make the requests of the real ones; its lags are those measured."""
+
+import contextlib
+import os
+import re
+import time
+from collections import Counter
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+
+from bench.fleet.__main__ import Figures
+from bench.fleet.clock import Clock, Pipe
+from bench.fleet.hub import Limits, Link, SimBucket, Sized
+from bench.fleet.machines import Fleet, Region, Scenario
+from bench.hub import POLICY
+from bench.results import read
+from delta_weight_sync.publish.writer import RunWriter
+from delta_weight_sync.reader import RunReader
+from delta_weight_sync.store import open_bucket
+from delta_weight_sync.watch import Watcher
+from tests.support.hubsim import HubSim
+
+HUB = read()["hub"]
+SMALL = Scenario(HUB["weights"], 0.01, replicas=2, step_s=3, minutes=3, link=1e9, event_s=0.0)
+SIZES = (
+    1000,
+    9 << 20,
+    20 << 20,
+    150 << 20,
+)  # a reader takes a delta in three ways; the last has three blocks
+KIND = re.compile(
+    r"(\w+) (?:(/api/buckets/)team/\w+(/[\w-]+)|(/buckets/|/cas-bridge/)|(/cas/(?:v\d/)?[\w-]+)).*"
+)
+
+
+def kind(request):
+    """A request of the simulated Hub, as the simulator names it."""
+    if not (found := KIND.fullmatch(request)):
+        return request
+    method, api, what, files, storage = found.groups()
+    return f"{method} {api}...{what}" if api else f"{method} {files}..." if files else f"{method} {storage}"
+
+
+def life(bucket, other, content, folder, counted):
+    """What a writer and a reader of two machines do; yields how it is counted."""
+    weights = folder / "model.safetensors"
+    with weights.open("wb") as file:
+        file.write(content(100))
+    writer = RunWriter(bucket, "r", model="none", assets=None)
+    first = writer.put_anchor(0, weights)
+    writer.commit(None, first, digest="0" * 16, sync=0, total=10, created_at=time.time())
+    yield "opened", counted()
+    reader = RunReader(other, "r")
+    watcher = Watcher(reader)
+    assert watcher.poll()
+    watcher.mark_used()
+    yield "joined", counted()
+    for version, size in enumerate(SIZES, 1):
+        delta = writer.put_delta(version, content(size), 1)
+        writer.commit(delta, None, digest="0" * 16, sync=version, total=10, created_at=time.time())
+        yield f"published {size}", counted()
+        manifest = watcher.poll()
+        assert manifest
+        watcher.mark_used()
+        reader.fetch(manifest.deltas[-1], folder / "fetched")
+        yield f"took {size}", counted()
+    writer.add_jump(0, 4, content(20 << 20), 1)
+    bucket.list("runs/r/")
+    bucket.delete(["runs/r/run.json"])
+    yield "jump, list, delete", counted()
+
+
+def since(requests):
+    """A function that counts the requests since its last call."""
+    seen = Counter()
+
+    def counted():
+        nonlocal seen
+        before, seen = seen, Counter(requests())
+        return dict(seen - before)
+
+    return counted
+
+
+@pytest.mark.full
+def test_simulated_clients_make_the_requests_of_the_real_ones(tmp_path, monkeypatch):
+    with HubSim(tmp_path / "hub") as hub:
+        for name, value in hub.env(tmp_path / "home").items():
+            monkeypatch.setenv(name, value)
+        buckets = [open_bucket("hf://buckets/team/fleet", create=True) for _ in range(2)]
+        counted = since(lambda: map(kind, hub.requests()))
+        counted()
+        real = dict(life(*buckets, os.urandom, tmp_path, counted))
+
+    fleet, found = Fleet(SMALL), {}
+    link = Link(0.1, Pipe(fleet.clock, 1e9))
+    buckets = [SimBucket(fleet.hub, link, role) for role in ("trainer", "replica")]
+
+    def all_kinds():
+        return (name for (_, name), count in fleet.hub.kinds.items() for _ in range(count))
+
+    def content(size):
+        return Sized.of(f"{size}".encode(), size)
+
+    with contextlib.ExitStack() as stack:
+        for module, names in fleet.simulated().items():
+            stack.enter_context(mock.patch.multiple(module, **names))
+        fleet.clock.spawn(lambda: found.update(life(*buckets, content, tmp_path, since(all_kinds))))
+        fleet.clock.run()
+    assert found == real
+
+
+@pytest.mark.parametrize("way", ["events", "polling"])
+def test_lags_and_requests_are_those_measured(way):
+    measured = HUB["latencies"]["0.1"]
+    published, taken = measured["hand-over to HEAD"], measured[f"HEAD to staged, 1 follower, {way}"]
+    request_s = published["seconds"] / published["in_turn"]  # with what the client itself does for it
+    asked = replace(SMALL, replicas=1, minutes=10, latency=request_s, regions=(Region(request_s, 1e9),))
+    asked = replace(asked, step_s=3.1, assets=POLICY, events=way == "events")
+    one = Figures(Fleet(asked).run())
+    kinds = {
+        name: count / one.versions for (role, name), count in one.fleet.hub.kinds.items() if role == "replica"
+    }
+    for name in ("GET /buckets/...", "GET /cas-bridge/..."):
+        assert kinds[name] == pytest.approx(taken["kinds"][name], abs=0.05)
+    after_head = request_s  # whether another trainer took over
+    assert one.lag == pytest.approx(published["seconds"] - after_head + taken["seconds"], rel=0.2)
+
+
+def test_a_seed_gives_the_same_run_again():
+    lossy = replace(SMALL, lost=0.2, event_s=0.5, deaths_hour=60)
+    first, again = (Fleet(lossy).run() for _ in range(2))
+    assert first.lags == again.lags
+    assert first.hub.kinds == again.hub.kinds
+    assert first.lags != Fleet(replace(lossy, seed=1)).run().lags
+
+
+def test_a_publisher_that_is_slower_than_the_steps_merges_them():
+    one = Figures(Fleet(replace(SMALL, latency=2.0, minutes=10)).run())
+    assert one.merged > 2
+    assert one.breaks(Limits())[0][1].startswith("the publisher is slower than the steps")
+
+
+def test_replicas_return_after_an_outage_and_after_a_death():
+    plain, down = (Fleet(replace(SMALL, minutes=10, outage=out)).run() for out in (None, (3, 120)))
+    assert max(plain.lags) < 3
+    assert 120 < max(down.lags) < 240
+    assert down.lags[-1] < 3
+    died = Fleet(replace(SMALL, minutes=10, deaths_hour=60)).run()
+    assert died.joins
+    assert max(died.joins) < 20
+
+
+def test_replicas_without_events_stay_below_an_enforced_limit():
+    asked = replace(SMALL, replicas=20, minutes=15, step_s=30, events=False)
+    free = Figures(Fleet(asked).run())
+    assert free.peak["files"] > 5000
+    limited = Figures(Fleet(replace(asked, limits=Limits(5000, 1000))).run())
+    assert limited.peak["files"] < 5000
+    assert limited.lag > free.lag
+
+
+def test_transfers_share_a_pipe():
+    clock, ended = Clock(), {}
+    pipe = Pipe(clock, rate=100, each=80)
+
+    def transfer(name, start, size):
+        clock.sleep(start)
+        pipe.send(size)
+        ended[name] = clock.now
+
+    for name, start, size in (("first", 0, 180), ("second", 1, 50)):
+        clock.spawn(lambda name=name, start=start, size=size: transfer(name, start, size))
+    clock.run()
+    assert ended == {"first": pytest.approx(2 + 50 / 80), "second": pytest.approx(2)}
