@@ -128,7 +128,8 @@ REPLICA_BYTES: Final = 2.4  # assumed per weight: 2 in bf16, and a fifth of that
 PUBLISHING: Final = {"all": 6, "api": 2, "files": 0}
 TAKING: Final = {"all": 6, "api": 0, "files": 3}
 TAKING_IN_TURN: Final = 3  # requests of a reader that wait for one another, with the poll of HEAD
-_LATER: Final = ((DIRECT, 5), (SMALL, 2))  # above these bytes, a delta needs this number of further requests
+# Above these bytes, a delta needs further requests: in turn, of these for files, and to the API.
+_LATER: Final = ((DIRECT, (5, 1, 2)), (SMALL, (2, 1, 0)))
 _POLLS: Final = 2  # of HEAD for each version that the Hub announces: immediately, and an interval later
 WINDOW_S: Final = 300.0  # the Hub counts requests per user in windows of five minutes (docs/hub/rate-limits)
 FILES_ALLOWED: Final = "free 5,000, PRO 12,000, Team 20,000"
@@ -221,7 +222,8 @@ class Plan:
         self.diff_s = DIFF[asked.trainer].seconds(params) / self.trainer_ranks
         self.encode_s = encode_s(params, changes, asked.encoding) / self.threads
         self.upload_s = self.delta / link + PUBLISHING["all"] * asked.latency
-        self.fetches = TAKING_IN_TURN + next((more for size, more in _LATER if self.delta > size), 0)
+        further, files, api = next((more for size, more in _LATER if self.delta > size), (0, 0, 0))
+        self.fetches = TAKING_IN_TURN + further
         self.fetch_s = self.delta / link + self.fetches * asked.latency
         self.notification_s = POLL_S / 2
         place_s = DIGEST.seconds(params) + PLACE.seconds(params, changes)
@@ -258,11 +260,11 @@ class Plan:
         self.states_hour = min(self.state * 60 / STATE_MINUTES, _HOUR_S * link / 10)
         self.stored_hour, self.egress_hour = self.published_hour * stored, taken * self.delta
 
-        def requests(kind: str, polls: int) -> float:
-            per_hour = self.published_hour * PUBLISHING[kind] + taken * (TAKING[kind] + polls)
+        def requests(kind: str, more: int) -> float:
+            per_hour = self.published_hour * PUBLISHING[kind] + taken * (TAKING[kind] + more)
             return WINDOW_S * (per_hour / _HOUR_S + asked.replicas / SAFETY_S)
 
-        self.file_requests, self.api_requests = requests("files", _POLLS), requests("api", 0)
+        self.file_requests, self.api_requests = requests("files", _POLLS + files), requests("api", api)
         fitting = [n for n in GPUS if 1e9 * HARDWARE[n].gpus * HARDWARE[n].gpu_gb >= REPLICA_BYTES * params]
         self.space = min(fitting, key=lambda name: HARDWARE[name].usd_per_hour, default=None)
         self.replicas_usd_hour = HARDWARE[self.space].usd_per_hour * asked.replicas if self.space else None

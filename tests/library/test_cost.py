@@ -181,6 +181,17 @@ def test_a_sync_is_the_sum_of_its_parts_and_the_slower_side_sets_the_pace():
     assert eight.commit_s == plan.commit_s
 
 
+def test_a_large_delta_takes_further_requests_of_each_kind():
+    def in_one_version(weights: int) -> tuple[float, ...]:
+        asked = Question(weights, 0.01, replicas=1, link=1e9, steps_per_hour=12)  # one in five minutes
+        plan = Plan(asked)
+        return plan.file_requests, plan.api_requests
+
+    small, larger, largest = map(in_one_version, (6 * 10**8, 10**9, 2 * 10**9))  # 7, 12 and 25 MB
+    assert larger == pytest.approx((small[0] + 1, small[1]))
+    assert largest == pytest.approx((small[0] + 1, small[1] + 2))
+
+
 def test_a_trainer_that_is_faster_than_the_publisher_merges_steps():
     slow = Plan(Question(params=10**12, share=0.01, replicas=1, link=1e9, steps_per_hour=120))
     assert slow.published_hour == slow.publisher_versions_hour
