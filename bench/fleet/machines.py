@@ -339,7 +339,7 @@ class Fleet:
             functools.partial(CountedLayout, self),
         )
         return {
-            "delta_weight_sync.store._notifications": {"threading": clock.threading},
+            "delta_weight_sync.store.notifications": {"threading": clock.threading},
             hub: both | {"random": self.rng},
             watch: {"monotonic": clock.seconds},
             reader: {"ThreadPoolExecutor": clock.executor, "parse": functools.cache(parse)},
