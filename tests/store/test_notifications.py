@@ -93,6 +93,8 @@ def test_a_store_that_misses_a_notification_is_polled(live: Notifications, clock
     assert live.due(1.0)
     live.confirm()
     assert live.describe(1.0) == "polls every 1 s"
+    live.wake()
+    assert live.describe(1.0) == "notified by the store", "it does again"
 
 
 def test_the_first_pokes_are_answered_at_once_and_a_flood_once_per_interval(

@@ -124,9 +124,9 @@ class Notifications:
         return self._poked_until <= now + (POKES - 1 + _EARLY) * self._interval
 
     def wake(self) -> None:
-        """The store has reported a change."""
+        """The store has reported a change, so it does report changes, even if it missed one before."""
         with self._changed:
-            self._notified = self._awake = True
+            self._notified = self._awake = self._live = True
             self._changed.notify_all()
 
     def confirm(self) -> None:
