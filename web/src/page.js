@@ -123,7 +123,7 @@ function shown(commit) {
   byId("stated").textContent = manifest.digest;
   byId("equal").textContent = commit.digest === manifest.digest ? "✓ equal" : "✗ differs";
   byId("equal").className = commit.digest === manifest.digest ? "yes" : "no";
-  byId("signed").textContent = run.signer ? `✓ by ${run.signer.slice(0, 23)}…` : "not checked: the page was given no key";
+  byId("signed").textContent = run.signer ? `✓ by key ${run.signer.slice(-64, -56)}…` : "not checked: the page was given no key";
   byId("signed").title = run.signer;
   const back = commit.moves.filter(({ forward }) => !forward).length;
   const on = commit.moves.length - back;

@@ -2,6 +2,7 @@
 
 import { safetensors } from "./delta.js";
 import { demand, quoted } from "./refused.js";
+import { concatenated } from "./store.js";
 
 /** @typedef {import("./delta.js").Model} Model */
 /** @typedef {{model: Model, files: Map<string, Uint8Array>, head: Uint8Array, bits: Uint16Array}} Preview */
@@ -10,6 +11,7 @@ export const FIRST = "first.safetensors";
 export const REST = "rest.safetensors";
 const FORMAT = "delta-weight-sync-preview/1";
 const LARGEST_FILE = 1 << 20; // bytes of a small file, such as the tokenizer's
+const SLICE = 1 << 15; // bytes that are inflated at a time, before their number is looked at
 const LOW = 0x3f; // the bits of a weight that are in the second file
 const MIDDLE = 0x20; // what they are taken for until it has come
 
@@ -50,8 +52,16 @@ function streamsOf(file) {
 async function inflated(data, limit) {
   const parts = [];
   let size = 0;
-  const stream = new Blob([/** @type {Uint8Array<ArrayBuffer>} */ (data)]).stream();
-  const reader = stream.pipeThrough(new DecompressionStream("deflate")).getReader();
+  const { readable, writable } = new DecompressionStream("deflate");
+  const reader = readable.getReader();
+  const feed = async () => {
+    const writer = writable.getWriter();
+    for (let at = 0; at < data.length; at += SLICE) {
+      await writer.write(/** @type {Uint8Array<ArrayBuffer>} */ (data.subarray(at, at + SLICE)));
+    }
+    await writer.close();
+  };
+  feed().catch(() => {}); // the reader sees the problem
   for (;;) {
     const part = await reader.read().catch(() => demand(false, "a compressed stream is damaged"));
     if (!part?.value) break;
@@ -60,16 +70,11 @@ async function inflated(data, limit) {
     demand(size <= limit, `a compressed stream holds more than ${limit} bytes`);
     parts.push(part.value);
   }
-  return new Uint8Array(await new Blob(parts).arrayBuffer());
+  return concatenated(parts);
 }
 
 /** The bytes of a checkpoint's file. @param {Uint8Array} head @param {Uint16Array} bits */
-function joined(head, bits) {
-  const file = new Uint8Array(head.length + 2 * bits.length);
-  file.set(head);
-  file.set(new Uint8Array(bits.buffer, bits.byteOffset, 2 * bits.length), head.length);
-  return file;
-}
+const joined = (head, bits) => concatenated([head, new Uint8Array(bits.buffer)]);
 
 /**
  * Read the first file: each weight's sign, exponent and highest bit of the mantissa, and the small files of the anchor.

@@ -62,7 +62,18 @@ async function fetched(address, limit, key, onBytes = () => {}) {
     if (error instanceof Refused) throw error;
     throw new Missing(`the connection broke while ${key} was fetched`);
   }
-  return { data: new Uint8Array(await new Blob(data).arrayBuffer()), next: answer.headers.get("link") ?? "" };
+  return { data: concatenated(data), next: answer.headers.get("link") ?? "" };
+}
+
+/** @param {Uint8Array[]} parts */
+export function concatenated(parts) {
+  const whole = new Uint8Array(parts.reduce((sum, { length }) => sum + length, 0));
+  let at = 0;
+  for (const part of parts) {
+    whole.set(part, at);
+    at += part.length;
+  }
+  return whole;
 }
 
 const LISTING = 32 << 20; // bytes
