@@ -65,7 +65,8 @@ def record(url: str, every: int) -> None:
     for unused in ("state", "log"):
         shutil.rmtree(folder / "runs" / RUN / unused, ignore_errors=True)
     preview(folder, replace=True)
-    print(f"signed by {SigningKey(key).public}")
+    (first,) = folder.rglob("first.safetensors")
+    print(f'for index.html: data-keys="{SigningKey(key).public}" data-first="{first.relative_to(folder)}"')
 
 
 def preview(folder: Path, replace: bool) -> None:

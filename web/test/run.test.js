@@ -11,7 +11,8 @@ import { Replica, runsOf } from "../src/replica.js";
 import { openBucket } from "../src/store.js";
 
 const RUN = new URL("../run/", import.meta.url);
-const KEY = /data-keys="([^"]+)"/.exec(readFileSync(new URL("../index.html", import.meta.url), "utf8"))?.[1] ?? "";
+const PAGE = readFileSync(new URL("../index.html", import.meta.url), "utf8");
+const KEY = /data-keys="([^"]+)"/.exec(PAGE)?.[1] ?? "";
 
 /**
  * A file server of the recorded run.
@@ -84,6 +85,7 @@ test("the two files of a preview are the published model.safetensors", async (t)
   const replica = new Replica(await served(t), "demo", new PublicKeys(KEY));
   const [ref] = (await replica.look())?.anchor.files ?? [];
   assert.equal(ref.key, WHOLE);
+  assert.equal(/data-first="([^"]+)"/.exec(PAGE)?.[1], WHOLE.replace("model.safetensors", FIRST));
   const preview = await sketched(parts[0], ref.size);
   await check(ref, completed(preview, parts[1]));
   /** @type {import("../src/replica.js").Model | undefined} */
