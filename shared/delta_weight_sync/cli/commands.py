@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -85,15 +86,18 @@ def _run_in_shell(command: str, path: Path, manifest: Manifest) -> int:
     """
     values = {"path": str(path), "version": str(manifest.version), "digest": manifest.digest}
     filled = re.sub(r"\{(path|version|digest)\}", lambda match: shlex.quote(values[match[1]]), command)
-    with subprocess.Popen(filled, shell=True, process_group=0) as shell:
+    with ThreadPoolExecutor(1) as starter:  # in another thread, no signal interrupts the start
+        started = starter.submit(subprocess.Popen, filled, shell=True, process_group=0)
         try:
-            return shell.wait()
+            return started.result().wait()
         except BaseException:  # end the command and all processes that it started
+            shell = started.result()
             with suppress(ProcessLookupError):
                 os.killpg(shell.pid, signal.SIGTERM)
                 with suppress(subprocess.TimeoutExpired):
                     shell.wait(_ENDING_S)
                 os.killpg(shell.pid, signal.SIGKILL)
+            shell.wait()
             raise
 
 
