@@ -6,26 +6,103 @@ time, and one stale read brought an old version back.
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from delta_weight_sync import errors
 from delta_weight_sync.reader import RunReader
 from delta_weight_sync.records import Keys, Writer, reference
-from delta_weight_sync.store import open_bucket
+from delta_weight_sync.store import Bucket, open_bucket
+from delta_weight_sync.store.notifications import Notifications
 from delta_weight_sync.vllm.follower import Follower
+from tests.cli.command import Result, command
+from tests.support.fake_vllm import Mortal
 from tests.support.real_run import RUN, Drifting
 from tests.support.written_run import file_ref
-from tests.vllm.quick_time import QuickTime, Serving
-from tests.vllm.thief import renewed
+from tests.vllm.test_signed import renewed
 
 pytestmark = pytest.mark.finding(13)
 
 TOKENIZER, WEIGHTS = "tokenizer.json", "model.safetensors"
 IN_31_S = 6  # tries: after 0, 1, 3, 7, 15 and 31 seconds; there were eleven
 IN_AN_HOUR = 15
+
+
+class QuickTime:
+    """A bucket whose readers do not wait; it counts requests, `fault` may raise, pauses call `in_pauses`."""
+
+    def __init__(self, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._bucket, self.url = bucket, bucket.url
+        self.now = self._end = 0.0
+        self._follower: Follower | None = None
+        self.asked, self.fetched = Counter[str](), list[str]()
+        self.in_pauses: Callable[[], object] = lambda: None
+        self.fault: Callable[[str, str], object] = lambda operation, key: None
+        monkeypatch.setattr("delta_weight_sync.watch.monotonic", lambda: self.now)
+        monkeypatch.setattr("delta_weight_sync.reader.open_bucket", lambda url: self)
+
+    def __getattr__(self, name: str) -> Any:
+        work = getattr(self._bucket, name)
+
+        def ask(key: str, *others: Any) -> Any:
+            self.asked[name] += 1
+            if name == "fetch":
+                self.fetched.append(key)
+            self.fault(name, key)
+            return work(key, *others)
+
+        return ask
+
+    def notifications(self, prefix: str) -> Notifications:
+        return _QuickNotifications(self)
+
+    def fetched_of(self, part: str) -> int:
+        """How often what has `part` in its key was fetched."""
+        return sum(part in key for key in self.fetched)
+
+    def pass_for(self, seconds: float, follower: Follower) -> None:
+        """The replica follows for so long."""
+        self._end, self._follower = self.now + seconds, follower
+        follower._stopped.clear()
+        follower._run()
+
+    def follow(self, seconds: float, run: str, folder: Path, *words: str) -> Result:
+        """`delta-weight-sync follow`, and Ctrl-C after so long."""
+        self._end, self._follower = self.now + seconds, None
+        return command("follow", self.url, "--run", run, "--into", folder, *words)
+
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.in_pauses()
+        if self.now >= self._end and self._follower is None:
+            raise KeyboardInterrupt
+        if self.now >= self._end and self._follower:
+            self._follower._stopped.set()
+
+
+class _QuickNotifications(Notifications):
+    def __init__(self, time: QuickTime) -> None:
+        super().__init__(clock=lambda: time.now)
+        self._time = time
+
+    def wait(self, seconds: float) -> None:
+        self._time.passes(seconds)
+
+
+class Serving(Mortal):
+    """A vLLM that notes what it serves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.served: list[str] = []  # labels, as they were committed
+
+    def commit(self, digest: str, label: str) -> tuple[float, float]:
+        self.served.append(label)
+        return super().commit(digest, label)
 
 
 def written(folder: Path, tokenizer: str = "{}") -> Drifting:
