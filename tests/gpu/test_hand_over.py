@@ -1,13 +1,10 @@
 """A publisher whose parameters are compared by kernels publishes what any other publishes."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from delta_weight_sync import Publisher
 from delta_weight_sync.errors import CodecError
-from delta_weight_sync.publish.sharding import Peers
 from tests.gpu.interpreted import kernels
 from tests.publish import test_sharding as ranks
 from tests.publish.test_sharding import published
@@ -15,29 +12,13 @@ from tests.publish.test_sharding import published
 __all__ = ["kernels"]
 
 
-def publish(folder: Path, **options: str) -> None:
-    """A base and three versions of a model, of which the run is opened twice."""
-    torch.manual_seed(0)
-    model = ranks.Model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    (folder / "base").mkdir(parents=True)
-    (folder / "base" / "config.json").write_text("{}")
-    url = f"{(folder / 'bucket').as_uri()}#run"
-    for first in (0, 2):
-        with Publisher(url, folder / "base", peers=Peers(alone=True), **options) as publisher:
-            for number in (first, first + 1):
-                publisher.publish(model.named_parameters(), number)
-                publisher.flush()
-                ranks.step(model, optimizer, number)
-
-
 @pytest.mark.parametrize("encoding", ["fast", "small"])
 def test_it_publishes_the_same_files(encoding, tmp_path, request):
     """With either place for the mirror, and from a mirror that a resumed run brought along."""
-    publish(tmp_path / "plain", encoding=encoding)
+    digest = ranks.run("whole", tmp_path / "plain", encoding)
     request.getfixturevalue("kernels")
     for place in ("host", "device"):
-        publish(tmp_path / place, encoding=encoding, mirror=place)
+        assert ranks.resume("whole", tmp_path / place, encoding=encoding, mirror=place) == digest
         assert published(tmp_path / place) == published(tmp_path / "plain")
 
 

@@ -111,7 +111,8 @@ def run(layout: str, folder: Path, job: str) -> str:
     encoding, *fault = job.split(":")
     torch.manual_seed(0)
     model = Model()
-    failing = _failing(fault)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    failing = int(fault[1]) if len(fault) == 2 and int(fault[0]) == rank else None  # the sync
     with _publisher(folder, encoding=encoding) as publisher:
         if fault == ["base"]:
             publisher.publish_base(model.named_parameters() if _is_main() else [], 1)
@@ -127,14 +128,14 @@ def run(layout: str, folder: Path, job: str) -> str:
         return digest
 
 
-def resume(layout: str, folder: Path) -> str:
+def resume(layout: str, folder: Path, **options: str) -> str:
     """As `run`, by a trainer that ends after step 3, with a state of step 2, and one that resumes."""
     for last in (3, STEPS):
         torch.manual_seed(last - 3)  # the second life begins with other weights
         model = Model()
         shard(model, layout)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-        with _publisher(folder, state_minutes=0) as publisher:
+        with _publisher(folder, state_minutes=0, **options) as publisher:
             digest = _live(publisher, model, optimizer, last)
     return digest
 
@@ -159,12 +160,6 @@ def _publisher(folder: Path, **options: Any) -> Publisher:
 
 def _is_main() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _failing(fault: list[str]) -> int | None:
-    """The sync at which this rank fails, of `<rank>:<sync>`."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return int(fault[1]) if len(fault) == 2 and int(fault[0]) == rank else None
 
 
 def _send(publisher: Publisher, model: Model, fails: bool) -> None:
