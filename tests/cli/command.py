@@ -22,14 +22,8 @@ def command(*words: object) -> Result:
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(complaint):
         try:
             main([str(word) for word in words])
-        except SystemExit as stop:
-            code = _code(stop.code, complaint)
+        except SystemExit as stop:  # as Python itself ends: a sentence goes to stderr
+            if isinstance(stop.code, str):
+                print(stop.code, file=complaint)
+            code = 1 if isinstance(stop.code, str) else stop.code or 0
     return Result(code, output.getvalue(), complaint.getvalue())
-
-
-def _code(stop: str | int | None, complaint: io.StringIO) -> int:
-    """As Python itself ends: a sentence goes to stderr."""
-    if isinstance(stop, str):
-        print(stop, file=complaint)
-        return 1
-    return stop or 0

@@ -169,20 +169,15 @@ def asked(tmp_path: Path) -> list[int]:
     return [int(version) for version in (tmp_path / "asked").read_text().split()]
 
 
-def test_the_planted_version_is_found_by_halving(broken, judge, tmp_path):
-    ends = ("--good", "0", "--bad", VERSIONS)
+@pytest.mark.parametrize(("ends", "judged"), [(["--good", "0", "--bad", VERSIONS], []), ([], [VERSIONS, 0])])
+def test_the_planted_version_is_found_by_halving(broken, judge, tmp_path, ends, judged):
+    """Ends that are not given are judged first."""
     result = command("bisect", broken.url, "--eval", judge, *ends)
     assert (result.code, result.complaint) == (0, "")
     assert f"version {BROKEN} is the first bad one" in result.output
-    assert len(asked(tmp_path)) <= math.ceil(math.log2(VERSIONS))
+    assert asked(tmp_path)[: len(judged)] == judged
+    assert len(asked(tmp_path)) <= len(judged) + math.ceil(math.log2(VERSIONS))
     assert f"delta-weight-sync blame {broken.url}#drifting --version {BROKEN}" in result.output
-
-
-def test_ends_that_are_not_given_are_judged_first(broken, judge, tmp_path):
-    result = command("bisect", broken.url, "--eval", judge)
-    assert f"version {BROKEN} is the first bad one" in result.output
-    assert asked(tmp_path)[:2] == [VERSIONS, 0]
-    assert len(asked(tmp_path)) <= 2 + math.ceil(math.log2(VERSIONS))
 
 
 def test_one_checkpoint_is_made_of_another_by_deltas(broken, judge):

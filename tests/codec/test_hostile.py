@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from delta_weight_sync import codec
@@ -20,7 +18,6 @@ from delta_weight_sync.codec._file import DELTA_FORMAT
 from delta_weight_sync.codec.groups import GROUP_ELEMENTS, encode_group
 from delta_weight_sync.errors import CodecError
 from tests.fuzz.deltas import (
-    NUMBERS,
     OLD,
     Parts,
     check,
@@ -94,26 +91,6 @@ def test_thousands_of_damaged_files_with_every_index_checked(pytestconfig):
     assert "3000 cases" in done.stdout
 
 
-JSON = st.recursive(
-    st.sampled_from(NUMBERS) | st.integers() | st.floats() | st.booleans() | st.none() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=9) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=12,
-)
-
-
-@given(data=st.data())
-def test_any_json_in_any_field_is_refused_or_harmless(path, data):
-    name = data.draw(st.sampled_from([name for name in seeds() if name != "nothing"]))
-    parts = take_apart(seeds()[name])
-    holder, key = parts.metadata, data.draw(st.sampled_from(["tensors", "groups"]))
-    while isinstance(holder[key], list | dict) and holder[key] and data.draw(st.integers(0, 4)):
-        holder = holder[key]
-        key = data.draw(st.sampled_from(sorted(holder) if isinstance(holder, dict) else range(len(holder))))
-    holder[key] = data.draw(JSON)
-    path.write_bytes(put_together(parts))
-    check(path)
-
-
 @pytest.mark.parametrize("wrong", [{}, {"large": [[0, 0, False, 0]] * 2, "sizes": [[0, 0]] * 2}])
 def test_a_mask_with_another_number_of_bands_reads_no_band_that_is_not_there(path, wrong):
     parts = take_apart(seeds()["mask"])
@@ -130,14 +107,6 @@ def test_streams_of_another_type_are_refused(path, dtype):
     items = {"BF16": size // 2, "F4": 2 * size}.get(dtype, size)
     parts.streams["0.gaps"] = (dtype, [items], content[: size // 2 * 2] if dtype == "BF16" else content)
     assert "stream 0.gaps is not bytes" in str(refusal(path, parts))
-
-
-@pytest.mark.parametrize("value", [1.0, True, "1", None, 2**64, -1])
-def test_numbers_of_the_table_are_whole_and_not_negative(path, value):
-    for column in (2, 3):
-        parts = take_apart(seeds()["gaps"])
-        parts.metadata["tensors"][0][column] = value
-        refusal(path, parts)
 
 
 _ERRORS = ["x"] * 99
@@ -238,7 +207,7 @@ def test_a_table_may_be_spelled_and_sorted_in_any_way_that_json_allows(path, spe
         np.testing.assert_array_equal(patch.ulps, patches[patch.name].ulps)
 
 
-@pytest.mark.parametrize("number", ["08", "1 2", "-1", "1.0", "1e1", str(1 << 64)])
+@pytest.mark.parametrize("number", ["08", "1 2", "-1", "1.0", "1e1", str(1 << 64), "true", '"1"', "null"])
 def test_a_number_of_the_table_is_a_whole_number_in_json(path, number):
     parts = with_groups([["w", [8], 1, 0]], [])
     for at in ("[8]", "1,", "0]"):
