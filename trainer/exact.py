@@ -78,8 +78,7 @@ class PastPolicy:
 
 
 def query(input_ids: NDArray[np.int64], asked: Mask) -> dict[str, Any]:
-    """A sample for `TreeRow`: its tokens, int64 [n], and whether to compute the probability of each, bool
-    [n]; never of the first."""
+    """A sample for `TreeRow`: tokens, int64 [n], and which probabilities to compute; never the first's."""
     sample = {"input_ids": input_ids, "completion_mask": asked.astype(np.int64)}
     return sample | {"old_log_probs": np.zeros(len(input_ids)), "advantage": 0.0, "group_id": 0}
 

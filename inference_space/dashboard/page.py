@@ -117,7 +117,7 @@ class Prerender:
     def __init__(self, app: ASGIApp, view: Callable[[], RunView], paint: Callable[[RunView], str]) -> None:
         self._app, self._view, self._paint = app, view, paint
         self._gradio_page = self._policy = ""
-        self._pages = lru_cache(maxsize=1)(self._make)
+        self._newest = (-1, b"", b"")  # revision, page, compressed page
         self._making = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -130,15 +130,17 @@ class Prerender:
                 async with httpx.AsyncClient(transport=transport, base_url=f"http://{_NAME}") as http:
                     found = (await http.get("/")).text.replace(f'"http://{_NAME}"', "location.origin")
                 self._policy, self._gradio_page = content_policy(insert(found, "")), found
-            page, zipped = await run_in_threadpool(self._pages, view)
+            if self._newest[0] != view.revision:
+                self._newest = await run_in_threadpool(self._make, view)
+            _, page, zipped = self._newest
         headers = {"vary": "accept-encoding", "content-security-policy": self._policy}
         if "gzip" in Headers(scope=scope).get("accept-encoding", ""):
             headers["content-encoding"], page = "gzip", zipped
         return await Response(page, headers=headers, media_type="text/html")(scope, receive, send)
 
-    def _make(self, view: RunView) -> tuple[bytes, bytes]:
+    def _make(self, view: RunView) -> tuple[int, bytes, bytes]:
         page = insert(self._gradio_page, self._paint(view)).encode()
-        return page, gzip.compress(page, 6)
+        return view.revision, page, gzip.compress(page, 6)
 
 
 def insert(page: str, painted: str) -> str:

@@ -1,8 +1,6 @@
 // Shared by the four animations: formatted numbers, SVG and HTML elements, sliders and a player.
 window.dws = window.dws || {};
 (() => {
-  const still = matchMedia("(prefers-reduced-motion: reduce)");
-
   function digits(value) {
     return String(Number(value.toPrecision(3)));
   }
@@ -61,7 +59,8 @@ window.dws = window.dws || {};
   /** Plays from 0 to `length` seconds in a loop while its figure is visible. */
   class Player {
     constructor(figure, { length, rest = 1.5, show }) {
-      Object.assign(this, { figure, length, rest, show, at: 0, wanted: !still.matches });
+      const wanted = !matchMedia("(prefers-reduced-motion: reduce)").matches;
+      Object.assign(this, { figure, length, rest, show, at: 0, wanted });
       this.button = html("button", { type: "button", class: "play" });
       this.button.addEventListener("click", () => this.want(!this.wanted));
       new IntersectionObserver(([seen]) => this.inSight(seen.isIntersecting), { threshold: 0.35 }).observe(figure);
