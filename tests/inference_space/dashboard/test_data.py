@@ -412,7 +412,8 @@ def test_a_visitor_downloads_neither_models_nor_states(bucket: Bucket, name: str
 
 
 @pytest.mark.finding("N10")
-def test_a_long_listing_costs_its_pages_and_is_asked_for_less_often() -> None:
+def test_a_long_listing_costs_its_pages_and_is_asked_for_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_space.dashboard.data.LIST_EVERY_S", 5.0)  # the served page's is shorter
     now, asked = [0.0], []
     many = [ObjectInfo(f"runs/r/log/{number}", 1, "x") for number in range(20_000)]
     listing = SimpleNamespace(url="file:///b", list=lambda prefix: asked.append(prefix) or many)
