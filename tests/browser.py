@@ -44,12 +44,12 @@ await inflate("node_modules/@sparticuz/chromium/bin/al2023.tar.br")
 await chromium.executablePath()
 """
 _FONTS = """<fontconfig>
-  <dir>/usr/share/fonts</dir><dir prefix="relative">fonts</dir><cachedir prefix="relative">cache</cachedir>
+  <dir>/usr/share/fonts</dir><dir prefix="relative">fonts</dir><cachedir prefix="xdg">fontconfig</cachedir>
 </fontconfig>
 """
 _LAUNCHER = """#!/bin/sh
 here=$(dirname "$0")
-export LD_LIBRARY_PATH="$here/al2023/lib" FONTCONFIG_FILE="$here/fonts.conf"
+export LD_LIBRARY_PATH="$here/al2023/lib" FONTCONFIG_FILE="$here/fonts.conf" XDG_CACHE_HOME="$here/cache"
 exec "$here/chromium" "$@"
 """
 

@@ -76,7 +76,7 @@ class Conversation:
         self._turns.append(TurnRecord(prompt_ids, output_ids, syncs.tolist()))
 
     def rows(self, fork_threshold: int) -> list[tuple[int, TokenSyncs]]:
-        """For each sample that TRL makes of this conversation: its oldest sync, and each token's sync."""
+        """For each sample that TRL makes: the conversation's oldest sync, and the sync of each token."""
         sequences, _ = trl_worker._chain_to_sequences(self._turns, "", fork_threshold)
         found = [(np.array(s.completion_mask) == 1, np.array(s.old_log_probs)) for s in sequences]
         return [(min(self._oldest), np.where(own, syncs, UNKNOWN).astype(np.int64)) for own, syncs in found]

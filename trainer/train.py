@@ -1,4 +1,4 @@
-"""Asynchronous GRPO whose only link to its vLLM replicas is a bucket.
+"""Asynchronous GRPO whose weights reach its vLLM replicas only through a bucket.
 
     python -m trainer.train --config trainer/configs/wordle_tiny.yaml --bucket hf://buckets/me/wordle \\
         --run first --replicas https://me-vllm.hf.space --env_url https://me-wordle.hf.space

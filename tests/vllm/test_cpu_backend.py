@@ -89,7 +89,10 @@ def test_a_norm_in_one_kernel_is_that_of_vllm(heads):
     assert torch.equal(norm(module, x), norm(module, x, torch.zeros_like(held))[0])
 
 
-@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="only there vLLM packs these weights")
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported(),
+    reason="vLLM packs the weights of convolutions only on CPUs with AVX-512 for bf16",
+)
 def test_a_convolution_from_the_live_weight_is_that_from_the_packed_one():
     torch.manual_seed(0)
     weight, x = bf16(HIDDEN, 1, 4), bf16(HIDDEN, TOKENS).t().contiguous().t()

@@ -1,4 +1,4 @@
-// Two versions play the same word: with the same chances, so only their weights differ.
+// Two versions play the same word: with the same random numbers, so only their weights differ.
 
 import { Board, byId, element } from "./boards.js";
 import { called, Game, MAX_GUESSES, Player } from "./wordle.js";

@@ -58,7 +58,7 @@ const bytes = (/** @type {number} */ n) => (n < 1e5 ? `${(n / 1e3).toFixed(1)} K
 
 async function follow() {
   if (!globalThis.crypto?.subtle) {
-    throw new Refused("This browser checks hashes only on a page from https or localhost: open it from there.");
+    throw new Refused("This browser checks hashes only on a page from https, localhost or 127.0.0.1: open it from there.");
   }
   const bucket = openBucket(place.bucket);
   if (Number(given.get("poll")) > 0) bucket.pollSeconds = Number(given.get("poll"));

@@ -83,8 +83,8 @@ def self_test(model: torch.nn.Module) -> None:
 
 
 _MANY = 32  # rows of an input: if bf16 is faster for these, it is faster for any number
-_TILE = 1 << 19  # elements of a weight cast to float32 at a time; they fit into a core's cache
-_ROWS = 256  # rows of an input that one multiplication takes; with more, the tile leaves the cache
+_TILE = 1 << 19  # elements of a weight cast to float32 at a time, 2 MiB: the caches hold them
+_ROWS = 256  # rows of an input that one multiplication takes; with more, the caches lose the tile
 _stock_dispatch: Any = None
 
 

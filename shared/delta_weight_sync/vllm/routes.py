@@ -443,10 +443,8 @@ def stale(model: torch.nn.Module, filled: set[int]) -> str:
             "quantization, add --moe-backend triton for a mixture of experts, or --attention-backend CPU_MLA "
             "for MLA on a CPU"
         )
-    before, known = (
-        _before.get(model, {}),
-        filled | {storage_of(parameter) for parameter in model.parameters()},
-    )
+    before = _before.get(model, {})
+    known = filled | {storage_of(parameter) for parameter in model.parameters()}
     for path, tensor in floating(model):
         storage = storage_of(tensor)
         if storage in known or not _NO_WEIGHTS.keys().isdisjoint(path.split(".")):

@@ -33,6 +33,7 @@ from delta_weight_sync.signing import PUBLIC_KEY, new_pair
 from delta_weight_sync.store import open_bucket
 from env_space.game import Rules
 from env_space.settings import Settings
+from inference_space.settings import Settings as ReplicaSettings
 from tests.live.replica import SMALL_CACHE, Replica
 from tests.support.dockerfile import CHECKOUT, Job, parse
 from tests.trainer.deploy.conftest import POLICY
@@ -147,7 +148,9 @@ def ended(trainer: subprocess.Popen[bytes], *spaces: Space) -> int | None:
     return trainer.poll()
 
 
-needs = pytest.mark.skipif(not may_mount(), reason="an image of its own takes root and the right to mount")
+needs = pytest.mark.skipif(
+    not may_mount(), reason="only root, with the right to mount, can give each Space a file system of its own"
+)
 
 
 def built(test: Callable[..., None]) -> Callable[..., None]:
@@ -267,8 +270,8 @@ def played(env: Space) -> int:
 def leaks(folder: Path, env: Space, replica: Space) -> list[str]:
     """Where a planted secret can be seen: logs, bucket, pages, command lines, variables of the engine."""
     [front, *engine] = replica.family()
-    # The Space has a /tmp of its own, as in a container: its process shows it.
-    scratch = Path(f"/proc/{front.pid}/root/tmp/replica")
+    # The Space has a /tmp of its own, as in a container: its process shows its default folder there.
+    scratch = Path(f"/proc/{front.pid}/root{ReplicaSettings.model_fields['folder'].default}")
     files = [*folder.glob("*.log"), *(folder / "bucket").rglob("*"), *scratch.rglob("*")]
     assert scratch / "engine_python.sh" in files
     texts = {str(path): path.read_bytes().decode("latin-1") for path in files if path.is_file()}
