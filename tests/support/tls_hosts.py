@@ -11,15 +11,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import aiohttp
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+from werkzeug.serving import make_ssl_devcert
 
 from tests.support import http_server
 from trainer import observe
@@ -48,11 +44,11 @@ class Hosts:
 @contextmanager
 def answering(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
     """Both hosts, found by their names; `folder` is for the certificate."""
-    hosts, file = Hosts(), certificate(folder)
+    hosts, (file, key) = Hosts(), make_ssl_devcert(str(folder / "tls"), host="hf.space")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(file)
+    context.load_cert_chain(file, key)
     with http_server.answering(hosts.answer, context) as url:
-        monkeypatch.setenv("SSL_CERT_FILE", str(file))  # which httpx reads for each client, and aiohttp never
+        monkeypatch.setenv("SSL_CERT_FILE", file)  # which httpx reads for each client, and aiohttp never
         trusting = ssl.create_default_context(cafile=file)
         monkeypatch.setattr(aiohttp.connector, "_SSL_CONTEXT_VERIFIED", trusting)
         _resolve(monkeypatch, int(url.rpartition(":")[2]))
@@ -70,19 +66,3 @@ def _resolve(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
         return real(host, service, *rest, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", fake)
-
-
-def certificate(folder: Path) -> Path:
-    """A self-signed certificate for *.hf.space, with its key."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "t")])
-    hosts = x509.SubjectAlternativeName([x509.DNSName("*.hf.space")])
-    made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
-    made = made.serial_number(1).not_valid_before(datetime.now(UTC) - timedelta(days=1))
-    made = made.not_valid_after(datetime.now(UTC) + timedelta(days=1)).add_extension(hosts, critical=False)
-    made = made.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-    pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
-    file = folder / "hf.space.pem"
-    secret = key.private_bytes(pem, form, serialization.NoEncryption())
-    file.write_bytes(secret + made.sign(key, hashes.SHA256()).public_bytes(pem))
-    return file
