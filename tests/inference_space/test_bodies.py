@@ -11,7 +11,6 @@ from starlette.responses import Response
 
 from delta_weight_sync.store import open_bucket
 from env_space.watch import Replica
-from inference_space import public_port
 from inference_space.gate import (
     BYTES_PER_TOKEN,
     COMPILING,
@@ -20,7 +19,6 @@ from inference_space.gate import (
     Completions,
     DashboardCalls,
 )
-from space_guard.limits import LogLimit
 from space_guard.requests import RateLimit
 from tests.inference_space.asking import CONTEXT, RIGHT, ask_raw, client, gate, running, trainer
 from tests.support.dashboard import KEY as OWNERS
@@ -170,33 +168,6 @@ def test_all_options_of_openais_client_pass():
 
 
 @pytest.mark.finding(4)
-@pytest.mark.live
-def test_requests_of_trls_worker_pass():
-    from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
-
-    sent = []
-
-    class Loop(_AsyncRolloutLoop):
-        def __init__(self) -> None:
-            self.max_tokens, self.request_timeout = 9, 9
-            self.temperature = self.top_p = self.repetition_penalty = 1.0
-            self.top_k, self.min_p, self.model_name = 0, 0.1, "policy"
-            self._request_model_name = "policy"
-
-        _request_model = "policy"
-
-        async def _retry(self, ask, **_):
-            return await ask()
-
-        async def _post(self, path, payload, *_):
-            sent.append(json.dumps(payload).encode())
-            return {"choices": [{"token_ids": [], "logprobs": {"token_logprobs": []}}]}
-
-    asyncio.run(Loop()._generate_one_turn([1, 2, 3]))
-    assert READER.read(*sent)[1] == 1
-
-
-@pytest.mark.finding(4)
 def test_an_app_hears_that_its_client_has_gone():
     """vLLM ends a generation as soon as it hears of it."""
 
@@ -259,13 +230,3 @@ def test_no_call_of_a_visitor_writes_a_traceback(dashboard, capfd, caplog):
 def test_each_event_that_the_page_sends_is_known(dashboard):
     inputs = [*dashboard.state.dashboard_events.values()]
     assert (inputs.count(2), inputs.count(1), {*inputs}) == (4, 1, {0, 1, 2}), "four buttons, the live page"
-
-
-@pytest.mark.finding(19)
-def test_the_servers_log_is_limited_and_has_no_line_for_requests_that_are_not_http(monkeypatch):
-    given, server = {}, logging.getLogger("uvicorn.error")
-    monkeypatch.setattr(server, "filters", [])
-    monkeypatch.setattr(public_port, "serve", lambda app, **options: given.update(options))
-    public_port.listen(None, "127.0.0.1", 1)
-    assert [type(found) for found in server.filters] == [LogLimit]
-    assert (given["access_log"], given["log_level"]) == (False, "error")

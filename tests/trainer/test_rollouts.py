@@ -27,6 +27,7 @@ from bench.research.tokens import WordleTokens
 from delta_weight_sync import RolloutError
 from delta_weight_sync.trl import patches
 from delta_weight_sync.trl.trainer import TrainedGroups
+from inference_space.gate import Completions
 from tests.support.http_server import Request, answering
 from tests.support.waiting import PATIENCE_S
 from trainer import rollouts
@@ -61,9 +62,10 @@ def samples_of(conversations: list[list[dict[str, str]]]) -> list:
     tokens = WordleTokens(AutoTokenizer.from_pretrained(TOKENIZER))
     turns = itertools.cycle([tokens.call("crane"), [tokens.end_of_turn]])
     headers = itertools.cycle(itertools.chain(*conversations))
-    samples: queue.Queue = queue.Queue()
+    samples, asked = queue.Queue(), list[bytes]()
 
-    def answer(_: Request) -> tuple[int, dict[str, str], bytes]:
+    def answer(request: Request) -> tuple[int, dict[str, str], bytes]:
+        asked.append(request.body)
         turn = next(turns)
         choice = {"token_ids": turn, "logprobs": {"token_logprobs": [-1.0] * len(turn)}}
         body = json.dumps({"choices": [choice]}).encode()
@@ -81,6 +83,8 @@ def samples_of(conversations: list[list[dict[str, str]]]) -> list:
             rolling = loop._loop.create_task(loop._run_loops(loop._stop_event))
             loop._loop.run_until_complete(stop_when_done())
             rolling.result()
+    gate = Completions(lambda: None, batch=1)
+    assert all(gate.read(body)[1] == 1 for body in asked), "a replica's public port lets them pass"
     return [samples.get_nowait() for _ in conversations]
 
 
