@@ -24,7 +24,6 @@ from inference_space.settings import SETUP, Settings, find_problems
 from inference_space.vllm_server import VllmServer
 from tests.env_space.service import Space
 from tests.support.buckets import CountedBucket
-from tests.support.hubsim import HubSim
 from tests.support.waiting import PATIENCE_S, soon
 
 SET_UP = {
@@ -115,17 +114,12 @@ def test_elsewhere_than_on_the_hub_it_ends_with_a_sentence(monkeypatch, variable
     assert str(ended.value).startswith(said)
 
 
-@pytest.fixture(scope="module")
-def wordle(tmp_path_factory):
+@pytest.fixture
+def wordle(hub_env):
     """A Hub with the private bucket team/wordle."""
-    with HubSim(tmp_path_factory.mktemp("hub")) as hub, pytest.MonkeyPatch.context() as patch:
-        for name, value in hub.env(hub.root / "client").items():
-            patch.setenv(name, value)
-        open_bucket("hf://buckets/team/wordle", create=True)
-        yield hub
+    open_bucket("hf://buckets/team/wordle", create=True)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("token", "bucket", "name", "said"),
     [
@@ -150,7 +144,6 @@ def test_why_the_bucket_cannot_be_read(wordle, monkeypatch, tmp_path, caplog, to
         assert token not in status.error
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("token", ["hf_write", "hf_read", "hf_bucket_read"])
 def test_a_token_that_may_read_is_enough(wordle, monkeypatch, tmp_path, token):
     monkeypatch.setenv("HF_TOKEN", token)

@@ -6,7 +6,6 @@ from delta_weight_sync.records import AnchorRef, DeltaRef, FileRef, Head, Keys, 
 from delta_weight_sync.runlog import (
     SEGMENT,
     CommitEvent,
-    DoneEvent,
     Event,
     RunLogWriter,
     StepEvent,
@@ -38,9 +37,9 @@ class WrittenRun:
         self._anchor = 0
         self._parent: FileRef | None = None
 
-    def publish(self, payload: int, changed: int, *, after_s: float = 20.0) -> None:
-        """The next version, `after_s` seconds after the last one; version 0 is an anchor."""
-        self.t, self.version = self.t + after_s, self.version + 1
+    def publish(self, payload: int, changed: int) -> None:
+        """The next version, 20 seconds after the last one; version 0 is an anchor."""
+        self.t, self.version = self.t + 20.0, self.version + 1
         anchor = FULL if self.version and self.version % ANCHOR_EVERY == 0 else 0
         self._manifest(changed)
         self.log.append(self._sync(payload, changed, anchor))
@@ -75,10 +74,6 @@ class WrittenRun:
 
     def step(self, step: int, reward: float | None) -> None:
         self.log.append(StepEvent(t=self.t, step=step, reward=reward, metrics={}))
-
-    def end(self, digest: str) -> None:
-        self.log.append(DoneEvent(t=self.t, version=self.version, digest=digest))
-        self.log.close()
 
     def _manifest(self, changed: int) -> None:
         key = self.keys.manifest(self.version, WRITER)
