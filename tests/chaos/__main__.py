@@ -30,6 +30,7 @@ from tests.chaos.actor import PATIENCE_S, Died, Failed, prepare
 from tests.chaos.faults import ANYWHERE, ON_DISK, ON_HUB, WITH_VLLM
 from tests.chaos.scene import NotStruck, NotSurvived, Place, Scene, Strike
 from tests.support.hubsim import HubSim
+from tests.support.waiting import soon
 from trainer.demo.processes import free_port
 
 ALL = {"near": "local", "far": "process", "kept": "kept"}
@@ -205,20 +206,16 @@ def _s3(place: Path) -> Iterator[Store]:
     keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
     endpoint = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "NO_PROXY": "127.0.0.1"}
     try:
-        _until_it_listens(port)
+        soon(lambda: _listens(port), "the simulated S3 does not listen")
         yield f"s3://chaos/{place.name}", keys | endpoint, None
     finally:
         server.kill()
         server.wait()
 
 
-def _until_it_listens(port: int) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
-            return
-        assert time.monotonic() < deadline, "the simulated S3 does not listen"
-        time.sleep(0.1)
+def _listens(port: int) -> bool:
+    with socket.socket() as link:
+        return link.connect_ex(("127.0.0.1", port)) == 0
 
 
 STORES = {"file": _folder, "hub": _hub, "s3": _s3}

@@ -32,7 +32,6 @@ class Server:
     """A program that follows a run and reports on it. Its output goes to a file of its folder."""
 
     status_path = "/delta_weight_sync/status"
-    patience_s = PATIENCE_S
 
     def __init__(self, command: list[str], environ: Mapping[str, str], log: Path, port: int) -> None:
         self.port, self.url = port, f"http://127.0.0.1:{port}"
@@ -77,7 +76,7 @@ class Server:
 
     def wait_until(self, wanted: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
         assert self._process is not None
-        deadline = time.monotonic() + self.patience_s
+        deadline = time.monotonic() + PATIENCE_S
         last = "no answer"
         while time.monotonic() < deadline and self._process.poll() is None:
             try:

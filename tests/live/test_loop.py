@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from delta_weight_sync.runlog import DoneEvent, RunLogReader, StepEvent
 from delta_weight_sync.store import open_bucket
 from examples import tiny_policy as tiny
 from tests.live.replica import Replica
+from tests.support.waiting import soon
 
 pytestmark = [pytest.mark.live, pytest.mark.long]
 
@@ -50,13 +50,9 @@ def start_trainer(folder: Path, bucket_url: str, replica_url: str) -> subprocess
         )
 
 
-def wait_for_step(reader: RunLogReader, trainer: subprocess.Popen[bytes], step: int) -> None:
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and trainer.poll() is None:
-        if any(isinstance(e, StepEvent) and e.step >= step for e in reader.poll()):
-            return
-        time.sleep(0.5)
-    raise AssertionError(f"the trainer did not reach step {step} (exit code {trainer.poll()})")
+def reaches(reader: RunLogReader, trainer: subprocess.Popen[bytes], step: int) -> bool:
+    assert trainer.poll() is None, f"the trainer did not reach step {step}"
+    return any(isinstance(event, StepEvent) and event.step >= step for event in reader.poll())
 
 
 def test_brevity_is_learned_through_the_bucket_although_the_replica_dies(tmp_path):
@@ -66,7 +62,8 @@ def test_brevity_is_learned_through_the_bucket_although_the_replica_dies(tmp_pat
     with Replica(url, "loop", tmp_path / "replica") as replica:
         trainer = start_trainer(tmp_path, url, replica.url)
         try:
-            wait_for_step(RunLogReader(open_bucket(url), "loop"), trainer, 15)
+            log = RunLogReader(open_bucket(url), "loop")
+            soon(lambda: reaches(log, trainer, 15))
             replica.kill()
             replica.start()
             assert trainer.wait(400) == 0, (tmp_path / "trainer.log").read_text()[-2000:]
