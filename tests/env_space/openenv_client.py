@@ -10,14 +10,11 @@ message's text as feedback, the last reward as the reward of the game.
 import asyncio
 import json
 import sys
-from pathlib import Path
 
 from openenv.cli.__main__ import app as openenv_command
 from openenv.core.client_types import StepResult
 from openenv.core.env_client import EnvClient
 from openenv.core.generic_client import GenericEnvClient
-from openenv.validation import Level, run_validation
-from openenv.validation.types import ProviderCapability
 from typer.testing import CliRunner
 
 from bench import env_load as load
@@ -105,34 +102,6 @@ def seeded(url):
     return {"same": seen[0] == seen[1], "feedback": seen[0][1]["info"]["feedback"], "state": state}
 
 
-class Running:
-    """A server that runs already, as a subject of OpenEnv's runtime validation."""
-
-    name = "loopback"
-    capabilities = frozenset({ProviderCapability.IMAGE_BUILD})
-    supported_network_modes = frozenset({"public"})
-
-    def __init__(self, url):
-        self.base_url = url
-
-    def build(self, root, execution):
-        return "sha256:" + "0" * 64
-
-    def start(self, spec):
-        return self
-
-    def inspect(self):
-        return {}
-
-    def stop(self):
-        pass
-
-
-def runtime_checks(url, folder):
-    report = run_validation(folder, max_level=Level.RUNTIME, provider=Running(url))
-    return {result.check_id: [result.status.value, result.evidence] for result in report.results}
-
-
 def command(*arguments):
     """The exit code and the output of an `openenv` command; here, as importing OpenEnv takes seconds."""
     result = CliRunner().invoke(openenv_command, [str(argument) for argument in arguments])
@@ -144,7 +113,6 @@ def main():
     seen = {
         "trl": trl_game(url, words),
         "seeded": seeded(url),
-        "runtime": runtime_checks(url, Path(folder)),
         "validate_url": command("validate", "--url", url),
         "validate_folder": command("validate", folder, "--level", "static"),
         "load": asyncio.run(load.run(url, "ws", games=64, seconds=0)),

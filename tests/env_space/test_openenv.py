@@ -278,8 +278,6 @@ def test_a_seed_is_the_same_game_for_every_client_and_its_state_hides_the_secret
 
 @pytest.mark.long
 def test_openenvs_checks_pass_the_running_service_and_the_folder(seen):
-    for check in ("startup", "reward_well_formed", "observation_schema", "state_contract"):
-        assert seen["runtime"][f"runtime.{check}"][0] == "pass", seen["runtime"]
     (code, output), (folder_code, folder_output) = seen["validate_url"], seen["validate_folder"]
     assert code == 0, output
     assert output.count("PASS ") == 6
