@@ -3,14 +3,17 @@
 vLLM is stood in for, as here it has to die at a given moment; tests/live/test_owner.py orders a real one.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from delta_weight_sync.errors import ProtocolError
+from delta_weight_sync.prune import Keep, Pruner, prune
 from delta_weight_sync.reader import RunReader
-from delta_weight_sync.store import Bucket, open_bucket
+from delta_weight_sync.store import Bucket
 from delta_weight_sync.vllm.follower import Follower
 from tests.support.buckets import CountedBucket
 from tests.support.fake_vllm import Mortal, reaches, soon
@@ -19,9 +22,14 @@ from tests.support.written_run import WrittenRun
 
 
 @pytest.fixture
-def run(bucket: Bucket) -> Iterator[RealRun]:
+def bucket(bucket: Bucket) -> CountedBucket:
+    return CountedBucket(bucket)
+
+
+@pytest.fixture
+def run(bucket: CountedBucket) -> Iterator[RealRun]:
     """At version 3."""
-    run = RealRun(bucket, run="ordered", layers=1)
+    run = RealRun(bucket.bucket, run="ordered", layers=1)
     for _ in range(3):
         run.step()
     yield run
@@ -45,18 +53,39 @@ def stays(follower: Follower, vllm: Mortal, version: int) -> None:
     assert follower.serving.version == version
 
 
-def test_paused_it_stays_and_resumed_it_catches_up_without_a_restart(follower, run, vllm) -> None:
-    """A later version that is pinned is reached by its deltas, too."""
+def test_paused_it_stays_and_resumed_it_catches_up_without_a_restart(follower, run, vllm, bucket) -> None:
+    """By jumps. A later version that is pinned is reached by its deltas, too."""
     follower.commands.pause()
-    run.step()
-    run.step()
+    run.steps(22)
     stays(follower, vllm, 3)
     follower.commands.pin(4)
     reaches(follower, 4)
     assert vllm.digest() == run.reader.manifest(4).digest
+    bucket.fetched.clear()
     follower.commands.resume()
-    reaches(follower, 5)
-    assert (vllm.digest(), vllm.starts, vllm.compared) == (run.reader.manifest(5).digest, 1, 1)
+    reaches(follower, 25)
+    assert (vllm.digest(), vllm.starts, vllm.compared) == (run.reader.manifest(25).digest, 1, 1)
+    assert Counter(key.split("/")[2] for key in bucket.fetched) == {"jumps": 2, "deltas": 5}
+
+
+def test_a_replica_whose_files_are_deleted_under_it_heals_in_place(follower, run, vllm, bucket, monkeypatch):
+    """It has read a manifest; before it fetches, much is published, and what it was to fetch is deleted."""
+    monkeypatch.setattr("delta_weight_sync.records.WINDOW", 2)
+    fetch = bucket.fetch
+
+    def too_late(*arguments: Any) -> str:
+        bucket.fetch = fetch
+        run.steps(12)
+        prune(bucket.bucket, Pruner(run.reader, Keep(size=1.0), grace_s=0.0).survey())
+        return fetch(*arguments)
+
+    follower.commands.pause()
+    run.step()
+    bucket.fetch = too_late
+    follower.commands.resume()
+    reaches(follower, 16)
+    assert (vllm.digest(), vllm.starts) == (run.newest.digest, 1)
+    assert follower.report(0).status.error is None
 
 
 def test_a_pinned_version_is_served_exactly_whatever_comes(follower, run, vllm) -> None:
@@ -187,15 +216,13 @@ def test_a_run_that_is_started_over_is_followed_in_place(run, bucket, follower, 
     assert vllm.starts == 1
 
 
-def test_an_old_version_of_a_long_run_is_found_by_one_listing(tmp_path: Path) -> None:
-    bucket = open_bucket(f"file://{tmp_path}/bucket", create=True)
-    run = WrittenRun(bucket, "long")
+def test_an_old_version_of_a_long_run_is_found_by_one_listing(bucket: CountedBucket, tmp_path: Path) -> None:
+    run = WrittenRun(bucket.bucket, "long")
     for _ in range(200):
         run.publish(40_000, 2_000)
     run.log.close()
-    counted = CountedBucket(bucket)
-    follower = Follower(RunReader(counted, "long"), Mortal(), name="r", folder=tmp_path, poll_s=0.01)
+    follower = Follower(RunReader(bucket, "long"), Mortal(), name="r", folder=tmp_path, poll_s=0.01)
     follower.commands.pin(2)
-    assert follower.commands.pinned == RunReader(bucket, "long").manifest(2)
-    assert counted.asked["list"] == 2, "HEADs and manifests"
-    assert counted.asked["get"] == 3, "HEAD, the manifest that it names, and this one"
+    assert follower.commands.pinned == RunReader(bucket.bucket, "long").manifest(2)
+    assert bucket.asked["list"] == 2, "HEADs and manifests"
+    assert bucket.asked["get"] == 3, "HEAD, the manifest that it names, and this one"
