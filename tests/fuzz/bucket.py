@@ -10,7 +10,7 @@ import resource
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -135,28 +135,17 @@ def check(reader: Reader, url: str, scratch: Path, rng: Random) -> bool:
     """True if the reader was content, False if it said why not; an AssertionError if that was no sentence."""
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
-    with _captured() as printed:
-        said = _said(reader, url, scratch, rng)
+    said, printed = None, io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            reader(url, scratch, rng)
+        except (DeltaWeightSyncError, OSError) as error:
+            said = str(error)
     lines = [*printed.getvalue().splitlines(), said or ""]
     assert said != "", "an error without words"
     assert all(line.isprintable() for line in lines), lines
     assert len(lines[-1]) < LONGEST, lines[-1][:1000]
     return said is None
-
-
-def _said(reader: Reader, url: str, scratch: Path, rng: Random) -> str | None:
-    try:
-        reader(url, scratch, rng)
-    except (DeltaWeightSyncError, OSError) as error:
-        return str(error)
-    return None
-
-
-@contextlib.contextmanager
-def _captured() -> Iterator[io.StringIO]:
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-        yield printed
 
 
 if __name__ == "__main__":

@@ -56,16 +56,14 @@ def test_the_mirror_is_pinned_in_one_block_of_its_size(driver):
     driver.cudaHostUnregister.assert_called_once_with(address)
 
 
-def test_memory_that_cannot_be_pinned_is_a_sentence(driver, monkeypatch):
+@pytest.mark.parametrize(
+    ("code", "sees_host", "said"), [(2, True, "cannot be pinned"), (0, False, "at another address")]
+)
+def test_memory_that_cannot_be_pinned_is_a_sentence(driver, monkeypatch, code, sees_host, said):
+    """Nor memory that the GPU would see elsewhere."""
     monkeypatch.setattr(torch.cuda.CudaError, "__init__", lambda self, code: None)
-    driver.cudaHostRegister.return_value = 2
-    with pytest.raises(MemoryError, match=r'cannot be pinned .* with mirror="device"'):
-        pin(Owner(), {"a": torch.ones(3, dtype=torch.int16)}, ["a"], CUDA)
-
-
-def test_pinned_memory_that_the_gpu_sees_elsewhere_is_a_sentence(driver):
-    driver.sees_host = False
-    with pytest.raises(MemoryError, match=r'at another address .* with mirror="device"'):
+    driver.cudaHostRegister.return_value, driver.sees_host = code, sees_host
+    with pytest.raises(MemoryError, match=rf'{said} .* with mirror="device"'):
         pin(Owner(), {"a": torch.ones(3, dtype=torch.int16)}, ["a"], CUDA)
 
 

@@ -15,6 +15,8 @@ from safetensors.numpy import save
 
 from delta_weight_sync import codec
 from delta_weight_sync.errors import DeltaWeightSyncError, printable
+from delta_weight_sync.store import open_bucket
+from inference_space.dashboard.export import export
 from tests.cli.command import command
 from tests.fuzz.forged import RUN, Files, named, newest, pin, sound, written
 
@@ -90,20 +92,12 @@ def test_commands_print_plain_lines(tmp_path: Path, name: str) -> None:
             assert repr(CODES)[1:-1] in result.output
 
 
-@pytest.mark.full
 @pytest.mark.finding(18)
-def test_exporting_prints_plain_lines(tmp_path: Path) -> None:
+def test_exporting_prints_plain_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = sound() | {f"runs/{RUN}/log/00000001.jsonl": CODES.encode()}
     ATTACKS["no delta"](files)
-    words = ("--bucket", written(files, tmp_path / "bucket"), "--export", str(tmp_path / "site"))
-    done = subprocess.run(
-        [sys.executable, "-m", "inference_space.dashboard", *words],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    printed = (done.stdout + done.stderr).splitlines()
+    export(open_bucket(written(files, tmp_path / "bucket")), None, tmp_path / "site")
+    printed = "".join(capsys.readouterr()).splitlines()
     assert all(line.isprintable() for line in printed), printed
     assert any("lines of the run's log are left out" in line for line in printed)
     assert any("v3 is left out" in line for line in printed)

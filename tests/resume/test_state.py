@@ -275,15 +275,9 @@ def test_a_value_that_cannot_be_saved_is_refused(url, base):
         publisher.publish(weights.items())
         with pytest.raises(StateError, match=r"the optimizer's x is a Tensor of torch\.complex64"):
             publisher.save_state(weights.items(), optimizer)
+        odd: Any = SimpleNamespace(state_dict=lambda: {"it": json})
         with pytest.raises(StateError, match="the schedule cannot be saved"):
-            publisher.save_state(weights.items(), torch.optim.SGD(weights.values()), schedule=_Odd())
-
-
-class _Odd:
-    def state_dict(self) -> dict[str, Any]:
-        return {"it": json}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+            publisher.save_state(weights.items(), torch.optim.SGD(weights.values()), schedule=odd)
 
 
 SPECIAL = (0x0000, 0x8000, 0x0001, 0x007F, 0x0080, 0x3F80, 0xBF81)  # zeros, denormals, numbers

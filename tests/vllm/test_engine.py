@@ -105,18 +105,9 @@ HOUR = 3600.0
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"file://{tmp_path}/bucket"
-
-
-@pytest.fixture
-def on_hub(hub_env: None) -> str:
-    return f"hf://buckets/team/{uuid4().hex}"
-
-
-@pytest.fixture
-def run(request: pytest.FixtureRequest) -> Iterator[RealRun]:
-    url = request.getfixturevalue("on_hub" if request.node.get_closest_marker("full") else "url")
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RealRun]:
+    on_hub = "hub_env" in request.fixturenames
+    url = f"hf://buckets/team/{uuid4().hex}" if on_hub else f"file://{tmp_path}/bucket"
     run = RealRun(open_bucket(url, create=True), run="told", layers=1)
     yield run
     run.close()
@@ -133,7 +124,7 @@ def follower(run: RealRun, vllm: Mortal, tmp_path: Path) -> Iterator[Follower]:
 
 
 @pytest.mark.full
-def test_the_hubs_events_bring_each_version(follower, run, vllm, hub) -> None:
+def test_the_hubs_events_bring_each_version(hub_env, follower, run, vllm) -> None:
     soon(lambda: follower.report(0).notice == "notified by the store", "a connection")
     for version in (1, 2):
         run.step()
