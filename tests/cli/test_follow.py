@@ -134,20 +134,6 @@ def test_a_new_version_costs_its_deltas_and_no_checkout(run, folder, turns):
     assert versions(folder) == ["00000003", "00000004"]
 
 
-def test_what_the_deltas_do_not_reach_is_checked_out(run, folder, turns):
-    def anchors() -> None:
-        with (
-            mock.patch.object(RunWriter, "anchor_is_due", return_value=True),
-            mock.patch("delta_weight_sync.records.WINDOW", 2),
-        ):
-            run.steps(4)
-        assert run.newest.recipe(0).anchor
-
-    turns(anchors)
-    assert follow(run, folder).complaint == ""
-    holds(folder, run)
-
-
 def test_a_reader_keeps_what_it_has_opened(run, folder, turns):
     with contextlib.ExitStack() as stack:
         seen = {}

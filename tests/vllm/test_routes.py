@@ -75,7 +75,6 @@ COPIES: dict[str, tuple[tuple[int, ...], Load]] = {
 # The same for those that have no route, and why.
 OTHERS: dict[str, tuple[tuple[int, ...], Load, str]] = {
     "dropped": ((8, 6), lambda model, t: None, "drops it"),
-    "scaled": ((8, 6), lambda model, t: model.wide.data.copy_(t * 2), "computes with it (aten.mul.Tensor)"),
     "scaled_in_place": (
         (8, 6),
         lambda model, t: model.wide.data.copy_(t.clone().mul_(2)),
@@ -91,18 +90,8 @@ OTHERS: dict[str, tuple[tuple[int, ...], Load, str]] = {
         lambda model, t: model.wide.data.copy_(t.view(2, 4, 6).transpose(0, 1).reshape(8, 6)),
         "computes with it (aten._unsafe_view.default)",
     ),
-    "concatenated": (
-        (4, 6),
-        lambda model, t: model.wide.data.copy_(torch.cat([t, t])),
-        "computes with it (aten.cat.default)",
-    ),
     "through_a_buffer": ((8, 6), through_a_buffer, "computes with it (aten.copy_.default)"),
     "added": ((8, 6), lambda model, t: model.wide.data.add_(t), "computes with it (aten.add_.Tensor)"),
-    "put_by_index": (
-        (8, 6),
-        lambda model, t: model.wide.data.index_put_((torch.tensor([1, 0, 2, 3, 4, 5, 6, 7]),), t),
-        "computes with it (aten.index_put_.default)",
-    ),
     "filled": ((1,), lambda model, t: model.long.data.fill_(t.item()), "reads its values"),
     "doubled_afterwards": (
         (8, 6),
