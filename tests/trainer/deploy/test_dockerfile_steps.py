@@ -148,15 +148,6 @@ def ended(trainer: subprocess.Popen[bytes], *spaces: Space) -> int | None:
     return trainer.poll()
 
 
-needs = pytest.mark.skipif(
-    not may_mount(), reason="only root, with the right to mount, can give each Space a file system of its own"
-)
-
-
-def built(test: Callable[..., None]) -> Callable[..., None]:
-    return pytest.mark.live(needs(test))
-
-
 @dataclass(frozen=True)
 class Deployment:
     """Both Spaces after a whole run, and a second replica that is no Space."""
@@ -172,6 +163,8 @@ class Deployment:
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """The trainer starts first, and waits for the cold replicas; then it trains, loses one, and ends."""
+    if not may_mount():
+        pytest.skip("only root, with the right to mount, can give each Space a file system of its own")
     folder = tmp_path_factory.mktemp("deployed")
     (folder / "bucket").mkdir()
     url = (folder / "bucket").as_uri()
@@ -204,7 +197,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
         yield Deployment(folder, env, replica, second, trainer, head)
 
 
-@built
+@pytest.mark.live
 def test_all_replicas_serve_what_the_trainer_ended_with(deployed: Deployment) -> None:
     bucket, head = open_bucket((deployed.folder / "bucket").as_uri()), deployed.head
     events = list(RunLogReader(bucket, "loop").poll())
@@ -220,7 +213,7 @@ def test_all_replicas_serve_what_the_trainer_ended_with(deployed: Deployment) ->
     assert "waiting for the Spaces" in (deployed.folder / "trainer.log").read_text()
 
 
-@built
+@pytest.mark.live
 def test_the_spaces_run_as_nobody_and_tell_no_secret(deployed: Deployment) -> None:
     env, replica = deployed.env, deployed.replica
     for space in (env, replica):
@@ -231,7 +224,7 @@ def test_the_spaces_run_as_nobody_and_tell_no_secret(deployed: Deployment) -> No
     assert leaks(deployed.folder, env, replica) == []
 
 
-@built
+@pytest.mark.live
 def test_the_policy_plays_on_the_page(deployed: Deployment, page: "Page") -> None:
     from playwright.sync_api import expect
 
@@ -248,7 +241,7 @@ def test_the_policy_plays_on_the_page(deployed: Deployment, page: "Page") -> Non
     assert sessions(deployed.env) == before, "neither game takes a place of the API"
 
 
-@built
+@pytest.mark.live
 def test_a_space_wakes_with_the_newest_version(deployed: Deployment) -> None:
     deployed.replica.wake()
     joined = f"starting vLLM with version {deployed.head.version}"  # fetched, rebuilt, its digest checked

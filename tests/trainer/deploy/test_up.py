@@ -137,16 +137,6 @@ def test_hardware_sleep_visibility_and_the_number_of_replicas_follow_the_plan(wo
     assert world.hub.space(world.replica())["sleep_time"] == 1800
 
 
-def test_a_foreign_space_is_left_alone(world: World, api):
-    api.create_repo(world.env, repo_type="space", space_sdk="docker")
-    before = world.changes()
-    for command in ("up", "down"):
-        assert "was not made by trainer.deploy, so nothing was changed: choose another --name" in world.fails(
-            command
-        )
-    assert world.changes() == before
-
-
 def test_a_lost_key_is_replaced_on_all_spaces_and_a_paused_one_is_started_again(world: World):
     world.up()
     old = world.key()
@@ -363,12 +353,14 @@ def test_a_page_needs_no_plan_and_only_the_token_that_writes(world: World, monke
     assert world.changes() == before
 
 
-def test_a_foreign_static_space_is_left_alone(world: World, api, folder: Path):
-    page = f"{OWNER}/{world.name}-page"
-    api.create_repo(page, repo_type="space", space_sdk="static")
-    before = world.changes()
-    for command in (("up", "--static", str(folder)), ("down",)):
-        assert f"{page} was not made by trainer.deploy" in world.fails(*command)
+@pytest.mark.parametrize(("kind", "app"), [("docker", "env"), ("static", "page")])
+def test_a_foreign_space_is_left_alone(world: World, api, folder: Path, kind, app):
+    space = f"{OWNER}/{world.name}-{app}"
+    api.create_repo(space, repo_type="space", space_sdk=kind)
+    before, options = world.changes(), ["--static", str(folder)] if kind == "static" else []
+    refusal = f"{space} was not made by trainer.deploy, so nothing was changed: choose another --name"
+    for command in (["up", *options], ["down"]):
+        assert refusal in world.fails(*command)
     assert world.changes() == before
 
 
