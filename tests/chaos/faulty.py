@@ -94,7 +94,8 @@ class Faulty:
         if what == "hide" and op in ("get", "fetch"):
             raise ObjectMissingError(f"{self.url}/{key} does not exist")
         if what in ("tear", "flip", "kill within") and op == "put":
-            return self._put_damaged(what, key, _bytes(data))
+            assert data is not None
+            return self._put_damaged(what, key, data if isinstance(data, bytes) else data.read_bytes())
         if what in ("kill before", "kill within", "term before"):
             die(SIGNALS[what[:4]])
         if what == "stall":
@@ -130,11 +131,6 @@ class Faulty:
             die(signal.SIGKILL)
         if what == "tear":
             raise BucketError(f"{self.url}/{key} has half of its bytes: upload it again")
-
-
-def _bytes(data: bytes | Path | None) -> bytes:
-    assert data is not None
-    return data if isinstance(data, bytes) else data.read_bytes()
 
 
 def _damaged(what: str, data: bytes) -> bytes:
@@ -206,15 +202,13 @@ class Mortal:
         path = str(arguments[0])
         if not path.startswith(self._folders) or (path.startswith(".") and not path.endswith(".part")):
             return
-        if event == "open" and not _writes(*arguments[1:]):
-            return
+        if event == "open":
+            mode, flags = arguments[1:]
+            if not ({*"w+"} & {*mode} if mode else flags & os.O_CREAT):
+                return
         self._left -= 1
         if not self._left:
             die(signal.SIGKILL)
-
-
-def _writes(mode: str | None, flags: int) -> bool:
-    return bool(flags & os.O_CREAT) if mode is None else "w" in mode or "+" in mode
 
 
 KINDS = ("heads/", "manifests/", "deltas/", "anchors/", "run.json", "log/")

@@ -25,10 +25,6 @@ from tests.support.serving import serving
 pytestmark = pytest.mark.full
 
 
-def read_log(folder):
-    return [json.loads(line) for line in (folder / "space.log").read_text().splitlines()]
-
-
 def metric(url, name):
     text = httpx.get(f"{url}/metrics", trust_env=False, timeout=PATIENCE_S).text
     return float(re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)[1])
@@ -65,7 +61,7 @@ def test_games_are_counted_for_prometheus_and_logged_as_one_line_of_json_each(tm
     assert active == (1, 1024)
     assert moves == 11
 
-    lines = read_log(tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "space.log").read_text().splitlines()]
     games = [line for line in lines if line["message"] == "game ended"]
     assert [game["outcome"] for game in games] == ["solved", "solved", "lost", "gave_up"]
     assert (games[1]["turns"], games[1]["repeated"], games[1]["invalid"], games[1]["seed"]) == (4, 1, 1, 5)

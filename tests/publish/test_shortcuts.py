@@ -58,11 +58,8 @@ def jumps(
                     weight.view(-1)[number:].copy_(before[name].view(-1)[number:])
             run.settle()
         run.close()
-    return [path.read_bytes() for path in sorted((folder / f"runs/{RUN}/jumps").iterdir(), key=base_of)]
-
-
-def base_of(path: Path) -> str:
-    return path.name.split(".t")[0]
+    jumps = sorted((folder / f"runs/{RUN}/jumps").iterdir(), key=lambda path: path.name.split(".t")[0])
+    return [path.read_bytes() for path in jumps]
 
 
 @pytest.mark.parametrize("encoding", ["fast", "small"])

@@ -144,13 +144,10 @@ def requirements(names: tuple[str, ...]) -> set[str]:
             continue  # for another platform
         name = f"{wanted.name}[{','.join(sorted(wanted.extras))}]"
         if name not in found:
-            left += [need for need in needs if _applies(need, wanted.extras)]
+            extras = [{"extra": extra} for extra in ("", *wanted.extras)]
+            left += [need for need in needs if not need.marker or any(map(need.marker.evaluate, extras))]
         found.add(name)
     return {name.partition("[")[0] for name in found}
-
-
-def _applies(need: Requirement, extras: set[str]) -> bool:
-    return not need.marker or any(need.marker.evaluate({"extra": extra}) for extra in ("", *extras))
 
 
 def tops(name: str) -> set[str]:
