@@ -11,7 +11,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 # Twice quiet: pip warns of each folder of a package index that has nothing to offer, hundreds of times.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 GPU    := $(shell nvidia-smi --list-gpus 2>/dev/null | head -1)
 TORCH  := torch==2.13.0
 # The version is that of the replica's image.

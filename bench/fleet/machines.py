@@ -22,6 +22,8 @@ import torch
 from bench.fleet.clock import Clock, Condition, Pipe
 from bench.fleet.hub import UNLIMITED, Hub, Limits, Link, SimBucket, Sized, stand_in
 from delta_weight_sync import cost, reader, runlog, util, watch
+from delta_weight_sync.checkpoint import WEIGHTS
+from delta_weight_sync.errors import DeltaWeightSyncError
 from delta_weight_sync.prune import Keep
 from delta_weight_sync.publish import outbox, shortcuts, writer
 from delta_weight_sync.records import Manifest, parse
@@ -225,6 +227,7 @@ class CountedLayout:
             for ref in manifest.anchor.small_first():
                 self._reader.fetch(ref, self._folder)
             self._anchor = manifest.anchor
+        (self._folder / WEIGHTS).touch()
         sum_s = (rate.seconds(asked.params) for rate in (cost.LOAD, cost.DIGEST, cost.SAVE))
         sleep(sum(sum_s))
         for ref in self._reader.recipe(manifest).deltas:
@@ -285,9 +288,19 @@ class Replica(follower.Follower):
         read = reader.RunReader(bucket, "fleet")
         super().__init__(read, CountedEngine(fleet), name=f"{number}", folder=folder, poll_s=1.0)
 
+    def explain(self, error: Exception | None) -> str:
+        """As in `Follower`; a fault of the simulator ends the simulation."""
+        if error and not isinstance(error, DeltaWeightSyncError):
+            self.fleet.clock.call(0.0, functools.partial(_raise, error))
+        return super().explain(error)
+
     def _serve(self, manifest: Manifest, *seconds: float, joined: bool = False) -> None:
         super()._serve(manifest, *seconds, joined=joined)
         self.fleet.served(self, manifest)
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 class Fleet:
