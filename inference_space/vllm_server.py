@@ -38,8 +38,8 @@ _ON_CPU += ["--block-size", "32"]
 _ON_CPU += ["--kv-cache-memory-bytes", str(1 << 30)]  # with a fixed size, vLLM need not measure and warm up
 # On some GPUs, the kernels that vLLM prefers reorder the experts of a mixture, and deltas would not fit.
 _ON_GPU = ["--moe-backend", "triton"]
-# A chat template is a program: in a bucket without signatures, anyone with write access could make it loop
-# forever. There, this template replaces it. It renders only the two messages of vLLM's own start.
+# A chat template is a program: anyone with write access to the bucket could make it loop forever. Without a
+# public key, this one replaces it. It renders only the test messages that vLLM sends itself when it starts.
 _UNSIGNED_TEMPLATE = """{% if messages[0].content in ['warmup', 'x'] %}{{ messages[0].content }}{% else %}
 {{ raise_exception('this replica checks no signatures, so it does not run the chat template from the ' +
 'bucket: set DELTA_WEIGHT_SYNC_PUBLIC_KEY, or set your own template with --chat-template in ' +
@@ -54,14 +54,14 @@ log = logging.getLogger("delta_weight_sync")
 
 
 class VllmServer(Engine):
-    """An `Engine` that this process starts. `app` answers vLLM's requests; it is None while vLLM is down."""
+    """An `Engine` that this process starts. `app` is vLLM's ASGI app for clients; None while vLLM is down."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self._client = settings, None
         self._assets: dict[str, str] = {}
         self.app: ASGIApp | None = None
         self.context: int | None = None  # tokens of the model's context; None before the start
-        self.follower: Follower | None = None  # streams name its version in their headers
+        self.follower: Follower | None = None  # the headers of streamed answers name the version it serves
         os.environ.update(_ENVIRONMENT, ENGINE_PYTHON=sys.executable)
         if not gpu_build.is_installed():
             # Otherwise a CPU's first answer waits ten seconds while vLLM compiles its ranking of logprobs.

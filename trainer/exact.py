@@ -1,7 +1,7 @@
 """Exact old policies: each token's old log-probability is computed with the weights that generated it.
 
-A second model gets the weights of that sync, by undoing or repeating the syncs in between.
-`docs/how-it-works.md` says why, and what the metrics `exact/*` mean.
+The sync of each token is known. A second model is moved to that sync's weights by undoing or repeating the
+syncs in between. `docs/how-it-works.md` says why, and what the metrics `exact/*` mean.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class PastPolicy:
         self.written = 0  # number of weights that all calls of `roll` wrote
 
     def begin(self, policy: torch.nn.Module, log: UndoLog) -> None:
-        """Copy the weights of `policy`, which has just published the only sync in `log`."""
+        """Copy the weights of `policy`: those of the only sync in `log`, which was just published."""
         for name, weights in live_weights(policy):
             self._weights[name].copy_(weights.detach().to(torch.bfloat16))
         self._log, (self.sync,) = log, log.syncs
@@ -56,7 +56,7 @@ class PastPolicy:
         return sync in self._log.syncs
 
     def keep_up(self) -> None:
-        """If the model is at the oldest sync of the log, move it on: a later sync drops the oldest."""
+        """Leave the log's oldest sync: the next publish may drop it, and `roll` could not start there."""
         if self._log.syncs[0] == self.sync != self._log.syncs[-1]:
             self.roll(self._log.syncs[1])
 
@@ -78,7 +78,8 @@ class PastPolicy:
 
 
 def query(input_ids: NDArray[np.int64], asked: Mask) -> dict[str, Any]:
-    """A sample for `TreeRow`: tokens, int64 [n], and which probabilities to compute; never the first's."""
+    """Make a sample for `TreeRow`. `input_ids`: int64 [n]. `asked`: bool [n], the tokens whose
+    log-probabilities to compute; the first token must not be among them."""
     sample = {"input_ids": input_ids, "completion_mask": asked.astype(np.int64)}
     return sample | {"old_log_probs": np.zeros(len(input_ids)), "advantage": 0.0, "group_id": 0}
 
@@ -99,11 +100,11 @@ def forward(model: torch.nn.Module, packed: dict[str, torch.Tensor]) -> torch.Te
 def enable(trainer: BucketGRPOTrainer, publisher: Publisher) -> None:
     """Make a single-process trainer compute exact old policies. Call this before training."""
     if trainer.args.world_size > 1:
-        raise SystemExit("--exact_old_policy needs a trainer with one process: start it with `python -m`")
+        raise SystemExit("--exact_old_policy needs one process: use `python -m`, not `accelerate launch`")
     try:
         past = PastPolicy(trainer.model, max(trainer.args.token_budget, 0))
     except ValueError as error:
-        raise SystemExit(f"--exact_old_policy: {error} (--dtype)") from error
+        raise SystemExit(f"--exact_old_policy: {error} as --dtype") from error
     trainer.rollout_queue = samples = ExactSamples(trainer.rollout_queue, past, trainer, publisher)
     trainer.add_callback(samples)
 
@@ -202,8 +203,8 @@ def syncs_of(sample: TracedSample) -> set[int]:
 
 
 def of_one_version(sample: TracedSample) -> Mask:
-    """Which trained tokens have the sync of their answer's first token: up to them, keys and values are of
-    one version."""
+    """Which trained tokens have the sync of their answer's first token. The engine computed them with keys
+    and values of one version only."""
     own = trained(sample)
     begins = own & ~np.concatenate([[False], own[:-1]])
     answer = np.maximum.accumulate(np.where(begins, np.arange(len(own)), 0))

@@ -1,4 +1,4 @@
-"""Publish only the weights that changed through a bucket, and read them anywhere.
+"""Publish, through a bucket, only the weights that changed, and read them anywhere.
 
 Train with `Publisher` or, in TRL, with `BucketWeightTransfer`. Any engine reads a run with `follow`; vLLM
 servers patch their live weights with the plugin of this package.
@@ -72,7 +72,7 @@ __all__ = [
     "open_run",
 ]
 
-# Imported at the first use: naming the package loads neither torch nor numba.
+# Imported at first use, so that `import delta_weight_sync` loads neither torch nor numba.
 _HOMES = {
     "Bucket": "delta_weight_sync.store",
     "BucketWeightTransfer": "delta_weight_sync.trl._transfer",

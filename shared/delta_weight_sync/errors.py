@@ -1,7 +1,7 @@
 """The exceptions of the library, in one tree under `DeltaWeightSyncError`.
 
-A message is one sentence that names the fix. The `kind` of a class is a short, stable name that crosses
-process boundaries. A class that sets no `kind` has that of its base.
+A message is one sentence, and names the fix if one is known. The `kind` of a class is a short, stable name
+that crosses process boundaries. A class that sets no `kind` has that of its base.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ _LONGEST: Final = 4000  # characters of a message
 
 
 class DeltaWeightSyncError(Exception):
-    """Root of all errors of this library. The message is one sentence that names the fix and holds no token.
+    """Root of this library's errors. The message is one sentence, usually with the fix, and holds no token.
 
     Messages may quote objects of a bucket, and are printed, logged and shown on pages. So each message is one
     printable line of at most 4,000 characters.
@@ -44,7 +44,7 @@ class KeyFormatError(ConfigError):
 
 
 class FolderError(ConfigError):
-    """`follow` cannot use this folder: another process uses it, or it holds other files."""
+    """`follow` or `checkout` cannot use this folder: another process uses it, or it holds other files."""
 
 
 class MissingExtraError(ConfigError, ImportError):
@@ -130,7 +130,7 @@ class TooSoonError(EngineError):
 
 
 class RefusedError(EngineError):
-    """vLLM cannot take this version. The follower waits for another version, or for you to act."""
+    """vLLM cannot take this version. The message says what the follower waits for."""
 
 
 class CompatibilityError(DeltaWeightSyncError, RuntimeError, kind="compatibility"):
@@ -142,7 +142,7 @@ class RouteError(DeltaWeightSyncError, RuntimeError, kind="route"):
 
 
 class CommitError(DeltaWeightSyncError, RuntimeError, kind="commit"):
-    """This vLLM, or its configuration, cannot take weights between two steps."""
+    """This vLLM, or its configuration, would reuse results of old weights after a commit, or may do so."""
 
 
 class WeightsChangedError(DeltaWeightSyncError, RuntimeError, kind="weights-changed"):
@@ -158,7 +158,7 @@ class RolloutError(DeltaWeightSyncError, RuntimeError, kind="rollout"):
 
 
 class CommandError(DeltaWeightSyncError, kind="command"):
-    """Your command failed, or its answers do not show the first bad version."""
+    """The command given to `bisect` or `follow` failed, or `bisect` cannot find a first bad version."""
 
 
 def kind_of(error: BaseException) -> str:

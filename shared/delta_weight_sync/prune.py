@@ -1,9 +1,8 @@
 """Deletes the oldest versions of a run, until the rest fits a budget of bytes or age.
 
-This is safe while a writer and readers use the run. Files of versions up to `GRACE_S` seconds older than the
-newest stay, because readers may still fetch them. So do those of a version that is being published, which no
-manifest names yet. HEADs, log and trainer states stay, too (`delta-weight-sync gc --help`). The age of
-an object is counted back from the newest object of the run, so a finished run does not age.
+This is safe while a writer and readers use the run. Files of versions published less than `GRACE_S` seconds
+ago stay, because readers may still fetch them. So do those of a version that no manifest names yet, HEADs,
+log and trainer states. This age counts back from the run's newest object, so a finished run does not age.
 """
 
 import re

@@ -242,10 +242,10 @@ def test_rolling_writes_what_changed_and_no_more(past):
 def test_what_cannot_be_exact_is_refused_with_what_to_change():
     args = SimpleNamespace(world_size=2, token_budget=0)
     trainer = SimpleNamespace(args=args, model=torch.nn.Linear(2, 2).half())
-    with pytest.raises(SystemExit, match=r"--exact_old_policy needs a trainer with one process"):
+    with pytest.raises(SystemExit, match=r"--exact_old_policy needs one process: use `python -m`"):
         exact.enable(trainer, None)
     args.world_size = 1
-    with pytest.raises(SystemExit, match=r"float16 weights cannot be published: .* \(--dtype\)"):
+    with pytest.raises(SystemExit, match=r"float16 weights cannot be moved .* or bfloat16 as --dtype"):
         exact.enable(trainer, None)
 
 

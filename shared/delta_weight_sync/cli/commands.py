@@ -81,8 +81,8 @@ def _opened(arguments: Arguments) -> RunReader:
 def _run_in_shell(command: str, path: Path, manifest: Manifest) -> int:
     """Run the user's command for a version and return its exit code.
 
-    {path}, {version} and {digest} are replaced by the version's, quoted for the shell. If a signal ended the
-    command, the code is negative or above 128.
+    {path}, {version} and {digest} are replaced by the version's folder, number and digest, each quoted for
+    the shell. If a signal ended the command, the code is negative or above 128.
     """
     values = {"path": str(path), "version": str(manifest.version), "digest": manifest.digest}
     filled = re.sub(r"\{(path|version|digest)\}", lambda match: shlex.quote(values[match[1]]), command)
@@ -102,7 +102,7 @@ def _run_in_shell(command: str, path: Path, manifest: Manifest) -> int:
 
 
 def _payload(manifest: Manifest) -> int:
-    """Bytes that a version added to the bucket: its delta, or the files of version 0."""
+    """Bytes that a version added to the bucket: its delta, or if it has none, its anchor."""
     return sum(file.size for file in manifest.deltas[-1:] or manifest.anchor.files)
 
 
@@ -152,7 +152,7 @@ def _log(arguments: Arguments) -> None:
         for manifest in manifests:
             if arguments.last and len(manifests) > arguments.last:
                 return
-            anchors.add(manifest.anchor.version)  # listed before the anchor's own version
+            anchors.add(manifest.anchor.version)  # newest first: the row of the anchor's version comes later
             if older := reader.parent(manifest):
                 manifests.append(older)
             first = min(older.sync + 1, manifest.sync) if older else manifest.sync
@@ -220,8 +220,8 @@ def _verify(arguments: Arguments) -> None:
 
 
 def _verified(reader: RunReader, manifests: list[Manifest], folder: Path) -> Iterator[Manifest]:
-    """Build each version from the one before and its delta, and check every anchor and jump on the way. The
-    oldest and the newest version are also built as a joining replica builds them."""
+    """Build each version from the one before and its delta. Check all anchors on the way, and the jumps that
+    recipes or the newest manifest use. Also build the oldest and the newest version as a joining replica."""
     by_version = {manifest.version: manifest for manifest in manifests}
     anchors = {manifest.anchor.version: manifest.anchor for manifest in manifests}
     used = (delta for manifest in manifests for delta in manifest.recipe().deltas)
@@ -298,8 +298,8 @@ def _bisect(arguments: Arguments) -> None:
 
       delta-weight-sync bisect RUN --eval 'python evaluate.py {path} --at-least 0.6'
 
-    COMMAND runs about log2(number of versions) times. Without --good, the oldest version is judged first
-    and must be good. Without --bad, the newest version is judged first and must be bad.
+    COMMAND runs about log2(number of versions) times. Without --bad, the newest version is judged first and
+    must be bad. Then, without --good, the oldest version is judged and must be good.
     """
     if "{path}" not in arguments.eval and "{version}" not in arguments.eval:
         raise CommandError("--eval gives the same result for all versions: use {path} or {version} in it")
@@ -360,14 +360,14 @@ def _judge(command: str, version: FollowedVersion) -> bool | None:
 def _follow(arguments: Arguments) -> None:
     r"""DIR/current is a link to the newest version's folder, such as DIR/00000041. The link is replaced in
     one step, after the new folder is complete and its digest is verified; that folder is never written again.
-    The previous version stays until the next one is built. If an object is damaged or the bucket is
-    unreachable, the command says so and keeps trying, and DIR/current does not change. You can kill the
+    The previous version stays until the build of the next one begins. If an object is damaged or the bucket
+    is unreachable, the command says so and keeps trying, and DIR/current does not change. You can kill the
     command at any moment: if the digest of the version in DIR is right, the next start keeps that version.
 
     COMMAND runs in a shell after each new version, and the next version waits for it. If COMMAND failed or
     did not run for the version in DIR, the next start runs it. {path} becomes the version's own folder,
-    {version} its number, and {digest} its digest, each quoted for the shell. So end your own quotes before
-    them, as here for SGLang:
+    {version} its number, and {digest} its digest. They are already quoted, so close your own quotation marks
+    before a placeholder and reopen them after it, as in this call of SGLang:
 
       --on-version "curl -f localhost:30000/update_weights_from_disk --json '{\"model_path\": \"'{path}'\"}'"
 
@@ -413,11 +413,11 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _gc(arguments: Arguments) -> None:
-    """The oldest versions are deleted first. These are never deleted: all files that the newest manifest
-    names; the files of versions published in the hour before the newest; the versions of saved trainer
-    states, and all later ones; and objects written less than an hour before the newest one. So you can run
-    the command while a trainer and replicas use the run. A deleted version can no longer be checked out,
-    pinned or verified.
+    """The oldest versions are deleted first. These stay: all files that the newest version's manifest names;
+    objects written in the hour before the run's newest object, and all files that a manifest among them
+    names; the versions of saved trainer states, and all later ones; HEADs, states, log and run.json. So you
+    can run the command while a trainer and replicas use the run. A deleted version can no longer be checked
+    out, pinned or verified.
 
     With Publisher(..., keep="20GB"), the trainer deletes old versions itself.
     """
@@ -442,7 +442,7 @@ def _gc(arguments: Arguments) -> None:
 
 def _keygen(arguments: Arguments) -> None:
     """FILE holds DELTA_WEIGHT_SYNC_SIGNING_KEY and DELTA_WEIGHT_SYNC_PUBLIC_KEY, and only you can read it.
-    The trainer needs both, replicas and other readers only the second:
+    The trainer needs the first, replicas and other readers only the second, which is printed. For a trainer:
 
       set -a; . FILE; set +a
     """

@@ -74,8 +74,8 @@ class Delta:
     def decode(self, shapes: Shapes, old: Old) -> Iterator[Decoded]:
         """Yield the changes, one group of tensors at a time, without a Python step for each tensor.
 
-        Memory is bounded for any file: 64 bytes per byte of the file, and 16 per element of the model. Of
-        these 16, a yielded change takes 10; each thread needs the rest for the group that it decodes.
+        Memory is bounded for any file: at most 64 bytes per byte of the file and 16 per element of the model.
+        A yielded change takes 10 of the 16 (position 8, ULPs 2); the rest is scratch space for decoding.
 
         Args:
             shapes: Shapes of the model's tensors. The table is checked against them first.
@@ -104,7 +104,7 @@ class Delta:
             yield group, self._names[a:b], self._rows[:2, a:b], streams, [*olds.values()]
 
     def _read_table(self, text: str) -> None:
-        """Read and check the table. A group must end where `encode` ends it, which bounds its size."""
+        """Read and check the table. A group must end once it has `GROUP_ELEMENTS`, which bounds its size."""
         table = sorted(_TABLE.validate_json(text, strict=True), key=itemgetter(3))
         names, shapes, changes, group = zip(*table, strict=True) if table else ((), (), (), ())
         numels = [*map(math.prod, shapes)]

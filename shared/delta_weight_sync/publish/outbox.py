@@ -126,7 +126,7 @@ def bf16_bits(weights: torch.Tensor) -> torch.Tensor:
     Raises `ValueError` for any dtype but float32 and bfloat16.
     """
     if weights.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"{weights.dtype} weights cannot be published: use float32 or bfloat16")
+        raise ValueError(f"{weights.dtype} weights cannot be moved to another sync: use float32 or bfloat16")
     stride = weights.element_size() // 2  # the bf16 bits are the last two bytes of each weight
     return weights.detach().view(-1).view(torch.int16)[stride - 1 :: stride]
 

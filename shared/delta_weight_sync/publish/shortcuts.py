@@ -2,10 +2,10 @@
 
 A thread applies each published patch to a copy of the checkpoint on this machine's disk, so memory never
 holds a second model. An anchor is an upload of that copy. A jump over 8 versions is an exact merge of their
-patches, which stay in memory. If they exceed a budget, and for a jump over 64 versions, a second copy stays
-at the version where the jump begins; the jump is then the difference of the two files.
+patches, which stay in memory. A jump over 64 versions, or one over 8 whose patches exceed a budget, keeps a
+file with the weights where the jump begins instead; the jump is the difference of the two files.
 
-The next manifest names the uploaded shortcuts. If the trainer crashes before, `prune` deletes them.
+The next manifest names the uploaded shortcuts. If the trainer crashes before, `keep` or `gc` deletes them.
 """
 
 import logging
@@ -62,7 +62,7 @@ class _Start:
             codec.apply(codec.inverse(patch), bits[patch.name])
 
     def jump(self, newest: dict[str, Bits]) -> tuple[Iterator[Patch], Callable[[str], Bits]]:
-        """Return the patches from here to `newest`, in its order, and a lookup of the bits here."""
+        """The patches from `version` to `newest`, in `newest`'s order, and the bits at `version` by name."""
         if self._patches is None:
             old = map_bits(self._path)
             return (codec.diff(name, old[name], new) for name, new in newest.items()), old.__getitem__
@@ -230,7 +230,7 @@ def nbytes(patches: Iterable[Patch]) -> int:
 
 
 def undone(bits: Bits, patches: Iterable[Patch | None]) -> Bits:
-    """A copy of a tensor's `bits` without `patches` of it, newest first. None stands for no change."""
+    """A copy of a tensor's `bits` with `patches` undone, given newest first. None stands for no change."""
     bits = bits.copy()
     for patch in filter(None, patches):
         codec.apply(codec.inverse(patch), bits)

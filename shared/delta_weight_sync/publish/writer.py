@@ -69,9 +69,9 @@ class RunWriter:
     def _claim(self, others: list[Writer]) -> Manifest | None:
         """Take the run over; returns its newest version.
 
-        This writer claims the run before it looks for versions of others; every writer looks for claims after
-        it has published. So either this writer continues from another's version, or that writer learns that
-        its version does not count. After Lamport's bakery algorithm (Communications of the ACM 17, 1974).
+        This writer claims the run, then looks again for versions of others; every writer looks for claims
+        after it has published. So if another writer publishes meanwhile, this writer continues from that
+        version, or the other sees this claim and drops its version. After Lamport's bakery algorithm (1974).
         """
         newest = self._last_of_others()
         self._put([self._head(newest)])
@@ -110,7 +110,7 @@ class RunWriter:
         """Whether a file of the newest version is missing or has changed.
 
         This lists the run every `_EVERY` versions, or each time while it finds damage. It reads each small
-        file of the checkpoint once. The writer has written or read the weights and deltas itself.
+        file of the checkpoint once, but no weights and deltas: this writer has written or read them itself.
         """
         if newest.version < self._intact + _EVERY:
             return False
@@ -265,7 +265,7 @@ class RunWriter:
         try:
             self.bucket.put_all(objects)
         except BucketError:
-            self._require_ownership()  # the cause may be a successor, which removes this HEAD
+            self._require_ownership()  # the put may have failed because a successor removed this HEAD
             raise
 
     def _reference(self, manifest: Manifest) -> FileRef:

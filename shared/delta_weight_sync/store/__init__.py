@@ -4,7 +4,7 @@
     bucket.put("runs/demo/run.json", b"...")
 
 A key is relative to the bucket's URL; "/" joins its parts. A method that fails raises a `BucketError`, whose
-message is one sentence with the fix. There are two exceptions: `OSError` if a local file cannot be read or
+message is one sentence, usually with the fix. Exceptions are `OSError` if a local file cannot be read or
 written, and `ProtocolError` if an object is larger than its reader allows; it is then not read. No method
 checks content: readers compare the sha256.
 """
@@ -152,7 +152,7 @@ class Bucket(ABC):
 
     @abstractmethod
     def _explain(self, error: Exception, place: str, write: bool) -> errors.BucketError:
-        """The `BucketError` for what a library raised at `place`; its message names the fix."""
+        """The `BucketError` for what a library raised at `place`."""
 
     def _check_limit(self, key: str, size: int, limit: int) -> None:
         """Before a download: raise `ProtocolError` if the object's `size` is above `limit` bytes."""

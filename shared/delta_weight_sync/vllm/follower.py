@@ -28,7 +28,7 @@ _log = logging.getLogger("delta_weight_sync")
 Wanted = tuple[Manifest | None, AnchorRef, str]
 """A join: the pinned version or None, the anchor, and the digest.
 
-If nothing was served yet, the digest is "", and a refusal means that vLLM cannot take the model at all.
+If nothing is served, the digest is "", and a refusal means that vLLM cannot take the model at all.
 Otherwise a refusal concerns only this version.
 """
 
@@ -54,7 +54,7 @@ class Refusals:
         """Decide whether the join that was checked last, and failed with `error`, is refused from now on."""
         if error.kind == errors.CodecError.kind:  # the first time, the local copy may be damaged
             final, self._suspect = self._suspect == self._wanted, self._wanted
-        else:  # this vLLM fails in the same way again
+        else:  # only route and commit errors are certain to repeat with this vLLM
             final, self._suspect = error.kind in (errors.RouteError.kind, errors.CommitError.kind), None
         if self._wanted and final:
             other = "version" if self._wanted[2] else "anchor"
@@ -219,9 +219,9 @@ class Follower:
     def _reach(self, manifest: Manifest, held: Manifest | None) -> None:
         """Serve a version. `held` is the same version if the owner pinned it or paused at it, else None.
 
-        Raises `EngineError`, `ProtocolError` or `BucketError` if that fails. The replica then still serves
-        what it served before, after `_join_first` an older version, or nothing if its weights had changed or
-        vLLM was being restarted.
+        Raises `DeltaWeightSyncError` or `OSError` if that fails. Usually the replica then still serves what
+        it served before. After `_join_first`, it may serve an older version. It serves nothing if its weights
+        had changed or vLLM was being restarted.
         """
         try:
             self._refused.check(manifest, held, self.serving)
@@ -253,11 +253,11 @@ class Follower:
         try:
             self._apply(manifest, deltas)
         except errors.EngineError as error:
-            # The old weights are back, but they may not be the published ones.
+            # A worker that failed has its old weights, but they may not be the published ones.
             if error.kind == errors.WeightsChangedError.kind:
                 self.serving = None
-            undone = f"committing version {manifest.version} failed and was undone"
-            self._note(self._state, f"{undone}; this replica now repairs itself: {error}")
+            failed = f"version {manifest.version} could not be staged or committed"
+            self._note(self._state, f"{failed}; this replica now repairs itself: {error}")
             self._join(manifest)
 
     def _apply(self, manifest: Manifest, deltas: tuple[DeltaRef, ...]) -> None:
@@ -275,7 +275,7 @@ class Follower:
     # By a join: fetch a checkpoint, stage what differs, commit.
 
     def _join_first(self, manifest: Manifest) -> None:
-        """Join; if a file of the version is damaged, join the newest older version that is whole."""
+        """Join. If a file of the version is damaged or missing, join the newest whole version before it."""
         try:
             self._join(manifest)
         except (errors.ProtocolError, errors.ObjectMissingError):
@@ -304,9 +304,9 @@ class Follower:
         self._serve(manifest, fetch_s, *seconds, joined=True)
 
     def _prepare_engine(self, manifest: Manifest, folder: Path, shapes: Shapes) -> None:
-        """Start vLLM if it does not run, and let it learn where the run's tensors are.
+        """Start or restart vLLM if it cannot take the version as it runs; let it learn the places of tensors.
 
-        The pauses between two starts grow, whatever their reason.
+        The wait between two starts of vLLM grows with each start, whatever caused the start.
         """
         if started := not self._engine.serves(folder):
             if not self._starting.allows("vLLM"):
@@ -314,14 +314,14 @@ class Follower:
                     f"version {manifest.version} needs a restart of vLLM, which was started only a moment"
                     " ago; the replica tries again later"
                 )
-            self._starting.failed("vLLM")  # forgotten if vLLM then runs for twice LONGEST_S
+            self._starting.failed("vLLM")  # counts as a failure, so that the next start must wait
             self.serving, self._learned = None, {}
             self._note(f"starting vLLM with version {manifest.version}")
             self._engine.start(folder)
         if shapes != self._learned:
             found = self._engine.learn(shapes)
             if started and found != manifest.digest:
-                self._engine.stop()  # otherwise the next try would assume that vLLM holds an older version
+                self._engine.stop()  # or the next try would take this digest for an older version's
                 raise errors.EngineError(
                     f"vLLM loaded weights with digest {manifest.digest}, but the parameters that deltas would"
                     f" change have digest {found}: vLLM rearranges this model's weights; serve another model",
